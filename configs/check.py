@@ -1,0 +1,247 @@
+"""The rules that span options: each a row, `name: (what breaks it, the sentence that says what to change)`.
+
+Rules are evaluated independently, so one run of the check names everything that is wrong. They depend on the
+configuration, the model's table of flavors and the number of processes only: every rank finds the same problems and no
+rank is left waiting for one that gave up. What concerns one option alone is a bound in `configs/schema.py`.
+
+Like all of `configs/` this never imports torch: the flavors are read from the model's source as a literal.
+"""
+
+import ast
+import json
+from difflib import get_close_matches
+from pathlib import Path
+from types import SimpleNamespace
+
+from configs.schema import Config, InputError, Model
+
+MODELS = Path(__file__).resolve().parent.parent / "models"
+
+
+def architecture(model: Model, models: Path = MODELS) -> dict:
+    """The numbers of the model: its flavor's row, with the overrides of [model] laid on top.
+
+    A new `dim` or `n_heads` without a `head_dim` makes head_dim = dim / n_heads, a fraction when the two do not fit
+    (the rule head_dim then refuses it). Raises InputError for an unknown flavor.
+    """
+    given = {key: value for key, value in vars(model).items() if value is not None}
+    family, flavor = given.pop("family"), given.pop("flavor")
+    flavors = _flavors(models / f"{family}.py")
+    if flavor not in flavors:
+        near = get_close_matches(flavor.lower(), [name.lower() for name in flavors], n=1)
+        hints = [f'; did you mean "{name}"?' for name in flavors if name.lower() in near]
+        allowed = ", ".join(flavors)
+        raise InputError(f"model.flavor = {json.dumps(flavor)}: models/{family}.py has {allowed}{''.join(hints)}")
+    numbers = flavors[flavor] | given
+    if "head_dim" not in given and ("dim" in given or "n_heads" in given):
+        whole, rest = divmod(numbers["dim"], numbers["n_heads"])
+        numbers["head_dim"] = numbers["dim"] / numbers["n_heads"] if rest else whole
+    return numbers
+
+
+def _flavors(source: Path) -> dict[str, dict]:
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == ["FLAVORS"]:
+            return ast.literal_eval(node.value)
+    raise ValueError(f"{source} has no table `FLAVORS = {{...}}` of literals")
+
+
+def data_parallel_shard(cfg: Config, world_size: int | None) -> int:
+    """`parallelism.data_parallel_shard` with -1 resolved. Raises InputError when no whole number of ranks is left."""
+    p = cfg.parallelism
+    if p.data_parallel_shard != -1:
+        return p.data_parallel_shard
+    others = p.data_parallel_replicate * p.tensor_parallel
+    if world_size is None or world_size % others:
+        raise InputError(f"parallelism.data_parallel_shard = -1: {others} does not divide {world_size} processes")
+    return world_size // others
+
+
+def _is_number(value: object) -> bool:
+    """Whether reshard_after_forward is a number of ranks: neither true, false nor "default"."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# Numbers that rules share. One whose inputs are unknown is unknown too, and the rules that need it are left out.
+DERIVED = {
+    "shard": lambda c: data_parallel_shard(c, getattr(c, "world", None)),
+    "dp": lambda c: c.parallelism.data_parallel_replicate * c.shard,
+    "product": lambda c: c.dp * c.parallelism.tensor_parallel,
+    "micro": lambda c: c.dp * c.training.local_batch_size,
+    "head_dim": lambda c: c.model.head_dim,
+    "traced": lambda c: c.profiler.start_step + c.profiler.steps - 1,
+    "decay": lambda c: int(c.lr_schedule.decay_fraction * c.training.steps),
+}
+
+# In a rule `c` is the configuration, but c.model is the architecture; c.world and c.local_world are the processes of
+# the run and of each host, and the numbers above are there too. In a sentence {table.key} becomes "table.key = value".
+RULES = {
+    # The mesh.
+    "mesh_product": (
+        lambda c: c.parallelism.data_parallel_shard != -1 and c.product != c.world,
+        "{parallelism.data_parallel_replicate}, {parallelism.data_parallel_shard} and {parallelism.tensor_parallel} "
+        "multiply to {product}, but the run has {world} processes: make the two equal, "
+        "or set data_parallel_shard = -1 to take what is left",
+    ),
+    "mesh_rest": (
+        lambda c: c.parallelism.data_parallel_shard == -1
+        and c.world % (c.parallelism.data_parallel_replicate * c.parallelism.tensor_parallel) != 0,
+        "{parallelism.data_parallel_shard} leaves no whole number of ranks: "
+        "{parallelism.data_parallel_replicate} times {parallelism.tensor_parallel} must divide the {world} processes "
+        "of the run",
+    ),
+    "tp_host": (
+        lambda c: not c.parallelism.tensor_parallel_across_hosts and c.local_world % c.parallelism.tensor_parallel != 0,
+        "{parallelism.tensor_parallel} does not divide the {local_world} processes of a host, so every layer would "
+        "wait for the network: use a divisor, or set parallelism.tensor_parallel_across_hosts = true",
+    ),
+    "tp_heads": (
+        lambda c: c.model.n_heads % c.parallelism.tensor_parallel != 0,
+        "{parallelism.tensor_parallel} does not divide {model.n_heads}: each rank computes whole query heads",
+    ),
+    "tp_kv_heads": (
+        lambda c: c.model.n_kv_heads % c.parallelism.tensor_parallel != 0,
+        "{parallelism.tensor_parallel} does not divide {model.n_kv_heads}: each rank computes whole key/value heads, "
+        "which are not duplicated, so tensor_parallel is at most n_kv_heads and divides it",
+    ),
+    "tp_hidden": (
+        lambda c: c.model.hidden_dim % c.parallelism.tensor_parallel != 0,
+        "{parallelism.tensor_parallel} does not divide {model.hidden_dim}: each rank computes an equal share of the "
+        "hidden units",
+    ),
+    "tp_sequence": (
+        lambda c: c.training.seq_len % c.parallelism.tensor_parallel != 0,
+        "{parallelism.tensor_parallel} does not divide {training.seq_len}: each rank keeps an equal part of the "
+        "sequence",
+    ),
+    "tp_vocabulary": (  # rows are dealt as torch.chunk does: ceil(vocab / tp) to each rank until none are left
+        lambda c: (c.parallelism.tensor_parallel - 1) * -(-c.model.vocab_size // c.parallelism.tensor_parallel)
+        >= c.model.vocab_size,
+        "{parallelism.tensor_parallel} leaves a rank without a row of the vocabulary, {model.vocab_size}: use a "
+        "smaller tensor_parallel or a larger vocabulary (it need not be a multiple)",
+    ),
+    "tp_offload": (
+        lambda c: c.parallelism.cpu_offload and c.parallelism.tensor_parallel > 1,
+        "{parallelism.cpu_offload} together with {parallelism.tensor_parallel} is not supported: use one of the two",
+    ),
+    "tp_reshard": (  # FSDP2 makes the groups of N from each rank's slice of the mesh; the slices wait for each other
+        lambda c: _is_number(c.parallelism.reshard_after_forward) and c.parallelism.tensor_parallel > 1,
+        "{parallelism.reshard_after_forward}, a number of ranks, together with {parallelism.tensor_parallel} would "
+        'hang: use true, false or "default", or tensor_parallel = 1',
+    ),
+    "reshard_ranks": (
+        lambda c: _is_number(c.parallelism.reshard_after_forward)
+        and (c.parallelism.reshard_after_forward >= c.shard or c.shard % c.parallelism.reshard_after_forward != 0),
+        "{parallelism.reshard_after_forward} must be less than the {shard} ranks over which FSDP shards, and divide "
+        "them (true means all of them)",
+    ),
+    # The batch and the model.
+    "batch": (
+        lambda c: c.training.global_batch_size % c.micro != 0,
+        "{training.global_batch_size} is not a multiple of {micro}, which is {training.local_batch_size} on {dp} "
+        "data-parallel ranks: change one of them, so that each rank gets whole micro-batches",
+    ),
+    "seq_len": (
+        lambda c: c.training.seq_len > c.model.max_seq_len,
+        "{training.seq_len} is more than the positions of the model reach, {model.max_seq_len}: shorten it",
+    ),
+    "kv_heads": (
+        lambda c: c.model.n_heads % c.model.n_kv_heads != 0,
+        "{model.n_kv_heads} does not divide {model.n_heads}: each key/value head serves an equal group of query heads",
+    ),
+    "head_dim": (
+        lambda c: c.head_dim % 2 != 0,
+        "model.head_dim would be {head_dim:.5g}, but must be a whole even number, since rotary positions turn pairs: "
+        "set it, or change {model.dim} or {model.n_heads}, whose quotient it is otherwise",
+    ),
+    # The vocabulary.
+    "bpe_vocabulary": (
+        lambda c: c.data.tokenizer == "bpe" and c.data.bpe_vocab_size > c.model.vocab_size,
+        "{data.bpe_vocab_size} is more than the embedding has rows, {model.vocab_size}: lower the one or raise "
+        "the other",
+    ),
+    "bytes_vocabulary": (
+        lambda c: c.data.tokenizer == "bytes" and c.model.vocab_size < 257,
+        "{data.tokenizer} needs at least 257 rows of the embedding (256 bytes and the end of a text), but "
+        "{model.vocab_size}",
+    ),
+    # The time line of the run.
+    "warmup": (
+        lambda c: c.lr_schedule.warmup_steps > c.training.steps,
+        "{lr_schedule.warmup_steps} is more than {training.steps}: the peak learning rate would never be reached",
+    ),
+    "wsd": (
+        lambda c: c.lr_schedule.kind == "wsd" and c.lr_schedule.warmup_steps + c.decay > c.training.steps,
+        "{lr_schedule.kind}: {lr_schedule.warmup_steps} and the {decay} steps of {lr_schedule.decay_fraction} "
+        "are together more than {training.steps}",
+    ),
+    "profiler_window": (
+        lambda c: c.profiler.enabled and c.traced > c.training.steps,
+        "{profiler.start_step} and {profiler.steps} trace up to step {traced}, beyond {training.steps}: the trace "
+        "would never be written",
+    ),
+    "load_step": (
+        lambda c: c.checkpoint.load_step > c.training.steps,
+        "{checkpoint.load_step} is beyond the end of the run, {training.steps}",
+    ),
+    # Options that exclude or need one another.
+    "momentum": (
+        lambda c: c.optimizer.kind == "adamw" and c.optimizer.momentum > 0,
+        '{optimizer.momentum} has no effect with {optimizer.kind}, which has betas: remove it, or use kind = "sgd"',
+    ),
+    "validation_split": (
+        lambda c: c.validation.interval > 0 and c.data.validation_fraction == 0,
+        "{validation.interval} needs held-out documents, but {data.validation_fraction}: hold some out, or set "
+        "interval = 0",
+    ),
+}
+
+
+def broken_rules(
+    cfg: Config | SimpleNamespace,
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+    models: Path = MODELS,
+) -> list[str]:
+    """The sentences of all rules that the configuration breaks; empty when it is sound.
+
+    cfg may lack options (a SimpleNamespace of SimpleNamespaces, from a file with mistakes), and the sizes may be
+    unknown: rules that need what is missing are left out, the others count.
+    """
+    problems = []
+    c = SimpleNamespace(**{table: options for table, options in vars(cfg).items() if table != "model"})
+    words = {table: _named(table, options) for table, options in vars(c).items()}
+    try:
+        numbers = architecture(cfg.model, models)
+        wrong = {key for key in Model.model_fields if not hasattr(cfg.model, key)}
+        wrong |= {"head_dim"} if wrong & {"dim", "n_heads"} else set()
+        c.model = SimpleNamespace(**{key: value for key, value in numbers.items() if key not in wrong})
+        words["model"] = _named("model", c.model)
+        for key in vars(c.model):
+            if getattr(cfg.model, key, None) is None:
+                vars(words["model"])[key] += f" (of flavor {cfg.model.flavor})"
+    except InputError as error:
+        problems.append(str(error))
+    except (AttributeError, KeyError):  # no table, family or flavor to start from
+        pass
+
+    sizes = {"world": lambda c: world_size, "local_world": lambda c: local_world_size}
+    for name, value in (sizes | DERIVED).items():
+        try:
+            words[name] = value(c)
+        except (AttributeError, InputError):
+            continue
+        if words[name] is not None:
+            setattr(c, name, words[name])
+    for broken, sentence in RULES.values():
+        try:
+            if broken(c):
+                problems.append(sentence.format(**words))
+        except AttributeError:
+            continue
+    return problems
+
+
+def _named(table: str, options: object) -> SimpleNamespace:
+    """Each option as a sentence shows it: table.key = value, the value as TOML writes it."""
+    return SimpleNamespace(**{key: f"{table}.{key} = {json.dumps(value)}" for key, value in vars(options).items()})

@@ -1,0 +1,48 @@
+"""Activation checkpointing (Chen et al., arXiv:1604.06174): what backward recomputes instead of keeping.
+
+A block's `forward` is replaced by its checkpointed self. Unlike a wrapper module this changes no parameter's name, and
+the hooks of FSDP (on the block) and of tensor parallelism (on the modules inside) stay where they belong: gathering the
+weights outside the recomputed region, moving activations inside it.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from configs.schema import ActivationCheckpoint
+
+# Mode "selective" keeps the results of these and recomputes everything else (norms, rotary positions, SiLU, casts):
+# cheap to redo, large to keep. The sets are those operators whose time does not shrink to memory traffic.
+_aten, _funcol = torch.ops.aten, torch.ops._c10d_functional
+KEEP = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,  # without it the CPU recomputes its attention too
+    _funcol.all_gather_into_tensor.default,
+    _funcol.reduce_scatter_tensor.default,
+    _funcol.all_reduce.default,
+}
+
+
+def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEEP else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply(model: nn.Module, cfg: ActivationCheckpoint) -> nn.Module:
+    """Checkpoint the blocks of `model.layers`, in place. Nothing in the model draws random numbers, so no RNG is saved."""
+    if cfg.mode == "none":
+        return model
+    every = cfg.every_n if cfg.mode == "every_n" else 1
+    how = {"use_reentrant": False, "preserve_rng_state": False}
+    if cfg.mode == "selective":
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    for i, block in enumerate(model.layers):
+        if i % every == 0:
+            block.forward = partial(checkpoint, block.forward, **how)
+    return model

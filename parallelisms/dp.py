@@ -1,0 +1,75 @@
+"""Data parallelism: FSDP2 (`fully_shard`), which is also our HSDP, our DDP and our mixed precision.
+
+One mechanism covers the four: sharded over `dp_shard`; replicated over `dp_replicate` on top (HSDP); replicated only, when
+dp_shard = 1 (DDP: gradients all-reduced block by block during backward, weights never gathered from anyone); and on a
+single rank its MixedPrecisionPolicy is what keeps float32 masters of bfloat16 weights, so that one process computes the
+same numbers as many. Only where all of that is idle (one rank, float32) is the model left alone: it is the plain model
+that every test compares with.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from configs.schema import Parallelism, Training
+from parallelisms.mesh import Mesh
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def param_dtype(cfg: Training, device: torch.device) -> torch.dtype:
+    """The type of the weights in forward and backward. `auto` is bfloat16 on hardware that multiplies it faster than
+    float32: GPUs since Ampere, CPUs with AMX or AVX512-BF16 (there 2.2x on 2048^3 products, `docs/performance.md`)."""
+    if cfg.param_dtype != "auto":
+        return DTYPES[cfg.param_dtype]
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:  # private probes, absent on some platforms: then float32
+        probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+        fast = any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+    return torch.bfloat16 if fast else torch.float32
+
+
+def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) -> nn.Module:
+    """Shard the blocks bottom-up, then the rest of the model as the root, in place.
+
+    Bottom-up is FSDP2's contract: the root takes what is left, here the embedding and the last norm. A block's weights are
+    gathered when its forward starts and freed when it ends (`reshard_after_forward`). The output projection keeps its
+    weights under "default": backward needs them at once.
+    """
+    dtype = param_dtype(training, mesh.device)
+    if mesh.dp_size == 1 and dtype == torch.float32 and not cfg.cpu_offload:
+        return model
+    # Inputs are not cast: activations start at the embedding, in its type, and the rotary tables stay float32.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=DTYPES[training.reduce_dtype], cast_forward_inputs=False)
+    # Pinned host memory exists only where there is an accelerator to copy to.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if cfg.cpu_offload else OffloadPolicy()
+    how = {"mesh": mesh.fsdp_mesh, "mp_policy": policy, "offload_policy": offload}
+    reshard = cfg.reshard_after_forward
+    if mesh.dp_shard == 1:
+        reshard = False  # nothing is sharded, nothing to free
+    for block in model.layers:
+        fully_shard(block, **how, reshard_after_forward=True if reshard == "default" else reshard)
+    if hasattr(model, "output"):  # a tied model's output weight is its embedding: it belongs to the root
+        fully_shard(model.output, **how, reshard_after_forward=False if reshard == "default" else reshard)
+    fully_shard(model, **how, reshard_after_forward=False)
+    if cfg.prefetch:
+        for i, block in enumerate(model.layers):
+            block.set_modules_to_forward_prefetch(list(model.layers[i + 1 : i + 1 + cfg.prefetch]))
+            block.set_modules_to_backward_prefetch(list(reversed(model.layers[max(0, i - cfg.prefetch) : i])))
+    return model
+
+
+def synchronise_gradients(model: nn.Module, now: bool) -> None:
+    """Whether the coming backward reduces gradients over the data-parallel ranks: only that of the last micro-batch does."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+        model.set_is_last_backward(now)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the weights that a forward without backward (validation, sampling) left gathered: the next optimizer step or
+    checkpoint must see the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

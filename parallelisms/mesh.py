@@ -1,0 +1,127 @@
+"""The process group and the one DeviceMesh of a run: (dp_replicate, dp_shard, tp), and the few reductions the loop needs.
+
+`tp` is innermost, so that the ranks of one tensor-parallel group are neighbours on one host (NVLink) and data parallelism
+is what crosses hosts. Each rank trains on the batch rows of its data-parallel rank; the ranks of a tp group share them.
+
+With `train.py` this is the only module that reads the environment: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, as
+`torchrun` sets them. Without them a run is one process.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from configs.schema import InputError, Parallelism, Run
+
+
+@dataclass(frozen=True)
+class World:
+    """What torchrun says about this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def world() -> World:
+    """From the environment; one process when torchrun did not set it."""
+    names = ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))
+    return World(*(int(os.environ.get(name, default)) for name, default in names))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands. `device_mesh` has the dimensions dp_replicate, dp_shard, tp, each of at least 1."""
+
+    device_mesh: DeviceMesh
+    device: torch.device
+    rank: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    dp_rank: int
+
+    @property
+    def size(self) -> int:
+        return self.dp_size * self.tp
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        return self.device_mesh["tp"]
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """1-D: shard. 2-D: replicate over the first dimension, shard over the second (HSDP; with dp_shard = 1 plain DDP)."""
+        return self.device_mesh["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else self.device_mesh["dp_shard"]
+
+    def sum_over_dp(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the data-parallel ranks, in place. Every rank of the mesh must call it."""
+        for dim in ("dp_shard", "dp_replicate"):
+            if self.device_mesh[dim].size() > 1:
+                dist.all_reduce(x, group=self.device_mesh.get_group(dim))
+        return x
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank: how all ranks agree to stop at the same step. A CPU collective (gloo)."""
+        if self.size == 1:
+            return flag
+        x = torch.tensor(int(flag))
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        return bool(x)
+
+    def set_timeout(self, seconds: int) -> None:
+        """Limit every collective. The mesh's groups do not inherit the default group's limit, so each is set."""
+        groups = [dist.group.WORLD] + [self.device_mesh.get_group(d) for d in self.device_mesh.mesh_dim_names]
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def pick_device(run: Run, local_rank: int) -> torch.device:
+    """This rank's own device. Raises InputError where CUDA is asked for and missing, or has fewer GPUs than ranks."""
+    if run.device == "cpu" or (run.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError('run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu", or a CUDA build of torch')
+    if local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"local rank {local_rank} has no GPU of its own: this host shows {torch.cuda.device_count()}; "
+            "start fewer processes (NGPU) or make more GPUs visible"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int) -> Mesh:
+    """Start the process group (or use the one that is running) and lay the mesh over it; the sizes are already checked.
+
+    CUDA runs get NCCL for GPU tensors and gloo for CPU ones, so that flags and checkpoints need no GPU synchronisation.
+    """
+    here = world()
+    device = pick_device(run, here.local_rank)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        limit = timedelta(seconds=run.init_timeout_seconds)
+        if here.size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        else:
+            dist.init_process_group(backend, timeout=limit)
+    sizes = (parallelism.data_parallel_replicate, dp_shard, parallelism.tensor_parallel)
+    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    replicate, shard, _ = device_mesh.get_coordinate()
+    mesh = Mesh(device_mesh, device, dist.get_rank(), *sizes, dp_rank=replicate * dp_shard + shard)
+    mesh.set_timeout(run.init_timeout_seconds)
+    return mesh
+
+
+def close_mesh() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,86 @@
+"""Tensor parallelism (Shoeybi et al., arXiv:1909.08053) with sequence parallelism (Korthikanti et al., arXiv:2205.05198).
+
+A model's TP_PLAN says which style each of its modules gets; this file says what the styles are. Between blocks a hidden
+state is split over the *sequence*; inside attention and MLP over *heads* and *hidden units*. So a block costs two
+all-gathers and two reduce-scatters in forward, the same bytes as the two all-reduces of plain tensor parallelism, and
+norms and residuals are computed once, not on every rank.
+"""
+
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+
+class VocabEmbedding(RowwiseParallel):
+    """An embedding whose vocabulary rows are split; its output is this rank's slice of the sequence, as a plain tensor.
+
+    The output is exchanged synchronously. RowwiseParallel's asynchronous exchange hands the first block a tensor that
+    torch 2.13 unwraps without its gradient when the block is compiled: the embedding would silently not be trained.
+    """
+
+    def __init__(self):
+        super().__init__(input_layouts=Replicate(), output_layouts=Shard(1))
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        return outputs.redistribute(placements=output_layouts, async_op=False).to_local()
+
+
+class VocabWeight(ParallelStyle):
+    """Splits the vocabulary rows of a weight and leaves the arithmetic to whoever uses it (training/loss.py)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            weight = distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter("weight", nn.Parameter(weight))
+
+        return distribute_module(module, device_mesh, shard)
+
+
+class GatherSequence(ParallelStyle):
+    """Gathers the first input, which its norm left split over the sequence; the other inputs (the rotary tables) are whole
+    already. It stays a DTensor: three projections share the one gather, and the sum of their gradients is one scatter."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _, inputs: (inputs[0].redistribute(placements=[Replicate()]), *inputs[1:]))
+        return module
+
+
+STYLES = {
+    "vocab_embedding": VocabEmbedding,
+    "vocab_weight": VocabWeight,
+    "sequence": SequenceParallel,
+    "gather_sequence": GatherSequence,
+    "columns": ColwiseParallel,
+    "rows": lambda: RowwiseParallel(output_layouts=Shard(1)),
+}
+
+
+def apply(model: nn.Module, tp_mesh: DeviceMesh, plan: dict[str, str]) -> nn.Module:
+    """Shard the modules that `plan` (pattern of the module's name -> key of STYLES) matches, in place; on `meta`, so free.
+
+    Raises ValueError when a row of the plan matches nothing but `output` of a tied model: a misspelt row would leave a
+    module whole on every rank.
+    """
+    if tp_mesh.size() == 1:
+        return model
+    names = [name for name, _ in model.named_modules()]
+    for pattern, style in plan.items():
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched and pattern != "output":
+            raise ValueError(f"TP_PLAN: no module is called {pattern}")
+        for name in matched:
+            parallelize_module(model.get_submodule(name), tp_mesh, STYLES[style]())
+    plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if plain:
+        raise ValueError(f"TP_PLAN leaves parameters unsharded, which clipping and the optimizer cannot mix: {plain}")
+    return model

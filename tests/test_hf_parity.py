@@ -1,0 +1,106 @@
+"""The model against Hugging Face's LlamaForCausalLM on the same weights: logits, loss and all gradients, in float32.
+
+Shapes of Llama 2, 3, 3.1 and 3.2 with distinct odd sizes, so that no transposed or swapped dimension can hide.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+from models import llama
+from tests.ranks import run_ranks
+from training.loss import linear_cross_entropy, plain_cross_entropy
+
+ROPE_31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 16}
+BASE = {"dim": 42, "n_layers": 3, "n_heads": 6, "n_kv_heads": 6, "head_dim": 14, "hidden_dim": 53, "vocab_size": 97,
+        "rope_theta": 10000.0, "rope_scaling": None, "norm_eps": 1e-5, "max_seq_len": 64, "tied_embeddings": False}  # fmt: skip
+SHAPES = {
+    "llama2": BASE,
+    "llama3": BASE | {"n_kv_heads": 2, "rope_theta": 500000.0},
+    "llama3.1": BASE | {"n_kv_heads": 3, "rope_theta": 500000.0, "rope_scaling": ROPE_31},
+    "llama3.2": BASE | {"n_kv_heads": 2, "rope_theta": 500000.0, "rope_scaling": ROPE_31 | {"factor": 32.0}, "tied_embeddings": True},
+}
+
+
+def hugging_face(args: dict):
+    """A LlamaForCausalLM of these numbers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {"rope_type": "default", "rope_theta": args["rope_theta"]}
+    if args["rope_scaling"]:
+        scaling = dict(args["rope_scaling"])
+        rope |= {"rope_type": "llama3", "original_max_position_embeddings": scaling.pop("original_max_seq_len"), **scaling}
+    config = LlamaConfig(
+        hidden_size=args["dim"], num_hidden_layers=args["n_layers"], num_attention_heads=args["n_heads"],
+        num_key_value_heads=args["n_kv_heads"], head_dim=args["head_dim"], intermediate_size=args["hidden_dim"],
+        vocab_size=args["vocab_size"], rms_norm_eps=args["norm_eps"], max_position_embeddings=args["max_seq_len"],
+        rope_parameters=rope, tie_word_embeddings=args["tied_embeddings"], attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def name_pairs(args: dict) -> list[tuple[str, str]]:
+    """(our name, Hugging Face's), one pair per parameter, from the HF_NAMES table."""
+    pairs = []
+    for ours, theirs in llama.HF_NAMES.items():
+        if ours == "output.weight" and args["tied_embeddings"]:
+            continue
+        for i in range(args["n_layers"]) if "*" in ours else [None]:
+            pairs.append((ours.replace("*", str(i)), theirs.replace("*", str(i))))
+    return pairs
+
+
+def both(shape: str) -> dict:
+    """Run the two models on the same weights and tokens; the greatest difference of each kind."""
+    args = SHAPES[shape]
+    torch.manual_seed(1)
+    theirs, ours = hugging_face(args), llama.build(args)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_(0, 0.2)
+    pairs = name_pairs(args)
+    ours.load_state_dict({mine: theirs.state_dict()[hf] for mine, hf in pairs})
+    assert {mine for mine, _ in pairs} == {n for n, _ in ours.named_parameters()}
+    tokens, labels = torch.randint(0, 97, (2, 5, 37))
+    labels[1, 3:20] = -100
+
+    want = theirs(tokens).logits
+    got = ours(tokens)
+    want_loss = plain_cross_entropy(want, labels)
+    got_loss = ours(tokens, partial(linear_cross_entropy, labels=labels, chunk_tokens=50))
+    want_loss.backward()
+    got_loss.backward()
+    theirs_grads = {n: p.grad for n, p in theirs.named_parameters()}
+    return {
+        "logits": (got - want).abs().max().item(), "bitwise": torch.equal(got, want),
+        "loss": abs(got_loss.item() / want_loss.item() - 1),
+        "grads": {mine: ((p.grad - theirs_grads[hf]).norm() / theirs_grads[hf].norm()).item()
+                  for (mine, hf), p in ((pair, dict(ours.named_parameters())[pair[0]]) for pair in pairs)},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_hugging_face(shape):
+    pytest.importorskip("transformers")
+    seen = run_ranks(1, both, shape)[0]
+    assert seen["bitwise"] or seen["logits"] <= 1e-6, seen["logits"]
+    assert seen["loss"] <= 1e-5
+    assert max(seen["grads"].values()) <= 1e-5, seen["grads"]
+
+
+def interleaved(shape: str) -> dict:
+    """The bug put in: rotary pairs (2i, 2i+1), Meta's convention, on weights in Hugging Face's layout."""
+
+    def apply_rope(x, cos, sin):
+        a, b = x[..., 0::2], x[..., 1::2]
+        c, s = cos[:, None, : a.shape[-1]], sin[:, None, : a.shape[-1]]
+        return torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2).type_as(x)
+
+    llama.apply_rope = apply_rope
+    return both(shape)
+
+
+def test_negative_control_interleaved_rope_is_noticed():
+    pytest.importorskip("transformers")
+    assert run_ranks(1, interleaved, "llama3")[0]["logits"] > 1e-3

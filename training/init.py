@@ -1,0 +1,125 @@
+"""Initial values as a pure function of (seed, parameter name, global index): bitwise the same on every mesh.
+
+A rank computes the values of its own shard and nothing else, from the global index of each of its elements, so neither
+the mesh, nor uneven shards, nor the order in which parameters are visited can change a bit. There is no generator state,
+no communication and no full tensor anywhere: 405B parameters on 1,024 ranks cost each rank its 400 million values.
+
+Only integer arithmetic, a table look-up and one float32 multiply-add per element are used. These are exact or correctly
+rounded on every device, where a logarithm or cosine differs between vector widths, devices and versions. (torch's own
+random functions were not an option: DTensor's give every rank of a CPU mesh the same numbers, and `trunc_normal_`
+changed between torch 2.11 and 2.13. `docs/LOG.md` has the comparison.)
+"""
+
+import hashlib
+from fnmatch import fnmatchcase
+from functools import cache
+from statistics import NormalDist
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+CELL_BITS = 14  # the quantile function is tabulated on 2^14 cells and linear inside one: max error 2e-5 of a deviation
+CUTOFF = 3.0  # deviations; values beyond are not drawn (truncated normal, as Llama's and GPT's initialisers do)
+CHUNK = 1 << 18  # elements at a time: the 64-bit temporaries stay in the processor's cache
+
+
+def _signed(x: int) -> int:
+    """The 64-bit pattern of x as the int64 that torch wants."""
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+# splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014; constants of its variant 13)
+GAMMA, MIX1, MIX2 = _signed(0x9E3779B97F4A7C15), _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def _shift_xor(x: Tensor, bits: int) -> Tensor:
+    """x ^= x >>> bits, in place; torch's >> keeps the sign of int64, so the sign's copies are masked away."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
+
+
+def hash64(index: Tensor, key: int) -> Tensor:
+    """Splitmix64 of `key + index * GAMMA`: int64 of the shape of `index`, all 64 bits well mixed. Works in place."""
+    x = index.mul_(GAMMA).add_(key)
+    x = _shift_xor(x, 30).mul_(MIX1)
+    x = _shift_xor(x, 27).mul_(MIX2)
+    return _shift_xor(x, 31)
+
+
+@cache
+def _quantiles() -> tuple[Tensor, Tensor]:
+    """Value at the start of each cell, and the step to its end, of the normal quantile function cut at +-CUTOFF and
+    scaled to a standard deviation of 1: two float32 [2^CELL_BITS]."""
+    n, normal = 1 << CELL_BITS, NormalDist()
+    low, high = normal.cdf(-CUTOFF), normal.cdf(CUTOFF)
+    # Variance of the truncated normal (Johnson, Kotz, Balakrishnan: Continuous univariate distributions, 13.10.1).
+    variance = 1 - 2 * CUTOFF * normal.pdf(CUTOFF) / (high - low)
+    edges = torch.tensor([normal.inv_cdf(low + (high - low) * i / n) for i in range(n + 1)], dtype=torch.float64)
+    edges /= variance**0.5
+    return edges[:-1].float(), (edges[1:] - edges[:-1]).float()
+
+
+def normal_values(index: Tensor, key: int, std: float) -> Tensor:
+    """float32 values of deviation `std` for these global indices (int64, overwritten): a function of (key, index)."""
+    start, step = (t.to(index.device) for t in _quantiles())
+    bits = hash64(index, key)
+    cell = (bits >> (64 - CELL_BITS)).bitwise_and_((1 << CELL_BITS) - 1)
+    within = (bits >> 16).bitwise_and_((1 << 24) - 1).float().mul_(2.0**-24)  # exact: 24 bits fit a float32
+    return start[cell].add_(within.mul_(step[cell])).mul_(std)
+
+
+def _global_ids(param: Tensor) -> list[Tensor]:
+    """For each dimension, the global indices that this rank's shard holds: int64 [local size].
+
+    Shards are cut as torch.chunk cuts. Where FSDP shards what tensor parallelism has already cut, the placement of the
+    former is a `_StridedShard`, whose cut comes second although its mesh dimension comes first.
+    """
+    if not isinstance(param, DTensor):
+        return [torch.arange(n, device=param.device) for n in param.shape]
+    ids = [torch.arange(n, device=param.to_local().device) for n in param.shape]
+    mesh = param.device_mesh
+    cuts = [(p, mesh.size(d), mesh.get_local_rank(d)) for d, p in enumerate(param.placements) if not p.is_replicate()]
+    for placement, ranks, rank in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
+        whole = ids[placement.dim]
+        size = -(-len(whole) // ranks)
+        ids[placement.dim] = whole[size * rank : size * (rank + 1)]
+    return ids
+
+
+@torch.no_grad()
+def fill(param: Tensor, name: str, kind: str, std: float, seed: int) -> None:
+    """Write the initial values of one (sharded or plain) parameter in place."""
+    local = param.to_local() if isinstance(param, DTensor) else param
+    if kind == "ones":
+        local.fill_(1.0)
+        return
+    key = _signed(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little"))
+    ids = _global_ids(param)
+    rows, row_length = ids[0], local[0].numel() if local.numel() else 0
+    strides = [1]
+    for n in reversed(param.shape[1:]):
+        strides.insert(0, strides[0] * n)  # of the contiguous global tensor
+    inside = torch.zeros(1, dtype=torch.int64, device=local.device)  # offsets within one row of dimension 0
+    for dim in range(1, param.ndim):
+        inside = (inside[:, None] + (ids[dim] * strides[dim])[None, :]).flatten()
+    step = max(1, CHUNK // max(1, row_length))
+    for a in range(0, len(rows), step):
+        part = local[a : a + step]
+        index = rows[a : a + step, None] * strides[0] + inside[None, :]
+        part.copy_(normal_values(index, key, std).view(part.shape))
+
+
+def initialise(model: nn.Module, rows: list[tuple[str, str, float]], seed: int) -> None:
+    """Fill every parameter by the first row (pattern, kind, std) that its name matches.
+
+    `model` is materialised (`to_empty`) and may be sharded in any way. Raises ValueError for a parameter that no row
+    matches: memory that nobody initialised must not train.
+    """
+    for name, param in model.named_parameters():
+        for pattern, kind, std in rows:
+            if fnmatchcase(name, pattern):
+                fill(param, name, kind, std, seed)
+                break
+        else:
+            raise ValueError(f"no row of initial_values() matches the parameter {name}")

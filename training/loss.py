@@ -1,0 +1,99 @@
+"""The output projection and cross-entropy as one function that works through the sequence in pieces.
+
+[B, T, V] logits never exist: at most `chunk_tokens` rows of them do. The gradient is computed in the forward pass, while a
+piece's logits are at hand, so nothing is recomputed: the products are those of the plain loss, no more.
+The vocabulary may be sharded over tensor-parallel ranks; then three numbers per token cross the ranks (its maximum, its
+sum of exponentials, its label's logit: Megatron-LM, arXiv:1909.08053 section 3), never logits.
+
+Shapes:  N tokens (B*T)   C tokens of a piece   D width   V vocabulary (this rank's rows of it)
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+IGNORE = -100  # a label that does not count; torch's own convention
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, weight, labels, chunk_tokens, group, first_row):
+        """h [N, D], weight [V, D] of one dtype, labels int64 [N] -> sum of the losses, float32 scalar.
+
+        group: ranks that hold the other rows of the vocabulary, or None; first_row: global number of weight's row 0.
+        """
+        need_h, need_w = ctx.needs_input_grad[:2]
+        total = torch.zeros((), device=h.device, dtype=torch.float32)
+        grad_h = torch.empty_like(h) if need_h else None
+        grad_w = None
+        whole = len(h) <= chunk_tokens
+        for a in range(0, len(h), chunk_tokens):
+            hc, label = h[a : a + chunk_tokens], labels[a : a + chunk_tokens]
+            logits = (hc @ weight.t()).float()  # [C, V]
+            counts = label != IGNORE
+            row = label - first_row
+            mine = counts & (row >= 0) & (row < len(weight))  # labels whose logit this rank holds
+            row = row.where(mine, 0)[:, None]
+
+            top = logits.amax(dim=1)
+            if group is not None:
+                dist.all_reduce(top, dist.ReduceOp.MAX, group)
+            logits.sub_(top[:, None])
+            at_label = logits.gather(1, row).squeeze(1).where(mine, 0)
+            probs = logits.exp_()  # [C, V], not yet divided by its sum
+            sums = probs.sum(dim=1)
+            if group is not None:
+                both = torch.stack((sums, at_label))
+                dist.all_reduce(both, dist.ReduceOp.SUM, group)
+                sums, at_label = both
+            total += (sums.log() - at_label).where(counts, 0).sum()
+
+            if need_h or need_w:  # d loss / d logits = softmax - one_hot(label), 0 where the label does not count
+                scale = counts / sums
+                d_logits = probs.mul_(scale[:, None])
+                d_logits.scatter_add_(1, row, -mine.float()[:, None])
+                d_logits = d_logits.to(h.dtype)
+                if need_h:
+                    torch.mm(d_logits, weight, out=grad_h[a : a + chunk_tokens])
+                if need_w and whole:
+                    grad_w = d_logits.t() @ hc
+                elif need_w:  # summed over pieces in float32
+                    grad_w = torch.zeros_like(weight, dtype=torch.float32) if grad_w is None else grad_w
+                    grad_w += d_logits.t() @ hc
+        ctx.save_for_backward(*(g for g in (grad_h, grad_w) if g is not None))
+        ctx.needs, ctx.weight_dtype = (need_h, need_w), weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        saved = list(ctx.saved_tensors)
+        grad_h = saved.pop(0) * grad if ctx.needs[0] else None
+        grad_w = (saved.pop(0) * grad).to(ctx.weight_dtype) if ctx.needs[1] else None
+        return grad_h, grad_w, None, None, None, None
+
+
+def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+    """Sum over tokens of -log softmax(h @ weight.T)[label], float32 scalar, equal on all tensor-parallel ranks.
+
+    h [B, T, D], weight [V, D], labels int64 [B, T] with -100 where a token does not count. With tensor parallelism h
+    and weight arrive as DTensors, split over the sequence and over the vocabulary: all that this function knows of the
+    mesh it reads from them. A sum, not a mean: the caller divides by the tokens of the *global* batch, so that the
+    number does not depend on how that batch was split.
+    """
+    group, first_row = None, 0
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        group = mesh.get_group()
+        # Each rank's h gradient comes from its rows of the vocabulary only: Partial, to be summed on the way back.
+        h = h.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        per_rank = -(-len(weight) // mesh.size())  # Shard splits as torch.chunk does: the last ranks may hold fewer rows
+        first_row = per_rank * mesh.get_local_rank()
+        weight = weight.to_local(grad_placements=[Shard(0)])
+    return _LinearCrossEntropy.apply(h.flatten(0, 1), weight, labels.flatten(), chunk_tokens, group, first_row)
+
+
+def plain_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """What `linear_cross_entropy` must equal, from whole logits [B, T, V]: the oracle of the tests and benchmarks."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")

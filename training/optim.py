@@ -1,0 +1,74 @@
+"""The optimizer with its decay groups, the learning-rate schedules, and gradient clipping over the whole mesh."""
+
+import math
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from configs.schema import LRSchedule, Optimizer
+
+
+def build_optimizer(model: nn.Module, decay_rows: list[tuple[str, bool]], cfg: Optimizer) -> torch.optim.Optimizer:
+    """The optimizer over the model's own (sharded) parameters: call it after `parallelisms.parallelize`, never before,
+    or it would update tensors that the model no longer uses.
+
+    decay_rows: (pattern of a parameter's name, weight decay applies); the first that matches counts.
+    """
+    groups = {True: [], False: []}
+    for name, param in model.named_parameters():
+        groups[next(decays for pattern, decays in decay_rows if fnmatchcase(name, pattern))].append(param)
+    rows = [
+        {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0}
+        for decays, params in groups.items()
+        if params
+    ]
+    if cfg.kind == "sgd":
+        return torch.optim.SGD(rows, lr=cfg.lr, momentum=cfg.momentum)
+    # fused: one kernel over all parameters, also on CPU, where it measures several times faster than the default loop
+    return torch.optim.AdamW(rows, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+
+
+# What follows the warm-up: kind -> share of the way from the peak down to min_ratio, at progress 0..1 after the warm-up.
+DECAYED: dict[str, Callable[[float, LRSchedule], float]] = {
+    "constant": lambda p, cfg: 0.0,
+    "linear": lambda p, cfg: p,
+    "cosine": lambda p, cfg: 0.5 * (1 - math.cos(math.pi * p)),  # Loshchilov and Hutter, arXiv:1608.03983
+    "wsd": lambda p, cfg: max(0.0, 1 - (1 - p) / cfg.decay_fraction),  # MiniCPM, arXiv:2404.06395
+}
+
+
+def learning_rate(step: int, steps: int, peak: float, cfg: LRSchedule) -> float:
+    """Learning rate of optimizer step `step` (0-based) of `steps`: a pure function, so a resumed run needs no state.
+
+    The warm-up gives step s the rate peak * (s + 1) / warmup_steps, so that no step is wasted at 0; the last step
+    (steps - 1) has exactly peak * min_ratio, except under `constant`.
+    """
+    if step < cfg.warmup_steps:
+        return peak * (step + 1) / cfg.warmup_steps
+    progress = (step - cfg.warmup_steps + 1) / max(1, steps - cfg.warmup_steps)
+    return peak * (1 - (1 - cfg.min_ratio) * DECAYED[cfg.kind](progress, cfg))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients so that their global 2-norm is at most max_norm (0: leave them); float32 scalar, the norm before.
+
+    The norm is that of the whole, unsharded gradient: on DTensors each local norm is completed over every mesh dimension
+    that splits it (Pascanu et al., arXiv:1211.5063, for the clipping itself).
+    """
+    grads = [p.grad for p in params if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if max_norm > 0:
+        # Same formula as torch.nn.utils.clip_grads_with_norm_, whose tensor arithmetic would mix Tensor and DTensor.
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], scale)
+    return norm
