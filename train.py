@@ -130,6 +130,7 @@ def train(cfg: Config) -> int:
         )
     if here.rank == 0:
         (folder / "config.toml").write_text(dump(cfg), encoding="utf-8")
+        data.tokenizer.save(str(folder / "tokenizer.json"))
     if cfg.debug.self_check:
         same = {"config": dump(cfg), "torch": torch.__version__, "data": data.fingerprint}
         contract.verify(model, optimizer, mesh, same)

@@ -117,8 +117,12 @@ class Batches(Dataset):
 def loader(
     batches: Batches, start_step: int, steps: int, cfg: Data, pin_memory: bool = False
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The batches of steps `start_step` .. `steps - 1`. With workers, a worker that dies or takes more than
-    `cfg.timeout_seconds` is a RuntimeError in this process, within seconds or at the time-out."""
+    """The batches of steps `start_step` .. `steps - 1`, the same for any number of workers.
+
+    workers = 0 reads in this process, without torchdata: on two cores and a warm page cache, 64 x 256 tokens take 0.2 ms,
+    and 2 ms from two StatefulDataLoader workers, as a batch must cross between processes (start: 0.7 ms against 8 ms).
+    Workers pay where the file system is slow: they read ahead. One that dies or takes more than `cfg.timeout_seconds`
+    is a RuntimeError here. No loader state is saved or needed: a resume starts at its step."""
     order = range(start_step, steps)
     if cfg.workers == 0:
         return (_pinned(batches[step]) if pin_memory else batches[step] for step in order)
@@ -133,6 +137,7 @@ def loader(
             prefetch_factor=cfg.prefetch,
             timeout=cfg.timeout_seconds,
             pin_memory=pin_memory,
+            generator=torch.Generator(),  # from which it draws seeds for the workers: the global one stays as it was
         )
     )
 

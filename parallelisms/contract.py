@@ -27,7 +27,11 @@ def verify(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, same_
         dist.all_gather_object(ranks, mine)
     else:
         ranks = [mine]
-    problems = [f"rank {r}: {text}" for r, about in enumerate(ranks) for text in about["problems"]]
+    found: dict[str, list[int]] = {}
+    for r, about in enumerate(ranks):
+        for text in about["problems"]:
+            found.setdefault(text, []).append(r)
+    problems = [f"{text} (ranks {rs[0]} to {rs[-1]}: {len(rs)} of {mesh.size})" for text, rs in found.items()]
     if mesh.device.type == "cuda":
         users: dict[str, list[int]] = {}
         for r, about in enumerate(ranks):
@@ -51,14 +55,17 @@ def _broken_here(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh)
             problems.append(f"layers {bare} are no FSDPModule: their weights are gathered for the whole step with the root's")
     elif mesh.dp_size > 1:
         problems.append(f"{mesh.dp_size} data-parallel ranks, but the model is no FSDPModule: gradients are never reduced")
-    if mesh.size > 1:
-        problems += [f"{n} is a plain tensor on a mesh of {mesh.size}" for n, p in params.items() if not isinstance(p, DTensor)]
-    problems += [f"{n} is still on meta: it has no values" for n, p in params.items() if p.is_meta]
+    plain = [n for n, p in params.items() if not isinstance(p, DTensor)]
+    if mesh.size > 1 and plain:
+        problems.append(f"{len(plain)} parameters are plain tensors on a mesh of {mesh.size}: {plain[0]} ...")
+    meta = [n for n, p in params.items() if p.is_meta]
+    if meta:
+        problems.append(f"{len(meta)} parameters are still on meta, without values: {meta[0]} ...")
     mine = {id(p) for p in params.values()}
     theirs = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) not in mine for p in theirs):
         problems.append("the optimizer holds tensors that are not the model's parameters: build it after parallelize()")
-    missing = mine - {id(p) for p in theirs}
+    missing = [n for n, p in params.items() if id(p) not in {id(q) for q in theirs}]
     if missing:
-        problems.append(f"the optimizer misses {len(missing)} parameters: {[n for n, p in params.items() if id(p) in missing]}")
+        problems.append(f"the optimizer misses {len(missing)} of the model's {len(params)} parameters: {missing[0]} ...")
     return problems

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from checkpoint.hf import config_json, name_pairs
 from models import llama
 from tests.ranks import run_ranks
 from training.loss import linear_cross_entropy, plain_cross_entropy
@@ -23,43 +24,17 @@ SHAPES = {
 }
 
 
-def hugging_face(args: dict):
-    """A LlamaForCausalLM of these numbers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    rope = {"rope_type": "default", "rope_theta": args["rope_theta"]}
-    if args["rope_scaling"]:
-        scaling = dict(args["rope_scaling"])
-        rope |= {"rope_type": "llama3", "original_max_position_embeddings": scaling.pop("original_max_seq_len"), **scaling}
-    config = LlamaConfig(
-        hidden_size=args["dim"], num_hidden_layers=args["n_layers"], num_attention_heads=args["n_heads"],
-        num_key_value_heads=args["n_kv_heads"], head_dim=args["head_dim"], intermediate_size=args["hidden_dim"],
-        vocab_size=args["vocab_size"], rms_norm_eps=args["norm_eps"], max_position_embeddings=args["max_seq_len"],
-        rope_parameters=rope, tie_word_embeddings=args["tied_embeddings"], attn_implementation="sdpa",
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def name_pairs(args: dict) -> list[tuple[str, str]]:
-    """(our name, Hugging Face's), one pair per parameter, from the HF_NAMES table."""
-    pairs = []
-    for ours, theirs in llama.HF_NAMES.items():
-        if ours == "output.weight" and args["tied_embeddings"]:
-            continue
-        for i in range(args["n_layers"]) if "*" in ours else [None]:
-            pairs.append((ours.replace("*", str(i)), theirs.replace("*", str(i))))
-    return pairs
-
-
 def both(shape: str) -> dict:
     """Run the two models on the same weights and tokens; the greatest difference of each kind."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     args = SHAPES[shape]
     torch.manual_seed(1)
-    theirs, ours = hugging_face(args), llama.build(args)
+    theirs, ours = LlamaForCausalLM(LlamaConfig(**config_json(args))), llama.build(args)
     with torch.no_grad():
         for p in theirs.parameters():
             p.normal_(0, 0.2)
-    pairs = name_pairs(args)
+    pairs = name_pairs(args, llama.HF_NAMES)
     ours.load_state_dict({mine: theirs.state_dict()[hf] for mine, hf in pairs})
     assert {mine for mine, _ in pairs} == {n for n, _ in ours.named_parameters()}
     tokens, labels = torch.randint(0, 97, (2, 5, 37))

@@ -7,6 +7,7 @@ gathered gradient and the weights after 5 optimizer steps to 1e-5. The sizes are
 
 import functools
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,13 +18,14 @@ import train
 from configs.load import load_config
 from data.loader import Batches
 from parallelisms import dp, tp
+from parallelisms.mesh import world
 from tests.ranks import run_ranks
 
 STEPS, SEQ, BATCH, VOCAB = 5, 16, 24, 263
 MODEL = (
     "--model.dim=50 --model.n_layers=3 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 --model.hidden_dim=44 "
     f"--model.vocab_size={VOCAB} --data.tokenizer=bytes --training.param_dtype=float32 "
-    f"--training.seq_len={SEQ} --training.global_batch_size={BATCH} --training.steps={STEPS} --training.loss_chunk_tokens=40"
+    f"--training.seq_len={SEQ} --training.global_batch_size={BATCH} --training.steps={STEPS} --training.loss_chunk_tokens=40 --lr_schedule.warmup_steps=0"
 ).split()
 ADAMW = ["--optimizer.lr=0.01", "--optimizer.eps=1e-5"]  # with eps 1e-8 Adam amplifies rounding where gradients are near 0
 SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.5"]
@@ -70,7 +72,7 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
     if "accumulate" in options:
         options.remove("accumulate")
         local //= 2
-    cfg = load_config([*MODEL, f"--training.local_batch_size={local}", *options], *world_sizes())
+    cfg = load_config([*MODEL, f"--training.local_batch_size={local}", *options], world().size, world().local_size)
     job = train.build(cfg)
     seen = {"init": {n: whole(p).numpy() for n, p in job.model.named_parameters()}, "loss": [], "norm": []}
 
@@ -79,24 +81,18 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
             seen["grad"] = {n: whole(p.grad).numpy() for n, p in job.model.named_parameters()}
 
     job.optimizer.register_step_pre_hook(keep_gradients)
-    corpus = np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16)
+    corpus = SimpleNamespace(tokens=np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16), split="train")
     batches = Batches(corpus, SEQ, BATCH, local, job.mesh.dp_rank, job.mesh.dp_size, seed=0)
     for step in range(STEPS):
         batch = batches[step]
-        position = torch.arange(SEQ)
-        masked = (batch["sample"].view(*batch["labels"].shape[:2], 1) * 7 + position) % 11 < batch["sample"][0] % 5
+        sample = batch["sample"].view(*batch["labels"].shape[:2], 1)  # [A, b, 1]
+        masked = (sample * 7 + torch.arange(SEQ)) % 11 < sample % 5  # by sample, so that ranks hold different counts
         batch["labels"] = batch["labels"].masked_fill(masked, -100)
         result = train.train_step(job, batch)
         seen["loss"].append(result.loss)
         seen["norm"].append(result.grad_norm)
     seen["weights"] = {n: whole(p).numpy() for n, p in job.model.named_parameters()}
     return seen
-
-
-def world_sizes() -> tuple[int, int]:
-    from parallelisms.mesh import world
-
-    return world().size, world().local_size
 
 
 def all_variants(names: list[str], table: dict, mesh_options: list[str], dp_size: int) -> dict:

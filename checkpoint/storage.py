@@ -1,0 +1,224 @@
+"""Our file format under torch.distributed.checkpoint: its planner decides who writes and reads what, its storage
+interfaces call this file, and the bytes are raw tensors with a hash per block (the format is described in `verify.py`).
+
+Why not its own FileSystemWriter: its `.metadata` is a pickle, its items are torch.save archives whose CRC32 nobody checks,
+and an error in one of its writer threads is lost (pytorch#191391). This costs half as much: 1.5 GB took 0.40 s of processor
+time and 0.77 s on the clock to save with hashes (raw write + fsync 0.40 and 0.89, `dcp.save` 0.83 and 1.57), 0.48 and 0.31
+to load and verify (`dcp.load`, which verifies nothing, 0.85 and 0.82); best of six on two busy cores.
+Each shard here is also a valid safetensors file that any tool opens.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from checkpoint import verify
+
+DTYPES = {
+    "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I16": torch.int16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class StagedSave(DefaultSavePlanner):
+    """Plans with the live tensors, of which it looks at shapes and placements only, and writes their staged copies."""
+
+    def __init__(self, staged: dict[str, Tensor]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.staged = staged  # name -> this rank's shard
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.staged[index.fqn]
+
+
+class StagedLoad(DefaultLoadPlanner):
+    """Plans with the live tensors and fills buffers: nothing live changes before every rank has read and verified all."""
+
+    def __init__(self, buffers: dict[str, Tensor]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.buffers = buffers
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.buffers[index.fqn]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+class ShardWriter(StorageWriter):
+    """Writes this rank's parts into one new file of `folder`; on the coordinator, `publish(tensors, files)` then makes a
+    checkpoint of the folder. An exception on any rank, in `publish` too, is raised by `dcp.save` on all."""
+
+    def __init__(self, folder: Path, rank: int, publish: Callable[[dict, dict], None]):
+        self.folder, self.file, self.publish = folder, f"rank-{rank:05d}.safetensors", publish
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        self.folder.mkdir(exist_ok=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.planned = sum(len(plan.items) for plan in plans)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(plan.items, planner) if plan.items else [])
+        return done
+
+    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        # Largest elements first: every part is then aligned to its element, as safetensors does it.
+        items = sorted(items, key=lambda item: -item.tensor_data.properties.dtype.itemsize)
+        head, starts = _header(items)
+        file = {"name": self.file, "size": 0, "header": len(head), "header_hash": verify.digest(head)}
+        results = []
+        with open(self.folder / self.file, "xb") as stream:
+            stream.write(head)
+            for item, start in zip(items, starts, strict=True):
+                data, hashes = _bytes(planner.resolve_data(item)), []
+                for i in range(0, len(data), verify.BLOCK):
+                    block = data[i : i + verify.BLOCK]
+                    hashes.append(verify.digest(block))
+                    stream.write(block)
+                results.append(WriteResult(item.index, len(data), (file, start, hashes)))
+            file["size"] = stream.tell()
+            stream.flush()
+            os.fsync(stream.fileno())
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: the manifest's tables. A part that was planned and not written is an error."""
+        written = {r.index: r.storage_data for rank in results for r in rank}
+        if len(written) != self.planned:
+            raise RuntimeError(f"{self.planned} parts of tensors were planned, {len(written)} written")
+        files, tensors = {}, {}
+        for name, md in metadata.state_dict_metadata.items():
+            parts = []
+            for chunk in md.chunks:
+                file, start, hashes = written[MetadataIndex(name, chunk.offsets)]
+                files[file["name"]] = {key: value for key, value in file.items() if key != "name"}
+                parts.append({
+                    "offset": list(chunk.offsets), "shape": list(chunk.sizes),
+                    "file": file["name"], "start": start, "hashes": hashes,
+                })  # fmt: skip
+            tensors[name] = {"dtype": CODES[md.properties.dtype], "shape": list(md.size), "parts": parts}
+        self.publish(tensors, files)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+def _header(items: list[WriteItem]) -> tuple[bytes, list[int]]:
+    """The head of a safetensors file, and where each item's bytes start in the file."""
+    table, starts, end = {"__metadata__": {"format": "pt"}}, [], 0
+    for item in items:
+        chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
+        ranges = ",".join(f"{o}:{o + n}" for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        starts.append(end)
+        end += math.prod(chunk.sizes) * dtype.itemsize
+        row = {"dtype": CODES[dtype], "shape": list(chunk.sizes), "data_offsets": [starts[-1], end]}
+        table[f"{item.index.fqn}[{ranges}]"] = row
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, [len(head) + start for start in starts]
+
+
+class ShardReader(StorageReader):
+    """Reads what a plan asks for out of a checkpoint whose manifest has been checked (`verify.read_manifest`).
+
+    With `check`, every block is verified as it is read. Raises verify.Damaged, which `dcp.load` raises on all ranks.
+    """
+
+    def __init__(self, folder: Path, manifest: dict, check: bool = True):
+        self.folder, self.tensors, self.check = folder, manifest["tensors"], check
+        self.parts = {
+            (name, tuple(part["offset"])): part for name, tensor in self.tensors.items() for part in tensor["parts"]
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        return Metadata({
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=DTYPES[tensor["dtype"]]),
+                torch.Size(tensor["shape"]),
+                [ChunkStorageMetadata(torch.Size(p["offset"]), torch.Size(p["shape"])) for p in tensor["parts"]],
+            )
+            for name, tensor in self.tensors.items()
+        })  # fmt: skip
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        per_file: dict[str, list[tuple[int, ReadItem, dict]]] = {}
+        for item in plan.items:
+            part = self.parts[item.storage_index.fqn, tuple(item.storage_index.offset)]
+            per_file.setdefault(part["file"], []).append((part["start"], item, part))
+        for name, items in per_file.items():
+            with verify.open_regular(self.folder / name) as stream:
+                for _, item, part in sorted(items, key=lambda row: row[0]):
+                    target = planner.resolve_tensor(item)
+                    target.copy_(self._read(stream, item, part))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, stream: object, item: ReadItem, part: dict) -> Tensor:
+        """The box of `item` out of a part: its rows are read, in whole blocks, and then cut to the box."""
+        name, shape = item.storage_index.fqn, part["shape"]
+        dtype, size = DTYPES[self.tensors[name]["dtype"]], verify.nbytes(self.tensors[name], part)
+        row = size // shape[0] if shape else size
+        first_row, rows = (item.storage_offsets[0], item.lengths[0]) if shape else (0, 1)
+        first = first_row * row // verify.BLOCK
+        a = first * verify.BLOCK
+        b = min(-(-(first_row + rows) * row // verify.BLOCK) * verify.BLOCK, size)
+        buffer = torch.empty(b - a, dtype=torch.uint8)
+        verify.read_blocks(stream, name, part, first, memoryview(buffer.numpy()), self.check)
+        box = buffer[first_row * row - a : (first_row + rows) * row - a].view(dtype)
+        if not shape:
+            return box[0]
+        box = box.view(rows, *shape[1:])
+        for dim in range(1, len(shape)):
+            box = box.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
+        return box
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+

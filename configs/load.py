@@ -1,0 +1,364 @@
+"""From `[CONFIG.toml] [--table.key=value ...]` to a checked Config: defaults < TOML < command line.
+
+Everything that is wrong is reported at once, each mistake as one line that names the option, where it was set, what was
+found and what is allowed. Nothing is written and torch is not imported, so a mistake costs a fraction of a second:
+
+    python -m configs.load configs/llama_8b.toml --training.steps=50 --world-size=64 --local-world-size=8
+
+prints the resolved configuration, or the mistakes (exit code 2); `--quiet` prints the mistakes only. `run_train.sh`
+runs it before it launches anything. `--help` lists every option; `--write-schema` writes `schema.json` for editors.
+"""
+
+import argparse
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from types import SimpleNamespace
+
+import tomli
+from pydantic import ValidationError
+
+from configs.check import broken_rules
+from configs.schema import Config, InputError
+
+HERE = Path(__file__).resolve().parent
+MAX_BYTES = 1_000_000  # a configuration has a few kB: more is some other file
+COMMAND_LINE = "command line"
+
+# Everything below is derived from the schema. table -> its model; "table.key" -> its JSON schema: type, bounds, default
+# and description.
+TABLES = {table: field.annotation for table, field in Config.model_fields.items()}
+OPTIONS = {
+    f"{table}.{key}": {word: value for word, value in option.items() if word != "title"}
+    for table, model in TABLES.items()
+    for key, option in model.model_json_schema()["properties"].items()
+}
+
+
+class ConfigError(InputError):
+    """What is wrong with a configuration; `problems` has one line for each mistake."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = problems
+        count = f"{len(problems)} mistake" + "s" * (len(problems) > 1)
+        super().__init__("\n".join([f"{count} in the configuration:", *(f"  - {problem}" for problem in problems)]))
+
+
+def load_config(argv: list[str], world_size: int | None = None, local_world_size: int | None = None) -> Config:
+    """The configuration of the run that `argv` describes; without a file in it, that of configs/llama_debug.toml.
+
+    With the number of processes (of the run, of this host) the rules of the mesh are checked too. Raises ConfigError.
+    """
+    path, overrides, problems, doubtful = _arguments(argv)
+    given = {}  # "table.key" -> (value, where it was set)
+    try:
+        tables = _read(path)
+    except ConfigError as error:
+        tables, doubtful = {}, set(OPTIONS)  # what the file wanted to say is unknown: no rule can be checked
+        problems += error.problems
+    where = _printable(str(path))
+    for table, options in tables.items():
+        if table in TABLES and isinstance(options, dict):
+            given |= {f"{table}.{key}": (value, where) for key, value in options.items()}
+        else:
+            problem, meant = _not_a_table(table, options)
+            problems.append(f"{where}: {problem}")
+            doubtful |= meant
+    given |= {name: (value, COMMAND_LINE) for name, value in overrides.items()}
+
+    sound = {}  # table -> its options that were given and are right
+    for table, model in TABLES.items():
+        values = {name[len(table) + 1 :]: value for name, (value, _) in given.items() if name.startswith(table + ".")}
+        wrong = _errors(model, values)
+        for key, error in wrong.items():
+            name = f"{table}.{key}"
+            if name in OPTIONS:
+                expected = _expected(OPTIONS[name], values[key], error)
+                problem, meant = f"{name} = {_shown(values[key])}: {expected}", {name}
+            else:
+                problem, meant = _no_such_option(name)
+            problems.append(f"{given[name][1]}: {problem}")
+            doubtful |= meant
+        sound[table] = {key: value for key, value in values.items() if key not in wrong}
+
+    cfg = Config.model_validate(sound)
+    certain = {
+        table: SimpleNamespace(**{k: v for k, v in vars(options).items() if f"{table}.{k}" not in doubtful})
+        for table, options in vars(cfg).items()
+    }
+    problems += broken_rules(SimpleNamespace(**certain), world_size, local_world_size)
+    if problems:
+        raise ConfigError(problems)
+    return cfg
+
+
+def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set[str]]:
+    """The file, the overrides by option, what is wrong with the arguments, and the options left in doubt."""
+    files, overrides, problems, doubtful = [], {}, [], set()
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("-"):
+            files.append(argument)
+            continue
+        name, equals, text = argument.removeprefix("--").partition("=")
+        option = OPTIONS.get(name, {})
+        if not equals:
+            follows = bool(rest) and not rest[0].startswith("--")
+            if option.get("type") == "boolean" and not (follows and rest[0] in ("true", "false")):
+                text = "true"
+            elif follows and (option or not rest[0].endswith(".toml")):
+                text = rest.pop(0)
+            elif option:
+                problems.append(f"{COMMAND_LINE}: --{name} needs a value, as in --{name}={_default(name)}")
+                continue
+        if option:
+            overrides[name] = text if option.get("type") == "string" else _toml_or_text(text)
+        else:
+            problem, meant = _no_such_option(name) if "." in name else _not_a_table(name, text)
+            problems.append(f"{COMMAND_LINE}: {problem}")
+            doubtful |= meant
+    if len(files) > 1:
+        problems.append(f"{COMMAND_LINE}: one configuration file is allowed, found {', '.join(map(_printable, files))}")
+    return Path(files[0]) if files else HERE / "llama_debug.toml", overrides, problems, doubtful
+
+
+def _toml_or_text(text: str) -> object:
+    try:
+        parsed = tomli.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text  # no TOML value: validation will say what is expected instead
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _read(path: Path) -> dict[str, object]:
+    """The tables of a TOML file. A byte order mark, which some editors write, is skipped. Raises ConfigError."""
+    where = _printable(str(path))
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError([f"{where}: a {'folder' if path.is_dir() else 'special file'}; give a TOML file"])
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        known = [str(other) for folder in (path.parent, HERE) for other in sorted(folder.glob("*.toml"))]
+        near = get_close_matches(path.name, [Path(other).name for other in known], n=1)
+        hints = [f"; did you mean {_printable(other)}?" for other in known if Path(other).name in near]
+        raise ConfigError([f"{where}: no such file{''.join(hints[:1])}"]) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise ConfigError([f"{where}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError([f"{where}: larger than {MAX_BYTES:,} bytes, so not a configuration"])
+    try:
+        text = content.decode("utf-8-sig")
+        tables = tomli.loads(text)
+    except UnicodeDecodeError as error:
+        line, byte = content[: error.start].count(b"\n") + 1, content[error.start]
+        raise ConfigError([f"{where}: line {line} is not UTF-8 (byte 0x{byte:02x}): save it as UTF-8"]) from None
+    except RecursionError:
+        raise ConfigError([f"{where}: nested too deeply; options are [table] and key = value"]) from None
+    except ValueError as error:
+        raise ConfigError([f"{where}: not valid TOML: {_syntax_error(text, str(error))}"]) from None
+    if not tables:
+        raise ConfigError([f"{where}: sets nothing; leave the argument out to run configs/llama_debug.toml"])
+    return tables
+
+
+def _syntax_error(text: str, message: str) -> str:
+    """The parser's message with the line that it means, and with a plainer word for the commonest mistake."""
+    lines = text.rstrip().split("\n")
+    number = re.search(r"at line (\d+)", message)
+    lines = lines[: int(number[1])] if number else lines
+    message = message.replace("Cannot overwrite a value", "a key is given twice")
+    message = message.replace("at end of document", f"at the end, line {len(lines)}")
+    return f"{message}: {_shown(lines[-1].strip())}"
+
+
+def _errors(model: type, values: dict[str, object]) -> dict[str, dict]:
+    """key -> pydantic's error about it (the last, where an option of several types has several)."""
+    try:
+        model.model_validate(values)
+    except ValidationError as error:
+        return {details["loc"][0]: details for details in error.errors()}
+    return {}
+
+
+KINDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
+
+
+def _expected(option: dict, value: object, error: dict) -> str:
+    """What is allowed instead of `value`."""
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "string_unicode":
+        return "must be UTF-8 text"
+    words = [word for word in _literals(option) if isinstance(word, str)]
+    near = get_close_matches(value.lower(), words, n=1) if isinstance(value, str) else []
+    hint = f"; did you mean {_toml(near[0])}?" if near else ""
+    if error["type"].endswith("_type") and len(error["loc"]) == 1:
+        hint = f", not {KINDS.get(type(value), 'a date or time')}"
+    return f"must be {allowed(option)}{hint}"
+
+
+def _no_such_option(name: str) -> tuple[str, set[str]]:
+    """The problem with "table.key", and the options that may have been meant."""
+    table, _, key = name.lower().replace("-", "_").rpartition(".")
+    siblings = [option.split(".")[1] for option in OPTIONS if option.startswith(table + ".")]
+    near = get_close_matches(key, siblings, n=1, cutoff=0.75)
+    near = near or [sibling for sibling in siblings if len(key) > 2 and (key in sibling or sibling in key)]
+    meant = (
+        [f"{table}.{sibling}" for sibling in near]
+        or get_close_matches(name, OPTIONS, n=1, cutoff=0.8)
+        or [option for option in OPTIONS if option.split(".")[1] == key]
+    )
+    known = f"[{table}] has {', '.join(siblings)}" if siblings else f"the tables are {', '.join(TABLES)}"
+    return f"{_printable(name)}: no such option; {f'did you mean {_either(meant)}?' if meant else known}", set(meant)
+
+
+def _not_a_table(name: str, value: object) -> tuple[str, set[str]]:
+    """The problem with what stands where a table should, and the options that may have been meant."""
+    meant = [option for option in OPTIONS if option.split(".")[0] == name]
+    if meant:
+        return f"{name} = {_shown(value)}: a table is needed, as in {meant[0]} = {_default(meant[0])}", set(meant)
+    meant = [option for option in OPTIONS if option.split(".")[1] == name]
+    if meant and not isinstance(value, dict):
+        return f"{name}: stands in no table; did you mean {_either(meant)}?", set(meant)
+    near = get_close_matches(name.lower().replace("-", "_"), TABLES, n=1)
+    hint = f"did you mean [{near[0]}]?" if near else f"the tables are {', '.join(TABLES)}"
+    what = "table" if isinstance(value, dict) else "table or option"
+    return f"{_printable(name)}: no such {what}; {hint}", {option for option in OPTIONS if option.split(".")[0] in near}
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(names)
+
+
+def _printable(text: str) -> str:
+    """On one line whatever it contains."""
+    text = text if text.isprintable() else ascii(text)
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _shown(value: object) -> str:
+    """A value as TOML would write it, on one line and not too long."""
+    text = _toml(value)
+    text = text if text.isprintable() else ascii(text)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _literals(option: dict) -> list[object]:
+    """The values that an option's JSON schema spells out."""
+    if "anyOf" in option:
+        return [value for alternative in option["anyOf"] for value in _literals(alternative)]
+    return option.get("enum", [option["const"]] if "const" in option else [])
+
+
+def allowed(option: dict) -> str:
+    """The values that an option's JSON schema allows, in words: "an integer >= 1", '"adamw" or "sgd"'."""
+    if "anyOf" in option:
+        return _either(allowed(alternative) for alternative in option["anyOf"] if alternative.get("type") != "null")
+    if _literals(option):
+        return _either(_toml(value) for value in _literals(option))
+    if option["type"] == "array":
+        return f"a list of {option['minItems']}, each {allowed(option['prefixItems'][0])}"
+    if option["type"] == "boolean":
+        return "true or false"
+    if option["type"] == "string":
+        low, high = option.get("minLength", 0), option.get("maxLength")
+        return f"text of {low} to {high} characters" if high else "text, not empty" if low else "text"
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {_toml(option[word])}" for word, sign in signs.items() if word in option]
+    kind = "an integer" if option["type"] == "integer" else "a finite number"
+    return f"{kind} {' and '.join(bounds)}".strip()
+
+
+def _toml(value: object) -> str:
+    """A value in TOML. JSON strings are TOML strings, but for DEL, which TOML wants escaped."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in value.items())}}}"
+    return str(value)  # numbers: Python's text of a float is TOML, and reads back to the same float
+
+
+def _default(name: str) -> str:
+    default = OPTIONS[name]["default"]
+    return "(the flavor's)" if default is None else _toml(default)
+
+
+def dump(cfg: Config) -> str:
+    """The configuration as TOML, which `load_config` reads back to an equal one. Options that are None are left out."""
+    lines = []
+    for table, options in cfg.model_dump().items():
+        lines += [f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in options.items() if value is not None), ""]
+    return "\n".join(lines)
+
+
+def help_text() -> str:
+    """Every option with its default, what it allows and its line of explanation, by table."""
+    lines = [
+        "./run_train.sh [CONFIG.toml] [--table.key=value ...]",
+        "",
+        "The options of a run, as the tables of a TOML file; on the command line as --table.key=value.",
+        "Without a CONFIG.toml: configs/llama_debug.toml.",
+    ]
+    for table in TABLES:
+        lines += ["", f"[{table}]"]
+        for name, option in OPTIONS.items():
+            if name.startswith(table + "."):
+                lines.append(f"  {name.split('.')[1]} = {_default(name)}".ljust(38) + f"  {allowed(option)}")
+                lines.append(f"      {option['description']}")
+    return "\n".join(lines)
+
+
+def json_schema() -> str:
+    """The JSON schema of the TOML file, for editors (`#:schema schema.json` as a preset's first line).
+
+    Tables are written out where they stand and the dialect is draft 7: the TOML editors know no later one.
+    """
+    tables = {table: {"type": "object", "additionalProperties": False, "properties": {}} for table in TABLES}
+    for name, option in OPTIONS.items():
+        table, key = name.split(".")
+        tables[table]["properties"][key] = option
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "A run of Plumbline"}
+    schema |= {"type": "object", "additionalProperties": False, "properties": tables}
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    """The command line in this file's first lines. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m configs.load", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--write-schema", action="store_true")
+    parser.add_argument("--world-size", type=int)
+    parser.add_argument("--local-world-size", type=int)
+    flags, rest = parser.parse_known_args(argv)
+    if any(size is not None and size < 1 for size in (flags.world_size, flags.local_world_size)):
+        parser.error("--world-size and --local-world-size are numbers of processes, at least 1")
+    if flags.help:
+        print(help_text())
+        return 0
+    if flags.write_schema:
+        (HERE / "schema.json").write_text(json_schema(), encoding="utf-8")
+        return 0
+    try:
+        cfg = load_config(rest, flags.world_size, flags.local_world_size)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not flags.quiet:
+        print(dump(cfg), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,695 @@
+"""Configurations: every mistake is named in a sentence, all at once, before anything is launched or written."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from configs import check
+from configs.load import OPTIONS, TABLES, ConfigError, allowed, dump, help_text, json_schema, load_config, main
+from configs.schema import Config, InputError, Model, Parallelism
+
+ROOT = Path(__file__).resolve().parent.parent
+PRESETS = sorted((ROOT / "configs").glob("*.toml"))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty working folder, in which nothing but the test's own file may appear."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    assert {path.name for path in tmp_path.rglob("*")} <= {"x.toml", "y.toml", "folder", "pipe"}, "something was written"
+
+
+def problems_of(argv: list[str], world: int | None = None, local_world: int | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv, world, local_world)
+    problems = caught.value.problems
+    assert problems and all(problem.strip() and "\n" not in problem for problem in problems)
+    assert all(problem in str(caught.value) for problem in problems)
+    return problems
+
+
+def assert_says(problem: str, words: str) -> None:
+    """words: fragments that must stand in the problem, in this order, separated by |."""
+    position = 0
+    for fragment in words.split("|"):
+        found = problem.find(fragment, position)
+        assert found >= 0, f"{fragment!r} is missing (in this order) in: {problem}"
+        position = found + len(fragment)
+
+
+# ------------------------------------------------------------------------------------------------------------ bad files
+
+# name: (content, the words of the one problem)
+BAD_FILES = {
+    "a table's bracket": ("[training\nsteps = 1", "x.toml: not valid TOML|line 1|[training"),
+    "an open string": ("[run]\nfolder = 'x\nseed = 1", "x.toml: not valid TOML|at the end, line 3|seed = 1"),
+    "no value": ("[run]\nseed =\nfolder = 'x'", "x.toml: not valid TOML|line 2|seed ="),
+    "a key twice": ("[run]\nseed = 1\nseed = 2\n[data]\n", "x.toml: not valid TOML|given twice|line 3|seed = 2"),
+    "a table twice": ("[run]\nseed = 1\n[run]\ngc_interval = 2\n", "x.toml: not valid TOML|twice|line 3|[run]"),
+    "unknown table": ("[trainning]\nsteps = 1", "x.toml: trainning: no such table; did you mean [training]?"),
+    "unknown table, nothing near": ("[xyzzy]\na = 1", "x.toml: xyzzy: no such table; the tables are|run|debug"),
+    "capital table": ("[Training]\nsteps = 1", "Training: no such table; did you mean [training]?"),
+    "unknown key": ("[training]\nstps = 1", "x.toml: training.stps: no such option; did you mean training.steps?"),
+    "key with a dash": ("[training]\nseq-len = 1", "training.seq-len: no such option; did you mean training.seq_len?"),
+    "key of another table": ("[training]\nlr = 1.0", "training.lr: no such option; did you mean optimizer.lr?"),
+    "unknown key, nothing near": ("[compile]\nxyzzy = 1", "compile.xyzzy: no such option; [compile] has enabled, backend"),
+    "key outside tables": ("momentum = 0.9", "momentum: stands in no table; did you mean optimizer.momentum?"),
+    "key of several tables": ("steps = 5", "steps: stands in no table|training.steps or profiler.steps or validation.steps"),
+    "pipeline parallelism": ("[parallelism]\npipeline_parallel = 2", "pipeline_parallel: no such option; [parallelism] has data_par"),
+    "part of a name": ("[training]\nbatch_size = 2", "did you mean training.global_batch_size or training.local_batch_size?"),
+    "a name and more": ("[training]\nmax_steps = 2", "training.max_steps: no such option; did you mean training.steps?"),
+    "table in a table": ("[training.steps]\na = 1", "training.steps = {a = 1}: must be an integer >= 1, not a table"),
+    "number for a table": ("training = 5", "training = 5: a table is needed, as in training.steps = 100"),
+    "array of tables": ("[[training]]\nsteps = 5", "training = [{steps = 5}]: a table is needed"),
+    "a key with a newline": ('[training]\n"a\\nb" = 1', "training.a\\nb|no such option; [training] has"),
+    "list for a number": ("[training]\nsteps = [1]", "training.steps = [1]: must be an integer >= 1, not a list"),
+    "string for a number": ('[training]\nsteps = "50"', 'training.steps = "50": must be an integer >= 1, not a string'),
+    "boolean for an integer": ("[training]\nsteps = true", "training.steps = true: must be an integer|not a boolean"),
+    "boolean for a float": ("[optimizer]\nlr = true", "optimizer.lr = true: must be a finite number > 0, not a boolean"),
+    "integer for a boolean": ("[compile]\nenabled = 1", "compile.enabled = 1: must be true or false, not an integer"),
+    "float for an integer": ("[training]\nsteps = 1e3", "training.steps = 1000.0: must be an integer|not a float"),
+    "number for a text": ("[run]\nfolder = 5", "run.folder = 5: must be text|not an integer"),
+    "date for a text": ("[run]\nfolder = 2020-01-01", "run.folder = 2020-01-01: must be text|not a date or time"),
+    "negative steps": ("[training]\nsteps = -5", "training.steps = -5: must be an integer >= 1"),
+    "zero batch": ("[training]\nglobal_batch_size = 0", "training.global_batch_size = 0: must be an integer >= 1"),
+    "NaN": ("[optimizer]\nlr = nan", "optimizer.lr = nan: must be a finite number > 0"),
+    "infinity": ("[optimizer]\nlr = inf", "optimizer.lr = inf: must be a finite number > 0"),
+    "minus infinity": ("[training]\nmax_norm = -inf", "training.max_norm = -inf: must be a finite number >= 0"),
+    "learning rate 0": ("[optimizer]\nlr = 0", "optimizer.lr = 0: must be a finite number > 0"),
+    "minimum above the peak": ("[lr_schedule]\nmin_ratio = 1.5", "lr_schedule.min_ratio = 1.5: must be|>= 0 and <= 1"),
+    "beta 1": ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: must be a list of 2|>= 0 and < 1"),
+    "one beta": ("[optimizer]\nbetas = [0.9]", "optimizer.betas = [0.9]: must be a list of 2"),
+    "betas of text": ('[optimizer]\nbetas = ["a", 0.9]', 'optimizer.betas = ["a", 0.9]: must be a list of 2, each a finite'),
+    "eps 0": ("[optimizer]\neps = 0.0", "optimizer.eps = 0.0: must be a finite number > 0"),
+    "interval 0": ("[metrics]\ninterval = 0", "metrics.interval = 0: must be an integer >= 1"),
+    "keep -1": ("[checkpoint]\nkeep_last = -1", "checkpoint.keep_last = -1: must be an integer >= 0"),
+    "unknown dtype": ('[training]\nparam_dtype = "float16"', '"float16": must be "auto" or "float32" or "bfloat16"; did you'),
+    "no auto in sums": ('[training]\nreduce_dtype = "auto"', 'training.reduce_dtype = "auto": must be "float32" or "bfloat16"'),
+    "unknown word": ('[optimizer]\nkind = "adam"', 'optimizer.kind = "adam": must be "adamw" or "sgd"; did you mean "adamw"?'),
+    "every block": ("[activation_checkpoint]\nevery_n = 1", "activation_checkpoint.every_n = 1: must be an integer >= 2"),
+    "no shards": ("[parallelism]\ndata_parallel_shard = 0", "parallelism.data_parallel_shard = 0: must be -1 or an integer >= 1"),
+    "fewer shards": ("[parallelism]\ndata_parallel_shard = -2", "parallelism.data_parallel_shard = -2: must be -1 or an integer"),
+    "reshard over one": ("[parallelism]\nreshard_after_forward = 1", 'must be true or false or "default" or an integer >= 2'),
+    "reshard to a word": ('[parallelism]\nreshard_after_forward = "defalt"', 'must be true or false or "default"|did you mean "defau'),
+    "more than 64 bits": (f"[training]\nsteps = {10**30}", "training.steps = 1000000|must fit into 64 bits"),
+    "5000 digits": ("[training]\nsteps = " + "9" * 5000, "x.toml: not valid TOML|digits"),
+    "home not expanded": ('[run]\nfolder = "~/x"', 'run.folder = "~/x": must be written out: ~ is not expanded'),
+    "undefined variable": ('[run]\nfolder = "$SCRATCH/x"', 'run.folder = "$SCRATCH/x": must be written out: environment'),
+    "newline in a path": ('[run]\nfolder = "a\\nb"', 'run.folder = "a\\nb": must not contain control characters'),
+    "NUL in a path": ('[data]\nsource = "a\\u0000b"', 'data.source = "a\\u0000b": must not contain control characters'),
+    "empty path": ('[data]\ntokenizer = ""', 'data.tokenizer = "": must be text, not empty'),
+    "300 characters": (f'[run]\nfolder = "{"x" * 300}"', "run.folder|must be text of 1 to 240 characters"),
+    "unknown flavor": ('[model]\nflavor = "8b"', 'model.flavor = "8b": models/llama.py has debug, 1B|did you mean "8B"?'),
+    "no such flavor": ('[model]\nflavor = "9000"', 'model.flavor = "9000": models/llama.py has debug, 1B, 3B, 8B, 70B, 405B'),
+    "warm-up beyond the end": ("[lr_schedule]\nwarmup_steps = 101", "lr_schedule.warmup_steps = 101|training.steps = 100"),
+    "vocabulary too small": ("[model]\nvocab_size = 300", "data.bpe_vocab_size = 4096 is more|model.vocab_size = 300"),
+    "sequence too long": ("[training]\nseq_len = 1000000", "training.seq_len = 1000000 is more|model.max_seq_len = 8192"),
+    "exclusive options": ("[optimizer]\nmomentum = 0.9", 'optimizer.momentum = 0.9 has no effect|optimizer.kind = "adamw"'),
+    "empty": ("", "x.toml: sets nothing"),
+    "comments only": ("# [run]\n# seed = 1\n", "x.toml: sets nothing"),
+    "latin-1": ("[run]\nfolder = 'é'".encode("latin-1"), "x.toml: line 2 is not UTF-8 (byte 0xe9): save it as UTF-8"),
+    "UTF-16": ("[run]\nseed = 1".encode("utf-16"), "x.toml: line 1 is not UTF-8 (byte 0xff)"),
+    "binary": (b"\x7fELF\x00\x00\x01", "x.toml: not valid TOML"),
+    "10 MB": (b"#" * 10_000_000, "x.toml: larger than 1,000,000 bytes"),
+    "deep lists": ("[run]\nseed = " + "[" * 100_000, "x.toml: nested too deeply"),
+    "deep tables": ("a." * 5_000 + "a = 1", "x.toml: nested too deeply"),
+    "deep, but readable": ("[run]\nseed = " + "[" * 300 + "]" * 300, "run.seed = [[[|...: must be an integer|not a list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_file(name, folder):
+    content, words = BAD_FILES[name]
+    (folder / "x.toml").write_bytes(content.encode() if isinstance(content, str) else content)
+    problems = problems_of(["x.toml"], 1, 1)
+    assert len(problems) == 1, problems
+    assert_says(problems[0], words)
+
+
+# name: (arguments, the words of the one problem)
+BAD_ARGUMENTS = {
+    "no such file": (["llama8b.toml"], "llama8b.toml: no such file; did you mean|configs/llama_8b.toml?"),
+    "no ending": ([str(ROOT / "configs/llama_8b")], "configs/llama_8b: no such file; did you mean|llama_8b.toml?"),
+    "nothing near": (["xyzzy"], "xyzzy: no such file"),
+    "a folder": (["folder"], "folder: a folder; give a TOML file"),
+    "a pipe": (["pipe"], "pipe: a special file; give a TOML file"),
+    "below a file": (["y.toml/x.toml"], "y.toml/x.toml: cannot be read: Not a directory"),
+    "a name too long": (["x" * 5000], "xxx|cannot be read: File name too long"),
+    "NUL in the name": (["a\0b"], "a\\x00b|cannot be read"),
+    "two files": (["y.toml", "y.toml"], "command line: one configuration file is allowed, found y.toml, y.toml"),
+    "unknown option": (["--training.stps=5"], "command line: training.stps: no such option; did you mean training.steps?"),
+    "unknown option, a value": (["--training.stps", "5"], "training.stps: no such option; did you mean training.steps?"),
+    "unknown option, a file": (["--training.stps", "y.toml"], "training.stps: no such option; did you mean training.steps?"),
+    "unknown table": (["--trainning.steps=5"], "trainning.steps: no such option; did you mean training.steps?"),
+    "nothing near in a table": (["--xyzzy.abc=5"], "xyzzy.abc: no such option; the tables are run, model"),
+    "no table": (["--tensor_parallel=2"], "tensor_parallel: stands in no table; did you mean parallelism.tensor_parallel?"),
+    "nothing of that name": (["--xyzzy"], "command line: xyzzy: no such table or option; the tables are run, model"),
+    "one dash": (["-v"], "command line: -v: no such table or option"),
+    "two dashes": (["--"], "command line: : no such table or option"),
+    "a table": (["--model=8B"], 'model = "8B": a table is needed, as in model.family = "llama"'),
+    "no value": (["--training.steps"], "command line: --training.steps needs a value, as in --training.steps=100"),
+    "an option for a value": (["--run.seed", "--compile.enabled"], "--run.seed needs a value, as in --run.seed=0"),
+    "empty value": (["--training.steps="], 'command line: training.steps = "": must be an integer >= 1, not a string'),
+    "a word for a number": (["--training.steps=many"], 'training.steps = "many": must be an integer >= 1, not a string'),
+    "no TOML number": (["--optimizer.lr=.1"], 'optimizer.lr = ".1": must be a finite number > 0, not a string'),
+    "two lines": (["--run.seed=1\nx = 2"], 'run.seed = "1\\nx = 2": must be an integer >= 0'),
+    "yes": (["--compile.enabled=yes"], 'compile.enabled = "yes": must be true or false, not a string'),
+    "Python's True": (["--compile.enabled=True"], 'compile.enabled = "True": must be true or false, not a string'),
+    "commas": (["--optimizer.betas=0.9,0.95"], 'optimizer.betas = "0.9,0.95": must be a list of 2'),
+    "infinity by overflow": (["--optimizer.lr=1e999"], "optimizer.lr = inf: must be a finite number > 0"),
+    "undecodable": (["--run.folder=\udcff"], "command line: run.folder = |udcff|must be UTF-8 text"),
+    "deep": (["--run.seed=" + "[" * 100_000], 'run.seed = "[[[|...: must be an integer >= 0'),
+    "null": (["--model.dim=none"], 'model.dim = "none": must be an integer >= 2, not a string'),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_arguments(name, folder):
+    (folder / "y.toml").write_text("[training]\nsteps = 10\n")
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
+    argv, words = BAD_ARGUMENTS[name]
+    problems = problems_of(argv, 1, 1)
+    assert len(problems) == 1, problems
+    assert_says(problems[0], words)
+
+
+# ---------------------------------------------------------------------------------------------------- rules across tables
+
+# A case of every rule of configs/check.py. rule: (overrides, world size, processes of a host, words of the problem, repair)
+RULE_CASES = {
+    "mesh_product": (
+        "parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=3 parallelism.tensor_parallel=4",
+        8, 8,
+        "parallelism.data_parallel_replicate = 2|parallelism.data_parallel_shard = 3|parallelism.tensor_parallel = 4"
+        "|multiply to 24|8 processes|data_parallel_shard = -1",
+        "parallelism.data_parallel_shard=1 training.local_batch_size=4",
+    ),
+    "mesh_rest": (
+        "parallelism.data_parallel_replicate=2 parallelism.tensor_parallel=4",
+        12, 4,
+        "parallelism.data_parallel_shard = -1|parallelism.data_parallel_replicate = 2 times "
+        "parallelism.tensor_parallel = 4 must divide the 12 processes",
+        "parallelism.data_parallel_replicate=1 training.global_batch_size=24",
+    ),
+    "tp_host": (
+        "parallelism.tensor_parallel=4",
+        4, 2,
+        "parallelism.tensor_parallel = 4 does not divide the 2 processes of a host|tensor_parallel_across_hosts = true",
+        "parallelism.tensor_parallel_across_hosts=true",
+    ),
+    "tp_heads": (
+        "parallelism.tensor_parallel=4 model.n_heads=6 model.n_kv_heads=2 model.head_dim=32",
+        4, 4,
+        "parallelism.tensor_parallel = 4 does not divide model.n_heads = 6: each rank computes whole query heads",
+        "model.n_heads=8 model.n_kv_heads=4",
+    ),
+    "tp_kv_heads": (
+        "parallelism.tensor_parallel=8",
+        8, 8,
+        "parallelism.tensor_parallel = 8 does not divide model.n_kv_heads = 4 (of flavor debug)|not duplicated|at most n_kv_heads",
+        "model.n_kv_heads=8",
+    ),
+    "tp_hidden": (
+        "parallelism.tensor_parallel=4 model.hidden_dim=702",
+        4, 4,
+        "parallelism.tensor_parallel = 4 does not divide model.hidden_dim = 702|equal share",
+        "model.hidden_dim=704",
+    ),
+    "tp_sequence": (
+        "parallelism.tensor_parallel=4 training.seq_len=255",
+        4, 4,
+        "parallelism.tensor_parallel = 4 does not divide training.seq_len = 255|equal part of the sequence",
+        "training.seq_len=256",
+    ),
+    "tp_vocabulary": (  # 9 rows each: 31 ranks take all 279
+        "parallelism.tensor_parallel=32 model.n_heads=32 model.n_kv_heads=32 model.vocab_size=279 data.tokenizer=bytes",
+        32, 32,
+        "parallelism.tensor_parallel = 32 leaves a rank without a row of the vocabulary, model.vocab_size = 279",
+        "model.vocab_size=280",
+    ),
+    "tp_offload": (
+        "parallelism.tensor_parallel=2 parallelism.cpu_offload=true",
+        2, 2,
+        "parallelism.cpu_offload = true together with parallelism.tensor_parallel = 2 is not supported",
+        "parallelism.tensor_parallel=1 training.local_batch_size=4",
+    ),
+    "tp_reshard": (
+        "parallelism.tensor_parallel=2 parallelism.reshard_after_forward=2 training.local_batch_size=2",
+        8, 8,
+        'parallelism.reshard_after_forward = 2|parallelism.tensor_parallel = 2 would hang|"default"',
+        "parallelism.reshard_after_forward=true",
+    ),
+    "reshard_ranks": (
+        "parallelism.reshard_after_forward=3 training.local_batch_size=1",
+        8, 8,
+        "parallelism.reshard_after_forward = 3 must be less than the 8 ranks|divide them",
+        "parallelism.reshard_after_forward=4",
+    ),
+    "batch": (
+        "training.global_batch_size=24 training.local_batch_size=8",
+        4, 4,
+        "training.global_batch_size = 24 is not a multiple of 32, which is training.local_batch_size = 8 on 4 data-parallel",
+        "training.local_batch_size=3",
+    ),
+    "seq_len": (
+        "training.seq_len=8193",
+        1, 1,
+        "training.seq_len = 8193 is more|model.max_seq_len = 8192 (of flavor debug)",
+        "training.seq_len=8192",
+    ),
+    "kv_heads": (
+        "model.n_kv_heads=3",
+        1, 1,
+        "model.n_kv_heads = 3 does not divide model.n_heads = 8 (of flavor debug)",
+        "model.n_kv_heads=2",
+    ),
+    "head_dim": (
+        "model.dim=300",
+        1, 1,
+        "model.head_dim would be 37.5|whole even number|model.dim = 300|model.n_heads = 8",
+        "model.dim=304",
+    ),
+    "bpe_vocabulary": (
+        "data.bpe_vocab_size=5000",
+        1, 1,
+        "data.bpe_vocab_size = 5000 is more than the embedding has rows, model.vocab_size = 4096",
+        "model.vocab_size=5000",
+    ),
+    "bytes_vocabulary": (
+        "data.tokenizer=bytes model.vocab_size=256",
+        1, 1,
+        'data.tokenizer = "bytes" needs at least 257 rows|model.vocab_size = 256',
+        "model.vocab_size=257",
+    ),
+    "warmup": (
+        "lr_schedule.warmup_steps=51 training.steps=50",
+        1, 1,
+        "lr_schedule.warmup_steps = 51 is more than training.steps = 50",
+        "lr_schedule.warmup_steps=50",
+    ),
+    "wsd": (
+        'lr_schedule.kind=wsd lr_schedule.warmup_steps=81 training.steps=100',
+        1, 1,
+        'lr_schedule.kind = "wsd"|lr_schedule.warmup_steps = 81|20 steps of lr_schedule.decay_fraction = 0.2|training.steps = 100',
+        "lr_schedule.warmup_steps=80",
+    ),
+    "profiler_window": (
+        "profiler.enabled=true profiler.start_step=9 profiler.steps=3 training.steps=10",
+        1, 1,
+        "profiler.start_step = 9 and profiler.steps = 3 trace up to step 11, beyond training.steps = 10",
+        "profiler.steps=2",
+    ),
+    "load_step": (
+        "checkpoint.load_step=400",
+        1, 1,
+        "checkpoint.load_step = 400 is beyond the end of the run, training.steps = 100",
+        "checkpoint.load_step=100",
+    ),
+    "momentum": (
+        "optimizer.momentum=0.9",
+        1, 1,
+        'optimizer.momentum = 0.9 has no effect with optimizer.kind = "adamw"|sgd',
+        "optimizer.kind=sgd",
+    ),
+    "validation_split": (
+        "validation.interval=10 data.validation_fraction=0.0",
+        1, 1,
+        "validation.interval = 10 needs held-out documents, but data.validation_fraction = 0.0",
+        "data.validation_fraction=0.01",
+    ),
+}
+
+
+def case(words: str) -> list[str]:
+    """Arguments from the bare defaults: a file that changes nothing, and these overrides."""
+    Path("x.toml").write_text("[run]\nseed = 0\n")
+    return ["x.toml", *(f"--{word}" for word in words.split())]
+
+
+@pytest.mark.parametrize("name", check.RULES)
+def test_rule(name, monkeypatch):
+    """A rule without a case fails here. The rule alone must find the case, and the repaired case must break no rule."""
+    overrides, world, local_world, words, repair = RULE_CASES[name]
+    load_config(case(f"{overrides} {repair}"), world, local_world)
+    assert any(all(f in p for f in words.split("|")) for p in problems_of(case(overrides), world, local_world))
+    monkeypatch.setattr(check, "RULES", {name: check.RULES[name]})
+    problems = problems_of(case(overrides), world, local_world)
+    assert len(problems) == 1, problems
+    assert_says(problems[0], words)
+
+
+def test_no_case_without_a_rule():
+    assert set(RULE_CASES) == set(check.RULES)
+
+
+# Meshes that cannot be. (overrides, world size, processes of a host, words of each problem in order)
+IMPOSSIBLE_MESHES = [
+    ("parallelism.data_parallel_shard=3", 4, 4, ["multiply to 3, but the run has 4"]),
+    ("parallelism.data_parallel_replicate=8 training.local_batch_size=1", 4, 4, ["leaves no whole number"]),
+    ("parallelism.data_parallel_replicate=0", 4, 4, ["parallelism.data_parallel_replicate = 0: must be an integer >= 1"]),
+    ("parallelism.data_parallel_shard=0", 4, 4, ["parallelism.data_parallel_shard = 0: must be -1 or"]),
+    ("parallelism.data_parallel_shard=-2", 4, 4, ["parallelism.data_parallel_shard = -2: must be -1 or"]),
+    ("parallelism.tensor_parallel=-1", 4, 4, ["parallelism.tensor_parallel = -1: must be an integer >= 1"]),
+    ("parallelism.tensor_parallel=3", 3, 3, ["model.n_heads", "model.n_kv_heads", "hidden_dim", "training.seq_len"]),
+    ("parallelism.tensor_parallel=2", 3, 3, ["no whole number", "3 processes of a host"]),
+    ("parallelism.tensor_parallel=4", 8, 2, ["2 processes of a host", "training.global_batch_size"]),
+    ("parallelism.tensor_parallel=8", 8, 8, ["model.n_kv_heads = 4"]),
+    ("training.local_batch_size=3", 2, 2, ["training.global_batch_size = 8 is not a multiple of 6"]),
+    ("training.local_batch_size=16", 1, 1, ["training.global_batch_size = 8 is not a multiple of 16"]),
+    ("parallelism.pipeline_parallel=2", 2, 2, ["parallelism.pipeline_parallel: no such option", "global_batch_size"]),
+    ("parallelism.context_parallel=2", 1, 1, ["parallelism.context_parallel: no such option"]),
+    ("parallelism.reshard_after_forward=8 training.local_batch_size=1", 8, 8, ["less than the 8 ranks"]),
+    ("parallelism.reshard_after_forward=2 parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=1 "
+     "training.local_batch_size=1", 2, 2, ["less than the 1 ranks"]),
+    ("parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=2 parallelism.tensor_parallel=2 "
+     "training.local_batch_size=1", 16, 8, ["multiply to 8, but the run has 16"]),
+]
+
+
+@pytest.mark.parametrize("overrides, world, local_world, words", IMPOSSIBLE_MESHES)
+def test_impossible_mesh(overrides, world, local_world, words, monkeypatch):
+    """The same list on every rank: it does not depend on the environment."""
+    lists = []
+    for rank in "0", "1":
+        for name in "RANK", "LOCAL_RANK", "NGPU", "CUDA_VISIBLE_DEVICES":
+            monkeypatch.setenv(name, rank)
+        lists.append(problems_of(case(overrides), world, local_world))
+    assert lists[0] == lists[1]
+    assert len(lists[0]) >= len(words)
+    for fragment in words:
+        assert any(fragment in problem for problem in lists[0]), (fragment, lists[0])
+
+
+def test_sizes_unknown():
+    """Without a world size the rules of the mesh are left out, the rest is checked."""
+    load_config(case("parallelism.tensor_parallel=4 parallelism.data_parallel_shard=5 training.global_batch_size=40"))
+    [problem] = problems_of(case("parallelism.tensor_parallel=8"))
+    assert "model.n_kv_heads" in problem
+    [problem] = problems_of(case("parallelism.data_parallel_shard=3"))
+    assert "global_batch_size = 8 is not a multiple of 24" in problem
+
+
+# ------------------------------------------------------------------------------------------------------ all at once
+
+
+def test_all_mistakes_at_once(folder):
+    """Four mistakes in three tables of the file, one on the command line, two rules: all seven, and no more."""
+    (folder / "x.toml").write_text("""
+[training]
+stps = 5
+seq_len = 250
+param_dtype = "half"
+[optimizer]
+lr = "3e-4"
+momentum = 0.5
+[parallelism]
+tensor_parallel = 4
+prefetch = 99
+""")
+    problems = problems_of(["x.toml", "--run.sed=1"], 4, 4)
+    expected = [
+        "command line: run.sed: no such option; did you mean run.seed?",
+        "x.toml: training.stps: no such option; did you mean training.steps?",
+        'x.toml: training.param_dtype = "half": must be "auto" or',
+        'x.toml: optimizer.lr = "3e-4": must be a finite number > 0, not a string',
+        "x.toml: parallelism.prefetch = 99: must be an integer >= 0 and <= 8",
+        "parallelism.tensor_parallel = 4 does not divide training.seq_len = 250",
+        "optimizer.momentum = 0.5 has no effect",
+    ]
+    assert len(problems) == len(expected), problems
+    for words in expected:
+        assert any(problem.startswith(words) for problem in problems), (words, problems)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[training]\nstps = 300\n[lr_schedule]\nwarmup_steps = 200",  # meant: steps, which is not the default then
+        "[training]\nsteps = '300'\n[lr_schedule]\nwarmup_steps = 200",
+        "[trainning]\nsteps = 300\n[lr_schedule]\nwarmup_steps = 200",
+        "steps = 300\n[lr_schedule]\nwarmup_steps = 200",
+        "training = 300\n[lr_schedule]\nwarmup_steps = 200",
+        "[model]\nn_heds = 6\ndim = 300",
+        "[model]\nn_heads = 0\ndim = 300",
+        "[model]\nfamily = 'lama'\ndim = 300",
+        "[training]\nsteps = 10\n[lr_schedule]\nwarmup_steps = 200\n[[",
+    ],
+)
+def test_no_mistakes_that_only_follow_from_others(folder, text):
+    (folder / "x.toml").write_text(text)
+    assert len(problems_of(["x.toml"], 1, 1)) == 1
+
+
+def test_broken_file_and_broken_arguments(folder):
+    (folder / "x.toml").write_text("[run")
+    problems = problems_of(["x.toml", "--run.sed=1", "--training.steps=0"])
+    for words in "run.sed: no such option", "x.toml: not valid TOML", "command line: training.steps = 0":
+        assert sum(words in problem for problem in problems) == 1
+    assert len(problems) == 3
+
+
+# ------------------------------------------------------------------------------------------------------ what is accepted
+
+
+def test_order_defaults_file_command_line(folder):
+    (folder / "x.toml").write_text("[training]\nsteps = 7\nseq_len = 64\n")
+    cfg = load_config(["x.toml", "--training.seq_len=32", "--training.seq_len=16"])
+    assert (cfg.training.steps, cfg.training.seq_len, cfg.training.global_batch_size) == (7, 16, 8)
+    assert load_config(["--training.seq_len=32", "x.toml"]).training.steps == 7
+
+
+def test_default_file():
+    assert load_config([]) == load_config([str(ROOT / "configs" / "llama_debug.toml")])
+
+
+@pytest.mark.parametrize("prefix, suffix", [(b"\xef\xbb\xbf", b""), (b"", b"\r\n"), (b"# \xc3\xa9\n", b"")])
+def test_byte_order_mark_line_ends_and_comments(folder, prefix, suffix):
+    (folder / "x.toml").write_bytes(prefix + b"[run]\nseed = 3" + suffix)
+    assert load_config(["x.toml"]).run.seed == 3
+
+
+# (arguments, option, value)
+OVERRIDES = [
+    (["--model.flavor=8B"], "model.flavor", "8B"),
+    (["--run.folder=123"], "run.folder", "123"),
+    (["--run.folder=true"], "run.folder", "true"),
+    (["--run.folder", "/a b/../ü"], "run.folder", "/a b/../ü"),
+    (["--data.source=a/b"], "data.source", "a/b"),
+    (["--data.source", "~/corpus/*.txt"], "data.source", "~/corpus/*.txt"),
+    (['--debug.sample_prompt="x" = # y'], "debug.sample_prompt", '"x" = # y'),
+    (["--debug.sample_prompt="], "debug.sample_prompt", ""),
+    (["--debug.sample_prompt=a=b"], "debug.sample_prompt", "a=b"),
+    (["--compile.enabled"], "compile.enabled", True),
+    (["--compile.enabled", "false"], "compile.enabled", False),
+    (["--compile.enabled", "--run.seed=1"], "compile.enabled", True),
+    (["--compile.enabled", "y.toml"], "compile.enabled", True),
+    (["--compile.enabled=true"], "compile.enabled", True),
+    (["--training.steps", "1_000"], "training.steps", 1000),
+    (["--optimizer.lr=1"], "optimizer.lr", 1.0),
+    (["--optimizer.lr=3e-4"], "optimizer.lr", 3e-4),
+    (["--optimizer.betas=[0.5, 0]"], "optimizer.betas", (0.5, 0.0)),
+    (["--parallelism.data_parallel_shard", "-1"], "parallelism.data_parallel_shard", -1),
+    (["--parallelism.reshard_after_forward=default"], "parallelism.reshard_after_forward", "default"),
+    (["--parallelism.reshard_after_forward=false"], "parallelism.reshard_after_forward", False),
+    (["--parallelism.reshard_after_forward=2"], "parallelism.reshard_after_forward", 2),
+    (["--model.dim=512"], "model.dim", 512),
+    (["--model.tied_embeddings=true"], "model.tied_embeddings", True),
+]
+
+
+@pytest.mark.parametrize("argv, name, value", OVERRIDES)
+def test_override(argv, name, value, folder):
+    (folder / "y.toml").write_text("[run]\nseed = 3\n")
+    table, key = name.split(".")
+    found = getattr(getattr(load_config(argv), table), key)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_preset(preset):
+    """It names its schema, states its world size, and passes every check there; it says nothing that is the default."""
+    text = preset.read_text(encoding="utf-8")
+    assert text.startswith("#:schema schema.json\n") and (preset.parent / "schema.json").exists()
+    [(world, hosts, local_world)] = re.findall(r"^# world size: (\d+) \((\d+) hosts? of (\d+)\)$", text, re.MULTILINE)
+    assert int(world) == int(hosts) * int(local_world)
+    cfg = load_config([str(preset)], int(world), int(local_world))
+    assert cfg.run.folder == f"runs/{preset.stem}"
+    assert check.data_parallel_shard(cfg, int(world)) * cfg.parallelism.tensor_parallel == int(world)
+
+
+@pytest.mark.parametrize("name, world", [("llama_8b", 8), ("llama_8b", 512), ("llama_405b", 16384)])
+def test_preset_on_other_sizes(name, world):
+    load_config([str(ROOT / "configs" / f"{name}.toml")], world, 8)
+
+
+def other_value(option: dict) -> object:
+    """An allowed value of an option that is not its default."""
+    if "anyOf" in option:
+        return other_value({**option["anyOf"][0], "default": option["default"]} if option["default"] is None else
+                           {**option["anyOf"][-1], "default": option["default"]})
+    if "enum" in option:
+        return next(value for value in option["enum"] if value != option["default"])
+    low, high = option.get("minimum", 0), option.get("maximum", option.get("exclusiveMaximum", 1e9))
+    return {
+        "boolean": lambda: not option["default"],
+        "string": lambda: option.get("const", 'ü "quoted" \\ '),
+        "integer": lambda: int(min(high, (option["default"] or 2) + 3)),
+        "number": lambda: low + 0.4 * (min(high, 1) - low) + 1e-17,
+        "array": lambda: (0.1, 1 / 3),
+    }[option["type"]]()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_can_be_set_and_reads_back(name, folder, monkeypatch):
+    monkeypatch.setattr("configs.load.broken_rules", lambda *_: [])  # options one by one need not make sense together
+    table, key = name.split(".")
+    value = other_value(OPTIONS[name])
+    assert value != OPTIONS[name]["default"] or "const" in OPTIONS[name]
+    cfg = Config.model_validate({table: {key: value}})
+    (folder / "x.toml").write_text(dump(cfg), encoding="utf-8")
+    again = load_config(["x.toml"])
+    assert again == cfg and getattr(getattr(again, table), key) == value
+    text = value if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value).lower()
+    (folder / "x.toml").write_text("[run]\nseed = 0\n")
+    assert load_config(["x.toml", f"--{name}={text}"]) == cfg
+
+
+@pytest.mark.parametrize("text", ["", "a\tb\n\r\x00\x1b\x7f\x80", "\"\\'''", "é𝄞\u2028\ufeff", "[x] # y = {z}"])
+def test_text_reads_back(folder, text):
+    cfg = Config.model_validate({"debug": {"sample_prompt": text}, "optimizer": {"lr": 1e-300, "eps": 1e22}})
+    (folder / "x.toml").write_text(dump(cfg), encoding="utf-8", newline="")
+    assert load_config(["x.toml"]) == cfg
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_dump_reads_back(preset, folder):
+    cfg = load_config([str(preset)])
+    (folder / "x.toml").write_text(dump(cfg), encoding="utf-8")
+    assert load_config(["x.toml"]) == cfg
+    assert dump(load_config(["x.toml"])) == dump(cfg)
+
+
+# --------------------------------------------------------------------------------------------------------- architecture
+
+
+def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
+    rows = {"tiny": {"dim": 64, "n_heads": 4, "head_dim": 20, "n_layers": 2}, "big": {"dim": 128, "n_heads": 2, "head_dim": 64}}
+    models = folder / "folder"
+    models.mkdir()
+    source = models / "y.toml"  # any name will do: it is read, never imported
+    source.write_text(f"raise SystemExit('imported')\nOTHER = FLAVORS = 1\nFLAVORS = {rows!r}\n")
+    source.rename(models / "llama.py")
+    try:
+        read = lambda **given: check.architecture(Model(**given), models)  # noqa: E731
+        assert read(flavor="tiny") == rows["tiny"]
+        assert read(flavor="tiny", n_layers=5) == rows["tiny"] | {"n_layers": 5}
+        assert read(flavor="tiny", dim=96) == rows["tiny"] | {"dim": 96, "head_dim": 24}
+        assert read(flavor="tiny", n_heads=8) == rows["tiny"] | {"n_heads": 8, "head_dim": 8}
+        assert read(flavor="tiny", n_heads=8, head_dim=6)["head_dim"] == 6
+        assert read(flavor="tiny", dim=66)["head_dim"] == 16.5
+        with pytest.raises(InputError, match="tiny, big; did you mean \"big\""):
+            read(flavor="bgi")
+    finally:
+        (models / "llama.py").unlink()
+
+
+def test_architectures_are_the_published_ones():
+    """arXiv:2407.21783, table 3, and the config.json of Llama 3.2."""
+    published = {  # layers, width, feed-forward width, heads, key/value heads, rope theta
+        "1B": (16, 2048, 8192, 32, 8, 500_000.0),
+        "3B": (28, 3072, 8192, 24, 8, 500_000.0),
+        "8B": (32, 4096, 14336, 32, 8, 500_000.0),
+        "70B": (80, 8192, 28672, 64, 8, 500_000.0),
+        "405B": (126, 16384, 53248, 128, 8, 500_000.0),
+    }
+    keys = "n_layers", "dim", "hidden_dim", "n_heads", "n_kv_heads", "rope_theta"
+    for flavor, numbers in published.items():
+        found = check.architecture(Model(flavor=flavor))
+        assert tuple(found[key] for key in keys) == numbers
+        assert found["head_dim"] == found["dim"] // found["n_heads"] and found["vocab_size"] == 128256
+        assert found["tied_embeddings"] == (flavor in ("1B", "3B"))
+
+
+def test_data_parallel_shard():
+    cfg = lambda **given: SimpleNamespace(parallelism=Parallelism(**given))  # noqa: E731
+    assert check.data_parallel_shard(cfg(data_parallel_replicate=2, tensor_parallel=4), 64) == 8
+    assert check.data_parallel_shard(cfg(data_parallel_shard=3), 64) == 3
+    with pytest.raises(InputError, match="8 does not divide 12 processes"):
+        check.data_parallel_shard(cfg(data_parallel_replicate=2, tensor_parallel=4), 12)
+
+
+# -------------------------------------------------------------------------------------------- help, schema, command line
+
+
+def test_help_names_every_option():
+    lines = help_text().splitlines()
+    position = 0
+    for table in TABLES:
+        position = lines.index(f"[{table}]", position)
+        for name, option in OPTIONS.items():
+            if name.startswith(f"{table}."):
+                assert re.match(rf"  {name.split('.')[1]} = \S", lines[position + 1]), (name, lines[position + 1])
+                assert lines[position + 1].endswith(f"  {allowed(option)}")
+                assert lines[position + 2] == f"      {option['description']}"
+                position += 2
+    assert position == len(lines) - 1
+    assert max(map(len, lines)) <= 120
+
+
+def test_every_option_has_one_line():
+    for name, option in OPTIONS.items():
+        assert option.get("description", "").endswith("."), name
+        assert "\n" not in option["description"], name
+
+
+def test_schema_file_is_up_to_date():
+    written = (ROOT / "configs" / "schema.json").read_text(encoding="utf-8")
+    assert written == json_schema(), "run: python -m configs.load --write-schema"
+
+
+def test_main_in_process(folder, capsys):
+    (folder / "x.toml").write_text("[training]\nsteps = 7\n")
+    assert main(["x.toml", "--run.seed=5"]) == 0
+    out, err = capsys.readouterr()
+    assert out == dump(load_config(["x.toml", "--run.seed=5"])) and not err
+    assert main(["x.toml", "--quiet", "--world-size=4", "--local-world-size", "4", "--training.local_batch_size=2"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main(["x.toml", "--quiet", "--world-size=3", "--local-world-size=3"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "1 mistake in the configuration:\n  - training.global_batch_size = 8 is not a multiple of 24" in err
+    assert main(["--help", "--nonsense"]) == 0
+    assert capsys.readouterr().out == help_text() + "\n"
+    for argv in (["--world-size=0"], ["--world-size=two"], ["--local-world-size"]):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 2 and "world-size" in capsys.readouterr().err
+
+
+COMMANDS = [
+    ([], 0, "[training]\nsteps = "),
+    (["--help"], 0, "./run_train.sh [CONFIG.toml]"),
+    ([str(ROOT / "configs" / "llama_405b.toml"), "--quiet", "--world-size=1024", "--local-world-size=8"], 0, ""),
+    (["missing.toml"], 2, "missing.toml: no such file"),
+    (["--parallelism.tensor_parallel=3", "--world-size=3"], 2, "parallelism.tensor_parallel = 3 does not divide"),
+    (["--run.folder=\udcff\n"], 2, "run.folder"),
+]
+
+
+@pytest.mark.parametrize("argv, code, words", COMMANDS)
+def test_command_line(argv, code, words):
+    """As run_train.sh calls it; torch, which takes seconds to import, is not imported."""
+    command = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('configs.load', run_name='__main__')"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    argv = [os.fsencode(argument) for argument in argv]
+    done = subprocess.run([sys.executable, "-c", command, *argv], capture_output=True, env=environment, timeout=60)
+    out, err = done.stdout.decode(), done.stderr.decode()
+    assert done.returncode == code, err
+    assert words in (out if code == 0 else err) and "Traceback" not in err
+    assert not (err if code == 0 else out)

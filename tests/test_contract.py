@@ -1,0 +1,169 @@
+"""FSDP2's contract, rule by rule: what one sees when it is broken. The rows of the table in docs/parallelism.md."""
+
+import io
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import train
+from configs.load import load_config
+from configs.schema import InputError, Parallelism, Run
+from parallelisms import contract, dp
+from parallelisms import mesh as meshes
+from tests.ranks import run_ranks
+from tests.test_parallel import ADAMW, MODEL, whole
+from training.loss import linear_cross_entropy
+from training.optim import build_optimizer, clip_grad_norm
+
+
+def job(*options: str) -> train.Job:
+    warnings.simplefilter("ignore")
+    here = meshes.world()
+    return train.build(load_config([*MODEL, *ADAMW, "--training.local_batch_size=1", *options], here.size, here.local_size))
+
+
+def refused(run: train.Job, words: str, same: dict | None = None) -> None:
+    with pytest.raises(InputError, match=words):
+        contract.verify(run.model, run.optimizer, run.mesh, same or {})
+
+
+def broken_rules() -> None:
+    good = job()
+    contract.verify(good.model, good.optimizer, good.mesh, {"config": "same"})
+
+    rank = dist.get_rank()
+    refused(good, r"config differs: rank 0 has 'c0', ranks \[1\] do not \(rank 1: 'c1'\)", {"config": f"c{rank}"})
+
+    model = train.build(good.cfg).model
+    stale = build_optimizer(nn.Linear(2, 2), [("*", True)], good.cfg.optimizer)  # before sharding: other tensors
+    refused(train.Job(good.cfg, good.mesh, good.arch, model, stale), "not the model's parameters.*\n.*misses 30 of the model's 30")
+
+    family = train.MODELS["llama"]
+    with torch.device("meta"):
+        top_only = family.build(good.arch)
+    fully_shard(top_only, mesh=good.mesh.fsdp_mesh)  # the root alone, not bottom-up
+    refused(train.Job(good.cfg, good.mesh, good.arch, top_only, stale), r"layers \[0, 1, 2\] are no FSDPModule.*")
+    refused(train.Job(good.cfg, good.mesh, good.arch, top_only, stale), "still on meta")
+
+    whole_model = family.build(good.arch)  # never sharded
+    optimizer = build_optimizer(whole_model, family.DECAY, good.cfg.optimizer)
+    refused(train.Job(good.cfg, good.mesh, good.arch, whole_model, optimizer), "gradients are never reduced")
+
+
+def test_broken_contracts_are_named_on_every_rank():
+    run_ranks(2, broken_rules)
+
+
+def forward_called_directly() -> str:
+    run = job()
+    try:
+        run.model.forward(torch.zeros(1, 16, dtype=torch.int64))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_calling_forward_instead_of_the_module_runs_on_shards():
+    """The hooks that gather the weights belong to the module's call; `forward` meets the shards."""
+    assert "mixed torch.Tensor and DTensor" in run_ranks(2, forward_called_directly)[0]
+
+
+def clipped_by_local_norm() -> tuple[float, float]:
+    """(norm of this rank's shards alone, the true norm) of the same gradients."""
+    run = job()
+    torch.manual_seed(run.mesh.rank)
+    tokens = torch.randint(0, 263, (2, 16))
+    run.model(tokens, partial(linear_cross_entropy, labels=tokens, chunk_tokens=99)).backward()
+    local = nn.utils.get_total_norm([p.grad.to_local() for p in run.model.parameters()]).item()
+    every = sum(whole(p.grad).square().sum() for p in run.model.parameters()).sqrt().item()
+    reported = clip_grad_norm(run.model.parameters(), 1.0).item()
+    assert abs(reported / every - 1) < 1e-5
+    after = sum(whole(p.grad).square().sum() for p in run.model.parameters()).sqrt().item()
+    assert abs(after - 1) < 1e-4
+    return local, every
+
+
+def test_a_local_norm_differs_between_ranks_and_the_true_one_does_not():
+    (local0, true0), (local1, true1) = run_ranks(2, clipped_by_local_norm)
+    assert true0 == true1
+    assert local0 != local1 and max(local0, local1) < true0
+
+
+def saved_bytes() -> tuple[int, int]:
+    """(elements that torch.save of the state would write on this rank, elements of the model)."""
+    run = job()
+    buffer = io.BytesIO()
+    torch.save({n: p.to_local() for n, p in run.model.state_dict().items()}, buffer)
+    buffer.seek(0)
+    return sum(t.numel() for t in torch.load(buffer).values()), sum(p.numel() for p in run.model.parameters())
+
+
+def test_torch_save_of_a_rank_holds_a_part_of_the_model():
+    (first, total), (second, _) = run_ranks(2, saved_bytes)
+    assert first < total and second < total and first + second == total
+
+
+def reduces_only_in_the_last_micro_batch() -> tuple[bool, bool]:
+    run = job()
+    tokens = torch.full((1, 16), 3 + run.mesh.rank)
+    had = []
+    for now in False, True:
+        dp.synchronise_gradients(run.model, now)
+        run.model(tokens, partial(linear_cross_entropy, labels=tokens, chunk_tokens=99)).backward()
+        had.append(all(p.grad is not None for p in run.model.parameters()))
+    return tuple(had)
+
+
+def test_gradients_reach_the_shards_with_the_last_micro_batch_only():
+    assert run_ranks(2, reduces_only_in_the_last_micro_batch) == [(False, True)] * 2
+
+
+def every_parameter_is_sharded_over_both_dimensions() -> None:
+    run = job("--parallelism.tensor_parallel=2")
+    for name, p in run.model.named_parameters():
+        assert isinstance(p, DTensor) and p.device_mesh.mesh_dim_names == ("dp_shard", "tp"), name
+    assert run.model.layers[0].attention.wq.weight.to_local().numel() * 4 in range(2400, 2600)
+
+
+def test_fsdp_over_tensor_parallel_shards_a_matrix_over_both():
+    run_ranks(4, every_parameter_is_sharded_over_both_dimensions)
+
+
+def group_timeouts() -> list[float]:
+    """Seconds that a collective of each group of the mesh may take, after set_timeout(7)."""
+    run = job("--parallelism.tensor_parallel=2")
+    run.mesh.set_timeout(7)
+    groups = [dist.group.WORLD, *(run.mesh.device_mesh.get_group(d) for d in run.mesh.device_mesh.mesh_dim_names)]
+    return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
+
+
+def test_the_timeout_reaches_every_group_of_the_mesh():
+    assert run_ranks(4, group_timeouts)[0] == [7.0] * 4
+
+
+def test_cuda_that_is_not_there_is_a_sentence():
+    if torch.cuda.is_available():
+        pytest.skip("this host has a GPU")
+    with pytest.raises(InputError, match="torch sees no GPU"):
+        meshes.pick_device(Run(device="cuda"), 0)
+
+
+def test_without_torchrun_a_run_is_one_process(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert meshes.world() == meshes.World(0, 1, 0, 1)
+
+
+def coordinates() -> tuple[int, int]:
+    mesh = meshes.open_mesh(Run(), Parallelism(tensor_parallel=2, data_parallel_replicate=2), 2)
+    return mesh.dp_rank, mesh.device_mesh.get_local_rank("tp")
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_share_their_batch():
+    assert run_ranks(8, coordinates) == [(r // 2, r % 2) for r in range(8)]

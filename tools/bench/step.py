@@ -1,0 +1,114 @@
+"""A training step of `train.py` against the barest loop around the same model, and against Hugging Face's Llama.
+
+    python -m tools.bench.step [--rounds 15] [--json out.json] [--table.key=value ...]
+
+Same shape, batch, dtype and optimizer for all; in alternation, in one process. What each contender is:
+
+- ours: `train.build` and `train.train_step`, as a run does it, metrics and all checks included.
+- bare: our model in a loop of five lines, with torch's own clipping. In bfloat16 it keeps float32 masters by hand.
+- hf: `LlamaForCausalLM` in that same loop; in bfloat16 under autocast, as its users train it.
+"""
+
+import argparse
+import statistics
+from functools import partial
+
+import torch
+
+import train
+from checkpoint.hf import config_json
+from configs.load import load_config
+from models import llama
+from parallelisms import dp
+from tools.bench import harness
+from training.loss import linear_cross_entropy
+from training.metrics import flops_per_token
+
+CLIP = 1.0
+
+
+def bare_float32(arch, cfg, tokens, labels):
+    model = llama.build(arch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step():
+        head = partial(linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens)
+        (model(tokens, head) / labels.numel()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def bare_bfloat16(arch, cfg, tokens, labels):
+    model = llama.build(arch).to(torch.bfloat16)
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+
+    def step():
+        head = partial(linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens)
+        (model(tokens, head) / labels.numel()).backward()
+        for master, p in zip(masters, model.parameters()):
+            master.grad, p.grad = p.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, CLIP)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), masters)
+
+    return step
+
+
+def hf(arch, cfg, tokens, labels, dtype):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**config_json(arch)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step():
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            logits = model(tokens, use_cache=False).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(dtype_name: str, overrides: list[str], rounds: int) -> list[list[str]]:
+    cfg = load_config([*overrides, f"--training.param_dtype={dtype_name}", "--training.max_norm=1.0"])
+    job = train.build(cfg)
+    dtype, t = dp.param_dtype(cfg.training, job.mesh.device), cfg.training
+    with torch.device(job.mesh.device):
+        window = torch.randint(0, job.arch["vocab_size"], (t.local_batch_size, t.seq_len + 1))
+        tokens, labels = window[:, :-1].contiguous(), window[:, 1:].contiguous()
+        bare = (bare_float32 if dtype == torch.float32 else bare_bfloat16)(job.arch, cfg, tokens, labels)
+        others = {"bare": bare, "hf": hf(job.arch, cfg, tokens, labels, dtype)}
+    batch = {"tokens": tokens[None], "labels": labels[None]}
+    seconds = harness.alternate({"ours": lambda: train.train_step(job, batch), **others}, rounds)
+    flops = flops_per_token(job.arch, t.seq_len) * tokens.numel()
+    rows = []
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        rows.append([
+            dtype_name, name, f"{median * 1e3:.0f} ms", f"{min(times) * 1e3:.0f} ms", f"{tokens.numel() / median:,.0f}",
+            f"{flops / median / 1e9:.0f}", f"{harness.ratio(seconds, 'ours', name):.3f}",
+        ])  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json")
+    args, overrides = parser.parse_known_args()
+    rows = [row for dtype in ("float32", "bfloat16") for row in measure(dtype, overrides, args.rounds)]
+    columns = ["dtype", "contender", "median step", "fastest", "tokens/s", "GFLOP/s", "ours / this (median of pairs)"]
+    cfg = load_config(overrides)
+    arch = f"{cfg.model.flavor} model, batch {cfg.training.local_batch_size} x {cfg.training.seq_len} tokens"
+    harness.report("Training step", columns, rows, f"{arch}; {args.rounds} alternating rounds.", args.json)
+
+
+if __name__ == "__main__":
+    main()

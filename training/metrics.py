@@ -1,0 +1,262 @@
+"""What a run tells: a line for a person, `metrics.jsonl`, TensorBoard, Weights & Biases; and the numbers behind them.
+
+`metrics.jsonl` holds one JSON object per logged step and is one consistent series, also after a restart: what a killed
+run wrote after the checkpoint that is resumed is dropped. Python writes floats so that they read back bitwise equal.
+"""
+
+import json
+import logging
+import math
+import os
+import re
+import resource
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from configs import schema
+from configs.schema import InputError
+from parallelisms.mesh import Mesh
+
+# Rows: the whole of torch.cuda.get_device_name() as a regular expression, dense bfloat16 TFLOP/s of one device, source.
+# The whole name, so that a slice of a GPU (MIG) or a laptop's variant is unknown rather than wrong.
+PEAK_TFLOPS = (
+    (r"NVIDIA A100[- ](SXM4|SXM|PCIE)-(40|80)GB|NVIDIA A100 80GB PCIe", 312, "NVIDIA A100 data sheet"),
+    (r"NVIDIA H100 80GB HBM3", 989, "NVIDIA H100 data sheet, SXM: half of 1979 with sparsity"),
+    (r"NVIDIA H100 PCIe", 756, "NVIDIA H100 data sheet (2022), PCIe: half of 1513 with sparsity"),
+    (r"NVIDIA H100 NVL", 835, "NVIDIA H100 data sheet, NVL: half of 1671 with sparsity"),
+    (r"NVIDIA H200", 989, "NVIDIA H200 data sheet, SXM: half of 1979 with sparsity"),
+    (r"NVIDIA H200 NVL", 835, "NVIDIA H200 data sheet, NVL: half of 1671 with sparsity"),
+    (r"NVIDIA GH200 (480GB|96GB HBM3|144G HBM3e)", 989, "NVIDIA GH200 data sheet: half of 1979 with sparsity"),
+    (r"NVIDIA B200", 2250, "NVIDIA HGX B200 data sheet: half of 4500 with sparsity"),
+    (r"NVIDIA GB200", 2500, "NVIDIA GB200 NVL72 data sheet: half of 5000 with sparsity"),
+    (r"AMD Instinct MI300X( VF)?", 1307, "AMD Instinct MI300X data sheet"),
+    (r"AMD Instinct MI325X( VF)?", 1307, "AMD Instinct MI325X data sheet"),
+    (r"NVIDIA L40S", 362, "NVIDIA L40S data sheet"),
+    (r"NVIDIA L4", 121, "NVIDIA L4 data sheet: half of 242 with sparsity"),
+    (r"NVIDIA RTX 6000 Ada Generation", 364, "NVIDIA Ada Lovelace professional white paper"),
+    (r"NVIDIA GeForce RTX 4090", 165, "NVIDIA Ada Lovelace white paper, accumulating in float32"),
+    (r"NVIDIA GeForce RTX 3090", 71, "NVIDIA GA102 white paper, accumulating in float32"),
+)
+
+# Rows of the line for a person: a key of the logged values and how it reads.
+LINE = (
+    ("loss", "loss {:.4f}"),
+    ("validation_loss", "validation loss {:.4f}"),
+    ("grad_norm", "grad norm {:.3f}"),
+    ("lr", "lr {:.2e}"),
+    ("tokens_per_second", "{:,.0f} tokens/s"),
+    ("mfu", "MFU {:.1%}"),
+    ("tflops_per_device", "{:.3g} TFLOP/s"),
+    ("memory_gib", "{:.2f} GiB"),
+    ("data_wait", "data wait {:.1%}"),
+)
+
+
+def flops_per_token(arch: dict, seq_len: int) -> float:
+    """Floating-point operations that training needs per token, forward and backward, of a model with these numbers.
+
+    6 N + 12 L H E T, as PaLM counts it (Chowdhery et al., arXiv:2204.02311, appendix B). A weight that is multiplied costs
+    2 per token forward and 4 backward (gradients of input and of weight); N counts those weights: all matrices but the
+    embedding, which is looked up; tied to the output it is multiplied there and counts. Attention scores and their use cost
+    2 * 2 H E T per layer forward, three times that with backward. Like PaLM, TorchTitan and others, this does *not* halve
+    attention for being causal, nor count what activation checkpointing computes twice: an MFU is comparable with theirs.
+    """
+    d, width = arch["dim"], arch["n_heads"] * arch["head_dim"]
+    attention = 2 * d * width + 2 * d * arch["n_kv_heads"] * arch["head_dim"]  # wq wo, wk wv
+    feed_forward = 3 * d * arch["hidden_dim"]  # w1 w2 w3
+    weights = arch["n_layers"] * (attention + feed_forward) + d * arch["vocab_size"]
+    return 6.0 * weights + 12.0 * arch["n_layers"] * width * seq_len
+
+
+def peak_flops(device_name: str, override_tflops: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> float | None:
+    """Peak FLOP/s of one device for MFU: the override if given, else the table's, which holds for bfloat16 alone.
+
+    None for any other dtype and for a device that is not in the table: no MFU rather than a wrong one.
+    """
+    if override_tflops:
+        return override_tflops * 1e12
+    if dtype == torch.bfloat16:
+        for pattern, tflops, _ in PEAK_TFLOPS:
+            if re.fullmatch(pattern, device_name):
+                return tflops * 1e12
+    return None
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory in GiB: on CUDA what the allocator held since the last call, on CPU of this process since its start."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def model_summary(
+    arch: dict, model: nn.Module, mesh: Mesh, dtype: torch.dtype, tokens_per_step: int, optimizer: torch.optim.Optimizer
+) -> str:
+    """What is about to be trained, in four lines: sizes of the model, of the mesh, of the training state, of a step."""
+    parameters = list(model.parameters())
+    mine = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    moments = 2 if "betas" in optimizer.defaults else int(optimizer.defaults.get("momentum", 0) > 0)
+    copies = 2 + moments  # weight, gradient, moments: all in the type of the weight
+    whole, share = (copies * sum(p.numel() * p.element_size() for p in some) for some in (parameters, mine))
+    sizes = " x ".join(f"{name} {getattr(mesh, name)}" for name in ("dp_replicate", "dp_shard", "tp"))
+    return (
+        f"model: {sum(p.numel() for p in parameters):,} parameters; {arch['n_layers']} layers of width {arch['dim']}, "
+        f"{arch['n_heads']} heads on {arch['n_kv_heads']} key/value heads, vocabulary {arch['vocab_size']:,}"
+        f"{' (tied)' if arch['tied_embeddings'] else ''}\n"
+        f"mesh: {sizes} = {mesh.size} process{'es' if mesh.size > 1 else ''} on {mesh.device.type}, "
+        f"computing in {str(dtype).removeprefix('torch.')}\n"
+        f"state: weights, gradients and {moments} optimizer moments take {_size(whole)} in all, {_size(share)} on this rank\n"
+        f"step: {tokens_per_step:,} tokens"
+    )
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+class Metrics:
+    """The writers of one run, opened after the step to resume from is known; a context manager that closes them.
+
+    On rank 0 `log` writes everywhere; on the other ranks it only writes the line to that rank's log file.
+    """
+
+    def __init__(
+        self, cfg: schema.Metrics, folder: Path, rank0: bool, start: int, steps: int, peak: float | None = None
+    ) -> None:
+        """`start`: the step that was loaded, 0 for a fresh start; everything logged later than that is forgotten.
+
+        `peak`: FLOP/s of one device, from peak_flops. Raises InputError if wandb is asked for and not installed.
+        """
+        self.cfg, self.folder, self.start, self.steps, self.peak = cfg, folder, start, steps, peak
+        self.rank0 = rank0
+        self.rates: list[float] = []
+        self.bar = self.jsonl = self.tensorboard = self.wandb = None
+        if not rank0:
+            return
+        if cfg.wandb_project:
+            self.wandb = _open_wandb(cfg.wandb_project, folder)
+        path = folder / "metrics.jsonl"
+        _forget_after(path, start)
+        self.jsonl = path.open("a", encoding="utf-8")
+        if cfg.progress == "on" or (cfg.progress == "auto" and sys.stderr.isatty()):
+            self.bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Report values measured at the end of `step`. The keys in LINE make the line; every key goes to the writers."""
+        if self.peak and "tflops_per_device" in values:
+            values = values | {"mfu": values["tflops_per_device"] * 1e12 / self.peak}
+        if "tokens_per_second" in values:
+            self.rates.append(values["tokens_per_second"])
+        line = self._line(step, values)
+        logging.getLogger("plumbline").info(f"step {step}/{self.steps}  {line}", extra={"console": self.bar is None})
+        if not self.rank0:
+            return
+        if self.bar is not None:
+            self.bar.set_postfix_str(line, refresh=False)
+            self.bar.update(step - self.bar.n)
+            self.bar.refresh()
+        self.jsonl.write(json.dumps({"step": step} | {key: _json_number(value) for key, value in values.items()}) + "\n")
+        self.jsonl.flush()
+        if self.cfg.tensorboard:
+            if self.tensorboard is None:
+                self.tensorboard = _open_tensorboard(self.folder / "tensorboard", self.start)
+            for key, value in values.items():
+                self.tensorboard.add_scalar(key, value, step)
+        if self.wandb is not None:
+            self.wandb.log(values, step=step)
+
+    def _line(self, step: int, values: dict[str, float]) -> str:
+        words = [
+            words.format(values[key])
+            for key, words in LINE
+            if key in values and not (key == "tflops_per_device" and "mfu" in values)
+        ]
+        if "step_seconds" in values:
+            left = (self.steps - step) * values["step_seconds"]
+            words.append(f"ETA {timedelta(seconds=math.ceil(left))}")
+        return "  ".join(words)
+
+    def summary(self) -> str:
+        """The run's speed in a few words: the median of the logged rates, without the first (start-up, compilation)."""
+        if not self.rates:
+            return "no steps"
+        return f"{statistics.median(self.rates[1:] or self.rates):,.0f} tokens/s"
+
+    def close(self) -> None:
+        for writer in (self.bar, self.jsonl, self.tensorboard):
+            if writer is not None:
+                writer.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _json_number(value: float) -> float | str:
+    """JSON has no NaN and no infinity: they become the strings "nan", "inf" and "-inf", which float() reads back."""
+    return value if math.isfinite(value) else str(float(value))
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop the lines of later steps, and a line cut off by a crash; a crash in here leaves the old file or the new one."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= step]
+    if kept == lines:
+        return
+    new = path.with_suffix(".tmp")
+    with new.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics.jsonl; infinite for one that is not whole."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf
+
+
+def _open_tensorboard(folder: Path, start: int):
+    """TensorBoard hides what an earlier process wrote from step `start` + 1 on. Imported here: it takes 0.15 s."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=start + 1, flush_secs=20)
+
+
+def _open_wandb(project: str, folder: Path):
+    """One W&B run per run folder: a restart goes on with it. W&B itself ignores steps that it has seen before."""
+    try:
+        import wandb
+    except ImportError:
+        raise InputError(
+            f'metrics.wandb_project = "{project}" needs the wandb package: pip install wandb, or leave the option empty'
+        ) from None
+    remembered = folder / "wandb_id.txt"
+    if not remembered.exists():
+        remembered.write_text(f"{time.time_ns():x}\n", encoding="utf-8")
+    name = remembered.read_text(encoding="utf-8").strip()
+    return wandb.init(project=project, name=folder.name, id=name, resume="allow", dir=str(folder))
