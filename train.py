@@ -139,7 +139,8 @@ def train(cfg: Config) -> int:
         "model": job.arch, "data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint, "run.seed": cfg.run.seed,
         "training.seq_len": cfg.training.seq_len, "training.global_batch_size": cfg.training.global_batch_size,
     }  # fmt: skip
-    checkpoints = CheckpointManager(cfg.checkpoint, folder / "checkpoints", mesh, {"config": dump(cfg), "must_match": must_match})
+    facts = {"family": cfg.model.family, "config": dump(cfg), "must_match": must_match}
+    checkpoints = CheckpointManager(cfg.checkpoint, folder / "checkpoints", mesh, facts)
     progress = checkpoints.load(model, optimizer)
     start = progress["step"] if progress else 0
 

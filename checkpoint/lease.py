@@ -6,6 +6,7 @@ the file every BEAT seconds, and who finds another host's lease first watches fo
 Whoever lost the lease nevertheless (a process frozen for longer) is stopped before it publishes: see `Lease.check`.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -21,6 +22,10 @@ from configs.schema import InputError
 BEAT, PATIENCE = 5.0, 20.0  # seconds
 
 
+class Lost(InputError):
+    """Another run took the folder over. There is no point in training on: nothing of it could be saved."""
+
+
 class Lease:
     """Held from construction to `release`. Raises InputError when another run holds it, OSError for an unwritable folder.
 
@@ -32,7 +37,9 @@ class Lease:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             locked, before = _lock(self.fd), _read(self.fd)
-            if locked is False or (before and not (locked and before["host"] == socket.gethostname()) and _alive(path)):
+            if before and not (locked and before["host"] == socket.gethostname()):  # no lock of this host says if it lives
+                locked = not _counts_on(path) and _lock(self.fd)
+            if locked is False:
                 who = f"process {before['pid']} on {before['host']}" if before else "another process"
                 raise InputError(f"{path.parent} is being written by another run ({who}): stop it, or set another run.folder")
             self._beat()
@@ -51,8 +58,9 @@ class Lease:
 
     def _keep_beating(self) -> None:
         while not self.released.wait(BEAT):
-            if self.held():
-                self._beat()
+            with contextlib.suppress(OSError):  # a missed beat: the owner looks dead for a while, which `check` covers
+                if self.held():
+                    self._beat()
 
     def held(self) -> bool:
         """Whether the lease is still ours: nobody took it over, and the file was not replaced."""
@@ -63,9 +71,9 @@ class Lease:
         return same and (_read(self.fd) or {}).get("id") == self.id
 
     def check(self) -> None:
-        """Raises InputError if the lease was lost; called before anything becomes visible in the folder."""
+        """Raises Lost if so; called before anything in the folder changes visibly."""
         if not self.held():
-            raise InputError(f"{self.path.parent} was taken over by another run: nothing more is published by this one")
+            raise Lost(f"{self.path.parent} was taken over by another run: nothing more is published by this one")
 
     def release(self) -> None:
         self.released.set()
@@ -93,11 +101,9 @@ def _read(fd: int) -> dict | None:
         return None
 
 
-def _alive(path: Path) -> bool:
-    """Whether the owner on another host counts on. The file is opened anew each time, as NFS shows changes on opening.
-
-    (Closing a file drops this process's locks on it, hence not to be called while holding one that counts.)
-    """
+def _counts_on(path: Path) -> bool:
+    """Whether the owner on another host is alive. The file is opened anew each time, as NFS shows changes on opening;
+    closing it drops this process's own lock, so the caller locks again."""
     first, deadline = path.read_bytes(), time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         time.sleep(0.5)

@@ -189,6 +189,10 @@ RULES = {
         lambda c: c.optimizer.kind == "adamw" and c.optimizer.momentum > 0,
         '{optimizer.momentum} has no effect with {optimizer.kind}, which has betas: remove it, or use kind = "sgd"',
     ),
+    "load_path": (
+        lambda c: c.checkpoint.exclude_from_loading and not c.checkpoint.load_path,
+        "{checkpoint.exclude_from_loading} has no effect without checkpoint.load_path: set it, or remove the patterns",
+    ),
     "validation_split": (
         lambda c: c.validation.interval > 0 and c.data.validation_fraction == 0,
         "{validation.interval} needs held-out documents, but {data.validation_fraction}: hold some out, or set "

@@ -27,6 +27,7 @@ from configs.schema import Config, InputError
 
 HERE = Path(__file__).resolve().parent
 MAX_BYTES = 1_000_000  # a configuration has a few kB: more is some other file
+MAX_SHOWN = 50  # mistakes printed
 COMMAND_LINE = "command line"
 
 # Everything below is derived from the schema. table -> its model; "table.key" -> its JSON schema: type, bounds, default
@@ -45,7 +46,10 @@ class ConfigError(InputError):
     def __init__(self, problems: list[str]):
         self.problems = problems
         count = f"{len(problems)} mistake" + "s" * (len(problems) > 1)
-        super().__init__("\n".join([f"{count} in the configuration:", *(f"  - {problem}" for problem in problems)]))
+        lines = [f"{count} in the configuration:", *(f"  - {problem}" for problem in problems[:MAX_SHOWN])]
+        if len(problems) > MAX_SHOWN:
+            lines.append(f"  and {len(problems) - MAX_SHOWN} more")
+        super().__init__("\n".join(lines))
 
 
 def load_config(argv: list[str], world_size: int | None = None, local_world_size: int | None = None) -> Config:
@@ -114,7 +118,7 @@ def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set
             elif follows and (option or not rest[0].endswith(".toml")):
                 text = rest.pop(0)
             elif option:
-                problems.append(f"{COMMAND_LINE}: --{name} needs a value, as in --{name}={_default(name)}")
+                problems.append(f"{COMMAND_LINE}: --{name} needs a value: {allowed(option)}")
                 continue
         if option:
             overrides[name] = text if option.get("type") == "string" else _toml_or_text(text)
@@ -207,13 +211,11 @@ def _no_such_option(name: str) -> tuple[str, set[str]]:
     """The problem with "table.key", and the options that may have been meant."""
     table, _, key = name.lower().replace("-", "_").rpartition(".")
     siblings = [option.split(".")[1] for option in OPTIONS if option.startswith(table + ".")]
-    near = get_close_matches(key, siblings, n=1, cutoff=0.75)
-    near = near or [sibling for sibling in siblings if len(key) > 2 and (key in sibling or sibling in key)]
-    meant = (
-        [f"{table}.{sibling}" for sibling in near]
-        or get_close_matches(name, OPTIONS, n=1, cutoff=0.8)
-        or [option for option in OPTIONS if option.split(".")[1] == key]
-    )
+    parts = [sibling for sibling in siblings if len(key) > 2 and (key in sibling or sibling in key)]
+    near = parts or get_close_matches(key, siblings, n=1, cutoff=0.75)
+    meant = [f"{table}.{sibling}" for sibling in near]
+    meant = meant or ([] if siblings else get_close_matches(name, OPTIONS, n=1, cutoff=0.75))
+    meant = meant or [option for option in OPTIONS if option.split(".")[1] == key]
     known = f"[{table}] has {', '.join(siblings)}" if siblings else f"the tables are {', '.join(TABLES)}"
     return f"{_printable(name)}: no such option; {f'did you mean {_either(meant)}?' if meant else known}", set(meant)
 
@@ -263,6 +265,8 @@ def allowed(option: dict) -> str:
     if _literals(option):
         return _either(_toml(value) for value in _literals(option))
     if option["type"] == "array":
+        if "items" in option:
+            return f"a list, each {allowed(option['items'])}"
         return f"a list of {option['minItems']}, each {allowed(option['prefixItems'][0])}"
     if option["type"] == "boolean":
         return "true or false"

@@ -200,10 +200,24 @@ class Compile(Table):
 class Checkpoint(Table):
     interval: int = Field(100, ge=0)
     """Save every this many steps (and at the end); 0: only at the end."""
+    async_save: bool = True
+    """Write checkpoints in the background; training waits only for the copy to host memory (which keeps the copy)."""
     keep_last: int = Field(3, ge=0)
     """Whole checkpoints to keep; older ones are removed after a newer one is published; 0: keep all."""
+    keep_every: int = Field(0, ge=0)
+    """Also keep every checkpoint whose step this divides; 0: none."""
     load_step: int = Field(-1, ge=-1)
     """Resume from this step of the run's own checkpoints; -1: the newest whole one, or afresh when there is none."""
+    load_path: PathText = Field("", max_length=1000)
+    """Where the run has no checkpoint yet, start at step 0 from the weights of this one (or of this run's folder)."""
+    load_path_content: Literal["model", "model+optimizer"] = "model"
+    """What to take from load_path."""
+    exclude_from_loading: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """Tensors not to take from load_path, by patterns such as "model.output.*"; they keep their initial values."""
+    verify_on_load: bool = True
+    """Compare the hash of every block that is read, before the model changes."""
+    max_failures: int = Field(3, ge=0)
+    """Saves in a row that may fail (disk full, say) before the run stops; 0: never stop."""
 
 
 class Metrics(Table):

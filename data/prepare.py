@@ -39,7 +39,7 @@ from configs.schema import Data, InputError
 from data import sources, tokenizer
 
 FORMAT = 1  # of the folder: raise it when anything about its files, the split or the tokenizers' definition changes
-BPE_CHARACTERS = 64_000_000  # of text that a BPE is trained on, from the first documents: more hardly changes the merges
+BPE_CHARACTERS = 64_000_000  # of text that a BPE is trained on, in the first documents: more hardly changes the merges
 SPLITS = ("train", "validation")
 
 Documents = Iterable[tuple[str, str]]  # (name, text)
@@ -122,7 +122,8 @@ def open_prepared(folder: str) -> Prepared:
     try:
         train, validation = (Tokens(folder, split, saved.dtype) for split in SPLITS)
     except OSError as error:
-        raise InputError(f"{folder} cannot be read: {error.strerror}; give another cache with --data.cache=FOLDER") from error
+        raise InputError(f"{folder} cannot be read: {error.strerror}; give another cache with "
+                         "--data.cache=FOLDER") from error
     return Prepared(folder, saved, train, validation, manifest["fingerprint"])
 
 
@@ -268,9 +269,9 @@ class _Survey:
 
 
 def _survey(documents: Documents, fraction: float) -> _Survey:
-    """Counts, and who is held out: a document whose hash, as a number in [0, 1), is below `fraction`. The hash is of the
-    text alone, so the choice is stable when others come and go, and copies of one text land in the same split. In a
-    small corpus the lowest hash goes to validation and the highest to training anyway, so that neither is empty."""
+    """Counts, and who is held out: a document whose hash, as a number in [0, 1), is below `fraction`. The hash is of
+    the text alone, so the choice is stable when others come and go, and copies of one text land in the same split. In
+    a small corpus the lowest hash goes to validation and the highest to training anyway, so that neither is empty."""
     survey = _Survey(0, 0, set())
     lowest, highest = (2.0, -1), (-1.0, -1)
     for index, (_, text) in enumerate(documents):
@@ -374,7 +375,7 @@ def main() -> int:
     defaults = Data()
     parser = argparse.ArgumentParser(prog="python -m data.prepare", description="Tokenise a corpus into the cache.")
     parser.add_argument("--source", default=defaults.source, help="stdlib, or a text or .jsonl file, a folder, a glob")
-    parser.add_argument("--tokenizer", default=defaults.tokenizer, help="bpe, bytes, or the path of a tiktoken rank file")
+    parser.add_argument("--tokenizer", default=defaults.tokenizer, help="bpe, bytes, or the path of a rank file")
     parser.add_argument("--bpe-vocab-size", type=int, default=defaults.bpe_vocab_size)
     parser.add_argument("--validation-fraction", type=float, default=defaults.validation_fraction)
     parser.add_argument("--cache", default=defaults.cache, help="folder of tokenised corpora [~/.cache/plumbline]")

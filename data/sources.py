@@ -42,7 +42,7 @@ class File(NamedTuple):
 
 
 def documents(source: str, files: list[File] | None = None) -> Iterator[tuple[str, str]]:
-    """(name, text) of every document. `files`: what `find(source)` returned, to look only once. InputError: see above."""
+    """(name, text) of every document. `files`: what `find(source)` returned, to look once. InputError: see above."""
     for file in find(source) if files is None else files:
         try:
             if file.path.endswith(".jsonl"):

@@ -71,7 +71,7 @@ class Tokenizer:
 
     @cached_property
     def _bpe(self) -> tiktoken.Encoding:
-        """Built at first use: 128,000 ranks take a tenth of a second, and a run that reads cached tokens never encodes."""
+        """Built at first use: 128,000 ranks take a tenth of a second, and reading cached tokens encodes nothing."""
         return tiktoken.Encoding(
             self.fingerprint,
             pat_str=self.split,
@@ -92,8 +92,8 @@ class Tokenizer:
         return np.concatenate(pieces).astype(self.dtype)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Special tokens appear by name. Bytes that are not UTF-8 (a character cut in two) and ids beyond the vocabulary
-        (a model may have more rows than the tokenizer has tokens) become U+FFFD: a sample is shown, not refused."""
+        """Special tokens appear by name. Bytes that are not UTF-8 (half a character) and ids beyond the vocabulary (a
+        model may have more rows than the tokenizer has tokens) become U+FFFD: a sample is shown, not refused."""
         unknown = "\ufffd".encode()
         tokens = (self._bytes_of_id[i] if 0 <= i < self.n_vocab else unknown for i in np.asarray(ids).tolist())
         return b"".join(tokens).decode("utf-8", errors="replace")
@@ -149,13 +149,13 @@ def from_rank_file(path: str) -> Tokenizer:
                          "SentencePiece model or a tokenizer.json cannot be used") from error
     ranks = [tokens.get(rank, b"") for rank in range(len(lines))]
     if len(set(ranks) - {b""}) != len(lines) or not {bytes([i]) for i in range(256)} <= set(ranks):
-        raise InputError(f"data.tokenizer: {path} is damaged: {len(lines)} ranks must be 0 to {len(lines) - 1}, each of "
-                         "another token, all 256 single bytes among them")
+        raise InputError(f"data.tokenizer: {path} is damaged: {len(lines)} ranks must be 0 to {len(lines) - 1}, each "
+                         "of another token, all 256 single bytes among them")
     return Tokenizer(ranks, SPLIT, *KNOWN_RANK_FILES.get(len(ranks), ([END_OF_TEXT], END_OF_TEXT)))
 
 
 def train_bpe(texts: Iterable[str], n_vocab: int) -> Tokenizer:
-    """A BPE of exactly `n_vocab` ids, the end of text included: the same for the same texts, on any number of threads."""
+    """A BPE of exactly `n_vocab` ids, the end of text included: the same for the same texts, whatever the threads."""
     import rustbpe  # here alone, so that every other use of this package works without it
 
     trainer = rustbpe.Tokenizer()

@@ -102,7 +102,8 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
             max_restarts=0,
             **where,
         )
-        agent = Agent(spec, DefaultLogsSpecs(log_dir=folder))
+        # The barrier: nodes that are done wait for the others, but for a node that failed only that long.
+        agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=options.shutdown_timeout)
         agent.grace_seconds = options.shutdown_timeout
         try:
             failures = agent.run().failures
@@ -111,8 +112,8 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
         except (DistError, RendezvousError) as error:
             reason = str(error).splitlines()[0]
             print(
-                f"launch: node {options.node_rank} of {options.nnodes} on {socket.gethostname()} could not join the others at "
-                f"{options.master_addr}:{options.master_port} within {options.join_timeout} s: {reason}",
+                f"launch: node {options.node_rank} of {options.nnodes} on {socket.gethostname()} could not meet the others at "
+                f"{options.master_addr}:{options.master_port}: {reason}",
                 file=sys.stderr,
             )
             return 1

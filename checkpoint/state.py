@@ -1,0 +1,149 @@
+"""What a checkpoint holds, and how it goes back into a run on any mesh.
+
+Tensors only, under flat names: `model.<parameter>`, `optimizer.<parameter>.<key>`, `rng.<device>.<rank>`; everything else
+(the step, the samples consumed, the config) is JSON in the manifest. Names and global shapes do not depend on the mesh,
+so any mesh can load what any other saved. Hyperparameters are not state: they always come from the config.
+"""
+
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from checkpoint.storage import CODES
+
+LIKE, SCALAR = "like the parameter", "one float32"
+
+# What each optimizer keeps per parameter, all zero before its first step: key -> its form.
+KEPT = {
+    "AdamW": {"exp_avg": LIKE, "exp_avg_sq": LIKE, "step": SCALAR},
+    "SGD": {"momentum_buffer": LIKE},
+}
+
+
+def materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter the state that its first step would give it, so that a run has all its memory from the start
+    and a checkpoint of step 0 the same names as any other.
+
+    Not by a step with zero gradients, as `get_optimizer_state_dict` does: that leaves AdamW's `step` at 1 (pytorch#164929).
+    Raises KeyError for an optimizer without a row in KEPT.
+    """
+    for group in optimizer.param_groups:
+        if group.get("momentum") == 0:
+            continue  # SGD without momentum keeps nothing
+        for param in group["params"]:
+            state = optimizer.state[param]
+            for key, form in KEPT[type(optimizer).__name__].items():
+                if form == LIKE and key not in state:
+                    state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                elif form == SCALAR and key not in state:
+                    # A fused optimizer reads the number on the device of its parameter, the others on the CPU.
+                    device = local(param).device if group.get("fused") or group.get("capturable") else "cpu"
+                    state[key] = torch.zeros((), dtype=torch.float32, device=device)
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int = 0) -> dict[str, Tensor]:
+    """The live tensors by name; DTensors where they are sharded. Without an optimizer: the model's alone.
+
+    `state_dict` first: it makes FSDP re-shard what a forward without backward left gathered. Tied weights appear under
+    each of their names, buffers too unless they are not persistent.
+    """
+    found = {f"model.{name}": t for name, t in model.state_dict().items()}
+    if optimizer is not None:
+        names = {id(param): name for name, param in model.named_parameters()}
+        for param, state in optimizer.state.items():
+            found |= {f"optimizer.{names[id(param)]}.{key}": t for key, t in state.items() if isinstance(t, Tensor)}
+        found |= {f"rng.{device}.{rank}": t for device, t in _rng().items()}
+    return found
+
+
+def _rng() -> dict[str, Tensor]:
+    """This rank's generators: for dropout and the like in a model that draws numbers. On another mesh they mean nothing."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def buffers(live: dict[str, Tensor], pin: bool) -> dict[str, Tensor]:
+    """Memory for a copy of every shard, as views into one block of host memory, which is touched here and not during the
+    first save: fresh pages cost several times the copy itself.
+
+    pin: for a GPU to copy into without waiting; then CUDA rounds the block up to a power of two.
+    """
+    shards = {name: local(tensor) for name, tensor in live.items()}
+    size = sum(_padded(shard.nbytes) for shard in shards.values())
+    block, views, start = torch.zeros(size, dtype=torch.uint8, pin_memory=pin), {}, 0
+    for name, shard in shards.items():
+        views[name] = block[start : start + shard.nbytes].view(shard.dtype).view(shard.shape)
+        start += _padded(shard.nbytes)
+    return views
+
+
+def _padded(n: int) -> int:
+    return -(-n // 64) * 64
+
+
+def stage(live: dict[str, Tensor], into: dict[str, Tensor]) -> None:
+    """Copy every shard into its buffer; when this returns, the live tensors may change.
+
+    All copies from a GPU are started, in the order of the stream that computes, and waited for once.
+    """
+    for name, tensor in live.items():
+        into[name].copy_(local(tensor), non_blocking=True)
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
+@torch.no_grad()
+def put_back(loaded: dict[str, Tensor], live: dict[str, Tensor]) -> None:
+    """Copy the buffers that were read into the live tensors, and set the generators. The buffers may be reused after."""
+    for name, tensor in live.items():
+        if name.startswith("rng.cpu."):
+            torch.set_rng_state(loaded[name])
+        elif name.startswith("rng.cuda."):
+            torch.cuda.set_rng_state(loaded[name])
+        else:
+            local(tensor).copy_(loaded[name])
+
+
+def select(live: dict[str, Tensor], content: str, exclude: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors to be loaded: of the kinds in `content` ("model+optimizer"), less the excluded names (fnmatch patterns)."""
+    chosen = {name: t for name, t in live.items() if name.partition(".")[0] in content.split("+")}
+    return {name: t for name, t in chosen.items() if not any(fnmatchcase(name, pattern) for pattern in exclude)}
+
+
+def differences(wanted: dict[str, Tensor], stored: dict[str, dict], content: str, exclude: tuple[str, ...]) -> list[str]:
+    """Why the stored tensors (a manifest's) are not those that are wanted: one line per name, empty when they fit.
+
+    Nothing is cast, cropped or left out silently: a type, a shape, a name too many or too few is a difference.
+    """
+    lines = []
+    for name, tensor in wanted.items():
+        if name not in stored:
+            lines.append(f"{name} is missing from it")
+        elif (there := stored[name]["shape"]) != list(tensor.shape):
+            lines.append(f"{name} has shape {there} there and {list(tensor.shape)} here")
+        elif (there := stored[name]["dtype"]) != CODES[tensor.dtype]:
+            lines.append(f"{name} has type {there} there and {CODES[tensor.dtype]} here")
+    kinds = content.split("+")
+    for name in stored.keys() - wanted.keys():
+        if name.partition(".")[0] in kinds and not any(fnmatchcase(name, pattern) for pattern in exclude):
+            lines.append(f"{name} is in it and not in this run")
+    return sorted(lines)
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
+    """What the optimizer was told, for the record and for a note when it is told otherwise after a resume: JSON, by group.
+    The learning rate is left out: its schedule changes it at every step."""
+    return {
+        f"group {i}": {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k not in ("params", "lr")}
+        for i, group in enumerate(optimizer.param_groups)
+    }

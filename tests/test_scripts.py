@@ -1,0 +1,397 @@
+"""The scripts and the launcher, run for real in processes of their own: exit codes, signals, deaths, environments.
+
+train.py is stood in for by a script of a few lines, so that what is tested is how it is started and how it ends.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON_FOLDER = str(Path(sys.executable).parent)
+SETTINGS = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+
+# Says "ready RANK PID", then does what its first argument says.
+STAND_IN = """
+import os, signal, sys, time
+rank, action, words = int(os.environ.get("RANK", 0)), sys.argv[1], sys.argv[2:]
+stop = []
+if action != "default":
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: stop.append(number) if action != "deaf" else None)
+print("ready", rank, os.getpid(), flush=True)
+if action == "exit" and rank == len(words) - 1:
+    sys.exit(int(words[rank]))
+deadline = time.monotonic() + 60
+while time.monotonic() < deadline and action != "exit":
+    time.sleep(0.02)
+    if stop:
+        time.sleep(0.3)  # saving
+        print("stopped by", signal.Signals(stop[0]).name, flush=True)
+        sys.exit(75)
+"""
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """This process's environment with the tests' Python first on PATH and none of the launch variables but `settings`."""
+    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS and not name.startswith("SLURM_")}
+    return kept | {"PATH": f"{PYTHON_FOLDER}:{os.environ['PATH']}"} | settings
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=environment(**settings), text=True, capture_output=True, timeout=90,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+class Started:
+    """A command in the background whose ranks have all said that they are ready."""
+
+    def __init__(self, *command: str | Path, ranks: int, cwd: Path = ROOT, **settings: str) -> None:
+        self.process = subprocess.Popen(
+            [str(word) for word in command], cwd=cwd, env=environment(**settings), text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        said = sorted(self.process.stdout.readline().split() for _ in range(ranks))
+        assert [line[:2] for line in said] == [["ready", str(rank)] for rank in range(ranks)], self.process.communicate()
+        self.pids = [int(line[2]) for line in said]
+
+    def end(self) -> tuple[int, str, str, float]:
+        """Exit code, stdout, stderr, and the seconds until it ended; asserts that no rank outlived it."""
+        began = time.monotonic()
+        out, err = self.process.communicate(timeout=60)
+        seconds = time.monotonic() - began
+        assert not [pid for pid in self.pids if is_alive(pid, within_seconds=3)], "ranks survive"
+        return self.process.returncode, out, err, seconds
+
+
+def is_alive(pid: int, within_seconds: float = 0) -> bool:
+    """Whether the process is still there after that time; a zombie is not."""
+    deadline = time.monotonic() + within_seconds
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return False
+        if state == "Z":
+            return False
+        if time.monotonic() >= deadline:
+            return True
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stand-in") / "script.py"
+    path.write_text(STAND_IN)
+    return path
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A copy of the scripts and of what they need, with the stand-in as train.py and one test file of its own."""
+    for name in ("run_train.sh", "run_tests.sh", "pyproject.toml", "requirements.txt", "requirements-test.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("configs", "models", "tools", ".ci"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests" / "conftest.py")
+    (tmp_path / "train.py").write_text(STAND_IN)
+    return tmp_path
+
+
+LAUNCH = (sys.executable, "-m", "tools.launch")
+
+
+# The launcher ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codes, expected", [("0 0", 0), ("0 2", 2), ("0 75", 75), ("0 9", 9)])
+def test_exit_code_of_the_failing_rank(stand_in: Path, codes: str, expected: int) -> None:
+    done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "exit", *codes.split())
+    assert done.returncode == expected
+    named = f"launch: rank 1 on {socket.gethostname()} ended with exit code 9\n"
+    assert done.stderr == (named if expected == 9 else ""), "one line for a failure; ranks explain 2 and 75 themselves"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(stand_in: Path, number: signal.Signals) -> None:
+    started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "wait", ranks=2)
+    started.process.send_signal(number)
+    code, out, err, _ = started.end()
+    assert (code, err) == (75, "")
+    assert out.count(f"stopped by {number.name}") == 2, "both ranks saved, each told once"
+
+
+def test_a_rank_that_does_not_stop_is_killed_after_the_grace(stand_in: Path) -> None:
+    started = Started(*LAUNCH, "--nproc-per-node=2", "--shutdown-timeout=1", stand_in, "deaf", ranks=2)
+    started.process.send_signal(signal.SIGTERM)
+    code, _, err, seconds = started.end()
+    assert code == 128 + signal.SIGKILL and "not stopped after 1 s" in err
+    assert 0.9 < seconds < 10
+
+
+def test_the_second_interrupt_kills(stand_in: Path) -> None:
+    started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "deaf", ranks=2)
+    started.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert started.process.poll() is None
+    started.process.send_signal(signal.SIGINT)
+    code, _, _, seconds = started.end()
+    assert code == 128 + signal.SIGKILL and seconds < 10
+
+
+def test_kill_9_of_one_rank_ends_the_other_within_seconds(stand_in: Path) -> None:
+    started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "wait", ranks=2)
+    os.kill(started.pids[1], signal.SIGKILL)
+    code, _, err, seconds = started.end()
+    assert code == 128 + signal.SIGKILL
+    assert err == f"launch: rank 1 on {socket.gethostname()} was killed by SIGKILL\n"
+    assert seconds < 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="dying with the parent is a service of Linux")
+def test_kill_9_of_the_launcher_ends_the_ranks(stand_in: Path) -> None:
+    started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "deaf", ranks=2)
+    started.process.kill()
+    started.end()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_two_nodes_meet_at_the_master_and_stop_together(stand_in: Path) -> None:
+    where = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    nodes = [
+        subprocess.Popen(
+            [*LAUNCH, *where, f"--node-rank={rank}", stand_in, "wait"], cwd=ROOT, env=environment(), text=True,
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        for rank in range(2)
+    ]
+    assert [node.stdout.readline().split()[:2] for node in nodes] == [["ready", "0"], ["ready", "1"]]
+    for node in nodes:
+        node.send_signal(signal.SIGTERM)
+    assert [node.communicate(timeout=60)[0] for node in nodes] == ["stopped by SIGTERM\n"] * 2
+    assert [node.returncode for node in nodes] == [75, 75]
+
+
+def test_a_master_port_that_is_taken_is_one_sentence(stand_in: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        done = run(*LAUNCH, "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}", stand_in, "exit")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"launch: node 0 of 2 on {socket.gethostname()} could not meet the others at 127.0.0.1:{port}: " in done.stderr
+
+
+# run_train.sh ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"NGPU": "two"}, "NGPU=two: must be a whole number"),
+        ({"NGPU": "0"}, "at least 1 process"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK from 0 to NNODES - 1"),
+        ({"NNODES": "2"}, "needs MASTER_ADDR"),
+        ({"SLURM_JOB_NUM_NODES": "2"}, "srun --ntasks-per-node=1"),
+        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8"}, "8 Slurm tasks on 1 nodes"),
+        ({"NGPU": "3"}, "parallelism"),  # no batch of the debug preset divides over 3 ranks: configs/check.py says so
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_one_sentence(settings: dict[str, str], words: str, repository: Path) -> None:
+    before = sorted(repository.rglob("*"))
+    done = run(repository / "run_train.sh", "configs/llama_debug.toml", "--parallelism.data_parallel_shard=1", **settings)
+    assert done.returncode == 2 and words in done.stderr and done.stdout == ""
+    assert "Traceback" not in done.stderr and "ready" not in done.stdout
+    created = {path.name for path in repository.rglob("*")} - {path.name for path in before}
+    assert not [name for name in created if not name.endswith(".pyc") and name != "__pycache__"]
+
+
+def test_mistakes_in_the_configuration_are_told_before_anything_starts(repository: Path) -> None:
+    began = time.monotonic()
+    done = run(repository / "run_train.sh", "--training.steps=none", "--optimizer.lr=-1", NGPU="2")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "training.steps" in done.stderr and "optimizer.lr" in done.stderr
+    assert time.monotonic() - began < 10, "without importing torch"
+    assert run(repository / "run_train.sh", "no_such.toml").returncode == 2
+
+
+def test_help_lists_the_options_and_starts_nothing(repository: Path) -> None:
+    done = run(repository / "run_train.sh", "--help")
+    assert done.returncode == 0 and "tensor_parallel" in done.stdout and "ready" not in done.stdout
+
+
+PRINT_ENVIRONMENT = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+print(json.dumps({name: os.environ.get(name) for name in names} | {"argv": sys.argv[1:], "cwd": os.getcwd()}))
+"""
+
+
+def test_one_process_runs_without_a_launcher_from_any_folder(repository: Path) -> None:
+    (repository / "train.py").write_text(PRINT_ENVIRONMENT)
+    done = run(repository / "run_train.sh", "configs/llama_debug.toml", "--training.steps=5", cwd=Path("/"))
+    assert done.returncode == 0, done.stderr
+    shown = eval(done.stdout, {"null": None})
+    assert shown["RANK"] is None and int(shown["OMP_NUM_THREADS"]) >= 1
+    assert shown["argv"] == ["configs/llama_debug.toml", "--training.steps=5"] and shown["cwd"] == str(repository)
+
+
+def test_ranks_share_out_the_cores_and_the_users_choice_stays(repository: Path) -> None:
+    (repository / "train.py").write_text(PRINT_ENVIRONMENT)
+    cores = len(os.sched_getaffinity(0))
+    for given, expected in (({}, range(1, max(1, cores // 4) + 1)), ({"OMP_NUM_THREADS": "7"}, [7])):
+        done = run(repository / "run_train.sh", "--training.local_batch_size=2", NGPU="4", **given)
+        assert done.returncode == 0, done.stderr
+        shown = [eval(line, {"null": None}) for line in done.stdout.splitlines()]
+        assert sorted(s["RANK"] for s in shown) == ["0", "1", "2", "3"]
+        assert all(s["WORLD_SIZE"] == s["LOCAL_WORLD_SIZE"] == "4" for s in shown)
+        assert all(int(s["OMP_NUM_THREADS"]) in expected for s in shown)
+        assert all(s["MASTER_ADDR"] == "127.0.0.1" for s in shown)
+
+
+def test_slurm_tells_the_nodes_who_they_are(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Only scontrol, which turns Slurm's list of nodes into names, is stood in for."""
+    (repository / "train.py").write_text(PRINT_ENVIRONMENT)
+    scontrol = tmp_path_factory.mktemp("slurm") / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\\n127.0.0.2\\n"\n')
+    scontrol.chmod(0o755)
+    settings = environment(
+        SLURM_JOB_NUM_NODES="2", SLURM_STEP_NUM_NODES="2", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="node[1-2]",
+        MASTER_PORT=str(free_port()),
+    )  # fmt: skip
+    settings["PATH"] = f"{scontrol.parent}:{settings['PATH']}"
+    command = [repository / "run_train.sh", "--training.local_batch_size=1"]
+    nodes = [
+        subprocess.Popen(command, env=settings | {"SLURM_NODEID": str(rank)}, text=True, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    shown = [eval(node.communicate(timeout=60)[0], {"null": None}) for node in nodes]
+    assert [s["RANK"] for s in shown] == [s["GROUP_RANK"] for s in shown] == ["0", "1"]
+    assert all(s["WORLD_SIZE"] == "2" and s["MASTER_ADDR"] == "127.0.0.1" for s in shown)
+    assert [node.returncode for node in nodes] == [0, 0]
+
+
+def test_sigterm_to_the_script_saves_and_returns_75(repository: Path) -> None:
+    train = (repository / "train.py").read_text().replace("sys.argv[1]", '"wait"')
+    (repository / "train.py").write_text(train)
+    for ranks in (1, 2):
+        started = Started(repository / "run_train.sh", "--training.local_batch_size=1", ranks=ranks, NGPU=str(ranks))
+        started.process.send_signal(signal.SIGTERM)
+        code, out, err, _ = started.end()
+        assert (code, out, err) == (75, "stopped by SIGTERM\n" * ranks, "")
+
+
+# The environment ------------------------------------------------------------------------------------------------------
+
+
+def wheel(folder: Path, version: str) -> None:
+    """A package of one empty module, so that pip installs something real without a network."""
+    info = f"probe-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"probe-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr("probe.py", "")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: probe\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", f"probe.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+
+
+def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "active"], check=True)
+    settings = environment(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
+    settings["PATH"] = f"{tmp_path / 'active' / 'bin'}:{os.environ['PATH']}"
+    command = ["bash", "-euc", "source tools/environment.sh; find_python requirements.txt; echo $PYTHON"]
+    made = f"{tmp_path}/.venv/bin/python\n"
+
+    def start() -> subprocess.Popen:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=tmp_path, env=settings, text=True, stdout=pipe, stderr=pipe)
+
+    def installed() -> str:
+        words = "import importlib.metadata as m; print(m.version('probe'))"
+        return subprocess.run([made.strip(), "-c", words], text=True, capture_output=True).stdout.strip()
+
+    for version in ("1.4", "2.0"):
+        wheel(tmp_path, version)
+    (tmp_path / "requirements.txt").write_text("probe==1.4\n")
+    both = [start(), start()]
+    said = [process.communicate(timeout=60) for process in both]
+    assert [out for out, _ in said] == [made, made], said
+    assert sorted(err.count("installing") for _, err in said) == [0, 1], "the second waits for the first"
+    assert installed() == "1.4"
+
+    assert start().communicate(timeout=60) == (made, ""), "complete: nothing to do or to say"
+
+    (tmp_path / "requirements.txt").write_text("probe==2.0\n")
+    out, err = start().communicate(timeout=60)
+    assert out == made and "installing requirements.txt into .venv" in err and installed() == "2.0"
+
+    (tmp_path / "requirements.txt").write_text("probe==3.0\n")
+    process = start()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and out == ""
+    assert "plumbline: pip could not install requirements.txt: ERROR: Could not find a version" in err
+
+    # The active environment is taken as soon as what it has is recent enough, and is never written to.
+    active = next((tmp_path / "active" / "lib").glob("python*/site-packages"))
+    with zipfile.ZipFile(tmp_path / "probe-1.4-py3-none-any.whl") as archive:
+        archive.extractall(active)
+    (tmp_path / "requirements.txt").write_text("probe==1.9  # >= 1.10\n")
+    assert start().communicate(timeout=60)[0] == "", "1.4 is older than 1.10"
+    (tmp_path / "requirements.txt").write_text("probe==1.9  # >= 1.3\n")
+    assert start().communicate(timeout=60) == (f"{tmp_path}/active/bin/python3\n", "")
+
+
+# run_tests.sh and .ci/run ---------------------------------------------------------------------------------------------
+
+TESTS = """
+import time
+import pytest
+
+def test_quick():
+    pass
+
+@pytest.mark.slow
+def test_slow():
+    assert {slow}
+
+@pytest.mark.torture
+@pytest.mark.cap(0.5)
+def test_hangs():
+    time.sleep(30)
+"""
+
+
+def test_the_tests_are_chosen_by_marker_and_capped(repository: Path) -> None:
+    (repository / "tests" / "test_it.py").write_text(TESTS.format(slow=True))
+    quick = run(repository / "run_tests.sh", "-q", cwd=Path("/"))
+    assert quick.returncode == 0 and "1 passed, 2 deselected" in quick.stdout
+    began = time.monotonic()
+    capped = run(repository / "run_tests.sh", "-m", "torture")
+    assert capped.returncode == 1 and "took longer than its cap of 0.5 s" in capped.stdout
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("slow, code", [(True, 0), (False, 1)])
+def test_ci_runs_the_quick_tests_then_the_slow_ones(repository: Path, slow: bool, code: int) -> None:
+    (repository / "tests" / "test_it.py").write_text(TESTS.format(slow=slow))
+    done = run("bash", repository / ".ci" / "run", cwd=Path("/"), CI="true")
+    assert done.returncode == code
+    closing = [line for line in done.stdout.splitlines() if " deselected in " in line]
+    assert len(closing) == 2 and "1 passed" in closing[0] and f"1 {'passed' if slow else 'failed'}" in closing[1]
+    assert done.stdout.rstrip().endswith(closing[1])

@@ -1,0 +1,82 @@
+"""The house stays as README draws it: who may import whom, and every `path::symbol` in the documents exists."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("checkpoint", "configs", "data", "models", "parallelisms", "tools", "training", "train", "tests")
+ALLOWED = {  # package -> what of ours it may import (besides itself)
+    "configs": set(),
+    "models": set(),
+    "data": {"configs.schema"},
+    "parallelisms": {"configs.schema"},
+    "training": {"configs", "configs.schema", "parallelisms.mesh"},
+    "checkpoint": {"configs", "configs.schema", "parallelisms.mesh"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of our own modules that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {n if (ROOT / (n.replace(".", "/") + ".py")).exists() else node.module for n in names}
+    return {name for name in found if name.split(".")[0] in PACKAGES}
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_who_imports_whom(package):
+    for path in sorted((ROOT / package).rglob("*.py")):
+        foreign = {name for name in imports(path) if name.split(".")[0] != package}
+        assert foreign <= ALLOWED[package], f"{path.relative_to(ROOT)} imports {foreign - ALLOWED[package]}"
+
+
+def test_models_import_torch_alone():
+    for path in sorted((ROOT / "models").glob("[a-z]*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] in {"torch", "math", "collections", "dataclasses"}, f"{path.name} imports {name}"
+
+
+def symbols(path: Path) -> set[str]:
+    """Top-level names of a Python file, and Class.member."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                found |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_every_symbol_that_a_document_names_exists(document):
+    text = document.read_text(encoding="utf-8")
+    for path, symbol in re.findall(r"`([\w/.]+\.py)::([\w.]+)`", text):
+        assert (ROOT / path).exists(), f"{document.name} names {path}, which does not exist"
+        assert symbol in symbols(ROOT / path), f"{document.name} names {path}::{symbol}, which does not exist"
+    for path in re.findall(r"\]\((?!http)([\w/.]+)\)", text):
+        assert (document.parent / path).exists(), f"{document.name} links to {path}, which does not exist"
+
+
+def test_the_readme_names_every_file_of_the_tree():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = text[text.index("## The tree") : text.index("## Where is")]
+    for package in ALLOWED:
+        for path in sorted((ROOT / package).glob("*.py")):
+            if path.stat().st_size and package != "models" and path.name != "__init__.py":
+                assert path.name in tree, f"README's tree does not name {package}/{path.name}"
