@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from checkpoint.manager import CheckpointManager
 from configs import check
-from configs.load import dump, load_config
+from configs.load import dump, help_text, load_config
 from configs.schema import Config, InputError
 from data.loader import Batches, loader
 from data.prepare import Prepared, prepare
@@ -100,11 +100,12 @@ def train_step(job: Job, batch: dict[str, Tensor]) -> StepResult:
 
 
 def batches(job: Job, data: Prepared, split: str) -> Batches:
-    """The training or validation batches of this rank: item i is step i's, a function of (seed, i) alone."""
+    """The training or validation batches of this rank: item i is step i's, a function of (seed, i) alone. Validation is in
+    the order of seed 0 whatever the run's seed, so that every run and every mesh is measured on the same sequences."""
     t = job.cfg.training
     return Batches(
         getattr(data, split), seq_len=t.seq_len, global_batch_size=t.global_batch_size, local_batch_size=t.local_batch_size,
-        dp_rank=job.mesh.dp_rank, dp_size=job.mesh.dp_size, seed=job.cfg.run.seed, shuffle=split == "train",
+        dp_rank=job.mesh.dp_rank, dp_size=job.mesh.dp_size, seed=job.cfg.run.seed if split == "train" else 0,
     )  # fmt: skip
 
 
@@ -240,9 +241,13 @@ def closing_words(cfg: Config, code: int, step: int, first: float | None, last: 
 def main(argv: list[str] | None = None) -> int:
     """`train.py [CONFIG.toml] [--table.key=value ...]`. Returns 0 done, 2 wrong configuration or input, 75 stopped on
     request with a checkpoint saved (run again to go on); anything else raises."""
+    argv = sys.argv[1:] if argv is None else argv
     here = meshes.world()
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        return DONE
     try:
-        return train(load_config(sys.argv[1:] if argv is None else argv, here.size, here.local_size))
+        return train(load_config(argv, here.size, here.local_size))
     except InputError as error:
         print(f"rank {here.rank}: {error}" if here.size > 1 else error, file=sys.stderr, flush=True)
         return WRONG_INPUT

@@ -15,13 +15,14 @@ InputError, the same on every rank.
 
 import concurrent.futures
 import datetime
+import fnmatch
+import itertools
 import json
 import logging
 import re
 import shutil
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoint import state, verify
 from checkpoint.lease import Lease, Lost
-from checkpoint.storage import ShardReader, ShardWriter, StagedLoad, StagedSave
+from checkpoint.storage import ShardWriter, StagedSave
 from checkpoint.verify import Damaged
 from configs import schema
 from configs.schema import InputError
@@ -122,12 +123,13 @@ class CheckpointManager:
             self._finish(wait=True)
 
     def _manifest_head(self, step: int, optimizer: torch.optim.Optimizer, progress: dict) -> dict:
-        return {
+        head = {
             "format": verify.FORMAT, "step": step, "progress": progress, "mesh": _sizes(self.mesh), "facts": self.facts,
             "optimizer": type(optimizer).__name__, "hyperparameters": state.hyperparameters(optimizer),
             "parent": self.ancestors[-1] if self.ancestors else self.origin, "ancestors": list(self.ancestors),
             "torch": torch.__version__, "saved": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }  # fmt: skip
+        return json.loads(json.dumps(head))  # a copy, as it will be read back; and what is not JSON fails here, on all ranks
 
     def _write(self, step: int, live: dict, staged: dict, head: dict) -> None:
         """In the thread, on all ranks: write, publish, remove what has expired. Raises the same kind of error on all."""
@@ -156,15 +158,15 @@ class CheckpointManager:
     def _remove_expired(self) -> None:
         """Rename first: a checkpoint is there or it is not. A failure here costs space, not the save."""
         try:
-            present = verify.published(self.folder)
-            whole = [name for name in self.ancestors if name in present and _is_whole(self.folder / name)]
+            self.ancestors = [name for name in self.ancestors if name in verify.published(self.folder)]
+            newest_first = (name for name in reversed(self.ancestors) if _is_whole(self.folder / name))
+            whole = list(itertools.islice(newest_first, self.cfg.keep_last))[::-1]
             for name in expired(self.ancestors, whole, self.cfg.keep_last, self.cfg.keep_every):
-                if name in present:
-                    self.lease.check()
-                    trash = self.folder / f".del-{self.run_id}-{self.saves}-{name}"
-                    (self.folder / name).rename(trash)
-                    self.ancestors.remove(name)
-                    shutil.rmtree(trash)
+                self.lease.check()
+                trash = self.folder / f".del-{self.run_id}-{self.saves}-{name}"
+                (self.folder / name).rename(trash)
+                self.ancestors.remove(name)
+                shutil.rmtree(trash)
         except (OSError, InputError) as error:
             say.warning(f"old checkpoints could not be removed: {error}")
 
@@ -188,7 +190,7 @@ class CheckpointManager:
             self.failures, self.last_step = 0, step
             return
         self.failures += 1
-        reason = f"the checkpoint of step {step} could not be written to {self.folder}: {_cause(error)}"
+        reason = f"the checkpoint of step {step} could not be written to {self.folder}: {state.cause(error)}"
         if isinstance(error, CheckpointException) and any(isinstance(e, Lost) for e, _ in error.failures.values()):
             raise InputError(reason)
         if self.cfg.max_failures and self.failures >= self.cfg.max_failures:
@@ -197,10 +199,12 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait for the save in flight, and give the folder back. Raises InputError if the last save failed."""
-        self._finish(wait=True)
-        self.thread.shutdown()
-        if self.lease:
-            self.lease.release()
+        try:
+            self._finish(wait=True)
+        finally:
+            self.thread.shutdown()
+            if self.lease:
+                self.lease.release()
         if self.failures:
             raise InputError(f"the run has ended, but its last checkpoint could not be written to {self.folder}")
 
@@ -242,8 +246,8 @@ class CheckpointManager:
         while left:
             name, manifest = left[0], None
             try:
-                manifest = self._on_rank_0(verify.read_manifest, self.folder / name)
-                self._on_rank_0(self._check_same_run, name, manifest, type(optimizer).__name__)
+                manifest = self._on_rank_0(self._manifest_of, name)
+                self._check_same_run(name, manifest, optimizer)
                 self._read(self.folder / name, manifest, live, "model+optimizer", rng=manifest["mesh"] == _sizes(self.mesh))
                 break
             except Damaged as error:
@@ -263,8 +267,7 @@ class CheckpointManager:
         if step >= 0 and name != names[0]:
             self._say(logging.WARNING, f"checkpoint.load_step = {step} goes back from {names[0]}, now and at every restart: "
                       "remove it once there is a newer checkpoint")  # fmt: skip
-        then = manifest["hyperparameters"]
-        for line in mismatches(then, json.loads(json.dumps(state.hyperparameters(optimizer)))):
+        for line in state.mismatches(manifest["hyperparameters"], state.hyperparameters(optimizer)):
             self._say(logging.WARNING, f"optimizer {line}: the config's is used")
         return manifest
 
@@ -272,6 +275,9 @@ class CheckpointManager:
         """A new run from the weights of another: its newest checkpoint, or the one that load_path names."""
         if not self.cfg.load_path:
             return
+        for pattern in self.cfg.exclude_from_loading:
+            if not fnmatch.filter(live, pattern):
+                raise InputError(f"checkpoint.exclude_from_loading: no tensor of this run is called {pattern!r}")
         path = self._on_rank_0(verify.newest, Path(self.cfg.load_path))
         try:
             manifest = self._on_rank_0(verify.read_manifest, path)
@@ -284,12 +290,16 @@ class CheckpointManager:
             self._say(logging.WARNING, f"checkpoint.load_path: {line}")
 
     def _unlike(self, manifest: dict) -> list[str]:
-        return mismatches(manifest["facts"].get("must_match", {}), self.facts.get("must_match", {}))
+        return state.mismatches(manifest["facts"].get("must_match", {}), self.facts.get("must_match", {}))
 
-    def _check_same_run(self, name: str, manifest: dict, optimizer: str) -> None:
+    def _manifest_of(self, name: str) -> dict:
+        manifest = verify.read_manifest(self.folder / name)
         if manifest["step"] != _step(name):
-            raise Damaged(f"{self.folder / name}: its manifest says step {manifest['step']}")
-        lines = self._unlike(manifest) + mismatches({"optimizer": manifest["optimizer"]}, {"optimizer": optimizer})
+            raise Damaged(f"{self.folder / name}: its manifest is of step {manifest['step']}")
+        return manifest
+
+    def _check_same_run(self, name: str, manifest: dict, optimizer: torch.optim.Optimizer) -> None:
+        lines = self._unlike(manifest) + state.mismatches(manifest["optimizer"], type(optimizer).__name__, "optimizer")
         if lines:
             raise InputError(
                 f"{self.folder / name} is of another run: {'; '.join(lines)}. Restore those options, or set another "
@@ -298,74 +308,27 @@ class CheckpointManager:
 
     def _read(self, path: Path, manifest: dict, live: dict, content: str, exclude: tuple = (), rng: bool = False) -> None:
         wanted = state.select(live, content, exclude)
-        check_fits(path, manifest, wanted, content, exclude)
+        state.check_fits(path, manifest, wanted, content, exclude)
         if rng:
             wanted |= {name: t for name, t in live.items() if name.startswith("rng.") and name in manifest["tensors"]}
-        read(path, manifest, wanted, self.buffers, self.cfg.verify_on_load, self.group)
+        state.read(path, manifest, wanted, self.buffers, self.cfg.verify_on_load, self.group)
 
     def _say(self, level: int, text: str) -> None:
         if self.mesh.rank == 0:
             say.log(level, text)
 
 
-def check_fits(path: Path, manifest: dict, wanted: dict, content: str, exclude: tuple[str, ...] = ()) -> None:
-    """Raises InputError, naming some of the differences, if the tensors of a checkpoint are not those that are wanted."""
-    lines = state.differences(wanted, manifest["tensors"], content, exclude)
-    if lines:
-        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        raise InputError(f"{path} does not fit this model and optimizer: {'; '.join(lines[:4])}{more}")
-
-
-def read(path: Path, manifest: dict, wanted: dict, buffers: dict, check: bool, group: dist.ProcessGroup | None) -> None:
-    """Fill `wanted`, through buffers, when every rank has read all of its part. Raises Damaged on all ranks, with nothing
-    changed; without a process group it reads for this process alone."""
-    reader, planner = ShardReader(path, manifest, check), StagedLoad(buffers)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        try:
-            dcp.load(dict(wanted), storage_reader=reader, planner=planner, process_group=group)
-        except CheckpointException as error:
-            if all(isinstance(e, (Damaged, OSError)) for e, _ in error.failures.values()):
-                raise Damaged(_cause(error)) from None
-            raise RuntimeError(f"{path} could not be loaded: {error}") from None
-    state.put_back(buffers, wanted)
-
-
-def load_model(folder: Path, model: nn.Module, check: bool = True) -> dict:
-    """The weights of a checkpoint (or the newest in a folder of them, or of a run) into a model on any mesh or none; returns
-    the manifest. For tools; a run resumes with `CheckpointManager.load`. Raises InputError."""
-    path = verify.newest(Path(folder))
-    try:
-        manifest = verify.read_manifest(path)
-        live = state.tensors(model)
-        check_fits(path, manifest, live, "model")
-        read(path, manifest, live, state.buffers(live, pin=False), check, None)
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
-    return manifest
-
-
 def expired(ancestors: list[str], whole: list[str], keep_last: int, keep_every: int) -> list[str]:
     """Which checkpoints to remove; a pure function of names.
 
     ancestors: the line that the run descends from, oldest first, its newest included; nothing outside of it is ever removed,
-    neither what others put into the folder nor a future that was abandoned. whole: those of them whose files are complete;
-    only they count as kept, so the newest of them always stays. keep_last = 0 keeps all; steps that keep_every divides stay.
+    neither what others put into the folder nor a future that was abandoned. whole: those of them whose files are complete
+    (the newest keep_last suffice); only they count as kept, so the newest of them always stays. keep_last = 0 keeps all; steps that keep_every divides stay.
     """
-    if keep_last == 0 or len(whole) <= keep_last:
+    if keep_last == 0 or len(whole) < keep_last:
         return []
     older = ancestors[: ancestors.index(whole[-keep_last])]
     return [name for name in older if not (keep_every and _step(name) % keep_every == 0)]
-
-
-def mismatches(there: Any, here: Any, key: str = "") -> list[str]:
-    """Where two JSON values differ, as sentences. Of nested ones, keys that only one of them has are not compared: either
-    was written by code that does not know them."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        return [
-            line for k in there if k in here for line in mismatches(there[k], here[k], f"{key}.{k}" if key else k)
-        ]
-    return [] if there == here else [f"{key} is {json.dumps(there)} in the checkpoint and {json.dumps(here)} here"]
 
 
 def _is_whole(path: Path) -> bool:
@@ -382,10 +345,3 @@ def _step(name: str) -> int:
 
 def _sizes(mesh: Mesh) -> dict[str, int]:
     return {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
-
-
-def _cause(error: BaseException | None) -> str:
-    """The first error of each of the first ranks, without the traceback that CheckpointException shows."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in list(error.failures.items())[:3])
-    return f"{type(error).__name__}: {error}" if error else "another rank failed"

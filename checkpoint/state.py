@@ -5,13 +5,23 @@ Tensors only, under flat names: `model.<parameter>`, `optimizer.<parameter>.<key
 so any mesh can load what any other saved. Hyperparameters are not state: they always come from the config.
 """
 
+import json
+import warnings
 from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from checkpoint.storage import CODES
+from checkpoint import verify
+from checkpoint.storage import CODES, ShardReader, StagedLoad
+from checkpoint.verify import Damaged
+from configs.schema import InputError
 
 LIKE, SCALAR = "like the parameter", "one float32"
 
@@ -43,7 +53,7 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
                     state[key] = torch.zeros((), dtype=torch.float32, device=device)
 
 
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int = 0) -> dict[str, Tensor]:
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, rank: int = 0) -> dict[str, Tensor]:
     """The live tensors by name; DTensors where they are sharded. Without an optimizer: the model's alone.
 
     `state_dict` first: it makes FSDP re-shard what a forward without backward left gathered. Tied weights appear under
@@ -107,25 +117,42 @@ def put_back(loaded: dict[str, Tensor], live: dict[str, Tensor]) -> None:
     """Copy the buffers that were read into the live tensors, and set the generators. The buffers may be reused after."""
     for name, tensor in live.items():
         if name.startswith("rng.cpu."):
-            torch.set_rng_state(loaded[name])
+            torch.set_rng_state(loaded[name].clone())  # torch 2.13 reads from the start of the storage, whatever the view
         elif name.startswith("rng.cuda."):
-            torch.cuda.set_rng_state(loaded[name])
+            torch.cuda.set_rng_state(loaded[name].clone())
         else:
             local(tensor).copy_(loaded[name])
 
 
-def select(live: dict[str, Tensor], content: str, exclude: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors to be loaded: of the kinds in `content` ("model+optimizer"), less the excluded names (fnmatch patterns)."""
-    chosen = {name: t for name, t in live.items() if name.partition(".")[0] in content.split("+")}
-    return {name: t for name, t in chosen.items() if not any(fnmatchcase(name, pattern) for pattern in exclude)}
+def select(by_name: dict[str, Any], content: str, exclude: tuple[str, ...]) -> dict[str, Any]:
+    """Those of the kinds in `content` ("model+optimizer"), less the excluded names (patterns as in fnmatch)."""
+    chosen = {name: value for name, value in by_name.items() if name.partition(".")[0] in content.split("+")}
+    return {name: value for name, value in chosen.items() if not any(fnmatchcase(name, pattern) for pattern in exclude)}
 
 
-def differences(wanted: dict[str, Tensor], stored: dict[str, dict], content: str, exclude: tuple[str, ...]) -> list[str]:
-    """Why the stored tensors (a manifest's) are not those that are wanted: one line per name, empty when they fit.
+def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
+    """What the optimizer was told, for the record and for a note when it is told otherwise after a resume: JSON, by group.
+    The learning rate is left out: its schedule changes it at every step."""
+    groups = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+    return json.loads(json.dumps({f"group {i}": group for i, group in enumerate(groups)}))  # lists for tuples
+
+
+def mismatches(there: Any, here: Any, key: str = "") -> list[str]:
+    """Where two JSON values differ, as sentences. Of nested ones, keys that only one of them has are not compared: either
+    was written by code that does not know them."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        return [
+            line for k in there if k in here for line in mismatches(there[k], here[k], f"{key}.{k}" if key else k)
+        ]
+    return [] if there == here else [f"{key} is {json.dumps(there)} in the checkpoint and {json.dumps(here)} here"]
+
+
+def check_fits(path: Path, manifest: dict, wanted: dict, content: str, exclude: tuple[str, ...] = ()) -> None:
+    """Raises InputError, naming some of the differences, if the tensors of a checkpoint are not those that are wanted.
 
     Nothing is cast, cropped or left out silently: a type, a shape, a name too many or too few is a difference.
     """
-    lines = []
+    lines, stored = [], manifest["tensors"]
     for name, tensor in wanted.items():
         if name not in stored:
             lines.append(f"{name} is missing from it")
@@ -133,17 +160,43 @@ def differences(wanted: dict[str, Tensor], stored: dict[str, dict], content: str
             lines.append(f"{name} has shape {there} there and {list(tensor.shape)} here")
         elif (there := stored[name]["dtype"]) != CODES[tensor.dtype]:
             lines.append(f"{name} has type {there} there and {CODES[tensor.dtype]} here")
-    kinds = content.split("+")
-    for name in stored.keys() - wanted.keys():
-        if name.partition(".")[0] in kinds and not any(fnmatchcase(name, pattern) for pattern in exclude):
-            lines.append(f"{name} is in it and not in this run")
-    return sorted(lines)
+    lines += [f"{name} is in it and not in this run" for name in select(stored, content, exclude) if name not in wanted]
+    if lines:
+        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+        raise InputError(f"{path} does not fit this model and optimizer: {'; '.join(lines[:4])}{more}")
 
 
-def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
-    """What the optimizer was told, for the record and for a note when it is told otherwise after a resume: JSON, by group.
-    The learning rate is left out: its schedule changes it at every step."""
-    return {
-        f"group {i}": {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k not in ("params", "lr")}
-        for i, group in enumerate(optimizer.param_groups)
-    }
+def read(path: Path, manifest: dict, wanted: dict, buffers: dict, check: bool, group: dist.ProcessGroup | None) -> None:
+    """Fill `wanted`, through buffers, when every rank has read all of its part. Raises Damaged on all ranks, with nothing
+    changed; without a process group it reads for this process alone."""
+    reader, planner = ShardReader(path, manifest, check), StagedLoad(buffers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            dcp.load(dict(wanted), storage_reader=reader, planner=planner, process_group=group)
+        except CheckpointException as error:
+            if all(isinstance(e, (Damaged, OSError)) for e, _ in error.failures.values()):
+                raise Damaged(cause(error)) from None
+            raise RuntimeError(f"{path} could not be loaded: {error}") from None
+    put_back(buffers, wanted)
+
+
+def load_model(folder: Path, model: nn.Module, check: bool = True) -> dict:
+    """The weights of a checkpoint (or the newest in a folder of them, or of a run) into a model on any mesh or none; returns
+    the manifest. For tools; a run resumes with `CheckpointManager.load`. Raises InputError."""
+    path = verify.newest(Path(folder))
+    try:
+        manifest = verify.read_manifest(path)
+        live = tensors(model)
+        check_fits(path, manifest, live, "model")
+        read(path, manifest, live, buffers(live, pin=False), check, None)
+    except Damaged as error:
+        raise InputError(f"{path} is damaged: {error}") from None
+    return manifest
+
+
+def cause(error: BaseException | None) -> str:
+    """The first error of each of the first ranks, without the traceback that CheckpointException shows."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in list(error.failures.items())[:3])
+    return f"{type(error).__name__}: {error}" if error else "another rank failed"

@@ -37,6 +37,10 @@ MANIFEST = "manifest.json"
 BLOCK = 1 << 24  # bytes under one hash: what a rank reads at least, to trust one row of a large tensor
 FILE = re.compile(r"rank-[0-9]{5,}\.safetensors")
 NAME = re.compile(r"step-([0-9]{8,})(?:\.([1-9][0-9]*))?")
+HEAD = {  # what every manifest says, beside "files" and "tensors"
+    "format": int, "step": int, "progress": dict, "mesh": dict, "facts": dict, "optimizer": str, "hyperparameters": dict,
+    "parent": str, "ancestors": list, "torch": str, "saved": str,
+}  # fmt: skip
 SIZES = {  # bytes per element, by the names of the safetensors format
     "F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1,
     "BOOL": 1,
@@ -103,8 +107,9 @@ def newest(folder: Path) -> Path:
 
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Write and fsync the manifest, and fsync the folder, which makes the names in it durable too."""
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
     with open(folder / MANIFEST, "xb") as stream:
-        stream.write(json.dumps({"hash": _manifest_hash(manifest), "manifest": manifest}).encode())
+        stream.write(f'{{"hash": "{_manifest_hash(manifest)}", "manifest": {{\n{lines}\n}}}}\n'.encode())
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(folder)
@@ -161,6 +166,9 @@ def read_manifest(folder: Path) -> dict:
 
 def _check_layout(manifest: dict) -> None:
     """Every part lies inside its tensor and its file, the parts fill the tensor, and no other file can be named."""
+    for key, kind in HEAD.items():
+        if type(manifest[key]) is not kind:
+            raise ValueError(f"{key} is {manifest[key]!r}")
     files = manifest["files"]
     for name, file in files.items():
         if not FILE.fullmatch(name):

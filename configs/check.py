@@ -218,7 +218,6 @@ def broken_rules(
     try:
         numbers = architecture(cfg.model, models)
         wrong = {key for key in Model.model_fields if not hasattr(cfg.model, key)}
-        wrong |= {"head_dim"} if wrong & {"dim", "n_heads"} else set()
         c.model = SimpleNamespace(**{key: value for key, value in numbers.items() if key not in wrong})
         words["model"] = _named("model", c.model)
         for key in vars(c.model):

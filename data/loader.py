@@ -60,7 +60,7 @@ class Batches(Dataset):
     """`batches[step]`: this rank's rows of the global batch of any step, the first as fast as the millionth.
 
     Rank r of n holds the contiguous rows [r*G/n, (r+1)*G/n), as micro-batches of `local_batch_size`: the ranks' rows,
-    one after another, are the one-rank batch, order included. shuffle=False is for validation: windows in corpus order.
+    one after another, are the one-rank batch, order included.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class Batches(Dataset):
         dp_rank: int,
         dp_size: int,
         seed: int,
-        shuffle: bool = True,
     ) -> None:
         """`tokens`: `Prepared.train` or `.validation`. InputError: the split has less than one window, or ranks and
         micro-batches do not divide the global batch."""
@@ -91,14 +90,12 @@ class Batches(Dataset):
         self.first_row = dp_rank * self.rows
         self.shape = (self.rows // local_batch_size, local_batch_size, seq_len)  # [A, b, T]
         self.seed = seed
-        self.shuffle = shuffle
 
     def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
         """tokens, labels: int64 [A, b, T], A the accumulation steps; sample: int64 [A*b], the windows' numbers."""
         position = step * self.global_batch_size + self.first_row + np.arange(self.rows, dtype=np.int64)  # [A*b]
         epoch, sample = np.divmod(position, self.samples)
-        if self.shuffle:
-            sample = permute(sample, epoch, self.samples, self.seed)
+        sample = permute(sample, epoch, self.samples, self.seed)
         corpus = np.asarray(self.tokens.tokens)  # a plain view: slices of a memmap object are slow
         window = np.empty((self.rows, self.seq_len + 1), np.int64)
         for row, start in zip(window, (sample * self.seq_len).tolist(), strict=True):

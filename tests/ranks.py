@@ -5,6 +5,7 @@ a fork does not carry along, is never needed. Every call has a time limit: a han
 is a failure that names the ranks that did not come back, and no process outlives its test.
 """
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -41,6 +42,7 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) ->
 def _child(folder: Path, rank: int, world_size: int, fn: Callable, args: tuple) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     signal.alarm(0)  # the parent's cap is not ours
+    faulthandler.enable()
     ok, value = True, None
     try:
         torch.set_num_threads(1)

@@ -577,11 +577,10 @@ def test_permutation_looks_like_a_shuffle() -> None:
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_batches_are_the_same_for_any_ranks_and_micro_batches(tmp_path: Path, shuffle: bool) -> None:
+def test_batches_are_the_same_for_any_ranks_and_micro_batches(tmp_path: Path) -> None:
     """Order included, across epochs: 37 windows, 48 per step, so every step wraps; T prime."""
     tokens, T, G = tokens_of(tmp_path, 37 * 13 + 5), 13, 48
-    reference = [Batches(tokens, T, G, G, 0, 1, seed=5, shuffle=shuffle)[step] for step in range(6)]
+    reference = [Batches(tokens, T, G, G, 0, 1, seed=5)[step] for step in range(6)]
     for batch in reference:
         starts = batch["sample"] * T
         assert torch.equal(batch["tokens"][0], starts[:, None] + torch.arange(T))
@@ -589,7 +588,7 @@ def test_batches_are_the_same_for_any_ranks_and_micro_batches(tmp_path: Path, sh
         assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in batch.values())
     for dp in (1, 2, 3, 4, 6, 8, 12, 48):
         for local in {1, 2, G // dp} if G // dp % 2 == 0 else {1, G // dp}:
-            ranks = [Batches(tokens, T, G, local, rank, dp, seed=5, shuffle=shuffle) for rank in range(dp)]
+            ranks = [Batches(tokens, T, G, local, rank, dp, seed=5) for rank in range(dp)]
             for step in (5, 0, 3):
                 parts = [rank[step] for rank in ranks]
                 assert all(part["tokens"].shape == (G // dp // local, local, T) for part in parts)

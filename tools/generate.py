@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import verify
-from checkpoint.manager import load_model
+from checkpoint.state import load_model
 from configs.schema import InputError
 from data.tokenizer import load_saved
 from models import MODELS

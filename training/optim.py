@@ -31,12 +31,13 @@ def build_optimizer(model: nn.Module, decay_rows: list[tuple[str, bool]], cfg: O
     return torch.optim.AdamW(rows, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
 
 
-# What follows the warm-up: kind -> share of the way from the peak down to min_ratio, at progress 0..1 after the warm-up.
-DECAYED: dict[str, Callable[[float, LRSchedule], float]] = {
-    "constant": lambda p, cfg: 0.0,
-    "linear": lambda p, cfg: p,
-    "cosine": lambda p, cfg: 0.5 * (1 - math.cos(math.pi * p)),  # Loshchilov and Hutter, arXiv:1608.03983
-    "wsd": lambda p, cfg: max(0.0, 1 - (1 - p) / cfg.decay_fraction),  # MiniCPM, arXiv:2404.06395
+# What follows the warm-up: kind -> how much of the way from the peak down to min_ratio is done, at progress p (0..1 after
+# the warm-up); `tail` is the share of that progress over which wsd decays.
+DECAYED: dict[str, Callable[[float, float], float]] = {
+    "constant": lambda p, tail: 0.0,
+    "linear": lambda p, tail: p,
+    "cosine": lambda p, tail: 0.5 * (1 - math.cos(math.pi * p)),  # Loshchilov and Hutter, arXiv:1608.03983
+    "wsd": lambda p, tail: max(0.0, 1 - (1 - p) / tail),  # MiniCPM, arXiv:2404.06395
 }
 
 
@@ -48,8 +49,9 @@ def learning_rate(step: int, steps: int, peak: float, cfg: LRSchedule) -> float:
     """
     if step < cfg.warmup_steps:
         return peak * (step + 1) / cfg.warmup_steps
-    progress = (step - cfg.warmup_steps + 1) / max(1, steps - cfg.warmup_steps)
-    return peak * (1 - (1 - cfg.min_ratio) * DECAYED[cfg.kind](progress, cfg))
+    after = steps - cfg.warmup_steps
+    done = DECAYED[cfg.kind]((step - cfg.warmup_steps + 1) / after, cfg.decay_fraction * steps / after)
+    return peak * (1 - (1 - cfg.min_ratio) * done)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

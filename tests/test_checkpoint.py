@@ -1,0 +1,987 @@
+"""Checkpoints: what is saved is what comes back, on any mesh; what is damaged, foreign, hostile or half written does not.
+
+Each test is the short form of a row of the torture suite (`test_torture_checkpoint.py`, which has the numbers to pass). A
+state is filled with the number of its step, so that a mixture of two saves is seen in one `unique`. Ranks are real.
+"""
+
+import json
+import logging
+import os
+import pickle
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+import torch._dynamo  # noqa: F401  what building a model imports later: here once instead of in every rank
+import torch._refs  # noqa: F401
+from torch.distributed.checkpoint.api import CheckpointException
+
+import train
+from checkpoint import lease, manager, state, storage, verify
+from checkpoint.manager import CheckpointManager, expired
+from checkpoint.verify import Damaged
+from configs.load import load_config
+from configs.schema import Checkpoint, InputError
+from parallelisms import mesh as meshes
+from tests.ranks import run_ranks
+
+MODEL = (
+    "--model.dim=50 --model.n_layers=2 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 --model.hidden_dim=44 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
+    "--training.global_batch_size=8 --training.local_batch_size=1"
+).split()
+FACTS = {"must_match": {"data": "abc", "run.seed": 0, "model": {"n_heads": 8}}}
+MESHES = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2), "4x1": (4, 1), "4x2": (4, 2)}  # data x tensor parallel
+
+
+def build(*options: str) -> train.Job:
+    """The job of this rank's world, with its optimizer's state."""
+    here = meshes.world()
+    job = train.build(load_config([*MODEL, *options], here.size, here.local_size))
+    state.materialise(job.optimizer)
+    return job
+
+
+def open_manager(job: train.Job, folder: Path, facts: dict = FACTS, **options: object) -> CheckpointManager:
+    return CheckpointManager(Checkpoint(**options), folder, job.mesh, facts)
+
+
+def tensors(job: train.Job) -> dict[str, torch.Tensor]:
+    """This rank's shards of model and optimizer; the same memory as the live ones."""
+    live = state.tensors(job.model, job.optimizer)
+    return {name: state.local(t) for name, t in live.items() if not name.startswith("rng.")}
+
+
+def fill(job: train.Job, value: float) -> None:
+    for tensor in tensors(job).values():
+        tensor.fill_(value)
+
+
+def values(job: train.Job) -> list[float]:
+    """The distinct values in the state of this rank: one, if it is whole."""
+    return sorted({value for t in tensors(job).values() for value in t.unique().tolist()})
+
+
+def values_on_disk(folder: Path) -> list[float]:
+    """The distinct values in the files of a checkpoint, as another library reads them."""
+    found = set()
+    for path in folder.glob("*.safetensors"):
+        with safetensors.safe_open(path, "pt") as file:
+            found |= {v for name in file.keys() if not name.startswith("rng.") for v in file.get_tensor(name).unique().tolist()}
+    return sorted(found)
+
+
+def save_all(folder: Path, steps: list[int], **options: object) -> None:
+    """A run that saves these steps, each state filled with its number."""
+    job = build()
+    checkpoints = open_manager(job, folder, **options)
+    checkpoints.load(job.model, job.optimizer)
+    for step in steps:
+        fill(job, step)
+        checkpoints.save(step, job.model, job.optimizer, {"step": step})
+        checkpoints.poll()
+    checkpoints.close()
+
+
+def resume(folder: Path, facts: dict = FACTS, **options: object) -> tuple[int | None, list[float], list[str]]:
+    """Resume as a fresh run does: the step, the values in the state, what was said. A refusal is what was said, with step -1."""
+    job = build()
+    fill(job, -1)
+    with heard() as words:
+        checkpoints = None
+        try:
+            checkpoints = open_manager(job, folder, facts, **options)
+            progress = checkpoints.load(job.model, job.optimizer)
+            step = progress["step"] if progress else None
+        except InputError as error:
+            step = -1
+            words.append(str(error))
+        finally:
+            if checkpoints:
+                checkpoints.close()
+    return step, values(job), words
+
+
+@contextmanager
+def heard():
+    """What the checkpoint package says meanwhile."""
+    words: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())
+    logging.getLogger("plumbline").addHandler(handler)
+    try:
+        yield words
+    finally:
+        logging.getLogger("plumbline").removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """The folder of a run of two ranks with checkpoints of steps 10, 20 and 30. Copy it before you damage it."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    run_ranks(2, save_all, folder, [10, 20, 30])
+    return folder
+
+
+def copy_of(saved: Path, place: Path) -> Path:
+    return Path(shutil.copytree(saved, place / "checkpoints"))
+
+
+# What is saved comes back
+
+
+def set_pattern(job: train.Job) -> None:
+    """Values that differ from place to place, and do not depend on the mesh because initial weights do not."""
+    now = tensors(job)
+    for name, tensor in now.items():
+        if name.startswith("optimizer."):
+            weight, _, key = name.removeprefix("optimizer.").rpartition(".")
+            form = {"exp_avg": lambda w: w * 2, "exp_avg_sq": lambda w: w * w, "step": lambda w: torch.tensor(7.0)}
+            tensor.copy_(form[key](now[f"model.{weight}"]))
+
+
+def save_pattern(folder: Path, options: list[str]) -> None:
+    job = build(*options)
+    set_pattern(job)
+    checkpoints = open_manager(job, folder)
+    checkpoints.save(7, job.model, job.optimizer, {"step": 7, "samples": 56})
+    checkpoints.close()
+
+
+def load_pattern(folders: list[Path], options: list[str]) -> list[list[str]]:
+    """Load each into a model of another seed, on this mesh; the names of the tensors that are not bitwise what was saved."""
+    expected = build(*options)
+    set_pattern(expected)
+    wrong = []
+    for folder in folders:
+        job = build(*options, "--run.seed=5")
+        checkpoints = open_manager(job, folder)
+        assert checkpoints.load(job.model, job.optimizer) == {"step": 7, "samples": 56}
+        checkpoints.close()
+        there, here = tensors(expected), tensors(job)
+        assert there.keys() == here.keys()
+        wrong.append([name for name in there if not torch.equal(there[name], here[name])])
+    return wrong
+
+
+def mesh_options(name: str, *more: str) -> tuple[int, list[str]]:
+    dp, tp = MESHES[name]
+    return dp * tp, [f"--parallelism.tensor_parallel={tp}", *more]
+
+
+@pytest.mark.parametrize(("source", "target", "more"), [
+    ("1x1", "2x2", []),
+    ("2x2", "1x1", []),
+    ("4x1", "1x2", ["--model.tied_embeddings=true"]),
+    ("1x2", "2x1", []),
+    ("2x1", "2x1", ["--optimizer.kind=sgd"]),
+])  # fmt: skip
+def test_state_is_bitwise_the_same_on_another_mesh(source, target, more, tmp_path):
+    ranks, options = mesh_options(source, *more)
+    run_ranks(ranks, save_pattern, tmp_path / "c", options)
+    ranks, options = mesh_options(target, *more)
+    assert run_ranks(ranks, load_pattern, [tmp_path / "c"], options) == [[[]]] * ranks
+
+
+def test_hybrid_sharding_writes_every_part_once(tmp_path):
+    run_ranks(4, save_pattern, tmp_path / "c", ["--parallelism.data_parallel_replicate=2"])
+    manifest = verify.verify(tmp_path / "c" / "step-00000007")
+    assert len(manifest["files"]) == 4  # replicas share the work
+    assert run_ranks(2, load_pattern, [tmp_path / "c"], []) == [[[]]] * 2
+
+
+def _train_with(materialised: bool) -> dict[str, torch.Tensor]:
+    job = train.build(load_config([*MODEL, "--optimizer.lr=0.1"]))
+    if materialised:
+        state.materialise(job.optimizer)
+    torch.manual_seed(0)
+    for _ in range(3):
+        for param in job.model.parameters():
+            param.grad = torch.randn_like(param)
+        job.optimizer.step()
+    return tensors(job)
+
+
+def test_state_made_in_advance_changes_no_step():
+    """`get_optimizer_state_dict` before the first step does: it counts a step that never was."""
+    plain, ahead = run_ranks(1, _train_with, False)[0], run_ranks(1, _train_with, True)[0]
+    assert plain.keys() == ahead.keys() and all(torch.equal(plain[name], ahead[name]) for name in plain)
+
+
+def _generators(folder: Path, save: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    job = build()
+    checkpoints = open_manager(job, folder)
+    torch.manual_seed(100 * save + job.mesh.rank)
+    if save:
+        checkpoints.save(1, job.model, job.optimizer, {})
+    else:
+        checkpoints.load(job.model, job.optimizer)
+    checkpoints.close()
+    return torch.rand(4), torch.rand(4)
+
+
+def test_generators_go_on_where_they_were_on_the_same_mesh(tmp_path):
+    first = run_ranks(2, _generators, tmp_path, True)
+    again = run_ranks(2, _generators, tmp_path, False)
+    assert all(torch.equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True))
+    assert not torch.equal(first[0][0], first[1][0])
+    elsewhere = run_ranks(1, _generators, tmp_path, False)
+    assert not torch.equal(first[0][0], elsewhere[0][0])
+
+
+def _hyperparameters(folder: Path) -> tuple[dict, list[str]]:
+    job = build("--optimizer.weight_decay=0.7", "--optimizer.lr=0.5")
+    with heard() as words:
+        checkpoints = open_manager(job, folder)
+        checkpoints.load(job.model, job.optimizer)
+        checkpoints.close()
+    return {k: job.optimizer.param_groups[0][k] for k in ("lr", "weight_decay")}, words
+
+
+def test_hyperparameters_are_the_configs_and_the_difference_is_said(saved, tmp_path):
+    values_now, words = run_ranks(1, _hyperparameters, copy_of(saved, tmp_path))[0]
+    assert values_now == {"lr": 0.5, "weight_decay": 0.7}
+    assert any("weight_decay is 0.1 in the checkpoint and 0.7 here" in line for line in words)
+
+
+def _save_and_change(folder: Path, aliased: bool) -> None:
+    if aliased:  # the bug: the buffers are the live tensors themselves
+        state.buffers = lambda live, pin: {name: state.local(tensor) for name, tensor in live.items()}
+        state.stage = lambda live, into: None
+    job = build()
+    checkpoints = open_manager(job, folder, keep_last=0)
+    for step in range(1, 21):
+        fill(job, step)
+        checkpoints.save(step, job.model, job.optimizer, {"step": step})
+        fill(job, 1000 + step)  # weights, moments and AdamW's step
+        checkpoints.poll()
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("aliased", [False, True])
+def test_a_save_holds_the_state_of_its_call(aliased, tmp_path):
+    """R5, with the control that shows that the test sees a torn save."""
+    run_ranks(2, _save_and_change, tmp_path, aliased)
+    torn = [s for s in range(1, 21) if values_on_disk(tmp_path / verify.step_name(s, 0)) != [s]]
+    assert len(torn) > 10 if aliased else not torn
+
+
+def test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch(saved, tmp_path):
+    with safetensors.safe_open(saved / "step-00000030" / "rank-00001.safetensors", "pt") as file:
+        part = file.get_tensor("model.tok_embeddings.weight[132:263,0:50]")
+    assert part.shape == (131, 50) and (part == 30).all()
+    code = "import sys, checkpoint.verify as v; r = v.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(r)"
+
+    def verify_folder(folder: Path, *options: str) -> tuple[int, str]:
+        run = subprocess.run([sys.executable, "-c", code, folder, *options], capture_output=True, text=True, timeout=60)
+        return run.returncode, run.stdout + run.stderr
+
+    status, output = verify_folder(saved, "--all")
+    assert status == 0 and output.count(" ok") == 3
+    run = copy_of(saved, tmp_path).parent
+    flip(run / "checkpoints" / "step-00000020" / "rank-00000.safetensors", 30000)
+    assert verify_folder(run)[0] == 0  # the newest, which is whole
+    status, output = verify_folder(run, "--all")
+    assert status == 1 and "DAMAGED rank-00000.safetensors" in output and "expected" in output
+    status, output = verify_folder(run / "nothing")
+    assert status == 2 and "no checkpoint" in output
+
+
+def _tool(folder: Path, *options: str) -> tuple[int, list[float]]:
+    """As a tool does: one process, with a process group or without."""
+    model = build(*options).model
+    torch.distributed.destroy_process_group()
+    manifest = state.load_model(folder, model)
+    return manifest["step"], sorted({v for p in model.parameters() for v in p.unique().tolist()})
+
+
+def test_a_tool_loads_the_weights_alone(saved):
+    for place in (saved, saved.parent, saved / "step-00000030"):
+        assert run_ranks(1, _tool, place)[0] == (30, [30.0])
+    with pytest.raises(AssertionError, match="does not fit this model and optimizer: model.layers.0.feed_forward.w1.weight"):
+        run_ranks(1, _tool, saved, "--model.hidden_dim=40")
+
+
+# Which one is used
+
+
+def test_the_newest_is_resumed_and_a_step_on_request(saved, tmp_path):
+    folder = copy_of(saved, tmp_path)
+    assert run_ranks(2, resume, folder) == [(30, [30.0], [])] * 2
+    step, found, words = run_ranks(1, lambda: resume(folder, load_step=20))[0]
+    assert (step, found) == (20, [20.0]) and "goes back from step-00000030" in words[0]
+    for step, found, words in run_ranks(2, lambda: resume(folder, load_step=25)):
+        assert (step, found) == (-1, [-1.0]) and "load_step = 25" in words[0] and "[10, 20, 30]" in words[0]
+
+
+def test_a_fresh_folder_is_a_fresh_start_but_not_on_request(tmp_path):
+    assert run_ranks(1, resume, tmp_path / "a")[0] == (None, [-1.0], [])
+    assert "load_step = 5" in run_ranks(1, lambda: resume(tmp_path / "b", load_step=5))[0][2][0]
+
+
+def test_going_back_starts_an_attempt_that_is_newer_than_the_future_it_replaces(saved, tmp_path):
+    folder = copy_of(saved, tmp_path)
+    run_ranks(2, lambda: save_all(folder, [20], load_step=10))
+    assert verify.published(folder) == ["step-00000020.1", "step-00000030", "step-00000020", "step-00000010"]
+    assert run_ranks(1, resume, folder)[0][:2] == (20, [20.0])
+    assert verify.read_manifest(folder / "step-00000020.1")["parent"] == "step-00000010"
+    # Damaged: back to its own past, not to the newer steps of the attempt that was given up.
+    flip(folder / "step-00000020.1" / "rank-00000.safetensors")
+    assert run_ranks(1, resume, folder)[0][0] == 10
+    (folder / "step-00000020.1" / "manifest.json").unlink()  # it cannot say what its past was: back by steps
+    assert run_ranks(1, resume, folder)[0][0] == 10
+    run_ranks(1, save_all, folder, [20])
+    assert verify.published(folder)[0] == "step-00000020.2"
+
+
+def _saves_again(folder: Path) -> None:
+    job = build()
+    checkpoints = open_manager(job, folder)
+    checkpoints.load(job.model, job.optimizer)
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("step-*/*")}
+    checkpoints.save(30, job.model, job.optimizer, {"step": 30})
+    checkpoints.close()
+    assert before == {path: path.stat().st_mtime_ns for path in folder.glob("step-*/*")}
+
+
+def test_a_step_that_is_saved_is_not_written_again(saved, tmp_path):
+    run_ranks(1, _saves_again, copy_of(saved, tmp_path))
+
+
+@pytest.mark.parametrize(("facts", "options", "words"), [
+    ({"data": "xyz"}, [], 'data is "abc" in the checkpoint and "xyz" here'),
+    ({"run.seed": 3}, [], "run.seed is 0 in the checkpoint and 3 here"),
+    ({"model": {"n_heads": 4, "new": 1}}, [], "model.n_heads is 8 in the checkpoint and 4 here"),
+    ({}, ["--model.hidden_dim=40"], "model.layers.0.feed_forward.w1.weight has shape [44, 50] there and [40, 50] here"),
+    ({}, ["--model.n_layers=1"], "layers.1.attention.wk.weight is in it and not in this run"),
+    ({}, ["--model.n_layers=3"], "layers.2.attention_norm.weight is missing from it"),
+    ({}, ["--optimizer.kind=sgd"], 'optimizer is "AdamW" in the checkpoint and "SGD" here'),
+    ({}, ["bfloat16"], "model.tok_embeddings.weight has type F32 there and BF16 here"),
+])  # fmt: skip
+def test_a_checkpoint_of_another_run_is_refused_by_name(facts, options, words, saved, tmp_path):
+    def attempt() -> str:
+        job = build(*(o for o in options if o != "bfloat16"))
+        if "bfloat16" in options:
+            job.model.to(torch.bfloat16)
+        before = {name: t.clone() for name, t in tensors(job).items()}
+        checkpoints = open_manager(job, folder, {"must_match": facts})
+        with pytest.raises(InputError) as refusal:
+            checkpoints.load(job.model, job.optimizer)
+        assert all(torch.equal(t, before[name]) for name, t in tensors(job).items())
+        return str(refusal.value)
+
+    folder = copy_of(saved, tmp_path)
+    said = run_ranks(2, attempt)
+    assert said[0] == said[1] and words in said[0] and "step-00000030" in said[0]
+
+
+def _start_from(folder: Path, **options: object) -> tuple[dict | None, dict[str, float], str]:
+    job = build()
+    fill(job, -1)
+    checkpoints = open_manager(job, folder, {"must_match": {"data": "other data"}}, **options)
+    progress = checkpoints.load(job.model, job.optimizer)
+    names = ("model.norm.weight", "model.output.weight", "optimizer.norm.weight.exp_avg")
+    found = {name: tensors(job)[name].unique().item() for name in names}
+    fill(job, 50)
+    checkpoints.save(1, job.model, job.optimizer, {"step": 1})
+    checkpoints.close()
+    return progress, found, verify.read_manifest(folder / "step-00000001")["parent"]
+
+
+def test_a_new_run_starts_from_the_weights_of_another(saved, tmp_path):
+    def start(folder: str, **options: object) -> tuple:
+        return run_ranks(2, lambda: _start_from(tmp_path / folder, **options))[0]
+
+    progress, found, parent = start("a", load_path=str(saved))
+    assert progress is None and list(found.values()) == [30, 30, -1] and parent == str(saved / "step-00000030")
+    _, found, _ = start("b", load_path=str(saved / "step-00000010"), load_path_content="model+optimizer")
+    assert list(found.values()) == [10, 10, 10]
+    _, found, _ = start("c", load_path=str(saved), exclude_from_loading=("model.output.*",))
+    assert list(found.values()) == [30, -1, -1]
+    # Once the run has a checkpoint of its own it goes on from that one.
+    facts = {"must_match": {"data": "other data"}}
+    assert run_ranks(1, lambda: resume(tmp_path / "a", facts, load_path=str(saved)))[0][:2] == (1, [50.0])
+    for path in ("nowhere", "x" * 300, "~", "../x"):
+        said = run_ranks(1, lambda: resume(tmp_path / "d", load_path=path))[0][2][-1]
+        assert ("cannot be read" if len(path) > 255 else "there is no checkpoint in") in said
+    with pytest.raises(InputError):
+        verify.find(Path("a\0b"))
+    said = run_ranks(1, lambda: resume(tmp_path / "d", load_path=str(saved), exclude_from_loading=("outptu.*",)))[0][2]
+    assert "'outptu.*'" in said[-1]
+
+
+# Damage
+
+
+def flip(path: Path, at: int = 60_000, bit: int = 0) -> None:
+    """Change one bit, by default somewhere in the weights."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+DAMAGES = {  # name: (what is done to the newest checkpoint, what the message names)
+    "bit of a tensor": (lambda c: flip(c / "rank-00001.safetensors"), "rank-00001.safetensors"),
+    "bit of the manifest": (lambda c: flip(c / "manifest.json", 200), "manifest.json"),
+    "shard cut": (lambda c: os.truncate(c / "rank-00000.safetensors", 20000), "rank-00000.safetensors: "),
+    "shard cut by a byte": (lambda c: os.truncate(c / "rank-00000.safetensors", _size(c) - 1), "rank-00000.safetensors: "),
+    "shard empty": (lambda c: os.truncate(c / "rank-00000.safetensors", 0), "rank-00000.safetensors: "),
+    "manifest cut": (lambda c: os.truncate(c / "manifest.json", 500), "manifest.json"),
+    "shard missing": (lambda c: (c / "rank-00001.safetensors").unlink(), "rank-00001.safetensors: No such file"),
+    "manifest missing": (lambda c: (c / "manifest.json").unlink(), "manifest.json: No such file"),
+    "page of zeros": (lambda c: _zeros(c / "rank-00000.safetensors", 32768), "rank-00000.safetensors"),
+    "shard of another step": (lambda c: _other(c, "rank-00001.safetensors"), "rank-00001.safetensors"),
+    "manifest of another step": (lambda c: _other(c, "manifest.json"), "step 20"),
+    "shard is a link": (lambda c: _link(c / "rank-00001.safetensors"), "rank-00001.safetensors"),
+    "shard is a pipe": (lambda c: _pipe(c / "rank-00001.safetensors"), "rank-00001.safetensors"),
+    "manifest of nothing": (lambda c: (c / "manifest.json").write_text("{}"), "not a manifest"),
+    "manifest too deep": (lambda c: (c / "manifest.json").write_text("[" * 100_000), "not a manifest"),
+}  # fmt: skip
+
+
+def _size(folder: Path) -> int:
+    return (folder / "rank-00000.safetensors").stat().st_size
+
+
+def _zeros(path: Path, at: int, n: int = 4096) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(bytes(n))
+
+
+def _other(folder: Path, name: str) -> None:
+    shutil.copy(folder.parent / "step-00000020" / name, folder / name)
+
+
+def _link(path: Path) -> None:
+    shutil.move(path, path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _resume_damaged(saved: Path, place: Path, kinds: list[str]) -> dict[str, tuple]:
+    """For each kind of damage to the newest: what is resumed when an older one is whole, and when none is."""
+    results = {}
+    for kind in kinds:
+        folder = copy_of(saved, place / kind)
+        DAMAGES[kind][0](folder / "step-00000030")
+        first = resume(folder)
+        for other in ("step-00000010", "step-00000020"):
+            flip(folder / other / "rank-00000.safetensors")
+        results[kind] = first, resume(folder)
+        shutil.rmtree(place / kind)
+    return results
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(saved, tmp_path):
+    """D5, D7: all of the older state, nothing of the damaged one; and where none is whole nothing changes at all."""
+    for kind, (first, second) in run_ranks(1, _resume_damaged, saved, tmp_path, list(DAMAGES))[0].items():
+        step, found, words = first
+        assert (step, found) == (20, [20.0]), kind
+        assert any(DAMAGES[kind][1] in line and "step-00000030 is damaged" in line for line in words), (kind, words)
+        step, found, words = second
+        assert (step, found) == (-1, [-1.0]) and "none of the checkpoints" in words[-1], kind
+
+
+def test_ranks_agree_on_a_damage_that_only_one_of_them_reads(saved, tmp_path):
+    folder = copy_of(saved, tmp_path)
+    flip(folder / "step-00000030" / "rank-00001.safetensors")
+    for step, found, words in run_ranks(2, resume, folder):
+        assert (step, found) == (20, [20.0])
+    for step, found, words in run_ranks(2, lambda: resume(folder, load_step=30)):
+        assert (step, found) == (-1, [-1.0]) and "load_step = 30, but step-00000030 is damaged" in words[-1]
+
+
+def silent_flips(folder: Path, name: str, n: int, seed: int) -> int:
+    """How many of n random bit flips in a file `verify` does not see, although they change what would be loaded."""
+    original, step = (folder / name).read_bytes(), folder
+    sound, rng, silent = json.loads((folder / "manifest.json").read_bytes()), random.Random(seed), 0
+    for _ in range(n):
+        flip(folder / name, rng.randrange(len(original)), rng.randrange(8))
+        try:
+            verify.verify(step)
+            silent += name != "manifest.json" or json.loads((folder / name).read_bytes())["manifest"] != sound["manifest"]
+        except Damaged:
+            pass
+        (folder / name).write_bytes(original)
+    return silent
+
+
+def test_no_flipped_bit_is_silent(saved, tmp_path):
+    folder = copy_of(saved, tmp_path) / "step-00000030"
+    assert silent_flips(folder, "rank-00000.safetensors", 100, seed=1) == 0
+    assert silent_flips(folder, "manifest.json", 100, seed=2) == 0
+
+
+def test_without_verification_a_flipped_bit_is_silent(saved, tmp_path):
+    """The control: it is `verify_on_load` that finds it."""
+    folder = copy_of(saved, tmp_path)
+    flip(folder / "step-00000030" / "rank-00000.safetensors")
+    step, found, _ = run_ranks(1, lambda: resume(folder, verify_on_load=False))[0]
+    assert step == 30 and len(found) == 2
+
+
+def test_what_is_not_a_checkpoint_is_ignored(saved, tmp_path):
+    """D6."""
+    folder = copy_of(saved, tmp_path)
+    (folder / "step-00000900.bak").mkdir()
+    (folder / "step-x").mkdir()
+    (folder / "step-900").mkdir()
+    (folder / "step-0000000900").mkdir()
+    (folder / "LATEST").symlink_to("gone")
+    (folder / "step-00000910").symlink_to("step-00000910")
+    (folder / "step-00000920").write_bytes(b"a file")
+    (folder / ".metadata").write_bytes(b"x")
+    foreign = [p.name for p in folder.iterdir() if p.name not in ("step-00000010", "step-00000020", "step-00000030", ".lease")]
+    step, found, words = run_ranks(1, resume, folder)[0]
+    assert (step, found) == (30, [30.0])
+    assert all(sum(name in line for line in words) == 1 for name in foreign if name != "step-00000920") and len(foreign) == 8
+    (folder / "step-00000920").unlink()
+    (folder / "step-00000930").mkdir()  # our name, and nothing in it: damaged
+    assert run_ranks(1, resume, folder)[0][:2] == (30, [30.0])
+
+
+def test_a_newer_format_is_refused_by_name(saved, tmp_path):
+    folder = copy_of(saved, tmp_path)
+    rewrite(folder / "step-00000030", format=99)
+    step, _, words = run_ranks(1, resume, folder)[0]
+    assert step == -1 and "format 99" in words[-1]
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    """A manifest that somebody changed and signed again."""
+    manifest = json.loads((folder / "manifest.json").read_bytes())["manifest"]
+    (folder / "manifest.json").unlink()
+    verify.write_manifest(folder, {**manifest, **changes})
+
+
+# Hostile folders
+
+
+class Attack:
+    """Unpickling it creates the marker."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_no_file_of_a_checkpoint_can_run_code_or_leave_the_folder(saved, tmp_path):
+    """X1, X4."""
+    marker, payload = tmp_path / "marker", pickle.dumps(Attack(tmp_path / "marker"))
+    pickle.loads(payload)  # the control: it works where something unpickles
+    marker.rmdir()
+    names = ["../outside.safetensors", "/etc/passwd", "~", "a\0b", "a\nb", "x" * 300, "rank-1.safetensors", ""]
+
+    def hostile() -> list[str]:
+        said = []
+        for i, name in enumerate(names):  # a manifest that names another file
+            folder = copy_of(saved, tmp_path / f"n{i}")
+            manifest = verify.read_manifest(folder / "step-00000030")
+            files = {name: manifest["files"]["rank-00000.safetensors"], **manifest["files"]}
+            rewrite(folder / "step-00000030", files=files)
+            said.append(resume(folder)[2][0])
+        for i, target in enumerate([".metadata", "extra.pt", "rank-00000.safetensors", "manifest.json"]):
+            folder = copy_of(saved, tmp_path / f"p{i}")
+            (folder / "step-00000030" / target).write_bytes(payload)
+            (folder / target).write_bytes(payload)
+            said.append(str(resume(folder)[:2]))
+        # A pickle whose hashes are right is read as what it is: numbers.
+        folder = copy_of(saved, tmp_path / "signed") / "step-00000030"
+        manifest = verify.read_manifest(folder)
+        part = manifest["tensors"]["model.norm.weight"]["parts"][0]
+        with open(folder / part["file"], "r+b") as file:
+            file.seek(part["start"])
+            file.write(payload[:100])
+            file.seek(part["start"])
+            part["hashes"] = [verify.digest(file.read(verify.nbytes({"dtype": "F32"}, part)))]
+        rewrite(folder, tensors=manifest["tensors"])
+        said.append(str(resume(folder.parent)[0]))
+        return said
+
+    said = run_ranks(1, hostile)[0]
+    assert all("is not the name of a shard" in line for line in said[: len(names)])
+    assert said[len(names) :] == ["(30, [30.0])", "(30, [30.0])", "(20, [20.0])", "(20, [20.0])", "30"]
+    assert not marker.exists()
+    source = "".join(path.read_text() for path in Path(verify.__file__).parent.glob("*.py"))
+    assert "import pickle" not in source and "torch.load" not in source
+
+
+@pytest.mark.parametrize("change", [
+    {"shape": [264, 50]}, {"shape": [263]}, {"shape": [-263, -50]}, {"dtype": "F99"}, {"parts": []},
+    {"start": 10**9}, {"start": -8}, {"start": 0}, {"offset": [132, 0]}, {"offset": ["0", 0]}, {"hashes": []}, {"file": "rank-00007.safetensors"},
+])  # fmt: skip
+def test_a_manifest_that_contradicts_itself_is_damaged(change, saved, tmp_path):
+    folder = copy_of(saved, tmp_path) / "step-00000030"
+    tables = verify.read_manifest(folder)["tensors"]
+    tensor = tables["model.tok_embeddings.weight"]
+    (tensor if change.keys() & tensor.keys() else tensor["parts"][0]).update(change)
+    rewrite(folder, tensors=tables)
+    with pytest.raises(Damaged):
+        verify.read_manifest(folder)
+
+
+def test_removal_follows_no_link_and_a_linked_run_folder_works(tmp_path):
+    real, other = tmp_path / "real", tmp_path / "other"
+    real.mkdir()
+    run_ranks(1, save_all, other, [1])
+    (tmp_path / "run").symlink_to(real)
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir()
+    (folder / "step-00000001").symlink_to(other / "step-00000001")
+    (folder / ".tmp-01234567-1-step-00000001").symlink_to(other)
+    run_ranks(1, lambda: save_all(folder, [2, 3, 4], keep_last=1))
+    assert verify.published(folder) == ["step-00000004"]
+    assert verify.verify(other / "step-00000001")["step"] == 1
+    assert not any(p.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP) for p in real.rglob("*") if not p.is_symlink())
+
+
+# Failing disks
+
+
+@contextmanager
+def full_disk(place: str, rank: int):
+    """What this rank writes there meets a full disk: a real ENOSPC, from /dev/full."""
+    module, real = {"shard": (storage, storage), "manifest": (verify, verify)}[place][0], open
+
+    def sabotaged(path: object, mode: str = "r", **how: object):
+        return real("/dev/full", "wb", **how) if "x" in mode and meshes.world().rank == rank else real(path, mode, **how)
+
+    module.open = sabotaged
+    try:
+        yield
+    finally:
+        del module.open
+
+
+def fails_then_works(folder: Path, place: str, rank: int, async_save: bool) -> list[tuple[int, list[str], list[str]]]:
+    """Step 1 is saved, step 2 meets a full disk, step 3 is saved: after each, failures counted here, folder, words."""
+    job = build()
+    checkpoints = open_manager(job, folder, async_save=async_save)
+    after = []
+    for step in (1, 2, 3):
+        fill(job, step)
+        with heard() as words:
+            if step == 2:
+                with full_disk(place, rank):
+                    checkpoints.save(step, job.model, job.optimizer, {"step": step})
+                    polls = poll_until_told(checkpoints)
+            else:
+                checkpoints.save(step, job.model, job.optimizer, {"step": step})
+                polls = poll_until_told(checkpoints)
+        assert polls <= 1  # steps between the end of the save and its being told
+        after.append((checkpoints.failures, sorted(p.name for p in folder.iterdir()), words))
+        job.mesh.any_rank(False)  # nobody goes on before all have looked
+    checkpoints.close()
+    return after
+
+
+def poll_until_told(checkpoints: CheckpointManager) -> int:
+    """Polls as a training loop does; how many times after all ranks' threads were done."""
+    after_end = 0
+    while checkpoints.in_flight is not None:
+        ended = not checkpoints.mesh.any_rank(not checkpoints.in_flight[1].done())
+        after_end += ended
+        checkpoints.poll()
+        time.sleep(0.002)
+    return after_end
+
+
+def check_failed_save(results: list, folder: Path) -> None:
+    for rank, (first, second, third) in enumerate(results):
+        assert first[:2] == (0, [".lease", "step-00000001"])
+        assert second[:2] == (1, [".lease", "step-00000001"]), "a failed save must be told and leave nothing"
+        assert third[:2] == (0, [".lease", "step-00000001", "step-00000003"])
+        assert rank or "No space left on device" in second[2][0] and "step 2" in second[2][0]
+    assert values_on_disk(folder / "step-00000001") == [1] and values_on_disk(folder / "step-00000003") == [3]
+
+
+@pytest.mark.parametrize(("place", "rank"), [("shard", 1), ("manifest", 0)])
+def test_a_full_disk_is_told_on_every_rank_and_costs_that_save_only(place, rank, tmp_path):
+    """D1."""
+    results = run_ranks(2, fails_then_works, tmp_path, place, rank, True)
+    check_failed_save(results, tmp_path)
+
+
+def _gives_up(folder: Path, max_failures: int) -> tuple[int, str]:
+    job = build()
+    checkpoints = open_manager(job, folder, max_failures=max_failures)
+    step = 0
+    with full_disk("shard", 1), pytest.raises(InputError) as refusal:
+        while step < 60:
+            step += 1
+            if step % 5 == 0:
+                checkpoints.save(step, job.model, job.optimizer, {"step": step})
+            checkpoints.poll()
+            time.sleep(0.001 * job.mesh.rank)  # the ranks' threads end at different steps
+        checkpoints.close()
+    return step, str(refusal.value)
+
+
+def test_the_run_stops_after_failures_in_a_row_on_all_ranks_at_the_same_step(tmp_path):
+    (step, words), other = run_ranks(2, _gives_up, tmp_path / "a", 3)
+    assert (step, words) == other and 15 <= step <= 20 and "3 in a row" in words and "No space left" in words
+    (step, words), other = run_ranks(2, _gives_up, tmp_path / "b", 0)  # never while training, but not silently at the end
+    assert (step, words) == other and step == 60 and "the run has ended" in words
+
+
+def test_a_planned_part_that_was_not_written_is_an_error():
+    """torch's own writer publishes without it when a thread of it fails (pytorch#191391)."""
+    writer = storage.ShardWriter(Path("unused"), 0, lambda tensors, files: pytest.fail("published"))
+    writer.planned = 2
+    with pytest.raises(RuntimeError, match="2 parts of tensors were planned, 1 written"):
+        writer.finish(None, [[storage.WriteResult(verify.FORMAT, 1, None)]])
+
+
+def _refused_at_start(folder: Path, free: int | None = None) -> tuple[float, str]:
+    if free is not None:
+        usage = shutil.disk_usage("/")
+        manager.shutil.disk_usage = lambda path: usage._replace(free=free)
+    job = build()
+    began = time.monotonic()
+    with pytest.raises(InputError) as refusal:
+        open_manager(job, folder).load(job.model, job.optimizer)
+    return time.monotonic() - began, str(refusal.value)
+
+
+def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(tmp_path):
+    """D3."""
+    (tmp_path / "file").write_text("")
+    for (seconds, words), other in [
+        run_ranks(2, _refused_at_start, tmp_path / "file" / "checkpoints"),
+        run_ranks(2, _refused_at_start, Path("/proc/nothing")),
+        run_ranks(2, _refused_at_start, tmp_path / "c", 100_000),
+    ]:
+        assert seconds < 2 and words == other[1]
+        assert "cannot be kept in" in words or "has 0.1 MB free, one checkpoint of this run takes 0.7 MB" in words
+
+
+# Retention
+
+
+def test_retention_of_random_histories(n: int = 2000):
+    """D8: saves, crashes, going back, damage, changed options, against a model of what may disappear."""
+    for seed in range(n):
+        rng = random.Random(seed)
+        folder, damaged, line, attempt, step = ["step-x", "notes"], set(), [], 0, 0
+        keep_last, keep_every = rng.randrange(4), rng.choice([0, 0, 20, 30])
+        for _ in range(rng.randrange(1, 30)):
+            event = rng.random()
+            ours = [name for name in folder if verify.parse_name(name)]
+            if event < 0.1 and ours:  # go back, by request or over a damaged one
+                name = rng.choice(ours)
+                if name in damaged:
+                    continue
+                newest = max(ours, key=verify.parse_name)
+                attempt = verify.parse_name(newest)[0] + (name != newest)
+                line, step = ancestors[name] + [name], verify.parse_name(name)[1]
+            elif event < 0.2 and ours:
+                damaged.add(rng.choice(ours))
+            elif event < 0.25:
+                keep_last, keep_every = rng.randrange(4), rng.choice([0, 0, 20, 30])
+            else:
+                step += 10
+                name = verify.step_name(step, attempt)
+                assert name not in folder, "a published name is written again"
+                ancestors = {} if not ours and not line else ancestors
+                ancestors[name] = list(line)
+                folder.append(name)
+                line = [n for n in line if n in folder] + [name]
+                whole = [n for n in line if n not in damaged]
+                gone = expired(line, whole, keep_last, keep_every)
+                assert gone == expired(line, whole[-keep_last:] if keep_last else [], keep_last, keep_every)
+                left = [n for n in whole if n not in gone]
+                assert set(gone) <= set(line), f"seed {seed}: removed what is not of the current line"
+                assert name not in gone and left[-1] == name, f"seed {seed}: removed the last whole one"
+                assert not keep_last or len(left) >= min(keep_last, len(whole)), f"seed {seed}: too few are left"
+                assert not keep_every or all(verify.parse_name(n)[1] % keep_every for n in gone), f"seed {seed}"
+                if keep_last and not keep_every and not damaged:
+                    assert len(left) <= keep_last, f"seed {seed}: too many are left"
+                folder = [n for n in folder if n not in gone]
+                line = [n for n in line if n not in gone]
+        assert {"step-x", "notes"} <= set(folder)
+
+
+def test_retention_on_disk_and_leftovers(tmp_path):
+    folder = tmp_path / "c"
+    run_ranks(2, lambda: save_all(folder, [1, 2, 3, 4, 5, 6, 7], keep_last=2, keep_every=3))
+    assert verify.published(folder) == [verify.step_name(s, 0) for s in (7, 6, 3)]
+    for left in (".tmp-0123abcd-4-step-00000008", ".del-0123abcd-4-step-00000001.2"):
+        (folder / left).mkdir()
+        (folder / left / "rank-00000.safetensors").write_bytes(b"half")
+    run_ranks(1, lambda: save_all(folder, [8], keep_last=2, keep_every=3))
+    assert sorted(p.name for p in folder.iterdir()) == [".lease", *(verify.step_name(s, 0) for s in (3, 6, 7, 8))]
+
+
+# One run per folder
+
+
+def contend(folder: Path, delay: float, hold: float = 0.5) -> str:
+    """Start after `delay`; whether this run got the folder."""
+    time.sleep(delay)
+    try:
+        mine = lease.Lease(folder / ".lease")
+    except InputError as error:
+        return str(error)
+    time.sleep(hold)
+    mine.release()
+    return "mine"
+
+
+def two_runs(folder: Path, rng: random.Random) -> list[str]:
+    """Two runs that start 0 to 50 ms apart."""
+    pids, ends = [], []
+    for delay in (0.0, rng.uniform(0, 0.05)):
+        read, write = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.write(write, contend(folder, delay).encode())
+            os._exit(0)
+        os.close(write)
+        pids.append(pid)
+        ends.append(read)
+    answers = [os.read(end, 1000).decode() for end in ends]
+    for pid, end in zip(pids, ends, strict=True):
+        os.waitpid(pid, 0)
+        os.close(end)
+    return answers
+
+
+def check_one_winner(answers: list[str]) -> None:
+    assert sorted(answers)[1].startswith("/") or "mine" in answers
+    assert answers.count("mine") == 1 and any("is being written by another run" in a for a in answers), answers
+
+
+def test_of_two_runs_one_gets_the_folder(tmp_path):
+    """D9."""
+    for seed in range(4):
+        check_one_winner(two_runs(tmp_path, random.Random(seed)))
+
+
+def test_the_lease_of_a_dead_process_is_taken_over(tmp_path, monkeypatch):
+    if (pid := os.fork()) == 0:
+        lease.Lease(tmp_path / ".lease")
+        os._exit(0)  # without release
+    os.waitpid(pid, 0)
+    assert f'"pid": {pid}' in (tmp_path / ".lease").read_text()
+    began = time.monotonic()
+    lease.Lease(tmp_path / ".lease").release()
+    assert time.monotonic() - began < 1
+    assert (tmp_path / ".lease").read_text() == ""
+
+
+def test_the_lease_of_another_host_holds_while_it_counts_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "PATIENCE", 1.2)
+    path = tmp_path / ".lease"
+    other = {"host": "elsewhere", "pid": 1, "id": "x", "count": 1}
+    path.write_text(json.dumps(other))
+    counting = threading.Timer(0.3, lambda: path.write_text(json.dumps({**other, "count": 2})))
+    counting.start()
+    with pytest.raises(InputError, match="process 1 on elsewhere"):
+        lease.Lease(path)
+    counting.join()
+    mine = lease.Lease(path)  # now it stands still
+    assert mine.held()
+    path.write_text(json.dumps({**other, "count": 3}))  # it was only frozen, and believes the folder is still its own
+    with pytest.raises(lease.Lost, match="taken over"):
+        mine.check()
+    mine.release()
+    assert "elsewhere" in path.read_text()
+
+
+def _publishes_after_losing(folder: Path) -> str:
+    job = build()
+    checkpoints = open_manager(job, folder, max_failures=0)
+    if job.mesh.rank == 0:
+        (folder / ".lease").write_text(json.dumps({"host": "elsewhere", "pid": 1, "id": "x"}).ljust(200))
+    checkpoints.save(1, job.model, job.optimizer, {"step": 1})
+    with pytest.raises(InputError) as refusal:
+        checkpoints.close()
+    return str(refusal.value)
+
+
+def test_a_run_that_lost_its_lease_publishes_nothing(tmp_path):
+    assert all("taken over by another run" in words for words in run_ranks(2, _publishes_after_losing, tmp_path))
+    assert verify.published(tmp_path) == []
+
+
+# Reading in blocks
+
+
+def test_a_rank_reads_and_verifies_only_the_blocks_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "BLOCK", 64)
+    whole = torch.arange(23 * 7, dtype=torch.float32).view(23, 7)
+    tables: dict = {}
+
+    def write_and_read() -> None:
+        def publish(tensors: dict, files: dict) -> None:
+            tables.update(tensors=tensors, files=files)
+
+        live = {"t": whole, "s": torch.tensor(3.0), "e": torch.empty(0, 5), "h": torch.arange(9, dtype=torch.int8) > 3}
+        writer = storage.ShardWriter(tmp_path / "c", 0, publish)
+        torch.distributed.checkpoint.save(live, storage_writer=writer, planner=storage.StagedSave(live))
+        reader = storage.ShardReader(tmp_path / "c", tables)
+        part = tables["tensors"]["t"]["parts"][0]
+        with open(tmp_path / "c" / "rank-00000.safetensors", "rb") as stream:
+            for a in range(23):
+                for b in range(a + 1, 24):
+                    item = storage.ReadItem(None, None, None, storage.MetadataIndex("t", (0, 0)), torch.Size((a, 2)), torch.Size((b - a, 3)))
+                    assert torch.equal(reader._read(stream, item, part), whole[a:b, 2:5])
+        back = {name: torch.zeros_like(t) for name, t in live.items()}
+        torch.distributed.checkpoint.load(dict(live), storage_reader=reader, planner=storage.StagedLoad(back))
+        assert all(torch.equal(back[name], live[name]) for name in live)
+        path = tmp_path / "c" / "rank-00000.safetensors"
+        flip(path, part["start"] + 300)
+        one_row = {"t": torch.zeros(1, 7)}
+        with open(path, "rb") as stream:
+            for row in range(23):  # 28 bytes each; the flipped byte lies in block 4, bytes 256 to 320: rows 9 to 11
+                item = storage.ReadItem(None, None, None, storage.MetadataIndex("t", (0, 0)), torch.Size((row, 0)), torch.Size((1, 7)))
+                try:
+                    one_row["t"].copy_(reader._read(stream, item, part))
+                    assert row not in (9, 10, 11)
+                except Damaged as error:
+                    assert row in (9, 10, 11) and f"at byte {part['start'] + 256}" in str(error)
+        with pytest.raises(CheckpointException):
+            torch.distributed.checkpoint.load(dict(live), storage_reader=reader, planner=storage.StagedLoad(back))
+
+    run_ranks(1, write_and_read)
+
+
+def save_and_resume_on_cuda(folder: Path) -> None:
+    job = build("--run.device=cuda")
+    checkpoints = open_manager(job, folder)
+    checkpoints.load(job.model, job.optimizer)
+    assert all(buffer.is_pinned() for buffer in checkpoints.buffers.values())
+    for step in (1, 2, 3):
+        fill(job, step)
+        checkpoints.save(step, job.model, job.optimizer, {"step": step})
+        fill(job, -step)
+    drawn = torch.rand(3, device="cuda")
+    checkpoints.close()
+    assert [values_on_disk(folder / verify.step_name(step, 0)) for step in (1, 2, 3)] == [[1], [2], [3]]
+    checkpoints = open_manager(job, folder)
+    assert checkpoints.load(job.model, job.optimizer) == {"step": 3} and values(job) == [3]
+    assert torch.equal(torch.rand(3, device="cuda"), drawn)
+    checkpoints.close()
+    meshes.close_mesh()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_cuda_a_save_holds_the_state_of_its_call_and_comes_back(tmp_path):
+    """In a process of its own: a GPU does not survive a fork."""
+    code = "import sys; from tests.test_checkpoint import *; save_and_resume_on_cuda(Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=100)

@@ -1,0 +1,291 @@
+"""What a run reports: the FLOPs formula, MFU, metrics.jsonl over a restart, TensorBoard, the log, the profiler."""
+
+import gzip
+import json
+import logging
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from configs import schema
+from configs.schema import InputError, Parallelism, Run
+from models import MODELS, llama
+from parallelisms import mesh as meshes
+from tests.ranks import run_ranks
+from training import log
+from training.metrics import PEAK_TFLOPS, Metrics, flops_per_token, memory_gib, model_summary, peak_flops
+from training.profiler import profiler
+
+ARCH = llama.FLAVORS["debug"] | {"dim": 22, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "head_dim": 10, "hidden_dim": 26}
+QUIET = schema.Metrics(tensorboard=False, progress="off")
+
+
+@pytest.fixture
+def say(tmp_path: Path) -> Iterator[logging.Logger]:
+    """The log of rank 0 in tmp_path; afterwards logging is as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield log.setup(tmp_path, 0)
+    for handler in root.handlers[:]:
+        if isinstance(handler, logging.FileHandler):
+            handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def log_of(folder: Path, rank: int = 0) -> str:
+    return (folder / "logs" / f"rank-{rank:05d}.log").read_text()
+
+
+def series(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# FLOPs and MFU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_formula_is_what_torch_counts(tied: bool) -> None:
+    arch = ARCH | {"vocab_size": 37, "tied_embeddings": tied}
+    batch, seq_len = 3, 14
+    with torch.device("meta"):
+        model = MODELS["llama"].build(arch)
+        tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    assert counter.get_total_flops() == flops_per_token(arch, seq_len) * batch * seq_len
+
+
+def test_the_formula_for_the_published_model() -> None:
+    """Llama 3 8B has 8,030,261,248 parameters, of which 128256 * 4096 are the embedding and 65 * 4096 the norms."""
+    multiplied = 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    assert flops_per_token(llama.FLAVORS["8B"], 8192) == 6 * multiplied + 12 * 32 * 4096 * 8192
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("cpu", None),
+    ],
+)
+def test_no_peak_rather_than_a_wrong_one(name: str, tflops: int | None) -> None:
+    assert peak_flops(name) == (None if tflops is None else tflops * 1e12)
+    assert peak_flops(name, dtype=torch.float32) is None, "the table is of bfloat16"
+    assert peak_flops(name, override_tflops=2.5, dtype=torch.float32) == 2.5e12
+    assert sum(pattern == name for pattern, _, _ in PEAK_TFLOPS) <= 1
+
+
+# metrics.jsonl --------------------------------------------------------------------------------------------------------
+
+
+def test_floats_read_back_bitwise_and_infinities_are_json(tmp_path: Path) -> None:
+    numbers = {"loss": 0.1 + 0.2, "lr": 1e-300, "grad_norm": math.pi * 1e10, "tokens_seen": 2**60}
+    broken = {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf}
+    with Metrics(QUIET, tmp_path, True, start=0, steps=9) as metrics:
+        metrics.log(1, numbers)
+        assert series(tmp_path) == [{"step": 1} | numbers], "a line is on disk as soon as it is logged"
+        metrics.log(2, broken)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    strict = json.loads(lines[1], parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert strict == {"step": 2, "loss": "nan", "grad_norm": "inf", "lr": "-inf"}
+    assert math.isnan(float(strict["loss"]))
+
+
+def test_a_restart_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    with Metrics(QUIET, tmp_path, True, start=0, steps=9) as metrics:
+        for step in range(1, 8):
+            metrics.log(step, {"loss": float(step)})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 8, "lo')  # killed while writing
+    with Metrics(QUIET, tmp_path, True, start=4, steps=9) as metrics:
+        for step in range(5, 10):
+            metrics.log(step, {"loss": -float(step)})
+    assert series(tmp_path) == [{"step": s, "loss": float(s if s <= 4 else -s)} for s in range(1, 10)]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+    whole = path.stat()
+    Metrics(QUIET, tmp_path, True, start=9, steps=9).close()
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (whole.st_ino, whole.st_mtime_ns), "nothing to forget: untouched"
+    Metrics(QUIET, tmp_path, True, start=0, steps=9).close()
+    assert series(tmp_path) == [], "a fresh start in the same folder"
+
+
+def test_other_ranks_write_to_their_log_alone(tmp_path: Path, say: logging.Logger) -> None:
+    with Metrics(schema.Metrics(), tmp_path, False, start=0, steps=9) as metrics:
+        metrics.log(1, {"loss": 1.5})
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"] and "loss 1.5000" in log_of(tmp_path)
+
+
+def test_mfu_is_achieved_over_peak_and_absent_without_a_peak(tmp_path: Path, say: logging.Logger) -> None:
+    for peak in (None, 312e12):
+        with Metrics(QUIET, tmp_path, True, start=0, steps=9, peak=peak) as metrics:
+            metrics.log(1, {"tflops_per_device": 156.0})
+        assert series(tmp_path)[0].get("mfu") == (None if peak is None else 0.5)
+    first, second = log_of(tmp_path).splitlines()
+    assert "156 TFLOP/s" in first and "MFU" not in first
+    assert "MFU 50.0%" in second and "TFLOP/s" not in second
+
+
+def test_wandb_that_is_missing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
+    with pytest.raises(InputError, match="pip install wandb"):
+        Metrics(schema.Metrics(wandb_project="p"), tmp_path, True, start=0, steps=1)
+
+
+# TensorBoard ----------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_shows_one_series_over_a_restart(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cfg = schema.Metrics(progress="off")
+    for start, last, sign in ((0, 7, 1), (4, 9, -1)):
+        with Metrics(cfg, tmp_path, True, start=start, steps=9) as metrics:
+            for step in range(start + 1, last + 1):
+                metrics.log(step, {"loss": float(sign * step)})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(s, s if s <= 4 else -s) for s in range(1, 10)]
+
+
+# The console and the log ----------------------------------------------------------------------------------------------
+
+
+def test_the_line_for_a_person(tmp_path: Path, say: logging.Logger) -> None:
+    with Metrics(QUIET, tmp_path, True, start=0, steps=100) as metrics:
+        values = {"loss": 2.34567, "grad_norm": 1.25, "lr": 3e-4, "tokens_per_second": 12345.6, "tflops_per_device": 0.0123}
+        metrics.log(40, values | {"memory_gib": 1.5, "data_wait": 0.005, "step_seconds": 61.0})
+        metrics.log(41, {"tokens_per_second": 100.0})
+        metrics.log(42, {"tokens_per_second": 300.0})
+        metrics.log(43, {"tokens_per_second": 120.0})
+        assert metrics.summary() == "120 tokens/s", "the median without the first, which holds the start-up"
+    line = log_of(tmp_path).splitlines()[0].split(" INFO ")[1]
+    assert line == (
+        "step 40/100  loss 2.3457  grad norm 1.250  lr 3.00e-04  12,346 tokens/s  0.0123 TFLOP/s  1.50 GiB  data wait 0.5%  "
+        "ETA 1:01:00"
+    )
+
+
+@pytest.mark.usefixtures("say")  # which puts logging back
+def test_a_bar_replaces_the_lines_on_the_console_but_not_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def console(progress: str) -> tuple[str, str]:
+        folder = tmp_path / progress
+        say = log.setup(folder, 0)
+        with Metrics(schema.Metrics(tensorboard=False, progress=progress), folder, True, start=0, steps=9) as metrics:
+            metrics.log(3, {"loss": 1.5})
+            say.info("checkpoint written")
+        assert "loss 1.5000" in log_of(folder)
+        return capsys.readouterr()
+
+    out, err = console("on")
+    assert "loss 1.5000" not in out and "checkpoint written\n" in out
+    assert "3/9" in err and "loss 1.5000" in err
+    out, err = console("auto")  # not a terminal here
+    assert "step 3/9  loss 1.5000\n" in out and err == ""
+
+
+SPEAK = """
+import logging, sys, warnings
+from training import log
+say = log.setup(sys.argv[1], 0)
+say.info("hello")
+warnings.warn("something odd")
+warnings.warn("DTensor random operators may not have complete support on cpu device mesh")
+logging.getLogger("torch.distributed.tensor._redistribute").warning("While redistributing from %s", "a to b")
+logging.getLogger("another.library").info("chatter")
+say = log.setup(sys.argv[1], 1)
+say.info("from the other")
+say.error("it failed")
+"""
+
+
+def test_who_says_what_where(tmp_path: Path) -> None:
+    """In a process of its own: pytest has its own hands on warnings and logging."""
+    command = [sys.executable, "-c", SPEAK, str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    for text in (done.stdout, log_of(tmp_path)):
+        assert "hello" in text and "something odd" in text
+        assert not any(noise in text for noise in ("DTensor random", "While redistributing", "chatter"))
+    assert "from the other" not in done.stdout and "from the other" in log_of(tmp_path, rank=1)
+    assert "rank 1: it failed" in done.stdout, "an error is worth the console whoever has it"
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"run.folder = .*file.* cannot be written"):
+        log.setup(tmp_path / "file" / "run", 0)
+
+
+# The summary, memory, the profiler ------------------------------------------------------------------------------------
+
+
+def summary_on_this_rank() -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = meshes.open_mesh(Run(device="cpu"), Parallelism(), 2)
+    model = nn.Linear(256, 1024, bias=False)  # 262,144 parameters: 1 MiB of float32
+    fully_shard(model, mesh=mesh.fsdp_mesh)
+    optimizers = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    return "\n".join(model_summary(ARCH, model, mesh, torch.bfloat16, 8192, optimizer) for optimizer in optimizers)
+
+
+def test_the_summary_counts_what_is_sharded() -> None:
+    adamw, sgd = run_ranks(2, summary_on_this_rank)[1].split("\nmodel: ")
+    assert "262,144 parameters" in adamw and "3 layers of width 22, 6 heads on 2 key/value heads" in adamw
+    assert "dp_replicate 1 x dp_shard 2 x tp 1 = 2 processes on cpu, computing in bfloat16" in adamw
+    assert "2 optimizer moments take 4 MiB in all, 2 MiB on this rank" in adamw
+    assert "0 optimizer moments take 2 MiB in all, 1 MiB on this rank" in sgd
+    assert "8,192 tokens" in adamw
+
+
+def test_memory_of_this_process() -> None:
+    before = memory_gib(torch.device("cpu"))
+    ballast = b"1" * 2**30  # written to, so that it is there
+    after = memory_gib(torch.device("cpu"))
+    assert 0.05 < before and len(ballast) / 2**30 <= after <= before + 1.5
+
+
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # tracing from the first step on, there is none
+@pytest.mark.parametrize("start_step, steps, done", [(1, 2, 5), (3, 2, 5), (3, 9, 4)])
+def test_the_trace_holds_the_steps_asked_for(tmp_path: Path, start_step: int, steps: int, done: int) -> None:
+    with profiler(schema.Profiler(enabled=True, start_step=start_step, steps=steps), tmp_path, 3) as profile:
+        for step in range(1, done + 1):
+            with torch.profiler.record_function(f"work of step {step}"):
+                torch.ones(8).sum()
+            profile.step()
+    events = json.loads(gzip.open(tmp_path / "profile" / "rank-00003.json.gz").read())["traceEvents"]
+    found = {event["name"] for event in events if event.get("cat") == "user_annotation" and "work" in event["name"]}
+    assert found == {f"work of step {step}" for step in range(start_step, min(start_step + steps - 1, done) + 1)}
+
+
+def test_the_profiler_is_off_unless_asked_for(tmp_path: Path) -> None:
+    with profiler(schema.Profiler(), tmp_path, 0) as profile:
+        profile.step()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no CUDA")
+def test_a_memory_snapshot_without_cuda_is_declined(tmp_path: Path, say: logging.Logger) -> None:
+    with profiler(schema.Profiler(enabled=True, memory_snapshot=True, start_step=1, steps=1), tmp_path, 0) as profile:
+        profile.step()
+    assert "only CUDA's allocator keeps a history" in log_of(tmp_path)
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-00000.json.gz"]

@@ -1,0 +1,334 @@
+"""Whole runs of train.py: what they write, how they stop, and that a resumed run is the run that was not interrupted."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from configs.load import load_config
+from tests.ranks import run_ranks
+from tests.test_parallel import MESHES
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 16
+TINY = (
+    "--model.dim=32 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 --model.hidden_dim=36 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
+    f"--training.global_batch_size=8 --training.local_batch_size=2 --training.steps={STEPS} --lr_schedule.warmup_steps=3 "
+    "--optimizer.lr=0.01 --optimizer.eps=1e-5 --checkpoint.interval=5 --metrics.interval=1 --metrics.tensorboard=false "
+    "--validation.interval=0 --debug.sample_tokens=0 --metrics.progress=off"
+).split()
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    """A tiny run over a corpus of 40 small documents, with its own cache."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(40):
+        (corpus / f"{i:02d}.txt").write_text(f"document {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60)) + "\n")
+    return [*TINY, f"--data.source={corpus}", f"--data.cache={tmp_path / 'cache'}"]
+
+
+def run(options: list[str], folder: Path) -> tuple[int, str]:
+    """train.main on this rank: its exit code, and what it printed as an error. Notes which samples each step saw."""
+    real = train.train_step
+
+    def noting(job, batch):
+        result = real(job, batch)
+        if job.mesh.device_mesh.get_local_rank("tp") == 0:
+            with open(folder / f"samples-{job.mesh.dp_rank}.jsonl", "a") as file:
+                file.write(json.dumps(batch["sample"].tolist()) + "\n")
+        return result
+
+    train.train_step = noting
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        code = train.main([f"--run.folder={folder}", *options])
+    return code, errors.getvalue()
+
+
+def series(folder: Path, key: str = "loss") -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def samples(folder: Path, dp_size: int) -> list[list[int]]:
+    """The global batch of every step that was trained, in order, put together from the ranks' shares."""
+    shares = [[json.loads(line) for line in (folder / f"samples-{r}.jsonl").read_text().splitlines()] for r in range(dp_size)]
+    return [sum(rows, []) for rows in zip(*shares, strict=True)]
+
+
+@pytest.fixture
+def oracle(options, tmp_path) -> Path:
+    """The run that nobody interrupts, on one process."""
+    folder = tmp_path / "oracle"
+    folder.mkdir()
+    assert run_ranks(1, run, options, folder) == [(0, "")]
+    return folder
+
+
+def test_a_run_leaves_what_the_readme_says(oracle, options):
+    assert (oracle / "config.toml").exists() and (oracle / "tokenizer.json").exists()
+    assert "step 16/16" in (oracle / "logs" / "rank-00000.log").read_text()
+    assert [p.name for p in sorted((oracle / "checkpoints").glob("step-*"))] == ["step-00000010", "step-00000015", "step-00000016"]
+    again = load_config([str(oracle / "config.toml")])
+    assert again == load_config([f"--run.folder={oracle}", *options])
+    line = json.loads((oracle / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"step", "loss", "grad_norm", "lr", "tokens_per_second", "tokens_seen", "data_wait", "memory_gib"} <= line.keys()
+    assert line["tokens_seen"] == STEPS * 8 * 16
+    losses = series(oracle)
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert abs(losses[1] - math.log(263)) < 0.2 and losses[STEPS] < losses[1] - 1
+
+
+def killed_at(step: int, options: list[str], folder: Path) -> None:
+    """A run in processes of its own, killed with -9 as soon as it has logged `step`."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            run(options, folder)
+        os._exit(0)
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= step):
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_kill_9_and_resume_on_the_same_mesh_is_bitwise(oracle, options, tmp_path):
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    killed_at(8, options, folder)
+    assert 8 <= max(series(folder)) < STEPS
+    assert run_ranks(1, run, options, folder) == [(0, "")]
+    assert series(folder) == series(oracle)  # floats round-trip: equal is bitwise
+    assert series(folder, "grad_norm") == series(oracle, "grad_norm")
+    assert samples(folder, 1)[-6:] == samples(oracle, 1)[-6:]
+
+
+@pytest.mark.parametrize("mesh", ["one", "fsdp4", "tp2"])
+def test_resume_on_another_mesh_repeats_and_skips_nothing(oracle, options, tmp_path, mesh):
+    """Saved at step 5 on 2x2, gone on with elsewhere: losses of the next 11 steps to 1e-5, the same samples in order."""
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    ranks, extra, dp_size = MESHES["fsdp2xtp2"]
+    # stopped by a signal in step 5, as a scheduler would
+    assert run_ranks(ranks, stopped_at, 5, [*options, *extra], folder) == [75] * ranks
+    assert max(series(folder)) == 5
+    for path in folder.glob("samples-*"):
+        path.rename(path.with_name("first-" + path.name))
+    ranks, extra, dp_size = (1, [], 1) if mesh == "one" else MESHES[mesh]
+    assert run_ranks(ranks, run, [*options, *extra], folder) == [(0, "")] * ranks
+    want, got = series(oracle), series(folder)
+    assert got.keys() == want.keys()
+    assert max(abs(got[s] / want[s] - 1) for s in want) <= 1e-5
+    assert samples(folder, dp_size) == samples(oracle, 1)[5:]
+
+
+def stopped_at(step: int, options: list[str], folder: Path, signalled_rank: int = 0) -> int:
+    """A run of which one rank gets SIGTERM during `step`; returns the exit code."""
+    real, steps = train.train_step, []
+
+    def with_signal(job, batch):
+        steps.append(1)
+        if len(steps) == step and job.mesh.rank == signalled_rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(job, batch)
+
+    train.train_step = with_signal
+    return run(options, folder)[0]
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(oracle, options, tmp_path):
+    folder = tmp_path / "stopped"
+    folder.mkdir()
+    extra = MESHES["fsdp2"][1]
+    assert run_ranks(2, stopped_at, 7, [*options, *extra], folder, 1) == [75, 75]
+    assert max(series(folder)) == 7
+    assert (folder / "checkpoints" / "step-00000007").is_dir()
+    assert run_ranks(1, run, options, folder) == [(0, "")]
+    want, got = series(oracle), series(folder)
+    assert max(abs(got[s] / want[s] - 1) for s in want) <= 1e-5
+
+
+def poisoned(from_step: int, to_step: int, options: list[str], folder: Path) -> tuple[str, list[bool]]:
+    """A run in which one rank's loss is not a number in some steps; (the error it ends with, finite weights by step)."""
+    real_loss, real_step, finite = train.linear_cross_entropy, train.train_step, []
+
+    def loss(h, weight, labels, chunk_tokens):
+        value = real_loss(h, weight, labels, chunk_tokens)
+        here = from_step <= len(finite) + 1 <= to_step and torch.distributed.get_rank() == 1
+        return value * math.nan if here else value
+
+    def step(job, batch):
+        result = real_step(job, batch)
+        finite.append(all(p.to_local().isfinite().all().item() for p in job.model.parameters()))
+        return result
+
+    train.linear_cross_entropy, train.train_step = loss, step
+    try:
+        code, _ = run(options, folder)
+        return f"exit code {code}", finite
+    except RuntimeError as error:
+        return str(error), finite
+
+
+def test_a_step_without_a_finite_gradient_is_skipped_by_all_ranks(options, tmp_path):
+    extra = MESHES["fsdp2"][1]
+    results = run_ranks(2, poisoned, 4, 5, [*options, *extra], tmp_path)
+    assert results == [("exit code 0", [True] * STEPS)] * 2
+    losses = series(tmp_path)
+    assert losses[4] == losses[5] == "nan" and all(isinstance(losses[s], float) for s in losses if s not in (4, 5))
+    assert "step 4: loss nan" in (tmp_path / "logs" / "rank-00000.log").read_text()
+
+
+def test_a_run_that_stays_without_finite_gradients_ends(options, tmp_path):
+    results = run_ranks(2, poisoned, 4, 99, [*options, *MESHES["fsdp2"][1]], tmp_path)
+    assert all("4 steps in a row" in error and all(finite) and len(finite) == 7 for error, finite in results)
+
+
+def validated(options: list[str], folder: Path) -> tuple[int, bool]:
+    """A run with validation; whether every parameter is a shard afterwards."""
+    jobs, real = [], train.build
+
+    def build(cfg):
+        jobs.append(real(cfg))
+        return jobs[0]
+
+    train.build = build
+    code, _ = run([*options, "--validation.interval=5", "--validation.steps=2", "--data.validation_fraction=0.2"], folder)
+    return code, all(type(p.data).__name__ == "DTensor" for p in jobs[0].model.parameters())
+
+
+def test_validation_leaves_the_shards_in_place(options, tmp_path):
+    """... and is the same number on every mesh, at steps 5, 10, 15 and the last."""
+    seen = {}
+    for name in "one", "fsdp2", "fsdp2xtp2":
+        ranks, extra, _ = (1, [], 1) if name == "one" else MESHES[name]
+        folder = tmp_path / name
+        folder.mkdir()
+        assert run_ranks(ranks, validated, [*options, *extra], folder) == [(0, ranks > 1)] * ranks
+        seen[name] = series(folder, "validation_loss")
+    assert list(seen["one"]) == [5, 10, 15, 16]
+    for name in "fsdp2", "fsdp2xtp2":
+        assert max(abs(seen[name][s] / seen["one"][s] - 1) for s in seen["one"]) <= 1e-5
+
+
+def test_the_final_sample_is_the_same_text_on_every_mesh(options, tmp_path):
+    texts = {}
+    for name in "one", "fsdp2xtp2":
+        ranks, extra, _ = (1, [], 1) if name == "one" else MESHES[name]
+        folder = tmp_path / name
+        folder.mkdir()
+        more = ["--debug.sample_tokens=12", "--debug.sample_prompt=document 3: 1"]
+        assert run_ranks(ranks, run, [*options, *extra, *more], folder) == [(0, "")] * ranks
+        log = (folder / "logs" / "rank-00000.log").read_text()
+        texts[name] = log[log.index("a sample from") :].split("tensorboard --logdir")[0]
+    assert texts["one"] == texts["fsdp2xtp2"]
+    assert "document 3: 1" in texts["one"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_workers_do_not_change_the_run(oracle, options, tmp_path, workers):
+    folder = tmp_path / "workers"
+    folder.mkdir()
+    assert run_ranks(1, run, [*options, f"--data.workers={workers}"], folder)[0][0] == 0
+    assert series(folder) == series(oracle)
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def refused(options: list[str], folder: Path, *words: str, ranks: int = 2) -> None:
+    """Every rank ends with exit code 2 and one sentence that has these words; nothing hangs."""
+    extra = MESHES["fsdp2"][1] if ranks == 2 else []
+    for code, error in run_ranks(ranks, run, [*options, *extra], folder, timeout=30):
+        assert code == 2, error
+        assert "Traceback" not in error
+        for word in words:
+            assert word in error, error
+
+
+def test_a_missing_corpus_is_a_sentence(options, tmp_path):
+    refused([*options, "--data.source=/no/such/corpus"], tmp_path, "data.source", "/no/such/corpus")
+
+
+def test_an_empty_corpus_is_a_sentence(options, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    refused([*options, f"--data.source={tmp_path / 'nothing'}"], tmp_path, "data.source")
+
+
+def test_a_corpus_shorter_than_a_sequence_is_a_sentence(options, tmp_path):
+    (tmp_path / "short.txt").write_text("ab")
+    refused([*options, f"--data.source={tmp_path / 'short.txt'}"], tmp_path, "training.seq_len = 16")
+
+
+def test_a_tokenizer_larger_than_the_model_is_a_sentence(options, tmp_path):
+    ranks = tmp_path / "ranks.tiktoken"
+    import base64
+
+    tokens = [bytes([i]) for i in range(256)] + [b"%d" % i for i in range(10, 99)]
+    ranks.write_text("".join(f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(tokens)))
+    refused([*options, f"--data.tokenizer={ranks}"], tmp_path, "346 tokens", "model.vocab_size")
+
+
+def test_a_tokenizer_that_disagrees_with_the_cached_tokens_is_a_sentence(oracle, options, tmp_path):
+    (cached,) = (tmp_path / "cache").glob("*/tokenizer.json")
+    saved = json.loads(cached.read_text())
+    saved["ranks"][65], saved["ranks"][66] = saved["ranks"][66], saved["ranks"][65]
+    cached.write_text(json.dumps(saved, indent=0))
+    before = sorted(p.name for p in (oracle / "checkpoints").iterdir())
+    refused([*options, "--training.steps=20"], oracle, "remove", ranks=1)
+    assert sorted(p.name for p in (oracle / "checkpoints").iterdir()) == before
+
+
+@pytest.mark.parametrize("change, word", [
+    ("--model.hidden_dim=40", "hidden_dim"), ("--run.seed=1", "run.seed"), ("--training.seq_len=8", "training.seq_len"),
+])  # fmt: skip
+def test_a_checkpoint_of_another_run_is_a_sentence_and_stays(oracle, options, change, word):
+    before = {p: p.stat().st_mtime_ns for p in (oracle / "checkpoints").rglob("*") if p.is_file() and "lease" not in p.name}
+    refused([*options, change, "--training.steps=20"], oracle, word)
+    assert before == {p: p.stat().st_mtime_ns for p in (oracle / "checkpoints").rglob("*") if p.is_file() and "lease" not in p.name}
+
+
+def test_a_run_folder_that_cannot_be_written_is_a_sentence(options, tmp_path):
+    (tmp_path / "file").write_text("")
+    options = [o for o in options if not o.startswith("--run.folder")]
+    for code, error in run_ranks(2, run_in, tmp_path / "file" / "run", options):
+        assert code == 2 and "run.folder" in error and "Traceback" not in error
+
+
+def run_in(folder: Path, options: list[str]) -> tuple[int, str]:
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = train.main([f"--run.folder={folder}", *options])
+    return code, errors.getvalue()
+
+
+def test_a_finished_run_has_nothing_to_do(oracle, options):
+    before = series(oracle)
+    assert run_ranks(1, run, options, oracle) == [(0, "")]
+    assert series(oracle) == before
+    assert "nothing to do" in (oracle / "logs" / "rank-00000.log").read_text()
+
+
+def test_generate_reads_a_checkpoint_of_any_mesh(options, tmp_path):
+    ranks, extra, _ = MESHES["fsdp2xtp2"]
+    assert run_ranks(ranks, run, [*options, *extra], tmp_path) == [(0, "")] * ranks
+    command = [sys.executable, "-m", "tools.generate", str(tmp_path), "--prompt", "document 1", "--tokens", "8", "--temperature", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("document 1"), done.stderr
+    missing = subprocess.run([*command[:3], str(tmp_path / "cache")], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert missing.returncode == 2 and "no checkpoint" in missing.stderr and "Traceback" not in missing.stderr
