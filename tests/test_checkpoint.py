@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -657,7 +658,7 @@ def test_removal_follows_no_link_and_a_linked_run_folder_works(tmp_path):
 @contextmanager
 def full_disk(place: str, rank: int):
     """What this rank writes there meets a full disk: a real ENOSPC, from /dev/full."""
-    module, real = {"shard": (storage, storage), "manifest": (verify, verify)}[place][0], open
+    module, real = {"shard": storage, "manifest": verify}[place], open
 
     def sabotaged(path: object, mode: str = "r", **how: object):
         return real("/dev/full", "wb", **how) if "x" in mode and meshes.world().rank == rank else real(path, mode, **how)
@@ -669,16 +670,16 @@ def full_disk(place: str, rank: int):
         del module.open
 
 
-def fails_then_works(folder: Path, place: str, rank: int, async_save: bool) -> list[tuple[int, list[str], list[str]]]:
-    """Step 1 is saved, step 2 meets a full disk, step 3 is saved: after each, failures counted here, folder, words."""
-    job = build()
+def fails_then_works(folder: Path, sabotage: object, async_save: bool, *options: str) -> list[tuple]:
+    """Step 1 is saved, step 2 meets `sabotage`, step 3 is saved: after each, the failures counted, the folder, the words."""
+    job = build(*options)
     checkpoints = open_manager(job, folder, async_save=async_save)
     after = []
     for step in (1, 2, 3):
         fill(job, step)
         with heard() as words:
             if step == 2:
-                with full_disk(place, rank):
+                with sabotage():
                     checkpoints.save(step, job.model, job.optimizer, {"step": step})
                     polls = poll_until_told(checkpoints)
             else:
@@ -702,20 +703,19 @@ def poll_until_told(checkpoints: CheckpointManager) -> int:
     return after_end
 
 
-def check_failed_save(results: list, folder: Path) -> None:
+def check_failed_save(results: list, folder: Path, words: str = "No space left on device") -> None:
     for rank, (first, second, third) in enumerate(results):
         assert first[:2] == (0, [".lease", "step-00000001"])
         assert second[:2] == (1, [".lease", "step-00000001"]), "a failed save must be told and leave nothing"
         assert third[:2] == (0, [".lease", "step-00000001", "step-00000003"])
-        assert rank or "No space left on device" in second[2][0] and "step 2" in second[2][0]
+        assert rank or words in second[2][0] and "step 2" in second[2][0]
     assert values_on_disk(folder / "step-00000001") == [1] and values_on_disk(folder / "step-00000003") == [3]
 
 
 @pytest.mark.parametrize(("place", "rank"), [("shard", 1), ("manifest", 0)])
 def test_a_full_disk_is_told_on_every_rank_and_costs_that_save_only(place, rank, tmp_path):
     """D1."""
-    results = run_ranks(2, fails_then_works, tmp_path, place, rank, True)
-    check_failed_save(results, tmp_path)
+    check_failed_save(run_ranks(2, fails_then_works, tmp_path, partial(full_disk, place, rank), True), tmp_path)
 
 
 def _gives_up(folder: Path, max_failures: int) -> tuple[int, str]:
@@ -868,7 +868,7 @@ def check_one_winner(answers: list[str]) -> None:
 
 def test_of_two_runs_one_gets_the_folder(tmp_path):
     """D9."""
-    for seed in range(4):
+    for seed in range(3):
         check_one_winner(two_runs(tmp_path, random.Random(seed)))
 
 
