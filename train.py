@@ -4,6 +4,7 @@ This file reads top to bottom and knows everyone; nobody but tools and tests imp
 which runs it under torchrun; `python train.py configs/llama_debug.toml` is the same thing as one process.
 """
 
+import errno
 import gc
 import math
 import os
@@ -35,7 +36,8 @@ from training.profiler import profiler
 from training.sample import sample
 from training.validate import validation_loss
 
-DONE, WRONG_INPUT, STOPPED = 0, 2, 75  # exit codes; 75 is EX_TEMPFAIL: stopped on request with a checkpoint, run again
+# Exit codes. 75 is EX_TEMPFAIL: stopped on request with a checkpoint, run again to go on.
+DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 
 
 @dataclass
@@ -57,6 +59,7 @@ def build(cfg: Config) -> Job:
     """
     family, arch = MODELS[cfg.model.family], check.architecture(cfg.model)
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, check.data_parallel_shard(cfg, meshes.world().size))
+    torch.manual_seed(cfg.run.seed + mesh.dp_rank)  # for a model that draws numbers: alike within a tp group, else not
     with torch.device("meta"):
         model = family.build(arch)
     parallelize(model, mesh, cfg, family.TP_PLAN)
@@ -151,7 +154,7 @@ def train(cfg: Config) -> int:
     flops = flops_per_token(job.arch, cfg.training.seq_len)
     dtype = dp.param_dtype(cfg.training, mesh.device)
     device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    peak = peak_flops(device_name, cfg.metrics.peak_tflops)
+    peak = peak_flops(device_name, cfg.metrics.peak_tflops, dtype)
     metrics = Metrics(cfg.metrics, folder, here.rank == 0, start, steps, peak)
     say.info(model_summary(job.arch, model, mesh, dtype, tokens_per_step, optimizer))
     say.info("a fresh start" if not progress else f"resumed after step {start} of {steps}")
@@ -240,7 +243,7 @@ def closing_words(cfg: Config, code: int, step: int, first: float | None, last: 
 
 def main(argv: list[str] | None = None) -> int:
     """`train.py [CONFIG.toml] [--table.key=value ...]`. Returns 0 done, 2 wrong configuration or input, 75 stopped on
-    request with a checkpoint saved (run again to go on); anything else raises."""
+    request with a checkpoint saved (run again to go on), 1 no room to write; any other failure raises."""
     argv = sys.argv[1:] if argv is None else argv
     here = meshes.world()
     if "--help" in argv or "-h" in argv:
@@ -251,6 +254,12 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         print(f"rank {here.rank}: {error}" if here.size > 1 else error, file=sys.stderr, flush=True)
         return WRONG_INPUT
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise
+        print(f"rank {here.rank}: cannot write {error.filename or 'to the run folder'}: {error.strerror}. What was saved "
+              "before is untouched; make room and run the same command again", file=sys.stderr, flush=True)  # fmt: skip
+        return FAILED
     finally:
         meshes.close_mesh()
 

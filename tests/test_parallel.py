@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.load import load_config
@@ -196,6 +197,49 @@ def test_same_mesh_twice_is_bitwise_equal():
     assert first["loss"] == second["loss"] and first["norm"] == second["norm"]
     for key in "init", "grad", "weights":
         assert all(np.array_equal(first[key][n], second[key][n]) for n in first[key])
+
+
+class Count(TorchDispatchMode):
+    """How often a step runs a matrix product, attention, and a SiLU (which stands for the cheap rest)."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {"mm": 0, "attention": 0, "silu": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        kind = {"mm": "mm", "silu": "silu", "_scaled_dot_product_flash_attention_for_cpu": "attention"}.get(name)
+        if kind:
+            self.seen[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(mode: str) -> tuple[dict, int]:
+    """(operations of a forward and backward, bytes that autograd keeps between them) of one process."""
+    cfg = load_config([*MODEL, *ADAMW, "--training.local_batch_size=24", f"--activation_checkpoint.mode={mode}"])
+    job = train.build(cfg)
+    tokens, kept = torch.zeros(24, SEQ, dtype=torch.int64), {}
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with Count() as count:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            loss = job.model(tokens, functools.partial(train.linear_cross_entropy, labels=tokens, chunk_tokens=999))
+        loss.backward()
+    return count.seen, sum(kept.values())
+
+
+def test_checkpointing_recomputes_what_it_says_and_keeps_less():
+    """3 blocks of 7 products, one attention, one SiLU each; the head and all backward products come on top. The last product
+    of a block is not recomputed: PyTorch stops once it has all that backward needs."""
+    none, every_n, full, selective = (run_ranks(1, counted, mode)[0] for mode in ("none", "every_n", "full", "selective"))
+    assert none[0]["attention"] == none[0]["silu"] == 3
+    for mode, blocks in (every_n, 2), (full, 3):
+        assert mode[0] == {"mm": none[0]["mm"] + 6 * blocks, "attention": 3 + blocks, "silu": 3 + blocks}
+    assert selective[0] == {"mm": none[0]["mm"], "attention": 3, "silu": 6}
+    assert full[1] < every_n[1] < none[1] and selective[1] < none[1]
 
 
 def offloaded(options: list[str], dp_size: int) -> dict:

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -308,6 +309,23 @@ def test_a_run_folder_that_cannot_be_written_is_a_sentence(options, tmp_path):
     options = [o for o in options if not o.startswith("--run.folder")]
     for code, error in run_ranks(2, run_in, tmp_path / "file" / "run", options):
         assert code == 2 and "run.folder" in error and "Traceback" not in error
+
+
+def with_room_for(size: int, options: list[str], folder: Path) -> tuple[int, str]:
+    """A run whose files cannot grow beyond `size` bytes, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    return run(options, folder)
+
+
+def test_no_room_to_write_is_a_sentence_and_leaves_what_was_saved(oracle, options):
+    """The metrics cannot be written (the checkpoint's own failures are in test_checkpoint.py)."""
+    before = sorted(p.name for p in (oracle / "checkpoints").iterdir())
+    metrics = oracle / "metrics.jsonl"
+    metrics.write_text(json.dumps({"step": 0, "padding": "x" * 200_000}) + "\n" + metrics.read_text())
+    size = metrics.stat().st_size + 10
+    code, error = run_ranks(1, with_room_for, size, [*options, "--training.steps=18"], oracle)[0]
+    assert code == 1 and "File too large" in error and "Traceback" not in error and error.count("\n") == 1, error
+    assert sorted(p.name for p in (oracle / "checkpoints").iterdir()) == before
 
 
 def run_in(folder: Path, options: list[str]) -> tuple[int, str]:
