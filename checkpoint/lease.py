@@ -1,9 +1,10 @@
 """One run per folder: two that save into the same one would mix their weights, and one of them is a mistake.
 
-The lease is a lock on the file `.lease`. The kernel drops it with the process that held it, however that died, so on one
-host there is no stale lease. A network file system may keep locks to one host, or have none; so the owner also counts in
-the file every BEAT seconds, and who finds another host's lease first watches for PATIENCE seconds whether it counts on.
-Whoever lost the lease nevertheless (a process frozen for longer) is stopped before it publishes: see `Lease.check`.
+The lease is a lock on the file `.lease`. The kernel drops it with the process that held it, however that died, so on
+one host there is no stale lease. A network file system may keep locks to one host, or have none; so the owner also
+counts in the file every BEAT seconds, and who finds another host's lease first watches for PATIENCE seconds whether
+it counts on. Whoever lost the lease nevertheless (a process frozen for longer) is stopped before it publishes: see
+`Lease.check`.
 """
 
 import contextlib
@@ -27,9 +28,11 @@ class Lost(InputError):
 
 
 class Lease:
-    """Held from construction to `release`. Raises InputError when another run holds it, OSError for an unwritable folder.
+    """Held from construction to `release`. Raises InputError when another run holds it, OSError for an unwritable
+    folder.
 
-    `id` is new with every lease; temporary folders carry it, so that they are never confused with those of a run before.
+    `id` is new with every lease; temporary folders carry it, so that they are never confused with those of a run
+    before.
     """
 
     def __init__(self, path: Path):
@@ -37,11 +40,14 @@ class Lease:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             locked, before = _lock(self.fd), _read(self.fd)
-            if before and not (locked and before["host"] == socket.gethostname()):  # no lock of this host says if it lives
+            here = socket.gethostname()
+            if before and not (locked and before["host"] == here):  # the lock does not tell whether that host's run lives
                 locked = not _counts_on(path) and _lock(self.fd)
             if locked is False:
                 who = f"process {before['pid']} on {before['host']}" if before else "another process"
-                raise InputError(f"{path.parent} is being written by another run ({who}): stop it, or set another run.folder")
+                raise InputError(
+                    f"{path.parent} is being written by another run ({who}): stop it, or set another run.folder"
+                )
             self._beat()
         except BaseException:
             os.close(self.fd)

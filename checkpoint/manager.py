@@ -1,16 +1,18 @@
 """Checkpoints of a run: when they are whole, which one to resume from, which ones to remove.
 
-A save: the state is copied (`state.stage`, the only time that training waits), a thread writes each rank's file into a
-temporary folder and syncs it, rank 0 adds the manifest and renames the folder to `step-00000100`. So at any moment a crash
-leaves the checkpoints that were there, and at most a temporary folder that the next start removes. Ranks talk over a gloo
-group of their own, because the thread's messages and training's would otherwise mix; one save is in flight at a time.
+A save: the state is copied (`state.stage`, the only time that training waits), a thread writes each rank's file into
+a temporary folder and syncs it, rank 0 adds the manifest and renames the folder to `step-00000100`. So at any moment
+a crash leaves the checkpoints that were there, and at most a temporary folder that the next start removes. Ranks talk
+over a gloo group of their own, because the thread's messages and training's would otherwise mix; one save is in
+flight at a time.
 
-A thread, because it is simpler than a process and measures no worse: on two cores, with a state of 1.2 GB, a save blocks
-for 0.1 s; steps of 0.67 s take 0.79 s while the thread writes, and 0.88 s while another process writes as many bytes.
+A thread, because it is simpler than a process and measures no worse: on two cores, with a state of 1.2 GB, a save
+blocks for 0.1 s; steps of 0.67 s take 0.79 s while the thread writes, and 0.88 s while another process writes as many
+bytes.
 
-A resume: rank 0 chooses, all ranks read into buffers and verify every byte they use, and only when all agree does the live
-state change. A damaged checkpoint is named and the newest good one before it used. Whatever a person must decide is an
-InputError, the same on every rank.
+A resume: rank 0 chooses, all ranks read into buffers and verify every byte they use, and only when all agree does the
+live state change. A damaged checkpoint is named and the newest good one before it used. Whatever a person must decide
+is an InputError, the same on every rank.
 """
 
 import concurrent.futures
@@ -49,7 +51,8 @@ say = logging.getLogger("plumbline")
 class CheckpointManager:
     """Every method is called by all ranks at the same step.
 
-    facts: JSON put into every manifest; `facts["must_match"]`, nested or not, must be equal in a checkpoint that is resumed.
+    facts: JSON put into every manifest; `facts["must_match"]`, nested or not, must be equal in a checkpoint that is
+    resumed.
     """
 
     def __init__(self, cfg: schema.Checkpoint, folder: Path, mesh: Mesh, facts: dict):
@@ -70,10 +73,11 @@ class CheckpointManager:
         """Become the only run that writes here, and remove what a run before left unfinished."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lease = Lease(self.folder / ".lease")
+        ours = {".lease", *verify.published(self.folder)}
         for path in self.folder.iterdir():
             if TEMPORARY.fullmatch(path.name) and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
-            elif not verify.parse_name(path.name) and path.name != ".lease" or path.is_symlink():
+            elif path.name not in ours:
                 say.warning(f"{path} is not a checkpoint of this run and is left alone")
         return self.lease.id
 
@@ -86,8 +90,8 @@ class CheckpointManager:
             except (InputError, Damaged) as error:
                 answer[1] = error
             except OSError as error:
-                where = error.filename or self.folder
-                answer[1] = InputError(f"checkpoints cannot be kept in {self.folder}: {where}: {error.strerror or error}")
+                where = f"{error.filename or self.folder}: {error.strerror or error}"
+                answer[1] = InputError(f"checkpoints cannot be kept in {self.folder}: {where}")
             except Exception:  # whatever it is, the others must not wait for an answer that does not come
                 answer[1] = RuntimeError(traceback.format_exc())
         dist.broadcast_object_list(answer, src=0, group=self.group)
@@ -98,8 +102,8 @@ class CheckpointManager:
     # Saving
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict) -> None:
-        """Save the state as it is at this call. Waits for the copy of the state only, unless the save before is still being
-        written (or cfg.async_save is off). A step that is saved already is not saved again.
+        """Save the state as it is at this call. Waits for the copy of the state only, unless the save before is still
+        being written (or cfg.async_save is off). A step that is saved already is not saved again.
 
         Failures are reported by `poll`. Raises InputError as `poll` does.
         """
@@ -127,12 +131,13 @@ class CheckpointManager:
             "format": verify.FORMAT, "step": step, "progress": progress, "mesh": _sizes(self.mesh), "facts": self.facts,
             "optimizer": type(optimizer).__name__, "hyperparameters": state.hyperparameters(optimizer),
             "parent": self.ancestors[-1] if self.ancestors else self.origin, "ancestors": list(self.ancestors),
-            "torch": torch.__version__, "saved": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "torch": torch.__version__, "saved": datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "seconds"),
         }  # fmt: skip
-        return json.loads(json.dumps(head))  # a copy, as it will be read back; and what is not JSON fails here, on all ranks
+        return json.loads(json.dumps(head))  # a copy as it will be read back; what is not JSON fails here, on all ranks
 
     def _write(self, step: int, live: dict, staged: dict, head: dict) -> None:
-        """In the thread, on all ranks: write, publish, remove what has expired. Raises the same kind of error on all."""
+        """In the thread, on all ranks: write, publish, remove what has expired. Raises the same kind of error on
+        all."""
         self.saves += 1
         name = verify.step_name(step, self.attempt)
         temporary = self.folder / f".tmp-{self.run_id}-{self.saves}-{name}"
@@ -171,7 +176,8 @@ class CheckpointManager:
             say.warning(f"old checkpoints could not be removed: {error}")
 
     def poll(self) -> None:
-        """Call at every step: tells of a save that ended since. While one is in flight this is a collective of one number.
+        """Call at every step: tells of a save that ended since. While one is in flight this is a collective of one
+        number.
 
         After cfg.max_failures failed saves in a row it raises InputError on every rank, at the same step.
         """
@@ -194,7 +200,7 @@ class CheckpointManager:
         if isinstance(error, CheckpointException) and any(isinstance(e, Lost) for e, _ in error.failures.values()):
             raise InputError(reason)
         if self.cfg.max_failures and self.failures >= self.cfg.max_failures:
-            raise InputError(f"{reason} ({self.failures} in a row, checkpoint.max_failures). Earlier ones are untouched")
+            raise InputError(f"{reason} ({self.failures} in a row: checkpoint.max_failures); those before are untouched")
         self._say(logging.ERROR, f"{reason}. Training goes on; the next checkpoint is tried at its time")
 
     def close(self) -> None:
@@ -211,8 +217,8 @@ class CheckpointManager:
     # Loading
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict | None:
-        """Resume: the newest whole checkpoint of this run, or that of cfg.load_step; its progress. None for a fresh start,
-        with the weights of cfg.load_path if it is set.
+        """Resume: the newest whole checkpoint of this run, or that of cfg.load_step; its progress. None for a fresh
+        start, with the weights of cfg.load_path if it is set.
 
         Raises InputError where a fresh start would hide something: a step that is missing, nothing readable although
         there are checkpoints, a checkpoint of another model, data or seed.
@@ -228,10 +234,12 @@ class CheckpointManager:
         return manifest["progress"] if names else None
 
     def _choose(self, size: int) -> list[str]:
-        """Names of this run's checkpoints, newest first. size: bytes of one, to refuse a disk that is too full already."""
+        """Names of this run's checkpoints, newest first. size: bytes of one, to refuse a disk that is too full
+        already."""
         if (free := shutil.disk_usage(self.folder).free) < size:
             raise InputError(
-                f"{self.folder} has {free / 1e6:,.1f} MB free, one checkpoint of this run takes {size / 1e6:,.1f} MB: make room"
+                f"{self.folder} has {free / 1e6:,.1f} MB free, one checkpoint of this run takes {size / 1e6:,.1f} MB: "
+                "make room"
             )
         names, step = verify.published(self.folder), self.cfg.load_step
         steps = sorted({_step(name) for name in names})
@@ -240,7 +248,8 @@ class CheckpointManager:
         return names
 
     def _resume(self, names: list[str], live: dict, optimizer: torch.optim.Optimizer) -> dict:
-        """Load the first of `names` that is whole, going back in its own line only, never to a future that was abandoned."""
+        """Load the first of `names` that is whole, going back in its own line only, never to a future that was
+        abandoned."""
         step = self.cfg.load_step
         left = names if step < 0 else [name for name in names if _step(name) == step][:1]
         while left:
@@ -248,7 +257,8 @@ class CheckpointManager:
             try:
                 manifest = self._on_rank_0(self._manifest_of, name)
                 self._check_same_run(name, manifest, optimizer)
-                self._read(self.folder / name, manifest, live, "model+optimizer", rng=manifest["mesh"] == _sizes(self.mesh))
+                same_mesh = manifest["mesh"] == _sizes(self.mesh)
+                self._read(self.folder / name, manifest, live, "model+optimizer", rng=same_mesh)
                 break
             except Damaged as error:
                 if step >= 0:
@@ -258,15 +268,18 @@ class CheckpointManager:
                 left = [n for n in before if not manifest or n in manifest["ancestors"]]
         else:
             raise InputError(
-                f"none of the checkpoints in {self.folder} that this run could go on from can be read (see above): look at "
-                "them with `python -m checkpoint.verify --all`; to start afresh, move them away"
+                f"none of the checkpoints in {self.folder} that this run could go on from can be read (see above): "
+                "look at them with `python -m checkpoint.verify --all`; to start afresh, move them away"
             )
         self.attempt = verify.parse_name(names[0])[0] + (name != names[0])
         self.ancestors = [n for n in manifest["ancestors"] if n in names] + [name]
         self.last_step = manifest["step"]
         if step >= 0 and name != names[0]:
-            self._say(logging.WARNING, f"checkpoint.load_step = {step} goes back from {names[0]}, now and at every restart: "
-                      "remove it once there is a newer checkpoint")  # fmt: skip
+            self._say(
+                logging.WARNING,
+                f"checkpoint.load_step = {step} goes back from {names[0]}, now and at every restart: remove it once "
+                "there is a newer checkpoint",
+            )
         for line in state.mismatches(manifest["hyperparameters"], state.hyperparameters(optimizer)):
             self._say(logging.WARNING, f"optimizer {line}: the config's is used")
         return manifest
@@ -306,7 +319,9 @@ class CheckpointManager:
                 "run.folder (with checkpoint.load_path to start from these weights)"
             )
 
-    def _read(self, path: Path, manifest: dict, live: dict, content: str, exclude: tuple = (), rng: bool = False) -> None:
+    def _read(
+        self, path: Path, manifest: dict, live: dict, content: str, exclude: tuple[str, ...] = (), rng: bool = False
+    ) -> None:
         wanted = state.select(live, content, exclude)
         state.check_fits(path, manifest, wanted, content, exclude)
         if rng:
@@ -321,9 +336,10 @@ class CheckpointManager:
 def expired(ancestors: list[str], whole: list[str], keep_last: int, keep_every: int) -> list[str]:
     """Which checkpoints to remove; a pure function of names.
 
-    ancestors: the line that the run descends from, oldest first, its newest included; nothing outside of it is ever removed,
-    neither what others put into the folder nor a future that was abandoned. whole: those of them whose files are complete
-    (the newest keep_last suffice); only they count as kept, so the newest of them always stays. keep_last = 0 keeps all; steps that keep_every divides stay.
+    ancestors: the line that the run descends from, oldest first, its newest included; nothing outside of it is ever
+    removed, neither what others put into the folder nor a future that was abandoned. whole: those of them whose files
+    are complete (the newest keep_last suffice); only they count as kept, so the newest of them always stays.
+    keep_last = 0 keeps all; steps that keep_every divides stay.
     """
     if keep_last == 0 or len(whole) < keep_last:
         return []

@@ -1,8 +1,8 @@
 """What a checkpoint holds, and how it goes back into a run on any mesh.
 
-Tensors only, under flat names: `model.<parameter>`, `optimizer.<parameter>.<key>`, `rng.<device>.<rank>`; everything else
-(the step, the samples consumed, the config) is JSON in the manifest. Names and global shapes do not depend on the mesh,
-so any mesh can load what any other saved. Hyperparameters are not state: they always come from the config.
+Tensors only, under flat names: `model.<parameter>`, `optimizer.<parameter>.<key>`, `rng.<device>.<rank>`; everything
+else (the step, the samples consumed, the config) is JSON in the manifest. Names and global shapes do not depend on
+the mesh, so any mesh can load what any other saved. Hyperparameters are not state: they always come from the config.
 """
 
 import json
@@ -36,8 +36,8 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
     """Give every parameter the state that its first step would give it, so that a run has all its memory from the start
     and a checkpoint of step 0 the same names as any other.
 
-    Not by a step with zero gradients, as `get_optimizer_state_dict` does: that leaves AdamW's `step` at 1 (pytorch#164929).
-    Raises KeyError for an optimizer without a row in KEPT.
+    Not by a step with zero gradients, as `get_optimizer_state_dict` does: that leaves AdamW's `step` at 1
+    (pytorch#164929). Raises KeyError for an optimizer without a row in KEPT.
     """
     for group in optimizer.param_groups:
         if group.get("momentum") == 0:
@@ -69,7 +69,8 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, ra
 
 
 def _rng() -> dict[str, Tensor]:
-    """This rank's generators: for dropout and the like in a model that draws numbers. On another mesh they mean nothing."""
+    """This rank's generators: for dropout and the like in a model that draws numbers. On another mesh they mean
+    nothing."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -83,8 +84,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def buffers(live: dict[str, Tensor], pin: bool) -> dict[str, Tensor]:
-    """Memory for a copy of every shard, as views into one block of host memory, which is touched here and not during the
-    first save: fresh pages cost several times the copy itself.
+    """Memory for a copy of every shard, as views into one block of host memory, which is touched here and not during
+    the first save: fresh pages cost several times the copy itself.
 
     pin: for a GPU to copy into without waiting; then CUDA rounds the block up to a power of two.
     """
@@ -114,10 +115,11 @@ def stage(live: dict[str, Tensor], into: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def put_back(loaded: dict[str, Tensor], live: dict[str, Tensor]) -> None:
-    """Copy the buffers that were read into the live tensors, and set the generators. The buffers may be reused after."""
+    """Copy the buffers that were read into the live tensors, and set the generators. The buffers may be reused
+    after."""
     for name, tensor in live.items():
         if name.startswith("rng.cpu."):
-            torch.set_rng_state(loaded[name].clone())  # torch 2.13 reads from the start of the storage, whatever the view
+            torch.set_rng_state(loaded[name].clone())  # of a view, torch 2.13 reads from the start of the storage
         elif name.startswith("rng.cuda."):
             torch.cuda.set_rng_state(loaded[name].clone())
         else:
@@ -131,15 +133,15 @@ def select(by_name: dict[str, Any], content: str, exclude: tuple[str, ...]) -> d
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
-    """What the optimizer was told, for the record and for a note when it is told otherwise after a resume: JSON, by group.
-    The learning rate is left out: its schedule changes it at every step."""
+    """What the optimizer was told, for the record and for a note when it is told otherwise after a resume: JSON, by
+    group. The learning rate is left out: its schedule changes it at every step."""
     groups = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
     return json.loads(json.dumps({f"group {i}": group for i, group in enumerate(groups)}))  # lists for tuples
 
 
 def mismatches(there: Any, here: Any, key: str = "") -> list[str]:
-    """Where two JSON values differ, as sentences. Of nested ones, keys that only one of them has are not compared: either
-    was written by code that does not know them."""
+    """Where two JSON values differ, as sentences. Of nested ones, keys that only one of them has are not compared:
+    either was written by code that does not know them."""
     if isinstance(there, dict) and isinstance(here, dict):
         return [
             line for k in there if k in here for line in mismatches(there[k], here[k], f"{key}.{k}" if key else k)
@@ -167,8 +169,8 @@ def check_fits(path: Path, manifest: dict, wanted: dict, content: str, exclude: 
 
 
 def read(path: Path, manifest: dict, wanted: dict, buffers: dict, check: bool, group: dist.ProcessGroup | None) -> None:
-    """Fill `wanted`, through buffers, when every rank has read all of its part. Raises Damaged on all ranks, with nothing
-    changed; without a process group it reads for this process alone."""
+    """Fill `wanted`, through buffers, when every rank has read all of its part. Raises Damaged on all ranks, with
+    nothing changed; without a process group it reads for this process alone."""
     reader, planner = ShardReader(path, manifest, check), StagedLoad(buffers)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -182,8 +184,8 @@ def read(path: Path, manifest: dict, wanted: dict, buffers: dict, check: bool, g
 
 
 def load_model(folder: Path, model: nn.Module, check: bool = True) -> dict:
-    """The weights of a checkpoint (or the newest in a folder of them, or of a run) into a model on any mesh or none; returns
-    the manifest. For tools; a run resumes with `CheckpointManager.load`. Raises InputError."""
+    """The weights of a checkpoint (or the newest in a folder of them, or of a run) into a model on any mesh or none;
+    returns the manifest. For tools; a run resumes with `CheckpointManager.load`. Raises InputError."""
     path = verify.newest(Path(folder))
     try:
         manifest = verify.read_manifest(path)

@@ -1,18 +1,17 @@
 """Our file format under torch.distributed.checkpoint: its planner decides who writes and reads what, its storage
 interfaces call this file, and the bytes are raw tensors with a hash per block (the format is described in `verify.py`).
 
-Why not its own FileSystemWriter: its `.metadata` is a pickle, its items are torch.save archives whose CRC32 nobody checks,
-and an error in one of its writer threads is lost (pytorch#191391). This costs half as much: 1.5 GB took 0.40 s of processor
-time and 0.77 s on the clock to save with hashes (raw write + fsync 0.40 and 0.89, `dcp.save` 0.83 and 1.57), 0.48 and 0.31
-to load and verify (`dcp.load`, which verifies nothing, 0.85 and 0.82); best of six on two busy cores.
-Each shard here is also a valid safetensors file that any tool opens.
+Why not its own FileSystemWriter: its `.metadata` is a pickle, its items are torch.save archives whose CRC32 nobody
+checks, and an error in one of its writer threads is lost (pytorch#191391). This costs half as much: 1.5 GB took 0.40
+s of processor time and 0.77 s on the clock to save with hashes (raw write + fsync 0.40 and 0.89, `dcp.save` 0.83 and
+1.57), 0.48 and 0.31 to load and verify (`dcp.load`, which verifies nothing, 0.85 and 0.82); best of six on two busy
+cores. Each shard here is also a valid safetensors file that any tool opens.
 """
 
-import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -51,7 +50,8 @@ class StagedSave(DefaultSavePlanner):
 
 
 class StagedLoad(DefaultLoadPlanner):
-    """Plans with the live tensors and fills buffers: nothing live changes before every rank has read and verified all."""
+    """Plans with the live tensors and fills buffers: nothing live changes before every rank has read and verified
+    all."""
 
     def __init__(self, buffers: dict[str, Tensor]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -66,8 +66,8 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 class ShardWriter(StorageWriter):
-    """Writes this rank's parts into one new file of `folder`; on the coordinator, `publish(tensors, files)` then makes a
-    checkpoint of the folder. An exception on any rank, in `publish` too, is raised by `dcp.save` on all."""
+    """Writes this rank's parts into one new file of `folder`; on the coordinator, `publish(tensors, files)` then
+    makes a checkpoint of the folder. An exception on any rank, in `publish` too, is raised by `dcp.save` on all."""
 
     def __init__(self, folder: Path, rank: int, publish: Callable[[dict, dict], None]):
         self.folder, self.file, self.publish = folder, f"rank-{rank:05d}.safetensors", publish

@@ -38,8 +38,8 @@ BLOCK = 1 << 24  # bytes under one hash: what a rank reads at least, to trust on
 FILE = re.compile(r"rank-[0-9]{5,}\.safetensors")
 NAME = re.compile(r"step-([0-9]{8,})(?:\.([1-9][0-9]*))?")
 HEAD = {  # what every manifest says, beside "files" and "tensors"
-    "format": int, "step": int, "progress": dict, "mesh": dict, "facts": dict, "optimizer": str, "hyperparameters": dict,
-    "parent": str, "ancestors": list, "torch": str, "saved": str,
+    "format": int, "step": int, "progress": dict, "mesh": dict, "facts": dict, "optimizer": str,
+    "hyperparameters": dict, "parent": str, "ancestors": list, "torch": str, "saved": str,
 }  # fmt: skip
 SIZES = {  # bytes per element, by the names of the safetensors format
     "F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1,
@@ -52,7 +52,8 @@ class Damaged(Exception):
 
 
 def digest(data: bytes | memoryview) -> str:
-    """xxh3 (64 bits): the fastest hash that sees the order of bytes, several GB/s on one core, without holding the GIL."""
+    """xxh3 (64 bits): the fastest hash that sees the order of bytes, several GB/s on one core, without holding the
+    GIL."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
@@ -85,7 +86,8 @@ def published(folder: Path) -> list[str]:
 
 
 def find(folder: Path) -> list[Path]:
-    """The checkpoints that a person may mean by `folder`, newest first: itself, or those in it, or in its `checkpoints`.
+    """The checkpoints that a person may mean by `folder`, newest first: itself, or those in it, or in its
+    `checkpoints`.
 
     Raises InputError when there are none.
     """
@@ -150,7 +152,7 @@ def read_manifest(folder: Path) -> dict:
         if found != outer["hash"]:
             raise Damaged(f"{folder / MANIFEST}: hash {outer['hash']} expected, {found} found")
         if manifest["format"] > FORMAT:
-            raise InputError(f"{folder} has format {manifest['format']}, this code reads up to {FORMAT}: use newer code")
+            raise InputError(f"{folder} has format {manifest['format']}, this code reads up to {FORMAT}: update it")
         _check_layout(manifest)
         for name, file in manifest["files"].items():
             with open_regular(folder / name) as stream:
@@ -203,7 +205,8 @@ def nbytes(tensor: dict, part: dict) -> int:
 
 
 def read_blocks(stream: BinaryIO, what: str, part: dict, first: int, into: memoryview, check: bool = True) -> None:
-    """Fill `into` from block number `first` of a part on; with `check` it holds whole blocks, each of which is verified.
+    """Fill `into` from block number `first` of a part on; with `check` it holds whole blocks, each of which is
+    verified.
 
     what: the tensor's name, for the message. Raises Damaged.
     """
@@ -246,7 +249,7 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda n: None) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m checkpoint.verify", description="Verify every byte of a checkpoint.")
+    parser = argparse.ArgumentParser(prog="python -m checkpoint.verify", description="Verify every byte of it.")
     parser.add_argument("folder", type=Path, help="a checkpoint, a folder of checkpoints, or a run's folder")
     parser.add_argument("--all", action="store_true", help="all checkpoints of the folder, not only the newest")
     args = parser.parse_args(argv)

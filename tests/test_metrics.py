@@ -214,6 +214,7 @@ logging.getLogger("another.library").info("chatter")
 say = log.setup(sys.argv[1], 1)
 say.info("from the other")
 say.error("it failed")
+raise RuntimeError("the end")
 """
 
 
@@ -221,12 +222,13 @@ def test_who_says_what_where(tmp_path: Path) -> None:
     """In a process of its own: pytest has its own hands on warnings and logging."""
     command = [sys.executable, "-c", SPEAK, str(tmp_path)]
     done = subprocess.run(command, cwd=Path(__file__).parent.parent, text=True, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 1 and done.stderr.startswith("Traceback") and done.stderr.endswith("RuntimeError: the end\n")
     for text in (done.stdout, log_of(tmp_path)):
         assert "hello" in text and "something odd" in text
         assert not any(noise in text for noise in ("DTensor random", "While redistributing", "chatter"))
     assert "from the other" not in done.stdout and "from the other" in log_of(tmp_path, rank=1)
     assert "rank 1: it failed" in done.stdout, "an error is worth the console whoever has it"
+    assert done.stderr in log_of(tmp_path, rank=1) and "Traceback" not in done.stdout, "a crash is in the file as well"
 
 
 def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

@@ -199,6 +199,13 @@ def test_same_mesh_twice_is_bitwise_equal():
         assert all(np.array_equal(first[key][n], second[key][n]) for n in first[key])
 
 
+def test_weights_kept_sharded_over_some_ranks_equal_the_plain_model():
+    ranks, options, dp_size = MESHES["fsdp4"]
+    seen = run_ranks(ranks, trajectory, [*ADAMW, "--parallelism.reshard_after_forward=2", *options], dp_size)[0]
+    problems = compare("reshard over 2", seen, plain("adamw", False))
+    assert not problems, "\n".join(problems)
+
+
 class Count(TorchDispatchMode):
     """How often a step runs a matrix product, attention, and a SiLU (which stands for the cheap rest)."""
 

@@ -101,8 +101,9 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A copy of the scripts and of what they need, with the stand-in as train.py and one test file of its own."""
-    for name in ("run_train.sh", "run_tests.sh", "pyproject.toml", "requirements.txt", "requirements-test.txt"):
+    for name in ("run_train.sh", "run_tests.sh", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "requirements-test.txt").write_text("pytest==8\n")  # so that the environment of these tests will do
     for name in ("configs", "models", "tools", ".ci"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests").mkdir()

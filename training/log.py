@@ -7,6 +7,7 @@ where Python's logging sends them by default.
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -60,4 +61,10 @@ def setup(folder: str | Path, rank: int) -> logging.Logger:
 
     say = logging.getLogger("plumbline")
     say.setLevel(logging.INFO)
+
+    def crashed(*exception: Any) -> None:
+        say.critical("crashed", exc_info=exception, extra={"console": False})
+        sys.__excepthook__(*exception)
+
+    sys.excepthook = crashed  # so that the file, which the launcher points to, holds the traceback as well as stderr
     return say

@@ -48,7 +48,9 @@ def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
     if remember:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
     try:
-        with profile(activities=activities, schedule=steps, on_trace_ready=save, record_shapes=True) as trace:
+        with profile(
+            activities=activities, schedule=steps, on_trace_ready=save, record_shapes=True, acc_events=True
+        ) as trace:
             yield trace
     except torch.OutOfMemoryError:
         if remember:
