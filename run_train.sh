@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train:  ./run_train.sh [CONFIG.toml] [--table.key=value ...]      (--help lists every option)
 #
-# Without a CONFIG: configs/llama_debug.toml. Relative paths, here and in the config, are relative to this folder, wherever
-# the script is called from. If the active environment lacks what is needed, .venv is made in this folder and used.
+# Without a CONFIG: configs/llama_debug.toml. Relative paths, here and in the config, are relative to this folder,
+# wherever the script is called from. If the active environment lacks something, .venv is made in this folder and used.
 #
 #   NGPU         processes on this node                      default: the visible GPUs, or 1
 #   NNODES       nodes of the job; run this on each of them  default: those of this Slurm step, or 1
@@ -12,8 +12,8 @@
 #   OMP_NUM_THREADS  threads of each process                 default: this node's cores shared out
 #   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds that saving may take after SIGTERM or Ctrl-C, before SIGKILL; default: 30
 #
-# Exit codes: 0 done; 2 wrong configuration or input, nothing was started; 75 stopped on request with a checkpoint, run it
-# again to go on; otherwise that of the first rank to fail, 128 + n if signal n killed it.
+# Exit codes: 0 done; 2 wrong configuration or input, nothing was started; 75 stopped on request with a checkpoint, run
+# it again to go on; otherwise that of the first rank to fail, 128 + n if signal n killed it.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source tools/environment.sh
@@ -28,9 +28,9 @@ visible_gpus() { # CUDA_VISIBLE_DEVICES hides GPUs from torch, but not from nvid
 
 # Slurm: one task on each node runs this script (srun --ntasks-per-node=1), and this script starts the ranks.
 if [[ ! ${NNODES-} && ! ${SLURM_STEP_NUM_NODES-} && ${SLURM_JOB_NUM_NODES:-1} -gt 1 ]]; then
-    fail "this Slurm job has $SLURM_JOB_NUM_NODES nodes and this is one: start it with srun --ntasks-per-node=1, or set NNODES=1"
+    fail "one of this Slurm job's $SLURM_JOB_NUM_NODES nodes: start it with srun --ntasks-per-node=1, or set NNODES=1"
 elif [[ ${SLURM_STEP_NUM_TASKS:-0} -gt ${SLURM_STEP_NUM_NODES:-1} ]]; then
-    fail "$SLURM_STEP_NUM_TASKS Slurm tasks on ${SLURM_STEP_NUM_NODES:-1} nodes: use srun --ntasks-per-node=1, the ranks are started here"
+    fail "$SLURM_STEP_NUM_TASKS Slurm tasks on ${SLURM_STEP_NUM_NODES:-1} nodes: use srun --ntasks-per-node=1"
 fi
 if [[ ! ${NGPU-} ]]; then
     NGPU=$(visible_gpus) || NGPU=1 # grep fails where it counts none
@@ -42,7 +42,7 @@ for name in NGPU NNODES NODE_RANK MASTER_PORT; do
     [[ ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]] || fail "$name=${!name}: must be a whole number"
 done
 ((NGPU > 0 && NNODES > 0 && NODE_RANK < NNODES)) ||
-    fail "NGPU=$NGPU NNODES=$NNODES NODE_RANK=$NODE_RANK: at least 1 process and 1 node, and NODE_RANK from 0 to NNODES - 1"
+    fail "NGPU=$NGPU NNODES=$NNODES NODE_RANK=$NODE_RANK: at least 1 process, 1 node, and NODE_RANK below NNODES"
 if [[ $NNODES -gt 1 && ! ${MASTER_ADDR-} ]]; then
     [[ ${SLURM_STEP_NODELIST-} ]] || fail "NNODES=$NNODES needs MASTER_ADDR, the address of node 0"
     MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n1)
@@ -50,7 +50,7 @@ fi
 
 find_python requirements.txt
 
-# Every mistake in the configuration is told here: once, all together, within a second, before torch is imported anywhere.
+# Every mistake in the configuration is told here: all together, within a second, before torch is imported anywhere.
 "$PYTHON" -m configs.load "$@" --world-size=$((NGPU * NNODES)) --local-world-size="$NGPU" --quiet || exit $?
 for argument; do
     [[ $argument != --help && $argument != -h ]] || exit 0 # configs.load has printed it

@@ -19,10 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from checkpoint import hf
 from checkpoint.manager import CheckpointManager
 from configs import check
 from configs.load import dump, help_text, load_config
 from configs.schema import Config, InputError
+from data import hf_tokenizer
 from data.loader import Batches, loader
 from data.prepare import Prepared, prepare
 from models import MODELS
@@ -38,6 +40,7 @@ from training.validate import validation_loss
 
 # Exit codes. 75 is EX_TEMPFAIL: stopped on request with a checkpoint, run again to go on.
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass
@@ -115,8 +118,15 @@ def batches(job: Job, data: Prepared, split: str) -> Batches:
 def train(cfg: Config) -> int:
     """A whole run, from the newest checkpoint in cfg.run.folder if there is one. Returns the exit code."""
     stop = threading.Event()  # set by a signal, acted on at the end of the step, by all ranks at the same one
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda *_: stop.set())
+
+    def on_signal(number: int, frame: object) -> None:
+        if number == signal.SIGINT and stop.is_set():
+            raise KeyboardInterrupt  # a person who presses Ctrl-C again does not want to wait for a checkpoint
+        stop.set()
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, and so do we then
+            signal.signal(number, on_signal)
     folder, steps = Path(cfg.run.folder), cfg.training.steps
     here = meshes.world()
     say = log.setup(folder, here.rank)
@@ -147,6 +157,9 @@ def train(cfg: Config) -> int:
     checkpoints = CheckpointManager(cfg.checkpoint, folder / "checkpoints", mesh, facts)
     progress = checkpoints.load(model, optimizer)
     start = progress["step"] if progress else 0
+    names = MODELS[cfg.model.family].HF_NAMES
+    if not progress and cfg.checkpoint.load_hf:
+        checkpoints.origin = hf.load(Path(cfg.checkpoint.load_hf), model, job.arch, names, checkpoints.group)
 
     train_batches = batches(job, data, "train")
     held_out = batches(job, data, "validation") if cfg.validation.interval else None
@@ -216,6 +229,9 @@ def train(cfg: Config) -> int:
         prompt = data.tokenizer.encode(cfg.debug.sample_prompt).tolist()
         ids = sample(model, prompt, cfg.debug.sample_tokens, cfg.training.seq_len, mesh.device, stop=data.tokenizer.eot_id)
         text = data.tokenizer.decode(ids)
+    if cfg.checkpoint.export_hf and code == DONE and here.rank == 0:  # of the files, so on any mesh and by one rank
+        words = hf_tokenizer.files(data.tokenizer, job.arch["max_seq_len"])
+        hf.export_newest(folder / "checkpoints", folder / "hf", names, cfg.checkpoint.export_hf, words, say.info)
     say.info(closing_words(cfg, code, step, first_loss, last_loss, metrics.summary(), text))
     return code
 

@@ -1,21 +1,144 @@
-"""The model in Hugging Face's terms: its numbers as a `config.json`, its parameters' names as the HF_NAMES table gives them."""
+"""The model in Hugging Face's terms, in and out, without transformers.
+
+In: a folder as the hub holds it, `config.json` and safetensors files. `load` fills a live model on any mesh, each rank
+reading its own slices; `python -m tools.convert hf-to-dcp` makes a checkpoint of it. Out: `export` makes such a folder
+of a checkpoint, whatever mesh saved it. Names come from the model's HF_NAMES table and layouts are the same, so tensors
+are renamed and nothing else: bfloat16 and float16 widen exactly to the float32 that we train in, and bfloat16 narrows
+back to the same bytes.
+
+One tensor is in memory at a time. A folder from elsewhere is not trusted: no pickle is read, an index can only name files
+beside it, and the tensors must be exactly those of the model that `config.json` describes.
+"""
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from checkpoint import state, verify
+from checkpoint.storage import CODES, DTYPES, StagedLoad
+from checkpoint.verify import Damaged
+from configs.schema import InputError
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WIDENED = ("F32", "BF16", "F16")  # types of weights that float32 holds exactly
+SHARD_SIZE = 5_000_000_000  # bytes of one exported file at most (of more than one tensor), save_pretrained's own limit
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+
+# What a Llama's config.json may say that our model does not have: key -> the only value that means it is not used.
+UNUSED = {
+    "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    "partial_rotary_factor": 1.0, "quantization_config": None,
+}  # fmt: skip
+# Tensors that transformers does not read either: tables that old versions saved, and a tied model's second copy.
+NOT_READ = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def config_json(arch: dict) -> dict:
-    """The fields of a `LlamaConfig` (transformers 5) for these numbers; what Hugging Face writes as config.json."""
-    rope = {"rope_type": "default", "rope_theta": arch["rope_theta"]}
+    """The fields of a `LlamaConfig` for these numbers; what Hugging Face writes as config.json.
+
+    The rotary numbers stand there twice: transformers 5 calls them `rope_parameters`; everything older, and other
+    readers such as vLLM and llama.cpp, `rope_theta` and `rope_scaling`. transformers 5 reads both to the same effect.
+    """
+    scaling = None
     if arch["rope_scaling"]:
         scaling = dict(arch["rope_scaling"])
-        original = scaling.pop("original_max_seq_len")
-        rope |= {"rope_type": "llama3", "original_max_position_embeddings": original, **scaling}
+        scaling = {"rope_type": "llama3", "original_max_position_embeddings": scaling.pop("original_max_seq_len")} | scaling
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "hidden_size": arch["dim"], "num_hidden_layers": arch["n_layers"], "intermediate_size": arch["hidden_dim"],
         "num_attention_heads": arch["n_heads"], "num_key_value_heads": arch["n_kv_heads"], "head_dim": arch["head_dim"],
         "vocab_size": arch["vocab_size"], "rms_norm_eps": arch["norm_eps"], "max_position_embeddings": arch["max_seq_len"],
-        "rope_parameters": rope, "tie_word_embeddings": arch["tied_embeddings"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": arch["rope_theta"]} | (scaling or {}),
+        "rope_theta": arch["rope_theta"], "rope_scaling": scaling, "tie_word_embeddings": arch["tied_embeddings"],
         "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
     }  # fmt: skip
+
+
+def read_arch(folder: Path) -> dict:
+    """The model's numbers (a FLAVORS row) from a folder's config.json; what is not said there has LlamaConfig's default.
+
+    Raises InputError for what is not a Llama, or one with parts that ours does not have.
+    """
+    path = folder / "config.json"
+    config = read_json(path)
+    for key, value in UNUSED.items():
+        if (found := config.get(key, value)) != value:
+            raise InputError(f"{path}: {key} is {json.dumps(found)}, only {json.dumps(value)} can be converted")
+    try:
+        return _arch(config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise InputError(f"{path} is not the configuration of a Llama: {what}") from None
+
+
+def _arch(config: dict) -> dict:
+    """Raises KeyError, TypeError or ValueError for what is missing or impossible."""
+    dim, heads = whole_number(config, "hidden_size"), whole_number(config, "num_attention_heads")
+    head_dim = whole_number(config, "head_dim", dim // heads)
+    context = whole_number(config, "max_position_embeddings", 2048)
+    rope = {"rope_theta": config.get("rope_theta") or 10000.0}
+    rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}  # transformers' order of preference
+    kind, scaling = rope.get("rope_type", rope.get("type", "default")), None
+    if kind == "llama3":
+        scaling = {key: real_number(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        scaling["original_max_seq_len"] = whole_number(rope, "original_max_position_embeddings", context)
+    elif kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"rotary positions of type {kind!r} ({rope}) are not supported, only default and llama3")
+    return {
+        "dim": dim, "n_layers": whole_number(config, "num_hidden_layers", most=1000), "n_heads": heads,
+        "n_kv_heads": whole_number(config, "num_key_value_heads", heads), "head_dim": head_dim,
+        "hidden_dim": whole_number(config, "intermediate_size"), "vocab_size": whole_number(config, "vocab_size"),
+        "rope_theta": real_number(rope, "rope_theta"), "rope_scaling": scaling,
+        "norm_eps": real_number(config, "rms_norm_eps", 1e-6), "max_seq_len": context,
+        "tied_embeddings": config.get("tie_word_embeddings", False) is True,
+    }  # fmt: skip
+
+
+def whole_number(table: dict, key: str, default: int | None = None, most: int = 2**24) -> int:
+    """A size from a file that may say anything, up to what a model can have. Raises KeyError or ValueError."""
+    value = default if table.get(key) is None and default else table[key]
+    if type(value) is not int or not 0 < value <= most:
+        raise ValueError(f"{key} is {value!r}")
+    return value
+
+
+def real_number(table: dict, key: str, default: float | None = None) -> float:
+    value = default if table.get(key) is None and default else table[key]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"{key} is {value!r}")
+    return float(value)
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file that somebody else wrote. Raises InputError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path} is not a JSON object")
+    return value
 
 
 def name_pairs(arch: dict, hf_names: dict[str, str]) -> list[tuple[str, str]]:
@@ -27,3 +150,305 @@ def name_pairs(arch: dict, hf_names: dict[str, str]) -> list[tuple[str, str]]:
         numbers = range(arch["n_layers"]) if "*" in ours else [0]
         pairs += [(ours.replace("*", str(i)), theirs.replace("*", str(i))) for i in numbers]
     return pairs
+
+
+# ------------------------------------------------------------------------------------------------------------------ in
+
+
+class Stored(NamedTuple):
+    """One tensor of a folder, as the header of its file describes it."""
+
+    file: Path
+    dtype: str
+    shape: list[int]
+
+
+def inventory(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a folder by Hugging Face's name; reads the headers only. Raises InputError."""
+    found: dict[str, Stored] = {}
+    for path in _files(folder):
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():
+                    if name in found:
+                        raise InputError(f"{name} is in {found[name].file} and in {path}")
+                    part = file.get_slice(name)
+                    found[name] = Stored(path, part.get_dtype(), part.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path} is not a whole safetensors file: {error}") from None
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """A file may be a symbolic link, as all are in the hub's cache; a name that leads out of the folder is refused."""
+    if (folder / ONE_FILE).is_file():
+        return [folder / ONE_FILE]
+    index = folder / INDEX
+    if not index.is_file():
+        raise InputError(
+            f"{folder} has neither {ONE_FILE} nor {INDEX} (weights in .bin or .pth files are pickles and are not read)"
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index} has no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise InputError(f"{index} names {name!r}, which is not the name of a safetensors file beside it")
+        if not (folder / name).is_file():
+            raise InputError(f"{index} names {name}, which is not there")
+    return [folder / name for name in names]
+
+
+def check_tensors(folder: Path, found: dict[str, tuple[str, list[int]]], wanted: dict[str, list[int]]) -> None:
+    """Raises InputError, naming some of the differences, if these (type, shape) by name are not the shapes wanted."""
+    lines = []
+    for name, shape in wanted.items():
+        if name not in found:
+            lines.append(f"{name} is missing")
+        elif (there := found[name][1]) != shape:
+            lines.append(f"{name} has shape {there}, not {shape}")
+        elif (there := found[name][0]) not in WIDENED:
+            lines.append(f"{name} has type {there}, which is none of {', '.join(WIDENED)}")
+    lines += [f"{name} is not a tensor of such a model" for name in found if name not in wanted]
+    if lines:
+        more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
+        raise InputError(f"{folder} does not hold the model that it describes: {'; '.join(lines[:4])}{more}")
+
+
+def weights(folder: Path, arch: dict, hf_names: dict[str, str], shapes: dict[str, list[int]]) -> dict[str, Stored]:
+    """Where each parameter of ours lies in a folder, all of them and nothing else. shapes: those that they must have.
+
+    Raises InputError.
+    """
+    pairs, found = name_pairs(arch, hf_names), inventory(folder)
+    unread = {name for name in found if NOT_READ.fullmatch(name)}
+    if arch["tied_embeddings"]:
+        unread.add(hf_names["output.weight"])
+    read = {name: (stored.dtype, stored.shape) for name, stored in found.items() if name not in unread}
+    check_tensors(folder, read, {theirs: shapes[ours] for ours, theirs in pairs})
+    return {ours: Stored(*found[theirs]) for ours, theirs in pairs}
+
+
+def read_slice(stored: Stored, theirs: str, box: tuple[slice, ...]) -> Tensor:
+    """This box of a tensor, or all of it. The file is mapped for it alone, so that its pages are given back with it.
+
+    Raises InputError where the file has changed since its header was checked.
+    """
+    try:
+        with safe_open(stored.file, "pt") as file:
+            return file.get_slice(theirs)[box] if box else file.get_tensor(theirs)
+    except (SafetensorError, IndexError) as error:
+        raise InputError(f"{stored.file}: {error}") from None
+
+
+class HFReader(StorageReader):
+    """Reads what a plan of `dcp.load` asks for out of a folder whose tensors have been checked (`weights`)."""
+
+    def __init__(self, stored: dict[str, Stored], theirs: dict[str, str]):
+        self.stored, self.theirs = stored, theirs
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        return Metadata({
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=DTYPES[stored.dtype]),
+                torch.Size(stored.shape),
+                [ChunkStorageMetadata(torch.Size([0] * len(stored.shape)), torch.Size(stored.shape))],
+            )
+            for name, stored in self.stored.items()
+        })  # fmt: skip
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            name, ranges = item.storage_index.fqn, zip(item.storage_offsets, item.lengths, strict=True)
+            target = planner.resolve_tensor(item)
+            target.copy_(read_slice(self.stored[name], self.theirs[name], tuple(slice(o, o + n) for o, n in ranges)))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+def load(folder: Path, model: nn.Module, arch: dict, hf_names: dict[str, str], group: dist.ProcessGroup) -> str:
+    """Fill a live model, on any mesh, from a folder of Hugging Face's; returns its absolute path, for the record.
+
+    Every rank of `group` (a gloo group) calls it. Rank 0 reads the headers for all; then each reads its own slices.
+    Raises InputError on all ranks: after a folder that does not fit nothing has changed, after an unreadable byte the
+    model is useless.
+    """
+    folder, live = Path(folder).resolve(), dict(model.state_dict())
+    answer: list = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            there = read_arch(folder)
+            lines = state.mismatches({key: value for key, value in there.items() if key != "max_seq_len"}, arch, "model")
+            if lines:
+                raise InputError(f"{folder} holds another model: {'; '.join(lines)}. Set these options, or the flavor")
+            answer[0] = weights(folder, arch, hf_names, {name: list(tensor.shape) for name, tensor in live.items()})
+        except InputError as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer, src=0, group=group)
+    if answer[1] is not None:
+        raise InputError(f"checkpoint.load_hf: {answer[1]}")
+    reader = HFReader(answer[0], dict(name_pairs(arch, hf_names)))
+    planner = StagedLoad({name: state.local(tensor) for name, tensor in live.items()})
+    try:
+        dcp.load(live, storage_reader=reader, planner=planner, process_group=group)
+    except CheckpointException as error:
+        if all(isinstance(e, (InputError, OSError)) for e, _ in error.failures.values()):
+            raise InputError(f"checkpoint.load_hf: {folder} could not be read: {state.cause(error)}") from None
+        raise
+    logging.getLogger("plumbline").info(f"a new run from the weights of {folder}")
+    return str(folder)
+
+
+# ----------------------------------------------------------------------------------------------------------------- out
+
+
+def read_whole(path: Path, manifest: dict, name: str) -> Tensor:
+    """One tensor of a checkpoint put together from the parts of all ranks, each block verified. Raises Damaged."""
+    stored = manifest["tensors"][name]
+    whole = torch.empty(stored["shape"], dtype=DTYPES[stored["dtype"]])
+    for part in stored["parts"]:
+        piece = whole if part["shape"] == stored["shape"] else torch.empty(part["shape"], dtype=whole.dtype)
+        with verify.open_regular(path / part["file"]) as stream:
+            verify.read_blocks(stream, name, part, 0, as_bytes(piece))
+        if piece is not whole:
+            whole[tuple(slice(o, o + n) for o, n in zip(part["offset"], part["shape"], strict=True))] = piece
+    return whole
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Of the same memory where the tensor is contiguous, so that it can be read into."""
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def write_safetensors(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype, read: Callable[[str], Tensor]) -> None:
+    """A safetensors file of these tensors, which are read one after the other: the library's own writer wants all of them
+    in memory. Synced to disk. The format: https://huggingface.co/docs/safetensors."""
+    table: dict = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in shapes:
+            file.write(as_bytes(read(name).to(dtype)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def split(shapes: dict[str, list[int]], itemsize: int, limit: int) -> list[dict[str, list[int]]]:
+    """The tensors in order, dealt to files of at most `limit` bytes; a larger tensor has a file of its own."""
+    shards: list[dict[str, list[int]]] = [{}]
+    size = 0
+    for name, shape in shapes.items():
+        n = math.prod(shape) * itemsize
+        if shards[-1] and size + n > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = shape
+        size += n
+    return shards
+
+
+def export(
+    path: Path, out: Path, hf_names: dict[str, str], dtype: torch.dtype, files: dict[str, dict], limit: int = SHARD_SIZE,
+    progress: Callable[[int], object] = lambda n: None,
+) -> None:
+    """Write the model of one checkpoint as a folder for `from_pretrained`, in one process, whatever mesh saved it.
+
+    files: the tokenizer's (`data/hf_tokenizer.py::files`), by name; they may be missing. `progress` is told the bytes read.
+    The folder appears when it is whole. Raises InputError, with nothing left behind.
+    """
+    out = Path(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise InputError(f"{out} exists already: give the name of a new folder")
+    try:
+        manifest = verify.read_manifest(path)
+        arch = manifest["facts"].get("must_match", {}).get("model")
+        if not arch:
+            raise InputError(f"{path} does not say which model it holds, so it cannot be exported")
+        check_exportable(arch)
+        theirs = {f"model.{ours}": hf for ours, hf in name_pairs(arch, hf_names)}
+        stored = state.select(manifest["tensors"], "model", ())
+        if stored.keys() != theirs.keys():
+            raise InputError(f"{path} does not hold the tensors of its model: {sorted(stored.keys() ^ theirs.keys())[:4]}")
+        temporary = out.parent / f".tmp-{uuid.uuid4().hex[:8]}-{out.name}"
+        temporary.mkdir(parents=True)
+        try:
+            _write_folder(temporary, path, manifest, arch, theirs, dtype, files, limit, progress)
+            verify.sync_folder(temporary)
+            temporary.rename(out)
+            verify.sync_folder(out.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except Damaged as error:
+        raise InputError(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        raise InputError(f"{path} could not be exported to {out}: {error.filename or ''} {error.strerror}") from None
+
+
+def export_newest(
+    checkpoints: Path, out: Path, hf_names: dict[str, str], dtype: str, files: dict[str, dict], say: Callable[[str], object]
+) -> None:
+    """Export the newest of a run's checkpoints to a folder of its name in `out`, unless it is there already: a run that
+    has ended and is started again has nothing to do."""
+    path = verify.newest(checkpoints)
+    if (out / path.name).exists():
+        return
+    export(path, out / path.name, hf_names, getattr(torch, dtype), files)
+    say(f"the model in {dtype} for Hugging Face: {out / path.name}")
+
+
+def check_exportable(arch: dict) -> None:
+    if arch["dim"] % arch["n_heads"]:
+        raise InputError(f"transformers refuses a Llama whose dim ({arch['dim']}) is no multiple of n_heads ({arch['n_heads']})")
+
+
+def _write_folder(
+    folder: Path, path: Path, manifest: dict, arch: dict, theirs: dict[str, str], dtype: torch.dtype, files: dict[str, dict],
+    limit: int, progress: Callable[[int], object],
+) -> None:  # fmt: skip
+    ours = {hf: name for name, hf in theirs.items()}
+
+    def read(name: str) -> Tensor:
+        tensor = read_whole(path, manifest, ours[name])
+        progress(tensor.nbytes)
+        return tensor
+
+    shapes = {hf: manifest["tensors"][name]["shape"] for name, hf in theirs.items()}
+    shards, weight_map = split(shapes, dtype.itemsize, limit), {}
+    for i, shard in enumerate(shards):
+        file = ONE_FILE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / file, shard, dtype, read)
+        weight_map |= dict.fromkeys(shard, file)
+    numbers = sum(math.prod(shape) for shape in shapes.values())
+    documents = {"generation_config.json": NO_TOKENS} | files
+    tokens = {key: documents["generation_config.json"][key] for key in NO_TOKENS}
+    documents["config.json"] = config_json(arch) | tokens | dict.fromkeys(("dtype", "torch_dtype"), str(dtype)[6:])
+    if len(shards) > 1:
+        sizes = {"total_parameters": numbers, "total_size": numbers * dtype.itemsize}
+        documents[INDEX] = {"metadata": sizes, "weight_map": weight_map}
+    for name, document in documents.items():
+        with open(folder / name, "x", encoding="utf-8") as file:
+            json.dump(document, file, indent=2, ensure_ascii=False)

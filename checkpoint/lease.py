@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import threading
@@ -21,6 +22,7 @@ from pathlib import Path
 from configs.schema import InputError
 
 BEAT, PATIENCE = 5.0, 20.0  # seconds
+say = logging.getLogger("plumbline")
 
 
 class Lost(InputError):
@@ -40,11 +42,12 @@ class Lease:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             locked, before = _lock(self.fd), _read(self.fd)
-            here = socket.gethostname()
-            if before and not (locked and before["host"] == here):  # the lock does not tell whether that host's run lives
+            local = locked and before and before["host"] == socket.gethostname()
+            who = f"process {before['pid']} on {before['host']}" if before else "another process"
+            if before and locked is not False and not local:  # the lock does not tell whether that one lives
+                say.warning(f"{path.parent} was left by {who}: watching for {PATIENCE:.0f} s whether it is alive")
                 locked = not _counts_on(path) and _lock(self.fd)
             if locked is False:
-                who = f"process {before['pid']} on {before['host']}" if before else "another process"
                 raise InputError(
                     f"{path.parent} is being written by another run ({who}): stop it, or set another run.folder"
                 )

@@ -149,7 +149,7 @@ class CheckpointManager:
             temporary.rename(self.folder / name)
             verify.sync_folder(self.folder)
 
-        writer = ShardWriter(temporary, self.mesh.rank, publish)
+        writer = ShardWriter(temporary, self.mesh.rank, self.mesh.size, publish)
         try:
             dcp.save(live, storage_writer=writer, planner=StagedSave(staged), process_group=self.group)
         except BaseException:
@@ -200,8 +200,13 @@ class CheckpointManager:
         if isinstance(error, CheckpointException) and any(isinstance(e, Lost) for e, _ in error.failures.values()):
             raise InputError(reason)
         if self.cfg.max_failures and self.failures >= self.cfg.max_failures:
-            raise InputError(f"{reason} ({self.failures} in a row: checkpoint.max_failures); those before are untouched")
+            raise InputError(f"{reason} ({self.failures} in a row: checkpoint.max_failures); the others are untouched")
         self._say(logging.ERROR, f"{reason}. Training goes on; the next checkpoint is tried at its time")
+
+    def wait(self, seconds: float) -> None:
+        """On the way out after an error: let the save in flight end. Asks no other rank, and raises nothing."""
+        if self.in_flight:
+            concurrent.futures.wait([self.in_flight[1]], timeout=seconds)
 
     def close(self) -> None:
         """Wait for the save in flight, and give the folder back. Raises InputError if the last save failed."""

@@ -69,8 +69,8 @@ class ShardWriter(StorageWriter):
     """Writes this rank's parts into one new file of `folder`; on the coordinator, `publish(tensors, files)` then
     makes a checkpoint of the folder. An exception on any rank, in `publish` too, is raised by `dcp.save` on all."""
 
-    def __init__(self, folder: Path, rank: int, publish: Callable[[dict, dict], None]):
-        self.folder, self.file, self.publish = folder, f"rank-{rank:05d}.safetensors", publish
+    def __init__(self, folder: Path, rank: int, ranks: int, publish: Callable[[dict, dict], None]):
+        self.folder, self.file, self.ranks, self.publish = folder, f"rank-{rank:05d}.safetensors", ranks, publish
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         pass
@@ -82,6 +82,8 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if len(plans) != self.ranks:  # after the process group was closed, `dcp.save` takes each rank for the only one
+            raise RuntimeError(f"{len(plans)} of {self.ranks} ranks take part in this save")
         self.planned = sum(len(plan.items) for plan in plans)
         return plans
 

@@ -108,7 +108,11 @@ def newest(folder: Path) -> Path:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Write and fsync the manifest, and fsync the folder, which makes the names in it durable too."""
+    """Write and fsync the manifest, and fsync the folder, which makes the names in it durable too.
+
+    Raises ValueError for a manifest that `read_manifest` would refuse.
+    """
+    _check_layout(manifest)
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
     with open(folder / MANIFEST, "xb") as stream:
         stream.write(f'{{"hash": "{_manifest_hash(manifest)}", "manifest": {{\n{lines}\n}}}}\n'.encode())

@@ -193,6 +193,15 @@ RULES = {
         lambda c: c.checkpoint.exclude_from_loading and not c.checkpoint.load_path,
         "{checkpoint.exclude_from_loading} has no effect without checkpoint.load_path: set it, or remove the patterns",
     ),
+    "load_hf": (
+        lambda c: c.checkpoint.load_hf and c.checkpoint.load_path,
+        "{checkpoint.load_hf} and {checkpoint.load_path} are both to start the run from: remove one of them",
+    ),
+    "export_hf": (
+        lambda c: c.checkpoint.export_hf and c.model.dim % c.model.n_heads != 0,
+        "{checkpoint.export_hf}, but transformers refuses a Llama of {model.dim} that is not a multiple of {model.n_heads}: "
+        "change one of them, or remove export_hf",
+    ),
     "validation_split": (
         lambda c: c.validation.interval > 0 and c.data.validation_fraction == 0,
         "{validation.interval} needs held-out documents, but {data.validation_fraction}: hold some out, or set "

@@ -214,6 +214,10 @@ class Checkpoint(Table):
     """What to take from load_path."""
     exclude_from_loading: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Tensors not to take from load_path, by patterns such as "model.output.*"; they keep their initial values."""
+    load_hf: PathText = Field("", max_length=1000)
+    """Where the run has no checkpoint yet, start at step 0 from the weights of this Hugging Face folder."""
+    export_hf: Literal["", "float32", "bfloat16"] = ""
+    """At the end of the run also write the model in this type for Hugging Face, to <run.folder>/hf; empty: no."""
     verify_on_load: bool = True
     """Compare the hash of every block that is read, before the model changes."""
     max_failures: int = Field(3, ge=0)

@@ -550,9 +550,9 @@ def test_a_newer_format_is_refused_by_name(saved, tmp_path):
 
 def rewrite(folder: Path, **changes: object) -> None:
     """A manifest that somebody changed and signed again."""
-    manifest = json.loads((folder / "manifest.json").read_bytes())["manifest"]
-    (folder / "manifest.json").unlink()
-    verify.write_manifest(folder, {**manifest, **changes})
+    manifest = json.loads((folder / "manifest.json").read_bytes())["manifest"] | changes
+    signed = {"hash": verify._manifest_hash(manifest), "manifest": manifest}
+    (folder / "manifest.json").write_text(json.dumps(signed))
 
 
 # Hostile folders
@@ -682,10 +682,30 @@ def test_the_run_stops_after_failures_in_a_row_on_all_ranks_at_the_same_step(tmp
 
 def test_a_planned_part_that_was_not_written_is_an_error():
     """torch's own writer publishes without it when a thread of it fails (pytorch#191391)."""
-    writer = storage.ShardWriter(Path("unused"), 0, lambda tensors, files: pytest.fail("published"))
+    writer = storage.ShardWriter(Path("unused"), 0, 1, lambda tensors, files: pytest.fail("published"))
     writer.planned = 2
     with pytest.raises(RuntimeError, match="2 parts of tensors were planned, 1 written"):
         writer.finish(None, [[storage.WriteResult(verify.FORMAT, 1, None)]])
+
+
+def _leaves_in_a_hurry(folder: Path, patient: bool) -> None:
+    job = build()
+    checkpoints = open_manager(job, folder)
+    checkpoints.thread.submit(time.sleep, 0.3)  # before the save that is now in flight gets anywhere
+    fill(job, 1)
+    checkpoints.save(1, job.model, job.optimizer, {"step": 1})
+    if patient:
+        checkpoints.wait(20)
+    meshes.close_mesh()
+    checkpoints.thread.shutdown()
+
+
+def test_a_save_that_lost_its_process_group_publishes_nothing(tmp_path):
+    """`dcp.save` would take each rank for the only one, and rank 0 publish its part as the whole."""
+    run_ranks(2, _leaves_in_a_hurry, tmp_path / "a", False)
+    assert [p.name for p in (tmp_path / "a").iterdir()] == [".lease"]
+    run_ranks(2, _leaves_in_a_hurry, tmp_path / "b", True)
+    assert values_on_disk(tmp_path / "b" / "step-00000001") == [1]
 
 
 def _refused_at_start(folder: Path, free: int | None = None) -> tuple[float, str]:
@@ -852,7 +872,7 @@ def test_a_rank_reads_and_verifies_only_the_blocks_it_needs(tmp_path, monkeypatc
             tables.update(tensors=tensors, files=files)
 
         live = {"t": whole, "s": torch.tensor(3.0), "e": torch.empty(0, 5), "h": torch.arange(9, dtype=torch.int8) > 3}
-        writer = storage.ShardWriter(tmp_path / "c", 0, publish)
+        writer = storage.ShardWriter(tmp_path / "c", 0, 1, publish)
         torch.distributed.checkpoint.save(live, storage_writer=writer, planner=storage.StagedSave(live))
         reader = storage.ShardReader(tmp_path / "c", tables)
         part = tables["tensors"]["t"]["parts"][0]

@@ -414,6 +414,18 @@ RULE_CASES = {
         'checkpoint.exclude_from_loading = ["output.*"] has no effect without checkpoint.load_path',
         "checkpoint.load_path=runs/x",
     ),
+    "load_hf": (
+        "checkpoint.load_hf=models/x checkpoint.load_path=runs/x",
+        1, 1,
+        'checkpoint.load_hf = "models/x" and checkpoint.load_path = "runs/x" are both|remove one',
+        'checkpoint.load_path=',
+    ),
+    "export_hf": (
+        "checkpoint.export_hf=bfloat16 model.dim=300 model.head_dim=32",
+        1, 1,
+        'checkpoint.export_hf = "bfloat16"|model.dim = 300|multiple of model.n_heads = 8 (of flavor debug)',
+        "model.n_heads=12",
+    ),
     "validation_split": (
         "validation.interval=10 data.validation_fraction=0.0",
         1, 1,

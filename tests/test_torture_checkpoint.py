@@ -7,6 +7,7 @@ Without `-m torture` each test runs its short form. A trial forks its ranks, so 
 in its name and in its assertions.
 """
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -68,6 +69,7 @@ def killed_run(place: Path, victim: int, when: float | None, fn: Callable, *args
     pids = {}
     for rank in range(2):
         if (pid := os.fork()) == 0:
+            faulthandler.register(signal.SIGUSR1, open(place / "stacks", "w"))  # noqa: SIM115
             ranks._child(place, rank, 2, fn, (place, *args))
         pids[rank] = pid
     try:
@@ -76,7 +78,12 @@ def killed_run(place: Path, victim: int, when: float | None, fn: Callable, *args
             time.sleep(when)
             os.kill(pids[victim], signal.SIGKILL)
         wait_until(lambda: ended(pids[victim]), 20, "the victim lives")
-        wait_until(lambda: ended(pids[1 - victim]), 5, "the survivor hangs")
+        try:
+            wait_until(lambda: ended(pids[1 - victim]), 5, "the survivor hangs")
+        except AssertionError:
+            os.kill(pids[1 - victim], signal.SIGUSR1)
+            time.sleep(0.5)
+            pytest.fail("the survivor hangs\n" + (place / "stacks").read_text())
         assert ended(pids[victim]).si_code == os.CLD_KILLED
     finally:
         for pid in pids.values():
@@ -253,7 +260,7 @@ def save_in_place(place: Path, folder: Path) -> None:
             verify.write_manifest(target, {**head, "tensors": tensors, "files": files})
 
         storage.open = lambda path, mode: open(path, mode.replace("x", "w"))
-        writer = storage.ShardWriter(target, self.mesh.rank, publish)
+        writer = storage.ShardWriter(target, self.mesh.rank, self.mesh.size, publish)
         manager.dcp.save(live, storage_writer=writer, planner=storage.StagedSave(staged), process_group=self.group)
 
     CheckpointManager._write = careless

@@ -15,8 +15,8 @@ find_python() {
     PYTHON=$PWD/.venv/bin/python
 }
 
-# Prints the interpreter's path if every `name==pin  # >= oldest` is installed at `oldest` or later (without a remark: at
-# the pin's major version or later). Reads the packages' metadata only: importing torch would take seconds.
+# Prints the interpreter's path if every `name==pin  # >= oldest` is installed at `oldest` or later (without a remark:
+# at the pin's major version or later). Reads the packages' metadata only: importing torch would take seconds.
 IS_COMPLETE='
 import re, sys
 from importlib.metadata import version
@@ -41,12 +41,13 @@ make_venv() (  # a subshell: its end gives the lock back
     is_made "$@" && exit
 
     if ! .venv/bin/python -m pip --version &>/dev/null; then
-        python=$(newest_python) || fail "no Python 3.10 or later with the venv module was found (Debian, Ubuntu: apt install python3-venv)"
+        python=$(newest_python) ||
+            fail "no Python 3.10 or later with the venv module was found (Debian, Ubuntu: apt install python3-venv)"
         "$python" -m venv --clear .venv || fail "$python -m venv .venv failed"
     fi
     log=$PWD/.venv/install.log
     say "installing ${*} into .venv ($(.venv/bin/python --version)); this happens once and takes a few minutes"
-    .venv/bin/python -m pip install --no-input --disable-pip-version-check "${@/#/--requirement=}" </dev/null &>"$log" ||
+    .venv/bin/python -m pip install --no-input "${@/#/--requirement=}" </dev/null &>"$log" ||
         fail "pip could not install ${*}: $(grep -m1 '^ERROR' "$log" || tail -n1 "$log") (all it said: $log)"
     cksum "$@" >.venv/made-from
 )

@@ -4,8 +4,8 @@
 
 What torchrun itself does differently, and why `run_train.sh` uses this instead:
 
-- torchrun turns every failure into exit code 1. Here it is that of the first rank to fail (128 + n if signal n killed it),
-  so that a scheduler can tell "stopped with a checkpoint, run again" (75) from "wrong input" (2) from a crash.
+- torchrun turns every failure into exit code 1. Here it is that of the first rank to fail (128 + n if signal n killed
+  it), so that a scheduler can tell "stopped with a checkpoint, run again" (75) from "wrong input" (2) from a crash.
 - A signal makes torchrun stop watching its ranks. Here it is passed on to them, and what they make of it is reported.
 - When torchrun itself is killed, its ranks live on and hold their GPUs. Here they die with it.
 - One line for each rank that failed, instead of a second traceback.
@@ -63,7 +63,7 @@ class Agent(LocalElasticAgent):
             nonlocal interrupts
             interrupts += number == signal.SIGINT
             if number == signal.SIGALRM:
-                print(f"launch: not stopped after {self.grace_seconds} s: the ranks are killed", file=sys.stderr, flush=True)
+                say(f"not stopped after {self.grace_seconds} s: the ranks are killed")
             if number == signal.SIGALRM or interrupts > 1:  # too late, or a person who has pressed Ctrl-C again
                 number = signal.SIGKILL
             elif number in STOP:
@@ -76,23 +76,22 @@ class Agent(LocalElasticAgent):
 
 
 def launch(options: argparse.Namespace, script: list[str]) -> int:
-    """Run the script and its arguments on every rank of this node until all are done or one has failed; the exit code."""
+    """Run the script on every rank of this node until all are done or one has failed. Returns the exit code."""
     logging.disable(logging.ERROR)  # what torchrun has to say is said better below
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there are ranks: waiting for the other nodes, Python would not run
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler does not run while it waits for other nodes
     command = ["-u", *script]
     if sys.platform == "linux":
         command = ["-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid()), *script]
+    endpoint = f"{options.master_addr}:{options.master_port}"
     with tempfile.TemporaryDirectory(prefix="plumbline-launch-") as folder:
         if options.nnodes == 1:  # meets itself through a file, so the ranks' store is all that listens, on a free port
             where = {"local_addr": "127.0.0.1"}
             meeting = RendezvousParameters("c10d", f"{folder}/meeting", "one", 1, 1, store_type="file", **where)
         else:
             where = {"master_addr": options.master_addr, "master_port": options.master_port}
-            endpoint = f"{options.master_addr}:{options.master_port}"
-            meeting = RendezvousParameters(
-                "static", endpoint, "many", options.nnodes, options.nnodes, rank=options.node_rank, timeout=options.join_timeout
-            )
+            who = {"rank": options.node_rank, "timeout": options.join_timeout}
+            meeting = RendezvousParameters("static", endpoint, "many", options.nnodes, options.nnodes, **who)
         spec = WorkerSpec(
             role="rank",
             local_world_size=options.nproc_per_node,
@@ -110,21 +109,17 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
         except SignalException as stopped:  # between the start of the first rank and of the last
             return 128 + stopped.sigval
         except (DistError, RendezvousError) as error:
-            reason = str(error).splitlines()[0]
-            print(
-                f"launch: node {options.node_rank} of {options.nnodes} on {socket.gethostname()} could not meet the others at "
-                f"{options.master_addr}:{options.master_port}: {reason}",
-                file=sys.stderr,
-            )
+            node = f"node {options.node_rank} of {options.nnodes} on {socket.gethostname()}"
+            say(f"{node} could not meet the others at {endpoint}: {str(error).splitlines()[0]}")
             return 1
         return report(failures, script) if failures else 0
 
 
 def report(failures: dict[int, ProcessFailure], script: list[str]) -> int:
-    """Name the ranks that failed (at most eight), the first of them first, and return the exit code that this stands for.
+    """Name the ranks that failed (at most eight), the first to fail first, and return the exit code it stands for.
 
-    Times are whole seconds. Within the same one, a rank killed by a signal comes before those that its death made fail, and
-    any failure before those that merely ended when the launcher told them to.
+    Times are whole seconds. Within the same one, a rank killed by a signal comes before those that its death made fail,
+    and any failure before those that merely ended when the launcher told them to.
     """
 
     def order(rank: int) -> tuple[int, int, int]:
@@ -135,7 +130,7 @@ def report(failures: dict[int, ProcessFailure], script: list[str]) -> int:
     code = failures[first].exitcode
     if code not in QUIET_CODES:
         for rank in [first, *(other for other in others if failures[other].exitcode not in TOLD_TO_END)][:8]:
-            print(f"launch: rank {rank} on {socket.gethostname()} {_end_of(failures[rank])}{_log_of(rank, script)}", file=sys.stderr)
+            say(f"rank {rank} on {socket.gethostname()} {_end_of(failures[rank])}{_log_of(rank, script)}")
     return code if code >= 0 else 128 - code
 
 
@@ -155,6 +150,10 @@ def _log_of(rank: int, script: list[str]) -> str:
     except InputError:
         return ""
     return f"; its log: {path}" if path.exists() else ""
+
+
+def say(words: str) -> None:
+    print(f"launch: {words}", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]) -> int:

@@ -21,7 +21,7 @@ HARMLESS = (
 
 
 class _AboveBar(logging.StreamHandler):
-    """Lines appear above the progress bar instead of through it. A console that went away (`| head`) stops no training."""
+    """Lines appear above the progress bar instead of through it. A console that goes away (`| head`) stops nothing."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -34,9 +34,9 @@ class _AboveBar(logging.StreamHandler):
 def setup(folder: str | Path, rank: int) -> logging.Logger:
     """Send log records to the console and to `<folder>/logs/rank-00000.log`; returns the logger to speak with.
 
-    The console shows rank 0, and errors of any rank; records with `extra={"console": False}` go to the file only (what the
-    progress bar already shows). The file is appended to, so a resumed run continues its own history. Raises InputError if
-    the folder cannot be written.
+    The console shows rank 0, and errors of any rank; records with `extra={"console": False}` go to the file only (what
+    the progress bar already shows). The file is appended to, so a resumed run continues its own history. A crash is in
+    the file too. Raises InputError if the folder cannot be written.
     """
     path = Path(folder) / "logs" / f"rank-{rank:05d}.log"
     try:
@@ -44,7 +44,7 @@ def setup(folder: str | Path, rank: int) -> logging.Logger:
         file = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise InputError(
-            f"run.folder = {str(folder)!r} cannot be written ({error.filename}: {error.strerror}): choose another folder"
+            f"run.folder = {str(folder)!r} cannot be written ({error.filename}: {error.strerror}): choose another one"
         ) from None
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
 

@@ -63,11 +63,11 @@ LINE = (
 def flops_per_token(arch: dict, seq_len: int) -> float:
     """Floating-point operations that training needs per token, forward and backward, of a model with these numbers.
 
-    6 N + 12 L H E T, as PaLM counts it (Chowdhery et al., arXiv:2204.02311, appendix B). A weight that is multiplied costs
-    2 per token forward and 4 backward (gradients of input and of weight); N counts those weights: all matrices but the
-    embedding, which is looked up; tied to the output it is multiplied there and counts. Attention scores and their use cost
-    2 * 2 H E T per layer forward, three times that with backward. Like PaLM, TorchTitan and others, this does *not* halve
-    attention for being causal, nor count what activation checkpointing computes twice: an MFU is comparable with theirs.
+    6 N + 12 L H E T, as PaLM counts it (Chowdhery et al., arXiv:2204.02311, appendix B). A weight that is multiplied
+    costs 2 per token forward and 4 backward (gradients of input and of weight); N counts those weights: all matrices
+    but the embedding, which is looked up; tied to the output it is multiplied there and counts. Attention scores and
+    their use cost 2 * 2 H E T per layer forward, three times that with backward. Like PaLM and TorchTitan, this does
+    *not* halve attention for being causal, nor count what checkpointing computes twice: MFUs compare with theirs.
     """
     d, width = arch["dim"], arch["n_heads"] * arch["head_dim"]
     attention = 2 * d * width + 2 * d * arch["n_kv_heads"] * arch["head_dim"]  # wq wo, wk wv
@@ -91,7 +91,7 @@ def peak_flops(device_name: str, override_tflops: float = 0.0, dtype: torch.dtyp
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory in GiB: on CUDA what the allocator held since the last call, on CPU of this process since its start."""
+    """Peak memory in GiB: on CUDA what the allocator held since the last call, on CPU of this process in its life."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -116,7 +116,8 @@ def model_summary(
         f"{' (tied)' if arch['tied_embeddings'] else ''}\n"
         f"mesh: {sizes} = {mesh.size} process{'es' if mesh.size > 1 else ''} on {mesh.device.type}, "
         f"computing in {str(dtype).removeprefix('torch.')}\n"
-        f"state: weights, gradients and {moments} optimizer moments take {_size(whole)} in all, {_size(share)} on this rank\n"
+        f"state: weights, gradients and {moments} optimizer moments take {_size(whole)} in all, "
+        f"{_size(share)} on this rank\n"
         f"step: {tokens_per_step:,} tokens"
     )
 
@@ -157,7 +158,7 @@ class Metrics:
             self.bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Report values measured at the end of `step`. The keys in LINE make the line; every key goes to the writers."""
+        """Report values measured at the end of `step`: every key to the writers, those in LINE to the person."""
         if self.peak and "tflops_per_device" in values:
             values = values | {"mfu": values["tflops_per_device"] * 1e12 / self.peak}
         if "tokens_per_second" in values:
@@ -170,7 +171,8 @@ class Metrics:
             self.bar.set_postfix_str(line, refresh=False)
             self.bar.update(step - self.bar.n)
             self.bar.refresh()
-        self.jsonl.write(json.dumps({"step": step} | {key: _json_number(value) for key, value in values.items()}) + "\n")
+        numbers = {key: _json_number(value) for key, value in values.items()}
+        self.jsonl.write(json.dumps({"step": step} | numbers) + "\n")
         self.jsonl.flush()
         if self.cfg.tensorboard:
             if self.tensorboard is None:
@@ -217,7 +219,7 @@ def _json_number(value: float) -> float | str:
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a line cut off by a crash; a crash in here leaves the old file or the new one."""
+    """Drop the lines of later steps, and one cut off by a crash; a crash in here leaves the old file or the new."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)

@@ -15,12 +15,12 @@ from configs import schema
 
 @contextmanager
 def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
-    """Gives an object whose step() is to be called at the end of every step; with `enabled = false` that does nothing.
+    """Gives an object whose step() is called at the end of every step; with `enabled = false` that does nothing.
 
-    Writes `<folder>/profile/rank-00000.json.gz` (chrome://tracing, ui.perfetto.dev) after the steps asked for, which are
-    counted from the start of this process: a resumed run can be profiled like a fresh one. A run that ends within them
-    writes those it has. With `memory_snapshot` also `rank-00000.memory.pickle` (pytorch.org/memory_viz), at the same
-    moment or when memory runs out; on CPU there is nothing to record, and the log says so.
+    Writes `<folder>/profile/rank-00000.json.gz` (chrome://tracing, ui.perfetto.dev) after the steps asked for, which
+    are counted from the start of this process: a resumed run can be profiled like a fresh one. A run that ends within
+    them writes those it has. With `memory_snapshot` also `rank-00000.memory.pickle` (pytorch.org/memory_viz), at the
+    same moment or when memory runs out; on CPU there is nothing to record, and the log says so.
     """
     if not cfg.enabled:
         yield SimpleNamespace(step=lambda: None)

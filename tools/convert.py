@@ -1,0 +1,389 @@
+"""Models from elsewhere into a checkpoint, and checkpoints into files for elsewhere; one tensor in memory at a time.
+
+    python -m tools.convert hf-to-dcp    HF_FOLDER  OUT        Hugging Face: config.json and safetensors
+    python -m tools.convert meta-to-dcp  META_FOLDER OUT       Meta's params.json and consolidated.*.pth (Llama 2 and 3)
+    python -m tools.convert dcp-to-hf    CHECKPOINT OUT        a folder for transformers' from_pretrained
+    python -m tools.convert dcp-to-torch CHECKPOINT OUT.pt     one file for torch.load
+
+The first two make `OUT/checkpoints/step-00000000`, which `checkpoint.load_path` starts a run from and `tools.generate`
+reads, and `OUT/tokenizer.json` if the tokenizer is of Llama 3's kind. CHECKPOINT is a run's folder (its newest checkpoint)
+or one checkpoint, of any mesh. Exit codes: 0 done; 2 input that cannot be converted, in one sentence, and nothing written.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import struct
+import sys
+import uuid
+import warnings
+import zipfile
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.api import CheckpointException
+from tqdm import tqdm
+
+from checkpoint import hf, state, verify
+from checkpoint.storage import CODES, DTYPES, ShardWriter, StagedSave
+from checkpoint.verify import Damaged
+from configs.schema import InputError
+from data import hf_tokenizer
+from data.tokenizer import Tokenizer, from_rank_file, load_saved
+from models import MODELS
+
+FAMILY = "llama"  # what both of the formats that are read describe
+REMAP = 1 << 28  # bytes read of mapped files before they are mapped anew: mapped pages count as this process's memory
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.convert", description="Checkpoints from and for elsewhere.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (convert, source, target, description) in COMMANDS.items():
+        command = commands.add_parser(name, help=description, description=description)
+        command.set_defaults(convert=convert)
+        command.add_argument("source", metavar=source[0], type=Path, help=source[1])
+        command.add_argument("out", metavar=target[0], type=Path, help=target[1])
+        for option, settings in OPTIONS.get(name, {}).items():
+            command.add_argument(option, **settings)
+    args = vars(parser.parse_args(argv))
+    args.pop("command")
+    try:
+        print(args.pop("convert")(**args))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------------------ in
+
+
+def hf_to_dcp(source: Path, out: Path) -> str:
+    """Returns what was done, in a sentence; so do the other three. Raises InputError."""
+    arch, names = hf.read_arch(source), MODELS[FAMILY].HF_NAMES
+    stored = hf.weights(source, arch, names, shapes(arch))
+    theirs = dict(hf.name_pairs(arch, names))
+
+    def read(name: str) -> Tensor:
+        return hf.read_slice(stored[name], theirs[name], ())
+
+    return publish(out, arch, source, read, tokenizer_of(hf_tokenizer.read, source))
+
+
+def meta_to_dcp(source: Path, out: Path) -> str:
+    meta = MetaFolder(source)
+    return publish(out, meta.arch, source, meta.read, tokenizer_of(from_rank_file, str(source / "tokenizer.model")))
+
+
+def tokenizer_of(read: Callable, source: Path | str) -> Tokenizer | None:
+    """The source's tokenizer; a model is worth having without one, so what is wrong with it is said and no error."""
+    try:
+        return read(source)
+    except InputError as error:
+        print(f"without a tokenizer: {error}", file=sys.stderr)
+        return None
+
+
+def shapes(arch: dict) -> dict[str, list[int]]:
+    """Of every parameter of a model, by our names."""
+    with torch.device("meta"):
+        model = MODELS[FAMILY].build(arch)
+    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def publish(out: Path, arch: dict, source: Path, read: Callable[[str], Tensor], tokenizer: Tokenizer | None) -> str:
+    """Write a checkpoint of step 0 with the tensors that `read` returns by name, widened to float32, and the tokenizer.
+
+    The same writer, manifest and hashes as a run's, fed one tensor at a time. It appears when it is whole.
+    """
+    folder, name = out / "checkpoints", verify.step_name(0, 0)
+    temporary = folder / f".tmp-{uuid.uuid4().hex[:8]}-0-{name}"
+    live = {f"model.{n}": torch.empty(shape, device="meta") for n, shape in shapes(arch).items()}
+    size = sum(tensor.nbytes for tensor in live.values())
+    must_match = {"model": arch} | ({"tokenizer": tokenizer.fingerprint} if tokenizer else {})
+    head = {
+        "format": verify.FORMAT, "step": 0, "progress": {"step": 0, "samples": 0},
+        "mesh": {"dp_replicate": 1, "dp_shard": 1, "tp": 1}, "facts": {"family": FAMILY, "must_match": must_match},
+        "optimizer": "none", "hyperparameters": {}, "parent": str(source.resolve()), "ancestors": [],
+        "torch": str(torch.__version__), "saved": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+    def finish(tensors: dict, files: dict) -> None:
+        verify.write_manifest(temporary, {**head, "files": files, "tensors": tensors})
+        temporary.rename(folder / name)
+        verify.sync_folder(folder)
+
+    try:
+        if folder.exists() and verify.published(folder):
+            raise InputError(f"{folder} holds checkpoints already: give the name of a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        if tokenizer:
+            tokenizer.save(str(out / "tokenizer.json"))
+        with progress_bar(size, name) as bar, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            planner = StagedSave(OneByOne(read, bar.update))
+            dcp.save(live, storage_writer=ShardWriter(temporary, 0, 1, finish), planner=planner, no_dist=True)
+    except CheckpointException as error:
+        if all(isinstance(e, (InputError, OSError)) for e, _ in error.failures.values()):
+            raise InputError(f"{source} could not be converted to {out}: {state.cause(error)}") from None
+        raise
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.filename or ''} {error.strerror}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    words = "with its tokenizer" if tokenizer else "without a tokenizer"
+    return f"{folder / name}: {len(live)} tensors, {size / 1e9:,.2f} GB, {words}"
+
+
+class OneByOne:
+    """What the planner takes for a dict of staged tensors: each is read when it is written, and then gone."""
+
+    def __init__(self, read: Callable[[str], Tensor], progress: Callable[[int], object]):
+        self.read, self.progress = read, progress
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.read(name.removeprefix("model.")).float()
+        self.progress(tensor.nbytes)
+        return tensor
+
+
+def progress_bar(size: int, name: str) -> tqdm:
+    """Of bytes; on a terminal only."""
+    return tqdm(total=size, unit="B", unit_scale=True, desc=name, leave=False, disable=None)
+
+
+class MetaFolder:
+    """A model as Meta published it: params.json and consolidated.00.pth, .01.pth ..., one per tensor-parallel rank.
+
+    Column-parallel matrices are cut along their rows, row-parallel ones along their columns, the embedding along its columns
+    (Llama 2) or rows (Llama 3), norms not at all: a tensor's shape says which. Source: meta-llama/llama and llama3, model.py.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.files = sorted(folder.glob("consolidated.*.pth"))
+        if not self.files:
+            raise InputError(f"{folder} has no consolidated.*.pth")
+        self.pieces: list[dict[str, Tensor]] = []
+        self.mapped = REMAP
+        self.open()
+        for file, piece in zip(self.files, self.pieces, strict=True):
+            if piece.keys() != self.pieces[0].keys():
+                raise InputError(f"{file} does not have the tensors of {self.files[0]}")
+        try:
+            self.arch = self.read_arch(hf.read_json(folder / "params.json"))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise InputError(f"{folder / 'params.json'} does not describe a Llama: {error!r}") from None
+        self.shapes = shapes(self.arch)
+        unread = {"rope.freqs"} | ({"output.weight"} if self.arch["tied_embeddings"] else set())
+        found = {name: self.describe(name) for name in self.pieces[0] if name not in unread}
+        hf.check_tensors(folder, found, self.shapes)
+
+    def open(self) -> None:
+        """Map all files, when nothing is mapped yet or much has been read of what is."""
+        if self.mapped < REMAP:
+            return
+        self.pieces, self.mapped = [], 0
+        for file in self.files:
+            try:
+                piece = torch.load(str(file), map_location="cpu", mmap=True, weights_only=True)
+            except Exception as error:  # whatever a file that is not one makes torch raise
+                first = str(error).strip().splitlines() or [type(error).__name__]
+                raise InputError(f"{file} is not a file of tensors that can be read without running its code: {first[0]}") from None
+            if not isinstance(piece, dict) or not all(type(t) is Tensor and t.layout == torch.strided for t in piece.values()):
+                raise InputError(f"{file} is not a dict of tensors")
+            self.pieces.append(piece)
+
+    def read_arch(self, params: dict) -> dict:
+        """The model's numbers. params.json does not say how long the contexts were nor the factor by which the rotary
+        frequencies are stretched, so these are the published models'. Source: their config.json on the hub."""
+        n, first = len(self.files), self.pieces[0]
+        dim, heads = hf.whole_number(params, "dim"), hf.whole_number(params, "n_heads")
+        theta = hf.real_number(params, "rope_theta", 10000.0)
+        words = params.get("vocab_size", -1)
+        embedding, output = first["tok_embeddings.weight"], first.get("output.weight")
+        tied = output is None or (torch.equal(embedding[:1], output[:1]) and torch.equal(embedding, output))
+        scaling, context = None, 4096 if theta == 10000.0 else 8192  # Llama 2, Llama 3
+        if params.get("use_scaled_rope"):  # Llama 3.1 and 3.3; of 3.2 there are 1B and 3B, which are tied
+            context = 131072
+            scaling = {"factor": 32.0 if tied else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                       "original_max_seq_len": 8192}  # fmt: skip
+        return {
+            "dim": dim, "n_layers": hf.whole_number(params, "n_layers", most=1000), "n_heads": heads,
+            "n_kv_heads": hf.whole_number(params, "n_kv_heads", heads), "head_dim": dim // heads,
+            "hidden_dim": first["layers.0.feed_forward.w1.weight"].shape[0] * n,
+            "vocab_size": embedding.shape[0] if words == -1 else hf.whole_number(params, "vocab_size"),
+            "rope_theta": theta, "rope_scaling": scaling, "norm_eps": hf.real_number(params, "norm_eps"),
+            "max_seq_len": context, "tied_embeddings": tied,
+        }  # fmt: skip
+
+    def cut(self, name: str) -> int | None:
+        """The dimension along which the files' pieces of a tensor lie side by side; None when each has all of it."""
+        shape, n = list(self.pieces[0][name].shape), len(self.files)
+        whole = self.shapes.get(name, shape)
+        for dim in range(len(whole)):
+            if n > 1 and shape == [*whole[:dim], whole[dim] // n, *whole[dim + 1 :]] and whole[dim] % n == 0:
+                return dim
+        return None
+
+    def describe(self, name: str) -> tuple[str, list[int]]:
+        """Type and whole shape."""
+        first, dim = self.pieces[0][name], self.cut(name)
+        for file, piece in zip(self.files, self.pieces, strict=True):
+            if piece[name].shape != first.shape or piece[name].dtype != first.dtype:
+                raise InputError(f"{name} is not the same in {file} and {self.files[0]}: {list(piece[name].shape)}")
+        shape = [size * len(self.files) if i == dim else size for i, size in enumerate(first.shape)]
+        return CODES.get(first.dtype, str(first.dtype)), shape
+
+    def read(self, name: str) -> Tensor:
+        self.open()
+        dim = self.cut(name)
+        pieces = [piece[name] for piece in self.pieces] if dim is not None else [self.pieces[0][name]]
+        self.mapped += sum(piece.nbytes for piece in pieces)
+        whole = torch.cat(pieces, dim=dim or 0)
+        heads = {"wq": self.arch["n_heads"], "wk": self.arch["n_kv_heads"]}.get(name.split(".")[-2])
+        return half_rotation(whole, heads) if heads else whole
+
+
+def half_rotation(weight: Tensor, heads: int) -> Tensor:
+    """wq or wk [heads * E, D] with the rows of each head reordered, from Meta's convention, in which rotary positions turn
+    the pair (2i, 2i + 1), to ours and Hugging Face's, in which they turn (i, i + E/2)."""
+    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+# ----------------------------------------------------------------------------------------------------------------- out
+
+
+def dcp_to_hf(source: Path, out: Path, dtype: str, max_shard_size: int, tokenizer: Path | None) -> str:
+    path, manifest = newest(source)
+    facts = manifest["facts"]
+    given = tokenizer or path.resolve().parent.parent / "tokenizer.json"
+    saved = load_saved(str(given)) if tokenizer else tokenizer_of(load_saved, str(given))
+    files = hf_tokenizer.files(saved, facts["must_match"]["model"]["max_seq_len"]) if saved else {}
+    size = sum(verify.nbytes(t, p) for t in state.select(manifest["tensors"], "model", ()).values() for p in t["parts"])
+    names = MODELS[facts["family"]].HF_NAMES
+    with progress_bar(size, path.name) as bar:
+        hf.export(path, out, names, getattr(torch, dtype), files, max_shard_size, bar.update)
+    return f"{out}: the model of {path} in {dtype}, {'with its' if saved else 'without a'} tokenizer"
+
+
+def dcp_to_torch(source: Path, out: Path, content: str) -> str:
+    """{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}, "step", "progress", "facts"}: tensors and plain
+    values, so that torch.load with its default, weights_only, reads it.
+
+    torch.save writes the file with its tensors left out (`skip_data`), then they are put into their places one by one.
+    The checksums in the zip archive stay 0: torch never looks at them, `unzip -t` would.
+    """
+    path, manifest = newest(source)
+    tables: dict[str, dict[str, str]] = {"model": {}}  # where each tensor goes: "model" or its parameter -> key -> name
+    for name in state.select(manifest["tensors"], content, ()):
+        kind, _, rest = name.partition(".")
+        table, _, key = ("model", "", rest) if kind == "model" else rest.rpartition(".")
+        tables.setdefault(table, {})[key] = name
+    order = [name for table in tables.values() for name in table.values()]  # as torch.save meets and numbers them
+    size = sum(verify.nbytes(manifest["tensors"][n], p) for n in order for p in manifest["tensors"][n]["parts"])
+    with FakeTensorMode():  # shapes and types without memory
+        whole: dict = {
+            table: {key: _empty(manifest["tensors"][name]) for key, name in names.items()} for table, names in tables.items()
+        }
+    model = whole.pop("model")
+    whole = {"model": model, "optimizer": whole} if content != "model" else {"model": model}
+    whole |= {key: manifest[key] for key in ("step", "progress", "facts")}
+    temporary = out.parent / f".tmp-{uuid.uuid4().hex[:8]}-{out.name}"
+    try:
+        if out.exists():
+            raise InputError(f"{out} exists already: give the name of a new file")
+        with open(temporary, "xb") as file, torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(whole, file)
+        places = storages(temporary)
+        with open(temporary, "r+b") as file, progress_bar(size, path.name) as bar:
+            for name, (start, length) in zip(order, places, strict=True):
+                data = hf.as_bytes(hf.read_whole(path, manifest, name))
+                if len(data) != length:
+                    raise RuntimeError(f"this torch.save numbers its tensors in another way: {name} is not {length} bytes")
+                file.seek(start)
+                file.write(data)
+                bar.update(length)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(out)
+    except Damaged as error:
+        raise InputError(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.filename or ''} {error.strerror}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return f"{out}: {len(order)} tensors of {path}"
+
+
+def _empty(stored: dict) -> Tensor:
+    return torch.empty(stored["shape"], dtype=DTYPES[stored["dtype"]])
+
+
+def storages(path: Path) -> list[tuple[int, int]]:
+    """Where the bytes of each tensor lie in a file of torch.save, in its order, and how many: it is a zip archive of
+    records `data/0`, `data/1`, ..., not compressed."""
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        found = {}
+        for info in archive.infolist():
+            folder, _, number = info.filename.rpartition("/")
+            if folder.endswith("/data"):
+                file.seek(info.header_offset + 26)  # of a local header of 30 bytes: the lengths of name and extra field
+                name, extra = struct.unpack("<HH", file.read(4))
+                found[int(number)] = (info.header_offset + 30 + name + extra, info.file_size)
+    return [found[i] for i in sorted(found)]
+
+
+def newest(source: Path) -> tuple[Path, dict]:
+    """The checkpoint that a person means by a folder, and its manifest."""
+    path = verify.newest(source)
+    try:
+        manifest = verify.read_manifest(path)
+    except Damaged as error:
+        raise InputError(f"{path} is damaged: {error}") from None
+    if manifest["facts"].get("family") not in MODELS or "model" not in manifest["facts"].get("must_match", {}):
+        raise InputError(f"{path} does not say which model it holds")
+    return path, manifest
+
+
+def byte_size(text: str) -> int:
+    """Bytes of "5GB", "500MB", as save_pretrained's max_shard_size counts them."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])B", text.upper())
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")
+    return int(float(match[1]) * 1000 ** (1 + "KMGT".index(match[2])))
+
+
+CHECKPOINT = ("CHECKPOINT", "a run's folder, a folder of checkpoints, or one checkpoint")
+RUN = ("OUT", "a new folder; in it appear checkpoints/step-00000000 and tokenizer.json")
+
+# command -> (its function, its source and target: name and help, its description)
+COMMANDS = {
+    "hf-to-dcp": (hf_to_dcp, ("HF_FOLDER", "a folder with config.json and model*.safetensors"), RUN,
+                  "A checkpoint of a Hugging Face folder."),
+    "meta-to-dcp": (meta_to_dcp, ("META_FOLDER", "a folder with params.json and consolidated.*.pth"), RUN,
+                    "A checkpoint of a model as Meta published it."),
+    "dcp-to-hf": (dcp_to_hf, CHECKPOINT, ("OUT", "a new folder"), "A folder for transformers' from_pretrained."),
+    "dcp-to-torch": (dcp_to_torch, CHECKPOINT, ("OUT", "a new file"), "One file for torch.load."),
+}  # fmt: skip
+OPTIONS = {  # command -> option -> its settings, argparse's
+    "dcp-to-hf": {
+        "--dtype": {"choices": ["float32", "bfloat16"], "default": "float32",
+                    "help": "type of the weights; float32 is what the checkpoint holds, bfloat16 half as large [%(default)s]"},
+        "--max-shard-size": {"type": byte_size, "default": "5GB", "help": "size of a file at most [%(default)s]"},
+        "--tokenizer": {"type": Path, "help": "a saved tokenizer.json, when it is not in the run's folder"},
+    },
+    "dcp-to-torch": {
+        "--content": {"choices": ["model", "model+optimizer"], "default": "model+optimizer", "help": "[%(default)s]"},
+    },
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main())
