@@ -6,8 +6,8 @@ of a checkpoint, whatever mesh saved it. Names come from the model's HF_NAMES ta
 are renamed and nothing else: bfloat16 and float16 widen exactly to the float32 that we train in, and bfloat16 narrows
 back to the same bytes.
 
-One tensor is in memory at a time. A folder from elsewhere is not trusted: no pickle is read, an index can only name files
-beside it, and the tensors must be exactly those of the model that `config.json` describes.
+One tensor is in memory at a time. A folder from elsewhere is not trusted: no pickle is read, an index can only name
+files beside it, and the tensors must be exactly those of the model that `config.json` describes.
 """
 
 import json
@@ -28,7 +28,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
@@ -39,7 +44,7 @@ from configs.schema import InputError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WIDENED = ("F32", "BF16", "F16")  # types of weights that float32 holds exactly
-SHARD_SIZE = 5_000_000_000  # bytes of one exported file at most (of more than one tensor), save_pretrained's own limit
+SHARD_SIZE = 5_000_000_000  # bytes of one exported file at most, unless one tensor has more
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 # What a Llama's config.json may say that our model does not have: key -> the only value that means it is not used.
@@ -47,7 +52,7 @@ UNUSED = {
     "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
     "partial_rotary_factor": 1.0, "quantization_config": None,
 }  # fmt: skip
-# Tensors that transformers does not read either: tables that old versions saved, and a tied model's second copy.
+# Tables that old versions saved and transformers does not read either.
 NOT_READ = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
@@ -60,12 +65,16 @@ def config_json(arch: dict) -> dict:
     scaling = None
     if arch["rope_scaling"]:
         scaling = dict(arch["rope_scaling"])
-        scaling = {"rope_type": "llama3", "original_max_position_embeddings": scaling.pop("original_max_seq_len")} | scaling
+        scaling = {
+            "rope_type": "llama3",
+            "original_max_position_embeddings": scaling.pop("original_max_seq_len"),
+        } | scaling
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "hidden_size": arch["dim"], "num_hidden_layers": arch["n_layers"], "intermediate_size": arch["hidden_dim"],
         "num_attention_heads": arch["n_heads"], "num_key_value_heads": arch["n_kv_heads"], "head_dim": arch["head_dim"],
-        "vocab_size": arch["vocab_size"], "rms_norm_eps": arch["norm_eps"], "max_position_embeddings": arch["max_seq_len"],
+        "vocab_size": arch["vocab_size"], "max_position_embeddings": arch["max_seq_len"],
+        "rms_norm_eps": arch["norm_eps"],
         "rope_parameters": {"rope_type": "default", "rope_theta": arch["rope_theta"]} | (scaling or {}),
         "rope_theta": arch["rope_theta"], "rope_scaling": scaling, "tie_word_embeddings": arch["tied_embeddings"],
         "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
@@ -73,7 +82,7 @@ def config_json(arch: dict) -> dict:
 
 
 def read_arch(folder: Path) -> dict:
-    """The model's numbers (a FLAVORS row) from a folder's config.json; what is not said there has LlamaConfig's default.
+    """The model's numbers (a FLAVORS row) from a folder's config.json; what it does not say has LlamaConfig's default.
 
     Raises InputError for what is not a Llama, or one with parts that ours does not have.
     """
@@ -102,14 +111,22 @@ def _arch(config: dict) -> dict:
         scaling["original_max_seq_len"] = whole_number(rope, "original_max_position_embeddings", context)
     elif kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"rotary positions of type {kind!r} ({rope}) are not supported, only default and llama3")
-    return {
+    return check_heads({
         "dim": dim, "n_layers": whole_number(config, "num_hidden_layers", most=1000), "n_heads": heads,
         "n_kv_heads": whole_number(config, "num_key_value_heads", heads), "head_dim": head_dim,
         "hidden_dim": whole_number(config, "intermediate_size"), "vocab_size": whole_number(config, "vocab_size"),
         "rope_theta": real_number(rope, "rope_theta"), "rope_scaling": scaling,
         "norm_eps": real_number(config, "rms_norm_eps", 1e-6), "max_seq_len": context,
         "tied_embeddings": config.get("tie_word_embeddings", False) is True,
-    }  # fmt: skip
+    })  # fmt: skip
+
+
+def check_heads(arch: dict) -> dict:
+    """The same numbers. Raises ValueError for heads that no attention can have."""
+    heads, kv_heads, head_dim = arch["n_heads"], arch["n_kv_heads"], arch["head_dim"]
+    if heads % kv_heads or head_dim % 2 or heads * head_dim > 2**24:
+        raise ValueError(f"{heads} heads, {kv_heads} of keys and values, {head_dim} wide")
+    return arch
 
 
 def whole_number(table: dict, key: str, default: int | None = None, most: int = 2**24) -> int:
@@ -129,6 +146,8 @@ def real_number(table: dict, key: str, default: float | None = None) -> float:
 
 def read_json(path: Path) -> dict:
     """A JSON object from a file that somebody else wrote. Raises InputError."""
+    if path.exists() and not path.is_file():  # a pipe would block for ever
+        raise InputError(f"{path} is not a regular file")
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
@@ -297,7 +316,9 @@ def load(folder: Path, model: nn.Module, arch: dict, hf_names: dict[str, str], g
     if dist.get_rank(group) == 0:
         try:
             there = read_arch(folder)
-            lines = state.mismatches({key: value for key, value in there.items() if key != "max_seq_len"}, arch, "model")
+            lines = state.mismatches(
+                {key: value for key, value in there.items() if key != "max_seq_len"}, arch, "model"
+            )
             if lines:
                 raise InputError(f"{folder} holds another model: {'; '.join(lines)}. Set these options, or the flavor")
             answer[0] = weights(folder, arch, hf_names, {name: list(tensor.shape) for name, tensor in live.items()})
@@ -339,9 +360,11 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def write_safetensors(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype, read: Callable[[str], Tensor]) -> None:
-    """A safetensors file of these tensors, which are read one after the other: the library's own writer wants all of them
-    in memory. Synced to disk. The format: https://huggingface.co/docs/safetensors."""
+def write_safetensors(
+    path: Path, shapes: dict[str, list[int]], dtype: torch.dtype, read: Callable[[str], Tensor]
+) -> None:
+    """A safetensors file of these tensors, which are read one after the other: the library's own writer wants all of
+    them in memory. Synced to disk. The format: https://huggingface.co/docs/safetensors."""
     table: dict = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -372,13 +395,18 @@ def split(shapes: dict[str, list[int]], itemsize: int, limit: int) -> list[dict[
 
 
 def export(
-    path: Path, out: Path, hf_names: dict[str, str], dtype: torch.dtype, files: dict[str, dict], limit: int = SHARD_SIZE,
+    path: Path,
+    out: Path,
+    hf_names: dict[str, str],
+    dtype: torch.dtype,
+    files: dict[str, dict],
+    limit: int = SHARD_SIZE,
     progress: Callable[[int], object] = lambda n: None,
 ) -> None:
     """Write the model of one checkpoint as a folder for `from_pretrained`, in one process, whatever mesh saved it.
 
-    files: the tokenizer's (`data/hf_tokenizer.py::files`), by name; they may be missing. `progress` is told the bytes read.
-    The folder appears when it is whole. Raises InputError, with nothing left behind.
+    files: the tokenizer's (`data/hf_tokenizer.py::files`), by name; they may be missing. `progress` is told the bytes
+    read. The folder appears when it is whole. Raises InputError, with nothing left behind.
     """
     out = Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -392,7 +420,9 @@ def export(
         theirs = {f"model.{ours}": hf for ours, hf in name_pairs(arch, hf_names)}
         stored = state.select(manifest["tensors"], "model", ())
         if stored.keys() != theirs.keys():
-            raise InputError(f"{path} does not hold the tensors of its model: {sorted(stored.keys() ^ theirs.keys())[:4]}")
+            raise InputError(
+                f"{path} does not hold the tensors of its model: {sorted(stored.keys() ^ theirs.keys())[:4]}"
+            )
         temporary = out.parent / f".tmp-{uuid.uuid4().hex[:8]}-{out.name}"
         temporary.mkdir(parents=True)
         try:
@@ -409,7 +439,12 @@ def export(
 
 
 def export_newest(
-    checkpoints: Path, out: Path, hf_names: dict[str, str], dtype: str, files: dict[str, dict], say: Callable[[str], object]
+    checkpoints: Path,
+    out: Path,
+    hf_names: dict[str, str],
+    dtype: str,
+    files: dict[str, dict],
+    say: Callable[[str], object],
 ) -> None:
     """Export the newest of a run's checkpoints to a folder of its name in `out`, unless it is there already: a run that
     has ended and is started again has nothing to do."""
@@ -422,12 +457,14 @@ def export_newest(
 
 def check_exportable(arch: dict) -> None:
     if arch["dim"] % arch["n_heads"]:
-        raise InputError(f"transformers refuses a Llama whose dim ({arch['dim']}) is no multiple of n_heads ({arch['n_heads']})")
+        raise InputError(
+            f"transformers refuses a Llama whose dim ({arch['dim']}) is no multiple of n_heads ({arch['n_heads']})"
+        )
 
 
 def _write_folder(
-    folder: Path, path: Path, manifest: dict, arch: dict, theirs: dict[str, str], dtype: torch.dtype, files: dict[str, dict],
-    limit: int, progress: Callable[[int], object],
+    folder: Path, path: Path, manifest: dict, arch: dict, theirs: dict[str, str], dtype: torch.dtype,
+    files: dict[str, dict], limit: int, progress: Callable[[int], object],
 ) -> None:  # fmt: skip
     ours = {hf: name for name, hf in theirs.items()}
 

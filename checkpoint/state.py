@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from checkpoint import verify
@@ -202,3 +203,33 @@ def cause(error: BaseException | None) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in list(error.failures.items())[:3])
     return f"{type(error).__name__}: {error}" if error else "another rank failed"
+
+
+def gather_to_rank_0(model: nn.Module) -> dict[str, Tensor] | None:
+    """The whole model in the CPU memory of rank 0, by our names; None on the others. Every rank calls it and holds one
+    whole tensor at a time. For people who need one dict: `python -m tools.convert` makes files without it."""
+    whole = {}
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        if dist.get_rank() == 0:
+            whole[name] = tensor.to("cpu", copy=True)
+    return whole if dist.get_rank() == 0 else None
+
+
+def scatter_from_rank_0(whole: dict[str, Tensor] | None, model: nn.Module) -> None:
+    """The counterpart: rank 0's dict into the model, on any mesh; the others give None. The dict is not changed.
+
+    Raises InputError on all ranks, before anything changes, if names, shapes or types are not the model's.
+    """
+    live = model.state_dict()
+    answer = [""]
+    if dist.get_rank() == 0:
+        form = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
+        given = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
+        wrong = [name for name in form | given if form.get(name) != given.get(name)]
+        answer = [f"these tensors are not the model's: {', '.join(wrong[:4])} ({len(wrong)} in all)" if wrong else ""]
+    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+    if answer[0]:
+        raise InputError(answer[0])
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, dict(whole or {}), options=options)

@@ -199,8 +199,8 @@ RULES = {
     ),
     "export_hf": (
         lambda c: c.checkpoint.export_hf and c.model.dim % c.model.n_heads != 0,
-        "{checkpoint.export_hf}, but transformers refuses a Llama of {model.dim} that is not a multiple of {model.n_heads}: "
-        "change one of them, or remove export_hf",
+        "{checkpoint.export_hf}, but transformers refuses a Llama whose {model.dim} is not a multiple of "
+        "{model.n_heads}: change one of them, or remove export_hf",
     ),
     "validation_split": (
         lambda c: c.validation.interval > 0 and c.data.validation_fraction == 0,

@@ -1,13 +1,13 @@
 """A `Tokenizer` as the files of Hugging Face's `tokenizers`, and back, without that library.
 
-Both run byte-level BPE, described differently. tiktoken (and `Tokenizer`) keeps ranks: two neighbours may merge whenever
-their concatenation is a token, lowest rank first. `tokenizers` keeps a list of merges: pairs, earliest in the list first.
-`merges` derives that list, so that both do the same to every text.
+Both run byte-level BPE, described differently. tiktoken (and `Tokenizer`) keeps ranks: two neighbours may merge
+whenever their concatenation is a token, lowest rank first. `tokenizers` keeps a list of merges: pairs, earliest in the
+list first. `merges` derives that list, so that both do the same to every text.
 
-Why it is the same: consider a token T and what merging does inside the bytes that become T, in any text. No merge crosses
-the borders of T, and of those inside the lowest rank comes first, leftmost among equals; so they are the merges, in the
-order, that T's bytes alone would get. The last pair before T is therefore the same wherever T is made, and the list of
-these pairs, in the order of ranks, allows exactly the merges that the ranks allow.
+Why it is the same: consider a token T and what merging does inside the bytes that become T, in any text. No merge
+crosses the borders of T, and of those inside the lowest rank comes first, leftmost among equals; so they are the
+merges, in the order, that T's bytes alone would get. The last pair before T is therefore the same wherever T is made,
+and the list of these pairs, in the order of ranks, allows exactly the merges that happen by rank.
 """
 
 import json
@@ -44,8 +44,8 @@ def merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def characters() -> list[str]:
-    """The printable character that stands for each byte in a vocabulary of `tokenizers`, GPT-2's invention: itself where
-    it is printable in Latin-1, otherwise the next one from U+0100 on (openai/gpt-2, encoder.py)."""
+    """The printable character that stands for each byte in a vocabulary of `tokenizers`: itself where it is printable
+    in Latin-1, otherwise the next one from U+0100 on (GPT-2's invention: openai/gpt-2, encoder.py)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
@@ -54,8 +54,8 @@ def characters() -> list[str]:
 def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
     """What `AutoTokenizer` and `generate` read, by file name; the ids are those of `Tokenizer.encode`.
 
-    Two things differ from it, both on purpose: a special token's name in a text is that token (tokenizers' convention), and
-    a run of more than 100,000 whitespace characters is not cut. longest: the texts that the model was made for, in tokens.
+    Two things differ: a special token's name in a text is that token (the convention of `tokenizers`), and a run of
+    more than 100,000 whitespace characters is not cut. longest: tokens of the longest text that the model was made for.
     """
     letters = characters()
 
@@ -106,6 +106,8 @@ def read(folder: Path) -> Tokenizer:
     Raises InputError for any other kind (Llama 2's SentencePiece), and for a folder that has none.
     """
     path = folder / "tokenizer.json"
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is not a regular file")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return _read(document, _end_of_text(folder, document))

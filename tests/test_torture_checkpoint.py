@@ -429,8 +429,9 @@ def test_d5_cuts_and_pages_of_zeros_are_found(n, saved, tmp_path):  # noqa: F811
             zeros(path, min(rng.randrange(len(original) // 4096) * 4096, len(original) - 4096))
         with pytest.raises(Damaged, match="rank-00001"):
             verify.verify(folder)
-        if i % 10 == 0:
-            assert run_ranks(1, resume, folder.parent)[0][:2] == (20, [20.0])
+        if i % 10 == 0:  # of a shard's header, which loading does not read, a page may be lost: then nothing is wrong
+            found = run_ranks(1, resume, folder.parent)[0][:2]
+            assert found == (20, [20.0]) or (i >= cuts and found == (30, [30.0])), i
         path.write_bytes(original)
     verify.verify(folder)
 

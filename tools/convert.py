@@ -6,11 +6,13 @@
     python -m tools.convert dcp-to-torch CHECKPOINT OUT.pt     one file for torch.load
 
 The first two make `OUT/checkpoints/step-00000000`, which `checkpoint.load_path` starts a run from and `tools.generate`
-reads, and `OUT/tokenizer.json` if the tokenizer is of Llama 3's kind. CHECKPOINT is a run's folder (its newest checkpoint)
-or one checkpoint, of any mesh. Exit codes: 0 done; 2 input that cannot be converted, in one sentence, and nothing written.
+reads, and `OUT/tokenizer.json` if the tokenizer is of Llama 3's kind. CHECKPOINT is a run's folder (its newest
+checkpoint) or one checkpoint, of any mesh. Exit codes: 0 done; 2 what cannot be converted, in a sentence, and nothing
+is written.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -162,13 +164,14 @@ def progress_bar(size: int, name: str) -> tqdm:
 class MetaFolder:
     """A model as Meta published it: params.json and consolidated.00.pth, .01.pth ..., one per tensor-parallel rank.
 
-    Column-parallel matrices are cut along their rows, row-parallel ones along their columns, the embedding along its columns
-    (Llama 2) or rows (Llama 3), norms not at all: a tensor's shape says which. Source: meta-llama/llama and llama3, model.py.
+    Column-parallel matrices are cut along their rows, row-parallel ones along their columns, the embedding along its
+    columns (Llama 2) or rows (Llama 3), norms not at all: a tensor's shape says which. Source: model.py in
+    meta-llama/llama and meta-llama/llama3.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.files = sorted(folder.glob("consolidated.*.pth"))
+        self.files = sorted(path for path in folder.glob("consolidated.*.pth") if path.is_file())
         if not self.files:
             raise InputError(f"{folder} has no consolidated.*.pth")
         self.pieces: list[dict[str, Tensor]] = []
@@ -196,8 +199,12 @@ class MetaFolder:
                 piece = torch.load(str(file), map_location="cpu", mmap=True, weights_only=True)
             except Exception as error:  # whatever a file that is not one makes torch raise
                 first = str(error).strip().splitlines() or [type(error).__name__]
-                raise InputError(f"{file} is not a file of tensors that can be read without running its code: {first[0]}") from None
-            if not isinstance(piece, dict) or not all(type(t) is Tensor and t.layout == torch.strided for t in piece.values()):
+                raise InputError(
+                    f"{file} is not a file of tensors that can be read without running its code: {first[0]}"
+                ) from None
+            if not isinstance(piece, dict) or not all(
+                type(t) is Tensor and t.layout == torch.strided for t in piece.values()
+            ):
                 raise InputError(f"{file} is not a dict of tensors")
             self.pieces.append(piece)
 
@@ -215,14 +222,14 @@ class MetaFolder:
             context = 131072
             scaling = {"factor": 32.0 if tied else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                        "original_max_seq_len": 8192}  # fmt: skip
-        return {
+        return hf.check_heads({
             "dim": dim, "n_layers": hf.whole_number(params, "n_layers", most=1000), "n_heads": heads,
             "n_kv_heads": hf.whole_number(params, "n_kv_heads", heads), "head_dim": dim // heads,
             "hidden_dim": first["layers.0.feed_forward.w1.weight"].shape[0] * n,
             "vocab_size": embedding.shape[0] if words == -1 else hf.whole_number(params, "vocab_size"),
             "rope_theta": theta, "rope_scaling": scaling, "norm_eps": hf.real_number(params, "norm_eps"),
             "max_seq_len": context, "tied_embeddings": tied,
-        }  # fmt: skip
+        })  # fmt: skip
 
     def cut(self, name: str) -> int | None:
         """The dimension along which the files' pieces of a tensor lie side by side; None when each has all of it."""
@@ -253,8 +260,8 @@ class MetaFolder:
 
 
 def half_rotation(weight: Tensor, heads: int) -> Tensor:
-    """wq or wk [heads * E, D] with the rows of each head reordered, from Meta's convention, in which rotary positions turn
-    the pair (2i, 2i + 1), to ours and Hugging Face's, in which they turn (i, i + E/2)."""
+    """wq or wk [heads * E, D] with the rows of each head reordered, from Meta's convention, in which rotary positions
+    turn the pair (2i, 2i + 1), to ours and Hugging Face's, in which they turn (i, i + E/2)."""
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -275,8 +282,8 @@ def dcp_to_hf(source: Path, out: Path, dtype: str, max_shard_size: int, tokenize
 
 
 def dcp_to_torch(source: Path, out: Path, content: str) -> str:
-    """{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}, "step", "progress", "facts"}: tensors and plain
-    values, so that torch.load with its default, weights_only, reads it.
+    """{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}, "step", "progress", "facts"}: tensors and
+    plain values, so that torch.load with its default, weights_only, reads it.
 
     torch.save writes the file with its tensors left out (`skip_data`), then they are put into their places one by one.
     The checksums in the zip archive stay 0: torch never looks at them, `unzip -t` would.
@@ -291,7 +298,8 @@ def dcp_to_torch(source: Path, out: Path, content: str) -> str:
     size = sum(verify.nbytes(manifest["tensors"][n], p) for n in order for p in manifest["tensors"][n]["parts"])
     with FakeTensorMode():  # shapes and types without memory
         whole: dict = {
-            table: {key: _empty(manifest["tensors"][name]) for key, name in names.items()} for table, names in tables.items()
+            table: {key: _empty(manifest["tensors"][name]) for key, name in names.items()}
+            for table, names in tables.items()
         }
     model = whole.pop("model")
     whole = {"model": model, "optimizer": whole} if content != "model" else {"model": model}
@@ -307,7 +315,9 @@ def dcp_to_torch(source: Path, out: Path, content: str) -> str:
             for name, (start, length) in zip(order, places, strict=True):
                 data = hf.as_bytes(hf.read_whole(path, manifest, name))
                 if len(data) != length:
-                    raise RuntimeError(f"this torch.save numbers its tensors in another way: {name} is not {length} bytes")
+                    raise RuntimeError(
+                        f"this torch.save numbers its tensors in another way: {name} is not {length} bytes"
+                    )
                 file.seek(start)
                 file.write(data)
                 bar.update(length)
@@ -319,7 +329,8 @@ def dcp_to_torch(source: Path, out: Path, content: str) -> str:
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error.filename or ''} {error.strerror}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return f"{out}: {len(order)} tensors of {path}"
 
 
@@ -376,7 +387,7 @@ COMMANDS = {
 OPTIONS = {  # command -> option -> its settings, argparse's
     "dcp-to-hf": {
         "--dtype": {"choices": ["float32", "bfloat16"], "default": "float32",
-                    "help": "type of the weights; float32 is what the checkpoint holds, bfloat16 half as large [%(default)s]"},
+                    "help": "type of the weights; float32 is what the checkpoint holds [%(default)s]"},
         "--max-shard-size": {"type": byte_size, "default": "5GB", "help": "size of a file at most [%(default)s]"},
         "--tokenizer": {"type": Path, "help": "a saved tokenizer.json, when it is not in the run's folder"},
     },

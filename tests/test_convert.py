@@ -1,0 +1,940 @@
+"""Models go to Hugging Face, Meta's layout and torch.load and come back: the same numbers, bitwise where that is
+possible, in bounded memory; what is not such a model is refused in a sentence and leaves nothing behind.
+
+Compared with the real transformers and tokenizers; Meta's side is written down here once more, with complex rotations.
+"""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # noqa: F401  what building a model imports later: here once instead of in every rank
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import train
+from checkpoint import hf, state, verify
+from checkpoint.manager import CheckpointManager
+from configs.load import load_config
+from configs.schema import Checkpoint, InputError
+from data import hf_tokenizer
+from data.tokenizer import END_OF_TEXT, LLAMA3_SPECIAL_TOKENS, SPLIT, Tokenizer, byte_tokenizer, load_saved, train_bpe
+from models import llama
+from parallelisms.mesh import world
+from tests.ranks import run_ranks
+from tests.test_hf_parity import SHAPES
+from tests.test_train import options, series  # noqa: F401  options is a fixture
+from tools import convert
+from training.sample import sample
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = {name: arch | {"vocab_size": 263} for name, arch in SHAPES.items()}
+# What two ranks of tensor parallelism can share, as options of a run and as a row of FLAVORS.
+MODEL = {"dim": 42, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 14, "hidden_dim": 54, "vocab_size": 263,
+         "rope_theta": 500000.0}  # fmt: skip
+ARCH = llama.FLAVORS["debug"] | MODEL
+OPTIONS = [*(f"--model.{key}={value}" for key, value in MODEL.items()), "--data.tokenizer=bytes",
+           "--training.param_dtype=float32", "--training.seq_len=16", "--training.local_batch_size=1"]  # fmt: skip
+
+
+def run(*argv: object) -> int:
+    return convert.main([str(word) for word in argv])
+
+
+def write_hf(folder: Path, arch: dict, dtype: torch.dtype = torch.float32, limit: int = 30_000) -> Path:
+    """A folder as transformers writes it, with a random model, in several files."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(LlamaConfig(**hf.config_json(arch)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.2)
+    model.to(dtype).save_pretrained(folder, max_shard_size=limit)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
+    """Type and bytes of every tensor, as the safetensors library reads them."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                found[name] = tensor.dtype, tensor.view(torch.uint8).numpy().tobytes()
+    return found
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tmp_path_factory) -> Path:
+    """Of MODEL, in float32. Copy it before you damage it."""
+    pytest.importorskip("transformers")
+    return write_hf(tmp_path_factory.mktemp("models") / "hf", ARCH)
+
+
+# -------------------------------------------------------------------------------------------------------- Hugging Face
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_and_out_again(shape, tmp_path):
+    """Import and export of Llama 2, 3, 3.1, 3.2 (tied): logits bitwise, nothing missing, generate runs."""
+    transformers = pytest.importorskip("transformers")
+    arch = SHAPES[shape]
+    source, run_folder, back = write_hf(tmp_path / "hf", arch), tmp_path / "run", tmp_path / "back"
+    assert len(list(source.glob("*.safetensors"))) > 2
+    assert hf.read_arch(source) == arch
+    assert run("hf-to-dcp", source, run_folder) == 0
+    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(source), llama.build(arch)
+    tokens = torch.randint(0, 263, (2, 37))
+    manifest = state.load_model(run_folder, ours)
+    assert torch.equal(ours(tokens), theirs(tokens).logits)
+    assert manifest["parent"] == str(source) and verify.verify(run_folder / "checkpoints/step-00000000")
+
+    byte_tokenizer().save(str(run_folder / "tokenizer.json"))
+    assert run("dcp-to-hf", run_folder, back, "--max-shard-size", "20KB") == 0
+    assert contents(back) == contents(source)
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == contents(back).keys()
+    assert index["metadata"]["total_size"] == sum(len(data) for _, data in contents(back).values())
+    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
+    assert not any(said.values()), said
+    assert loaded.config.rope_parameters == theirs.config.rope_parameters
+    assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (256, 256)
+    assert torch.equal(loaded(tokens).logits, theirs(tokens).logits)
+    words = transformers.AutoTokenizer.from_pretrained(back)
+    prompt = words("def ", return_tensors="pt")
+    assert prompt["input_ids"].tolist() == [[*b"def "]] and words.eos_token_id == 256
+    new = loaded.generate(**prompt, max_new_tokens=6, do_sample=False)[0].tolist()
+    assert new == sample(ours, [*b"def "], 6, 32, torch.device("cpu"), temperature=0)
+    assert run("dcp-to-hf", run_folder, tmp_path / "one") == 0
+    assert sorted(p.name for p in (tmp_path / "one").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+    ]  # fmt: skip
+    assert contents(tmp_path / "one") == contents(source)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_comes_back_to_the_same_bytes(shape, tmp_path):
+    pytest.importorskip("transformers")
+    source = write_hf(tmp_path / "hf", SHAPES[shape], torch.bfloat16)
+    assert run("hf-to-dcp", source, tmp_path / "run") == 0
+    assert run("dcp-to-hf", tmp_path / "run", tmp_path / "back", "--dtype", "bfloat16") == 0
+    assert contents(tmp_path / "back") == contents(source)
+    assert {dtype for dtype, _ in contents(source).values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_float16_widens_exactly(tmp_path):
+    pytest.importorskip("transformers")
+    source = write_hf(tmp_path / "hf", SHAPES["llama2"], torch.float16)
+    assert run("hf-to-dcp", source, tmp_path / "run") == 0
+    assert run("dcp-to-hf", tmp_path / "run", tmp_path / "back") == 0
+    widened = {name: torch.frombuffer(bytearray(data), dtype=torch.float16).float().numpy().tobytes()
+               for name, (_, data) in contents(source).items()}  # fmt: skip
+    assert {name: data for name, (_, data) in contents(tmp_path / "back").items()} == widened
+
+
+def test_the_configuration_is_read_by_old_and_new_transformers():
+    """Old ones know rope_theta and rope_scaling only, new ones have rope_parameters; each says the same to us too."""
+    transformers = pytest.importorskip("transformers")
+    whole = hf.config_json(SHAPES["llama3.1"])
+    old = {key: value for key, value in whole.items() if key != "rope_parameters"}
+    new = {key: value for key, value in whole.items() if key not in ("rope_theta", "rope_scaling")}
+    configs = [transformers.LlamaConfig(**fields) for fields in (whole, old, new)]
+    assert configs[0].rope_parameters == configs[1].rope_parameters == configs[2].rope_parameters
+    assert [hf._arch(fields) for fields in (whole, old, new)] == [SHAPES["llama3.1"]] * 3
+    bare = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+    }
+    assert hf._arch(bare) == {
+        "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "head_dim": 128, "hidden_dim": 11008,
+        "vocab_size": 32000, "rope_theta": 10000.0, "rope_scaling": None, "norm_eps": 1e-6, "max_seq_len": 2048,
+        "tied_embeddings": False,
+    }  # fmt: skip
+
+
+def test_the_hubs_cache_is_links(hf_folder, tmp_path):
+    """Its files lie elsewhere; what an index names may be a link, what it names is a plain name."""
+    (tmp_path / "snapshot").mkdir()
+    for path in hf_folder.iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    assert run("hf-to-dcp", tmp_path / "snapshot", tmp_path / "run") == 0
+    assert run("dcp-to-hf", tmp_path / "run", tmp_path / "back") == 0
+    assert contents(tmp_path / "back") == contents(hf_folder)
+
+
+def test_what_transformers_does_not_read_either_is_left_out(tmp_path):
+    """A tied model's second copy of its embedding, and the tables that old versions saved."""
+    pytest.importorskip("transformers")
+    source = write_hf(tmp_path / "hf", SHAPES["llama3.2"], limit=10**9)
+    with safe_open(source / "model.safetensors", "pt") as file:
+        whole = {name: file.get_tensor(name) for name in file.keys()}
+    extra = {"lm_head.weight": whole["model.embed_tokens.weight"].clone(),
+             "model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(7)}  # fmt: skip
+    save_file(whole | extra, source / "model.safetensors", {"format": "pt"})
+    assert run("hf-to-dcp", source, tmp_path / "run") == 0
+    assert run("dcp-to-hf", tmp_path / "run", tmp_path / "back") == 0
+    assert contents(tmp_path / "back").keys() == whole.keys()
+
+
+# ---------------------------------------------------------------------------------------------------------- live meshes
+
+
+def build(*more: str) -> train.Job:
+    here = world()
+    return train.build(load_config([*OPTIONS, *more], here.size, here.local_size))
+
+
+def load_gather_scatter_save(source: Path, folder: Path, more: list[str]) -> dict[str, bytes] | None:
+    """On this mesh: fill the model from a Hugging Face folder; gather it; scatter it into a model of another seed; save
+    that with the manager. Returns what was gathered."""
+    job = build(*more)
+    hf.load(source, job.model, job.arch, llama.HF_NAMES, dist.group.WORLD)
+    whole = state.gather_to_rank_0(job.model)
+    before = {name: state.local(t).clone() for name, t in job.model.state_dict().items()}
+    with torch.no_grad():
+        for p in job.model.parameters():
+            state.local(p).fill_(-1)
+    state.scatter_from_rank_0(whole, job.model)
+    assert all(torch.equal(state.local(t), before[name]) for name, t in job.model.state_dict().items())
+    rank = dist.get_rank()
+    for wrong in (
+        lambda d: d.pop("norm.weight"),
+        lambda d: d.update(x=torch.ones(1)),
+        lambda d: d.update({"norm.weight": torch.ones(3)}),
+    ):
+        damaged = dict(whole) if rank == 0 else None
+        if rank == 0:
+            wrong(damaged)
+        with pytest.raises(InputError, match="not the model's: (norm.weight|x)"):
+            state.scatter_from_rank_0(damaged, job.model)
+    state.materialise(job.optimizer)
+    checkpoints = CheckpointManager(
+        Checkpoint(), folder / "checkpoints", job.mesh, {"family": "llama", "must_match": {"model": job.arch}}
+    )
+    checkpoints.save(3, job.model, job.optimizer, {"step": 3})
+    checkpoints.close()
+    return {name: tensor.numpy().tobytes() for name, tensor in whole.items()} if rank == 0 else whole
+
+
+@pytest.mark.parametrize(("ranks", "more"), [
+    (1, []), (3, []), (4, ["--parallelism.tensor_parallel=2"]), (4, ["--parallelism.data_parallel_replicate=2"]),
+], ids=["1x1", "3x1", "2x2", "hsdp"])  # fmt: skip
+def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_path):
+    """Every rank reads its own slices, the whole is gathered on rank 0, the export of what is saved is the source."""
+    gathered = run_ranks(
+        ranks, load_gather_scatter_save, hf_folder, tmp_path, ["--training.global_batch_size=12", *more]
+    )
+    assert gathered[1:] == [None] * (ranks - 1)
+    pairs = hf.name_pairs(ARCH, llama.HF_NAMES)
+    assert {theirs: gathered[0][ours] for ours, theirs in pairs} == {
+        name: data for name, (_, data) in contents(hf_folder).items()
+    }
+    assert run("dcp-to-hf", tmp_path, tmp_path / "back") == 0
+    assert contents(tmp_path / "back") == contents(hf_folder)
+
+
+def refuse_to_load(source: Path, more: list[str]) -> str:
+    job = build(*more)
+    try:
+        hf.load(source, job.model, job.arch, llama.HF_NAMES, dist.group.WORLD)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_live_mesh_refuses_another_model_on_every_rank(hf_folder, tmp_path):
+    said = run_ranks(2, refuse_to_load, hf_folder, ["--model.rope_theta=10000.0", "--model.n_layers=3"])
+    assert said[0] == said[1] and said[0].startswith("checkpoint.load_hf: ")
+    assert (
+        "model.rope_theta is 500000.0 in the checkpoint and 10000.0 here" in said[0]
+        and "model.n_layers is 2" in said[0]
+    )
+    [nothing] = run_ranks(1, refuse_to_load, tmp_path / "nothing", [])
+    assert nothing == f"checkpoint.load_hf: {tmp_path}/nothing/config.json cannot be read: No such file or directory"
+    # A file that changes after its header was read: only the rank that needs the tensor finds out, and all are told.
+    said = run_ranks(2, unreadable_on_one_rank, hf_folder)
+    assert all("could not be read: rank 1: InputError" in words for words in said)
+
+
+def unreadable_on_one_rank(source: Path) -> str:
+    if dist.get_rank() == 1:
+        hf.read_slice = lambda stored, theirs, box: (_ for _ in ()).throw(InputError("it is gone"))
+    return refuse_to_load(source, [])
+
+
+def train_here(options: list[str]) -> int:
+    return train.main(options)
+
+
+def test_a_run_starts_from_hugging_face_and_ends_there(hf_folder, options, tmp_path):  # noqa: F811
+    """Through train.py on four ranks, with steps too small to move a float32: what comes out is what went in."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "run"
+    argv = [*options, *OPTIONS, f"--run.folder={folder}", f"--checkpoint.load_hf={hf_folder}", "--training.steps=2",
+            "--checkpoint.export_hf=float32", "--lr_schedule.warmup_steps=0", "--optimizer.lr=1e-30",
+            "--optimizer.weight_decay=0.0", "--parallelism.tensor_parallel=2"]  # fmt: skip
+    assert run_ranks(4, train_here, argv) == [0] * 4
+    assert contents(folder / "hf/step-00000002") == contents(hf_folder)
+    assert verify.read_manifest(folder / "checkpoints/step-00000002")["parent"] == str(hf_folder)
+    words = transformers.AutoTokenizer.from_pretrained(folder / "hf/step-00000002")
+    assert words("été")["input_ids"] == load_saved(str(folder / "tokenizer.json")).encode("été").tolist()
+    first = series(folder)[1]
+    made = os.stat(folder / "hf/step-00000002").st_mtime_ns
+    # Again, with nothing left to do and a source that is gone: neither read nor written again.
+    again = [word.replace(str(hf_folder), "/nowhere") for word in argv]
+    assert run_ranks(4, train_here, again) == [0] * 4
+    assert os.stat(folder / "hf/step-00000002").st_mtime_ns == made
+    # From the converted checkpoint instead: the same first loss.
+    assert run("hf-to-dcp", hf_folder, tmp_path / "converted") == 0
+    argv = [word for word in argv if "_hf=" not in word]
+    argv = [*argv, f"--checkpoint.load_path={tmp_path / 'converted'}", f"--run.folder={tmp_path / 'second'}"]
+    assert run_ranks(4, train_here, argv) == [0] * 4
+    assert series(tmp_path / "second")[1] == first
+
+
+def test_generate_reads_what_was_converted(hf_folder, tmp_path):
+    from tools.generate import generate
+
+    assert run("hf-to-dcp", hf_folder, tmp_path / "run") == 0
+    with pytest.raises(InputError, match="not a saved tokenizer"):
+        generate(tmp_path / "run", "a", 3, 0, 1, 0)
+    byte_tokenizer().save(str(tmp_path / "run/tokenizer.json"))
+    assert generate(tmp_path / "run", "a", 3, 0, 1, 0).startswith("a")
+
+
+# ----------------------------------------------------------------------------------------------------------- tokenizers
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    texts = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*/*.py"))]
+    return train_bpe(texts, 1500)
+
+
+def in_tokenizers(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    tokenizers = pytest.importorskip("tokenizers")
+    built = tokenizers.Tokenizer.from_str(json.dumps(hf_tokenizer.files(tokenizer, 64)["tokenizer.json"]))
+    return lambda text: built.encode(text, add_special_tokens=False).ids
+
+
+def test_tokenizers_gives_tiktokens_ids(trained):
+    theirs, rng = in_tokenizers(trained), random.Random(1)
+    texts = [path.read_text(encoding="utf-8").replace(END_OF_TEXT, "") for path in sorted(ROOT.glob("*/*.py"))]
+    letters = "abcdefgst '\n\t\r019.,;ſKéßÅ日本語한국어\u00a0\u2028\u0085\u200b\U0001f600'"
+    texts += ["".join(rng.choices(letters, k=rng.randint(0, 40))) for _ in range(3000)]
+    points = [c for c in rng.sample(range(0x110000), 20_000) if not 0xD800 <= c < 0xE000]
+    texts += [f"a{chr(c)}b {chr(c)}1 '{chr(c)} \n{chr(c)}" for c in [*range(0x500), *points]]
+    texts += ["", " " * 5000, "\n" * 3000, "x" * 5000]
+    wrong = [text for text in texts if theirs(text) != trained.encode(text).tolist()]
+    assert not wrong, [text[:60] for text in wrong[:3]]
+
+
+def test_merges_follow_from_any_ranks():
+    """Ranks that no training would give, so that tokens overlap and some cannot be made by merging at all."""
+    rng, unreachable = random.Random(2), 0
+    for trial in range(60):
+        made = {
+            bytes(rng.choices(b"ab" if trial % 2 else b"abc", k=rng.randint(2, 6))) for _ in range(rng.randint(5, 40))
+        }
+        ranks = [*(bytes([i]) for i in range(256)), *sorted(made)]
+        rng.shuffle(ranks)
+        tokenizer = Tokenizer(ranks, SPLIT, [END_OF_TEXT], END_OF_TEXT)
+        unreachable += len(made) - len(hf_tokenizer.merges(ranks))
+        theirs = in_tokenizers(tokenizer)
+        for _ in range(100):
+            text = "".join(rng.choices("abc", k=rng.randint(1, 30)))
+            assert theirs(text) == tokenizer.encode(text).tolist(), (ranks, text)
+    assert unreachable > 100
+
+
+def test_a_tokenizer_comes_back(trained, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    like_llama3 = Tokenizer(trained.ranks, SPLIT, LLAMA3_SPECIAL_TOKENS, "<|end_of_text|>")
+    for i, tokenizer in enumerate([trained, byte_tokenizer(), like_llama3]):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        for name, document in hf_tokenizer.files(tokenizer, 64).items():
+            (folder / name).write_text(json.dumps(document))
+        assert hf_tokenizer.read(folder).fingerprint == tokenizer.fingerprint
+        loaded = transformers.AutoTokenizer.from_pretrained(folder)
+        loaded.save_pretrained(folder)  # as transformers writes it: merges are lists, added tokens are described twice
+        assert hf_tokenizer.read(folder).fingerprint == tokenizer.fingerprint
+        text = f"def f(x): {tokenizer.end_of_text} été\n\n"
+        ids = loaded(text)["input_ids"]
+        assert tokenizer.eot_id in ids and tokenizer.eot_id not in tokenizer.encode(text)
+        assert loaded(text, split_special_tokens=True)["input_ids"] == tokenizer.encode(text).tolist()
+        assert loaded.decode(ids) == text and loaded.eos_token_id == tokenizer.eot_id
+
+
+def every_pair(document: dict) -> None:
+    """As transformers converted Llama 3's: all pairs that make a token, not only the one that is used."""
+    vocabulary = document["model"]["vocab"]
+    document["model"]["merges"] = [[word[:i], word[i:]] for word in vocabulary for i in range(1, len(word))
+                                   if word[:i] in vocabulary and word[i:] in vocabulary]  # fmt: skip
+
+
+TOKENIZERS = {  # what is done to a tokenizer.json -> the reason why it is refused; empty: it is not
+    "all pairs": (every_pair, ""),
+    "merges of another order": (lambda d: d["model"]["merges"].reverse(), "merges are not in the order"),
+    "a merge that is missing": (lambda d: d["model"]["merges"].pop(300), "merges are not in the order"),
+    "no look-up, but needed": (
+        lambda d: (
+            d["model"].update(ignore_merges=False),
+            d["model"]["vocab"].update({"qqqqq": 1499}),
+            d["added_tokens"][0].update(id=1500),
+        ),
+        "tokens that its merges cannot make",
+    ),
+    "SentencePiece": (lambda d: d["model"].update(byte_fallback=True), "byte_fallback"),
+    "unigram": (lambda d: d["model"].update(type="Unigram"), "not a byte-level BPE"),
+    "a normalizer": (lambda d: d.update(normalizer={"type": "NFC"}), "not a byte-level BPE"),
+    "another split": (
+        lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="\\s+"),
+        "cuts texts in another way",
+    ),
+    "a space in front": (
+        lambda d: d["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
+        "cuts texts in another way",
+    ),
+    "digits apart": (
+        lambda d: d["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Digits"}),
+        "cuts texts in another way",
+    ),
+    "special tokens first": (lambda d: d["added_tokens"][0].update(id=0), "not numbered after"),
+    "a gap": (lambda d: d["model"]["vocab"].update({"Ġdef": 9999}), "gaps"),
+    "a letter that is no byte": (lambda d: d["model"]["vocab"].update({"語": 1499}), "is missing"),
+    "no model": (lambda d: d.pop("model"), "'model' is missing"),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer_is_converted_exactly_or_refused(name, trained, tmp_path):
+    change, reason = TOKENIZERS[name]
+    documents = hf_tokenizer.files(trained, 64)
+    change(documents["tokenizer.json"])
+    for file, document in documents.items():
+        (tmp_path / file).write_text(json.dumps(document))
+    if not reason:
+        assert hf_tokenizer.read(tmp_path).fingerprint == trained.fingerprint
+    else:
+        with pytest.raises(InputError, match=reason):
+            hf_tokenizer.read(tmp_path)
+
+
+def test_the_tokenizer_is_converted_with_the_model(hf_folder, trained, tmp_path, capsys):
+    source = Path(shutil.copytree(hf_folder, tmp_path / "hf"))
+    for name, document in hf_tokenizer.files(trained, 64).items():
+        (source / name).write_text(json.dumps(document))
+    assert run("hf-to-dcp", source, tmp_path / "run") == 0
+    assert load_saved(str(tmp_path / "run/tokenizer.json")).fingerprint == trained.fingerprint
+    (source / "tokenizer.json").write_text("{}")
+    assert run("hf-to-dcp", source, tmp_path / "bare") == 0
+    assert "without a tokenizer: " in capsys.readouterr().err and not (tmp_path / "bare/tokenizer.json").exists()
+
+
+# -------------------------------------------------------------------------------------------------------- Meta's files
+
+META = {  # kind: (params.json, files, the dimension along which the embedding is cut, tied)
+    "llama2": ({"vocab_size": -1}, 2, 1, False),
+    "llama3": ({"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0}, 2, 0, False),
+    "llama3, one file": ({"vocab_size": 264, "n_kv_heads": 3, "rope_theta": 500000.0}, 1, 0, False),
+    "llama3.1": ({"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0, "use_scaled_rope": True}, 2, 0, False),
+    "llama3.2": ({"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0, "use_scaled_rope": True}, 1, 0, True),
+}
+HEADS, HEAD, HIDDEN, WORDS = 6, 14, 54, 264
+
+
+def write_meta(folder: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
+    """A folder of Meta's layout, and the whole weights in it."""
+    more, files, embedding_cut, tied = META[kind]
+    params = {"dim": 84, "n_layers": 2, "n_heads": HEADS, "multiple_of": 2, "norm_eps": 1e-5} | more
+    dim, kv = params["dim"], params.get("n_kv_heads", HEADS)
+    torch.manual_seed(3)
+    whole = {"tok_embeddings.weight": torch.randn(WORDS, dim), "norm.weight": 1 + torch.randn(dim) / 9}
+    for i in range(2):
+        shapes = {"attention.wq": (dim, dim), "attention.wk": (kv * HEAD, dim), "attention.wv": (kv * HEAD, dim),
+                  "attention.wo": (dim, dim), "feed_forward.w1": (HIDDEN, dim), "feed_forward.w2": (dim, HIDDEN),
+                  "feed_forward.w3": (HIDDEN, dim)}  # fmt: skip
+        whole |= {f"layers.{i}.{name}.weight": torch.randn(shape) / 8 for name, shape in shapes.items()}
+        whole |= {f"layers.{i}.{name}.weight": 1 + torch.randn(dim) / 9 for name in ("attention_norm", "ffn_norm")}
+    whole["output.weight"] = whole["tok_embeddings.weight"] if tied else torch.randn(WORDS, dim)
+    whole = {name: tensor.to(torch.bfloat16) for name, tensor in whole.items()}
+    folder.mkdir()
+    (folder / "params.json").write_text(json.dumps(params))
+    for i in range(files):
+        piece = {"rope.freqs": torch.ones(7)}
+        for name, tensor in whole.items():
+            cut = embedding_cut if "embed" in name else 1 if ".wo." in name or ".w2." in name else 0
+            piece[name] = tensor.clone() if "norm" in name else tensor.chunk(files, dim=cut)[i].clone()
+        torch.save(piece, folder / f"consolidated.{i:02d}.pth")
+    return {name: tensor.float() for name, tensor in whole.items()}, params
+
+
+def meta_logits(w: dict[str, Tensor], params: dict, tokens: Tensor) -> Tensor:
+    """Llama as Meta computes it: rotary positions are multiplications by complex numbers of neighbouring pairs."""
+    kv, E, T = params.get("n_kv_heads", HEADS), HEAD, tokens.shape[1]
+    freqs = params.get("rope_theta", 10000.0) ** -(torch.arange(0, E, 2).double() / E)
+    turn = torch.polar(torch.ones(T, E // 2).double(), torch.outer(torch.arange(T).double(), freqs))[:, None]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + params["norm_eps"]) * w[f"{name}.weight"]
+
+    def rotate(x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * turn).flatten(-2).float()
+
+    h = w["tok_embeddings.weight"][tokens]
+    for i in range(params["n_layers"]):
+        a, f = f"layers.{i}.attention", f"layers.{i}.feed_forward"
+        x = norm(h, f"{a}_norm")
+        q, k, v = ((x @ w[f"{a}.{m}.weight"].T).unflatten(-1, (-1, E)) for m in ("wq", "wk", "wv"))
+        q, k, v = rotate(q), rotate(k).repeat_interleave(HEADS // kv, 2), v.repeat_interleave(HEADS // kv, 2)
+        scores = torch.einsum("bqhe,bkhe->bhqk", q, k) / E**0.5 + torch.full((T, T), -torch.inf).triu(1)
+        h = h + torch.einsum("bhqk,bkhe->bqhe", scores.softmax(-1), v).flatten(-2) @ w[f"{a}.wo.weight"].T
+        x = norm(h, f"layers.{i}.ffn_norm")
+        h = h + (F.silu(x @ w[f"{f}.w1.weight"].T) * (x @ w[f"{f}.w3.weight"].T)) @ w[f"{f}.w2.weight"].T
+    return norm(h, "norm") @ w["output.weight"].T
+
+
+@pytest.mark.parametrize("kind", META)
+def test_metas_files(kind, tmp_path):
+    whole, params = write_meta(tmp_path / "meta", kind)
+    assert run("meta-to-dcp", tmp_path / "meta", tmp_path / "run") == 0
+    arch = verify.read_manifest(tmp_path / "run/checkpoints/step-00000000")["facts"]["must_match"]["model"]
+    scaling = {"factor": 32.0 if kind == "llama3.2" else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_seq_len": 8192} if "." in kind else None  # fmt: skip
+    assert arch == {
+        "dim": 84, "n_layers": 2, "n_heads": 6, "n_kv_heads": params.get("n_kv_heads", 6), "head_dim": 14,
+        "hidden_dim": 54, "vocab_size": 264, "rope_theta": params.get("rope_theta", 10000.0),
+        "rope_scaling": scaling, "norm_eps": 1e-5,
+        "max_seq_len": 131072 if scaling else 4096 if kind == "llama2" else 8192, "tied_embeddings": kind == "llama3.2",
+    }  # fmt: skip
+    model = llama.build(arch | {"rope_scaling": None})  # the scaling is compared with transformers' elsewhere
+    state.load_model(tmp_path / "run", model)
+    tokens = torch.randint(0, 264, (2, 30))
+    want, got = meta_logits(whole, params, tokens), model(tokens)
+    assert (got - want).abs().max() <= 2e-5 * want.std()
+
+
+def test_negative_control_rotations_that_were_not_permuted(tmp_path, monkeypatch):
+    whole, params = write_meta(tmp_path / "meta", "llama3")
+    monkeypatch.setattr(convert, "half_rotation", lambda weight, heads: weight)
+    assert run("meta-to-dcp", tmp_path / "meta", tmp_path / "run") == 0
+    model = llama.build(
+        verify.read_manifest(tmp_path / "run/checkpoints/step-00000000")["facts"]["must_match"]["model"]
+    )
+    state.load_model(tmp_path / "run", model)
+    tokens = torch.randint(0, 264, (2, 30))
+    want = meta_logits(whole, params, tokens)
+    assert (model(tokens) - want).abs().max() > 1e-2 * want.std()
+
+
+def test_metas_tokenizer_is_converted(trained, tmp_path):
+    import base64
+
+    write_meta(tmp_path / "meta", "llama3")
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(trained.ranks)]
+    (tmp_path / "meta/tokenizer.model").write_text("\n".join(lines))
+    assert run("meta-to-dcp", tmp_path / "meta", tmp_path / "run") == 0
+    assert load_saved(str(tmp_path / "run/tokenizer.json")).fingerprint == trained.fingerprint
+
+
+# ------------------------------------------------------------------------------------------------------ one torch file
+
+
+def save_trained(folder: Path) -> dict[str, Tensor] | None:
+    """A checkpoint with an optimizer that has stepped; rank 0 returns all its tensors, whole."""
+    job = build("--training.global_batch_size=8", "--parallelism.tensor_parallel=2")
+    for p in job.model.parameters():
+        p.grad = p.detach() * 3 + 0.1
+    job.optimizer.step()
+    facts = {"family": "llama", "must_match": {"model": job.arch}}
+    checkpoints = CheckpointManager(Checkpoint(), folder / "checkpoints", job.mesh, facts)
+    checkpoints.save(1, job.model, job.optimizer, {"step": 1, "samples": 8})
+    checkpoints.close()
+    live = state.tensors(job.model, job.optimizer)
+    whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t.detach() for n, t in live.items() if n[:3] != "rng"}
+    return {name: tensor.numpy() for name, tensor in whole.items()} if world().rank == 0 else None
+
+
+def test_one_file_for_torch(tmp_path):
+    """Of a checkpoint of 2x2, sharded unevenly, with its optimizer; read by torch.load as it comes."""
+    whole = run_ranks(4, save_trained, tmp_path)[0]
+    assert run("dcp-to-torch", tmp_path, tmp_path / "all.pt") == 0
+    loaded = torch.load(tmp_path / "all.pt")
+    assert (
+        loaded["step"] == 1 and loaded["progress"] == {"step": 1, "samples": 8} and loaded["facts"]["family"] == "llama"
+    )
+    flat = {f"model.{name}": tensor for name, tensor in loaded["model"].items()}
+    for parameter, kept in loaded["optimizer"].items():
+        flat |= {f"optimizer.{parameter}.{key}": tensor for key, tensor in kept.items()}
+    assert flat.keys() == whole.keys()
+    assert all(torch.equal(flat[name], torch.from_numpy(whole[name])) for name in whole)
+    assert any(name.endswith("exp_avg_sq") and tensor.any() for name, tensor in flat.items())
+    mapped = torch.load(tmp_path / "all.pt", mmap=True)
+    assert torch.equal(mapped["model"]["norm.weight"], loaded["model"]["norm.weight"])
+    assert run("dcp-to-torch", tmp_path, tmp_path / "model.pt", "--content", "model") == 0
+    alone = torch.load(tmp_path / "model.pt")
+    assert sorted(alone) == ["facts", "model", "progress", "step"]
+    llama.build(ARCH).load_state_dict(alone["model"])
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch exploded",)
+
+
+def change_json(name: str, **fields: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | fields))
+
+    return change
+
+
+def change_tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """Of the file that has the last layer's norm; its name stays."""
+
+    def rewrite(folder: Path) -> None:
+        path = folder / json.loads((folder / hf.INDEX).read_text())["weight_map"]["model.norm.weight"]
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        change(tensors)
+        save_file(tensors, path, {"format": "pt"})
+
+    return rewrite
+
+
+def change_index(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        index = json.loads((folder / hf.INDEX).read_text())
+        change(index["weight_map"])
+        (folder / hf.INDEX).write_text(json.dumps(index))
+
+    return rewrite
+
+
+def only_pickles(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Bomb()}))
+
+
+def first_file(folder: Path) -> Path:
+    return min(folder.glob("model-*.safetensors"))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+NORM = "model.norm.weight"
+BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
+    "no folder": (shutil.rmtree, "config.json cannot be read: No such file"),
+    "pickles alone": (only_pickles, "neither model.safetensors nor|pickles and are not read"),
+    "pickle as safetensors": (
+        lambda f: first_file(f).write_bytes(pickle.dumps(Bomb())),
+        "not a whole safetensors file",
+    ),
+    "index leads out": (
+        change_index(lambda m: m.update({NORM: "../outside.safetensors"})),
+        "'../outside.safetensors', which is not the name",
+    ),
+    "index leads to the root": (
+        change_index(lambda m: m.update({NORM: "/etc/passwd"})),
+        "'/etc/passwd', which is not the name",
+    ),
+    "index with a NUL": (change_index(lambda m: m.update({NORM: "a\0.safetensors"})), "which is not the name"),
+    "index names a number": (change_index(lambda m: m.update({NORM: 5})), "'5', which is not the name"),
+    "index names nothing": (
+        change_index(lambda m: m.update({NORM: "x.safetensors"})),
+        "names x.safetensors, which is not there",
+    ),
+    "index without a map": (lambda f: (f / hf.INDEX).write_text("{}"), "has no weight_map"),
+    "index is a list": (lambda f: (f / hf.INDEX).write_text("[]"), "is not a JSON object"),
+    "index too deep": (lambda f: (f / hf.INDEX).write_text("[" * 100_000), "is not JSON"),
+    "a pipe": (lambda f: pipe(first_file(f)), "which is not there"),
+    "config is a pipe": (lambda f: pipe(f / "config.json"), "config.json is not a regular file"),
+    "cut short": (
+        lambda f: os.truncate(first_file(f), first_file(f).stat().st_size - 7),
+        "not a whole safetensors file",
+    ),
+    "empty": (lambda f: os.truncate(first_file(f), 0), "not a whole safetensors file"),
+    "an enormous header": (lambda f: first_file(f).write_bytes(b"\xff" * 4096), "not a whole safetensors file"),
+    "missing tensor": (change_tensors(lambda t: t.pop(NORM)), f"{NORM} is missing"),
+    "unknown tensor": (
+        change_tensors(lambda t: t.update({"model.extra.weight": torch.ones(2)})),
+        "model.extra.weight is not a tensor of such",
+    ),
+    "a bias": (
+        change_tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(84)})),
+        "q_proj.bias is not a tensor",
+    ),
+    "wrong shape": (change_tensors(lambda t: t.update({NORM: torch.ones(41)})), f"{NORM} has shape [41], not [42]"),
+    "no dimensions": (change_tensors(lambda t: t.update({NORM: torch.ones(())})), f"{NORM} has shape [], not [42]"),
+    "integers": (change_tensors(lambda t: t.update({NORM: torch.ones(42, dtype=torch.int32)})), f"{NORM} has type I32"),
+    "float64": (change_tensors(lambda t: t.update({NORM: torch.ones(42).double()})), f"{NORM} has type F64"),
+    "float8": (
+        change_tensors(lambda t: t.update({NORM: torch.ones(42).to(torch.float8_e4m3fn)})),
+        f"{NORM} has type F8_E4M3",
+    ),
+    "in two files": (
+        change_tensors(lambda t: t.update({"model.embed_tokens.weight": torch.ones(2)})),
+        "model.embed_tokens.weight is in",
+    ),
+    "config is not JSON": (lambda f: (f / "config.json").write_bytes(b"\x80\x04"), "config.json is not JSON"),
+    "config of nothing": (lambda f: (f / "config.json").write_text("{}"), "'hidden_size' is missing"),
+    "another family": (change_json("config.json", model_type="qwen2"), 'model_type is "qwen2", only "llama"'),
+    "biases": (change_json("config.json", attention_bias=True), "attention_bias is true"),
+    "another activation": (change_json("config.json", hidden_act="gelu"), 'hidden_act is "gelu"'),
+    "quantised": (change_json("config.json", quantization_config={"bits": 4}), 'quantization_config is {"bits": 4}'),
+    "another rope": (
+        change_json("config.json", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        "'yarn'|not supported",
+    ),
+    "rope without a factor": (change_json("config.json", rope_scaling={"rope_type": "llama3"}), "'factor' is missing"),
+    "no layers": (change_json("config.json", num_hidden_layers=0), "num_hidden_layers is 0"),
+    "a billion layers": (change_json("config.json", num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+    "more layers": (
+        change_json("config.json", num_hidden_layers=3),
+        "model.layers.2.input_layernorm.weight is missing",
+    ),
+    "enormous": (change_json("config.json", num_attention_heads=2**24, num_key_value_heads=1), "16777216 heads"),
+    "heads that do not fit": (change_json("config.json", num_key_value_heads=4), "6 heads, 4 of keys and values"),
+    "true heads": (change_json("config.json", num_attention_heads=True), "num_attention_heads is True"),
+    "infinite theta": (change_json("config.json", rope_theta=float("inf"), rope_parameters=None), "rope_theta is inf"),
+}
+
+
+def refused(argv: list[object], words: str, out: Path, capsys: pytest.CaptureFixture) -> None:
+    """Exit code 2, one sentence with the words (all, separated by |), nothing written."""
+    before = set(out.parent.iterdir())
+    assert run(*argv) == 2
+    printed = capsys.readouterr()
+    lines = [line for line in printed.err.splitlines() if not line.startswith("without a tokenizer")]
+    assert printed.out == "" and len(lines) == 1, printed
+    assert all(word in lines[0] for word in words.split("|")), lines[0]
+    assert set(out.parent.iterdir()) == before and not list(out.glob("**/*.safetensors"))
+    assert not Path("exploded").exists()
+
+
+@pytest.mark.parametrize("name", BAD_HF)
+def test_bad_hugging_face_folder(name, hf_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    damage, words = BAD_HF[name]
+    source = Path(shutil.copytree(hf_folder, tmp_path / "hf"))
+    damage(source)
+    refused(["hf-to-dcp", source, tmp_path / "run"], words, tmp_path / "run", capsys)
+
+
+def rewrite_meta(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        piece = torch.load(folder / "consolidated.01.pth")
+        torch.save(change(piece) or piece, folder / "consolidated.01.pth")
+
+    return rewrite
+
+
+BAD_META = {
+    "no files": (lambda f: [p.unlink() for p in f.glob("*.pth")], "has no consolidated"),
+    "a pipe": (lambda f: pipe(f / "consolidated.01.pth"), "does not hold the model|has shape"),
+    "no params": (lambda f: (f / "params.json").unlink(), "params.json cannot be read"),
+    "code": (
+        rewrite_meta(lambda p: p.update(bomb=Bomb())),
+        "consolidated.01.pth is not a file of tensors that can be read without",
+    ),
+    "a bare pickle": (
+        lambda f: (f / "consolidated.01.pth").write_bytes(pickle.dumps(Bomb())),
+        "without running its code",
+    ),
+    "cut short": (
+        lambda f: os.truncate(f / "consolidated.01.pth", 9000),
+        "consolidated.01.pth is not a file of tensors",
+    ),
+    "empty": (lambda f: os.truncate(f / "consolidated.01.pth", 0), "consolidated.01.pth is not a file of tensors"),
+    "a list": (rewrite_meta(lambda p: [p]), "not a dict of tensors"),
+    "not tensors alone": (rewrite_meta(lambda p: p.update(step=3)), "not a dict of tensors"),
+    "a tensor too few": (rewrite_meta(lambda p: p.pop("norm.weight") is None), "does not have the tensors of"),
+    "another shape": (
+        rewrite_meta(lambda p: p.update({"norm.weight": torch.ones(3)})),
+        "norm.weight is not the same in",
+    ),
+    "another type": (
+        rewrite_meta(lambda p: p.update({"norm.weight": torch.ones(84)})),
+        "norm.weight is not the same in",
+    ),
+    "a file too few": (lambda f: (f / "consolidated.01.pth").unlink(), "does not hold the model|has shape"),
+    "other params": (change_json("params.json", n_layers=3), "layers.2.attention.wq.weight is missing"),
+    "no heads": (change_json("params.json", n_heads=0), "n_heads is 0"),
+    "heads that do not fit": (change_json("params.json", n_heads=5), "5 heads, 2 of keys and values"),
+    "words": (change_json("params.json", dim="84"), "dim is '84'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_META)
+def test_bad_folder_of_meta(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    damage, words = BAD_META[name]
+    write_meta(tmp_path / "meta", "llama3")
+    damage(tmp_path / "meta")
+    refused(["meta-to-dcp", tmp_path / "meta", tmp_path / "run"], words, tmp_path / "run", capsys)
+
+
+@pytest.mark.parametrize("command", ["dcp-to-hf", "dcp-to-torch"])
+def test_a_damaged_checkpoint_is_not_exported(command, hf_folder, tmp_path, capsys):
+    assert run("hf-to-dcp", hf_folder, tmp_path / "run") == 0
+    byte_tokenizer().save(str(tmp_path / "run/tokenizer.json"))
+    capsys.readouterr()
+    out = tmp_path / "out"
+    refused([command, tmp_path / "nothing", out], "there is no checkpoint in", out, capsys)
+    out.mkdir()
+    (out / "x").touch()
+    refused([command, tmp_path / "run", out], "out exists already", out, capsys)
+    shutil.rmtree(out)
+    refused([command, tmp_path / "run", tmp_path / "run/tokenizer.json/out"], "Not a directory", out, capsys)
+    path = tmp_path / "run/checkpoints/step-00000000/rank-00000.safetensors"
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(b"\x55\xaa\x55\xaa")
+    refused([command, tmp_path / "run", out], "step-00000000 is damaged: rank-00000.safetensors", out, capsys)
+
+
+def test_a_checkpoint_is_never_written_over(hf_folder, tmp_path, capsys):
+    assert run("hf-to-dcp", hf_folder, tmp_path / "run") == 0
+    kept = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert run("hf-to-dcp", hf_folder, tmp_path / "run") == 2
+    assert "holds checkpoints already" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == kept
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["hf-to-dcp"],
+        ["to-hf", "a", "b"],
+        ["dcp-to-hf", "a", "b", "--dtype=int8"],
+        ["dcp-to-hf", "a", "b", "--max-shard-size=5"],
+        ["dcp-to-hf", "a", "b", "--max-shard-size=0GB"],
+    ],
+)
+def test_bad_arguments(argv):
+    with pytest.raises(SystemExit) as caught:
+        convert.main(argv)
+    assert caught.value.code == 2
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+MEASURE = """
+import sys
+from tools import convert
+import safetensors.torch
+def field(name): return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) / 1000
+open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
+before = field("VmRSS")
+if sys.argv[1] == "all at once":
+    whole = [safetensors.torch.load_file(path) for path in sys.argv[2:]]
+    total = sum(tensor.double().sum() for part in whole for tensor in part.values())
+else:
+    assert convert.main(sys.argv[1:]) == 0
+print(round(field("VmHWM") - before))
+"""
+
+
+def growth(*argv: object) -> int:
+    """MB by which a process grows at most while it converts, mapped pages included: the peak of its resident set."""
+    command = [sys.executable, "-c", MEASURE, *map(str, argv)]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.splitlines()[-1])
+
+
+def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
+    """The same sizes for Hugging Face, in float32, and as Meta has them, in bfloat16, two files."""
+    arch = ARCH | {
+        "dim": 2048,
+        "n_layers": layers,
+        "n_heads": 16,
+        "n_kv_heads": 16,
+        "head_dim": 128,
+        "hidden_dim": 8192,
+        "vocab_size": 8192,
+    }
+    shapes, names = convert.shapes(arch), dict(hf.name_pairs(arch, llama.HF_NAMES))
+    hf_folder, meta = folder / "hf", folder / "meta"
+    hf_folder.mkdir()
+    meta.mkdir()
+    weight_map = {}
+    for i, part in enumerate(hf.split({names[ours]: shape for ours, shape in shapes.items()}, 4, 400_000_000)):
+        file = f"model-{i}.safetensors"
+        hf.write_safetensors(
+            hf_folder / file, part, torch.float32, lambda name, part=part: torch.full(part[name], 0.25)
+        )
+        weight_map |= dict.fromkeys(part, file)
+    (hf_folder / hf.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (hf_folder / "config.json").write_text(json.dumps(hf.config_json(arch)))
+    piece = {}
+    for name, shape in shapes.items():
+        halves = [
+            n // 2 if len(shape) > 1 and i == (".wo." in name or ".w2." in name) else n for i, n in enumerate(shape)
+        ]
+        piece[name] = torch.ones(halves, dtype=torch.bfloat16)
+    for i in range(2):
+        torch.save(piece, meta / f"consolidated.{i:02d}.pth")
+    params = {
+        "dim": 2048,
+        "n_layers": layers,
+        "n_heads": 16,
+        "vocab_size": 8192,
+        "norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    }
+    (meta / "params.json").write_text(json.dumps(params))
+    return hf_folder, meta
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_that_of_one_tensor(tmp_path):
+    """A model of 0.39 GB, whose largest tensor has 67 MB."""
+    source, _ = write_large(tmp_path, 1)
+    assert growth("all at once", *source.glob("*.safetensors")) > 380
+    assert growth("hf-to-dcp", source, tmp_path / "run") < 200
+    assert growth("dcp-to-hf", tmp_path / "run", tmp_path / "back") < 200
+
+
+@pytest.mark.slow
+@pytest.mark.cap(400)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """A model of 1.48 GB, in each direction; Meta's files are mapped for 256 MB at a time."""
+    source, meta = write_large(tmp_path, 5)
+    limits = {
+        ("hf-to-dcp", source, tmp_path / "run"): 200,
+        ("dcp-to-hf", tmp_path / "run", tmp_path / "back"): 200,
+        ("dcp-to-hf", tmp_path / "run", tmp_path / "small", "--dtype", "bfloat16"): 250,
+        ("dcp-to-torch", tmp_path / "run", tmp_path / "one.pt"): 300,
+        ("meta-to-dcp", meta, tmp_path / "meta-run"): 600,
+    }
+    grown = {argv[0]: growth(*argv) for argv in limits}
+    assert all(grown[argv[0]] < limit for argv, limit in limits.items()), grown
+    assert growth("all at once", *source.glob("*.safetensors")) > 1400

@@ -1,0 +1,116 @@
+"""Saving and loading a checkpoint: ours, PyTorch's as shipped, and the limits that nothing can beat.
+
+    python -m tools.bench.checkpoint [--folder DIR] [--gigabytes 1.5] [--rounds 5] [--json out.json]
+
+One process holds weights and AdamW state of about the size asked for, and in turn: copies the bytes (the limit of a blocked
+time without overlap), writes and fsyncs them (the limit of a save), `dcp.save`s them, and saves them with our manager,
+waiting for it and not. `blocked` is how long training waits, `durable` how long until the checkpoint counts.
+"""
+
+import argparse
+import os
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from checkpoint import state, verify
+from checkpoint.manager import CheckpointManager
+from configs.schema import Checkpoint, Parallelism, Run
+from parallelisms.mesh import close_mesh, open_mesh
+from tools.bench import harness
+
+
+def timed(run: Callable[[], object]) -> float:
+    os.sync()  # what the contender before left unwritten is not this one's to wait for
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def write_and_sync(path: Path, tensors: list[torch.Tensor]) -> None:
+    with open(path, "wb", buffering=0) as file:
+        for t in tensors:
+            file.write(memoryview(t.detach().flatten().view(torch.uint8).numpy()))
+        os.fsync(file.fileno())
+
+
+def rss_gib() -> float:
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", help="on the disk to measure [a temporary folder]")
+    parser.add_argument("--gigabytes", type=float, default=1.5)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    base = Path(tempfile.mkdtemp(prefix="plumbline-bench-", dir=args.folder))
+    mesh = open_mesh(Run(), Parallelism(), 1)
+    width, layers = 1024, 30  # weight, exp_avg and exp_avg_sq of each: 90 large tensors
+    rows = int(args.gigabytes * 1e9 / (3 * 4 * width * layers))
+    model = nn.ModuleList(nn.Linear(width, rows, bias=False, device=mesh.device) for _ in range(layers))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state.materialise(optimizer)
+    live = state.tensors(model, optimizer)
+    for t in live.values():
+        t.detach().copy_(torch.rand(t.shape))
+    on_host = [t.detach().cpu() for t in live.values()]
+    size = sum(t.nbytes for t in on_host) / 1e9
+    copies, buffers = [torch.empty_like(t) for t in on_host], state.buffers(live, pin=False)
+    before = rss_gib()
+
+    def manager(name: str, **options: object) -> CheckpointManager:
+        return CheckpointManager(Checkpoint(keep_last=1, **options), base / name, mesh, {"must_match": {}})
+
+    sync, overlapped = manager("sync", async_save=False), manager("async", async_save=True)
+    seconds: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        seconds.setdefault(name, []).append(value)
+
+    for i in range(1, args.rounds + 1):
+        note("memory copy", timed(lambda: [c.copy_(t) for c, t in zip(copies, on_host)]))
+        note("raw write + fsync", timed(lambda: write_and_sync(base / "raw", on_host)))
+        os.unlink(base / "raw")
+        shutil.rmtree(base / "dcp", ignore_errors=True)
+        note("dcp.save, as shipped", timed(lambda: dcp.save(live, checkpoint_id=base / "dcp")))
+        note("ours, waiting", timed(lambda: (sync.save(i, model, optimizer, {}), sync.poll())))
+        os.sync()
+        began = time.perf_counter()
+        overlapped.save(i, model, optimizer, {})
+        note("ours, overlapped: blocked, first" if i == 1 else "ours, overlapped: blocked, later", time.perf_counter() - began)
+        overlapped.wait(600)
+        note("ours, overlapped: durable", time.perf_counter() - began)
+        overlapped.poll()
+        note("dcp.load, verifies nothing", timed(lambda: dcp.load(live, checkpoint_id=base / "dcp")))
+        for name, check in ("ours, load and verify every byte", True), ("ours, load without", False):
+            path = verify.newest(base / "sync")
+            note(name, timed(lambda: state.read(path, verify.read_manifest(path), live, buffers, check, None)))
+    memory = rss_gib() - before
+    sync.close(), overlapped.close()
+    close_mesh()
+    shutil.rmtree(base)
+
+    save, load = (statistics.median(seconds[name]) for name in ("dcp.save, as shipped", "dcp.load, verifies nothing"))
+    table = []
+    for name, times in seconds.items():
+        median, of = statistics.median(times), load if "load" in name else save
+        table.append([name, f"{median:.3f} s", f"{min(times):.3f} s", f"{size / median:.2f} GB/s", f"{median / of:.3f}"])
+    notes = (
+        f"{size:.2f} GB in {len(live)} tensors, {args.rounds} rounds in turn. The two managers keep {memory:.2f} GiB resident "
+        f"(staging buffers); peak of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB."
+    )
+    harness.report("Checkpoints", ["what", "median", "fastest", "rate", "median / dcp's"], table, notes, args.json)
+
+
+if __name__ == "__main__":
+    main()
