@@ -19,6 +19,8 @@ COMMANDS = {
     "./run_train.sh": (SHORT, "loss 8."),
     "./run_train.sh configs/llama_debug.toml --training.steps=400": (SHORT.replace("=24", "=30"), "resumed after step 24 of 30"),
     'python -m tools.generate runs/llama_debug --prompt "class "': ("--tokens=5", "class "),
+    "python -m checkpoint.verify runs/llama_debug --all": ("", "  ok"),
+    "python -m tools.convert dcp-to-hf runs/llama_debug runs/hf": ("", ""),
     "NGPU=4 ./run_train.sh --parallelism.tensor_parallel=2 --run.folder=runs/mesh": (
         SHORT.replace("/llama_debug", "/mesh") + " --training.local_batch_size=4", "dp_shard 2 x tp 2 = 4 processes"),
     "./run_train.sh --help": ("", "--table.key=value"),
@@ -47,7 +49,8 @@ def test_commands_of_the_readme(tmp_path):
         if row is None:
             continue
         added, words = row
-        line = f"{command} {added}".format(runs=tmp_path, cache=tmp_path / "cache").replace(" runs/llama_debug", f" {tmp_path}/llama_debug")
+        line = f"{command} {added}".format(runs=tmp_path, cache=tmp_path / "cache")
+        line = re.sub(r" runs/(llama_debug|hf)\b", rf" {tmp_path}/\1", line)
         done = subprocess.run(line, shell=True, cwd=ROOT, env=os.environ | HERE, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         assert words in done.stdout, f"{line}\n{done.stdout}"

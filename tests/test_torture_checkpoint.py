@@ -69,7 +69,7 @@ def killed_run(place: Path, victim: int, when: float | None, fn: Callable, *args
     pids = {}
     for rank in range(2):
         if (pid := os.fork()) == 0:
-            faulthandler.register(signal.SIGUSR1, open(place / "stacks", "w"))  # noqa: SIM115
+            faulthandler.register(signal.SIGUSR1, open(place / f"stacks-{rank}", "w"))  # noqa: SIM115
             ranks._child(place, rank, 2, fn, (place, *args))
         pids[rank] = pid
     try:
@@ -83,7 +83,7 @@ def killed_run(place: Path, victim: int, when: float | None, fn: Callable, *args
         except AssertionError:
             os.kill(pids[1 - victim], signal.SIGUSR1)
             time.sleep(0.5)
-            pytest.fail("the survivor hangs\n" + (place / "stacks").read_text())
+            pytest.fail("the survivor hangs\n" + (place / f"stacks-{1 - victim}").read_text())
         assert ended(pids[victim]).si_code == os.CLD_KILLED
     finally:
         for pid in pids.values():
