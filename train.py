@@ -177,7 +177,7 @@ def train(cfg: Config) -> int:
     since_log = skipped_in_a_row = 0
     code, step = DONE, start
     gc.disable()  # a collection at a random moment on one rank makes all ranks wait
-    with profiler(cfg.profiler, folder, here.rank) as profile, metrics:
+    with profiler(cfg.profiler, folder, here.rank) as profile, metrics, checkpoints:
         stream = loader(train_batches, start, steps, cfg.data, pin_memory=mesh.device.type == "cuda")
         while step < steps:
             began = time.perf_counter()
@@ -222,7 +222,6 @@ def train(cfg: Config) -> int:
             if stopping and not last:
                 code = STOPPED
                 break
-        checkpoints.close()
 
     text = ""
     if cfg.debug.sample_tokens and code == DONE:

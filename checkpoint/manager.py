@@ -219,6 +219,16 @@ class CheckpointManager:
         if self.failures:
             raise InputError(f"the run has ended, but its last checkpoint could not be written to {self.folder}")
 
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        """The loop that saves is the body of a `with`: an error in it must not cost the save in flight."""
+        if kind is None:
+            self.close()
+        else:
+            self.wait(60)
+
     # Loading
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict | None:
