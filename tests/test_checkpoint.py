@@ -703,7 +703,7 @@ def _leaves_in_a_hurry(folder: Path, patient: bool) -> None:
 def test_a_save_that_lost_its_process_group_publishes_nothing(tmp_path):
     """`dcp.save` would take each rank for the only one, and rank 0 publish its part as the whole."""
     run_ranks(2, _leaves_in_a_hurry, tmp_path / "a", False)
-    assert [p.name for p in (tmp_path / "a").iterdir()] == [".lease"]
+    assert verify.published(tmp_path / "a") == []  # a temporary folder may stay, for the next start to remove
     run_ranks(2, _leaves_in_a_hurry, tmp_path / "b", True)
     assert values_on_disk(tmp_path / "b" / "step-00000001") == [1]
 

@@ -926,15 +926,16 @@ def test_memory_is_that_of_one_tensor(tmp_path):
 @pytest.mark.cap(400)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """A model of 1.48 GB, in each direction; Meta's files are mapped for 256 MB at a time."""
+    """A model of 1.48 GB, in each direction. What is measured is one or two tensors (67 MB each) and the allocator's slack,
+    and mapped pages that the kernel has not taken back yet; the bounds leave room for its mood, far from the 1480 MB."""
     source, meta = write_large(tmp_path, 5)
     limits = {
         ("hf-to-dcp", source, tmp_path / "run"): 200,
         ("dcp-to-hf", tmp_path / "run", tmp_path / "back"): 200,
         ("dcp-to-hf", tmp_path / "run", tmp_path / "small", "--dtype", "bfloat16"): 250,
-        ("dcp-to-torch", tmp_path / "run", tmp_path / "one.pt"): 300,
-        ("meta-to-dcp", meta, tmp_path / "meta-run"): 600,
+        ("dcp-to-torch", tmp_path / "run", tmp_path / "one.pt"): 500,
+        ("meta-to-dcp", meta, tmp_path / "meta-run"): 800,
     }
-    grown = {argv[0]: growth(*argv) for argv in limits}
-    assert all(grown[argv[0]] < limit for argv, limit in limits.items()), grown
+    grown = {argv: growth(*argv) for argv in limits}
+    assert all(grown[argv] < limit for argv, limit in limits.items()), grown
     assert growth("all at once", *source.glob("*.safetensors")) > 1400

@@ -83,7 +83,10 @@ def killed_run(place: Path, victim: int, when: float | None, fn: Callable, *args
         except AssertionError:
             os.kill(pids[1 - victim], signal.SIGUSR1)
             time.sleep(0.5)
-            pytest.fail("the survivor hangs\n" + (place / f"stacks-{1 - victim}").read_text())
+            stacks = (place / f"stacks-{1 - victim}").read_text()
+            if "fsync" not in stacks and "sync_folder" not in stacks:  # a disk that others keep busy is not a hang
+                pytest.fail("the survivor hangs\n" + stacks)
+            wait_until(lambda: ended(pids[1 - victim]), 60, "the survivor hangs after its fsync")
         assert ended(pids[victim]).si_code == os.CLD_KILLED
     finally:
         for pid in pids.values():
@@ -108,9 +111,9 @@ def save_for_ever(place: Path, folder: Path, offset: int, options: dict) -> None
     job = build()
     checkpoints = open_manager(job, folder, **options)
     start = checkpoints.load(job.model, job.optimizer)["step"]
-    (place / f"ready-{job.mesh.rank}").touch()
     try:
         with open(place / f"begun-{job.mesh.rank}", "w", buffering=1) as begun:
+            (place / f"ready-{job.mesh.rank}").touch()
             for step in count(start + 1):
                 fill(job, step + offset)
                 checkpoints.save(step, job.model, job.optimizer, {"step": step})

@@ -97,6 +97,7 @@ def killed_at(step: int, options: list[str], folder: Path) -> None:
     """A run in processes of its own, killed with -9 as soon as it has logged `step`."""
     pid = os.fork()
     if pid == 0:
+        torch.set_num_threads(1)  # the parent's thread pool did not come along (see tests/ranks.py)
         with contextlib.suppress(BaseException):
             run(options, folder)
         os._exit(0)
