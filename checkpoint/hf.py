@@ -26,7 +26,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -38,7 +37,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from checkpoint import state, verify
-from checkpoint.storage import CODES, DTYPES, StagedLoad
+from checkpoint.storage import CODES, DTYPES, PlanReader, StagedLoad
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 
@@ -261,14 +260,11 @@ def read_slice(stored: Stored, theirs: str, box: tuple[slice, ...]) -> Tensor:
         raise InputError(f"{stored.file}: {error}") from None
 
 
-class HFReader(StorageReader):
+class HFReader(PlanReader):
     """Reads what a plan of `dcp.load` asks for out of a folder whose tensors have been checked (`weights`)."""
 
     def __init__(self, stored: dict[str, Stored], theirs: dict[str, str]):
         self.stored, self.theirs = stored, theirs
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        pass
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return Metadata({
@@ -280,15 +276,6 @@ class HFReader(StorageReader):
             for name, stored in self.stored.items()
         })  # fmt: skip
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             name, ranges = item.storage_index.fqn, zip(item.storage_offsets, item.lengths, strict=True)
@@ -298,10 +285,6 @@ class HFReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
 
 
 def load(folder: Path, model: nn.Module, arch: dict, hf_names: dict[str, str], group: dist.ProcessGroup) -> str:

@@ -151,7 +151,28 @@ def _header(items: list[WriteItem]) -> tuple[bytes, list[int]]:
     return head, [len(head) + start for start in starts]
 
 
-class ShardReader(StorageReader):
+class PlanReader(StorageReader):
+    """What DCP asks of a reader that takes the planner's plan as it is: a subclass says what there is (`read_metadata`)
+    and reads it (`read_data`)."""
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+class ShardReader(PlanReader):
     """Reads what a plan asks for out of a checkpoint whose manifest has been checked (`verify.read_manifest`).
 
     With `check`, every block is verified as it is read. Raises verify.Damaged, which `dcp.load` raises on all ranks.
@@ -163,9 +184,6 @@ class ShardReader(StorageReader):
             (name, tuple(part["offset"])): part for name, tensor in self.tensors.items() for part in tensor["parts"]
         }
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        pass
-
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return Metadata({
             name: TensorStorageMetadata(
@@ -175,15 +193,6 @@ class ShardReader(StorageReader):
             )
             for name, tensor in self.tensors.items()
         })  # fmt: skip
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         per_file: dict[str, list[tuple[int, ReadItem, dict]]] = {}
@@ -218,9 +227,5 @@ class ShardReader(StorageReader):
         for dim in range(1, len(shape)):
             box = box.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
         return box
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
 
 
