@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Train:  ./run_train.sh [CONFIG.toml] [--table.key=value ...]      (--help lists every option)
+# Check the machines before:  ./run_train.sh --preflight [CONFIG.toml] [...], on the same nodes    (docs/preflight.md)
 #
 # Without a CONFIG: configs/llama_debug.toml. Relative paths, here and in the config, are relative to this folder,
 # wherever the script is called from. If the active environment lacks something, .venv is made in this folder and used.
@@ -13,7 +14,8 @@
 #   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds that saving may take after SIGTERM or Ctrl-C, before SIGKILL; default: 30
 #
 # Exit codes: 0 done; 2 wrong configuration or input, nothing was started; 75 stopped on request with a checkpoint, run
-# it again to go on; otherwise that of the first rank to fail, 128 + n if signal n killed it.
+# it again to go on; 76 one step fails again and again; otherwise that of the first rank to fail, 128 + n if signal n
+# killed it (14: the rank hung, its stacks are in the run's folder, logs/).
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source tools/environment.sh
@@ -50,8 +52,20 @@ fi
 
 find_python requirements.txt
 
+program=(train.py)
+config=("$@")
+if [[ ${1-} == --preflight ]]; then
+    shift
+    program=(-m tools.preflight)
+    config=()
+    for argument; do
+        [[ $argument != --help && $argument != -h ]] || exec "$PYTHON" "${program[@]}" --help
+        [[ $argument =~ ^--(only|skip|expect|json|timeout)= ]] || config+=("$argument")
+    done
+fi
+
 # Every mistake in the configuration is told here: all together, within a second, before torch is imported anywhere.
-"$PYTHON" -m configs.load "$@" --world-size=$((NGPU * NNODES)) --local-world-size="$NGPU" --quiet || exit $?
+"$PYTHON" -m configs.load ${config[@]+"${config[@]}"} --world-size=$((NGPU * NNODES)) --local-world-size="$NGPU" --quiet || exit $?
 for argument; do
     [[ $argument != --help && $argument != -h ]] || exit 0 # configs.load has printed it
 done
@@ -63,12 +77,14 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # spinning threads made a step up to 8 times slower on a busy machine
 export PYTHONUNBUFFERED=1
 if [[ $NNODES == 1 && -e /sys/class/net/lo ]]; then
-    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # nothing of one node's ranks need be seen outside
+    # nothing of one node's ranks need be seen outside
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
 fi
+umask "$(printf '%o' $(($(umask) | 2)))" # whatever the shell's: not everyone may write what a run leaves
 
 if ((NGPU * NNODES == 1)); then
-    exec "$PYTHON" train.py "$@" # one process needs no launcher, and starts a second or two earlier without
+    exec "$PYTHON" "${program[@]}" "$@" # one process needs no launcher, and starts a second or two earlier without
 fi
 exec "$PYTHON" -m tools.launch --nproc-per-node="$NGPU" --nnodes="$NNODES" --node-rank="$NODE_RANK" \
     --master-addr="${MASTER_ADDR-}" --master-port="$MASTER_PORT" \
-    --shutdown-timeout="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30}" train.py "$@"
+    --shutdown-timeout="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30}" "${program[@]}" "$@"

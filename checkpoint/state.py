@@ -103,15 +103,23 @@ def _padded(n: int) -> int:
     return -(-n // 64) * 64
 
 
-def stage(live: dict[str, Tensor], into: dict[str, Tensor]) -> None:
-    """Copy every shard into its buffer; when this returns, the live tensors may change.
+def stage(live: dict[str, Tensor], into: dict[str, Tensor], computed: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    """Copy every shard into its buffer, from a thread beside training.
 
-    All copies from a GPU are started, in the order of the stream that computes, and waited for once.
+    computed: on a GPU, when the values to copy exist. The copies are then queued on a stream of their own, beside the
+    kernels of the next step, and the event that tells when they are done is returned; the values must not change
+    before.
     """
-    for name, tensor in live.items():
-        into[name].copy_(local(tensor), non_blocking=True)
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
+    if computed is None:
+        for name, tensor in live.items():
+            into[name].copy_(local(tensor))
+        return None
+    stream = torch.cuda.Stream(computed.device)
+    stream.wait_event(computed)
+    with torch.cuda.stream(stream):
+        for name, tensor in live.items():
+            into[name].copy_(local(tensor), non_blocking=True)
+    return stream.record_event()
 
 
 @torch.no_grad()

@@ -39,11 +39,19 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class StagedSave(DefaultSavePlanner):
-    """Plans with the live tensors, of which it looks at shapes and placements only, and writes their staged copies."""
+    """Plans with the live tensors, of which it looks at shapes and placements only, and writes their staged copies.
 
-    def __init__(self, staged: dict[str, Tensor]):
+    staged: name -> this rank's shard; copy: fills them. It is called inside DCP's first common step, so that all ranks
+    learn of an error in it.
+    """
+
+    def __init__(self, staged: dict[str, Tensor], copy: Callable[[], object] = lambda: None):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.staged = staged  # name -> this rank's shard
+        self.staged, self.copy = staged, copy
+
+    def create_local_plan(self) -> SavePlan:
+        self.copy()
+        return super().create_local_plan()
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.staged[index.fqn]

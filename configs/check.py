@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 
-from configs.schema import Config, InputError, Model
+from configs.schema import Config, Data, InputError, Model
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
@@ -154,6 +154,13 @@ RULES = {
         "model.head_dim would be {head_dim:.5g}, but must be a whole even number, since rotary positions turn pairs: "
         "set it, or change {model.dim} or {model.n_heads}, whose quotient it is otherwise",
     ),
+    "mask_compile": (  # models/llama.py::fits_varlen; what does not fit is a loop over documents, never one graph
+        lambda c: c.data.mask_documents and c.compile.enabled and c.run.device != "cpu"
+        and (c.training.param_dtype == "float32" or c.head_dim % 8 != 0 or c.head_dim > 256),
+        "{data.mask_documents} with {compile.enabled} needs on a GPU a 16-bit type and heads of 8, 16, ... 256 numbers, "
+        "but {training.param_dtype} and {model.head_dim}: change these, do without one of the two, "
+        'or set run.device = "cpu" for a run without a GPU',
+    ),
     # The vocabulary.
     "bpe_vocabulary": (
         lambda c: c.data.tokenizer == "bpe" and c.data.bpe_vocab_size > c.model.vocab_size,
@@ -164,6 +171,50 @@ RULES = {
         lambda c: c.data.tokenizer == "bytes" and c.model.vocab_size < 257,
         "{data.tokenizer} needs at least 257 rows of the embedding (256 bytes and the end of a text), but "
         "{model.vocab_size}",
+    ),
+    # The sources.
+    "mixture_source": (
+        lambda c: c.data.mixture and c.data.source != Data().source,
+        "{data.source} has no effect with data.mixture, which names the sources: remove it, or give it a row there",
+    ),
+    "validation_names": (
+        lambda c: {row.name for row in c.validation.sets} & {"held_out", *(row.name for row in c.data.mixture)},
+        "{validation.sets} and the held-out documents of data.mixture (or of data.source, called held_out) share a name: "
+        "give the set another",
+    ),
+    # Streaming.
+    "stream_tokenizer": (
+        lambda c: c.data.stream and c.data.tokenizer == "bpe",
+        "{data.stream}, but {data.tokenizer} is trained on a corpus first: give the path of a tokenizer "
+        '(python -m data.train_tokenizer makes one), or "bytes"',
+    ),
+    "stream_ranks": (
+        lambda c: c.data.stream and c.data.streams % c.dp != 0,
+        "{data.streams} is not a multiple of the {dp} data-parallel ranks: set it to one (of every number of ranks that "
+        "the run may have one day: it cannot change later)",
+    ),
+    "stream_mixture": (
+        lambda c: c.data.stream and c.data.mixture,
+        "{data.stream} reads data.source alone, but there is a data.mixture: prepare its sources, or mix them into one",
+    ),
+    "stream_splice": (
+        lambda c: c.data.stream and c.data.allow_splice,
+        "{data.allow_splice} with {data.stream} is not supported: to go on with other data, start from the weights in "
+        "another run.folder, with checkpoint.load_path",
+    ),
+    "stream_workers": (
+        lambda c: c.data.stream and c.data.workers > 0,
+        "{data.workers} has no effect with {data.stream}, which reads in a thread: remove it",
+    ),
+    "stream_timeout": (
+        lambda c: c.data.stream and c.data.timeout_seconds >= c.run.step_timeout_seconds,
+        "{data.timeout_seconds} is not less than {run.step_timeout_seconds}: the ranks that wait for one whose stream "
+        "hangs would give up before it does, without a checkpoint; lower the first or raise the second",
+    ),
+    "stream_validation": (
+        lambda c: c.data.stream and c.validation.interval > 0 and not c.validation.sets,
+        "{validation.interval} with {data.stream} needs [[validation.sets]]: prepare a part of the source (what it holds out "
+        "is held out of the stream too) and name it there, or set interval = 0",
     ),
     # The time line of the run.
     "warmup": (
@@ -185,6 +236,16 @@ RULES = {
         "{checkpoint.load_step} is beyond the end of the run, {training.steps}",
     ),
     # Options that exclude or need one another.
+    "skip_spikes": (
+        lambda c: c.training.skip_spikes and c.training.spike_threshold == 0,
+        "{training.skip_spikes} needs training.spike_threshold, which says what a spike is: set it (6, say)",
+    ),
+    "replicas": (
+        lambda c: c.debug.replica_check_interval > 0
+        and c.parallelism.data_parallel_replicate * c.parallelism.tensor_parallel == 1,
+        "{debug.replica_check_interval} compares ranks that hold the same state, and here none does: it needs "
+        "data_parallel_replicate or tensor_parallel above 1, or remove it",
+    ),
     "momentum": (
         lambda c: c.optimizer.kind == "adamw" and c.optimizer.momentum > 0,
         '{optimizer.momentum} has no effect with {optimizer.kind}, which has betas: remove it, or use kind = "sgd"',
@@ -203,9 +264,9 @@ RULES = {
         "{model.n_heads}: change one of them, or remove export_hf",
     ),
     "validation_split": (
-        lambda c: c.validation.interval > 0 and c.data.validation_fraction == 0,
-        "{validation.interval} needs held-out documents, but {data.validation_fraction}: hold some out, or set "
-        "interval = 0",
+        lambda c: c.validation.interval > 0 and c.data.validation_fraction == 0 and not c.validation.sets,
+        "{validation.interval} needs held-out documents, but {data.validation_fraction}: hold some out, name some "
+        "validation.sets, or set interval = 0",
     ),
 }
 
@@ -256,4 +317,5 @@ def broken_rules(
 
 def _named(table: str, options: object) -> SimpleNamespace:
     """Each option as a sentence shows it: table.key = value, the value as TOML writes it."""
-    return SimpleNamespace(**{key: f"{table}.{key} = {json.dumps(value)}" for key, value in vars(options).items()})
+    shown = {key: json.dumps(value, default=vars) for key, value in vars(options).items()}
+    return SimpleNamespace(**{key: f"{table}.{key} = {value}" for key, value in shown.items()})

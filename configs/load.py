@@ -18,25 +18,39 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import tomli
 from pydantic import ValidationError
 
 from configs.check import broken_rules
-from configs.schema import Config, InputError
+from configs.schema import Config, InputError, redact
 
 HERE = Path(__file__).resolve().parent
 MAX_BYTES = 1_000_000  # a configuration has a few kB: more is some other file
 MAX_SHOWN = 50  # mistakes printed
 COMMAND_LINE = "command line"
 
+
+def _plain(schema: Any, definitions: dict[str, dict]) -> Any:
+    """A JSON schema without titles, with the definitions of tables inside tables written out where they stand."""
+    if isinstance(schema, list):
+        return [_plain(part, definitions) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _plain(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {word: _plain(part, definitions) for word, part in schema.items() if word != "title"}
+
+
 # Everything below is derived from the schema. table -> its model; "table.key" -> its JSON schema: type, bounds, default
 # and description.
 TABLES = {table: field.annotation for table, field in Config.model_fields.items()}
 OPTIONS = {
-    f"{table}.{key}": {word: value for word, value in option.items() if word != "title"}
+    f"{table}.{key}": option
     for table, model in TABLES.items()
-    for key, option in model.model_json_schema()["properties"].items()
+    for schema in [model.model_json_schema()]
+    for key, option in _plain(schema["properties"], schema.get("$defs", {})).items()
 }
 
 
@@ -98,6 +112,11 @@ def load_config(argv: list[str], world_size: int | None = None, local_world_size
     if problems:
         raise ConfigError(problems)
     return cfg
+
+
+def as_given(argv: list[str]) -> tuple[Path, dict[str, object]]:
+    """The file that `argv` names, or the one taken without a name, and the overrides by option."""
+    return _arguments(argv)[:2]
 
 
 def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set[str]]:
@@ -195,6 +214,8 @@ KINDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string"
 
 def _expected(option: dict, value: object, error: dict) -> str:
     """What is allowed instead of `value`."""
+    if len(error["loc"]) > 2 and "properties" in option.get("items", {}):
+        return _expected_in_row(option["items"]["properties"], error)
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if error["type"] == "string_unicode":
@@ -205,6 +226,20 @@ def _expected(option: dict, value: object, error: dict) -> str:
     if error["type"].endswith("_type") and len(error["loc"]) == 1:
         hint = f", not {KINDS.get(type(value), 'a date or time')}"
     return f"must be {allowed(option)}{hint}"
+
+
+def _expected_in_row(fields: dict[str, dict], error: dict) -> str:
+    """The same for a list of tables: what is allowed for one key of one of them."""
+    row, key = error["loc"][1] + 1, str(error["loc"][2])
+    if error["type"] == "missing":
+        return f"table {row} needs {key}, {allowed(fields[key])}"
+    if key not in fields:
+        near = get_close_matches(key.lower(), fields, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it may have {', '.join(fields)}"
+        return f"table {row} has {_printable(key)}; {hint}"
+    if error["type"] == "value_error":
+        return f"{key} of table {row} {error['ctx']['error']}"
+    return f"{key} of table {row} must be {allowed(fields[key])}"
 
 
 def _no_such_option(name: str) -> tuple[str, set[str]]:
@@ -246,7 +281,7 @@ def _printable(text: str) -> str:
 
 def _shown(value: object) -> str:
     """A value as TOML would write it, on one line and not too long."""
-    text = _toml(value)
+    text = redact(_toml(value))
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -267,7 +302,10 @@ def allowed(option: dict) -> str:
     if option["type"] == "array":
         if "items" in option:
             return f"a list, each {allowed(option['items'])}"
-        return f"a list of {option['minItems']}, each {allowed(option['prefixItems'][0])}"
+        each = list(dict.fromkeys(map(allowed, option["prefixItems"])))
+        return f"a list of {option['minItems']}, each {each[0]}" if len(each) == 1 else f"[{', '.join(each)}]"
+    if option["type"] == "object":
+        return f"a table of {', '.join(option['properties'])}"
     if option["type"] == "boolean":
         return "true or false"
     if option["type"] == "string":

@@ -20,6 +20,23 @@ class InputError(Exception):
     what to do); `train.py` and the tools print it without a traceback and exit with 2."""
 
 
+# What must not be written down anywhere: the password or token of a URL, in front of its host or among its parameters,
+# and tokens that have a known shape (Hugging Face, GitHub, OpenAI, AWS).
+URL_USER = re.compile(r"(\w://)[^/\s@'\"]+@")
+SECRETS = (
+    (URL_USER, r"\1***@"),
+    (re.compile(r"([?&][\w-]*(?:token|key|secret|passw|signature|credential)[\w-]*=)[^&\s'\"#]+", re.I), r"\1***"),
+    (re.compile(r"\b(?:hf_\w{20,}|gh[a-z]_\w{30,}|sk-[\w-]{20,}|AKIA[0-9A-Z]{16})"), "***"),
+)
+
+
+def redact(text: str) -> str:
+    """The text without secrets; for everything that goes to a file or a console and is not ours word for word."""
+    for pattern, instead in SECRETS:
+        text = pattern.sub(instead, text)
+    return text
+
+
 def _as_tuple(value: object) -> object:
     """TOML has lists only; strict validation wants the tuple."""
     return tuple(value) if isinstance(value, list) else value
@@ -57,6 +74,14 @@ class Table(BaseModel):
             raise ValueError("must fit into 64 bits")
         return value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _has_no_password(cls, value: object) -> object:
+        """Every option is written to the run's folder and into checkpoints."""
+        if isinstance(value, str) and URL_USER.search(value):
+            raise ValueError("must not contain a user or password: options are written to files (~/.netrc can hold it)")
+        return value
+
 
 class Run(Table):
     folder: Annotated[PathText, AfterValidator(_folder)] = Field("runs/debug", min_length=1, max_length=240)
@@ -70,7 +95,11 @@ class Run(Table):
     init_timeout_seconds: int = Field(600, ge=1, le=86400)
     """How long a collective may take before the first step ends (start-up, compilation, loading a checkpoint)."""
     step_timeout_seconds: int = Field(300, ge=1, le=86400)
-    """How long a collective may take afterwards: a hung or dead rank is noticed within this time."""
+    """How long a collective may take afterwards, and a step: a hung or dead rank is noticed within this time."""
+    max_minutes: float = Field(0.0, ge=0)
+    """Stop with a checkpoint, as a signal does, so many minutes after the processes were born; 0: no limit."""
+    max_failures_at_step: int = Field(3, ge=0)
+    """Do not start again (exit code 76) after so many starts in a row failed at the same step; 0: always start."""
     gc_interval: int = Field(50, ge=1)
     """Collect Python garbage every this many steps, on all ranks at once, instead of at random moments."""
 
@@ -100,23 +129,98 @@ class Model(Table):
     """Use the embedding matrix as the output projection too (Llama 3.2)."""
 
 
+def _ascending(steps: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+    if [step for step, _ in steps] != sorted({step for step, _ in steps}):
+        raise ValueError("must name steps in ascending order, each once")
+    return steps
+
+
+def _named_once(rows: tuple) -> tuple:
+    names = [row.name for row in rows]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"must give each row another name; there are several called {', '.join(twice)}")
+    return rows
+
+
+def _short_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", value):
+        raise ValueError("must be 1 to 60 letters, digits, dots, dashes or underscores")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_short_name)]
+Step = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(ge=0)]
+
+
+class MixtureRow(Table):
+    name: Name
+    """What metrics, messages and the audit call this source."""
+    source: PathText = Field(min_length=1)
+    """What it is, as data.source."""
+    weight: Weight
+    """Its tokens in proportion to the sum of all weights."""
+    schedule: Annotated[
+        tuple[Annotated[tuple[Step, Weight], BeforeValidator(_as_tuple)], ...],
+        BeforeValidator(_as_tuple), AfterValidator(_ascending),
+    ] = ()  # fmt: skip
+    """Other weights later on: [[step, weight], ...], each from after that many steps of the run."""
+    max_epochs: float = Field(0.0, ge=0)
+    """How often the source may be read in the whole run; 0: any number of times."""
+
+
+class ValidationSet(Table):
+    name: Name
+    """What metrics call this set."""
+    source: PathText = Field(min_length=1)
+    """What it is, as data.source: all of it is used; of a prepared folder with held-out documents those."""
+
+
 class Data(Table):
     source: PathText = Field("stdlib", min_length=1)
-    """What to train on: stdlib (the source of Python's standard library), or a text or .jsonl file, folder or glob."""
+    """What to train on: stdlib (Python's own library), a file, folder or glob, hf:NAME, or a prepared folder."""
+    mixture: Annotated[tuple[MixtureRow, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)] = ()
+    """Several sources instead of one: tables [[data.mixture]] with name, source, weight, schedule, max_epochs."""
+    allow_splice: bool = False
+    """On resume, go on where data, weights, seed, seq_len or global_batch_size have changed; the change is recorded."""
+    mask_documents: bool = False
+    """Restart attention and positions at each document's first token, and count no loss from one into the next."""
     tokenizer: PathText = Field("bpe", min_length=1)
-    """bpe (trained on the source at first use), bytes, or the path of tiktoken ranks (Llama 3's tokenizer.model)."""
+    """bpe (trained on the source at first use), bytes, or the path of tiktoken ranks or of a tokenizer.json."""
     bpe_vocab_size: int = Field(4096, ge=257, le=1_000_000)
     """Vocabulary of the trained BPE, special tokens included; used by tokenizer = "bpe" only."""
     cache: PathText = Field("", max_length=240)
     """Folder of tokenised corpora; empty: ~/.cache/plumbline."""
+    text_field: str = Field("text", min_length=1, max_length=200)
+    """Where JSON lines, Parquet and Hugging Face datasets have the text: a key, a column."""
+    add_bos: bool = False
+    """Begin each document with the tokenizer's begin-of-text token."""
+    add_eos: bool = True
+    """End each document with the tokenizer's end-of-text token."""
+    max_document_bytes: int = Field(0, ge=0)
+    """Leave out documents of more bytes of UTF-8, and count them; 0: none."""
+    skip_failed: int = Field(0, ge=0)
+    """Documents that may be unreadable (not UTF-8, not JSON, ...) before preparation (or with stream one stream) stops."""
     validation_fraction: float = Field(0.01, ge=0, lt=0.5)
     """Share of the documents, chosen by hash, that is held out of training for validation."""
+    verify: bool = False
+    """Before the first step read the tokenised corpus whole, once per host, and compare its hashes (seconds per GB)."""
+    stream: bool = False
+    """Tokenise data.source while training, without preparation; docs/data.md says what that cannot do."""
+    streams: int = Field(64, ge=1, le=65536)
+    """With stream: logical streams, part of the order as the seed is; the data-parallel ranks must divide them."""
+    stream_epochs: int = Field(0, ge=0)
+    """With stream: how often to read the source; the run ends when a stream has read its share; 0: without end."""
+    retries: int = Field(5, ge=0)
+    """With stream: how often to open again what cannot be read, before the run saves a checkpoint and fails."""
+    retry_seconds: float = Field(1.0, ge=0, le=600)
+    """With stream: pause before the first of them, doubled before each next, up to 30."""
     workers: int = Field(0, ge=0, le=64)
     """Loader processes per rank; 0: read in the training process (a batch costs well under a millisecond per rank)."""
     prefetch: int = Field(2, ge=1, le=64)
     """Batches that each worker keeps ready."""
     timeout_seconds: int = Field(120, ge=1)
-    """How long to wait for a loader worker before the run fails."""
+    """How long to wait for a loader worker, or for a stream, before the run fails."""
 
 
 class Training(Table):
@@ -137,7 +241,11 @@ class Training(Table):
     loss_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose float32 logits exist at a time in the loss."""
     max_skipped_steps: int = Field(3, ge=0)
-    """Steps in a row with a non-finite gradient that are skipped before the run stops."""
+    """Steps in a row that are skipped (a non-finite loss or gradient, a spike) before the run stops."""
+    spike_threshold: float = Field(0.0, ge=0)
+    """Warn of a loss or gradient norm so many deviations above the median of the last 128 steps (6, say); 0: off."""
+    skip_spikes: bool = False
+    """Change no weight in a step whose gradient norm is such a spike."""
 
 
 class Optimizer(Table):
@@ -221,7 +329,7 @@ class Checkpoint(Table):
     verify_on_load: bool = True
     """Compare the hash of every block that is read, before the model changes."""
     max_failures: int = Field(3, ge=0)
-    """Saves in a row that may fail (disk full, say) before the run stops; 0: never stop."""
+    """Stop after so many failed saves in a row (disk full, say; each is tried again at its interval); 0: only warn."""
 
 
 class Metrics(Table):
@@ -231,6 +339,8 @@ class Metrics(Table):
     """Write TensorBoard scalars to <run.folder>/tensorboard."""
     wandb_project: str = ""
     """Also log to this Weights & Biases project (needs `pip install wandb`); empty: off."""
+    straggler_interval: int = Field(50, ge=0)
+    """Name ranks that the others wait for, every this many steps; 0: never."""
     progress: Literal["auto", "on", "off"] = "auto"
     """Progress bar; auto: on a terminal."""
     peak_tflops: float = Field(0.0, ge=0)
@@ -252,12 +362,16 @@ class Validation(Table):
     interval: int = Field(0, ge=0)
     """Compute the validation loss every this many steps and at the end; 0: never."""
     steps: int = Field(4, ge=1)
-    """Batches of global_batch_size sequences per validation."""
+    """Batches of global_batch_size sequences per validation, of each set."""
+    sets: Annotated[tuple[ValidationSet, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)] = ()
+    """Sets beside the held-out documents: tables [[validation.sets]] with name and source."""
 
 
 class Debug(Table):
     self_check: bool = True
     """At step 0 verify: blocks are sharded, the optimizer has the model's parameters, ranks have the same config."""
+    replica_check_interval: int = Field(0, ge=0)
+    """Compare state that several ranks hold alike every this many steps (silent corruption); 0: never."""
     sample_tokens: int = Field(0, ge=0)
     """Generate this many tokens from the final weights at the end of the run; 0: none."""
     sample_prompt: str = "def "

@@ -7,16 +7,21 @@ list first. `merges` derives that list, so that both do the same to every text.
 Why it is the same: consider a token T and what merging does inside the bytes that become T, in any text. No merge
 crosses the borders of T, and of those inside the lowest rank comes first, leftmost among equals; so they are the
 merges, in the order, that T's bytes alone would get. The last pair before T is therefore the same wherever T is made,
-and the list of these pairs, in the order of ranks, allows exactly the merges that happen by rank.
+and the list of these pairs, in the order of ranks, allows exactly the merges that happen by rank. `_ranks` reads a list
+the other way round.
 """
 
 import json
 from pathlib import Path
 
 from configs.schema import InputError
-from data.tokenizer import NO_SPLIT, SPLIT, Tokenizer
+from data.tokenizer import NO_SPLIT, SPLIT, SPLIT_CL100K, SPLIT_GPT2, SPLIT_O200K, SPLIT_QWEN2, Tokenizer, gpt2_bytes
 
-BEGIN = "<|begin_of_text|>"  # Llama 3's; where a vocabulary has none, a text begins after the end of another one
+# Patterns that tiktoken's and tokenizers' regular expressions understand alike, and that match every text from end to
+# end (tiktoken drops what lies between two matches). Others are refused: nobody has compared them.
+SPLITS = (SPLIT, SPLIT_CL100K, SPLIT_GPT2, SPLIT_O200K, SPLIT_QWEN2)
+# What ends a text where nothing says so, in this order.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 def merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
@@ -46,9 +51,9 @@ def merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
 def characters() -> list[str]:
     """The printable character that stands for each byte in a vocabulary of `tokenizers`: itself where it is printable
     in Latin-1, otherwise the next one from U+0100 on (GPT-2's invention: openai/gpt-2, encoder.py)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+    order = [token[0] for token in gpt2_bytes()]
+    letter_of = {byte: chr(byte) if i < 188 else chr(256 + i - 188) for i, byte in enumerate(order)}
+    return [letter_of[byte] for byte in range(256)]
 
 
 def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
@@ -62,14 +67,16 @@ def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
     def word(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    first = len(tokenizer.ranks)
     added = [
-        {"id": first + i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+        {"id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": True}
-        for i, token in enumerate(tokenizer.special_tokens)
+        for id, token in zip(tokenizer.special_ids, tokenizer.special_tokens, strict=True)
     ]  # fmt: skip
-    begin = BEGIN if BEGIN in tokenizer.special_tokens else tokenizer.end_of_text
+    begin = tokenizer.begin_of_text or tokenizer.end_of_text  # without one, a text begins after the end of another
     ids = {row["content"]: row["id"] for row in added}
+    vocabulary = {word(token): id for id, token in zip(tokenizer.ids or range(len(tokenizer.ranks)), tokenizer.ranks)}
+    if tokenizer.ids:  # special tokens that are not numbered right after the vocabulary keep their ids in it alone
+        vocabulary |= ids
     return {
         "tokenizer.json": {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
@@ -79,7 +86,7 @@ def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
                 "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                 "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
                 "ignore_merges": True,  # look up a whole piece first, as tiktoken does
-                "vocab": {word(token): rank for rank, token in enumerate(tokenizer.ranks)},
+                "vocab": vocabulary,
                 "merges": [f"{word(left)} {word(right)}" for left, right in merges(tokenizer.ranks)],
             },
         },
@@ -101,16 +108,19 @@ def _pre_tokenizer(split: str) -> dict:
 
 
 def read(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder, where ours gives the same ids for every text: Llama 3's kind.
+    """The tokenizer of a Hugging Face folder. Raises InputError for any kind that ours cannot reproduce exactly (Llama
+    2's SentencePiece), and for a folder that has none."""
+    return read_file(folder / "tokenizer.json")
 
-    Raises InputError for any other kind (Llama 2's SentencePiece), and for a folder that has none.
-    """
-    path = folder / "tokenizer.json"
+
+def read_file(path: Path) -> Tokenizer:
+    """The same of a tokenizer.json; the files next to it say how a text begins and ends. Same ids for every text that
+    has no name of a special token in it (which we take as text)."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is not a regular file")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return _read(document, _end_of_text(folder, document))
+        return _read(document, *_begin_and_end(path.parent, document))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -118,52 +128,106 @@ def read(folder: Path) -> Tokenizer:
         raise InputError(f"{path} is not a tokenizer that can be converted: {what}") from None
 
 
-def _end_of_text(folder: Path, document: dict) -> str:
-    """The name of the token that ends a text: by tokenizer_config.json, or by its id in config.json."""
+def _begin_and_end(folder: Path, document: dict) -> tuple[str | None, str]:
+    """The names of the tokens that begin and end a text: by tokenizer_config.json, by the ids in config.json, or ENDS."""
     path = folder / "tokenizer_config.json"
-    token = json.loads(path.read_text(encoding="utf-8")).get("eos_token") if path.is_file() else None
-    if token is None:
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    begin, end = (
+        token["content"] if isinstance(token := config.get(key), dict) else token for key in ("bos_token", "eos_token")
+    )
+    names = {row["id"]: row["content"] for row in document["added_tokens"]}
+    if end is None and (folder / "config.json").is_file():
         ids = json.loads((folder / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
-        first = ids[0] if isinstance(ids, list) else ids
-        token = [row["content"] for row in document["added_tokens"] if row["id"] == first][0]
-    return token["content"] if isinstance(token, dict) else token
+        end = names[ids[0] if isinstance(ids, list) else ids]
+    if end is None:
+        end = next((name for name in ENDS if name in names.values()), None)
+    if end is None:
+        raise ValueError("nothing says which token ends a text (eos_token in tokenizer_config.json)")
+    return begin if begin in names.values() else None, end
 
 
-def _read(document: dict, end_of_text: str) -> Tokenizer:
+def _read(document: dict, begin: str | None, end: str) -> Tokenizer:
     """Raises ValueError, with the reason, where ours would not give the same ids."""
-    model, pre = document["model"], document["pre_tokenizer"]
-    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+    model = document["model"]
+    if model.get("type", "BPE") != "BPE":
+        raise ValueError(f"it is a {model['type']} model, not a byte-level BPE")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
             raise ValueError(f"its model has {key} = {model[key]!r}")
-    if model.get("type") != "BPE" or document.get("normalizer"):
-        raise ValueError("it is not a byte-level BPE")
-    parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
-    split = parts[0]["pattern"]["Regex"] if parts[0]["type"] == "Split" else NO_SPLIT
-    kept = ("type", "pattern", "behavior", "invert", "add_prefix_space", "use_regex")
-    expected = _pre_tokenizer(split).get("pretokenizers", [_pre_tokenizer(split)])
-    if split not in (SPLIT, NO_SPLIT) or [{k: p[k] for k in kept if k in p} for p in parts] != [
-        {k: p[k] for k in kept if k in p} for p in expected
-    ]:
-        raise ValueError("it cuts texts in another way than Llama 3")
+    if document.get("normalizer"):
+        raise ValueError(f"it changes texts first (normalizer {document['normalizer'].get('type')}); it is not a "
+                         "byte-level BPE that gives every text back")
+    split = _split_of(document["pre_tokenizer"])
 
+    added = sorted(document["added_tokens"], key=lambda row: row["id"])
+    for row in added:
+        if not row.get("special") and not (row["content"][:1] == "<" and row["content"][-1:] == ">"):
+            raise ValueError(f"its added token {row['content']!r} would be found in ordinary text")
     byte_of = {letter: byte for byte, letter in enumerate(characters())}
-    vocabulary = {bytes(byte_of[letter] for letter in word): rank for word, rank in model["vocab"].items()}
-    ranks = sorted(vocabulary, key=vocabulary.__getitem__)
-    if list(vocabulary[token] for token in ranks) != list(range(len(ranks))):
-        raise ValueError("the ids of its vocabulary have gaps")
-    special = sorted(document["added_tokens"], key=lambda row: row["id"])
-    if [row["id"] for row in special] != [len(ranks) + i for i in range(len(special))]:
-        raise ValueError("its added tokens are not numbered after its vocabulary")
+
+    def token(word: str) -> bytes:
+        return bytes(byte_of[letter] for letter in word)
+
+    special = {row["content"]: row["id"] for row in added}
+    vocabulary = {token(word): id for word, id in model["vocab"].items() if special.get(word) != id}
+    ids = [*vocabulary.values(), *special.values()]
+    if len(set(ids)) != len(ids) or len(special) != len(added) or min(ids) < 0:
+        raise ValueError("several of its tokens have one id")
+    if max(ids) > 2 * len(ids) + 1000:
+        raise ValueError(f"its ids have gaps: {len(ids)} tokens, the highest id is {max(ids)}")
     if not {bytes([byte]) for byte in range(256)} <= vocabulary.keys():
         raise ValueError("its vocabulary lacks some of the 256 bytes")
-
+    following = len(model["vocab"])
+    for name, id in special.items():  # what tokenizers does, whatever the file says
+        if model["vocab"].get(name, following) != id:
+            raise ValueError(f"its added token {name!r} has the id {id}, but tokenizers makes it "
+                             f"{model['vocab'].get(name, following)}")
+        following += name not in model["vocab"]
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
-    made = [vocabulary[bytes(byte_of[letter] for letter in left + right)] for left, right in pairs]
-    there = {(bytes(byte_of[c] for c in left), bytes(byte_of[c] for c in right)) for left, right in pairs}
-    needed = merges(ranks)
-    # More merges than needed are harmless, since by the argument above their pairs never meet; Llama 3's file has them.
-    if made != sorted(made) or not there.issuperset(needed):
-        raise ValueError("its merges are not in the order of its vocabulary")
-    if not model.get("ignore_merges") and len(needed) + 256 < len(ranks):
-        raise ValueError("it has tokens that its merges cannot make")
-    return Tokenizer(ranks, split, [row["content"] for row in special], end_of_text)
+    pairs = [(token(left), token(right)) for left, right in pairs]
+    if split == NO_SPLIT and len(vocabulary) > 256:
+        raise ValueError("it cuts texts in another way: not at all")
+    ranks = _ranks(vocabulary, pairs, bool(model.get("ignore_merges")))
+    return Tokenizer(ranks, split, list(special), end, [*(vocabulary[t] for t in ranks), *special.values()], begin)
+
+
+def _split_of(pre: dict) -> str:
+    """The pattern of a pre-tokenizer that is a pattern and then bytes, as `_pre_tokenizer` writes it, or GPT-2's."""
+    parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    to_bytes = parts[-1]
+    if to_bytes["type"] != "ByteLevel":
+        raise ValueError(f"it is not a byte-level BPE (its pre-tokenizer ends in {to_bytes['type']})")
+    split = SPLIT_GPT2 if to_bytes.get("use_regex", True) else NO_SPLIT
+    if len(parts) == 2 and split == NO_SPLIT and parts[0]["type"] == "Split":
+        isolated = parts[0]["behavior"] == "Isolated" and not parts[0]["invert"]
+        split = parts[0]["pattern"].get("Regex") if isolated else None
+    elif len(parts) > 1:
+        split = None
+    if to_bytes.get("add_prefix_space", True) or split not in (*SPLITS, NO_SPLIT):
+        raise ValueError("it cuts texts in another way than Llama 3, GPT-2, o200k or Qwen 2")
+    return split
+
+
+def _ranks(vocabulary: dict[bytes, int], pairs: list[tuple[bytes, bytes]], look_up: bool) -> list[bytes]:
+    """An order of the vocabulary in which merging by rank is merging by the list of pairs: that of the ids if possible,
+    otherwise that of the list. By the argument at the top, it is the same if the pair that each token is made of by
+    rank is in the list, and these pairs are in order there; other pairs never meet (Llama 3's file has them).
+
+    look_up: a whole piece of text that is a token becomes it even where merging would not make it (ignore_merges).
+    Without it, such tokens are left out: nothing makes them. Raises ValueError where there is no such order."""
+    by_id = sorted(vocabulary, key=vocabulary.__getitem__)
+    position = {pair: i for i, pair in reversed(list(enumerate(pairs)))}  # of two equal pairs the first counts
+    made = dict.fromkeys(left + right for left, right in pairs)
+    if not made.keys() <= vocabulary.keys():
+        raise ValueError("its merges make tokens that are not in its vocabulary")
+    letters = [token for token in by_id if len(token) == 1]
+    rest = [token for token in by_id if len(token) > 1 and token not in made]
+    by_list = [*letters, *made, *(rest if look_up else [])]
+    for ranks in [by_id] if by_list == by_id else [by_id, by_list]:
+        needed = merges(ranks)
+        places = [position.get(pair, -1) for pair in needed]
+        if -1 not in places and places == sorted(places) and (look_up or len(needed) + 256 == len(ranks)):
+            return ranks
+    if not look_up and rest:
+        raise ValueError("it has tokens that its merges cannot make, or its merges are not in the order of its vocabulary")
+    raise ValueError("its merges are not in the order of its vocabulary, nor of their own")

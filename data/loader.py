@@ -1,62 +1,39 @@
 """Tokens to batches: batch = f(seed, step), so any rank of any mesh computes its own rows and a resume needs no replay.
 
-Window j of a corpus is tokens[j*T : j*T + T + 1]: T inputs, T labels, each token a label once per epoch. Position
-p = step * global_batch_size + row is window permutation(p mod windows) of epoch p // windows, a keyed permutation per
-(seed, epoch): every window comes once per epoch, in an order that is computed and never stored, at any step, on any
-number of ranks and workers.
-
-The permutation is a Feistel network (Luby and Rackoff, 1988) on the smallest even number of bits that holds the
-windows, walked until it lands on a window (Black and Rogaway, 2002), with splitmix64 (Steele, Lea and Flood, 2014) as
-its round function. Four rounds measure like a true shuffle.
+Which windows a step is made of is `data/order.py`'s; here they are read, for one rank, in this process or ahead of time
+by worker processes. Neither the number of workers nor anything else about them can change a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import mmap
+import os
+import signal
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from configs.schema import Data, InputError
+from data.order import Order
 from data.prepare import Tokens
 
-ROUNDS = 4
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # splitmix64's step: 2^64 / the golden ratio, odd
-MASK64 = 2**64 - 1
+AHEAD = 512  # rows of which it is computed at a time which they are
+IGNORE = -100  # a label that does not count: training/loss.py's, torch's own convention
+
+Batch = dict[str, torch.Tensor]
 
 
-def permute(index: np.ndarray, epoch: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """int64 [n]: where each `index` (int64 [n], in [0, size)) goes in the order of its `epoch` (int64 [n]). A bijection
-    of [0, size) for each (seed, epoch)."""
-    key = _mix(_mix(np.full(1, seed, np.uint64) + np.uint64(GOLDEN_GAMMA)) + epoch.astype(np.uint64))  # [n]
-    keys = [_mix(key + np.uint64(GOLDEN_GAMMA * (i + 1) & MASK64)) for i in range(ROUNDS)]  # ROUNDS x [n]
-    out = _feistel(index.astype(np.uint64), keys, size)
-    outside = np.flatnonzero(out >= size)
-    while len(outside):  # the walk returns to its start, which is inside, so it ends; 4 * size at most are on its way
-        out[outside] = _feistel(out[outside], [k[outside] for k in keys], size)
-        outside = outside[out[outside] >= size]
-    return out.astype(np.int64)
+class LoaderError(Exception):
+    """A batch that did not come: the message is a sentence that names the step, its sources and the worker."""
 
 
-def _feistel(x: np.ndarray, keys: list[np.ndarray], size: int) -> np.ndarray:
-    """A bijection of [0, 4^half), the smallest such range that holds `size`; uint64 [n] in and out."""
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = x >> half, x & mask
-    for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
-    return left << half | right
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's output function, uint64 [n] in and out: every bit depends on every bit. Arrays wrap modulo 2^64."""
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return x ^ x >> np.uint64(31)
-
-
-class Batches(Dataset):
+class Batches:
     """`batches[step]`: this rank's rows of the global batch of any step, the first as fast as the millionth.
 
     Rank r of n holds the contiguous rows [r*G/n, (r+1)*G/n), as micro-batches of `local_batch_size`: the ranks' rows,
@@ -65,79 +42,202 @@ class Batches(Dataset):
 
     def __init__(
         self,
-        tokens: Tokens,
-        seq_len: int,
-        global_batch_size: int,
+        sources: Sequence[Tokens],
+        order: Order,
         local_batch_size: int,
         dp_rank: int,
         dp_size: int,
-        seed: int,
+        mask_documents: bool = False,
+        vocab_size: int = 2**32,
     ) -> None:
-        """`tokens`: `Prepared.train` or `.validation`. InputError: the split has less than one window, or ranks and
-        micro-batches do not divide the global batch."""
-        self.samples = (len(tokens.tokens) - 1) // seq_len  # windows per epoch
-        if self.samples < 1:
-            raise InputError(f"training.seq_len = {seq_len} needs {seq_len + 1} tokens for one sequence, but the "
-                             f"{tokens.split} split of the corpus has {len(tokens.tokens)}: shorten it, give more text "
-                             "(data.source), or hold out another share (data.validation_fraction)")
-        if global_batch_size % (dp_size * local_batch_size):
-            raise InputError(f"training.global_batch_size = {global_batch_size} is not a multiple of {dp_size} "
+        """`sources`: one split of each source, as they stand in `order.last`, whose steps this is for. A token that is
+        not below `vocab_size` is a ValueError when it is read. InputError: ranks and micro-batches do not divide the
+        global batch."""
+        now = order.last
+        if now.global_batch_size % (dp_size * local_batch_size):
+            raise InputError(f"training.global_batch_size = {now.global_batch_size} is not a multiple of {dp_size} "
                              f"data-parallel ranks x {local_batch_size} sequences (training.local_batch_size)")
-        self.tokens = tokens
-        self.seq_len = seq_len
-        self.global_batch_size = global_batch_size
-        self.rows = global_batch_size // dp_size
+        self.sources = tuple(sources)
+        self.order = order
+        self.seq_len = now.seq_len
+        self.rows = now.global_batch_size // dp_size
         self.first_row = dp_rank * self.rows
-        self.shape = (self.rows // local_batch_size, local_batch_size, seq_len)  # [A, b, T]
-        self.seed = seed
+        self.mask_documents = mask_documents
+        self.vocab_size = vocab_size
+        self.known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.shapes = shapes_of(self.rows, local_batch_size, self.seq_len, mask_documents)
 
-    def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
-        """tokens, labels: int64 [A, b, T], A the accumulation steps; sample: int64 [A*b], the windows' numbers."""
-        position = step * self.global_batch_size + self.first_row + np.arange(self.rows, dtype=np.int64)  # [A*b]
-        epoch, sample = np.divmod(position, self.samples)
-        sample = permute(sample, epoch, self.samples, self.seed)
-        corpus = np.asarray(self.tokens.tokens)  # a plain view: slices of a memmap object are slow
-        window = np.empty((self.rows, self.seq_len + 1), np.int64)
-        for row, start in zip(window, (sample * self.seq_len).tolist(), strict=True):
-            row[:] = corpus[start : start + self.seq_len + 1]
-        return {
-            "tokens": torch.from_numpy(window[:, :-1].copy()).view(self.shape),
-            "labels": torch.from_numpy(window[:, 1:].copy()).view(self.shape),
-            "sample": torch.from_numpy(sample),
-        }
+    def __getitem__(self, step: int) -> Batch:
+        """All int64. tokens, labels [A, b, T], A the accumulation steps; sample [A*b], the windows' numbers in their
+        source; source [A*b], its index. With mask_documents also positions [A, b, T], of each token in its document as
+        far as it is in this window (so 0 at the window's first token too), and a label that is the first token of
+        another document than its input's is IGNORE."""
+        source, sample = self._rows(step)
+        start, window = sample * self.seq_len, np.empty((self.rows, self.seq_len + 1), np.int64)
+        for row, s, first in zip(window, source.tolist(), start.tolist(), strict=True):
+            row[:] = self.sources[s].read(first, first + self.seq_len + 1)
+        if (highest := window.max()) >= self.vocab_size:
+            wrong = self.sources[source[window.max(axis=1).argmax()]]
+            raise ValueError(f"{wrong.folder} has token {highest}, the model's vocabulary {self.vocab_size}: this tokenised "
+                             "corpus is damaged (data.verify = true finds where)")
+        begins = self._document_begins(source, start) if self.mask_documents else None
+        return as_batch(window, begins, {"sample": sample, "source": source}, self.shapes)
 
-    def __len__(self) -> int:
-        """Endless, as epochs follow each other; PyTorch's loaders want a number."""
-        return 2**62
+    def _rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Source and window of each of this rank's rows. As a call of numpy costs more than what it computes on a few
+        numbers, some steps are computed at a time and kept until another is asked for."""
+        if step not in self.known:
+            ahead = max(1, AHEAD // self.rows)
+            first = max(step - step % ahead, self.order.stage(step).step)
+            source, window, _ = self.order.rows(first, self.first_row, self.rows, ahead)
+            parts = zip(source.reshape(-1, self.rows), window.reshape(-1, self.rows), strict=True)
+            self.known = dict(enumerate(parts, first))
+        return self.known[step]
+
+    def _document_begins(self, source: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """bool [A*b, T + 1]: which tokens of the windows that begin at `start` are the first of a document."""
+        begins = np.zeros((self.rows, self.seq_len + 1), bool)
+        for i in np.unique(source):
+            rows = np.flatnonzero(source == i)
+            starts = self.sources[i].document_starts
+            low, high = (np.searchsorted(starts, start[rows] + more) for more in (0, self.seq_len + 1))
+            for row, a, b in zip(rows, low, high, strict=True):
+                begins[row, starts[a:b] - start[row]] = True
+        return begins
+
+    def describe(self, step: int) -> str:
+        """The step (counted as in the log, from 1) and its sources, for an error message."""
+        stage = self.order.stage(step)
+        names = [stage.sources[i].name for i in np.unique(self._rows(step)[0])]
+        return f"step {step + 1}" + (f" (of sources {', '.join(names)})" if any(names) else "")
+
+
+def shapes_of(rows: int, local_batch_size: int, seq_len: int, mask_documents: bool) -> dict[str, tuple[int, ...]]:
+    """What a rank's batch of so many rows consists of; see `Batches.__getitem__`."""
+    row = (rows // local_batch_size, local_batch_size, seq_len)  # [A, b, T]
+    shapes = {"tokens": row, "labels": row, "sample": (rows,), "source": (rows,)}
+    return shapes | ({"positions": row} if mask_documents else {})
+
+
+def as_batch(window: np.ndarray, begins: np.ndarray | None, more: dict[str, np.ndarray], shapes: dict) -> Batch:
+    """From windows, int64 [A*b, T + 1], and with masked documents which of their tokens are the first of a document, bool
+    [A*b, T + 1] (is changed)."""
+    batch = {"tokens": window[:, :-1].copy(), "labels": window[:, 1:].copy()}
+    batch |= {name: array.copy() for name, array in more.items()}
+    if begins is not None:
+        batch["labels"][begins[:, 1:]] = IGNORE
+        begins[:, 0] = True
+        first, place = np.flatnonzero(begins[:, :-1]), np.arange(batch["tokens"].size)
+        batch["positions"] = place - np.repeat(first, np.diff(first, append=len(place)))
+    return {name: torch.from_numpy(array).view(shapes[name]) for name, array in batch.items()}
 
 
 def loader(
     batches: Batches, start_step: int, steps: int, cfg: Data, pin_memory: bool = False
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Iterator[Batch]:
     """The batches of steps `start_step` .. `steps - 1`, the same for any number of workers.
 
-    workers = 0 reads in this process, without torchdata: on two cores, from the page cache, 64 x 256 tokens take 0.2 ms
-    against 2 ms from two StatefulDataLoader workers, as a batch must cross between processes; the first one 0.7 ms
-    against 8 ms. Workers pay where the file system is slow: they read ahead. One that dies or takes more than
-    `cfg.timeout_seconds` is a RuntimeError here. No loader state is saved or needed: a resume starts at its step."""
+    workers = 0 reads in this process. Workers pay where the file system is slow: they read ahead. No loader state is
+    saved or needed: a resume starts at its step. LoaderError: a batch cannot be read, or its worker died or took more
+    than `cfg.timeout_seconds`."""
     order = range(start_step, steps)
     if cfg.workers == 0:
-        return (_pinned(batches[step]) if pin_memory else batches[step] for step in order)
-    from torchdata.stateful_dataloader import StatefulDataLoader
+        for step in order:
+            try:
+                batch = batches[step]
+            except Exception as error:
+                raise LoaderError(_cannot_read(batches, step, error)) from error
+            yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
+        return
+    workers = [_Worker(batches, order[i :: cfg.workers], cfg.prefetch) for i in range(min(cfg.workers, len(order)))]
+    try:
+        for i, step in enumerate(order):
+            yield workers[i % len(workers)].take(step, cfg.timeout_seconds, pin_memory)
+    finally:
+        for worker in workers:
+            worker.stop()
 
-    return iter(
-        StatefulDataLoader(
-            batches,
-            batch_size=None,  # an item is a batch already
-            sampler=order,
-            num_workers=cfg.workers,
-            prefetch_factor=cfg.prefetch,
-            timeout=cfg.timeout_seconds,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # from which it draws seeds for the workers: the global one stays as it was
-        )
-    )
+
+class _Worker:
+    """A forked process that reads every n-th batch into memory that it shares with the trainer, `prefetch` ahead.
+
+    Not torch's DataLoader, whose worker may be stopped without a word, dies in the middle of whatever the trainer is
+    doing, and takes 2 ms to hand over 64 x 256 tokens. Here batches go through a ring of slots in anonymous shared
+    memory, and through the pipe only "this slot is full" and "this slot is free", each an empty message: no wait is
+    without a limit, and whoever is left alone finds the end of the pipe."""
+
+    def __init__(self, batches: Batches, steps: range, prefetch: int) -> None:
+        sizes = {name: int(np.prod(shape)) for name, shape in batches.shapes.items()}
+        ring = np.frombuffer(mmap.mmap(-1, 8 * prefetch * sum(sizes.values())), np.int64).reshape(prefetch, -1)
+        ends = np.cumsum(list(sizes.values()))[:-1]
+        self.slots = [
+            {name: part.reshape(batches.shapes[name]) for name, part in zip(sizes, np.split(slot, ends), strict=True)}
+            for slot in ring
+        ]
+        self.batches, self.taken = batches, 0
+        self.pipe, theirs = Pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.pipe.close()
+            _serve(batches, steps, self.slots, theirs)
+        theirs.close()
+
+    def take(self, step: int, timeout: float, pin_memory: bool) -> Batch:
+        """The next batch of this worker, which must be that of `step`, copied out of its slot."""
+        if not self.pipe.poll(timeout):
+            raise LoaderError(f"data worker {self.pid} sent nothing for {timeout} s (data.timeout_seconds), while "
+                              f"{self.batches.describe(step)} was waited for: it is stopped, or reading hangs")
+        try:
+            error = self.pipe.recv_bytes().decode()
+        except (EOFError, OSError):
+            pid, status = os.waitpid(self.pid, 0)
+            self.pid = 0
+            how = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit code {status >> 8}"
+            raise LoaderError(f"data worker {pid} died ({how}), while {self.batches.describe(step)} was waited "
+                              "for") from None
+        if error:
+            raise LoaderError(f"data worker {self.pid}: {error}")
+        slot = {name: torch.from_numpy(array) for name, array in self.slots[self.taken % len(self.slots)].items()}
+        batch = {name: tensor.pin_memory() if pin_memory else tensor.clone() for name, tensor in slot.items()}
+        self.taken += 1
+        with suppress(OSError):  # it died since: the next call says so
+            self.pipe.send_bytes(b"")
+        return batch
+
+    def stop(self) -> None:
+        """At once, whatever it is doing: it only reads."""
+        self.pipe.close()
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
 
 
-def _pinned(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.pin_memory() for name, tensor in batch.items()}
+def _serve(batches: Batches, steps: range, slots: list[dict[str, np.ndarray]], pipe: Connection) -> NoReturn:
+    """What a worker does, until the trainer is gone. The signals that ask a run to stop are the trainer's to act on:
+    it needs batches until it has."""
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        for i, step in enumerate(steps):
+            if i >= len(slots):
+                pipe.recv_bytes()  # a slot is free
+            try:
+                batch = batches[step]
+            except Exception as error:
+                pipe.send_bytes(_cannot_read(batches, step, error).encode()[:4000])
+                break
+            for name, array in slots[i % len(slots)].items():
+                array[...] = batch[name].numpy()
+            pipe.send_bytes(b"")
+        while True:
+            pipe.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _cannot_read(batches: Batches, step: int, error: Exception) -> str:
+    return f"{batches.describe(step)} cannot be read: {type(error).__name__}: {error}"

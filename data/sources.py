@@ -1,66 +1,126 @@
 """Where text comes from: `documents(source)` yields (name, text), in an order that depends on names alone.
 
-| source                  | documents                                                                          |
-|-------------------------|------------------------------------------------------------------------------------|
-| `stdlib`                | every .py file of this Python's standard library but its tests (about 11 MB)       |
-| a file                  | one document, whatever its suffix; .jsonl: one per line, the string under "text"   |
-| a folder                | every file under it with a suffix of SUFFIXES, hidden files and folders left out   |
-| a glob (`**` recursive) | every file that matches, whatever its suffix                                       |
+| source                        | documents                                                                      | name      |
+|-------------------------------|--------------------------------------------------------------------------------|-----------|
+| `stdlib`                      | every .py file of this Python's standard library but its tests (about 11 MB)   | file      |
+| a file                        | one document, whatever its suffix, unless it is one of those below             | file      |
+| `.jsonl`, `.ndjson`           | one per line that is not blank: the string under `data.text_field`             | file:line |
+| `.parquet`                    | one per row: the string in the column `data.text_field`                        | file:row  |
+| any of these + `.gz`, `.zst`  | the same, decompressed as it is read (`.json.gz` is JSON lines, as C4 and Dolma | the same  |
+|                               | name theirs; a compressed Parquet file is not read)                            |           |
+| a folder                      | every file under it with a suffix of SUFFIXES, hidden files and folders left out |         |
+| a glob (`**` recursive)       | every file that matches, of mixed kinds                                        |           |
+| `hf:PATH[@SPLIT]`             | one per row of what `datasets` saved there (save_to_disk), or of a folder that | path:row  |
+|                               | `datasets` can load                                                            |           |
+| `hf:NAME[/CONFIG][@SPLIT]`    | one per row of a dataset of the Hugging Face Hub, streamed shard by shard      | path:row  |
 
-Text is UTF-8, taken byte for byte (no newline translation, a BOM stays). A file that is not UTF-8 stops everything with
-its name: to guess would train on garbage, to skip would change the corpus in silence. The standard library alone has
-such a file skipped, since nobody chose it (CPython 3.10 to 3.13 have none outside their tests).
+Lines count from 1, rows from 0. Text is UTF-8, taken byte for byte (no newline translation, a BOM stays). What cannot be
+read (bytes that are not UTF-8, a line that is not JSON, a truncated .gz) stops everything with its name, unless
+`data.skip_failed` allows so many: to guess would train on garbage, to skip would change the corpus in silence. The
+standard library alone has such a file skipped, since nobody chose it (CPython 3.10 to 3.13 have none outside their tests).
+
+A file is read in `Piece`s, so that several processes can share a large one: ranges of bytes of JSON lines, of row groups
+of Parquet, of rows of a saved dataset. What is compressed has one piece.
 """
 
 from __future__ import annotations
 
 import glob
+import io
 import json
 import os
 import re
 import stat
 import sysconfig
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Generator, Iterator
+from typing import IO, Any, NamedTuple
 
 from configs.schema import InputError
 
-SUFFIXES = (
-    ".txt", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".ini",
+TEXT = (
+    ".txt", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".json", ".yaml", ".yml", ".toml", ".ini",
     ".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".js", ".ts",
     ".go", ".rs", ".rb", ".php", ".pl", ".lua", ".jl", ".r", ".hs", ".ml", ".swift", ".sh", ".sql", ".css",
-)
+)  # fmt: skip
+JSON_LINES = (".jsonl", ".ndjson")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffix -> pyarrow's name of the codec
+SUFFIXES = (*TEXT, *JSON_LINES, ".parquet", *(kind + packed for kind in (*TEXT, *JSON_LINES) for packed in COMPRESSED))
 # Not learnt from: tests (odd on purpose, and larger than the rest together) and whatever was installed later.
 STDLIB_LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "idlelib", "__pycache__"}
+HUGGING_FACE = "hf:"
+BUFFER = 1 << 20  # bytes read at a time
+ROWS = 256  # read at a time from columns
+WHOLE = -1  # the number of a document that is all of its file
+TOO_LONG = "too long"  # the one problem that is an option's wish and no failure
+UNREADABLE = "cannot be read: "  # what a problem begins with that may be gone when it is read again
 
 
 class File(NamedTuple):
     name: str  # relative to the source, with forward slashes: the same on every machine
-    path: str
-    size: int  # bytes
+    path: str  # absolute; of a Hugging Face dataset what `data.source` says
+    size: int  # bytes; 0 where nobody can tell (a stream)
     mtime_ns: int
 
 
-def documents(source: str, files: list[File] | None = None) -> Iterator[tuple[str, str]]:
+class Piece(NamedTuple):
+    file: File
+    start: int  # of JSON lines bytes, of Parquet row groups, of a saved dataset rows, of a streamed one shards; or 0
+    stop: int
+    size: int  # bytes of the file, about: for even shares of the work, and for progress
+
+
+class Document(NamedTuple):
+    number: int  # its line in the piece, counting from 1, or its row in the file, counting from 0; WHOLE
+    text: str
+    problem: str  # empty; TOO_LONG; or why it cannot be read
+    done: int  # bytes of the piece, about, that are read with this document
+
+
+def documents(source: str, files: list[File] | None = None, field: str = "text") -> Iterator[tuple[str, str]]:
     """(name, text) of every document. `files`: what `find(source)` returned, to look once. InputError: see above."""
     for file in find(source) if files is None else files:
-        try:
-            if file.path.endswith(".jsonl"):
-                yield from _json_lines(file)
-            else:
-                with open(file.path, "rb") as handle:
-                    text = handle.read().decode("utf-8")
-                yield file.name, text
-        except OSError as error:
-            raise InputError(f"data.source: {file.path} cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            if source != "stdlib":
-                raise InputError(f"data.source: {file.path} is not UTF-8 text (byte {error.start}): convert it, or "
-                                 "leave it out with a glob") from error
+        for piece in pieces(file):
+            for document in read(piece, field):
+                if not document.problem:
+                    yield name(file.name, document.number), document.text
+                elif source != "stdlib":
+                    raise failure(piece, document)
+
+
+def name(file: str, number: int) -> str:
+    return file if number == WHOLE else f"{file}:{number}"
+
+
+def failure(piece: Piece, document: Document) -> InputError:
+    """The sentence for a document that cannot be read; counts the lines before a piece, to name the right one."""
+    return InputError(f"data.source: {piece.file.path}{_place(piece, document.number)} {document.problem}")
+
+
+def _place(piece: Piece, number: int) -> str:
+    if number == WHOLE:
+        return ""
+    path = piece.file.path
+    return f", {'row' if path.startswith(HUGGING_FACE) or path.endswith('.parquet') else 'line'} {lines_before(piece) + number}"
+
+
+def lines_before(piece: Piece) -> int:
+    """Lines of the file that begin before the piece (its documents count from there); reads up to it."""
+    if not piece.start or not _is(piece.file, JSON_LINES):
+        return 0
+    with open(piece.file.path, "rb") as file:
+        left, lines, last = piece.start, 0, b""
+        while block := file.read(min(left, BUFFER)):
+            lines, left, last = lines + block.count(b"\n"), left - len(block), block[-1:]
+    return lines + (last != b"\n")
+
+
+# ---------------------------------------------------------------------------------------------------- which files
 
 
 def find(source: str) -> list[File]:
     """The files of a source, sorted by name. InputError when there are none or the source cannot be read."""
+    if source.startswith(HUGGING_FACE):
+        return [_hugging_face_file(source)]
     path = os.path.expanduser(source)
     if source == "stdlib":
         root = sysconfig.get_path("stdlib")
@@ -88,8 +148,8 @@ def _file(path: str, root: str) -> File:
                          '"stdlib"') from error
     if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever, and be empty the second time
         raise InputError(f"data.source: {path} is not a regular file: write its content to one first")
-    name = os.path.relpath(path, root).replace(os.sep, "/")
-    return File(name, os.path.abspath(path), status.st_size, status.st_mtime_ns)
+    relative = os.path.relpath(path, root).replace(os.sep, "/")
+    return File(relative, os.path.abspath(path), status.st_size, status.st_mtime_ns)
 
 
 def _walk(root: str, left_out: set[str]) -> Iterator[str]:
@@ -109,16 +169,234 @@ def _is_build_record(path: str) -> bool:
     return "_sysconfigdata" in path or f"{os.sep}config-" in path
 
 
-def _json_lines(file: File) -> Iterator[tuple[str, str]]:
-    """One document per line that is not blank, named file:line."""
-    with open(file.path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
+# ----------------------------------------------------------------------------------------------- what is in a file
+
+
+def _is(file: File, suffixes: tuple[str, ...]) -> bool:
+    return file.path.lower().endswith(suffixes)
+
+
+def pieces(file: File, size: int = 1 << 62) -> list[Piece]:
+    """The file in pieces of about `size` bytes where its kind allows it, in order. Never raises for a damaged file:
+    reading its piece will say what is wrong."""
+    if file.path.startswith(HUGGING_FACE):
+        stop = _hugging_face_parts(file)
+        step = max(1, stop * size // file.size) if file.size else 1
+    elif _is(file, JSON_LINES):
+        stop, step = file.size, size
+    elif _is(file, (".parquet",)):
+        stop = _row_groups(file)
+        step = max(1, stop * size // max(file.size, 1))
+    else:
+        return [Piece(file, 0, 0, file.size)]
+    ranges = [(start, min(start + step, stop)) for start in range(0, stop, step)]
+    # Of a shard whose size nobody knows this says that it is as much as a piece should be, so that each is one.
+    return [Piece(file, start, end, file.size * (end - start) // stop if file.size else size) for start, end in ranges]
+
+
+def read(piece: Piece, field: str = "text", longest: int = 0) -> Generator[Document, None, int]:
+    """The documents of a piece; those with a problem have no text. A problem of the file itself comes last, as WHOLE.
+    longest: bytes of a text file from which on it is TOO_LONG unread, 0: none. Returns the lines that it passed."""
+    path = piece.file.path.lower()
+    inner, packed = os.path.splitext(path)
+    try:
+        if path.startswith(HUGGING_FACE):
+            yield from _rows(piece, field, _hugging_face_batches(piece, field))
+        elif path.endswith(".parquet"):
+            yield from _rows(piece, field, _parquet_batches(piece, field))
+        elif path.endswith(JSON_LINES):
+            with open(piece.file.path, "rb", BUFFER) as file:
+                return (yield from _json_lines(file, file, piece, field))
+        elif packed in COMPRESSED:
+            import pyarrow  # it names every damage, a truncated .zst too; here and below: a tenth of a second
+
+            with pyarrow.OSFile(piece.file.path) as raw:
+                file = io.BufferedReader(pyarrow.CompressedInputStream(raw, COMPRESSED[packed]), BUFFER)
+                if inner.endswith((*JSON_LINES, ".json")):
+                    return (yield from _json_lines(file, raw, piece, field))
+                yield _text(file, piece, longest)
+        else:
+            with open(piece.file.path, "rb") as file:
+                yield _text(file, piece, longest)
+    except OSError as error:  # pyarrow's have no strerror
+        yield Document(WHOLE, "", f"{UNREADABLE}{error.strerror or error}", piece.size)
+    return 0
+
+
+def _text(file: IO[bytes], piece: Piece, longest: int) -> Document:
+    content = file.read(longest + 1) if longest else file.read()
+    if longest and len(content) > longest:
+        return Document(WHOLE, "", TOO_LONG, piece.size)
+    try:
+        return Document(WHOLE, content.decode("utf-8"), "", piece.size)
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8 text (byte {error.start}): convert it, or leave it out with a glob"
+        return Document(WHOLE, "", problem, piece.size)
+
+
+def _json_lines(file: IO[bytes], raw: Any, piece: Piece, field: str) -> Generator[Document, None, int]:
+    """The lines that begin in the piece; `raw` tells how far the file is read. Its last line may end in the next."""
+    at = piece.start
+    if at:  # the line that holds the byte before belongs to the piece before
+        file.seek(at - 1)
+        at += len(file.readline()) - 1
+    divided = raw is file
+    number = 0
+    while not divided or at < piece.stop:
+        try:
+            line = file.readline()
+        except OSError as error:  # a damaged or truncated archive
+            yield Document(number + 1, "", f"{UNREADABLE}{error.strerror or error}", piece.size)
+            break
+        if not line:
+            break
+        at += len(line)
+        number += 1
+        if not line.strip():
+            continue
+        done = at - piece.start if divided else raw.tell()
+        try:
+            text = json.loads(line.decode("utf-8-sig" if number == 1 and not piece.start else "utf-8"))[field]
+            text.encode("utf-8")  # refuses what is not a string, and escapes of half a character (lone surrogates)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            problem = f'is not a JSON object with a string under "{field}" ({error!r:.200})'
+            yield Document(number, "", problem, done)
+        else:
+            yield Document(number, text, "", done)
+    return number
+
+
+def _rows(piece: Piece, field: str, batches: Iterator[tuple[int, float, Any]]) -> Iterator[Document]:
+    """From (row of its first, share of the piece that is read with it, column of strings) of each batch."""
+    for first, share, column in batches:
+        done = round(share * piece.size)
+        try:
+            texts = column.to_pylist()
+        except UnicodeDecodeError:
+            texts = [_decoded(value) for value in column]
+        for row, text in enumerate(texts, start=first):
             try:
-                text = json.loads(line)["text"]
-                text.encode("utf-8")  # refuses what is not a string, and escapes of half a character (lone surrogates)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise InputError(f'data.source: {file.path}, line {number} is not a JSON object with a string under '
-                                 f'"text" ({error!r})') from error
-            yield f"{file.name}:{number}", text
+                text.encode("utf-8")
+            except (AttributeError, ValueError) as error:
+                what = "is not UTF-8 text" if isinstance(text, bytes) else f"has no string ({error})"
+                yield Document(row, "", f'{what} in the column "{field}"', done)
+            else:
+                yield Document(row, text, "", done)
+
+
+def _decoded(value: Any) -> str | bytes:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return b""
+
+
+# ------------------------------------------------------------------------------------------------------- Parquet
+
+
+def _row_groups(file: File) -> int:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return parquet.read_metadata(file.path).num_row_groups
+    except (OSError, ArrowException):
+        return 1  # reading it will say why
+
+
+def _parquet_batches(piece: Piece, field: str) -> Iterator[tuple[int, float, Any]]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        with parquet.ParquetFile(piece.file.path, pre_buffer=False) as file:
+            if field not in file.schema_arrow.names:
+                names = ", ".join(file.schema_arrow.names[:20])
+                raise OSError(f'it has no column "{field}" (data.text_field), but {names}')
+            groups = [file.metadata.row_group(group).num_rows for group in range(piece.stop)]
+            row = sum(groups[: piece.start])
+            for group in range(piece.start, piece.stop):
+                end = row + groups[group]
+                for batch in file.iter_batches(ROWS, row_groups=[group], columns=[field], use_threads=False):
+                    left = (end - row - len(batch)) / max(groups[group], 1)
+                    yield row, (group + 1 - piece.start - left) / (piece.stop - piece.start), batch.column(0)
+                    row += len(batch)
+    except ArrowException as error:
+        raise OSError(str(error).splitlines()[0]) from error
+
+
+# ------------------------------------------------------------------------------------------------- Hugging Face
+
+
+def _hugging_face_file(source: str) -> File:
+    """Rows of what is saved on this disk count as their files do; a dataset of the Hub by the hash of its builder."""
+    path, split = _hugging_face_name(source)
+    if _is_saved(path):
+        files = sorted(f for f in _walk(path, set()) if f.endswith(".arrow"))
+        stats = [os.stat(f) for f in files]
+        size, time = sum(s.st_size for s in stats), max((s.st_mtime_ns for s in stats), default=0)
+        return File(f"{os.path.basename(path)}@{split}", f"{HUGGING_FACE}{os.path.abspath(path)}@{split}", size, time)
+    try:
+        builder = _datasets().load_dataset_builder(*_hub_name(path))
+    except Exception as error:  # whatever of the many libraries below it
+        raise InputError(f'data.source = "{source}" cannot be opened by datasets: {str(error).splitlines()[0]}') from error
+    size = builder.info.download_size or builder.info.dataset_size or 0
+    return File(f"{os.path.basename(path)}@{split}", f"{HUGGING_FACE}{path}@{split}", size, int(builder.hash[:15], 16))
+
+
+def _hugging_face_name(source: str) -> tuple[str, str]:
+    path, _, split = source.removeprefix(HUGGING_FACE).rpartition("@")
+    return (os.path.expanduser(path), split) if path else (os.path.expanduser(split), "train")
+
+
+def _hub_name(path: str) -> list[str]:
+    """A name, and a configuration where there is one: org/name/configuration."""
+    return [path] if os.path.exists(path) or path.count("/") < 2 else path.rsplit("/", 1)
+
+
+def _is_saved(path: str) -> bool:
+    return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError("data.source: a Hugging Face dataset needs `pip install datasets`") from error
+    return datasets
+
+
+def _hugging_face(file: File) -> tuple[Any, bool]:
+    """(the dataset, whether it is a stream)"""
+    datasets = _datasets()
+    path, split = _hugging_face_name(file.path)
+    try:
+        if not _is_saved(path):
+            return datasets.load_dataset(*_hub_name(path), split=split, streaming=True), True
+        saved = datasets.load_from_disk(path)
+        return (saved[split] if isinstance(saved, datasets.DatasetDict) else saved), False
+    except Exception as error:
+        raise InputError(f"data.source: {file.path} cannot be opened by datasets: {str(error).splitlines()[0]}") from error
+
+
+def _hugging_face_parts(file: File) -> int:
+    dataset, streamed = _hugging_face(file)
+    return dataset.num_shards if streamed else len(dataset)
+
+
+def _hugging_face_batches(piece: Piece, field: str) -> Iterator[tuple[int, float, Any]]:
+    """The numbers of a stream's rows count from (shard << 32), since nobody knows how many the shards before have."""
+    dataset, streamed = _hugging_face(piece.file)
+    columns = dataset.column_names
+    if columns is not None and field not in columns:
+        raise OSError(f'it has no column "{field}" (data.text_field), but {", ".join(columns[:20])}')
+    if not streamed:
+        table = dataset.with_format("arrow")
+        for row in range(piece.start, piece.stop, ROWS):
+            stop = min(row + ROWS, piece.stop)
+            yield row, (stop - piece.start) / (piece.stop - piece.start), table[row:stop].column(field)
+        return
+    for shard in range(piece.start, piece.stop):
+        row = shard << 32
+        stream = dataset.shard(num_shards=dataset.num_shards, index=shard)
+        for batch in stream.with_format("arrow").iter(batch_size=ROWS):
+            yield row, 0.0, batch.column(field)
+            row += len(batch)

@@ -1,8 +1,9 @@
-"""Text to token ids and back, through one class: bytes, a BPE trained on the corpus, or anyone's tiktoken rank file.
+"""Text to token ids and back, through one class: bytes, a BPE trained on the corpus, or anyone's byte-level BPE.
 
-A byte-level BPE is fully defined by a list of byte strings (the position of each is its rank and its id), the pattern
-that splits text before merging, and special tokens numbered after the ranks. `Tokenizer` holds these four things,
-tiktoken runs them, and `fingerprint` is their hash, so that tokens and tokenizer can be checked against each other.
+A byte-level BPE is fully defined by a list of byte strings (the position of each is its rank), the pattern that splits
+text before merging, special tokens, and the ids of all these (mostly the ranks, and then the special tokens in order).
+`Tokenizer` holds these things, tiktoken runs them, and `fingerprint` is their hash, so that tokens and tokenizer can be
+checked against each other.
 
 Training is rustbpe's: wheels for CPython 3.10 to 3.14, four times as fast as Hugging Face's `tokenizers` (4096 tokens
 from 11 MB in 0.9 s on two cores) with the same compression, the same result on any number of threads, and its ranks
@@ -16,22 +17,37 @@ import binascii
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
 
 from configs.schema import InputError
 
-# The pattern of cl100k_base (openai/tiktoken, tiktoken_ext/openai_public.py), which Llama 3 kept (meta-llama/llama3,
-# llama/tokenizer.py): contractions | words | up to 3 digits | punctuation | line breaks | other whitespace.
+# How text is cut before merging. cl100k_base's as it was when Llama 3 took it (meta-llama/llama3, llama/tokenizer.py):
+# contractions | words | up to 3 digits | punctuation | line breaks | other whitespace.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Those of openai/tiktoken, tiktoken_ext/openai_public.py. It writes the first two with possessive quantifiers, which cut
+# the same, take longer here (1.4 times, tiktoken 0.14) and mean something else in the regular expressions of `tokenizers`.
+# cl100k_base has since had another alternative, whitespace up to the end of the text, where SPLIT would end after a line
+# break; `\z` is what `$` means in tiktoken, in `tokenizers` that would be the end of a line.
+SPLIT_CL100K = SPLIT.replace(r"|\s*[\r\n]+", r"|\s++\z|\s*[\r\n]+")
+SPLIT_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SPLIT_O200K = (  # o200k_base's: words begin at a change from lower to upper case
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLIT_QWEN2 = SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # digits one by one (Qwen/Qwen2-7B, tokenizer.json)
 NO_SPLIT = ""  # every byte is a token: nothing to split, nothing to merge
 END_OF_TEXT = "<|endoftext|>"
+BEGIN_OF_TEXT = "<|begin_of_text|>"  # Llama 3's; what a vocabulary with this special token begins a text with
 
 # Llama 3's 256 special tokens, in the order of their ids from 128000 (meta-llama/llama3, llama/tokenizer.py).
 # Llama 3.1 gave names to some of the reserved ones; their ids, and the meaning of all others, stayed.
@@ -46,8 +62,26 @@ LLAMA3_SPECIAL_TOKENS = [
     *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
 ]
 
-# Number of ranks in a file -> (special tokens that follow them, the one that ends a document).
-KNOWN_RANK_FILES = {128_000: (LLAMA3_SPECIAL_TOKENS, "<|end_of_text|>")}
+class RankFile(NamedTuple):
+    """What a published rank file does not say. Source, but for Llama 3: openai/tiktoken, tiktoken_ext/openai_public.py."""
+
+    name: str
+    split: str
+    special_tokens: dict[str, int]  # name -> id
+    end_of_text: str
+
+
+# By number of ranks. All four number the 256 bytes as GPT-2 did, the printable ones first (`gpt2_bytes`), which a file
+# of somebody else's that happens to have as many ranks does not (rustbpe's and `tokenizers`' begin with byte 0).
+KNOWN_RANK_FILES = {
+    50_256: RankFile("GPT-2 (r50k_base)", SPLIT_GPT2, {END_OF_TEXT: 50_256}, END_OF_TEXT),
+    100_256: RankFile("cl100k_base", SPLIT_CL100K, {
+        END_OF_TEXT: 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259, "<|fim_suffix|>": 100_260,
+        "<|endofprompt|>": 100_276}, END_OF_TEXT),
+    128_000: RankFile("Llama 3", SPLIT, {token: 128_000 + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)},
+                      "<|end_of_text|>"),
+    199_998: RankFile("o200k_base", SPLIT_O200K, {END_OF_TEXT: 199_999, "<|endofprompt|>": 200_018}, END_OF_TEXT),
+}  # fmt: skip
 
 # tiktoken's and rustbpe's regular expressions keep one stack entry per whitespace character (the lookahead may have to
 # go back): 300,000 in a row work, 1,000,000 raise (tiktoken) or panic (rustbpe). Longer runs are cut at this length.
@@ -58,16 +92,29 @@ _LONG_WHITESPACE = re.compile(rf"(?<!\s)\s{{{LONGEST_WHITESPACE + 1},}}")
 class Tokenizer:
     """A byte-level BPE. Every text survives `decode(encode(text))`: bytes are tokens, so nothing is unknown."""
 
-    def __init__(self, ranks: list[bytes], split: str, special_tokens: list[str], end_of_text: str) -> None:
+    def __init__(
+        self, ranks: list[bytes], split: str, special_tokens: list[str], end_of_text: str, ids: list[int] | None = None,
+        begin_of_text: str | None = None,
+    ) -> None:  # fmt: skip
+        """ids: of the ranks and then of the special tokens; None: 0, 1, 2, ... begin_of_text: one of the special tokens;
+        None: Llama 3's, if it is one of them."""
+        count = len(ranks) + len(special_tokens)
         self.ranks = ranks
         self.split = split
         self.special_tokens = special_tokens
         self.end_of_text = end_of_text
-        self.n_vocab = len(ranks) + len(special_tokens)
-        self.eot_id = len(ranks) + special_tokens.index(end_of_text)
+        self.begin_of_text = begin_of_text or (BEGIN_OF_TEXT if BEGIN_OF_TEXT in special_tokens else None)
+        self.ids = None if ids == list(range(count)) else ids
+        self.special_ids = ids[len(ranks) :] if ids else list(range(len(ranks), count))
+        self.n_vocab = max(ids) + 1 if ids else count  # some ids below may stand for nothing
+        self.eot_id = self.special_ids[special_tokens.index(end_of_text)]
+        self.bos_id = self.special_ids[special_tokens.index(self.begin_of_text)] if self.begin_of_text else None
         self.dtype = np.dtype(np.uint16 if self.n_vocab <= 2**16 else np.uint32)
-        definition = json.dumps([split, special_tokens, end_of_text, [len(token) for token in ranks]])
-        self.fingerprint = hashlib.sha256(definition.encode() + b"".join(ranks)).hexdigest()[:32]
+        definition = [split, special_tokens, end_of_text, [len(token) for token in ranks]]
+        if self.ids:
+            definition.append(self.ids)
+        digest = hashlib.sha256(json.dumps(definition).encode() + b"".join(ranks))
+        self.fingerprint = digest.hexdigest()[:32]
 
     @cached_property
     def _bpe(self) -> tiktoken.Encoding:
@@ -76,26 +123,43 @@ class Tokenizer:
             self.fingerprint,
             pat_str=self.split,
             mergeable_ranks={token: rank for rank, token in enumerate(self.ranks)},
-            special_tokens={token: len(self.ranks) + i for i, token in enumerate(self.special_tokens)},
+            special_tokens={},
         )
 
     @cached_property
-    def _bytes_of_id(self) -> list[bytes]:
-        return self.ranks + [token.encode() for token in self.special_tokens]
+    def _bytes_of_id(self) -> dict[int, bytes]:
+        tokens = self.ranks + [token.encode() for token in self.special_tokens]
+        return dict(zip(self.ids or range(len(tokens)), tokens, strict=True))
+
+    @cached_property
+    def _id_of_rank(self) -> np.ndarray:
+        return np.array(self.ids[: len(self.ranks)], self.dtype)
+
+    @property
+    def byte_lengths(self) -> list[int]:
+        """Bytes of text that each id stands for, 0 for special tokens: with them a loss is counted per byte."""
+        lengths = [0] * self.n_vocab
+        for id, token in zip(self.ids or range(len(self.ranks)), self.ranks):
+            lengths[id] = len(token)
+        return lengths
 
     def encode(self, text: str) -> np.ndarray:
         """Ids [n] of `dtype`. "<|endoftext|>" in a text is ordinary text: only code that knows a document's end makes
         special tokens. The GIL is released, so threads encode in parallel. Lone surrogates: UnicodeEncodeError."""
+        data = text.encode()  # raises, where tiktoken would put another character in its place
         if self.split == NO_SPLIT:  # a hundred times faster than tiktoken with 256 ranks
-            return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
-        pieces = [self._bpe.encode_to_numpy(piece, disallowed_special=()) for piece in _pieces(text)]
-        return np.concatenate(pieces).astype(self.dtype)
+            return np.frombuffer(data, np.uint8).astype(self.dtype)
+        # Through a list: with tiktoken 0.14 twice as fast as its encode_to_numpy, which looks for special tokens. And
+        # through an array of Python's, which takes a third of the time of NumPy's to read a list.
+        pieces = [np.frombuffer(array("I", self._bpe.encode_ordinary(piece)), np.uint32) for piece in _pieces(text)]
+        ranks = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return self._id_of_rank[ranks] if self.ids else ranks.astype(self.dtype)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Special tokens appear by name. Bytes that are not UTF-8 (half a character) and ids beyond the vocabulary (a
         model may have more rows than the tokenizer has tokens) become U+FFFD: a sample is shown, not refused."""
         unknown = "\ufffd".encode()
-        tokens = (self._bytes_of_id[i] if 0 <= i < self.n_vocab else unknown for i in np.asarray(ids).tolist())
+        tokens = (self._bytes_of_id.get(i, unknown) for i in np.asarray(ids).tolist())
         return b"".join(tokens).decode("utf-8", errors="replace")
 
     def save(self, path: str) -> None:
@@ -106,6 +170,8 @@ class Tokenizer:
                     "split": self.split,
                     "special_tokens": self.special_tokens,
                     "end_of_text": self.end_of_text,
+                    "begin_of_text": self.begin_of_text,
+                    "ids": self.ids,
                     "ranks": [base64.b64encode(token).decode() for token in self.ranks],
                 },
                 file,
@@ -119,7 +185,8 @@ def load_saved(path: str) -> Tokenizer:
         with open(path, encoding="ascii") as file:
             saved = json.load(file)
         ranks = [binascii.a2b_base64(token) for token in saved["ranks"]]  # b64decode takes three times as long
-        return Tokenizer(ranks, saved["split"], saved["special_tokens"], saved["end_of_text"])
+        names = (saved["split"], saved["special_tokens"], saved["end_of_text"])
+        return Tokenizer(ranks, *names, saved.get("ids"), saved.get("begin_of_text"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a saved tokenizer ({error!r})") from error
 
@@ -136,22 +203,39 @@ def read_rank_file(path: str) -> bytes:
             return file.read()
     except OSError as error:
         raise InputError(f'data.tokenizer: {path} cannot be read ({error.strerror}); give "bpe", "bytes" or the path '
-                         "of a tiktoken rank file") from error
+                         "of a tiktoken rank file or of a tokenizer.json") from error
 
 
 def from_rank_file(path: str) -> Tokenizer:
-    """A tiktoken rank file: one `<base64 of the token> <rank>` per line. InputError when it is not one."""
+    """A tiktoken rank file: one `<base64 of the token> <rank>` per line. InputError when it is not one. What the file does
+    not say is taken from KNOWN_RANK_FILES; of any other file: Llama 3's pattern, one special token."""
     lines = [line.split() for line in read_rank_file(path).splitlines() if line.strip()]
     try:
         tokens = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
     except ValueError as error:
         raise InputError(f"data.tokenizer: {path} is not a tiktoken rank file (lines of base64 and rank); a "
-                         "SentencePiece model or a tokenizer.json cannot be used") from error
+                         "SentencePiece model cannot be used") from error
     ranks = [tokens.get(rank, b"") for rank in range(len(lines))]
     if len(set(ranks) - {b""}) != len(lines) or not {bytes([i]) for i in range(256)} <= set(ranks):
         raise InputError(f"data.tokenizer: {path} is damaged: {len(lines)} ranks must be 0 to {len(lines) - 1}, each "
                          "of another token, all 256 single bytes among them")
-    return Tokenizer(ranks, SPLIT, *KNOWN_RANK_FILES.get(len(ranks), ([END_OF_TEXT], END_OF_TEXT)))
+    known = KNOWN_RANK_FILES.get(len(ranks))
+    if not known or ranks[:256] != gpt2_bytes():
+        return Tokenizer(ranks, SPLIT, [END_OF_TEXT], END_OF_TEXT)
+    ids = [*range(len(ranks)), *known.special_tokens.values()]
+    return Tokenizer(ranks, known.split, list(known.special_tokens), known.end_of_text, ids)
+
+
+def gpt2_bytes() -> list[bytes]:
+    """The 256 bytes in GPT-2's order: those that are printable in Latin-1, then the others (openai/gpt-2, encoder.py)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return [bytes([byte]) for byte in (*printable, *sorted(set(range(256)) - set(printable)))]
+
+
+def write_rank_file(tok: Tokenizer, path: str) -> None:
+    """The ranks as a tiktoken file; `from_rank_file` of it is the same tokenizer where it was trained here."""
+    with open(path, "wb") as file:
+        file.writelines(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tok.ranks))
 
 
 def train_bpe(texts: Iterable[str], n_vocab: int) -> Tokenizer:

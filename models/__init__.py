@@ -1,4 +1,4 @@
-"""The registry of models: family name -> module. A family is one file that imports torch alone; see CONTRIBUTING.md."""
+"""The registry of models: family name -> module. A family is one file that imports torch and its neighbours alone; see CONTRIBUTING.md."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2 as single-device code: it imports torch alone and knows nothing of meshes.
+"""Llama 2, 3, 3.1 and 3.2 as single-device code: it knows torch, and nothing of meshes.
 
 The model is written for whole tensors. Tensor parallelism, sharding and checkpointing are applied to it from outside
 (`parallelisms/`), driven by the tables at the end of this file. It has parameters and no buffers, so that building it
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from models.document_attention import Documents, document_attention
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Args:
 
 
 def rope_tables(args: Args, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position and frequency, float32 [T, E], for rotate-half RoPE (Su et al., arXiv:2104.09864).
+    """cos and sin of every position [T] or [B, T] and frequency, float32 [..., E], for rotate-half RoPE (Su et al.,
+    arXiv:2104.09864).
 
     Always from *global* positions: under sequence parallelism a hidden state holds only a slice of the sequence.
     With `rope_scaling` the frequencies are stretched as Llama 3.1 does (Llama 3 paper, arXiv:2407.21783, and Meta's
@@ -57,8 +60,8 @@ def rope_tables(args: Args, positions: Tensor) -> tuple[Tensor, Tensor]:
         between = (1 - smooth) * freqs / s["factor"] + smooth * freqs
         stretched = torch.where(wavelength > low, freqs / s["factor"], freqs)
         freqs = torch.where((wavelength >= high) & (wavelength <= low), between, stretched)
-    angles = positions.float()[:, None] * freqs[None, :]  # [T, E/2]
-    angles = torch.cat((angles, angles), dim=-1)  # [T, E]
+    angles = positions.float()[..., None] * freqs  # [..., E/2]
+    angles = torch.cat((angles, angles), dim=-1)  # [..., E]
     return angles.cos(), angles.sin()
 
 
@@ -66,7 +69,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + E/2) of x [B, T, heads, E] by their position; in float32 whatever the type of x."""
     a, b = x.chunk(2, dim=-1)
     rotated = torch.cat((-b, a), dim=-1)
-    return (x * cos[:, None, :] + rotated * sin[:, None, :]).type_as(x)
+    return (x * cos[..., None, :] + rotated * sin[..., None, :]).type_as(x)
 
 
 class Attention(nn.Module):
@@ -80,12 +83,14 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
         B, T, _ = x.shape
         q = self.wq(x).view(B, T, -1, self.head_dim)  # [B, T, H, E]: -1, because a rank may hold some of the heads
         k = self.wk(x).view(B, T, -1, self.head_dim)  # [B, T, K, E]
         v = self.wv(x).view(B, T, -1, self.head_dim)  # [B, T, K, E]
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if documents is not None:
+            return self.wo(document_attention(q, k, v, documents).flatten(2))  # [B, T, D]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return self.wo(o.transpose(1, 2).reshape(B, T, -1))  # [B, T, D]
@@ -112,8 +117,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), cos, sin)  # [B, T, D]
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), cos, sin, documents)  # [B, T, D]
         return h + self.feed_forward(self.ffn_norm(h))  # [B, T, D]
 
 
@@ -138,12 +143,20 @@ class Llama(nn.Module):
         if not args.tied_embeddings:
             self.output = Output(args.dim, args.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, head: Callable[[Tensor, Tensor], Tensor] = F.linear) -> Tensor:
-        """tokens int64 [B, T] -> head(hidden states [B, T, D], output weight [V, D]); by default logits [B, T, V]."""
-        cos, sin = rope_tables(self.args, torch.arange(tokens.shape[1], device=tokens.device))
+    documents = staticmethod(Documents.of)  # for those who have a model but do not know its family
+
+    def forward(
+        self, tokens: Tensor, head: Callable[[Tensor, Tensor], Tensor] = F.linear, documents: Documents | None = None
+    ) -> Tensor:
+        """tokens int64 [B, T] -> head(hidden states [B, T, D], output weight [V, D]); by default logits [B, T, V].
+
+        With `documents` each one is alone in the world: attention and positions begin anew with it.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
+        cos, sin = rope_tables(self.args, positions)  # [T, E], or [B, T, E]
         h = self.tok_embeddings(tokens)  # [B, T, D]
         for layer in self.layers:
-            h = layer(h, cos, sin)
+            h = layer(h, cos, sin, documents)
         h = self.norm(h)
         return head(h, self.tok_embeddings.weight) if self.args.tied_embeddings else self.output(h, head)
 

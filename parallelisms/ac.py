@@ -7,7 +7,6 @@ weights outside the recomputed region, moving activations inside it.
 
 from functools import partial
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -15,23 +14,25 @@ from configs.schema import ActivationCheckpoint
 
 # Mode "selective" keeps the results of these and recomputes everything else (norms, rotary positions, SiLU, casts):
 # cheap to redo, large to keep. The sets are those operators whose time does not shrink to memory traffic.
-_aten, _funcol = torch.ops.aten, torch.ops._c10d_functional
+# By name, because a model brings operators of its own; tests/test_masking.py checks that each name exists.
 KEEP = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,  # without it the CPU recomputes its attention too
-    _funcol.all_gather_into_tensor.default,
-    _funcol.reduce_scatter_tensor.default,
-    _funcol.all_reduce.default,
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",  # without it the CPU recomputes its attention too
+    "torch_attn._varlen_attn.default",  # document masking on CUDA
+    "plumbline.document_attention.default",  # and on CPU (models/llama.py)
+    "_c10d_functional.all_gather_into_tensor.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_reduce.default",
 }
 
 
 def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEEP else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if str(op) in KEEP else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply(model: nn.Module, cfg: ActivationCheckpoint) -> nn.Module:

@@ -7,9 +7,11 @@ With `train.py` this is the only module that reads the environment: RANK, WORLD_
 `torchrun` sets them. Without them a run is one process.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -55,6 +57,10 @@ class Mesh:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+
+    @property
     def tp_mesh(self) -> DeviceMesh:
         return self.device_mesh["tp"]
 
@@ -78,6 +84,12 @@ class Mesh:
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return bool(x)
 
+    def gather(self, value: object) -> list:
+        """What each rank has, by rank; every rank of the mesh must call it. Small objects over the CPU (gloo)."""
+        values: list = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def set_timeout(self, seconds: int) -> None:
         """Limit every collective. The mesh's groups do not inherit the default group's limit, so each is set."""
         groups = [dist.group.WORLD] + [self.device_mesh.get_group(d) for d in self.device_mesh.mesh_dim_names]
@@ -100,20 +112,39 @@ def pick_device(run: Run, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int) -> Mesh:
-    """Start the process group (or use the one that is running) and lay the mesh over it; the sizes are already checked.
+def open_group(run: Run) -> torch.device:
+    """Start the process group, or use the one that is running; returns this rank's device.
 
     CUDA runs get NCCL for GPU tensors and gloo for CPU ones, so that flags and checkpoints need no GPU synchronisation.
     """
     here = world()
     device = pick_device(run, here.local_rank)
     if not dist.is_initialized():
+        if device.type == "cuda":
+            record_flights(Path(run.folder) / "logs")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         limit = timedelta(seconds=run.init_timeout_seconds)
         if here.size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         else:
             dist.init_process_group(backend, timeout=limit)
+    return device
+
+
+def record_flights(folder: Path) -> None:
+    """Let NCCL's flight recorder keep the last collectives, and leave them in nccl-<rank> there when one times out, for
+    `torchfrtrace`. Both generations of the names; what the environment says already counts."""
+    for name, value in {
+        "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/nccl-", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{folder}/nccl-",
+    }.items():  # fmt: skip
+        os.environ.setdefault(name, value)
+    logging.getLogger("plumbline").info(f"when a collective times out: {os.environ['TORCH_FR_DUMP_TEMP_FILE']}<rank>")
+
+
+def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int) -> Mesh:
+    """Lay the mesh over the process group; the sizes are already checked."""
+    device = open_group(run)
     sizes = (parallelism.data_parallel_replicate, dp_shard, parallelism.tensor_parallel)
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     replicate, shard, _ = device_mesh.get_coordinate()

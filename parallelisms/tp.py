@@ -47,8 +47,8 @@ class VocabWeight(ParallelStyle):
 
 
 class GatherSequence(ParallelStyle):
-    """Gathers the first input, which its norm left split over the sequence; the other inputs (the rotary tables) are whole
-    already. It stays a DTensor: three projections share the one gather, and the sum of their gradients is one scatter."""
+    """Gathers the first input, which its norm left split over the sequence; the other inputs (rotary tables, documents) are
+    whole already. It stays a DTensor: three projections share the one gather, and the sum of their gradients is one scatter."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, inputs: (inputs[0].redistribute(placements=[Replicate()]), *inputs[1:]))

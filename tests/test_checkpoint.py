@@ -93,6 +93,7 @@ def save_all(folder: Path, steps: list[int], **options: object) -> None:
     for step in steps:
         fill(job, step)
         checkpoints.save(step, job.model, job.optimizer, {"step": step})
+        checkpoints.wait_for_copy()
         checkpoints.poll()
     checkpoints.close()
 
@@ -260,26 +261,38 @@ def test_hyperparameters_are_the_configs_and_the_difference_is_said(saved, tmp_p
     assert any("weight_decay is 0.1 in the checkpoint and 0.7 here" in line for line in words)
 
 
-def _save_and_change(folder: Path, aliased: bool) -> None:
-    if aliased:  # the bug: the buffers are the live tensors themselves
+def _save_and_change(folder: Path, bug: str | None) -> None:
+    stage = state.stage
+
+    def stage_slowly(*args: object) -> object:
+        time.sleep(0.02)  # training is back before the copy has begun
+        return stage(*args)
+
+    state.stage = stage_slowly
+    if bug == "aliased":  # the buffers are the live tensors themselves
         state.buffers = lambda live, pin: {name: state.local(tensor) for name, tensor in live.items()}
-        state.stage = lambda live, into: None
+        state.stage = lambda live, into, computed: None
     job = build()
     checkpoints = open_manager(job, folder, keep_last=0)
     for step in range(1, 21):
         fill(job, step)
         checkpoints.save(step, job.model, job.optimizer, {"step": step})
-        fill(job, 1000 + step)  # weights, moments and AdamW's step
+        if bug == "impatient":  # the optimizer does not wait for the copy
+            checkpoints.copied.set()
+        for param in job.model.parameters():
+            param.grad = torch.ones_like(param)
+        job.optimizer.step()  # changes weights, moments and AdamW's step
         checkpoints.poll()
+        checkpoints.wait(10)
     checkpoints.close()
 
 
-@pytest.mark.parametrize("aliased", [False, True])
-def test_a_save_holds_the_state_of_its_call(aliased, tmp_path):
-    """R5, with the control that shows that the test sees a torn save."""
-    run_ranks(2, _save_and_change, tmp_path, aliased)
+@pytest.mark.parametrize("bug", [None, "aliased", "impatient"])
+def test_a_save_holds_the_state_of_its_call(bug, tmp_path):
+    """R5, with the controls that show that the test sees a torn save."""
+    run_ranks(2, _save_and_change, tmp_path, bug)
     torn = [s for s in range(1, 21) if values_on_disk(tmp_path / verify.step_name(s, 0)) != [s]]
-    assert len(torn) > 10 if aliased else not torn
+    assert len(torn) > 10 if bug else not torn
 
 
 def test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch(saved, tmp_path):
@@ -680,6 +693,32 @@ def test_the_run_stops_after_failures_in_a_row_on_all_ranks_at_the_same_step(tmp
     assert (step, words) == other and step == 60 and "the run has ended" in words
 
 
+def _one_copy_fails(folder: Path) -> tuple[list[int], list[str]]:
+    job = build()
+    checkpoints, stage, failures = open_manager(job, folder), state.stage, []
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no copy on this rank")
+
+    with heard() as words:
+        for step in (1, 2):
+            state.stage = fail if (step, job.mesh.rank) == (1, 1) else stage
+            checkpoints.save(step, job.model, job.optimizer, {"step": step})
+            job.optimizer.step()  # does not wait for a copy that will not come
+            checkpoints.wait(10)
+            checkpoints.poll()
+            failures.append(checkpoints.failures)
+    checkpoints.close()
+    return failures, words
+
+
+@pytest.mark.cap(60)
+def test_a_copy_that_fails_on_one_rank_fails_that_save_on_all(tmp_path):
+    (failures, words), other = run_ranks(2, _one_copy_fails, tmp_path)
+    assert failures == other[0] == [1, 0] and "rank 1: RuntimeError: no copy on this rank" in words[0]
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000002"]
+
+
 def test_a_planned_part_that_was_not_written_is_an_error():
     """torch's own writer publishes without it when a thread of it fails (pytorch#191391)."""
     writer = storage.ShardWriter(Path("unused"), 0, 1, lambda tensors, files: pytest.fail("published"))
@@ -906,6 +945,7 @@ def save_and_resume_on_cuda(folder: Path) -> None:
     for step in (1, 2, 3):
         fill(job, step)
         checkpoints.save(step, job.model, job.optimizer, {"step": step})
+        checkpoints.wait_for_copy()
         fill(job, -step)
     drawn = torch.rand(3, device="cuda")
     checkpoints.close()

@@ -1,6 +1,5 @@
 """Configurations: every mistake is named in a sentence, all at once, before anything is launched or written."""
 
-import json
 import os
 import re
 import subprocess
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs import check
-from configs.load import OPTIONS, TABLES, ConfigError, allowed, dump, help_text, json_schema, load_config, main
+from configs.load import OPTIONS, TABLES, ConfigError, _toml, allowed, dump, help_text, json_schema, load_config, main
 from configs.schema import Config, InputError, Model, Parallelism
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,6 +111,38 @@ BAD_FILES = {
     "numbers for texts": (
         "[checkpoint]\nexclude_from_loading = [1, 2]",
         "checkpoint.exclude_from_loading = [1, 2]: must be a list, each text",
+    ),
+    "a row without a key": (
+        '[[data.mixture]]\nname = "a"\nsource = "x"',
+        "x.toml: data.mixture = |: table 1 needs weight, a finite number >= 0",
+    ),
+    "a row with another key": (
+        '[[validation.sets]]\nname = "a"\nsource = "x"\n[[validation.sets]]\nname = "b"\nsorce = "x"',
+        "x.toml: validation.sets = |: table 2 has sorce; did you mean source?",
+    ),
+    "a row's number": (
+        '[[data.mixture]]\nname = "a"\nsource = "x"\nweight = -1',
+        "data.mixture = |: weight of table 1 must be a finite number >= 0",
+    ),
+    "a row's name": (
+        '[[data.mixture]]\nname = "a b"\nsource = "x"\nweight = 1',
+        "data.mixture = |: name of table 1 must be 1 to 60 letters",
+    ),
+    "a row's schedule": (
+        '[[data.mixture]]\nname = "a"\nsource = "x"\nweight = 1\nschedule = [[9, 1], [5, 2]]',
+        "data.mixture = |: schedule of table 1 must name steps in ascending order",
+    ),
+    "a schedule of text": (
+        '[[data.mixture]]\nname = "a"\nsource = "x"\nweight = 1\nschedule = [[9, "x"]]',
+        "schedule of table 1 must be a list, each [an integer >= 1, a finite number >= 0]",
+    ),
+    "a name twice": (
+        '[[validation.sets]]\nname = "a"\nsource = "x"\n[[validation.sets]]\nname = "a"\nsource = "y"',
+        "validation.sets = |: must give each row another name|called a",
+    ),
+    "rows that are none": (
+        "[data]\nmixture = [3]",
+        "data.mixture = [3]: must be a list, each a table of name, source, weight, schedule, max_epochs",
     ),
     "eps 0": ("[optimizer]\neps = 0.0", "optimizer.eps = 0.0: must be a finite number > 0"),
     "interval 0": ("[metrics]\ninterval = 0", "metrics.interval = 0: must be an integer >= 1"),
@@ -377,6 +408,60 @@ RULE_CASES = {
         'data.tokenizer = "bytes" needs at least 257 rows|model.vocab_size = 256',
         "model.vocab_size=257",
     ),
+    "mixture_source": (
+        'data.source=corpus data.mixture=[{name="a",source="x",weight=1}] data.tokenizer=bytes',
+        1, 1,
+        'data.source = "corpus" has no effect with data.mixture',
+        "data.source=stdlib",
+    ),
+    "validation_names": (
+        'validation.sets=[{name="a",source="x"}] data.mixture=[{name="a",source="y",weight=1}]',
+        1, 1,
+        "validation.sets = |share a name",
+        'validation.sets=[{name="b",source="x"}]',
+    ),
+    "stream_tokenizer": (
+        "data.stream=true",
+        1, 1,
+        'data.stream = true|data.tokenizer = "bpe"|python -m data.train_tokenizer',
+        "data.tokenizer=bytes",
+    ),
+    "stream_ranks": (
+        "data.stream=true data.tokenizer=bytes training.global_batch_size=24 training.local_batch_size=1",
+        3, 3,
+        "data.streams = 64 is not a multiple of the 3 data-parallel ranks",
+        "data.streams=48",
+    ),
+    "stream_mixture": (
+        'data.stream=true data.tokenizer=bytes data.mixture=[{name="a",source="x",weight=1}]',
+        1, 1,
+        "data.stream = true reads data.source alone",
+        "data.mixture=[]",
+    ),
+    "stream_splice": (
+        "data.stream=true data.tokenizer=bytes data.allow_splice=true",
+        1, 1,
+        "data.allow_splice = true with data.stream = true is not supported",
+        "data.allow_splice=false",
+    ),
+    "stream_workers": (
+        "data.stream=true data.tokenizer=bytes data.workers=2",
+        1, 1,
+        "data.workers = 2 has no effect with data.stream = true",
+        "data.workers=0",
+    ),
+    "stream_timeout": (
+        "data.stream=true data.tokenizer=bytes data.timeout_seconds=300",
+        1, 1,
+        "data.timeout_seconds = 300 is not less than run.step_timeout_seconds = 300",
+        "data.timeout_seconds=60",
+    ),
+    "stream_validation": (
+        "data.stream=true data.tokenizer=bytes validation.interval=10",
+        1, 1,
+        "validation.interval = 10 with data.stream = true needs [[validation.sets]]",
+        'validation.sets=[{name="a",source="x"}]',
+    ),
     "warmup": (
         "lr_schedule.warmup_steps=51 training.steps=50",
         1, 1,
@@ -402,6 +487,18 @@ RULE_CASES = {
         "checkpoint.load_step = 400 is beyond the end of the run, training.steps = 100",
         "checkpoint.load_step=100",
     ),
+    "skip_spikes": (
+        "training.skip_spikes=true",
+        1, 1,
+        "training.skip_spikes = true needs training.spike_threshold",
+        "training.spike_threshold=6.0",
+    ),
+    "replicas": (
+        "debug.replica_check_interval=10 training.local_batch_size=4",
+        2, 2,
+        "debug.replica_check_interval = 10 compares ranks|data_parallel_replicate or tensor_parallel above 1",
+        "parallelism.data_parallel_replicate=2",
+    ),
     "momentum": (
         "optimizer.momentum=0.9",
         1, 1,
@@ -425,6 +522,12 @@ RULE_CASES = {
         1, 1,
         'checkpoint.export_hf = "bfloat16"|model.dim = 300|multiple of model.n_heads = 8 (of flavor debug)',
         "model.n_heads=12",
+    ),
+    "mask_compile": (
+        "data.mask_documents=true compile.enabled=true training.param_dtype=float32",
+        1, 1,
+        'data.mask_documents = true|compile.enabled = true|a 16-bit type|training.param_dtype = "float32"',
+        "training.param_dtype=bfloat16",
     ),
     "validation_split": (
         "validation.interval=10 data.validation_fraction=0.0",
@@ -654,7 +757,7 @@ def test_preset(preset):
     assert check.data_parallel_shard(cfg, int(world)) * others == int(world)
 
 
-@pytest.mark.parametrize("name, world", [("llama_8b", 8), ("llama_8b", 512), ("llama_405b", 16384)])
+@pytest.mark.parametrize("name, world", [("llama_8b", 8), ("llama_8b", 512), ("llama_405b", 1024)])
 def test_preset_on_other_sizes(name, world):
     load_config([str(ROOT / "configs" / f"{name}.toml")], world, 8)
 
@@ -670,9 +773,12 @@ def other_value(option: dict) -> object:
     return {
         "boolean": lambda: not option["default"],
         "string": lambda: option.get("const", 'ü "quoted" \\ '),
-        "integer": lambda: int(min(high, (option["default"] or 2) + 3)),
+        "integer": lambda: int(min(high, (option.get("default") or 2) + 3)),
         "number": lambda: low + 0.4 * (min(high, 1) - low) + 1e-17,
-        "array": lambda: ("a", "b.*") if "items" in option else (0.1, 1 / 3),
+        "array": lambda: tuple(map(other_value, option["prefixItems"])) if "prefixItems" in option
+        else (other_value(option["items"] | {"default": None}),),
+        "object": lambda: {"name": "a"}
+        | {key: other_value({"default": None} | part) for key, part in option["properties"].items() if key != "name"},
     }[option["type"]]()
 
 
@@ -685,8 +791,8 @@ def test_every_option_can_be_set_and_reads_back(name, folder, monkeypatch):
     cfg = Config.model_validate({table: {key: value}})
     (folder / "x.toml").write_text(dump(cfg), encoding="utf-8")
     again = load_config(["x.toml"])
-    assert again == cfg and getattr(getattr(again, table), key) == value
-    text = value if isinstance(value, str) else json.dumps(value)
+    assert again == cfg and again.model_dump()[table][key] == value
+    text = value if isinstance(value, str) else _toml(value)
     (folder / "x.toml").write_text("[run]\nseed = 0\n")
     assert load_config(["x.toml", f"--{name}={text}"]) == cfg
 

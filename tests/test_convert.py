@@ -394,14 +394,6 @@ TOKENIZERS = {  # what is done to a tokenizer.json -> the reason why it is refus
     "all pairs": (every_pair, ""),
     "merges of another order": (lambda d: d["model"]["merges"].reverse(), "merges are not in the order"),
     "a merge that is missing": (lambda d: d["model"]["merges"].pop(300), "merges are not in the order"),
-    "no look-up, but needed": (
-        lambda d: (
-            d["model"].update(ignore_merges=False),
-            d["model"]["vocab"].update({"qqqqq": 1499}),
-            d["added_tokens"][0].update(id=1500),
-        ),
-        "tokens that its merges cannot make",
-    ),
     "SentencePiece": (lambda d: d["model"].update(byte_fallback=True), "byte_fallback"),
     "unigram": (lambda d: d["model"].update(type="Unigram"), "not a byte-level BPE"),
     "a normalizer": (lambda d: d.update(normalizer={"type": "NFC"}), "not a byte-level BPE"),
@@ -417,7 +409,7 @@ TOKENIZERS = {  # what is done to a tokenizer.json -> the reason why it is refus
         lambda d: d["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Digits"}),
         "cuts texts in another way",
     ),
-    "special tokens first": (lambda d: d["added_tokens"][0].update(id=0), "not numbered after"),
+    "special tokens first": (lambda d: d["added_tokens"][0].update(id=0), "have one id"),
     "a gap": (lambda d: d["model"]["vocab"].update({"Ġdef": 9999}), "gaps"),
     "a letter that is no byte": (lambda d: d["model"]["vocab"].update({"語": 1499}), "is missing"),
     "no model": (lambda d: d.pop("model"), "'model' is missing"),

@@ -7,7 +7,6 @@ gathered gradient and the weights after 5 optimizer steps to 1e-5. The sizes are
 
 import functools
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.load import load_config
+from data import order as orders
 from data.loader import Batches
 from parallelisms import dp, tp
 from parallelisms.mesh import world
@@ -65,6 +65,19 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 
+class Ids:
+    """4000 random tokens, in place of data/prepare.py's Tokens."""
+
+    split = "train"
+    ids = np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.ids[start:stop]
+
+
 def trajectory(options: list[str], dp_size: int = 1) -> dict:
     """Train STEPS steps on this rank through train.build and train.train_step; gathers everything worth comparing."""
     warnings.simplefilter("ignore")
@@ -82,8 +95,8 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
             seen["grad"] = {n: whole(p.grad).numpy() for n, p in job.model.named_parameters()}
 
     job.optimizer.register_step_pre_hook(keep_gradients)
-    corpus = SimpleNamespace(tokens=np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16), split="train")
-    batches = Batches(corpus, SEQ, BATCH, local, job.mesh.dp_rank, job.mesh.dp_size, seed=0)
+    order = orders.begin(orders.describe([("", "", Ids(), [[0, 1.0]])], 0, SEQ, BATCH))
+    batches = Batches([Ids()], order, local, job.mesh.dp_rank, job.mesh.dp_size)
     for step in range(STEPS):
         batch = batches[step]
         sample = batch["sample"].view(*batch["labels"].shape[:2], 1)  # [A, b, 1]
@@ -215,7 +228,8 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        kind = {"mm": "mm", "silu": "silu", "_scaled_dot_product_flash_attention_for_cpu": "attention"}.get(name)
+        kind = {"mm": "mm", "silu": "silu", "_scaled_dot_product_flash_attention_for_cpu": "attention",
+                "document_attention": "attention"}.get(name)  # fmt: skip
         if kind:
             self.seen[kind] += 1
         return func(*args, **(kwargs or {}))

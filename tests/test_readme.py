@@ -20,15 +20,20 @@ COMMANDS = {
     "./run_train.sh configs/llama_debug.toml --training.steps=400": (SHORT.replace("=24", "=30"), "resumed after step 24 of 30"),
     'python -m tools.generate runs/llama_debug --prompt "class "': ("--tokens=5", "class "),
     "python -m checkpoint.verify runs/llama_debug --all": ("", "  ok"),
+    "python -m data.audit runs/llama_debug --steps 1:2": ("", ".py"),
     "python -m tools.convert dcp-to-hf runs/llama_debug runs/hf": ("", ""),
     "NGPU=4 ./run_train.sh --parallelism.tensor_parallel=2 --run.folder=runs/mesh": (
         SHORT.replace("/llama_debug", "/mesh") + " --training.local_batch_size=4", "dp_shard 2 x tp 2 = 4 processes"),
+    "python -m tools.goodput runs/llama_debug": ("", "goodput"),
+    "python -m tools.compare_runs runs/llama_debug runs/mesh": None,  # exit code 1: these two differ; test_compare_runs.py
     "./run_train.sh --help": ("", "--table.key=value"),
     "tensorboard --logdir runs": None,  # serves until it is stopped
     "./run_tests.sh": None,  # this suite
     "./run_train.sh configs/llama_8b.toml": None,  # needs GPUs and a corpus; the presets are checked in test_config.py
     "NNODES=32 NODE_RANK=$RANK MASTER_ADDR=node0 ./run_train.sh configs/llama_70b.toml": None,
     "srun --ntasks-per-node=1 ./run_train.sh configs/llama_70b.toml": None,
+    "srun --ntasks-per-node=1 ./run_train.sh --preflight configs/llama_70b.toml": None,  # test_preflight.py runs the real thing
+    "sbatch -N 32 tools/launch/slurm.sh configs/llama_70b.toml": None,
 }  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.launch.__main__ import listen
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON_FOLDER = str(Path(sys.executable).parent)
 SETTINGS = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -30,6 +32,10 @@ if action != "default":
         signal.signal(number, lambda number, frame: stop.append(number) if action != "deaf" else None)
 say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece, unlike print
 say("ready", rank, os.getpid())
+if action == "raise":
+    time.sleep(0.1 * (1 - rank))
+    for _ in range(100 * (1 - rank)): print("noise of rank 0", file=sys.stderr)
+    raise ValueError("the cause" if rank == 1 else "a consequence")
 if action == "exit" and rank == len(words) - 1:
     sys.exit(int(words[rank]))
 deadline = time.monotonic() + 60
@@ -125,6 +131,31 @@ def test_exit_code_of_the_failing_rank(stand_in: Path, codes: str, expected: int
     assert done.returncode == expected
     named = f"launch: rank 1 on {socket.gethostname()} ended with exit code 9\n"
     assert done.stderr == (named if expected == 9 else ""), "one line for a failure; the ranks have explained a 2"
+
+
+def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> None:
+    done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "raise")
+    assert done.returncode == 1
+    closing = done.stderr[done.stderr.index("launch: the traceback of rank 1, the first to fail here:\n") :].splitlines()
+    assert closing[1] == "Traceback (most recent call last):" and closing[-1] == "ValueError: the cause"
+    assert closing[2].startswith(f'  File "{stand_in}", line '), "it begins with the script, as if started by hand"
+    assert "noise" not in "".join(closing)
+
+
+def test_ranks_that_a_signal_finds_before_they_listen_are_75(stand_in: Path) -> None:
+    """A stop during the import of torch, say: nothing to save yet, and a scheduler may start it again."""
+    started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "default", ranks=2)
+    started.process.send_signal(signal.SIGUSR1)
+    code, _, err, _ = started.end()
+    assert (code, err) == (75, "launch: stopped by SIGUSR1 before training began: run it again to go on\n")
+
+
+def test_the_store_of_several_nodes_listens_on_the_masters_own_address() -> None:
+    """... where that is known to be reachable; tests/test_two_hosts.py looks at real addresses."""
+    rows = {"127.0.0.1": "127.0.0.1", "localhost": "0.0.0.0", "192.0.2.1": "0.0.0.0", "no.such": "0.0.0.0"}
+    for address, expected in rows.items():
+        with listen(address, 0) as listener:
+            assert listener.getsockname()[0] == expected, address
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])

@@ -134,6 +134,16 @@ def test_loss_equals_the_plain_one_and_never_holds_all_logits(chunk):
     assert seen.largest <= max(V * D, min(chunk, B * T) * V)
 
 
+def test_the_loss_of_every_token_can_be_had():
+    torch.manual_seed(0)
+    h, w, labels, each = torch.randn(3, 7, 5), torch.randn(11, 5), torch.randint(0, 11, (3, 7)), torch.full((3, 7), math.nan)
+    labels[1, 2:] = -100
+    total = linear_cross_entropy(h, w, labels, 4, each)
+    want = torch.nn.functional.cross_entropy((h @ w.t()).flatten(0, 1), labels.flatten(), reduction="none").view(3, 7)
+    torch.testing.assert_close(each, want)
+    torch.testing.assert_close(each.sum(), total)
+
+
 def test_loss_of_large_logits_is_finite():
     h, w = torch.full((1, 2, 4), 100.0), torch.randn(11, 4) * 100
     loss = linear_cross_entropy(h, w, torch.tensor([[3, 5]]), 1)

@@ -28,7 +28,7 @@ def generate(folder: Path, prompt: str, new_tokens: int, temperature: float, top
     except verify.Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     arch = facts["must_match"]["model"]
-    context = facts["must_match"].get("training.seq_len", min(arch["max_seq_len"], 1024))  # a converted model has none
+    context = facts.get("seq_len", min(arch["max_seq_len"], 1024))  # a converted model has none
     words = load_saved(tokenizer or str(path.resolve().parent.parent / "tokenizer.json"))
     model = MODELS[facts["family"]].build(arch)
     load_model(path, model)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from configs.schema import InputError
+from configs.schema import InputError, redact
 
 # Rows: the logger that says it ("py.warnings": Python's warnings), words of it, and why it is dropped.
 HARMLESS = (
@@ -31,6 +31,13 @@ class _AboveBar(logging.StreamHandler):
             self.handleError(record)
 
 
+class _Formatter(logging.Formatter):
+    """Without the secrets that an exception's text may quote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
 def setup(folder: str | Path, rank: int) -> logging.Logger:
     """Send log records to the console and to `<folder>/logs/rank-00000.log`; returns the logger to speak with.
 
@@ -46,18 +53,16 @@ def setup(folder: str | Path, rank: int) -> logging.Logger:
         raise InputError(
             f"run.folder = {str(folder)!r} cannot be written ({error.filename}: {error.strerror}): choose another one"
         ) from None
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    file.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
 
     console = _AboveBar(sys.stdout)
     speaker = "" if rank == 0 else f"rank {rank}: "
-    console.setFormatter(logging.Formatter(f"%(asctime)s {speaker}%(message)s", "%Y-%m-%d %H:%M:%S"))
+    console.setFormatter(_Formatter(f"%(asctime)s {speaker}%(message)s", "%Y-%m-%d %H:%M:%S"))
     console.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     console.addFilter(lambda record: getattr(record, "console", True))
 
     logging.basicConfig(level=logging.WARNING, handlers=[file, console], force=True)
-    logging.captureWarnings(True)
-    for name, words, _ in HARMLESS:
-        logging.getLogger(name).addFilter(lambda record, words=words: words not in record.getMessage())
+    leave_out_harmless()
 
     say = logging.getLogger("plumbline")
     say.setLevel(logging.INFO)
@@ -68,3 +73,10 @@ def setup(folder: str | Path, rank: int) -> logging.Logger:
 
     sys.excepthook = crashed  # so that the file, which the launcher points to, holds the traceback as well as stderr
     return say
+
+
+def leave_out_harmless() -> None:
+    """Of all that torch logs and warns of, the rows of HARMLESS."""
+    logging.captureWarnings(True)
+    for name, words, _ in HARMLESS:
+        logging.getLogger(name).addFilter(lambda record, words=words: words not in record.getMessage())

@@ -19,10 +19,11 @@ IGNORE = -100  # a label that does not count; torch's own convention
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, labels, chunk_tokens, group, first_row):
+    def forward(ctx, h, weight, labels, chunk_tokens, group, first_row, each):
         """h [N, D], weight [V, D] of one dtype, labels int64 [N] -> sum of the losses, float32 scalar.
 
-        group: ranks that hold the other rows of the vocabulary, or None; first_row: global number of weight's row 0.
+        group: ranks that hold the other rows of the vocabulary, or None; first_row: global number of weight's row 0;
+        each: float32 [N] to put the tokens' losses in, or None.
         """
         need_h, need_w = ctx.needs_input_grad[:2]
         total = torch.zeros((), device=h.device, dtype=torch.float32)
@@ -48,7 +49,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 both = torch.stack((sums, at_label))
                 dist.all_reduce(both, dist.ReduceOp.SUM, group)
                 sums, at_label = both
-            total += (sums.log() - at_label).where(counts, 0).sum()
+            losses = (sums.log() - at_label).where(counts, 0)  # [C]
+            total += losses.sum()
+            if each is not None:
+                each[a : a + chunk_tokens] = losses
 
             if need_h or need_w:  # d loss / d logits = softmax - one_hot(label), 0 where the label does not count
                 scale = counts / sums
@@ -71,16 +75,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         grad_h = saved.pop(0) * grad if ctx.needs[0] else None
         grad_w = (saved.pop(0) * grad).to(ctx.weight_dtype) if ctx.needs[1] else None
-        return grad_h, grad_w, None, None, None, None
+        return grad_h, grad_w, None, None, None, None, None
 
 
-def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+def linear_cross_entropy(
+    h: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, each: Tensor | None = None
+) -> Tensor:
     """Sum over tokens of -log softmax(h @ weight.T)[label], float32 scalar, equal on all tensor-parallel ranks.
 
     h [B, T, D], weight [V, D], labels int64 [B, T] with -100 where a token does not count. With tensor parallelism h
     and weight arrive as DTensors, split over the sequence and over the vocabulary: all that this function knows of the
     mesh it reads from them. A sum, not a mean: the caller divides by the tokens of the *global* batch, so that the
     number does not depend on how that batch was split.
+
+    each: float32 [B, T], contiguous, in which every token's loss is noted (0 where it does not count), for statistics.
     """
     group, first_row = None, 0
     if isinstance(weight, DTensor):
@@ -91,7 +99,8 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, chunk_tokens
         per_rank = -(-len(weight) // mesh.size())  # Shard splits as torch.chunk does: the last ranks may hold fewer rows
         first_row = per_rank * mesh.get_local_rank()
         weight = weight.to_local(grad_placements=[Shard(0)])
-    return _LinearCrossEntropy.apply(h.flatten(0, 1), weight, labels.flatten(), chunk_tokens, group, first_row)
+    each = each if each is None else each.view(-1)
+    return _LinearCrossEntropy.apply(h.flatten(0, 1), weight, labels.flatten(), chunk_tokens, group, first_row, each)
 
 
 def plain_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ PEAK_TFLOPS = (
 LINE = (
     ("loss", "loss {:.4f}"),
     ("validation_loss", "validation loss {:.4f}"),
+    ("validation_bits_per_byte", "{:.4f} bits per byte"),
     ("grad_norm", "grad norm {:.3f}"),
     ("lr", "lr {:.2e}"),
     ("tokens_per_second", "{:,.0f} tokens/s"),
@@ -67,7 +68,8 @@ def flops_per_token(arch: dict, seq_len: int) -> float:
     costs 2 per token forward and 4 backward (gradients of input and of weight); N counts those weights: all matrices
     but the embedding, which is looked up; tied to the output it is multiplied there and counts. Attention scores and
     their use cost 2 * 2 H E T per layer forward, three times that with backward. Like PaLM and TorchTitan, this does
-    *not* halve attention for being causal, nor count what checkpointing computes twice: MFUs compare with theirs.
+    *not* halve attention for being causal, nor count what checkpointing computes twice: MFUs compare with theirs. Nor does
+    it know of data.mask_documents, which computes less attention: then FLOP/s and MFU are upper bounds.
     """
     d, width = arch["dim"], arch["n_heads"] * arch["head_dim"]
     attention = 2 * d * width + 2 * d * arch["n_kv_heads"] * arch["head_dim"]  # wq wo, wk wv

@@ -1,22 +1,47 @@
-"""Validation loss: the token-weighted mean over held-out sequences, the same number on every mesh."""
+"""Validation: the loss on held-out sequences, token-weighted and the same number on every mesh."""
 
+import math
 from collections.abc import Iterable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallelisms.mesh import Mesh
 from training.loss import IGNORE, linear_cross_entropy
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, mesh: Mesh, batches: Iterable[dict], chunk_tokens: int) -> float:
-    """Mean cross-entropy in nats per token over all ranks' `batches` (dicts as data/loader.py makes them)."""
-    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # loss, tokens
+def validate(model: nn.Module, mesh: Mesh, batches: Iterable[dict], chunk_tokens: int, token_bytes: Tensor) -> Tensor:
+    """Sums over all ranks' `batches` (dicts as data/loader.py makes them), float64 [3]: loss in nats, tokens predicted,
+    bytes of those tokens. token_bytes: int64 [vocabulary], the bytes of text that each token stands for."""
+    total = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+    token_bytes = token_bytes.to(mesh.device)
     for batch in batches:
-        for tokens, labels in zip(batch["tokens"].to(mesh.device), batch["labels"].to(mesh.device)):  # micro-batches [b, T]
-            total[0] += model(tokens, partial(linear_cross_entropy, labels=labels, chunk_tokens=chunk_tokens))
-            total[1] += (labels != IGNORE).sum()
-    mesh.sum_over_dp(total)
-    return (total[0] / total[1]).item()
+        places = batch.get("positions", [None] * len(batch["tokens"]))  # with data.mask_documents only
+        for tokens, labels, positions in zip(batch["tokens"].to(mesh.device), batch["labels"].to(mesh.device), places):
+            documents = None if positions is None else model.documents(positions, mesh.device)
+            head = partial(linear_cross_entropy, labels=labels, chunk_tokens=chunk_tokens)  # micro-batches [b, T]
+            total[0] += model(tokens, head, documents)
+            counted = labels[labels != IGNORE]
+            total[1] += len(counted)
+            total[2] += token_bytes[counted].sum()
+    return mesh.sum_over_dp(total)
+
+
+def scores(sums: dict[str, Tensor]) -> dict[str, float]:
+    """Metrics from the `validate` sums of each set: over all sets together, and of each where there are several (the
+    one without a name is the held-out part of the only source)."""
+    together = {"validation_" + key: value for key, value in _scores(sum(sums.values())).items()}
+    if len(sums) == 1:
+        return together
+    each = {name or "held_out": _scores(total) for name, total in sums.items()}
+    return together | {f"validation/{name}/{key}": value for name, of in each.items() for key, value in of.items()}
+
+
+def _scores(total: Tensor) -> dict[str, float]:
+    """Loss in nats per token; perplexity; bits per byte of text, which compares models of different tokenizers."""
+    nats, tokens, size = total.tolist()
+    loss = nats / max(tokens, 1)
+    perplexity = math.exp(loss) if loss < 700 else math.inf  # a float ends at e^709
+    return {"loss": loss, "perplexity": perplexity, "bits_per_byte": nats / math.log(2) / max(size, 1)}

@@ -1,0 +1,280 @@
+"""Which documents did a run see, and when? Answered from the order, which is a function, not from a log.
+
+    python -m data.audit runs/mine --steps 1:10            what the rows of steps 1 to 10 were made of (--json: for machines)
+    python -m data.audit runs/mine --prove                 no sample repeated or skipped in any epoch, up to where the run is
+    python -m data.audit runs/mine --find web:1234         in which steps a document was or will be seen
+    python -m data.audit runs/mine --find "some text"      the same, of every document with that text in it
+
+Steps are counted as in the log: the first is 1. A document is SOURCE:NUMBER as printed here (without a mixture NUMBER
+alone suffices), or its name; anything else is searched as text, through all documents. What a run saw stands in its
+`data.json`; the tokens are read from where they were prepared, and must be the same. Exit code 1: the proof failed.
+"""
+
+import argparse
+import glob
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from configs.schema import InputError
+from data import order as orders
+from data.order import BLOCK, Order, Source, Stage
+from data.prepare import Prepared, open_prepared
+
+
+CHUNK = 1 << 16  # samples that are computed at a time
+
+
+@dataclass(frozen=True)
+class Audited:
+    order: Order
+    done: int  # steps that are in the newest checkpoint
+    steps: int  # of the whole run
+    corpora: dict[str, Prepared]  # by fingerprint
+
+
+def open_run(folder: str) -> Audited:
+    """InputError: it is not the folder of a run, or its data is gone or has changed."""
+    path = os.path.join(folder, "data.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            record = json.load(file)
+        if "streams" in record:
+            raise InputError(f"{folder} streams its text (data.stream), and what a step of a stream sees depends on all "
+                             "steps before: only a run on a prepared corpus can be audited")
+        order, steps, folders = orders.restore(record), record["steps"], record["folders"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} does not say what a run has seen ({error!r}): give the folder of a run that has "
+                         "started") from error
+    corpora = {}
+    for source in {source.fingerprint: source for stage in order.stages for source in stage.sources}.values():
+        where = folders.get(source.fingerprint)
+        if where is None:  # a source that an earlier splice has ended
+            continue
+        if not os.path.isdir(where):
+            raise InputError(f"the tokens of source {source.name or 'data.source'} are gone from {where}: prepare them "
+                             "there again")
+        corpora[source.fingerprint] = found = open_prepared(where)
+        if found.fingerprint != source.fingerprint:
+            raise InputError(f"{where} has changed since this run read it ({source.fingerprint} then, "
+                             f"{found.fingerprint} now): what the run saw can no longer be told")
+    saved = [re.fullmatch(r"step-(\d{8,})(\.\d+)?", os.path.basename(p)) for p in glob.glob(f"{folder}/checkpoints/step-*")]
+    return Audited(order, max((int(match[1]) for match in saved if match), default=0), steps, corpora)
+
+
+# ---------------------------------------------------------------------------------------------------------- what was seen
+
+
+def seen(run: Audited, first: int, last: int) -> Iterator[dict]:
+    """One dict for each row of the steps `first` to `last` (counted from 1): step, row, source, epoch, window, and its
+    documents: number, name, the tokens [start, stop) of the document that are in the window, inputs and labels."""
+    for step in range(first - 1, last):
+        stage = run.order.stage(step)
+        for row, (s, window, epoch) in enumerate(zip(*run.order.rows(step, 0, stage.global_batch_size), strict=True)):
+            source = stage.sources[s]
+            entry = {"step": step + 1, "row": row, "source": source.name, "epoch": int(epoch), "window": int(window)}
+            yield entry | {"documents": documents(run, stage, source, int(window))}
+
+
+def documents(run: Audited, stage: Stage, source: Source, window: int) -> list[dict]:
+    if source.fingerprint not in run.corpora:
+        raise InputError(f"the tokens of source {source.name} are not known any more: a splice has ended it")
+    tokens = run.corpora[source.fingerprint].train
+    begin, end = window * stage.seq_len, window * stage.seq_len + stage.seq_len + 1
+    found = []
+    for number in tokens.documents(begin, end).tolist():
+        start, stop = extent(tokens, number)
+        piece = {"start": max(begin, start) - start, "stop": min(end, stop) - start}
+        found.append({"number": number, "name": tokens.name(number)} | piece)
+    return found
+
+
+def extent(tokens, number: int) -> tuple[int, int]:
+    """Where a document begins and ends in its split."""
+    starts = tokens.document_starts
+    return int(starts[number]), int(starts[number + 1]) if number + 1 < len(starts) else len(tokens)
+
+
+# ------------------------------------------------------------------------------------------------------------- the proof
+
+
+def prove(order: Order, steps: int) -> list[str]:
+    """Walk every sample of the first `steps` steps; what is wrong, as sentences, none if nothing is.
+
+    Wrong is: a window twice in an epoch of its source; an epoch that begins before every window of the one before has
+    been seen; a block without exactly its shares. Memory: one bool for each window."""
+    problems = []
+    marked = {s.key: np.zeros(s.windows, bool) for stage in order.stages for s in stage.sources}  # seen in this epoch
+    epochs = dict.fromkeys(marked, 0)
+    for stage, end in zip(order.stages, [*(stage.step for stage in order.stages[1:]), steps], strict=True):
+        G = stage.global_batch_size
+        hop, owners = max(1, CHUNK // G), np.zeros(0, np.int64)
+        for step in range(stage.step, min(end, steps), hop):
+            count = min(hop, min(end, steps) - step)
+            source, window, epoch = order.rows(step, 0, G, count)
+            where = f"steps {step + 1} to {step + count}"
+            for i, s in enumerate(stage.sources):
+                mine = source == i
+                for line in _mark(s, window[mine], epoch[mine], marked[s.key], epochs):
+                    problems.append(f"{where}, source {s.name or 'data.source'}: {line}")
+            owners = np.concatenate((owners, source))
+            while len(owners) >= BLOCK:
+                block, owners = owners[:BLOCK], owners[BLOCK:]
+                counts = np.bincount(block, minlength=len(stage.sources)).tolist()
+                if counts != [s.share for s in stage.sources]:
+                    problems.append(f"{where}: a block has {counts} samples of its sources")
+            if len(problems) > 20:
+                return problems
+    return problems
+
+
+def _mark(source: Source, window: np.ndarray, epoch: np.ndarray, bits: np.ndarray, epochs: dict[int, int]) -> Iterator[str]:
+    """The next samples of a source, in order."""
+    for part in np.split(np.arange(len(epoch)), np.flatnonzero(np.diff(epoch)) + 1):
+        if not len(part):
+            continue
+        e, now = int(epoch[part[0]]), window[part]
+        if not (0 <= now.min() and now.max() < source.windows):
+            yield f"a window of epoch {e} is beyond the {source.windows} that there are"
+            return
+        if e != epochs[source.key]:
+            if e != epochs[source.key] + 1 or not bits.all():
+                yield f"epoch {e} follows {epochs[source.key]}, of which {np.count_nonzero(~bits)} windows were not seen"
+            bits[:], epochs[source.key] = False, e
+        if again := int(bits[now].sum()) + len(now) - len(np.unique(now)):
+            yield f"{again} windows of epoch {e} come again"
+        bits[now] = True
+
+
+# --------------------------------------------------------------------------------------------------------------- finding
+
+
+def find(run: Audited, what: str) -> list[tuple[Source, int]]:
+    """The documents that `what` means: [(source, number)]."""
+    sources = {s.fingerprint: s for stage in run.order.stages for s in stage.sources if s.fingerprint in run.corpora}
+    name, _, number = what.rpartition(":")
+    found = []
+    for source in sources.values():
+        tokens = run.corpora[source.fingerprint].train
+        if number.isdecimal() and name == source.name:
+            if int(number) >= len(tokens.document_starts):
+                raise InputError(f"{what}: the source has {len(tokens.document_starts):,} documents, from 0")
+            return [(source, int(number))]
+        found += [(source, i) for i in range(len(tokens.document_starts)) if tokens.name(i) == what]
+    return found or [(source, i) for source in sources.values() for i in _with_text(run, source, what)]
+
+
+def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
+    """Documents that contain the text. Decoded, because the tokens of a piece of text depend on what is around it."""
+    corpus = run.corpora[source.fingerprint]
+    for number in range(len(corpus.train.document_starts)):
+        if text in corpus.tokenizer.decode(corpus.train.read(*extent(corpus.train, number))):
+            yield number
+
+
+def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
+    """In which steps (from 1) and rows windows with a token of this document are, up to the end of the run, in order."""
+    tokens = run.corpora[source.fingerprint].train
+    start, stop = extent(tokens, number)
+    found, order = [], run.order
+    ends = [stage.step for stage in order.stages[1:]] + [max(run.steps, order.last.step)]
+    for stage, end in zip(order.stages, ends, strict=True):
+        for i, s in enumerate(stage.sources):
+            if s.fingerprint != source.fingerprint:
+                continue
+            last = min((stop - 1) // stage.seq_len, s.windows - 1)
+            windows = np.arange(max(start - 1, 0) // stage.seq_len, last + 1)
+            consumed = stage.consumed((end - stage.step) * stage.global_batch_size)[i]
+            for epoch in range(s.consumed // s.windows, -(-consumed // s.windows)):
+                sample = epoch * s.windows + orders.unpermute(windows, epoch, s.windows, s.key)
+                for window, k in zip(windows.tolist(), sample.tolist(), strict=True):
+                    if s.consumed <= k < consumed:
+                        step, row = divmod(stage.position(i, k - s.consumed), stage.global_batch_size)
+                        found.append({"step": stage.step + step + 1, "row": row, "epoch": epoch, "window": window})
+    return sorted(found, key=lambda entry: (entry["step"], entry["row"]))
+
+
+def _id(source: str, number: int) -> str:
+    return f"{source}:{number}" if source else str(number)
+
+
+def _steps(text: str, run: Audited) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+):(\d+)|(\d+)", text)
+    if not match:
+        raise InputError(f"--steps {text}: write FIRST:LAST, both included, as in --steps 1:10")
+    first, last = (int(match[1]), int(match[2])) if match[1] else (int(match[3]), int(match[3]))
+    if not 1 <= first <= last <= run.steps:
+        raise InputError(f"--steps {text}: the run has steps 1 to {run.steps}")
+    return first, last
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m data.audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="a run's folder")
+    parser.add_argument("--steps", help="FIRST:LAST, both included: list what they saw")
+    parser.add_argument("--prove", action="store_true", help="walk all samples so far (the default)")
+    parser.add_argument("--find", metavar="TEXT|DOCUMENT", help="when a document was or will be seen")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
+    args = parser.parse_args(argv)
+    try:
+        run = open_run(args.run)
+        if args.steps:
+            _print_steps(run, *_steps(args.steps, run), args.json)
+        if args.find is not None:
+            _print_found(run, args.find, args.json)
+        return _print_proof(run) if args.prove or not (args.steps or args.find is not None) else 0
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _print_steps(run: Audited, first: int, last: int, as_json: bool) -> None:
+    if not as_json:
+        print(f"{'step':>8} {'row':>6} {'source':<16} {'epoch':>5} {'window':>10}  document [tokens of it]")
+    for entry in seen(run, first, last):
+        if as_json:
+            print(json.dumps(entry))
+            continue
+        head = f"{entry['step']:>8} {entry['row']:>6} {entry['source']:<16} {entry['epoch']:>5} {entry['window']:>10}"
+        for piece in entry["documents"]:
+            print(f"{head}  {_id(entry['source'], piece['number'])} [{piece['start']}:{piece['stop']}] {piece['name']}")
+            head = " " * len(head)
+
+
+def _print_found(run: Audited, what: str, as_json: bool) -> None:
+    found = find(run, what)
+    if not found and not as_json:
+        print(f"no training document is called or contains {what!r} (what is held out is in no training sample)")
+    for source, number in found:
+        name, rows = run.corpora[source.fingerprint].train.name(number), occurrences(run, source, number)
+        if as_json:
+            print(json.dumps({"source": source.name, "number": number, "name": name, "done": run.done, "seen": rows}))
+            continue
+        print(f"{_id(source.name, number)} {name}: " + ("seen in no step" if not rows else ""))
+        for row in rows:
+            when = "seen" if row["step"] <= run.done else "to come"
+            print(f"    step {row['step']}, row {row['row']}, window {row['window']} of epoch {row['epoch']}: {when}")
+
+
+def _print_proof(run: Audited) -> int:
+    problems = prove(run.order, run.done)
+    print("\n".join(problems) if problems else f"steps 1 to {run.done}, {run.order.samples(run.done):,} samples: none is "
+          "repeated or skipped within an epoch of its source, and every block has its exact shares")
+    stage = run.order.stage(run.done)
+    for source, consumed in zip(stage.sources, run.order.consumed(run.done), strict=True):
+        tokens, epochs = consumed * stage.seq_len, consumed / source.windows
+        print(f"    {source.name or 'data.source'}: {consumed:,} samples, {tokens:,} tokens, {epochs:.3f} epochs")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends quietly
+    sys.exit(main())

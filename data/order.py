@@ -1,0 +1,345 @@
+"""Which sample is which: the order of a run's data as a function of (seed, step), for one source or a mixture of them.
+
+Window j of a source is its tokens[j*T : j*T + T + 1]: T inputs, T labels, each token a label once per epoch. The samples
+of a run are numbered in the order in which they are trained, over all ranks. Two functions lead from such a number to a
+window, neither has a table or a state, so any rank finds its rows of any step at once:
+
+1. Which source: of every BLOCK samples, source i has exactly share_i. Which of the block's places are whose is a
+   permutation keyed by (seed, block). So sample p is the k-th of its source, and k is known.
+2. Which window: k = epoch * windows + index, and window = permutation(index), keyed by (seed, source, epoch): every
+   window comes once per epoch, in an order that is computed and never stored.
+
+The permutation is a Feistel network (Luby and Rackoff, 1988) on the smallest even number of bits that holds the
+windows, walked until it lands on a window (Black and Rogaway, 2002), with splitmix64 (Steele, Lea and Flood, 2014) as
+its round function. Four rounds measure like a true shuffle.
+
+Where shares, sources or the batch change, at the steps of a schedule or by a splice on resume, a new `Stage` begins. It
+says how many samples of each source were consumed before it, so sources go on where they were. The list of stages is
+all there is to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from configs.schema import InputError
+
+BLOCK = 4096  # samples in which the shares of a mixture are exact: a power of 4, so that the permutation needs no walk
+ROUNDS = 4
+# splitmix64's numbers: its step, 2^64 / the golden ratio (here 1 to ROUNDS times), and those of its output function.
+GAMMAS = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+SHIFTS, FACTORS = np.array([30, 27, 31], np.uint64), np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
+ONE = np.uint64(1)
+
+Ints = int | np.ndarray
+
+
+def permute(index: np.ndarray, epoch: Ints, size: Ints, seed: Ints) -> np.ndarray:
+    """int64 [n]: where each `index` (int64 [n], in [0, size)) goes in the order of its epoch. A bijection of [0, size)
+    for each (seed, epoch). epoch, size (at most 2^53) and seed: one for all, or int64 [n]."""
+    return _walk(index, _round_keys(epoch, seed), size)
+
+
+def unpermute(index: np.ndarray, epoch: Ints, size: Ints, seed: Ints) -> np.ndarray:
+    """The inverse of `permute`: a Feistel network with its keys backwards and its halves exchanged is its inverse."""
+    return _walk(index, _round_keys(epoch, seed)[::-1], size, exchange=True)
+
+
+def _round_keys(epoch: Ints, seed: Ints) -> np.ndarray:
+    """uint64 [ROUNDS, n or 1]."""
+    key = _mix(_mix(np.atleast_1d(seed).astype(np.uint64) + GAMMAS[0]) + np.atleast_1d(epoch).astype(np.uint64))
+    return _mix(key + GAMMAS[:, None])
+
+
+def _walk(index: np.ndarray, keys: np.ndarray, size: Ints, exchange: bool = False) -> np.ndarray:
+    """Through the network until the number is inside again; int64 [n] in and out."""
+    size = np.broadcast_to(size, index.shape).astype(np.uint64)
+    bits = np.frexp(size.astype(np.float64) - 1)[1]  # int.bit_length of size - 1
+    half = np.maximum(1, (bits + 1) // 2).astype(np.uint64)  # of the bits
+    keys = np.broadcast_to(keys, (ROUNDS, len(index)))
+    out = _feistel(index.astype(np.uint64), keys, half, exchange)
+    outside = np.flatnonzero(out >= size)
+    while len(outside):  # the walk returns to its start, which is inside, so it ends; 4 * size at most are on its way
+        out[outside] = moved = _feistel(out[outside], keys[:, outside], half[outside], exchange)
+        outside = outside[moved >= size[outside]]
+    return out.astype(np.int64)
+
+
+def _feistel(x: np.ndarray, keys: np.ndarray, half: np.ndarray, exchange: bool) -> np.ndarray:
+    """A bijection of [0, 4^half) for each; uint64 [n] in and out. exchange: of the halves, before and after."""
+    mask = (ONE << half) - ONE
+    left, right = (x & mask, x >> half) if exchange else (x >> half, x & mask)
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    left, right = (right, left) if exchange else (left, right)
+    return left << half | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's output function, uint64 in and out: every bit depends on every bit. Arrays wrap modulo 2^64."""
+    x = x ^ x >> SHIFTS[0]
+    x *= FACTORS[0]
+    x ^= x >> SHIFTS[1]
+    x *= FACTORS[1]
+    x ^= x >> SHIFTS[2]
+    return x
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source within a stage."""
+
+    name: str  # "" where data.source is the only one
+    fingerprint: str  # of its tokens
+    windows: int  # samples of an epoch
+    key: int  # of its permutations
+    share: int  # samples of every BLOCK
+    consumed: int  # samples of it in all stages before this one
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of a run, from `step` on, in which nothing about the order changes."""
+
+    step: int
+    sample: int  # samples of the run before it
+    seed: int
+    seq_len: int
+    global_batch_size: int
+    sources: tuple[Source, ...]
+
+    def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of the stage's samples (int64 [n], ascending), int64 [n] each: its source, how many of that came before."""
+        if len(self.sources) == 1:
+            return np.zeros_like(sample), sample + self.sources[0].consumed
+        block, slot = np.divmod(sample, BLOCK)
+        blocks, which = np.unique(block, return_inverse=True)
+        source, rank = (np.stack(parts)[which, slot] for parts in zip(*map(self.pattern, blocks.tolist()), strict=True))
+        before = np.array([(source.consumed, source.share) for source in self.sources])  # [sources, 2]
+        return source, before[source, 0] + block * before[source, 1] + rank
+
+    def pattern(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the places in a block, int64 [BLOCK] each: its source, and how many places of that source are before it."""
+        shares = tuple(source.share for source in self.sources)
+        return _pattern(shares, _key(self.seed, ""), self.sample + block * BLOCK)
+
+    def position(self, source: int, sample: int) -> int:
+        """Which of the stage's samples is number `sample` (from 0) of those that the stage takes from a source."""
+        if len(self.sources) == 1:
+            return sample
+        block, rank = divmod(sample, self.sources[source].share)
+        owner, ranks = self.pattern(block)
+        return block * BLOCK + int(np.flatnonzero((owner == source) & (ranks == rank))[0])
+
+    def consumed(self, samples: int) -> list[int]:
+        """Samples of each source of which the run has had one, when `samples` of this stage are done."""
+        blocks, rest = divmod(samples, BLOCK)
+        partial = np.zeros(len(self.sources), np.int64)
+        if rest:
+            partial = np.bincount(self.locate(np.arange(blocks * BLOCK, samples))[0], minlength=len(self.sources))
+        return [s.consumed + blocks * s.share + int(extra) for s, extra in zip(self.sources, partial, strict=True)]
+
+
+@lru_cache(maxsize=16)
+def _pattern(shares: tuple[int, ...], key: int, start: int) -> tuple[np.ndarray, np.ndarray]:
+    """`Stage.pattern` of the block whose first sample is number `start` of the run; remembered, as steps share blocks."""
+    place = permute(np.arange(BLOCK), start, BLOCK, key)
+    source = np.searchsorted(np.cumsum(shares), place, side="right").astype(np.int16)
+    by_source = np.argsort(source, kind="stable")
+    rank = np.empty(BLOCK, np.int64)
+    rank[by_source] = np.concatenate([np.arange(share) for share in shares])
+    return source.astype(np.int64), rank
+
+
+def _key(seed: int, name: str) -> int:
+    """63 bits: sources of a mixture, and which places are whose, are shuffled independently."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1
+
+
+class Order:
+    """The stages of a run, past and planned; what is asked of it is answered for any step."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = tuple(stages)
+        self.last = self.stages[-1]
+
+    def stage(self, step: int) -> Stage:
+        """The stage that step `step` (the first is 0) is in."""
+        return next(stage for stage in reversed(self.stages) if stage.step <= step)
+
+    def rows(self, step: int, first: int, count: int, steps: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of rows [first, first + count) of the global batches of `step` and the steps after it, as many as are asked for
+        and in the same stage: source, window, epoch, int64 [steps * count] each."""
+        stage = self.stage(step)
+        batch = np.arange(step, min(step + steps, self.end(stage))) - stage.step
+        source, sample = stage.locate(np.add.outer(batch * stage.global_batch_size, np.arange(first, first + count)).ravel())
+        windows, keys = (np.array([getattr(s, what) for s in stage.sources]) for what in ("windows", "key"))
+        epoch, index = np.divmod(sample, windows[source])
+        return source, permute(index, epoch, windows[source], keys[source]), epoch
+
+    def end(self, stage: Stage) -> int:
+        """The step before which a stage ends."""
+        return min((other.step for other in self.stages if other.step > stage.step), default=2**62)
+
+    def samples(self, step: int) -> int:
+        """Samples of the run before `step`."""
+        stage = self.stage(step)
+        return stage.sample + (step - stage.step) * stage.global_batch_size
+
+    def tokens(self, step: int) -> int:
+        """Labels of the run before `step`, those that do not count included."""
+        past = [stage for stage in self.stages if stage.step <= step]
+        ends = [stage.sample for stage in past[1:]] + [self.samples(step)]
+        return sum((end - stage.sample) * stage.seq_len for stage, end in zip(past, ends, strict=True))
+
+    def consumed(self, step: int) -> list[int]:
+        """Samples of each source of that step's stage before `step`."""
+        stage = self.stage(step)
+        return stage.consumed((step - stage.step) * stage.global_batch_size)
+
+    def check_epochs(self, steps: int, max_epochs: dict[str, float]) -> None:
+        """InputError if a source would be read more often in `steps` steps than `max_epochs` (by name, 0: any number)
+        allows."""
+        for source, consumed in zip(self.stage(steps).sources, self.consumed(steps), strict=True):
+            epochs, limit = consumed / source.windows, max_epochs.get(source.name, 0)
+            if limit and epochs > limit:
+                raise InputError(
+                    f"source {source.name} of data.mixture would be read {epochs:.2f} times in {steps} steps, but its "
+                    f"max_epochs = {limit:g}: lower its weight, give it more text, train fewer steps or raise the limit"
+                )
+
+
+def describe(rows: Sequence[tuple], seed: int, seq_len: int, global_batch_size: int) -> dict:
+    """What decides the order, as JSON. rows: (name, fingerprint, Tokens, [[step, weight], ...]) of each source, weights
+    from their step on, the first from step 0. InputError: a source has less than one window, or is there twice."""
+    sources = []
+    for name, fingerprint, tokens, weights in rows:
+        windows = (len(tokens) - 1) // seq_len
+        if windows < 1:
+            raise InputError(
+                f"training.seq_len = {seq_len} needs {seq_len + 1} tokens for one sequence, but the {tokens.split} "
+                f"split of {name or 'the corpus'} has {len(tokens)}: shorten it, give more text (data.source), or hold "
+                "out another share (data.validation_fraction)"
+            )
+        sources.append({"name": name, "fingerprint": fingerprint, "windows": windows, "weights": weights})
+    for one in sources:
+        same = [other["name"] for other in sources if other["fingerprint"] == one["fingerprint"]]
+        if len(same) > 1:
+            raise InputError(f"data.mixture: {' and '.join(same)} are the same text; leave one and add their weights")
+    return {"seed": seed, "seq_len": seq_len, "global_batch_size": global_batch_size, "sources": sources}
+
+
+def begin(description: dict) -> Order:
+    """The order of a run that starts with this description."""
+    return Order(_extended((), description, 0))
+
+
+def resume(progress: dict, description: dict, allow_splice: bool) -> tuple[Order, list[str]]:
+    """The order of a run that goes on from a checkpoint's progress, {"step": ..., "data": `state`}, and what differs.
+
+    Where something does, InputError; with allow_splice a new stage begins: sources of the same text, seq_len and seed
+    go on where they were, others at their first sample."""
+    step, saved = progress["step"], progress.get("data")
+    if saved is None:  # a converted model, say
+        if step:
+            raise InputError(f"the checkpoint of step {step} does not say which data it has seen: it was written by "
+                             "other code; start from its weights in another run.folder, with checkpoint.load_path")
+        return begin(description), []
+    if "stages" not in saved:
+        raise InputError(f"the checkpoint of step {step} is of a run that streams its text: data.stream = true goes on with it")
+    stages, lines = restore(saved).stages, differences(saved["description"], description)
+    if not lines:
+        return Order(stages), []
+    if not allow_splice:
+        raise InputError(
+            f"the data would change at step {step}: {'; '.join(lines)}. Restore it, set another run.folder, or let the "
+            "run go on with the new data from here, which is recorded: data.allow_splice = true"
+        )
+    return Order(_extended([stage for stage in stages if stage.step < step], description, step)), lines
+
+
+def state(order: Order, description: dict) -> dict:
+    """JSON for a checkpoint, from which `resume` goes on."""
+    return {"description": description, "stages": [asdict(stage) for stage in order.stages]}
+
+
+def restore(saved: dict) -> Order:
+    """The order that `state` was made of."""
+    rows = saved["stages"]
+    return Order([Stage(**row | {"sources": tuple(Source(**source) for source in row["sources"])}) for row in rows])
+
+
+def differences(there: dict, here: dict) -> list[str]:
+    """Where two descriptions differ, in words."""
+    options = {"seed": "run.seed", "seq_len": "training.seq_len", "global_batch_size": "training.global_batch_size"}
+    lines = [f"{options[key]} was {there[key]} and is {here[key]}" for key in options if there[key] != here[key]]
+    before, now = ({source["name"]: source for source in side["sources"]} for side in (there, here))
+    lines += [f"source {name} is gone" for name in before if name not in now]
+    lines += [f"source {name} is new" for name in now if name not in before]
+    for name in now.keys() & before.keys():
+        what = f"source {name}" if name else "data.source"
+        if before[name]["fingerprint"] != now[name]["fingerprint"]:
+            lines.append(f"the text of {what} or how it is tokenised has changed (data)")
+        if before[name]["weights"] != now[name]["weights"]:
+            lines.append(f"weight or schedule of {what} was {before[name]['weights']} and is {now[name]['weights']}")
+    if not lines and there != here:
+        lines.append("the sources stand in another order")
+    return sorted(lines)
+
+
+def _extended(past: Sequence[Stage], description: dict, step: int) -> list[Stage]:
+    """The stages `past`, then those of the description from `step` on."""
+    stages, sources = list(past), description["sources"]
+    for start in sorted({step} | {at for source in sources for at, _ in source["weights"] if at > step}):
+        weights = [[weight for at, weight in source["weights"] if at <= start][-1] for source in sources]
+        shares = _shares([source["name"] for source in sources], weights, start)
+        so_far = [_so_far(stages, start, description, source) for source in sources]
+        stages.append(
+            Stage(
+                step=start,
+                sample=Order(stages).samples(start) if stages else 0,
+                seed=description["seed"],
+                seq_len=description["seq_len"],
+                global_batch_size=description["global_batch_size"],
+                sources=tuple(
+                    Source(source["name"], source["fingerprint"], source["windows"], key, share, consumed)
+                    for source, share, (key, consumed) in zip(sources, shares, so_far, strict=True)
+                ),
+            )
+        )
+    return stages
+
+
+def _so_far(stages: list[Stage], step: int, description: dict, source: dict) -> tuple[int, int]:
+    """The key of a source, and its samples consumed before `step`: as the last stage with the same tokens, seed and
+    seq_len leaves them (whatever it called them), otherwise afresh."""
+    ends = [*(stage.step for stage in stages), step][1:]
+    for stage, end in zip(stages[::-1], ends[::-1], strict=True):
+        if (stage.seed, stage.seq_len) == (description["seed"], description["seq_len"]):
+            consumed = stage.consumed((end - stage.step) * stage.global_batch_size)
+            for old, count in zip(stage.sources, consumed, strict=True):
+                if old.fingerprint == source["fingerprint"]:
+                    return old.key, count
+    seed, name = description["seed"], source["name"]
+    return (_key(seed, name) if name else seed), 0
+
+
+def _shares(names: list[str], weights: list[float], step: int) -> list[int]:
+    """Samples of each source in a block: BLOCK in proportion to the weights, by largest remainder (Hamilton, 1792)."""
+    if not sum(weights) > 0:
+        raise InputError(f"data.mixture: all weights are 0 from step {step} on; raise one")
+    quotas = [weight / sum(weights) * BLOCK for weight in weights]
+    for name, weight, quota in zip(names, weights, quotas, strict=True):
+        if 0 < quota < 1:
+            raise InputError(f"data.mixture: weight {weight:g} of {name} from step {step} on is less than 1/{BLOCK} of "
+                             "the sum, the smallest share there is: raise it, or set it to 0")
+    shares = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda i: (shares[i] - quotas[i], i))
+    for i in by_remainder[: BLOCK - sum(shares)]:
+        shares[i] += 1
+    return shares

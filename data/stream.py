@@ -1,0 +1,395 @@
+"""Text that is tokenised while the run trains on it: no preparation, nothing on the disk, any size.
+
+What a prepared corpus gives by arithmetic (data/order.py) is given here by state, and the state belongs to neither a rank
+nor a worker but to one of `data.streams` logical streams, whose number is part of the run like its seed:
+
+1. The source is cut into units (files, ranges of bytes of JSON lines, row groups, shards: data/sources.py::pieces; where
+   there are fewer of them than streams, every n-th document of one). Number the units of all epochs one after another,
+   each epoch in its own order, a permutation keyed by (seed, epoch): unit q belongs to stream q % streams.
+2. A stream is the tokens of its units' documents, one after another, and its windows are those of a prepared corpus.
+3. Rows and streams are both cut into gcd(global_batch_size, streams) equal groups, and the rows of a group take windows
+   from its streams in turn. A data-parallel rank has some whole groups, whatever their number is.
+
+So batch(step) is the same, order included, on every number of ranks that divides both, and a stream's whole state is the
+`Place` of its next token. A resume opens the unit again and passes over the documents before, whose checksum must be the
+one that was saved. No token is dropped between documents, units or epochs.
+
+Reading and tokenising are done by one thread, `data.prefetch` batches ahead: some two million tokens per second and rank,
+while tiktoken releases the GIL. Threads of the libraries for Hugging Face and Parquet would not survive a fork. torchdata's
+StatefulDataLoader has nothing left to do here: its state is that of its workers, so it ends where their number or that of
+the ranks changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import queue
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from configs.schema import Data, InputError
+from data import sources
+from data.loader import Batch, LoaderError, as_batch, shapes_of
+from data.order import permute
+from data.prepare import encode, is_prepared, open_tokenizer
+from data.tokenizer import Tokenizer
+
+LEAST, MOST = 1 << 18, 64_000_000  # bytes of a unit, about: opening one costs little, reading one again some seconds
+UNITS = 8  # for each stream, if there is text enough: the more of them, the more even the streams
+BARREN = 16  # epochs' worth of units without a token, of a stream, mean that there is no text
+LONGEST_PAUSE = 30.0  # seconds between attempts
+say = logging.getLogger("plumbline")
+
+
+class Exhausted(InputError):
+    """data.stream_epochs are over."""
+
+
+class Changed(InputError):
+    """The text is not what was read before."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    piece: sources.Piece
+    first: int  # of every `every` documents of the piece
+    every: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is read, how it is cut, and how it becomes tokens. Equal `fingerprint`s: the same names, sizes and options;
+    that the text is the same too is seen where it is read again."""
+
+    cfg: Data
+    tokenizer: Tokenizer
+    units: tuple[Unit, ...]
+    fingerprint: str
+    folder: str  # the source
+    train: tuple = ()  # as of a prepared corpus, of which these are the tokens: here nobody knows them
+    validation: tuple = ()
+
+
+def open_source(cfg: Data, log: Callable[[str], object] = print) -> Source:
+    """`cfg.source`, of which names and sizes alone are read. InputError: it cannot be streamed."""
+    if is_prepared(cfg.source):
+        raise InputError(f"data.source: {cfg.source} is prepared already, so there is nothing to stream: data.stream = false")
+    tok, files = open_tokenizer(cfg.tokenizer), sources.find(cfg.source)
+    if cfg.add_bos and tok.bos_id is None:
+        raise InputError(f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text")
+    size = min(max(sum(file.size for file in files) // (cfg.streams * UNITS), LEAST), MOST)
+    pieces = [piece for file in files for piece in sources.pieces(file, size)]
+    if not pieces:
+        raise InputError(f"data.source: {cfg.source} has no text")
+    every = -(-cfg.streams // len(pieces))
+    log(f"{cfg.source}: {len(files):,} files, streamed in {len(pieces):,} pieces by {cfg.streams} streams"
+        + (f"; each piece is read {every} times per epoch, as there are fewer than streams" if every > 1 else ""))  # fmt: skip
+    units = tuple(Unit(piece, first, every) for piece in pieces for first in range(every))
+    cut = [[p.file.name, p.file.size, p.file.mtime_ns if p.file.path.startswith(sources.HUGGING_FACE) else 0, p.start,
+            p.stop] for p in pieces]  # fmt: skip
+    options = [cfg.text_field, cfg.add_bos, cfg.add_eos, cfg.max_document_bytes, cfg.validation_fraction]
+    digest = hashlib.sha256(json.dumps([cut, every, options]).encode())
+    return Source(cfg, tok, units, digest.hexdigest()[:32], cfg.source)
+
+
+# ------------------------------------------------------------------------------------------------------------ the order
+
+
+def describe(source: Source, seed: int, seq_len: int, global_batch_size: int) -> dict:
+    """What decides the order, as JSON."""
+    return {"fingerprint": source.fingerprint, "tokenizer": source.tokenizer.fingerprint, "streams": source.cfg.streams,
+            "seed": seed, "seq_len": seq_len, "global_batch_size": global_batch_size}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a stream: before a token. All of it counts from 0."""
+
+    unit: int = 0  # of this stream
+    document: int = 0  # of the unit's piece, whatever becomes of it
+    checksum: int = 0  # crc32 of the unit's texts before
+    failed: int = 0  # documents of this stream before that could not be read and were left out
+    token: int = 0  # of the document
+
+
+class Order:
+    """Which stream has which row, and where the streams stand."""
+
+    def __init__(self, description: dict, places: list[Place]) -> None:
+        """places: of all streams."""
+        self.description, self.places = description, places
+        self.seed, self.seq_len, self.rows = (description[key] for key in ("seed", "seq_len", "global_batch_size"))
+        self.groups = math.gcd(self.rows, len(places))
+
+    def row(self, step: int, row: int) -> tuple[int, int]:
+        """Of a row of the global batch of `step`: its stream, and which window of that."""
+        per_step, per_group = self.rows // self.groups, len(self.places) // self.groups
+        group, index = divmod(row, per_step)
+        window, stream = divmod(step * per_step + index, per_group)
+        return group * per_group + stream, window
+
+    def samples(self, step: int) -> int:
+        """Samples of the run before `step`."""
+        return step * self.rows
+
+    def tokens(self, step: int) -> int:
+        """Labels of the run before `step`, those that do not count included."""
+        return self.samples(step) * self.seq_len
+
+
+def begin(description: dict) -> Order:
+    """The order of a run that starts with this description."""
+    return Order(description, [Place()] * description["streams"])
+
+
+def resume(progress: dict, description: dict, allow_splice: bool = False) -> tuple[Order, list[str]]:
+    """The order of a run that goes on from a checkpoint's progress, and no changes, as data/order.py::resume. InputError:
+    something has changed, which cannot be allowed."""
+    step, saved = progress["step"], progress.get("data")
+    if not step and saved is None:
+        return begin(description), []
+    instead = "restore it, or start from the weights in another run.folder, with checkpoint.load_path"
+    if not saved or "streams" not in saved:
+        raise InputError(f"the checkpoint of step {step} is of a run that did not stream (data.stream = true does): {instead}")
+    words = {"fingerprint": "the files of data.source, or how they are read,", "tokenizer": "data.tokenizer",
+             "streams": "data.streams", "seed": "run.seed", "seq_len": "training.seq_len",
+             "global_batch_size": "training.global_batch_size"}  # fmt: skip
+    there = saved["description"]
+    if there["streams"] != description["streams"]:
+        del words["fingerprint"]  # how the files are cut follows from it
+    lines = [f"{words[key]} was {there[key]} and is {description[key]}" for key in words if there[key] != description[key]]
+    if lines:
+        raise InputError(f"the data would change at step {step}, which a stream cannot: {'; '.join(lines)}: {instead}")
+    return Order(description, [Place(**place) for place in saved["streams"]]), []
+
+
+def state(order: Order, description: dict) -> dict:
+    """JSON for a checkpoint, from which `resume` goes on."""
+    return {"description": description, "streams": [asdict(place) for place in order.places]}
+
+
+# ------------------------------------------------------------------------------------------------------------ one stream
+
+
+class Stream:
+    """One logical stream, from a place on."""
+
+    def __init__(self, source: Source, order: Order, number: int, stop: threading.Event) -> None:
+        self.source, self.cfg, self.number, self.stop = source, source.cfg, number, stop
+        self.streams, self.seed, self.seq_len = len(order.places), order.seed, order.seq_len
+        self.place = order.places[number]  # of the next window's first token
+        self.waiting: deque[tuple[Place, np.ndarray]] = deque()  # documents of which a token is not in a window yet
+        self.held = -self.place.token  # tokens in them that are not
+        self.documents = self._documents(replace(self.place, token=0))
+
+    def window(self) -> tuple[np.ndarray, np.ndarray]:
+        """The next window, int64 [T + 1], and which of its tokens are the first of a document, bool
+        [T + 1]; `place` moves on by T. Exhausted, Changed, LoaderError."""
+        T = self.seq_len
+        while self.held < T + 1:
+            place, ids = next(self.documents)
+            self.waiting.append((place, ids))
+            self.held += len(ids)
+        tokens, begins = np.empty(T + 1, np.int64), np.zeros(T + 1, bool)
+        at = -self.place.token  # of the document in the window
+        for _, ids in self.waiting:  # the last of them is the only one that may reach beyond it
+            if at >= 0:
+                begins[at] = True
+            tokens[max(at, 0) : at + len(ids)] = ids[max(-at, 0) : T + 1 - at]
+            at += len(ids)
+        self.held -= T
+        token = self.place.token + T
+        while token >= len(self.waiting[0][1]):
+            token -= len(self.waiting.popleft()[1])
+        self.place = replace(self.waiting[0][0], token=token)
+        return tokens, begins
+
+    def _documents(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
+        """(its place, its tokens) of each document to train on, from a place on; documents without a token are passed."""
+        units, cfg = self.source.units, self.cfg
+        allowed = math.inf if cfg.source == "stdlib" else cfg.skip_failed
+        barren = 0  # units in a row without a token to train on
+        while True:
+            barren += 1
+            epoch, index = divmod(self.number + place.unit * self.streams, len(units))
+            if cfg.stream_epochs and epoch >= cfg.stream_epochs:
+                raise Exhausted(f"data stream {self.number} has no text left: data.stream_epochs = "
+                                f"{cfg.stream_epochs} is reached; raise it, give more text or train fewer steps")  # fmt: skip
+            unit = units[int(permute(np.array([index]), epoch, len(units), self.seed)[0])]
+            for number, document, checksum in self._read(unit, place):
+                place = replace(place, document=number)
+                problem, rows = document.problem, []
+                if document.text and not problem:
+                    _, _, rows = encode(cfg, self.source.tokenizer, document.text, {})
+                    problem, rows = (rows, []) if isinstance(rows, str) else ("", rows)
+                for split, ids in rows:  # one
+                    if split == "train" and len(ids):
+                        barren = 0
+                        yield place, ids
+                failed = bool(problem) and problem != sources.TOO_LONG
+                place = replace(place, document=number + 1, checksum=checksum, failed=place.failed + failed)
+                if failed:
+                    error = sources.failure(unit.piece, document._replace(problem=problem))
+                    if place.failed > allowed:
+                        raise LoaderError(f"data stream {self.number}: {error}; repair it, or let each stream leave out some "
+                                          f"(data.skip_failed = {cfg.skip_failed})")  # fmt: skip
+                    say.warning(f"data stream {self.number}: left out: {error}")
+            place = Place(unit=place.unit + 1, failed=place.failed)
+            if barren > BARREN * len(units):  # each epoch deals the units anew, so a stream finds text if there is any
+                raise InputError(f"data.source: {cfg.source} has no text to train on (data stream {self.number})")
+
+    def _read(self, unit: Unit, place: Place) -> Iterator[tuple[int, sources.Document, int]]:
+        """(number in its piece, document, checksum after it) of a unit from a place on. What cannot be read is opened
+        again `data.retries` times, and goes on behind the last document that came."""
+        done, checksum, attempt = place.document, place.checksum, 0
+        while True:
+            try:
+                passed, number = 0, -1  # the checksum of what came before; a document of the piece
+                for number, document in enumerate(sources.read(unit.piece, self.cfg.text_field, self.cfg.max_document_bytes)):
+                    if document.problem.startswith(sources.UNREADABLE):
+                        raise OSError(document.problem.removeprefix(sources.UNREADABLE))
+                    if number == done and passed != checksum:
+                        break
+                    if number % unit.every != unit.first:
+                        continue
+                    if number < done:
+                        passed = zlib.crc32(document.text.encode(), passed)
+                        continue
+                    checksum = passed = zlib.crc32(document.text.encode(), checksum)
+                    yield number, document, checksum
+                    done, attempt = number + 1, 0
+                if passed != checksum or number + 1 < done:
+                    raise Changed(f"data.source: the text of {unit.piece.file.path} is not what data stream {self.number} "
+                                  "read of it before: restore it, or start from the weights in another run.folder, with "
+                                  "checkpoint.load_path")  # fmt: skip
+                return
+            except Changed:
+                raise
+            except Exception as error:  # whatever of the many libraries below
+                attempt += 1
+                what = (f"data stream {self.number}: {unit.piece.file.path}, after document {done}, cannot be read: "
+                        f"{type(error).__name__}: {error}")  # fmt: skip
+                if attempt > self.cfg.retries:
+                    raise LoaderError(f"{what} (attempt {attempt} of {attempt}: data.retries)") from error
+                pause = min(self.cfg.retry_seconds * 2 ** (attempt - 1), LONGEST_PAUSE)
+                say.warning(f"{what} (attempt {attempt} of {self.cfg.retries + 1}; the next in {pause:g} s)")
+                if self.stop.wait(pause):
+                    raise
+
+
+# ---------------------------------------------------------------------------------------------------------- the batches
+
+
+class Batches:
+    """An iterator of this rank's batches, from a step on, in step with all other ranks.
+
+    `problem` is why there are no more, the same on every rank: Exhausted, Changed or a LoaderError. `state` is always that
+    of the last batch that every rank has been given."""
+
+    def __init__(
+        self, source: Source, order: Order, steps: range, local_batch_size: int, dp_rank: int, dp_size: int,
+        any_rank: Callable[[bool], bool], gather: Callable[[object], list], vocab_size: int = 2**32, pin_memory: bool = False,
+    ) -> None:  # fmt: skip
+        """any_rank: of a bool, whether it is true on any rank; gather: of an object, those of all ranks (a list). Both are
+        called by all ranks at the same step. InputError: the ranks do not divide streams and rows."""
+        if order.groups % dp_size:
+            raise InputError(f"{dp_size} data-parallel ranks must divide data.streams = {len(order.places)} and "
+                             f"training.global_batch_size = {order.rows}")  # fmt: skip
+        self.source, self.order, self.cfg, self.steps = source, order, source.cfg, steps
+        self.gather, self.any_rank, self.vocab_size, self.pin_memory = gather, any_rank, vocab_size, pin_memory
+        rows, streams = order.rows // dp_size, len(order.places) // dp_size
+        self.rows = range(dp_rank * rows, (dp_rank + 1) * rows)
+        self.mine = range(dp_rank * streams, (dp_rank + 1) * streams)
+        self.shapes = shapes_of(rows, local_batch_size, order.seq_len, self.cfg.mask_documents)
+        self.problem: Exception | None = None
+        self.places = order.places[self.mine.start : self.mine.stop]
+        self.ready: queue.Queue[tuple[Batch, list[Place]] | Exception] = queue.Queue(self.cfg.prefetch)
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._work, name="data stream", daemon=True)
+        self.thread.start()
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch, as data/loader.py::Batches has it; `sample` is stream + streams * window of that stream."""
+        item = self._take()
+        if self.any_rank(isinstance(item, Exception)):
+            found = [problem for problem in self.gather(item if isinstance(item, Exception) else None) if problem]
+            self.problem = next((p for p in found if not isinstance(p, Exhausted)), found[0])
+            self.close()
+            raise StopIteration
+        batch, self.places = item
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
+
+    def state(self) -> dict:
+        """JSON for a checkpoint: where all streams stand. All ranks call it."""
+        places = list(self.order.places)
+        for first, part in self.gather((self.mine.start, self.places)):  # ranks of a tensor-parallel group have the same
+            places[first : first + len(part)] = part
+        description = self.order.description
+        return state(Order(description, places), description)
+
+    def close(self) -> None:
+        """The thread ends with what it is reading; a read that hangs does not keep the run from ending."""
+        self.stop.set()
+        while not self.ready.empty():
+            self.ready.get_nowait()
+
+    def _take(self) -> tuple[Batch, list[Place]] | Exception:
+        patience = time.monotonic() + self.cfg.timeout_seconds
+        while True:
+            try:
+                return self.ready.get(timeout=min(1.0, max(patience - time.monotonic(), 0.01)))
+            except queue.Empty:
+                if not self.thread.is_alive() and self.ready.empty():
+                    return LoaderError("the data thread died without a word")
+                if time.monotonic() > patience:
+                    return LoaderError(f"data streams {self.mine.start} to {self.mine.stop - 1} gave nothing for "
+                                       f"{self.cfg.timeout_seconds} s (data.timeout_seconds): reading hangs")  # fmt: skip
+
+    def _work(self) -> None:
+        """The thread."""
+        try:
+            streams = {number: Stream(self.source, self.order, number, self.stop) for number in self.mine}
+            for step in self.steps:
+                batch = self._batch(step, streams)
+                if not self._put((batch, [stream.place for stream in streams.values()])):
+                    return
+        except (InputError, LoaderError) as error:
+            self._put(error.with_traceback(None))
+        except BaseException as error:
+            if not self.stop.is_set():
+                say.exception("the data thread failed")
+            self._put(LoaderError(f"the data thread failed: {type(error).__name__}: {error}"))
+
+    def _batch(self, step: int, streams: dict[int, Stream]) -> Batch:
+        window = np.empty((len(self.rows), self.order.seq_len + 1), np.int64)
+        begins = np.empty(window.shape, bool)
+        sample = np.empty(len(self.rows), np.int64)
+        for i, row in enumerate(self.rows):
+            number, count = self.order.row(step, row)
+            window[i], begins[i] = streams[number].window()
+            sample[i] = number + count * len(self.order.places)
+        if (highest := window.max()) >= self.vocab_size:
+            raise LoaderError(f"token {highest} is not in the model's vocabulary of {self.vocab_size}")
+        masked = begins if self.cfg.mask_documents else None
+        return as_batch(window, masked, {"sample": sample, "source": np.zeros_like(sample)}, self.shapes)
+
+    def _put(self, item: tuple[Batch, list[Place]] | Exception) -> bool:
+        while not self.stop.is_set():
+            try:
+                self.ready.put(item, timeout=0.5)
+                return True
+            except queue.Full:
+                continue
+        return False

@@ -1,0 +1,105 @@
+"""A tokenizer of one's own: `python -m data.train_tokenizer --source corpus/ --vocab-size 32000 --out tokenizer/`.
+
+It is trained by rustbpe (data/tokenizer.py) on the first BPE_CHARACTERS of the source, and written in the two forms that
+others read: `tokenizer.tiktoken` (ranks, for data.tokenizer and tiktoken) and Hugging Face's `tokenizer.json` with the
+files that belong to it. Then both are read back, and every form must give the same ids, and every text itself, on the
+texts it was trained on (a sample of them) and on text that is hard: all planes of Unicode, long runs, no text at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.schema import Data, InputError
+from data import hf_tokenizer, sources, tokenizer
+from data.prepare import BPE_CHARACTERS
+
+RANKS = "tokenizer.tiktoken"
+SAMPLE = 5_000_000  # characters of the source that the forms are compared on
+HARD = (
+    "",
+    "".join(chr(c) for c in range(0x110000) if c % 61 == 0 and not 0xD800 <= c < 0xE000),
+    "a\0b\0\0 \r\n\t\u00a0\u2028\ufeff\ufffd x" * 50,
+    " " * 200_000 + "\n" * 3000,
+    "x" * 20_000 + "é" * 20_000 + "1234567" * 1000,
+)
+
+
+def train(
+    source: str, vocab_size: int, out: Path, field: str = "text", characters: int = BPE_CHARACTERS
+) -> tokenizer.Tokenizer:
+    """The tokenizer, written to the folder `out` and verified. InputError: the source cannot be read or is too small, or
+    `out` has something in it."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"--out: {out} exists already: give another folder, or remove it")
+    made = tokenizer.train_bpe(_texts(source, field, characters), vocab_size)
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer.write_rank_file(made, str(out / RANKS))
+    for name, document in hf_tokenizer.files(made, 1 << 20).items():
+        (out / name).write_text(json.dumps(document, ensure_ascii=False, indent=1), encoding="utf-8")
+    verify(made, out, [*_texts(source, field, SAMPLE), *HARD])
+    return made
+
+
+def _texts(source: str, field: str, characters: int) -> Iterator[str]:
+    """The first texts of the source, the last of them cut."""
+    for _, text in sources.documents(source, field=field):
+        yield text[:characters]
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def verify(made: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
+    """Raises InputError where a form that was written does not give the ids of `made`, or ids do not give the text.
+    `tokenizers` itself is asked too where it is installed."""
+    forms = {RANKS: tokenizer.from_rank_file(str(out / RANKS)), "tokenizer.json": hf_tokenizer.read(out)}
+    for name, form in forms.items():
+        if form.fingerprint != made.fingerprint:
+            raise InputError(f"{out / name} is not the tokenizer that was trained: please report this as a bug")
+    theirs = None
+    try:
+        import tokenizers
+
+        theirs = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    except ImportError:
+        pass
+    for text in texts:
+        ids = made.encode(text)
+        if made.decode(ids) != text:
+            raise InputError(f"a text of {len(text)} characters does not survive the tokenizer: please report this as a bug")
+        # What tokenizers does otherwise, see data/hf_tokenizer.py::files: names of special tokens, very long whitespace.
+        plain = tokenizer.END_OF_TEXT not in text and len(list(tokenizer._pieces(text))) == 1
+        if theirs and plain and theirs.encode(text, add_special_tokens=False).ids != ids.tolist():
+            raise InputError(f"tokenizers gives other ids for a text of {len(text)} characters: please report this as a bug")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m data.train_tokenizer", description="Train a byte-level BPE.")
+    parser.add_argument("--source", default=Data().source, help="as data.source [stdlib]")
+    parser.add_argument("--text-field", default=Data().text_field, help="as data.text_field [text]")
+    parser.add_argument("--vocab-size", type=int, required=True, help="ids, the end of a text included")
+    parser.add_argument("--characters", type=int, default=BPE_CHARACTERS, help=f"to train on at most [{BPE_CHARACTERS}]")
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    args = parser.parse_args()
+    began = time.monotonic()
+    try:
+        if args.vocab_size < 257:
+            raise InputError("--vocab-size: 256 bytes and the end of a text make at least 257")
+        made = train(args.source, args.vocab_size, args.out, args.text_field, args.characters)
+    except (InputError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{made.n_vocab:,} tokens in {time.monotonic() - began:.1f} s (fingerprint {made.fingerprint}), verified")
+    print(f"use it with   --data.tokenizer={os.path.join(args.out, RANKS)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

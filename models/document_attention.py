@@ -1,0 +1,133 @@
+"""Attention that stays inside the documents of a packed window (`data.mask_documents`), for any model of this folder.
+
+Shapes:  B batch   T sequence   N documents of a micro-batch   H query heads   K key/value heads   E head_dim
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents that are packed into a micro-batch, for attention and rotary positions that stay inside them.
+
+    Made once per micro-batch, on the host, where the batch comes from: neither N nor `longest` must be asked of a GPU.
+    """
+
+    positions: Tensor  # int64 [B, T]: of every token within its document
+    starts: Tensor  # int32 [N + 1]: where each document begins among the B*T tokens, and B*T; no document spans two rows
+    longest: int  # tokens of the longest document
+
+    @classmethod
+    def of(cls, positions: Tensor, device: torch.device) -> "Documents":
+        """From the batch's positions, int64 [B, T] on the CPU: 0 at every document's first token and at each row's."""
+        first = (positions.flatten() == 0).nonzero().flatten()
+        starts = F.pad(first, (0, 1), value=positions.numel()).int()
+        longest = int(starts.diff().max())
+        if device.type == "cuda":
+            starts = starts.pin_memory()  # a copy from pageable memory would wait for the GPU
+        return cls(positions.to(device, non_blocking=True), starts.to(device, non_blocking=True), longest)
+
+
+@torch.library.custom_op("plumbline::document_attention", mutates_args=())
+def cpu_document_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention within each document on CPU: q [B*T, H, E], k, v [B*T, K, E], starts int32 [N + 1] -> output
+    [B*T, H, E] and log-sum-exp, float32 [B*T, H], which backward needs.
+
+    PyTorch's own CPU kernel, document by document, as one operator: the loop is hidden from autograd (which would record
+    and concatenate N pieces), from torch.compile (which would unroll it and compile anew for each batch) and from
+    selective checkpointing (which keeps one result).
+    """
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    for one in _slices(starts):
+        o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_heads_first(one, q, k, v), 0.0, True)
+        out[one], lse[one] = o[0].transpose(0, 1), s[0].transpose(0, 1)
+    return out, lse
+
+
+@torch.library.custom_op("plumbline::document_attention_backward", mutates_args=())
+def _cpu_document_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Grad of q, k, v in their types. Computed in float32: PyTorch's bfloat16 kernel takes 5 times as long on documents of
+    30 to 100 tokens, and about as long on those of 1,000 (AVX512-BF16, torch 2.13)."""
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+    for one in _slices(starts):
+        inputs = *_heads_first(one, grad, q, k, v, out), lse[one].transpose(0, 1)[None]
+        pieces = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True)
+        for whole, piece in zip(grads, pieces):
+            whole[one] = piece[0].transpose(0, 1)
+    return grads
+
+
+def _slices(starts: Tensor) -> list[slice]:
+    ends = starts.tolist()
+    return [slice(a, b) for a, b in zip(ends, ends[1:])]
+
+
+def _heads_first(one: slice, *tensors: Tensor) -> list[Tensor]:
+    """One document of each [B*T, heads, E], as the kernels want it: [1, heads, length, E]; a view."""
+    return [x[one].transpose(0, 1)[None] for x in tensors]
+
+
+@cpu_document_attention.register_fake
+def _(q, k, v, starts):
+    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@_cpu_document_attention_backward.register_fake
+def _(grad, q, k, v, out, lse, starts):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep_for_backward(ctx, inputs, output):
+    q, k, v, starts = inputs
+    ctx.save_for_backward(q, k, v, *output, starts)
+
+
+def _backward(ctx, grad, _):
+    return *_cpu_document_attention_backward(grad, *ctx.saved_tensors), None
+
+
+cpu_document_attention.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+# torch 2.11 has no such parameter: there grouped heads are taken unasked.
+VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__kwdefaults__ else {}
+
+
+def fits_varlen(x: Tensor) -> bool:
+    """Whether `varlen_attn` takes such queries [..., E]: its kernel is FlashAttention-2 (Dao, arXiv:2307.08691), written
+    for CUDA, 16-bit types, and heads of 8, 16, ... 256 numbers."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+    """What `varlen_attn` computes, on any device in any type: as slow as it looks, it waits for the GPU in every layer, and
+    torch.compile does not take it (`configs/check.py` refuses it)."""
+    how = {"is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
+    pieces = [F.scaled_dot_product_attention(*_heads_first(one, q, k, v), **how)[0] for one in _slices(starts)]
+    return torch.cat(pieces, dim=1).transpose(0, 1)
+
+
+def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """Causal attention that does not cross documents: q [B, T, H, E], k, v [B, T, K, E] -> [B, T, H, E].
+
+    A T x T mask never exists, and the work is that of the documents, not of the window. On CUDA in 16-bit types one call
+    of PyTorch's variable-length FlashAttention; on CPU a loop over its CPU kernel; what remains (float32 on CUDA, for
+    comparisons) is a loop in the open.
+    """
+    shape, starts, longest = q.shape, documents.starts, documents.longest
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # [B*T, heads, E]
+    if fits_varlen(q):
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **VARLEN_GQA)
+    elif q.device.type == "cpu":
+        out, _ = cpu_document_attention(q, k, v, starts)
+    else:
+        out = one_by_one(q, k, v, starts)
+    return out.view(shape)

@@ -1,0 +1,170 @@
+"""What a run saw is told from its order alone: against what the batches held, and with broken orders, which must be found."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.schema import Data, InputError
+from data import audit, order as orders
+from data.loader import Batches
+from data.order import Order
+from data.prepare import prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, T, G = 90, 16, 24
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """The folder of a run of 90 steps on two sources, of which 60 are in a checkpoint, with a schedule and a splice."""
+    place = tmp_path_factory.mktemp("audit")
+    corpora = {}
+    for name, count in ("web", 30), ("code", 7):
+        folder = place / name
+        folder.mkdir()
+        for i in range(count):
+            numbers = " ".join(str(n * (i + 3) % 89) for n in range(40))
+            (folder / f"{name}-{i:02d}.txt").write_text(f"{name} document {i}: {numbers}")
+        corpora[name] = prepare(Data(source=str(folder), tokenizer="bytes", cache=str(place / "cache")), log=lambda _: None)
+
+    def described(G: int, web: list, code: list) -> dict:
+        weights = {"web": web, "code": code}
+        return orders.describe([(n, c.fingerprint, c.train, weights[n]) for n, c in corpora.items()], 3, T, G)
+
+    first, now = described(G, [[0, 0.6], [20, 0.2]], [[0, 0.4]]), described(2 * G, [[0, 0.5]], [[0, 0.5]])
+    order, _ = orders.resume({"step": 40, "data": orders.state(orders.begin(first), first)}, now, True)
+    folder = place / "run"
+    (folder / "checkpoints" / "step-00000060").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00000050.1").mkdir()
+    folders = {corpus.fingerprint: corpus.folder for corpus in corpora.values()}
+    (folder / "data.json").write_text(json.dumps(orders.state(order, now) | {"steps": STEPS, "folders": folders}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def audited(run) -> audit.Audited:
+    return audit.open_run(str(run))
+
+
+def command(*args: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-m", "data.audit", *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_rows_listed_are_those_of_the_batches(audited):
+    order = audited.order
+    assert [stage.step for stage in order.stages] == [0, 20, 40]
+    sources = [audited.corpora[source.fingerprint] for source in order.last.sources]
+    rows = list(audit.seen(audited, 39, 43))
+    assert len(rows) == 2 * G + 3 * 2 * G
+    for entry in rows:
+        i = [source.name for source in order.last.sources].index(entry["source"])
+        window = sources[i].train.read(entry["window"] * T, entry["window"] * T + T + 1)
+        text = b""
+        for piece in entry["documents"]:
+            start, stop = audit.extent(sources[i].train, piece["number"])
+            whole = sources[i].train.read(start, stop)
+            assert 0 <= piece["start"] < piece["stop"] <= stop - start
+            text += whole[piece["start"] : piece["stop"]].tobytes()
+            assert entry["source"] in piece["name"]
+        assert text == window.tobytes()
+    batch = Batches([corpus.train for corpus in sources], order, 2 * G, 0, 1)[41]
+    names = [order.last.sources[s].name for s in batch["source"].tolist()]
+    listed = [(entry["source"], entry["window"]) for entry in rows if entry["step"] == 42]
+    assert listed == list(zip(names, batch["sample"].tolist(), strict=True))
+
+
+def test_when_a_document_is_seen_is_what_the_listing_says(audited):
+    """The inverse permutation against a listing of the whole run."""
+    by_document = {}
+    for entry in audit.seen(audited, 1, STEPS):
+        for piece in entry["documents"]:
+            key = entry["source"], piece["number"]
+            by_document.setdefault(key, []).append({k: entry[k] for k in ("step", "row", "epoch", "window")})
+    for source in audited.order.last.sources:
+        for number in range(len(audited.corpora[source.fingerprint].train.document_starts)):
+            found = audit.occurrences(audited, source, number)
+            assert found == by_document[source.name, number] and len(found) > 3
+
+
+def test_a_document_is_found_by_number_name_and_text(audited):
+    tokens = audited.corpora[audited.order.last.sources[0].fingerprint].train
+    ((source, number),) = audit.find(audited, "web:3")
+    assert (source.name, number) == ("web", 3)
+    assert [(s.name, n) for s, n in audit.find(audited, tokens.name(3))] == [("web", 3)]
+    decoded = audited.corpora[source.fingerprint].tokenizer.decode(tokens.read(*audit.extent(tokens, 3)))
+    assert [(s.name, n) for s, n in audit.find(audited, decoded[:17])] == [("web", 3)]
+    code = audited.corpora[audited.order.last.sources[1].fingerprint].train
+    assert len(audit.find(audited, "code document")) == len(code.document_starts)
+    assert audit.find(audited, "no such text") == []
+    with pytest.raises(InputError, match="web:1000: the source has"):
+        audit.find(audited, "web:1000")
+
+
+def test_a_right_order_is_proved(audited):
+    assert audit.prove(audited.order, STEPS) == []
+    assert audit.prove(audited.order, 7) == []
+
+
+def test_a_block_without_its_shares_is_found(audited, monkeypatch):
+    (stage,) = orders.Order([dataclasses.replace(audited.order.last, step=0, sample=0)]).stages
+    stage = dataclasses.replace(stage, sources=tuple(dataclasses.replace(s, consumed=0) for s in stage.sources))
+    other = [dataclasses.replace(s, share=s.share + more) for s, more in zip(stage.sources, (1, -1), strict=True)]
+    assert audit.prove(Order([stage]), 200) == []
+    wrong = Order([dataclasses.replace(stage, sources=tuple(other))])
+    monkeypatch.setattr(Order, "rows", lambda _, *where, real=Order.rows: real(wrong, *where))
+    assert all("a block has" in problem for problem in audit.prove(Order([stage]), 200))
+    assert len(audit.prove(Order([stage]), 200)) == 200 * 2 * G // orders.BLOCK
+
+
+@pytest.mark.parametrize("bug", ["shifted", "repeated", "skipped"])
+def test_a_broken_order_is_found(audited, monkeypatch, bug):
+    real = Order.rows
+
+    def broken(self, step, first, count, steps):
+        if bug == "shifted" and step >= 20:
+            return real(self, step, first + 1, count, steps)
+        source, window, epoch = real(self, step, first, count, steps)
+        if bug == "repeated" and step >= 40:
+            window[3] = window[np.flatnonzero(source == source[3])[-1]]
+        if bug == "skipped":
+            epoch = epoch + (step >= 40)
+        return source, window, epoch
+
+    monkeypatch.setattr(Order, "rows", broken)
+    monkeypatch.setattr(audit, "CHUNK", 2 * G)
+    assert audit.prove(audited.order, STEPS)
+
+
+def test_the_command_line(run):
+    code, out, _ = command(str(run))
+    assert code == 0 and "steps 1 to 60, 1,920 samples: none is repeated or skipped" in out and " web: " in out
+    code, out, _ = command(str(run), "--steps", "41:42")
+    assert code == 0 and "web:" in out and out.count("\n") > 4 * G
+    code, out, _ = command(str(run), "--steps", "1:90", "--json", "--find", "code:2")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and len(lines) == 40 * G + 50 * 2 * G + 1 and lines[-1]["name"].endswith(".txt")
+    code, out, _ = command(str(run), "--find", "web document 1")
+    assert code == 0 and "of epoch 0: seen" in out and ": to come" in out
+
+
+def test_what_cannot_be_audited_is_a_sentence(run, tmp_path):
+    assert command(str(tmp_path))[0] == 2
+    code, _, error = command(str(run), "--steps", "5:99")
+    assert code == 2 and "steps 1 to 90" in error
+    code, _, error = command(str(run), "--steps", "all")
+    assert code == 2 and "FIRST:LAST" in error
+    record = json.loads((run / "data.json").read_text())
+    swapped = dict(zip(record["folders"], reversed(record["folders"].values()), strict=True))
+    (tmp_path / "data.json").write_text(json.dumps(record | {"folders": swapped}))
+    code, _, error = command(str(tmp_path))
+    assert code == 2 and "has changed since this run read it" in error
+    (tmp_path / "data.json").write_text(json.dumps(record | {"folders": dict.fromkeys(record["folders"], "/none")}))
+    code, _, error = command(str(tmp_path))
+    assert code == 2 and "gone from /none" in error

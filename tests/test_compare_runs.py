@@ -1,0 +1,183 @@
+"""tools/compare_runs.py on real runs: bitwise equal, equal to rounding, or from which step and by how much they part, and why."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpoint import verify
+from tests.ranks import run_ranks
+from tests.test_parallel import MESHES
+from tests.test_train import ROOT, run, tiny_run
+from tools import compare_runs
+from tools.compare_runs import compare, difference
+
+RUNS = {  # name -> ranks, options that differ from the first's
+    "first": (1, []),
+    "same": (1, ["--data.workers=1"]),
+    "seed": (1, ["--run.seed=1"]),
+    "lr": (1, ["--optimizer.lr=0.011"]),
+    "mesh": (2, MESHES["fsdp2"][1]),
+    "longer": (1, ["--training.steps=13", "--lr_schedule.kind=constant"]),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("runs")
+    options = [*tiny_run(place), "--training.steps=11", "--validation.interval=5", "--validation.steps=1", "--data.validation_fraction=0.2"]
+    for name, (ranks, extra) in RUNS.items():
+        (place / name).mkdir()
+        assert run_ranks(ranks, run, [*options, *extra], place / name) == [(0, "")] * ranks
+    return {name: place / name for name in RUNS}
+
+
+def rows(found: compare_runs.Comparison) -> dict[str, compare_runs.Row]:
+    return {row.metric: row for row in found.rows}
+
+
+def test_the_same_run_is_bitwise_equal_whatever_the_machine_did(runs):
+    found = compare(runs["first"], runs["same"])
+    assert found.code == 0 and found.verdict == "bitwise equal (steps 1 to 11)"
+    assert {"loss", "grad_norm", "lr", "validation_loss"} <= rows(found).keys()
+    assert not rows(found).keys() & compare_runs.TIMINGS and not any(name.startswith("seconds/") for name in rows(found))
+    assert rows(found)["loss"].steps == 11 and rows(found)["validation_loss"].steps == 3
+    assert found.checkpoint.startswith("step 11: all ") and "bitwise equal" in found.checkpoint
+    assert found.config == {"data.workers": [0, 1]} and not found.environment
+
+
+def test_another_mesh_is_equal_to_rounding(runs):
+    found = compare(runs["first"], runs["mesh"])
+    assert found.code == 1 and found.verdict.startswith("equal to 1e-05: not bitwise from step ")
+    assert all(row.first_beyond is None for row in found.rows) and 0 < rows(found)["loss"].largest < 1e-5
+    assert compare(runs["first"], runs["mesh"], tolerance=1e-5).code == 0
+    assert compare(runs["first"], runs["mesh"], tolerance=1e-12).code == 1
+    assert found.environment["mesh"] == ["dp_replicate 1, dp_shard 1, tp 1", "dp_replicate 1, dp_shard 2, tp 1"]
+    assert found.environment["devices"] == ["cpu 1", "cpu 2"] and "other meshes" in found.checkpoint
+
+
+def test_another_learning_rate_shows_one_step_later_than_in_the_metric_itself(runs):
+    """1.1 times the rate: lr differs by 1/11 at the first step, the first loss is the same, the second is not."""
+    found = compare(runs["first"], runs["lr"])
+    by = rows(found)
+    assert found.code == 1 and by["lr"].first_beyond == 1 and by["loss"].first_difference == by["grad_norm"].first_difference == 2
+    assert by["lr"].first_size == pytest.approx(1 / 11) and "they part at step 1 (lr by 9.1e-02)" in found.verdict
+    assert found.config == {"optimizer.lr": [0.01, 0.011]}
+    assert "tensors differ" in found.checkpoint and by["lr"].last_tenth == pytest.approx(0.1 * 0.01 * 0.1, rel=1)
+
+
+def test_another_seed_parts_at_the_first_step(runs):
+    found = compare(runs["first"], runs["seed"], tolerance=1e-3)
+    assert found.code == 1 and rows(found)["loss"].first_beyond == 1 and found.config == {"run.seed": [0, 1]}
+    assert rows(found)["lr"].first_difference is None
+
+
+def test_a_longer_run_is_compared_as_far_as_the_shorter_goes(runs):
+    found = compare(runs["first"], runs["longer"])
+    assert found.steps == [1, 11] and "B goes on to 13" in found.verdict
+    assert rows(found)["loss"].steps == 11 and found.config.keys() == {"training.steps", "lr_schedule.kind"}
+
+
+# Runs that were altered by hand -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def altered(runs, tmp_path) -> Path:
+    return Path(shutil.copytree(runs["first"], tmp_path / "altered"))
+
+
+def test_weights_that_differ_under_equal_metrics_are_seen(runs, altered):
+    path = altered / "checkpoints" / "step-00000011"
+    manifest = verify.read_manifest(path)
+    manifest["tensors"]["model.norm.weight"]["parts"][0]["hashes"][0] = "0" * 16
+    (path / "manifest.json").unlink()
+    verify.write_manifest(path, manifest)
+    found = compare(runs["first"], altered)
+    assert found.code == 1 and found.verdict.startswith("metrics bitwise equal, checkpoints not")
+    assert "1 of " in found.checkpoint and "model.norm.weight" in found.checkpoint
+    assert compare(runs["first"], runs["same"]).code == 0, "the control"
+
+
+def test_one_bit_of_one_loss_is_seen(runs, altered):
+    lines = [json.loads(line) for line in (altered / "metrics.jsonl").read_text().splitlines()]
+    line = next(line for line in lines if line["step"] == 7)
+    line["loss"] = math.nextafter(line["loss"], 0)
+    line["new_metric"] = 1.0
+    (altered / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "lo')
+    found = compare(runs["first"], altered)
+    assert found.code == 1 and rows(found)["loss"].first_difference == rows(found)["loss"].largest_at == 7
+    assert found.verdict.startswith("equal to 1e-05: not bitwise from step 7 on") and rows(found)["new_metric"].steps == 0
+
+
+def test_changed_code_data_and_versions_are_named(runs, altered):
+    start, data = altered / "starts" / "0001" / "start.json", altered / "data.json"
+    about = json.loads(start.read_text())
+    about["code"]["files"]["models/llama.py"] = "0" * 12
+    about["versions"]["torch"] = "1.0"
+    start.write_text(json.dumps(about))
+    described = json.loads(data.read_text())
+    described["description"]["sources"][0]["fingerprint"] = "another"
+    data.write_text(json.dumps(described))
+    found = compare(runs["first"], altered)
+    assert found.environment.keys() == {"code models/llama.py", "version of torch", "data source"}
+    text = compare_runs.table(runs["first"], altered, found, 1e-5)
+    assert "code: differs in models/llama.py" in text and 'B "1.0"' in text and "options: the same" in text
+
+
+def test_runs_without_a_record_are_compared_by_what_there_is(runs, altered):
+    for name in ("starts", "checkpoints"):
+        shutil.rmtree(altered / name)
+    (altered / "config.toml").unlink()
+    found = compare(runs["first"], altered)
+    assert found.code == 0 and "no checkpoint" in found.checkpoint
+
+
+@pytest.mark.parametrize("a, b, expected", [
+    (1.0, 1.0, 0), (math.nan, math.nan, 0), (math.inf, math.inf, 0), (0.0, 0.0, 0), (1.0, 2.0, 0.5), (-1.0, 1.0, 2),
+    (1.0, math.nan, math.inf), (math.inf, -math.inf, math.inf), (0.0, 1e-300, 1),
+])  # fmt: skip
+def test_difference(a, b, expected):
+    assert difference(a, b) == difference(b, a) == expected
+
+
+def test_folders_that_cannot_be_compared_are_a_sentence(runs, altered, capsys):
+    assert compare_runs.main([str(altered), str(altered / "logs")]) == 2
+    assert "not the folder of a run" in capsys.readouterr().err
+    (altered / "metrics.jsonl").write_text('{"step": 99, "loss": 1.0}\n')
+    assert compare_runs.main([str(runs["first"]), str(altered)]) == 2
+    assert "no logged step in common" in capsys.readouterr().err
+    (altered / "metrics.jsonl").write_text("nonsense\n" * 2)
+    assert compare_runs.main([str(runs["first"]), str(altered)]) == 2
+    assert "line 1" in capsys.readouterr().err
+
+
+def test_from_the_command_line(runs):
+    command = [sys.executable, "-m", "tools.compare_runs", str(runs["first"]), str(runs["lr"])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "they part at step 1" in done.stdout and "optimizer.lr: A 0.01, B 0.011" in done.stdout, done.stderr
+
+
+def test_json_is_json(runs, capsys):
+    assert compare_runs.main([str(runs["first"]), str(runs["same"]), "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["code"] == 0 and {row["metric"] for row in about["rows"]} >= {"loss", "grad_norm"}
+
+
+def test_the_plot(runs, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    for other in ("same", "mesh", "seed"):
+        picture = tmp_path / f"{other}.png"
+        compare_runs.main([str(runs["first"]), str(runs[other]), f"--png={picture}"])
+        assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 10_000
+    assert compare_runs.main([str(runs["first"]), str(runs["same"]), f"--png={tmp_path / 'no' / 'such.png'}"]) == 2
+    assert "--png" in capsys.readouterr().err
+
+
+def test_without_matplotlib_it_is_a_sentence(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert compare_runs.main([str(runs["first"]), str(runs["same"]), f"--png={tmp_path / 'x.png'}"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err

@@ -1,0 +1,399 @@
+"""Numbers that are not finite, numbers that jump, replicas that part, ranks that are late; and a crash that comes again."""
+
+import json
+import math
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import train
+from configs.load import load_config
+from tests.ranks import run_ranks
+from tests.test_train import MESHES, STEPS, run, samples, series, tiny_run
+from training import health
+from training.health import Spikes, Stragglers, odd_ones, unlike_replicas
+
+TWO = MESHES["fsdp2"][1]
+BAD = 4  # the step that goes wrong
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> list[str]:
+    place = tmp_path_factory.mktemp("run")
+    made = [*tiny_run(place), *TWO]
+    (place / "first").mkdir()
+    assert run_ranks(2, run, made, place / "first") == [(0, "")] * 2
+    return made
+
+
+# N1: a batch that gives no number
+
+
+def in_loss_alone(loss: torch.Tensor, value: float) -> torch.Tensor:
+    return loss + value  # whose gradient is loss's
+
+
+def in_gradient_alone(loss: torch.Tensor, value: float) -> torch.Tensor:
+    loss.register_hook(lambda gradient: gradient * value)
+    return loss
+
+
+def in_both(loss: torch.Tensor, value: float) -> torch.Tensor:
+    return loss * value
+
+
+def poisoned(options: list[str], folder: Path, where, value: float, gate: bool = True) -> tuple[int, str]:
+    """A run in which rank 1's loss is spoilt in step BAD."""
+    real_loss, real_step, steps = train.linear_cross_entropy, train.train_step, []
+
+    def loss(*args, **kwargs):
+        result = real_loss(*args, **kwargs)
+        return where(result, value) if len(steps) == BAD and dist.get_rank() == 1 else result
+
+    def step(job, batch):
+        steps.append(1)
+        return real_step(job, batch)
+
+    train.linear_cross_entropy, train.train_step = loss, step
+    if not gate:
+        real_clip = train.clip_grad_norm
+        train.clip_grad_norm = lambda params, max_norm: real_clip(params, max_norm).nan_to_num(1.0)
+        train.math = SimpleNamespace(isfinite=lambda number: True)
+        health.finite = lambda *_: True
+    return run(options, folder)
+
+
+def without_update(options: list[str], folder: Path) -> tuple[int, str]:
+    """The oracle: a run whose step BAD is computed, and not applied."""
+    real, steps = train.train_step, []
+
+    def step(job, batch):
+        steps.append(1)
+        update = job.optimizer.step
+        if len(steps) == BAD:
+            job.optimizer.step = lambda: None
+        try:
+            return real(job, batch)
+        finally:
+            job.optimizer.step = update
+
+    train.train_step = step
+    return run(options, folder)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = max(folder.glob("checkpoints/step-*"))
+    return {f"{file.name}/{name}": t for file in sorted(newest.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def oracle(options, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("oracle")
+    assert run_ranks(2, without_update, options, folder) == [(0, "")] * 2
+    return folder
+
+
+def equals_oracle(folder: Path, oracle: Path) -> bool:
+    after = range(BAD + 1, STEPS + 1)
+    same = all(series(folder, key)[s] == series(oracle, key)[s] for key in ("loss", "grad_norm", "tokens_seen") for s in after)
+    assert samples(folder, 2) == samples(oracle, 2)
+    a, b = weights(folder), weights(oracle)
+    return same and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(("where", "value"), [
+    (in_loss_alone, math.nan), (in_gradient_alone, math.inf), (in_both, math.nan),
+    pytest.param(in_loss_alone, math.inf, marks=pytest.mark.torture),
+    pytest.param(in_gradient_alone, math.nan, marks=pytest.mark.torture),
+    pytest.param(in_both, math.inf, marks=pytest.mark.torture),
+])  # fmt: skip
+def test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights(where, value, options, oracle, tmp_path):
+    assert run_ranks(2, poisoned, options, tmp_path, where, value) == [(0, "")] * 2
+    assert equals_oracle(tmp_path, oracle)
+    said = (tmp_path / "logs" / "rank-00000.log").read_text()
+    assert f"step {BAD}: loss" in said and f"`python -m data.audit {tmp_path} --steps={BAD}`" in said
+
+
+def test_n1_without_the_gate_it_does(options, oracle, tmp_path):
+    """The negative control."""
+    assert run_ranks(2, poisoned, options, tmp_path, in_both, math.nan, False) == [(0, "")] * 2
+    assert not equals_oracle(tmp_path, oracle)
+
+
+# N2: it comes again at every start
+
+
+def always_bad(folder: Path, options: list[str], steps: int) -> str:
+    """A start of a run in which no loss after so many steps of the run is a number; how it ends."""
+    real, real_rate, at = train.linear_cross_entropy, train.learning_rate, []
+    train.learning_rate = lambda step, *rest: (at.append(step), real_rate(step, *rest))[1]
+    train.linear_cross_entropy = lambda *args, **kwargs: real(*args, **kwargs) * (math.nan if at[-1] >= steps else 1.0)
+    try:
+        return f"exit code {run(options, folder)[0]}"
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_n2_what_fails_at_the_same_step_again_and_again_is_not_tried_for_ever(options, tmp_path):
+    options = [*options, "--training.max_skipped_steps=1", "--checkpoint.keep_last=1"]
+    for _ in range(3):
+        assert all("2 steps in a row" in end for end in run_ranks(2, always_bad, tmp_path, options, 8))
+        assert [p.name for p in tmp_path.glob("checkpoints/step-*")] == ["step-00000005"]
+    for number in 4, 5:
+        assert run_ranks(2, always_bad, tmp_path, options, 8) == ["exit code 76"] * 2
+        end = json.loads((tmp_path / "starts" / f"{number:04d}" / "end.json").read_text())
+        assert end["exit_code"] == 76 and "3 starts in a row failed after step 10" in end["reason"], end
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values() if tensor.is_floating_point())
+    # Another try: with an option changed, and because the count is then another run's, again when it has failed once.
+    more = [*options, "--optimizer.lr=0.005"]
+    assert all("2 steps in a row" in end for end in run_ranks(2, always_bad, tmp_path, more, 8))
+    assert run_ranks(2, run, more, tmp_path) == [(0, "")] * 2
+
+
+def spoilt(options: list[str], folder: Path) -> str:
+    """Step 5's update is fine, and then a weight is not (a device that computed wrong)."""
+    real, steps = train.train_step, []
+
+    def step(job, batch):
+        result = real(job, batch)
+        steps.append(1)
+        if len(steps) == 5 and dist.get_rank() == 1:
+            with torch.no_grad():
+                next(job.model.parameters()).to_local().view(-1)[3] = math.inf
+        return result
+
+    train.train_step = step
+    try:
+        return f"exit code {run(options, folder)[0]}"
+    except train.Diverged as error:
+        return str(error)
+
+
+def test_n2_a_state_that_is_not_finite_is_never_published(options, tmp_path):
+    assert all("not finite: they are not saved" in end for end in run_ranks(2, spoilt, options, tmp_path))
+    assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+# Spikes
+
+
+def test_a_spike_is_one_and_noise_is_not():
+    numbers, spikes = random.Random(3), Spikes(6.0, {})
+    for step in range(1000):
+        assert spikes.add(loss=8 - step / 200 + numbers.gauss(0, 0.05), grad_norm=1 + abs(numbers.gauss(0, 0.2))) == ""
+    assert "loss 9 (the median is" in spikes.add(loss=9.0, grad_norm=1.0)
+    for _ in range(10):  # those that are in the window already hide nothing
+        assert "grad_norm 30" in spikes.add(loss=3.0, grad_norm=30.0)
+    assert spikes.add(loss=math.nan, grad_norm=math.inf) == ""  # another matter
+    again = Spikes(6.0, json.loads(json.dumps(spikes.state())))
+    assert all(again.limit(name) == spikes.limit(name) < math.inf for name in ("loss", "grad_norm"))
+    assert Spikes(0.0, spikes.state()).limit("loss") == math.inf and Spikes(0.0, {}).state() == {}
+
+
+def spiking(options: list[str], folder: Path, stop_at: int | None) -> tuple[int, str]:
+    """A run of which the gradient of step 11 is a hundred times what it should be."""
+    Spikes.LEAST = 5
+    real_loss, real_rate, at = train.linear_cross_entropy, train.learning_rate, []
+    train.learning_rate = lambda step, *rest: (at.append(step), real_rate(step, *rest))[1]
+
+    def loss(*args, **kwargs):
+        result = real_loss(*args, **kwargs)
+        if at[-1] == 10:
+            result.register_hook(lambda gradient: gradient * 100)
+        return result
+
+    train.linear_cross_entropy = loss
+    if stop_at:
+        from tests.test_train import stopped_at
+
+        return stopped_at(stop_at, options, folder), ""
+    return run(options, folder)
+
+
+def test_a_spike_is_named_and_skipped_also_after_a_resume(options, tmp_path):
+    options = [*options, "--training.spike_threshold=8.0", "--training.skip_spikes=true"]
+    for name in "whole", "stopped":
+        (tmp_path / name).mkdir()
+    assert run_ranks(2, spiking, options, tmp_path / "whole", None) == [(0, "")] * 2
+    said = (tmp_path / "whole" / "logs" / "rank-00000.log").read_text()
+    assert "step 11: grad_norm" in said and "skipped: no weight changed" in said and "--steps=11" in said
+    assert said.count("a spike begins at") == 1
+    assert run_ranks(2, spiking, options, tmp_path / "stopped", 9) == [(75, "")] * 2
+    assert run_ranks(2, spiking, options, tmp_path / "stopped", None) == [(0, "")] * 2
+    assert series(tmp_path / "stopped") == series(tmp_path / "whole")
+    assert "step 11: grad_norm" in (tmp_path / "stopped" / "logs" / "rank-00000.log").read_text()
+
+
+# N3: silent corruption
+
+
+def clean_and_flipped(options: list[str]) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """What is said in 50 clean steps, and after each of 20 flips of one bit of one rank: (that rank, what is said)."""
+    job = train.build(load_config(options, dist.get_world_size()))
+    numbers, clean, found = random.Random(7), [], []
+    tokens = torch.randint(0, 263, (50, 1, 2, 17), generator=torch.Generator().manual_seed(job.mesh.dp_rank))
+    for step in range(50):
+        result = train.train_step(job, {"tokens": tokens[step, ..., :-1], "labels": tokens[step, ..., 1:]})
+        clean += unlike_replicas(job.model, job.optimizer, job.mesh, loss=result.loss, grad_norm=result.grad_norm)
+    for _ in range(20):
+        names = sorted(n for n, _ in job.model.named_parameters() if job.mesh.tp == 1 or "norm" in n)
+        weight = dict(job.model.named_parameters())[numbers.choice(names)]
+        key, rank, bit = numbers.choice(("", "exp_avg", "exp_avg_sq")), numbers.randrange(job.mesh.size), numbers.randrange(32)
+        tensor = (job.optimizer.state[weight][key] if key else weight.data).to_local().view(-1).view(torch.int32)
+        place = numbers.randrange(len(tensor))
+        flip = torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
+        if job.mesh.rank == rank:
+            tensor[place] ^= flip
+        found.append((rank, unlike_replicas(job.model, job.optimizer, job.mesh)))
+        if job.mesh.rank == rank:
+            tensor[place] ^= flip
+    clean += unlike_replicas(job.model, job.optimizer, job.mesh, loss=1.0)
+    clean_number = unlike_replicas(job.model, job.optimizer, job.mesh, loss=float(job.mesh.rank == 1))
+    assert clean_number and "loss" in clean_number[0]
+    return clean, found
+
+
+@pytest.mark.parametrize(("mesh", "ranks"), [
+    ("data_parallel_replicate=3", 3), ("tensor_parallel=2", 2),
+    pytest.param("data_parallel_replicate=2 --parallelism.data_parallel_shard=2", 4, marks=pytest.mark.torture),
+])  # fmt: skip
+def test_n3_every_flipped_bit_is_seen_and_the_odd_rank_named(mesh, ranks, options):
+    model = [o for o in options if o.startswith(("--model", "--training.param", "--data.tok")) or "local_batch" in o]
+    given = [*model, "--training.seq_len=16", f"--training.global_batch_size={2 * ranks}", *f"--parallelism.{mesh}".split()]
+    for clean, found in run_ranks(ranks, clean_and_flipped, given):
+        assert clean == [] and len(found) == 20
+        for rank, said in found:
+            assert len(said) == 1, said
+            named = said[0].split(" of ")[0].removeprefix("ranks ").removeprefix("rank ").split(", ")
+            assert str(rank) in named and len(named) == (1 if ranks == 3 else 2), (rank, said)
+
+
+def test_who_is_the_odd_one():
+    assert odd_ones([5, 5, 5]) == [] and odd_ones([5, 6, 5]) == [1] and odd_ones([5, 6]) == [0, 1]
+    assert odd_ones([5, 5, 6, 6]) == [0, 1, 2, 3] and odd_ones([1, 2, 2, 2, 3]) == [0, 4]
+
+
+def flipped_run(options: list[str], folder: Path) -> str:
+    """In step 5 a bit of rank 1's weights flips."""
+    real, steps = train.train_step, []
+
+    def step(job, batch):
+        result = real(job, batch)
+        steps.append(1)
+        if len(steps) == 5 and dist.get_rank() == 1:
+            with torch.no_grad():
+                next(job.model.parameters()).to_local().view(torch.int32).view(-1)[3] ^= 1
+        return result
+
+    train.train_step = step
+    try:
+        return f"exit code {run(options, folder)[0]}"
+    except train.Diverged as error:
+        return str(error)
+
+
+def test_n3_a_run_whose_replicas_part_stops_before_it_saves(options, tmp_path):
+    mesh = ["--parallelism.data_parallel_replicate=2", "--parallelism.data_parallel_shard=1"]
+    ends = run_ranks(2, flipped_run, [*options, *mesh, "--debug.replica_check_interval=5"], tmp_path)
+    assert all("step 5: state that must be the same on several ranks is not: ranks 0, 1 of dp_replicate" in end for end in ends)
+    assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+# N4: stragglers
+
+
+def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
+    """Rank 1 sleeps for 0.3 s in one part of its steps."""
+    real_loader, real_step = train.loader, train.train_step
+
+    def loader(*args):
+        for batch in real_loader(*args):
+            time.sleep(0.3)
+            yield batch
+
+    def step(job, batch):
+        update = job.optimizer.step
+        job.optimizer.step = lambda: (time.sleep(0.3), update())
+        result = real_step(job, batch)
+        job.optimizer.step = update
+        return result
+
+    if dist.get_rank() == 1 and what == "data":
+        train.loader = loader
+    if dist.get_rank() == 1 and what == "optimizer":
+        train.train_step = step
+    return run(options, folder)
+
+
+@pytest.mark.parametrize("what", ["data", "optimizer"])
+def test_n4_a_slow_rank_and_what_it_is_slow_at_are_named(what, options, tmp_path):
+    given = [*options, "--metrics.straggler_interval=4", "--training.steps=5"]
+    assert run_ranks(2, slow, given, tmp_path, what) == [(0, "")] * 2
+    said = (tmp_path / "logs" / "rank-00000.log").read_text()
+    assert "step 4: rank 1 is late: the others wait" in said and f"for its {what}" in said
+    assert 0.25 < series(tmp_path, f"late/{what}/rank-1")[4]
+
+
+def table_of(mine: dict[str, float]) -> list:
+    found = Stragglers()
+    found.since -= 10.0
+    found.add(**mine)
+    job = train.build(load_config(["--model.n_layers=1", "--training.local_batch_size=1"], dist.get_world_size()))
+    return found.report(job.mesh, 10)
+
+
+def uneven(seconds: dict[int, dict[str, float]]) -> list:
+    return table_of({"data": 0.01, "prepare": 0.01, "optimizer": 2.0} | seconds.get(dist.get_rank(), {}))
+
+
+def test_what_is_small_or_the_same_everywhere_is_no_straggler():
+    """The factor alone would name whoever takes 20 us instead of 10."""
+    (none, *_), (late, *others) = (
+        run_ranks(4, uneven, seconds)
+        for seconds in ({2: {"data": 0.9, "optimizer": 2.5}}, {1: {"optimizer": 3.5}, 3: {"data": 5.0}})
+    )
+    assert none == [] and all(other == late for other in others)
+    assert [(rank, section) for rank, section, _ in late] == [(1, "optimizer"), (3, "data")]
+    assert late[0][2] == pytest.approx(0.15) and late[1][2] == pytest.approx(0.499)
+
+
+def test_n4_a_healthy_run_names_nobody(options, tmp_path):
+    given = [*options, "--metrics.straggler_interval=10", "--training.steps=50", "--lr_schedule.kind=constant"]
+    assert run_ranks(2, run, given, tmp_path) == [(0, "")] * 2
+    assert "is late" not in (tmp_path / "logs" / "rank-00000.log").read_text()
+
+
+# C5: the wall clock
+
+
+def under_clock(options: list[str], folder: Path, clock: str) -> tuple[int, str]:
+    """A run whose wall clock jumps back or ahead by an hour in step 6, stands still, or runs backwards."""
+    real, real_step, steps = time.time, train.train_step, []
+    now = {
+        "back": lambda: real() - 3600 * (len(steps) > 5), "ahead": lambda: real() + 3600 * (len(steps) > 5),
+        "frozen": lambda: 1e9, "backwards": lambda: 2e9 - real(),
+    }  # fmt: skip
+
+    def step(job, batch):
+        steps.append(1)
+        return real_step(job, batch)
+
+    time.time, train.train_step = now[clock], step
+    return run(options, folder)
+
+
+@pytest.mark.parametrize("clock", ["back", "ahead", "frozen", "backwards"])
+def test_c5_the_wall_clock_decides_nothing(clock, options, tmp_path):
+    given = [*options, "--metrics.tensorboard=true", "--run.step_timeout_seconds=20", "--run.max_minutes=10"]
+    assert run_ranks(2, under_clock, given, tmp_path, clock) == [(0, "")] * 2
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert all(line["tokens_per_second"] > 0 and line["step_seconds"] > 0 and 0 <= line["goodput"] <= 1 for line in lines)
+    assert all(value >= 0 for line in lines for key, value in line.items() if key.startswith("seconds/"))
+    assert sorted(p.name for p in tmp_path.glob("checkpoints/step-*"))[-1] == f"step-{STEPS:08d}"

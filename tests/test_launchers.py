@@ -1,0 +1,375 @@
+"""The launchers around run_train.sh: Slurm on a real controller and two real node daemons, Kubernetes manifests against the
+published schemas, Ray Train on a local Ray, SkyPilot's file against its own parser.
+
+    python -m pytest tests/test_launchers.py -m slow         what is not installed is skipped, and says so
+
+Slurm: Debian's slurm-wlm and munge, and root. Ray: pip install "ray[train]". The rest is in requirements-test.txt.
+"""
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from string import Template
+
+import pytest
+
+from tests.test_scripts import environment, free_port
+from tests.test_train import TINY, series
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 60
+
+
+def until(true: Callable[[], object], seconds: float, complaint: Callable[[], str]) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, complaint()
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A tiny run of four ranks over a small corpus, prepared once."""
+    place = tmp_path_factory.mktemp("corpus")
+    (place / "text").mkdir()
+    for i in range(40):
+        (place / "text" / f"{i:02d}.txt").write_text(f"document {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60)))
+    return [
+        *TINY, f"--training.steps={STEPS}", f"--data.source={place / 'text'}", f"--data.cache={place / 'cache'}",
+        "--parallelism.tensor_parallel=2", "--run.step_timeout_seconds=60",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unbroken(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of the same mesh by run_train.sh on one node."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    command = [str(ROOT / "run_train.sh"), *options, f"--run.folder={folder}"]
+    done = subprocess.run(command, env=environment(NGPU="4", OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return series(folder)
+
+
+# Slurm ----------------------------------------------------------------------------------------------------------------
+
+SLURM_CONF = """
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthInfo=socket={place}/munge.sock,cred_expire=5
+StateSaveLocation={place}/state
+SlurmdSpoolDir={place}/spool/%n
+SlurmctldPidFile={place}/slurmctld.pid
+SlurmdPidFile={place}/%n.pid
+SlurmctldLogFile={place}/slurmctld.log
+SlurmdLogFile={place}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+GresTypes=gpu
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=2,batch_sched_delay=0
+ReturnToService=2
+KillWait=30
+NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 RealMemory=100000 Gres=gpu:8
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 RealMemory=100000 Gres=gpu:8
+PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Slurm:
+    """A controller and two node daemons on this host; the nodes have eight GPUs each that are none."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.daemons = place, []
+        conf = place / "slurm.conf"
+        conf.write_text(SLURM_CONF.format(host=socket.gethostname(), place=place, ports=[free_port() for _ in range(3)]))
+        (place / "gres.conf").write_text("NodeName=n[0-1] Name=gpu Count=8 File=/dev/tty[1-8]\n")
+        for name in ("state", "spool/n0", "spool/n1"):
+            (place / name).mkdir(parents=True)
+        key = place / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        self.environment = environment(
+            SLURM_CONF=str(conf), NGPU="2", OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo"
+        )
+        self.environment["PATH"] += ":/usr/sbin"
+        files = [f"--{what}-file={place / f'munge.{what}'}" for what in ("key", "pid", "log", "seed")]
+        self.daemon("munged", "--force", "--foreground", f"--socket={place / 'munge.sock'}", *files)
+        until((place / "munge.sock").exists, 10, lambda: (place / "munge.log").read_text())
+        self.daemon("slurmctld", "-D", "-f", str(conf))
+        for name in ("n0", "n1"):
+            self.daemon("slurmd", "-D", "-f", str(conf), "-N", name)
+        until(lambda: self("sinfo", "--noheader", "--format=%T %D") == "idle 2", 30, self.logs)
+
+    def daemon(self, *command: str) -> None:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
+        self.daemons.append(subprocess.Popen(command, env=self.environment, start_new_session=True, **quiet))
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.place.glob("*.log"))
+
+    def __call__(self, *command: str) -> str:
+        done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=60)
+        return (done.stdout + done.stderr).strip()
+
+    def submit(self, log: Path, *words: str) -> str:
+        said = self("sbatch", "-N2", "--cpus-per-task=2", f"--output={log}", *words)
+        assert said.startswith("Submitted batch job "), said + self.logs()
+        return said.split()[-1]
+
+    def state(self, job: str) -> dict[str, str]:
+        shown = self("scontrol", "--oneliner", "show", "job", job)
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+    def wait(self, job: str, states: str, seconds: float, log: Path) -> dict[str, str]:
+        """Until the job is in one of these states. A requeued job starts 6 s later: sooner, the nodes refuse its credential."""
+        until(
+            lambda: self.state(job)["JobState"] in states.split(), seconds,
+            lambda: f"{self.state(job)}\n{log.exists() and log.read_text()}\n{self.logs()}",
+        )  # fmt: skip
+        return self.state(job)
+
+    def stop(self) -> None:
+        self("scancel", "--user=root", "--signal=KILL")
+        self("scancel", "--user=root")
+        until(lambda: not self("squeue", "--noheader"), 30, self.logs)
+        for daemon in reversed(self.daemons):
+            daemon.send_signal(signal.SIGTERM)
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    path = os.environ["PATH"] + ":/usr/sbin"
+    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name, path=path)]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"a Slurm of our own needs root and {', '.join(missing) or 'nothing more'} "
+                    "(Debian, Ubuntu: apt-get install slurm-wlm munge)")  # fmt: skip
+    place = tmp_path_factory.mktemp("slurm")
+    cluster = Slurm(place)
+    yield cluster
+    cluster.stop()
+
+
+def trained(folder: Path, step: int) -> bool:
+    metrics = folder / "metrics.jsonl"
+    return metrics.exists() and metrics.read_text().count("\n") >= step
+
+
+@pytest.mark.slow
+@pytest.mark.cap(500)
+def test_slurm_saves_before_the_time_limit_requeues_and_goes_on(slurm, options, unbroken, tmp_path):
+    log, folder = tmp_path / "job.log", tmp_path / "run"
+    job = slurm.submit(log, "tools/launch/slurm.sh", *options, f"--run.folder={folder}")
+    until(lambda: trained(folder, 6), 150, lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}")
+    slurm("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@120 does when its time has come
+    until(lambda: "stopped on request: requeued" in log.read_text(), 60, log.read_text)
+    reached = len(series(folder))
+    assert reached < STEPS and (folder / "checkpoints" / f"step-{reached:08d}").is_dir()
+    state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 240, log)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), log.read_text()
+    text = log.read_text()
+    assert f"resumed after step {reached} of {STEPS}" in text and "start 2, on n[0-1]" in text
+    assert series(folder) == unbroken, "bitwise: it is the same mesh"
+    assert sorted(path.name for path in (folder / "logs").glob("rank-*.log")) == [f"rank-0000{rank}.log" for rank in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.cap(500)
+def test_slurm_warns_before_the_time_limit(slurm, options, tmp_path):
+    """The limit is one minute, the warning comes 40 s (Slurm: to 50 s) before it, whatever the ranks are doing by then."""
+    log, folder = tmp_path / "job.log", tmp_path / "run"
+    endless = [*options, "--training.steps=1000000", "--metrics.interval=1000", f"--run.folder={folder}"]
+    job = slurm.submit(log, "--time=1", "--signal=B:USR1@40", "tools/launch/slurm.sh", *endless)
+    until(lambda: log.exists() and "stopped on request: requeued" in log.read_text(), 120, slurm.logs)
+    assert "DUE TO TIME LIMIT" not in log.read_text()
+    slurm("scancel", job)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(500)
+def test_slurm_requeues_after_a_node_failure(slurm, options, unbroken, tmp_path):
+    log, folder = tmp_path / "job.log", tmp_path / "run"
+    job = slurm.submit(log, "tools/launch/slurm.sh", *options, f"--run.folder={folder}")
+    until(lambda: trained(folder, 8), 150, lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}")
+    slurm("scontrol", "update", "nodename=n1", "state=down", "reason=test")
+    until(lambda: slurm.state(job)["JobState"] == "PENDING", 60, lambda: str(slurm.state(job)))
+    slurm("scontrol", "update", "nodename=n1", "state=resume")
+    state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 300, log)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log.read_text()
+    assert "resumed after step" in log.read_text() and series(folder) == unbroken
+
+
+@pytest.mark.slow
+@pytest.mark.cap(500)
+def test_slurm_a_cancelled_job_has_saved_and_does_not_come_back(slurm, options, tmp_path):
+    log, folder = tmp_path / "job.log", tmp_path / "run"
+    job = slurm.submit(log, "tools/launch/slurm.sh", *options, "--training.steps=100000", f"--run.folder={folder}")
+    until(lambda: trained(folder, 6), 150, lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}")
+    slurm("scancel", job)
+    until(lambda: not slurm("squeue", "--noheader", f"--jobs={job}"), 60, lambda: str(slurm.state(job)))
+    last = max(series(folder))
+    assert (folder / "checkpoints" / f"step-{last:08d}").is_dir(), "saved at the step it stopped at"
+    assert slurm.state(job)["JobState"] == "CANCELLED" and "requeued" not in log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("wrong, code, restarts", [("--training.step=5", "2:0", "0"), ("crash", "1:0", "1")])
+def test_slurm_a_failure_is_handed_on(slurm, options, tmp_path, wrong, code, restarts):
+    """A wrong option is code 2 and not tried again; a crash soon after the start is, MAX_RESTARTS times."""
+    log, folder = tmp_path / "job.log", tmp_path / "run"
+    if wrong == "crash":  # rank 0 cannot open what it writes its metrics to
+        (folder / "metrics.jsonl").mkdir(parents=True)
+    added = [f"--run.folder={folder}", *([] if wrong == "crash" else [wrong])]
+    job = slurm.submit(log, "--export=ALL,MAX_RESTARTS=1", "tools/launch/slurm.sh", *options, *added)
+    state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 200, log)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", code, restarts), log.read_text()
+    if wrong != "crash":
+        assert "training.steps" in log.read_text() and "Traceback" not in log.read_text()
+    else:
+        assert "Traceback" in log.read_text() and "soon after its start, 2 times now: not requeued" in log.read_text()
+
+
+# Kubernetes -----------------------------------------------------------------------------------------------------------
+
+VALUES = {"NAME": "llama-8b", "IMAGE": "registry/plumbline:1", "NODES": "4", "GPUS": "8", "CLAIM": "runs"}
+
+
+def manifest(**changed: str) -> list[dict]:
+    import yaml
+
+    text = (ROOT / "tools" / "launch" / "kubernetes.yaml").read_text()
+    return list(yaml.safe_load_all(Template(text).substitute(VALUES | {"CONFIG": "configs/llama_8b.toml"} | changed)))
+
+
+def test_the_kubernetes_manifest_fits_the_published_schemas():
+    """Kubernetes 1.31, the oldest that has all of it, and the newest that the validator knows."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install -r requirements-test.txt")
+    for version in ("1.31", kubernetes_validate.latest_version()):
+        for document in manifest():
+            kubernetes_validate.validate(document, version, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):  # negative control: it does look
+        kubernetes_validate.validate(manifest(NODES="four")[1], "1.31", strict=True)
+
+
+def test_the_kubernetes_manifest_says_what_the_documents_say():
+    service, job = manifest()
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    rules = [rule for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    rules = {tuple(rule["onExitCodes"]["values"]): rule["action"] for rule in rules}
+    assert rules == {(2, 76): "FailJob", (75,): "Ignore"}, "train.py's exit codes"
+    assert spec["completions"] == spec["parallelism"] == 4 and pod["restartPolicy"] == "Never"
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert environment["NGPU"] == "8" and environment["NNODES"] == "4" and environment["NODE_RANK"] is None
+    assert environment["MASTER_ADDR"] == f"llama-8b-0.{service['metadata']['name']}" and pod["subdomain"] == "llama-8b"
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+    words = (ROOT / "run_train.sh").read_text()
+    assert all(f"#   {name} " in words for name in environment), "run_train.sh knows every variable"
+
+
+@pytest.mark.slow
+def test_skypilots_own_parser_takes_the_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sky = pytest.importorskip("sky", reason='pip install "skypilot"')
+    task = sky.Task.from_yaml(str(ROOT / "tools" / "launch" / "skypilot.yaml"))
+    assert task.num_nodes == 2 and "./run_train.sh" in task.run
+
+
+def test_the_skypilot_file_names_what_run_train_needs():
+    import yaml
+
+    task = yaml.safe_load((ROOT / "tools" / "launch" / "skypilot.yaml").read_text())
+    assert {"resources", "num_nodes", "workdir", "setup", "run", "file_mounts"} <= task.keys()
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert all(f"{name}=" in task["run"] for name in ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR"))
+    assert (ROOT / task["envs"]["CONFIG"]).exists()
+    assert subprocess.run(["bash", "-n"], input=task["run"], text=True).returncode == 0
+
+
+# Ray Train ------------------------------------------------------------------------------------------------------------
+
+
+def ray(*words: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tools.launch.ray_train", "--nodes=2", "--ranks=2", *words]
+    here = environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", RAY_memory_monitor_refresh_ms="0")
+    return subprocess.Popen(command, cwd=ROOT, env=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(500)
+def test_ray_starts_again_after_a_failure_and_goes_on(options, unbroken, tmp_path):
+    """Two workers of two ranks on a local Ray; one rank is killed in mid-run."""
+    if not importlib.util.find_spec("ray"):
+        pytest.skip('Ray is not installed: pip install "ray[train]"')
+    folder = tmp_path / "run"
+    process = ray("--max-failures=2", *options, f"--run.folder={folder}")
+    with ThreadPoolExecutor() as reader:
+        said = reader.submit(process.stdout.read)
+        try:
+            until(lambda: trained(folder, 8) or process.poll() is not None, 200, lambda: "it does not train")
+            ranks = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_rank_of(pid, folder)]
+            assert len(ranks) == 4, process.poll()
+            os.kill(ranks[2], signal.SIGKILL)
+            code = process.wait(250)
+        finally:
+            process.kill()
+    text = said.result()
+    assert code == 0, text
+    assert "was killed by SIGKILL" in text and "resumed after step" in text, text
+    assert series(folder) == unbroken
+
+
+@pytest.mark.slow
+@pytest.mark.cap(400)
+def test_ray_stopped_by_sigterm_has_saved(options, tmp_path):
+    if not importlib.util.find_spec("ray"):
+        pytest.skip('Ray is not installed: pip install "ray[train]"')
+    folder = tmp_path / "run"
+    process = ray(*options, "--training.steps=100000", f"--run.folder={folder}")
+    with ThreadPoolExecutor() as reader:
+        said = reader.submit(process.stdout.read)
+        try:
+            until(lambda: trained(folder, 8) or process.poll() is not None, 200, lambda: "it does not train")
+            process.terminate()
+            code = process.wait(120)
+        finally:
+            process.kill()
+    assert code == 75, said.result()
+    assert (folder / "checkpoints" / f"step-{max(series(folder)):08d}").is_dir(), said.result()
+
+
+def is_rank_of(pid: int, folder: Path) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+    return "tools.launch.rank" in command and str(folder) in command
+
+
+def test_ray_train_says_what_is_wrong_before_it_starts_ray(tmp_path):
+    process = ray("--training.step=5", f"--run.folder={tmp_path / 'run'}")
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 2 and "training.steps" in said and "Traceback" not in said
+    assert not (tmp_path / "run").exists()

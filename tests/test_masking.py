@@ -1,0 +1,433 @@
+"""Document masking: a packed micro-batch computes what each of its documents computes alone, loss and every gradient.
+
+The oracle is the plain model on one document at a time, without masking. The documents are of prime lengths, of one token,
+of a whole window, and end where a window ends; two steps with other documents each, so that what the first one left
+compiled or cached meets another table.
+"""
+
+import contextlib
+import functools
+import io
+import warnings
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train
+from configs.load import load_config
+from models import document_attention as masked, llama
+from parallelisms import ac
+from parallelisms.mesh import world
+from tests.ranks import run_ranks
+from tests.test_hf_parity import SHAPES
+from tests.test_parallel import Count, whole
+from tests.test_train import series, tiny_run
+from training.loss import IGNORE, linear_cross_entropy, plain_cross_entropy
+
+SEQ, VOCAB = 24, 263
+ROWS = (  # of two steps: the lengths of the documents of each window
+    ((24,), (1, 7, 13, 3), (1, 1, 1, 19, 2), (23, 1), (2, 3, 5, 7, 7), (11, 13), (24,), (17, 7)),
+    ((5, 19), (1,) * 24, (24,), (1, 23), (13, 11), (2, 22), (7, 17), (3, 3, 5, 13)),
+)
+MODEL = (
+    "--model.dim=50 --model.n_layers=2 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 --model.hidden_dim=44 "
+    f"--model.vocab_size={VOCAB} --data.tokenizer=bytes --data.mask_documents=true --training.param_dtype=float32 "
+    f"--training.seq_len={SEQ} --training.global_batch_size=8 --training.steps=2 --lr_schedule.warmup_steps=0 "
+    "--optimizer.kind=sgd --optimizer.lr=0.5 --run.device=cpu"
+).split()
+COMPILE = ["--compile.enabled=true", "--compile.backend=aot_eager"]
+VARIANTS = {
+    "eager": [],
+    "accumulation": ["accumulate"],
+    "ac-full": ["--activation_checkpoint.mode=full"],
+    "ac-selective": ["--activation_checkpoint.mode=selective", "accumulate"],
+    "compile": COMPILE,
+    "compile-selective": [*COMPILE, "--activation_checkpoint.mode=selective"],
+    "compile-full": [*COMPILE, "--activation_checkpoint.mode=full"],
+}
+MESHES = {  # name: (ranks, options, data-parallel ranks, variants)
+    "one": (1, [], 1, ["eager", "accumulation", "ac-full", "ac-selective", "compile"]),
+    "fsdp2": (2, [], 2, ["eager", "accumulation", "ac-full", "ac-selective", "compile-full"]),
+    "tp2": (2, ["--parallelism.tensor_parallel=2"], 1, ["eager", "ac-full", "ac-selective"]),
+    "fsdp2xtp2": (4, ["--parallelism.tensor_parallel=2"], 2, ["eager", "ac-full", "ac-selective", "compile-selective"]),
+}
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    """tokens, labels, positions [8, T], as data/loader.py makes them of windows of these documents."""
+    generator = torch.Generator().manual_seed(step)
+    window = torch.randint(0, VOCAB, (8, SEQ + 1), generator=generator)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ROWS[step]])
+    labels = window[:, 1:].clone()
+    labels[:, :-1][positions[:, 1:] == 0] = IGNORE
+    labels[::2, -1] = IGNORE  # in every other window the next document begins right after it
+    return {"tokens": window[:, :-1].contiguous(), "labels": labels, "positions": positions}
+
+
+def observe(job: train.Job, step) -> dict:
+    """What `step(i)` does in two steps: losses and norms, and the gathered gradients of the last."""
+    seen = {"loss": [], "norm": []}
+
+    def keep_gradients(*_):
+        seen["grad"] = {n: whole(p.grad).float().numpy() for n, p in job.model.named_parameters()}
+
+    job.optimizer.register_step_pre_hook(keep_gradients)
+    for i in range(len(ROWS)):
+        loss, norm = step(i)
+        seen["loss"].append(loss)
+        seen["norm"].append(norm)
+    return seen
+
+
+def packed(options: list[str], dp_size: int = 1, change=lambda batch: batch) -> dict:
+    """The windows through train.build and train.train_step, on this rank of a mesh."""
+    warnings.simplefilter("ignore")
+    micro = 1 + ("accumulate" in options)
+    options = [o for o in options if o != "accumulate"]
+    local = f"--training.local_batch_size={8 // dp_size // micro}"
+    job = train.build(load_config([*MODEL, local, *options], world().size, world().local_size))
+
+    def step(i: int) -> tuple[float, float]:
+        rows = slice(8 // dp_size * job.mesh.dp_rank, 8 // dp_size * (job.mesh.dp_rank + 1))
+        shape = micro, 8 // dp_size // micro, SEQ
+        result = train.train_step(job, {key: x[rows].view(shape) for key, x in change(batch(i)).items()})
+        return result.loss, result.grad_norm
+
+    return observe(job, step)
+
+
+def alone(options: list[str]) -> dict:
+    """The oracle: the plain model on each document by itself, without masking."""
+    job = train.build(load_config([*MODEL, *options]))
+
+    def step(i: int) -> tuple[float, float]:
+        rows = batch(i)
+        counted = (rows["labels"] != IGNORE).sum()
+        total = 0.0
+        for row, lengths in enumerate(ROWS[i]):
+            tokens, labels = (rows[key][row].split(lengths) for key in ("tokens", "labels"))
+            for document, label in zip(tokens, labels):
+                head = partial(linear_cross_entropy, labels=label[None], chunk_tokens=99)
+                loss = job.model(document[None], head) / counted
+                loss.backward()
+                total += loss.item()
+        norm = train.clip_grad_norm(job.model.parameters(), 1.0).item()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        return total, norm
+
+    return observe(job, step)
+
+
+@functools.cache
+def oracle() -> dict:
+    return run_ranks(1, alone, [])[0]
+
+
+def compare(name: str, seen: dict, limit: float = 1e-5) -> list[str]:
+    """What differs from each document alone: sentences, empty when nothing does."""
+    want, problems = oracle(), []
+    for key in "loss", "norm":
+        error = np.max(np.abs(np.array(seen[key]) / np.array(want[key]) - 1))
+        if not error <= limit:
+            problems.append(f"{name}: {key} off by {error:.1e} relative")
+    assert seen["grad"].keys() == want["grad"].keys()
+    for n, grad in want["grad"].items():
+        error = np.linalg.norm(seen["grad"][n] - grad) / np.linalg.norm(grad)
+        if not error <= limit:
+            problems.append(f"{name}: grad of {n} off by {error:.1e} relative")
+    return problems
+
+
+def all_variants(names: list[str], mesh_options: list[str], dp_size: int) -> dict:
+    return {name: packed([*VARIANTS[name], *mesh_options], dp_size) for name in names}
+
+
+@pytest.mark.cap(240)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_packed_documents_equal_each_document_alone(mesh):
+    ranks, options, dp_size, names = MESHES[mesh]
+    seen = run_ranks(ranks, all_variants, names, options, dp_size, timeout=200)[0]
+    problems = [problem for name in names for problem in compare(f"{mesh} {name}", seen[name])]
+    assert not problems, "\n".join(problems)
+
+
+# The bugs put in, each of which must show in the comparison.
+
+
+def no_mask(positions: torch.Tensor, device: torch.device) -> masked.Documents:
+    rows, seq = positions.shape
+    return masked.Documents(positions, torch.arange(0, rows * seq + 1, seq, dtype=torch.int32), seq)
+
+
+def running_positions(positions: torch.Tensor, device: torch.device) -> masked.Documents:
+    """As if they counted on through the corpus. RoPE is relative: behind the mask this is only rounding, but an angle of
+    100,000 in float32 is known to 0.004, so it shows."""
+    right = masked.Documents.of(positions, device)
+    return masked.Documents(torch.arange(SEQ).expand_as(positions) + 100_000, right.starts, right.longest)
+
+
+def stretched_positions(positions: torch.Tensor, device: torch.device) -> masked.Documents:
+    right = masked.Documents.of(positions, device)
+    return masked.Documents(positions * 2, right.starts, right.longest)
+
+
+def with_documents(make) -> dict:
+    llama.Llama.documents = staticmethod(make)
+    return packed([])
+
+
+def loss_across_borders() -> dict:
+    return packed([], change=lambda rows: rows | {"labels": rows["labels"].where(rows["labels"] != IGNORE, 7)})
+
+
+BUGS = {
+    "no mask": (with_documents, no_mask),
+    "positions run on": (with_documents, running_positions),
+    "positions stretched": (with_documents, stretched_positions),
+    "loss across borders": (loss_across_borders,),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_negative_controls(name):
+    bug, *args = BUGS[name]
+    problems = compare("bug", run_ranks(1, bug, *args)[0])
+    assert any("grad of layers.0.attention.wq" in p for p in problems), problems
+
+
+def test_bfloat16_is_near_float32():
+    """The documents' own kernel calls in bfloat16, under FSDP's mixed precision: as tests/test_parallel.py without masking."""
+    seen = run_ranks(2, packed, ["--training.param_dtype=bfloat16"], 2)[0]
+    problems = compare("bfloat16", seen, 0.05)
+    assert not problems, "\n".join(problems)
+    assert np.max(np.abs(np.array(seen["loss"]) / np.array(oracle()["loss"]) - 1)) < 2**-8
+
+
+# ------------------------------------------------------------------------------------------- the three ways to compute it
+
+
+def in_the_open(options: list[str]) -> dict:
+    masked.cpu_document_attention = lambda *args: (masked.one_by_one(*args), None)
+    return packed(options)
+
+
+def test_one_by_one_equals_each_document_alone():
+    """What float32 on CUDA runs, here on CPU."""
+    problems = []
+    for mode in "none", "full", "selective":
+        problems += compare(mode, run_ranks(1, in_the_open, [f"--activation_checkpoint.mode={mode}"])[0])
+    assert not problems, "\n".join(problems)
+
+
+def _documents_of(q, k, v, cu_q, cu_k, max_q, max_k):
+    """Checks what the CUDA kernel expects of its arguments; yields the slices of the documents."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and torch.equal(cu_q, cu_k) and cu_q[0] == 0 and cu_q[-1] == len(q)
+    assert max_q == max_k == cu_q.diff().max() and cu_q.diff().min() > 0 and all(x.stride(-1) == 1 for x in (q, k, v))
+    return masked._slices(cu_q)
+
+
+def stand_in_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, return_debug_mask, *, window_size_right, **_):
+    assert causal and dropout == 0 and window_size_right == 0
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    for one in _documents_of(q, k, v, cu_q, cu_k, max_q, max_k):
+        o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*masked._heads_first(one, q, k, v), 0.0, True)
+        out[one], lse[:, one] = o[0].transpose(0, 1), s[0]
+    return out, lse, q.new_empty(0), q.new_empty(0), q.new_empty(0)
+
+
+def stand_in_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, **_):
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for one in _documents_of(q, k, v, cu_q, cu_k, max_q, max_k):
+        inputs = *masked._heads_first(one, grad, q, k, v, out), lse[:, one][None]
+        pieces = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True)
+        for g, piece in zip(grads, pieces):
+            g[one] = piece[0].transpose(0, 1)
+    return grads
+
+
+def as_on_cuda(names: list[str], mesh_options: list[str], dp_size: int) -> dict:
+    """The path of CUDA, on CPU: all of PyTorch's varlen_attn but its kernels, which stand-ins on CPU replace."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", stand_in_forward, "CPU")
+    library.impl("_flash_attention_backward", stand_in_backward, "CPU")
+    masked.fits_varlen = lambda x: True
+    masked.cpu_document_attention = None
+    return all_variants(names, mesh_options, dp_size)
+
+
+@pytest.mark.cap(240)
+@pytest.mark.parametrize("mesh, names", [("one", ["ac-full", "compile-selective"]), ("tp2", ["ac-selective", "compile"])])
+def test_the_cuda_path_with_stand_in_kernels(mesh, names):
+    ranks, options, dp_size, _ = MESHES[mesh]
+    seen = run_ranks(ranks, as_on_cuda, names, options, dp_size, timeout=200)[0]
+    problems = [problem for name in names for problem in compare(f"{mesh} {name}", seen[name])]
+    assert not problems, "\n".join(problems)
+
+
+def on_a_gpu(compiled: bool) -> list[float]:
+    if not torch.cuda.is_available():
+        return []
+    positions = torch.cat([torch.arange(n) for n in (1, 255, 45, 7, 64, 128, 1, 11)]).view(2, 256)
+    documents = masked.Documents.of(positions, torch.device("cuda"))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 256, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
+    assert masked.fits_varlen(q)
+    attend = torch.compile(masked.document_attention, fullgraph=True) if compiled else masked.document_attention
+    grad = torch.randn_like(q)
+    got = attend(q, k, v, documents)
+    want = masked.one_by_one(*(x.flatten(0, 1).float() for x in (q, k, v)), documents.starts).view_as(q)
+    gots, wants = (torch.autograd.grad(out, (q, k, v), grad.to(out.dtype)) for out in (got, want))
+    return [((a - b).norm() / b.norm()).item() for a, b in zip((got, *gots), (want, *wants))]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_varlen_on_a_gpu_equals_one_by_one(compiled):
+    """bfloat16, grouped heads, documents of 1 to 255 tokens: output and gradients to the type's rounding."""
+    errors = run_ranks(1, on_a_gpu, compiled)[0]
+    if not errors:
+        pytest.skip("needs a GPU")
+    assert max(errors) < 0.01, errors
+
+
+def contracts() -> None:
+    q, k, v = (torch.randn(24, h, 6, requires_grad=True) for h in (4, 2, 2))
+    torch.library.opcheck(masked.cpu_document_attention, (q, k, v, torch.tensor([0, 1, 8, 24], dtype=torch.int32)))
+
+
+def test_the_operator_keeps_pytorchs_contracts():
+    """Schema, fake tensors, autograd and tracing with sizes that change: what torch.compile builds on."""
+    run_ranks(1, contracts)
+
+
+def compilations() -> int:
+    """How often a block is compiled over batches that all have other documents."""
+    job = train.build(load_config([*MODEL, *COMPILE]))
+    torch._dynamo.utils.counters.clear()
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        rows = batch(0)
+        begins = torch.rand(8, SEQ, generator=generator) < (seed + 1) / 10
+        begins[:, 0] = True
+        here = torch.arange(SEQ).expand(8, SEQ)
+        rows["positions"] = here - here.where(begins, 0).cummax(1).values
+        train.train_step(job, {key: x[None] for key, x in rows.items()})
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.cap(180)
+def test_other_documents_do_not_compile_anew():
+    """Once for the first table, once more when its size is found to change; both blocks share the code."""
+    assert run_ranks(1, compilations)[0] <= 3
+
+
+# --------------------------------------------------------------------------------------------------------------- the rest
+
+
+def test_documents_are_found_in_positions():
+    rows = batch(0)
+    documents = masked.Documents.of(rows["positions"], torch.device("cpu"))
+    assert documents.starts.tolist() == np.cumsum([0, *(n for row in ROWS[0] for n in row)]).tolist()
+    assert documents.starts.dtype == torch.int32 and documents.longest == 24 and documents.positions is rows["positions"]
+
+
+def kernels(mode: str) -> int:
+    job = train.build(load_config([*MODEL, "--training.local_batch_size=8", f"--activation_checkpoint.mode={mode}"]))
+    with Count() as count:
+        train.train_step(job, {key: x[None] for key, x in batch(0).items()})
+    return count.seen["attention"]
+
+
+def test_selective_checkpointing_keeps_attention_and_full_recomputes_it():
+    assert [run_ranks(1, kernels, mode)[0] for mode in ("none", "selective", "full")] == [2, 2, 4]
+
+
+def test_the_names_that_selective_checkpointing_keeps_exist():
+    for name in ac.KEEP:
+        namespace, operator, overload = name.split(".")
+        assert str(getattr(getattr(getattr(torch.ops, namespace), operator), overload)) == name
+
+
+def beside_hugging_face(shape: str) -> dict:
+    """Our packed window against LlamaForCausalLM on each document alone; the greatest differences."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from checkpoint.hf import config_json, name_pairs
+
+    args = SHAPES[shape]
+    torch.manual_seed(1)
+    theirs, ours = LlamaForCausalLM(LlamaConfig(**config_json(args))), llama.build(args)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_(0, 0.2)
+    pairs = name_pairs(args, llama.HF_NAMES)
+    ours.load_state_dict({mine: theirs.state_dict()[hf] for mine, hf in pairs})
+    rows = batch(0)
+    rows["tokens"] %= 97
+    rows["labels"] = rows["labels"].where(rows["labels"] == IGNORE, rows["labels"] % 97)
+    got = ours(rows["tokens"], documents=masked.Documents.of(rows["positions"], torch.device("cpu")))
+    plain_cross_entropy(got, rows["labels"]).backward()
+    worst = 0.0
+    for row, lengths in enumerate(ROWS[0]):
+        pieces = zip(*(x[row].split(lengths) for x in (rows["tokens"], rows["labels"], got)))
+        for tokens, labels, logits in pieces:
+            want = theirs(tokens[None]).logits
+            worst = max(worst, (want[0] - logits).abs().max().item())
+            F.cross_entropy(want[0], labels, ignore_index=IGNORE, reduction="sum").backward()
+    mine, hfs = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    return {"logits": worst, "grads": max(((mine[a].grad - hfs[b].grad).norm() / hfs[b].grad.norm()).item() for a, b in pairs)}
+
+
+@pytest.mark.parametrize("shape", ["llama3.1", "llama3.2"])
+def test_equals_hugging_face_on_each_document(shape):
+    pytest.importorskip("transformers")
+    seen = run_ranks(1, beside_hugging_face, shape)[0]
+    assert seen["logits"] <= 2e-6 and seen["grads"] <= 1e-5, seen
+
+
+# ------------------------------------------------------------------------------------------------------- through train.py
+
+
+def whole_run(options: list[str], folder: Path) -> list[float]:
+    """A run of train.main; on one rank also, for the first batch of the loader, the loss of its documents one by one."""
+    real, alone = train.train_step, []
+
+    def noting(job, rows):
+        if not alone and job.mesh.size == 1 and "positions" in rows:
+            counted = (rows["labels"] != IGNORE).sum()
+            total = 0.0
+            for tokens, labels, positions in zip(*(rows[key].flatten(0, 1) for key in ("tokens", "labels", "positions"))):
+                ends = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+                for a, b in zip(ends, ends[1:]):
+                    with torch.no_grad():
+                        head = partial(linear_cross_entropy, labels=labels[None, a:b], chunk_tokens=99)
+                        total += job.model(tokens[None, a:b], head)
+            alone.append((total / counted).item())
+        return real(job, rows)
+
+    train.train_step = noting
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert train.main([f"--run.folder={folder}", *options]) == 0
+    return alone
+
+
+@pytest.mark.cap(180)
+def test_a_whole_run_masks_in_training_and_validation_on_every_mesh(tmp_path):
+    """The corpus has documents longer and (like the last of it) other than windows: every run's losses agree, the first is
+    that of the documents one by one, and without masking they are others."""
+    options = [*tiny_run(tmp_path), "--training.steps=6", "--training.seq_len=96", "--validation.interval=3"]
+    masked = [*options, "--data.mask_documents=true"]
+    first = run_ranks(1, whole_run, masked, tmp_path / "one")[0][0]
+    run_ranks(4, whole_run, [*masked, "--parallelism.tensor_parallel=2"], tmp_path / "mesh")
+    run_ranks(1, whole_run, options, tmp_path / "unmasked")
+    for key in "loss", "validation_loss":
+        one, mesh, unmasked = (series(tmp_path / name, key) for name in ("one", "mesh", "unmasked"))
+        assert one.keys() == mesh.keys() == unmasked.keys() and len(one) == (6 if key == "loss" else 2)
+        for step in one:
+            assert abs(mesh[step] / one[step] - 1) < 1e-5
+            assert unmasked[step] != one[step]
+    assert abs(series(tmp_path / "one")[1] / first - 1) < 1e-5

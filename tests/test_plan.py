@@ -1,0 +1,325 @@
+"""`tools.plan` predicts what real runs do: memory, every collective, FLOPs; and says what is wrong in a sentence."""
+
+import json
+import math
+import multiprocessing
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import train
+from configs.load import load_config
+from configs.schema import InputError
+from parallelisms import mesh as meshes
+from tests.ranks import run_ranks
+from tools import estimate as estimates
+from tools import plan, trace
+from tools.estimate import Reliability, Ring, estimate, load_device
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Sizes that no mesh divides, and large enough that activations, not constants, are what is measured.
+MODEL = (
+    "--model.dim=120 --model.n_layers=5 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=14 --model.hidden_dim=308 "
+    "--model.vocab_size=1031 --data.tokenizer=bytes --training.seq_len=64 --training.global_batch_size=8 "
+    "--training.local_batch_size=2 --training.loss_chunk_tokens=50 --lr_schedule.warmup_steps=0 --training.param_dtype=bfloat16"
+).split()
+NONE, FULL, SELECTIVE = (f"--activation_checkpoint.mode={mode}" for mode in ("none", "full", "selective"))
+TP2 = "--parallelism.tensor_parallel=2"
+CASES = {  # name: (ranks, options)
+    "single": (1, [NONE, "--training.param_dtype=float32", "--training.local_batch_size=8"]),
+    "single-bf16": (1, [SELECTIVE]),
+    "fsdp2": (2, [NONE, "--training.local_batch_size=4"]),
+    "fsdp2-full-accumulate": (2, [FULL]),
+    "fsdp2-float32": (2, [SELECTIVE, "--training.param_dtype=float32"]),
+    "tp2": (2, [NONE, TP2, "--training.param_dtype=float32", "--training.local_batch_size=8"]),
+    "tp2-selective-accumulate": (2, [SELECTIVE, TP2, "--training.local_batch_size=4"]),
+    "ddp2": (2, [FULL, "--parallelism.data_parallel_replicate=2", "--training.local_batch_size=4"]),
+    "fsdp2xtp2": (4, [NONE, TP2, "--training.local_batch_size=4"]),
+    "fsdp2xtp2-full": (4, [FULL, TP2, "--training.local_batch_size=4"]),
+    "hsdp2x2-selective": (4, [SELECTIVE, "--parallelism.data_parallel_replicate=2"]),
+}
+
+
+def config(options: list[str], ranks: int):
+    return load_config([*MODEL, *options], ranks, ranks)
+
+
+def collectives(step: trace.Step) -> Counter:
+    return Counter((op.dimension, op.kind, op.message) for _, times, op in step.ops() if op.kind for _ in range(times))
+
+
+def apart(fn, *args):
+    """fn(*args) in a process of its own: PyTorch keeps meshes of a fake group in caches that a real one would find."""
+    with multiprocessing.get_context("fork").Pool(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return pool.apply(fn, args)
+
+
+# What PyTorch's profiler calls a collective -> its kind, which of its inputs is the message, and by what that is multiplied.
+PROFILED = {
+    "c10d::_allgather_base_": ("all-gather", 0, None),
+    "c10d::_reduce_scatter_base_": ("reduce-scatter", 1, None),
+    "_c10d_functional::all_gather_into_tensor": ("all-gather", 0, 1),  # the input; argument 1 is the size of the group
+    "_c10d_functional::reduce_scatter_tensor": ("reduce-scatter", 0, None),
+    "_c10d_functional::all_reduce": ("all-reduce", 0, None),
+}
+BYTES = {"float": 4, "c10::BFloat16": 2, "long int": 8}
+
+
+def profiled(job: train.Job, batch: dict) -> Counter:
+    """(kind, bytes) of the collectives of a step, by another witness: PyTorch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        train.train_step(job, batch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    events = [e for e in events if e.get("cat") == "cpu_op" and (e["name"] in PROFILED or e["name"].startswith("c10d::"))]
+    found = Counter()
+    for event in (e for e in events if e["name"] in PROFILED):
+        # Selective checkpointing dispatches an operator twice, or answers it with the result that it kept: of nested
+        # events the innermost counts, and only one below which c10d ran.
+        inside = [e["name"] for e in events if event["ts"] < e["ts"] <= event["ts"] + event["dur"] and e is not event]
+        if event["name"] in inside or not (inside or event["name"].startswith("c10d::")):
+            continue
+        kind, message, times = PROFILED[event["name"]]
+        args = event["args"]
+        size = math.prod(args["Input Dims"][message]) * BYTES[args["Input type"][message]]
+        found[kind, size * (1 if times is None else int(args["Concrete Inputs"][times]))] += 1
+    return found
+
+
+def real(options: list[str]) -> tuple[int, dict[str, int], Counter, Counter]:
+    """(peak, what it is, collectives, what the profiler saw of them) of this rank's real second and third step."""
+    here = meshes.world()
+    job = train.build(config(options, here.size))
+    micro_batches = trace.accumulation(job.cfg, job.mesh.dp_size)
+    batch = trace.batch_of(job, micro_batches)
+    train.train_step(job, batch)
+    seen = profiled(job, batch)
+    with trace.Trace() as accountant:
+        step = trace.run_step(accountant, job, batch, micro_batches)
+    peak, _, kinds = step.peak()
+    return peak, kinds, collectives(step), seen
+
+
+QUICK = ("single", "fsdp2-full-accumulate", "tp2-selective-accumulate", "fsdp2xtp2", "hsdp2x2-selective")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_memory_and_collectives_are_those_of_a_real_step(name):
+    ranks, options = CASES[name]
+    predicted = apart(trace.traced, config(options, ranks), ranks, ranks, False)
+    outcomes = run_ranks(ranks, real, options)
+    expected, _, what = predicted.peak()
+    peak, kinds, seen, profiler_saw = outcomes[0]
+    assert peak == max(outcome[0] for outcome in outcomes)  # rank 0 has the largest shards
+    assert expected == peak and what == kinds  # to the byte; what is asked for is 5 %
+    assert collectives(predicted) == seen
+    without_dimension = Counter()
+    for (_, kind, message), n in seen.items():
+        without_dimension[kind, message] += n
+    assert not profiler_saw - without_dimension
+    rest = without_dimension - profiler_saw  # the profiler does not say what type c10d's all-reduce has
+    assert {kind for kind, _ in rest} <= {"all-reduce"}
+
+
+def real_without_seeing_fsdp_free() -> int:
+    with mock.patch.object(trace.Trace, "resized", lambda *_: None):
+        return real(CASES["fsdp2"][1])[0]
+
+
+def test_the_accountant_must_see_what_fsdp_frees():
+    """Negative control: FSDP frees gathered weights by resizing their storage, which no operator tells."""
+    assert run_ranks(2, real_without_seeing_fsdp_free)[0] != run_ranks(2, real, CASES["fsdp2"][1])[0][0]
+
+
+WHOLE = {  # the same step with all layers traced, and put together from a few: ranks, options
+    "fsdp-every_n-prefetch": (4, ["--activation_checkpoint.mode=every_n", "--activation_checkpoint.every_n=3", "--parallelism.prefetch=2",
+                                  "--training.local_batch_size=1", "--model.n_layers=15"]),
+    "hsdp-tp-accumulate": (8, [SELECTIVE, TP2, "--parallelism.data_parallel_replicate=2", "--training.local_batch_size=1",
+                               "--training.global_batch_size=20", "--model.n_layers=7"]),
+    "never-reshard": (4, [NONE, "--parallelism.reshard_after_forward=false", "--model.n_layers=9"]),
+}  # fmt: skip
+
+
+def composed_and_whole(cfg, ranks: int) -> list[tuple]:
+    steps = trace.traced(cfg, ranks, 4, True), trace.trace_step(cfg, ranks, 4, True, most=99)
+    flops = [sum(times * (op.product_flops + op.attention_flops + op.again) for _, times, op in step.ops()) for step in steps]
+    peaks = [step.peak() for step in steps]
+    return [(peak, kinds, collectives(step), f) for step, (peak, _, kinds), f in zip(steps, peaks, flops)]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_step_put_together_from_few_layers_is_the_whole_step(name):
+    ranks, options = WHOLE[name]
+    few, whole = apart(composed_and_whole, config(options, ranks), ranks)
+    assert few == whole
+
+
+def test_blocks_that_differ_are_all_traced():
+    """What repeats with another period than is assumed is not put together from one block."""
+    cfg = config(["--activation_checkpoint.mode=every_n", "--model.n_layers=9", "--training.local_batch_size=1"], 4)
+    step = apart(trace.trace_step, cfg.model_copy(update={"model": cfg.model.model_copy(update={"n_layers": 6})}), 4, 4, True)
+    assert trace.with_layers(step, 9, edge=2, period=1) is None
+    assert trace.with_layers(step, 10, edge=1, period=2) is not None
+
+
+def counted(options: list[str], ranks: int) -> tuple[float, float, float]:
+    cfg = config([*options, "--model.vocab_size=1032"], ranks)  # even: rank 0 stands for all
+    return plan.make_plan(cfg, plan.Question(ranks, ranks, load_device("h100"))).flops()
+
+
+@pytest.mark.parametrize("ranks, options, recomputed", [
+    (1, [NONE, "--training.local_batch_size=4"], (0.0, 0.1)),
+    (4, [TP2, SELECTIVE, "--training.local_batch_size=1"], (0.0, 0.1)),
+    (2, [FULL, "--model.tied_embeddings=true", "--training.local_batch_size=2"], (0.15, 0.34)),
+])  # fmt: skip
+def test_counted_flops_are_the_derived_ones(ranks, options, recomputed):
+    """PaLM's convention: attention whole, recomputation (and flash attention's own, of the scores) beside."""
+    derived, found, again = apart(counted, options, ranks)
+    assert found == pytest.approx(derived, rel=1e-9)
+    assert recomputed[0] <= again / derived <= recomputed[1]
+
+
+H100 = load_device("h100")
+
+
+@pytest.mark.parametrize("ranks, per_host, gb_per_s", [
+    (range(8), 8, 450 * 0.8),  # one host: the links
+    (range(64), 8, 400 * 0.8),  # eight hosts: eight cards each, less than the links
+    (range(0, 64, 8), 8, 50 * 0.8),  # one rank of each host: one card
+])  # fmt: skip
+def test_a_ring_is_as_fast_as_its_slowest_link(ranks, per_host, gb_per_s):
+    ring = Ring.of(list(ranks), per_host)
+    n = len(ranks)
+    assert ring.seconds("all-gather", 10**10, H100) == pytest.approx(10 * (n - 1) / n / gb_per_s, rel=0.01)
+    assert ring.seconds("all-reduce", 10**10, H100) == pytest.approx(2 * ring.seconds("all-gather", 10**10, H100), rel=0.01)
+    assert 0 < ring.seconds("all-reduce", 4, H100) < 1e-3
+
+
+def test_slow_links_are_exposed_and_fast_ones_hide(monkeypatch):
+    step = apart(trace.traced, config([NONE, "--training.local_batch_size=2"], 4), 4, 4, True)
+    monkeypatch.setattr(estimates, "NCCL_BASE_US", 0)
+    fast, slow = (estimate(step, H100.model_copy(update={"link_gb_per_s": speed, "link_latency_us": 0}), 4, False) for speed in (1e6, 0.01))
+    assert fast.computing == slow.computing and fast.exposed < 0.05 * fast.seconds
+    assert slow.exposed > 0.9 * slow.seconds
+    for found in fast, slow:
+        assert found.seconds == pytest.approx(found.computing + found.exposed)
+
+
+def test_the_best_interval_between_checkpoints_is_youngs():
+    r = Reliability(mtbf_seconds=50_000, save_seconds=4, restart_seconds=300)
+    assert r.best_interval == pytest.approx((2 * 4 * 50_000) ** 0.5)
+    best = r.goodput(r.best_interval)
+    assert best > r.goodput(r.best_interval / 2) and best > r.goodput(r.best_interval * 2)
+
+
+DEBUG = ["--training.seq_len=64", "--model.n_layers=2"]
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--device", "h10"], ["unknown", 'did you mean "h100"', "b200"]),
+    (["--device", "nowhere.toml"], ["cannot be read"]),
+    (["--gpus", "12"], ["no whole number of hosts of 8", "8 or 16"]),
+    (["--gpus", "0"], ["at least 1"]),
+    (["--gpus", "8", "--parallelism.tensor_parallel=3"], ["mistakes", "does not divide the 8 processes of a host", "query heads"]),
+    (["--gpus", "4", "--training.param_dtype=float32", "--training.local_batch_size=2"], ["float32", "bfloat16"]),
+    (["--gpus", "64", "--search"], ["no mesh of 64 GPUs is legal", "global_batch_size = 8"]),
+])  # fmt: skip
+def test_a_mistake_is_a_sentence(argv, words, capsys):
+    assert plan.main(argv) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words) and "Traceback" not in said
+
+
+OWN = {"memory_gib": 0.01, "memory_gb_per_s": 100, "link_gb_per_s": 10, "fabric_gb_per_s": 1}
+
+
+def own_device(folder: Path, **rows) -> str:
+    path = folder / "mine.toml"
+    path.write_text("[mine]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in (OWN | rows).items()))
+    return str(path)
+
+
+def test_a_device_of_ones_own(tmp_path, capsys):
+    assert plan.main([*DEBUG, "--gpus", "1", "--device", own_device(tmp_path)]) == 2
+    assert "give peak_tflops" in capsys.readouterr().err
+    assert plan.main([*DEBUG, "--gpus", "1", "--device", own_device(tmp_path, peak_tflops=10, memory="a lot")]) == 2
+    assert "memory: Extra inputs" in capsys.readouterr().err
+    with pytest.raises(InputError, match="found 2"):
+        two = tmp_path / "two.toml"
+        two.write_text("[a]\nmemory_gib = 1\n[b]\nmemory_gib = 2\n")
+        load_device(str(two))
+
+
+def command(*argv: str, cap: float = 60) -> tuple[int, str, str, float]:
+    """(exit code, output, errors, GiB at the most) of `python -m tools.plan`."""
+    line = [sys.executable, "-c", "import resource, sys; from tools.plan import main; code = main(sys.argv[1:]); "
+            "print('GIB', max(resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 2**20); sys.exit(code)"]  # fmt: skip
+    done = subprocess.run([*line, *argv], cwd=ROOT, capture_output=True, text=True, timeout=cap)
+    found = re.search(r"^GIB (\S+)$", done.stdout, re.M)
+    return done.returncode, done.stdout, done.stderr, float(found[1]) if found else 0.0
+
+
+@pytest.mark.cap(240)
+def test_what_fits_nowhere_is_told_with_what_would_work(tmp_path):
+    device = own_device(tmp_path, peak_tflops=10, memory_gib=1.52)
+    code, _, said, _ = command(*DEBUG, "--gpus", "2", "--device", device, "--search", "--training.global_batch_size=2", cap=200)
+    assert code == 2 and "nothing fits 1.5 GiB on 2 GPUs; the nearest is tensor_parallel" in said, said
+
+
+@pytest.mark.cap(240)
+def test_the_best_of_a_search_is_written_and_runs(tmp_path):
+    out = str(tmp_path / "best.toml")
+    code, said, errors, _ = command(*DEBUG, "--gpus", "2", "--search", "--write", out, "--training.global_batch_size=2", cap=200)
+    assert code == 0 and "tokens/s" in said, errors
+    best = load_config([out], 2, 2)
+    assert best.training.seq_len == 64
+    peaks = run_ranks(2, real, [out, "--run.device=cpu"])
+    assert peaks[0][0] > 0
+
+
+def test_the_page_is_whole_and_alone(tmp_path):
+    out = tmp_path / "plan.html"
+    code, _, errors, _ = command(*DEBUG, "--gpus", "16", "--parallelism.tensor_parallel=2", "--training.local_batch_size=1", "--html", str(out))
+    assert code == 0, errors
+    text = out.read_text(encoding="utf-8")
+    assert set(re.findall(r"(?:https?:)?//[^\s\"'<]+", text)) == {"http://www.w3.org/2000/svg"}
+    drawings = re.findall(r"<svg.*?</svg>", text, re.S)
+    assert len(drawings) >= 5
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)  # well-formed
+    assert "host 1" in text and "backward" in text and "tp all-gather" in text
+
+
+PRESETS = ("debug", "1b", "3b", "8b", "70b", "405b")
+
+
+@pytest.mark.cap(240)
+@pytest.mark.parametrize("name", ["405b", *(pytest.param(n, marks=pytest.mark.slow) for n in PRESETS if n != "405b")])
+def test_presets_fit_where_they_say(name):
+    """On the GPUs that its file states a preset fits; the plan takes seconds and little memory (60 s and 4 GB are promised)."""
+    text = (ROOT / "configs" / f"llama_{name}.toml").read_text(encoding="utf-8")
+    world, hosts = map(int, re.search(r"^# world size: (\d+) \((\d+) ", text, re.M).groups())
+    argv = [f"configs/llama_{name}.toml", "--gpus", str(world), "--gpus-per-node", str(world // hosts), "--device", "h100"]
+    code, said, errors, gib = command(*argv, cap=200)
+    assert code == 0 and ": fits" in said, said + errors
+    assert gib < 4 / 1.074
+
+
+@pytest.mark.slow
+@pytest.mark.cap(240)
+def test_16384_ranks():
+    argv = ["configs/llama_405b.toml", "--gpus", "16384", "--training.local_batch_size=1"]
+    code, said, errors, gib = command(*argv, cap=200)
+    assert code == 0 and "16,384" in said, said + errors
+    assert gib < 4 / 1.074

@@ -1,0 +1,527 @@
+"""Preflight finds what is wrong, and names it: every fault is put into real ranks, and must stand on the page.
+
+Four forked ranks play two hosts, a (ranks 0, 1) and b (ranks 2, 3). They run the faults one after another, each a preflight
+of its own with a rank or two sabotaged; the tests then read the pages. What kills or hangs a rank has ranks of its own.
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from argparse import Namespace
+from collections import namedtuple
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+from configs.load import load_config
+from configs.schema import InputError
+from parallelisms.mesh import World
+from tests.ranks import run_ranks
+from tests.test_scripts import environment
+from tests.test_two_hosts import hosts  # noqa: F401  a fixture
+from tools.preflight import __main__ as preflight
+from tools.preflight import answers, job, machine, network
+from tools.preflight.here import Here, differences, spans
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = (
+    "--model.dim=32 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 --model.hidden_dim=36 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
+    "--training.global_batch_size=8 --training.local_batch_size=2 --training.steps=16 --lr_schedule.warmup_steps=3 --checkpoint.interval=5 "
+    "--data.source=corpus --data.cache=cache --run.folder=runs/x --parallelism.tensor_parallel=2"
+).split()
+MEMORY = 80 * 10**9
+
+
+# The faults -----------------------------------------------------------------------------------------------------------
+
+
+def environ(**names: str) -> Callable:
+    return lambda patch, place: [patch.setenv(name, value) for name, value in names.items()]
+
+
+def replaced(module: object, name: str, new: Callable) -> Callable:
+    """new: called with the function it stands in for, and then as that."""
+    return lambda patch, place: patch.setattr(module, name, lambda *a, real=getattr(module, name), **k: new(real, *a, **k))
+
+
+def elsewhere(patch: pytest.MonkeyPatch, place: Path) -> None:
+    """The same relative paths, on another file system so to speak."""
+    patch.chdir(place / "elsewhere")
+
+
+def table(rank_to: dict[int, dict]) -> Callable:
+    """A device table of 8 GPUs; with other entries for some ranks."""
+
+    def new(real: Callable, device: torch.device) -> dict:
+        rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        gpu = {"name": "H200", "uuid": f"gpu-{rank}", "bus": f"0{local}:00.0", "visible": None, "driver": "1",
+               "total": MEMORY, "free": MEMORY - 10**9}  # fmt: skip
+        return gpu | rank_to.get(rank, {})
+
+    return replaced(machine, "device_table", new)
+
+
+def not_finite(real: Callable, *args: object, each: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    loss = real(*args, each=each, **kwargs)
+    each.fill_(float("nan"))
+    return loss * float("nan")
+
+
+def sleeping(seconds: float) -> Callable:
+    def new(real: Callable, *args: object) -> object:
+        time.sleep(seconds)
+        return real(*args)
+
+    return new
+
+
+def slow_link_of_four(patch: pytest.MonkeyPatch, place: Path) -> None:
+    """All four on one host, so that there is a median, and rank 2 slow in talking to rank 3."""
+    environ(GROUP_RANK="0", LOCAL_RANK=os.environ["RANK"], LOCAL_WORLD_SIZE="4")(patch, place)
+    option("--parallelism.tensor_parallel=1")(patch, place)
+    patch.setattr(socket, "gethostname", lambda: "a")
+    real = network.exchange
+
+    def exchange(message: torch.Tensor, other: int, *args: object) -> None:
+        time.sleep(0.3 if other == 3 and os.environ["RANK"] == "2" else 0)
+        real(message, other, *args)
+
+    patch.setattr(network, "exchange", exchange)
+
+
+def other_file(patch: pytest.MonkeyPatch, place: Path) -> None:
+    patch.setattr(machine, "files", lambda: "0ther")
+
+
+def option(*more: str) -> Callable:
+    return lambda patch, place: patch.setattr(machine, "load_config", lambda argv, *a: load_config([*argv, *more], *a))
+
+
+def corpus_of_its_own(patch: pytest.MonkeyPatch, place: Path) -> None:
+    """Same paths, other text; only the corpus: the run's folder is the shared one."""
+    patch.setattr(job.train, "corpora", in_folder(place / "elsewhere", job.train.corpora))
+    patch.setattr(job, "not_tokenised", lambda cfg: ([], 0))
+
+
+def in_folder(folder: Path, fn: Callable) -> Callable:
+    def new(*args: object, **kwargs: object) -> object:
+        before = Path.cwd()
+        os.chdir(folder)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            os.chdir(before)
+
+    return new
+
+
+USAGE = namedtuple("usage", "total used free")
+Fault = namedtuple("Fault", "ranks sabotage only code words")
+B3 = r"rank 3 \(host b\)"
+FAULTS = {
+    "healthy": Fault((), None, "", 0, r"ranks +ok +4, 2 on each of 2 hosts"),
+    # C3 of the torture suite: one rank with another ...
+    "config": Fault((3,), option("--optimizer.lr=0.5"), "config", 1, rf"optimizer.lr is 0.003 on ranks 0-2 .*but 0.5 on {B3}"),
+    "commit": Fault((2,), replaced(machine, "commit", lambda real: "abc"), "same", 1, r"commit is \w+ on ranks 0-1, 3 .*but abc on rank 2"),
+    "torch": Fault((1,), lambda patch, place: patch.setattr(torch, "__version__", "2.99"), "same", 1, r"but 2.99 on rank 1 \(host a\)"),
+    "seed": Fault((2, 3), option("--run.seed=7"), "config", 1, r"run.seed is 0 on ranks 0-1 \(host a\), but 7 on ranks 2-3 \(host b\)"),
+    "data": Fault((3,), corpus_of_its_own, "data", 1, rf"corpora: .* on ranks 0-2 .*but .* on {B3}"),
+    "environment": Fault((3,), environ(NCCL_ALGO="Tree"), "same", 1, rf"NCCL_ALGO is not set on ranks 0-2 .*but Tree on {B3}"),
+    "world size": Fault((3,), environ(WORLD_SIZE="8"), "ranks", 1, rf"WORLD_SIZE is 4 on ranks 0-2 .*but 8 on {B3}"),
+    "dtype": Fault((1,), replaced(machine.dp, "param_dtype", lambda real, *a: torch.bfloat16), "same", 1,
+                   r"param_dtype is float32 on ranks 0, 2-3 .*but bfloat16 on rank 1 \(host a\)"),
+    "code": Fault((1,), other_file, "same", 1, r"files is \w+ on ranks 0, 2-3 .*but 0ther on rank 1"),
+    # C4
+    "local rank twice": Fault((3,), environ(LOCAL_RANK="0"), "ranks", 1, r"LOCAL_RANK 0 was given to ranks 2-3 \(host b\)"),
+    "one GPU for two": Fault((0, 1, 2, 3), table({3: {"uuid": "gpu-2"}}), "devices", 1, r"ranks 2-3 \(host b\) share GPU gpu-2"),
+    "GPUs permuted": Fault((0, 1, 2, 3), table({2: {"bus": "07:00.0"}}), "devices", 1, r"the GPUs of ranks 2-3 \(host b\) are permuted"),
+    "lists of GPUs differ": Fault((0, 1, 2, 3), table({1: {"visible": "1,0"}}), "devices", 1,
+                                  r"CUDA_VISIBLE_DEVICES differs within a host \(ranks 0-1 \(host a\)\)"),
+    "someone else's memory": Fault((0, 1, 2, 3), table({1: {"free": MEMORY // 2}}), "devices", 1,
+                                   r"rank 1 \(host a\): 40 GB of 80 GB are taken before the start"),
+    "other GPU": Fault((0, 1, 2, 3), table({0: {"name": "H100"}}), "devices", 1, r"one kind: H200 on ranks 1-3 .*but H100 on rank 0"),
+    "uneven hosts": Fault((3,), environ(GROUP_RANK="2"), "ranks", 1, r"ranks on a host is 2 on ranks 0-1 \(host a\), but 1 on ranks 2-3"),
+    "slow arithmetic": Fault((2,), replaced(machine, "multiply", sleeping(0.05)), "compute", 0, r"compute +warn +matmul: rank 2 \(host b\)"),
+    "folder not shared": Fault((2, 3), elsewhere, "folder", 1, r"rank 0 \(host a\) does not see in \S+ what ranks 2-3 \(host b\) wrote"),
+    "folder not writable": Fault((0, 1, 2, 3), lambda patch, place: patch.chdir(place / "blocked"), "folder", 2,
+                                 r"ranks 0-3 .*: run.folder = 'runs/x': \S+ cannot be written \(Not a directory\)"),
+    "disk full": Fault((1,), lambda patch, place: patch.setattr(shutil, "disk_usage", lambda path: USAGE(9, 9, 50_000)), "folder", 1,
+                       r"has 50 kB free \(rank 1 \(host a\)\), but 4 checkpoints of 390 kB"),
+    "no locks": Fault((3,), replaced(machine, "Lease", lambda real, path: SimpleNamespace(release=lambda: None)), "folder", 1,
+                      rf"{B3} was given the lease that rank 0 holds"),
+    "not tokenised": Fault((0, 1, 2, 3), lambda patch, place: patch.setattr(job, "SMALL_CORPUS", 0) or patch.setattr(
+                           machine, "load_config", lambda argv, *a: load_config([*argv, "--data.cache=nothing"], *a)), "data", 1,
+                           r"corpus \(\S+ kB\) is not tokenised yet where ranks 0-3"),
+    "no such data": Fault((0, 1, 2, 3), option("--data.source=nowhere.txt"), "data", 2, r"nowhere.txt cannot be read"),
+    "wrong option": Fault((0, 1, 2, 3), option("--training.step=3"), "config", 2, r"training.step: no such option"),
+    "clock": Fault((2, 3), replaced(network, "wall_clock", lambda real: real() + 5), "clock", 1,
+                   r"clocks differ by (5|5.0\d|4.9\d) s .* most on rank [02]"),
+    "slow link": Fault((0, 1, 2, 3), slow_link_of_four, "bandwidth", 0, r"warn +link rank 2 \(host a\) - rank 3"),
+    "NaN": Fault((1,), replaced(train, "linear_cross_entropy", not_finite), "step", 1, r"tokens of rank 1 \(host a\) is not finite"),
+    "bit flip": Fault((2,), replaced(job, "fingerprints", lambda real, j: real(j) | {"model.norm.weight": time.time_ns()}), "save", 1,
+                      r"rank 2 \(host b\) read back other values than were saved \(model.norm.weight"),
+}  # fmt: skip
+
+
+def play(name: str, place: Path, timeout: int = 60) -> tuple[int, str]:
+    """One preflight on this rank, sabotaged if the fault says so: its exit code, and the page if this is rank 0."""
+    fault, rank = FAULTS[name], int(os.environ["RANK"])
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        host = "ab"[rank // 2]
+        for variable, value in {"GROUP_RANK": rank // 2, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}.items():
+            patch.setenv(variable, str(value))
+        patch.setattr(socket, "gethostname", lambda: host)
+        if rank in fault.ranks:
+            fault.sabotage(patch, place)
+        timeout = 4 if name == "folder not shared" else timeout  # half of which a rank waits to see what others wrote
+        options = Namespace(only=fault.only, skip="", json=f"{place}/{name}.json" if rank == 0 else "", timeout=timeout,
+                            expect="")
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        with redirect_stdout(out):
+            code = preflight.run(options, TINY, store)
+    return code, out.getvalue()
+
+
+def play_all(place: Path) -> dict[str, tuple[int, str]]:
+    return {name: play(name, place) for name in FAULTS}
+
+
+def corpus(folder: Path, words: str) -> None:
+    folder.mkdir(parents=True)
+    for i in range(40):
+        (folder / f"{i:02d}.txt").write_text(f"document {i}: {words} " + " ".join(str(n * (i + 7) % 97) for n in range(60)))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("preflight")
+    corpus(place / "corpus", "this")
+    corpus(place / "elsewhere" / "corpus", "that")
+    (place / "blocked").mkdir()
+    (place / "blocked" / "runs").write_text("a file where a folder should be")
+    return place
+
+
+@pytest.fixture(scope="module")
+def played(place: Path) -> list[dict[str, tuple[int, str]]]:
+    """What every rank returned for every fault."""
+    return run_ranks(4, play_all, place, timeout=240)
+
+
+@pytest.mark.cap(260)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(played, name):
+    codes, page = [rank[name][0] for rank in played], played[0][name][1]
+    assert re.search(FAULTS[name].words, re.sub(r"\n {20}", " ", page)), page
+    assert codes == [FAULTS[name].code] * 4, f"all ranks know how it ended\n{page}"
+    assert not any(rank[name][1] for rank in played[1:]), "rank 0 alone speaks"
+
+
+@pytest.mark.cap(260)
+def test_a_healthy_cluster_passes_every_check_and_nothing_stays_behind(played, place):
+    page = json.loads((place / "healthy.json").read_text())
+    assert {row["check"] for row in page["rows"]} == set(preflight.CHECKS)
+    assert {row["result"] for row in page["rows"]} <= {"ok", "warn"}, page["rows"]
+    assert len(page["answers"]["step"]) == 4 and page["code"] == 0
+    assert not (place / "runs").exists() and not list(place.rglob(".preflight-*"))
+
+
+@pytest.mark.cap(260)
+def test_what_needs_a_failed_check_is_left_out_and_the_rest_goes_on(played):
+    assert "bandwidth" not in played[0]["config"][1], "only what was asked for"
+    assert re.search(r"commit.*\n(.*\n)*same|same +FAIL +commit", played[0]["commit"][1])
+
+
+# Ranks that do not answer ---------------------------------------------------------------------------------------------
+
+
+def play_badly(name: str, place: Path, how: Callable, only: str, timeout: int) -> tuple[int, str]:
+    """As `play`, of the healthy run, with rank 2 doing `how` instead of measuring `only`."""
+    if dist.get_rank() == 2 and only == "ranks":
+        return 0, ""
+    check = preflight.CHECKS[only]
+    if dist.get_rank() == 2:
+        preflight.CHECKS[only] = preflight.Check(how, check.judge, check.needs)
+    preflight.SLACK = 1
+    FAULTS[name] = Fault((), None, only, 1, "")
+    return play(name, place, timeout)
+
+
+def die(here: Here) -> None:
+    os._exit(0)
+
+
+def hang(here: Here) -> None:
+    time.sleep(600)
+
+
+def fail(here: Here) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+LOST = {  # name: (what rank 2 does, in which check, what is said)
+    "never came": (hang, "ranks", r"ranks +FAIL +rank 2 \(host number 1\): gave no answer"),
+    "died": (die, "compute", r"compute +FAIL +rank 2 \(host b\): gave no answer: it died, hangs"),
+    "hangs alone": (hang, "compute", r"compute +FAIL +rank 2 \(host b\): did not finish within 4 s; it is in .*\(hang\)"),
+    "out of memory": (fail, "build", r"build +FAIL +rank 2 \(host b\): OutOfMemoryError: CUDA out of memory"),
+    "died together": (die, "clock", r"clock +FAIL +rank 2 \(host b\): gave no answer"),
+    "hangs together": (hang, "step", r"step +FAIL +rank 2 \(host b\): did not finish within 20 s; it is in .*\(hang\)"),
+}
+
+
+def lost(name: str, place: Path, timeout: int) -> None:
+    how, only, words = LOST[name]
+    results = run_ranks(4, play_badly, f"lost {name}", place, how, only, timeout, timeout=60)
+    page = re.sub(r"\n {20}", " ", results[0][1])
+    assert re.search(words, page), page
+    assert {results[rank][0] for rank in (0, 1, 3)} == {1}, "nobody waits for ever"
+
+
+@pytest.mark.cap(60)
+@pytest.mark.parametrize("name", ["never came", "died", "hangs alone"])
+def test_a_rank_that_does_not_answer_is_named(place, name):
+    lost(name, place, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(90)
+@pytest.mark.parametrize("name", [name for name in LOST if name not in ("never came", "died", "hangs alone")])
+def test_a_rank_lost_in_the_middle_of_a_collective_is_named(place, name):
+    lost(name, place, 20)
+
+
+def test_a_crash_of_rank_0_is_told_by_another(capfd):
+    """Rank 0 reads no answers and gives no verdict: the others end by themselves."""
+    here = Here([], World(1, 2, 1, 2), "a", "0", 1)
+    preflight_slack, preflight.SLACK = preflight.SLACK, 0.1
+    try:
+        assert preflight.fly(here, answers.Desk(dist.HashStore(), 1, 2), ["ranks"], None) == 1
+    finally:
+        preflight.SLACK = preflight_slack
+    assert "rank 0 gave no verdict on ranks" in capfd.readouterr().err
+
+
+# Judging, without ranks -----------------------------------------------------------------------------------------------
+
+
+def host_of(ranks: int, device: str = "cuda") -> Here:
+    """Rank 0 of a run on hosts of 8 GPUs."""
+    hosts = {r: f"node{r // 8}" for r in range(ranks)}
+    return Here([], World(0, ranks, 0, 8), "node0", "0", None, hosts=hosts, device=torch.device(device), dtype=torch.bfloat16)
+
+
+def test_a_slow_gpu_fails_and_says_why():
+    """On GPUs a slow rank is a failure; 0.79 of the median is slow, 0.81 is not."""
+    rates = [700e12] * 13 + [0.79 * 700e12, 0.81 * 700e12, 700e12]
+    rows = [{"flops": rate, "bytes": 4e12, "hint": "91 °C, slowed down by heat or power", "shape": [8, 8, 8], "peak": 989e12} for rate in rates]
+    found = machine.judge_compute(host_of(16), rows)
+    assert [row.result for row in found] == ["FAIL", "ok"]
+    assert "rank 13 (host node1): 553 TFLOP/s, 0.79 of the median 700, 91 °C, slowed down" in found[0].detail
+
+
+def bandwidths(slow_link: tuple | None = None, slow_group: int = -1) -> list[dict]:
+    """Of 24 ranks, tp 8 within each host, dp_shard 3 between them."""
+    said = []
+    for r in range(24):
+        tp, dp = list(range(r // 8 * 8, r // 8 * 8 + 8)), [r % 8, r % 8 + 8, r % 8 + 16]
+        rate = 100e9 if r % 8 == slow_group else 300e9
+        dims = {"dp_shard": {"ranks": dp, "bytes": 1, "all-gather": rate, "all-reduce": rate}}
+        dims["tp"] = {"ranks": tp, "bytes": 1, "all-gather": 300e9, "all-reduce": 300e9}
+        pairs = [["tp", r, tp[(r + 1) % 8]], ["dp_shard", r, dp[(r // 8 + 1) % 3]]]
+        said.append({"dims": dims, "links": [[*pair, 5e9 if tuple(pair[1:]) == slow_link else 40e9] for pair in pairs]})
+    return said
+
+
+def test_the_slow_link_and_the_slow_group_are_named():
+    assert {row.result for row in network.judge_bandwidth(host_of(24), bandwidths())} == {"ok"}
+    here = host_of(24)
+    here.expect = {"tp": 400, "dp_shard": 450}  # 300 are 0.75 and 0.67 of these
+    bad = [row.detail for row in network.judge_bandwidth(here, bandwidths()) if row.result == "FAIL"]
+    assert len(bad) == 2 and all("300 GB/s, but --expect=dp_shard:450" in text for text in bad)
+    bad = [row.detail for row in network.judge_bandwidth(host_of(24), bandwidths((8, 16), 3)) if row.result == "FAIL"]
+    assert len(bad) == 3 and all("ranks 3, 11, 19 (hosts node0, node1, node2)" in text for text in bad[:2])
+    assert bad[2].startswith("link rank 8 (host node1) - rank 16 (host node2): 5 GB/s, 0.12 of the median of dp_shard between hosts")
+
+
+def test_bus_bandwidth_is_what_nccl_tests_call_so(monkeypatch):
+    """A message of S bytes over n ranks in t seconds: S/t (n-1)/n gathered, S/t 2(n-1)/n summed (nccl-tests,
+    doc/PERFORMANCE.md)."""
+    monkeypatch.setattr(network, "collective_seconds", lambda *args: 0.5)
+    monkeypatch.setattr(network, "neighbours", lambda *args: [])
+    monkeypatch.setattr(network, "messages", lambda here: {"tp": (4000, torch.float32)})
+    monkeypatch.setattr(network.dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3, 4])
+    mesh = SimpleNamespace(device=torch.device("cpu"), device_mesh=SimpleNamespace(get_group=lambda dim: None))
+    found = network.measure_bandwidth(SimpleNamespace(job=SimpleNamespace(mesh=mesh)))["dims"]["tp"]
+    assert found == {"ranks": [0, 1, 2, 3, 4], "bytes": 4000, "all-gather": pytest.approx(8000 * 4 / 5), "all-reduce": pytest.approx(8000 * 8 / 5)}
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+def test_no_rank_is_in_two_pairs_at_once(n):
+    """In each of the phases of `neighbours`, and every neighbour of the ring is measured once."""
+    pairs = [(i, (i + 1) % n) for i in range(n if n > 2 else 1)]
+    phases = [[p for p in pairs if network.phase(p, n) == number] for number in range(3)]
+    assert sorted(sum(phases, [])) == sorted(pairs)
+    for phase in phases:
+        assert len({rank for pair in phase for rank in pair}) == 2 * len(phase)
+
+
+def test_losses_that_differ_are_named():
+    same = {"losses": [1.5.hex(), 2.0.hex()], "finite": True, "skipped": False, "seconds": [2.0, 1.0, 1.0, 1.0], "total": MEMORY,
+            "tensors": 1e9, "reserved": 2e9, "left": 9e9, "retries": 0}  # fmt: skip
+    here = host_of(16)
+    here.cfg, here.arch = load_config(TINY), {"vocab_size": 263}
+    rows = job.judge_step(here, [same] * 15 + [same | {"losses": [1.25.hex(), 2.0.hex()], "retries": 3}])
+    assert [row.result for row in rows] == ["FAIL", "warn"]
+    assert "are 1.5 2 on ranks 0-14 (hosts node0, node1), but 1.25 2 on rank 15 (host node1)" in rows[0].detail
+    assert "the allocator had to start over on rank 15" in rows[1].detail
+
+
+def test_a_checkpoint_is_as_large_as_the_run_writes_it(place):
+    """What preflight computes on meta is what a save has: weights, two moments, AdamW's step of each, a generator."""
+    cfg = load_config(TINY)
+    arch = machine.rules.architecture(cfg.model)
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in train.MODELS["llama"].build(arch).parameters())
+    tensors = len(train.MODELS["llama"].build(arch).state_dict())
+    assert machine.checkpoint_bytes(cfg, arch) == 4 * (3 * weights + tensors) + torch.get_rng_state().nbytes
+
+
+@pytest.mark.parametrize("options, kept", [
+    ([], 4), (["--checkpoint.keep_last=0"], 5), (["--checkpoint.keep_last=1", "--checkpoint.keep_every=5"], 5),
+    (["--checkpoint.interval=0"], 2),
+])  # fmt: skip
+def test_checkpoints_that_must_have_room(options, kept):
+    """Of 16 steps with one every 5, so saves after 5, 10, 15, 16; and one that is being written."""
+    assert machine.checkpoints_kept(load_config([*TINY, *options])) == kept
+
+
+def test_the_temporary_folder_is_beside_the_runs_folder(tmp_path):
+    assert machine.temporary_place(tmp_path / "no" / "such" / "run", "1") == tmp_path / ".preflight-1"
+    (tmp_path / "runs" / "x" / "checkpoints").mkdir(parents=True)
+    assert machine.temporary_place(tmp_path / "runs" / "x", "1") == tmp_path / "runs" / ".preflight-1"
+    (tmp_path / "link").symlink_to(tmp_path / "runs" / "x")
+    assert machine.temporary_place(tmp_path / "link", "1") == tmp_path / "runs" / ".preflight-1"
+
+
+def test_how_ranks_are_written():
+    assert [spans(ranks) for ranks in ([5], [0, 1, 2], [0, 2, 3, 9])] == ["rank 5", "ranks 0-2", "ranks 0, 2-3, 9"]
+    assert differences(host_of(16), ["x"] * 16) == ""
+    assert differences(host_of(16), ["x"] * 8 + [None] * 8) == "x on ranks 0-7 (host node0), but not set on ranks 8-15 (host node1)"
+
+
+def test_secrets_of_the_environment_stay_there(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("TORCH_HUB_TOKEN", "canary")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
+    assert machine.settings()["NCCL_DEBUG"] == "INFO" and "canary" not in machine.settings().values()
+
+
+def test_only_and_skip():
+    assert preflight.chosen("clock", "") == ["ranks", "config", "devices", "same", "connect", "clock"]
+    assert preflight.chosen("", "build,compute") == ["ranks", "config", "devices", "same", "folder", "data", "connect", "clock"]
+    with pytest.raises(InputError, match="--skip=sleep: no such check; there are ranks, config"):
+        preflight.chosen("", "sleep")
+
+
+# As a user starts it --------------------------------------------------------------------------------------------------
+
+
+def in_place(place: Path) -> list[str]:
+    """TINY with absolute paths."""
+    return [option.replace("=corpus", f"={place}/corpus").replace("=cache", f"={place}/cache") for option in TINY]
+
+
+def started(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(ROOT / "run_train.sh"), "--preflight", *arguments], env=environment(**settings), cwd=ROOT, text=True,
+                          capture_output=True, stdin=subprocess.DEVNULL, timeout=150)  # fmt: skip
+
+
+@pytest.mark.cap(160)
+def test_run_train_sh_preflight(place):
+    """Two ranks under our launcher: all checks of a data-parallel run."""
+    json_path = place / "two.json"
+    done = started(*in_place(place), f"--run.folder={place}/runs/two", "--parallelism.tensor_parallel=1", f"--json={json_path}", NGPU="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "preflight: fit for this run" in done.stdout
+    assert {row["check"] for row in json.loads(json_path.read_text())["rows"]} == set(preflight.CHECKS)
+    assert done.stderr == "" and not (place / "runs").exists()
+
+
+def test_mistakes_cost_a_second_and_exit_code_2(place):
+    done = started("--model.dimm=3", "--only=step")
+    assert done.returncode == 2 and "did you mean model.dim?" in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--only=sleep"], "--only=sleep: no such check"), (["--expect=tp"], "--expect=tp: must be DIMENSION:GB/s"),
+])  # fmt: skip
+def test_a_wrong_argument(arguments, words, capfd):
+    assert preflight.main([*TINY, *arguments]) == 2
+    said = capfd.readouterr()
+    assert said.out == "" and said.err.startswith(words)
+
+
+def ranks_of(marker: str) -> dict[int, int]:
+    """Process ids by rank, of the processes whose environment has FLIGHT=marker."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            environ = dict(pair.split("=", 1) for pair in path.read_text(errors="replace").split("\0") if "=" in pair)
+        except OSError:
+            continue
+        if environ.get("FLIGHT") == marker and "TORCHELASTIC_RUN_ID" in environ:
+            found[int(environ["RANK"])] = int(path.parent.name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.cap(120)
+def test_kill_9_of_a_rank_is_named_on_the_page_at_once(place, tmp_path):
+    """The launcher then tells the other ranks to end: rank 0 still gets its page out, and nothing stays behind."""
+    process = subprocess.Popen(
+        [str(ROOT / "run_train.sh"), "--preflight", *(o.replace("tensor_parallel=2", "tensor_parallel=1") for o in in_place(place)),
+         "--training.global_batch_size=6", f"--run.folder={tmp_path}/runs/x"], env=environment(NGPU="3", FLIGHT=str(tmp_path)),
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)  # fmt: skip
+    said = [process.stdout.readline() for _ in range(3)]
+    assert "ranks" in said[2], said
+    began = time.monotonic()
+    os.kill(ranks_of(str(tmp_path))[1], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert re.search(rf"FAIL +rank 1 \(host {socket.gethostname()}\): gave no answer: it died", out), out
+    assert "was killed by SIGKILL" in err and process.returncode == 128 + signal.SIGKILL
+    assert not list(tmp_path.rglob(".preflight-*")) and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.cap(240)
+def test_two_hosts(hosts, place, tmp_path):
+    """Two network namespaces, two ranks in each; then with a cable of 20 Mbit/s, which --expect does not take for fast."""
+    options = ["--preflight", *in_place(place), f"--run.folder={tmp_path}/runs/x"]
+    assert [process.wait(90) for process in hosts.start(options, tmp_path / "well")] == [0, 0]
+    page = (tmp_path / "well-0").read_text()
+    assert "4, 2 on each of 2 hosts" in page and "the hosts' clocks differ by" in page
+    assert "links dp_shard between hosts: 2" in page
+    assert "preflight" not in (tmp_path / "well-1").read_text(), "rank 0 alone speaks"
+    hosts.limit("20mbit")
+    try:
+        slow = hosts.start([*options, "--only=bandwidth", "--expect=dp_shard:1"], tmp_path / "slow")
+        assert [process.wait(90) for process in slow] == [1, 1]
+    finally:
+        hosts.cable("down"), hosts.cable("up")
+    assert "but --expect=dp_shard:1" in (tmp_path / "slow-0").read_text()

@@ -1,0 +1,778 @@
+"""From text to tokens: every text survives, and a cache is whole or refused."""
+
+import base64
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from configs.schema import Data, InputError
+from data import hf_tokenizer, order, sources, tokenizer
+from data.prepare import SPLITS, Prepared, Tokens, is_prepared, open_prepared, prepare, verify
+
+ROOT = Path(__file__).parents[1]
+WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]
+
+
+def words(seed: int, n: int) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=n)) + "\n"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Forty small documents in nested folders, some empty, one hidden, one that is no text."""
+    folder = tmp_path / "corpus"
+    for i in range(40):
+        path = folder / f"part{i % 3}" / f"{i:02}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("" if i % 10 == 9 else words(i, 30 + i))
+    (folder / ".hidden.txt").write_text("hidden")
+    (folder / "image.png").write_bytes(b"\x89PNG\xff\xfe")
+    return folder
+
+
+def data(corpus: Path | str, tmp_path: Path, **options: object) -> Data:
+    options = {"tokenizer": "bytes", "validation_fraction": 0.2, **options}
+    return Data(source=str(corpus), cache=str(tmp_path / "cache"), **options)
+
+
+def whole(tokens: Tokens) -> np.ndarray:
+    return tokens.read(0, len(tokens))
+
+
+def names(tokens: Tokens) -> list[str]:
+    return [tokens.name(i) for i in range(len(tokens.document_starts))]
+
+
+def texts(prepared: Prepared) -> dict[str, str]:
+    """name -> text of every document of both splits, cut at the end-of-text tokens, names and starts checked."""
+    found = {}
+    for tokens in (prepared.train, prepared.validation):
+        ids = whole(tokens)
+        ends = np.flatnonzero(ids == prepared.tokenizer.eot_id)
+        assert tokens.document_starts.dtype == np.int64 and ids.dtype == tokens.dtype == prepared.tokenizer.dtype
+        assert tokens.document_starts.tolist() == [0, *(ends + 1).tolist()][: len(ends)]
+        for name, start, end in zip(names(tokens), tokens.document_starts, ends, strict=True):
+            found[name] = prepared.tokenizer.decode(ids[start:end])
+        assert not len(ends) or len(ids) == ends[-1] + 1
+    return found
+
+
+def content(folder: str | Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def run(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, **{"timeout": 600, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def bpe() -> tokenizer.Tokenizer:
+    return tokenizer.train_bpe([words(0, 4000)], 400)
+
+
+# ---- sources
+
+
+def test_a_folder_is_its_text_files_in_the_order_of_their_names(corpus: Path) -> None:
+    found = list(sources.documents(str(corpus)))
+    assert [name for name, _ in found] == sorted(f"part{i % 3}/{i:02}.txt" for i in range(40))
+    assert all(text == (corpus / name).read_text() for name, text in found)
+
+
+def test_file_glob_and_json_lines(corpus: Path) -> None:
+    one = corpus / "part1" / "01.txt"
+    assert list(sources.documents(str(one))) == [("01.txt", one.read_text())]
+    found = sources.find(f"{corpus}/**/*1.txt")
+    assert [file.name for file in found] == ["part0/21.txt", "part1/01.txt", "part1/31.txt", "part2/11.txt"]
+    (corpus / "image.jsonl").write_text('{"text": "a\\r\\n\\u00e9", "id": 3}\n\n  \n{"text": ""}\n{"text": "b"}')
+    assert list(sources.documents(f"{corpus}/*.jsonl")) == [
+        ("image.jsonl:1", "a\r\né"), ("image.jsonl:4", ""), ("image.jsonl:5", "b"),
+    ]  # fmt: skip
+    (corpus / "exact.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
+    assert list(sources.documents(f"{corpus}/exact.txt")) == [("exact.txt", "\ufeffa\r\nb\rc\n")]
+
+
+def bad_sources() -> dict[str, tuple[str, str]]:
+    """what -> (path in the corpus folder, sentence)"""
+    return {
+        "missing": ("nowhere.txt", "nowhere.txt cannot be read: No such file"),
+        "no match": ("*.none", "no file found there"),
+        "folder without text": ("images", "no file with a text suffix"),
+        "not UTF-8": ("latin1.txt", r"latin1.txt is not UTF-8 text \(byte 1\)"),
+        "not UTF-8, in a folder": ("latin", r"latin/a.txt is not UTF-8 text \(byte 0\)"),
+        "dangling link": ("links", "links/gone.txt cannot be read: No such file"),
+        "pipe": ("pipe.txt", "pipe.txt is not a regular file"),
+        "not JSON": ("bad.jsonl", "bad.jsonl, line 2 is not a JSON object"),
+        "no text": ("field.jsonl", "field.jsonl, line 1 is not a JSON object with a string under"),
+        "no string": ("number.jsonl", "number.jsonl, line 1 is not"),
+        "half a character": ("surrogate.jsonl", "surrogate.jsonl, line 1 is not"),
+        "empty": ("empty.txt", r"has no text: 1 files, 1 documents \(1 empty\)"),
+    }
+
+
+@pytest.mark.parametrize("what", bad_sources())
+def test_bad_sources_are_one_sentence(what: str, corpus: Path, tmp_path: Path) -> None:
+    for folder in ("images", "latin", "links"):
+        (corpus / folder).mkdir()
+    (corpus / "images" / "a.png").write_bytes(b"\x89")
+    (corpus / "latin1.txt").write_bytes(b"h\xe9llo")
+    (corpus / "latin" / "a.txt").write_bytes(b"\xff")
+    (corpus / "links" / "gone.txt").symlink_to(corpus / "nowhere")
+    (corpus / "bad.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
+    (corpus / "field.jsonl").write_text('{"txt": "a"}\n')
+    (corpus / "number.jsonl").write_text('{"text": 1}\n')
+    (corpus / "surrogate.jsonl").write_text('{"text": "\\ud800"}\n')
+    (corpus / "empty.txt").write_text("")
+    os.mkfifo(corpus / "pipe.txt")
+    path, sentence = bad_sources()[what]
+    with pytest.raises(InputError, match=sentence) as caught:
+        prepare(data(corpus / path, tmp_path))
+    assert "\n" not in str(caught.value)
+    assert not [p for p in tmp_path.glob("cache/*") if p.suffix != ".lock"], "something was left in the cache"
+
+
+# ---- the tokenised corpus
+
+
+def test_every_document_of_the_standard_library_survives(tmp_path: Path) -> None:
+    """The default corpus and tokenizer, once, for real."""
+    cfg = Data(cache=str(tmp_path))
+    prepared = prepare(cfg)
+    original = {name: text for name, text in sources.documents("stdlib") if text}
+    assert texts(prepared) == original
+    assert len(original) > 400 and "os.py" in original and not any("/test/" in name for name in original)
+    assert prepared.tokenizer.n_vocab == cfg.bpe_vocab_size == 4096
+    size = sum(len(text.encode()) for text in original.values())
+    assert size / (len(prepared.train) + len(prepared.validation)) > 3.2  # bytes per token; 3.47 measured
+    assert verify(prepared.folder).fingerprint == prepared.fingerprint
+    began = time.perf_counter()
+    prepare(cfg)
+    assert time.perf_counter() - began < 0.5, "9 ms measured"
+
+
+def test_second_call_opens_what_the_first_made(corpus: Path, tmp_path: Path) -> None:
+    log = []
+    first = prepare(data(corpus, tmp_path), log.append)
+    assert log and texts(first) == {n: t for n, t in sources.documents(str(corpus)) if t}
+    before = {path: path.stat().st_mtime_ns for path in Path(first.folder).iterdir()}
+    log.clear()
+    second = prepare(data(corpus, tmp_path), log.append)
+    assert not log and second.folder == first.folder and second.fingerprint == first.fingerprint
+    assert before == {path: path.stat().st_mtime_ns for path in Path(first.folder).iterdir()}
+
+
+def test_whatever_decides_the_tokens_makes_a_new_folder(
+    corpus: Path, tmp_path: Path, bpe: tokenizer.Tokenizer
+) -> None:
+    rank_file = tmp_path / "mine.tiktoken"
+    rank_file.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(bpe.ranks)))
+    base = prepare(data(corpus, tmp_path))
+    made = [base]
+    for options in (
+        {"tokenizer": "bpe", "bpe_vocab_size": 300},
+        {"tokenizer": "bpe", "bpe_vocab_size": 301},
+        {"tokenizer": str(rank_file)},
+        {"validation_fraction": 0.3},
+    ):
+        made.append(prepare(data(corpus, tmp_path, **options)))
+    rank_file.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(bpe.ranks[:-1])))
+    made.append(prepare(data(corpus, tmp_path, tokenizer=str(rank_file))))
+    (corpus / "part0" / "new.txt").write_text("new")
+    made.append(prepare(data(corpus, tmp_path)))
+    (corpus / "part0" / "new.txt").write_text("NEW")  # the same size
+    made.append(prepare(data(corpus, tmp_path)))
+    for kind in ("folder", "fingerprint"):
+        assert len({getattr(prepared, kind) for prepared in made}) == len(made), kind
+    (corpus / "part0" / "new.txt").unlink()
+    assert prepare(data(corpus, tmp_path)).folder == base.folder
+
+
+def test_fingerprint_is_of_the_text_not_of_the_files(corpus: Path, tmp_path: Path) -> None:
+    """The same text on another machine: other path, other times, other names even."""
+    cfg = data(corpus, tmp_path, tokenizer="bpe", bpe_vocab_size=300)
+    first = prepare(cfg)
+    corpus.rename(tmp_path / "moved")
+    for path in (tmp_path / "moved").rglob("*.txt"):
+        os.utime(path, (1, 1))
+    second = prepare(cfg.model_copy(update={"source": str(tmp_path / "moved")}))
+    assert second.folder != first.folder and second.fingerprint == first.fingerprint
+    assert content(second.folder)["train-00000.bin"] == content(first.folder)["train-00000.bin"]
+
+
+def test_held_out_documents_are_stable_and_copies_stay_together(corpus: Path, tmp_path: Path) -> None:
+    def held_out(**options: object) -> set[str]:
+        prepared = prepare(data(corpus, tmp_path, **options))
+        assert not set(names(prepared.train)) & set(names(prepared.validation))
+        return set(names(prepared.validation))
+
+    small, large = held_out(validation_fraction=0.1), held_out(validation_fraction=0.4)
+    assert small < large and len(large) < 25
+    assert held_out(validation_fraction=0.1, tokenizer="bpe", bpe_vocab_size=300) == small
+    for i in range(40):
+        (corpus / f"copy{i:02}.txt").write_text((corpus / f"part{i % 3}" / f"{i:02}.txt").read_text())
+    (corpus / "another.txt").write_text("another")
+    doubled = held_out(validation_fraction=0.4)
+    assert doubled - {"another.txt"} == large | {f"copy{Path(name).name}" for name in large}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_both_splits_of_a_tiny_corpus_have_text(count: int, tmp_path: Path) -> None:
+    folder = tmp_path / "few"
+    folder.mkdir()
+    for i in range(count):
+        (folder / f"{i}.txt").write_text("".join(words(j, 5) for j in range(100 * i, 100 * i + 100)))
+    whole = "".join(text for _, text in sources.documents(str(folder)))
+    for fraction in (0.001, 0.1, 0.49):
+        prepared = prepare(data(folder, tmp_path, validation_fraction=fraction))
+        found = texts(prepared)
+        assert names(prepared.train) and names(prepared.validation)
+        assert "".join(found[name] for name in sorted(found)) == whole
+        if count == 1:  # cut at a line's end, at about the fraction asked for
+            assert names(prepared.validation) == ["0.txt (tail)"] and found["0.txt"].endswith("\n")
+            assert 0 < len(found["0.txt (tail)"]) < fraction * len(whole) + 100
+    everything = prepare(data(folder, tmp_path, validation_fraction=0))
+    assert not len(everything.validation) and not names(everything.validation)
+    assert everything.validation.document_starts.shape == (0,)
+    with pytest.raises(InputError, match="the validation split of the corpus has 0"):
+        order.describe([("", everything.fingerprint, everything.validation, [[0, 1.0]])], 0, 8, 1)
+
+
+def test_neither_split_is_empty_however_the_hashes_fall(tmp_path: Path) -> None:
+    """Two documents at 0.49: by their hashes alone, every other corpus would have both or none held out."""
+    folder = tmp_path / "two"
+    folder.mkdir()
+    for i in range(12):
+        (folder / "a.txt").write_text(words(2 * i, 5))
+        (folder / "b.txt").write_text(words(2 * i + 1, 5))
+        prepared = prepare(data(folder, tmp_path, validation_fraction=0.49))
+        assert len(names(prepared.train)) == len(names(prepared.validation)) == 1
+
+
+def test_documents_of_a_range_of_tokens(corpus: Path, tmp_path: Path) -> None:
+    train = prepare(data(corpus, tmp_path)).train
+    owner = np.zeros(len(train), np.int64)
+    for index, start in enumerate(train.document_starts):
+        owner[start:] = index
+    for start, stop in [(0, 1), (0, 0), (0, 10**9), (len(owner) - 1, len(owner)), (len(owner), len(owner) + 5)]:
+        assert train.documents(start, stop).tolist() == np.unique(owner[start:stop]).tolist()
+    for start, stop in np.sort(np.random.default_rng(0).integers(0, len(owner), (200, 2)), axis=1):
+        assert train.documents(start, stop).tolist() == np.unique(owner[start:stop]).tolist()
+    edge = int(train.document_starts[3])
+    assert train.documents(edge - 1, edge).tolist() == [2] and train.documents(edge, edge + 1).tolist() == [3]
+
+
+def test_damage_is_refused_by_name(corpus: Path, tmp_path: Path) -> None:
+    cfg = data(corpus, tmp_path)
+    folder = Path(prepare(cfg).folder)
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(InputError, match=f"{path.name}.*(damaged|missing).*remove {folder}"):
+            prepare(cfg)
+        path.unlink()
+        with pytest.raises(InputError, match=f"{path.name}.*(damaged|missing).*remove {folder}"):
+            prepare(cfg)
+        path.write_bytes(whole)
+    path = folder / "train-00000.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:50] + bytes([whole[50] ^ 1]) + whole[51:])  # one bit: sizes agree, the hash does not
+    open_prepared(str(folder))
+    with pytest.raises(InputError, match="train-00000.bin is not what was written"):
+        verify(str(folder))
+    path.write_bytes(whole)
+    verify(str(folder))
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 0'))
+    with pytest.raises(InputError, match="is of format 0, this code reads 2"):
+        prepare(cfg)
+
+
+def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(corpus: Path, tmp_path: Path) -> None:
+    cfg = data(corpus, tmp_path, tokenizer="bpe", bpe_vocab_size=300)
+    prepared = prepare(cfg)
+    ranks = list(prepared.tokenizer.ranks)
+    ranks[-1], ranks[-2] = ranks[-2], ranks[-1]
+    other = tokenizer.Tokenizer(ranks, tokenizer.SPLIT, ["<|endoftext|>"], "<|endoftext|>")
+    other.save(os.path.join(prepared.folder, "tokenizer.json"))
+    with pytest.raises(InputError) as caught:
+        prepare(cfg)
+    assert other.fingerprint in str(caught.value) and prepared.tokenizer.fingerprint in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for cache, reason in ((tmp_path / "file" / "cache", "Not a directory"), ("/proc/cache", "No such file|Permission")):
+        with pytest.raises(InputError, match=f"data.cache: {cache} cannot be written: ({reason})"):
+            prepare(data(corpus, tmp_path).model_copy(update={"cache": str(cache)}))
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
+    """A limit on the size of a file stands for the disk: the same error path, from the same write."""
+    (corpus / "large.txt").write_text(words(0, 50_000))
+    command = [sys.executable, "-m", "data.prepare", "--source", str(corpus), "--tokenizer", "bytes"]
+    done = subprocess.run(
+        [*command, "--cache", str(tmp_path / "cache")], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )  # fmt: skip
+    assert done.returncode == 2 and "cannot be written: File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(corpus: Path, tmp_path: Path) -> None:
+    def log(line: str) -> None:
+        (corpus / "part0" / "00.txt").write_text("another text")
+
+    with pytest.raises(InputError, match="changed while it was read"):
+        prepare(data(corpus, tmp_path), log)
+    assert len(prepare(data(corpus, tmp_path)).train)
+
+
+KILLED_AT_EVERY_STEP = """
+import os, shutil, signal, sys
+from configs.schema import Data
+from data import prepare as module
+from data.prepare import prepare, verify
+source, cache, module.PART_BYTES, every = *sys.argv[1:3], *map(int, sys.argv[3:])
+cfg = Data(source=source, cache=cache, tokenizer="bytes", validation_fraction=0.2)
+
+def attempt(kill_at):
+    child = os.fork()
+    if child == 0:
+        seen = 0
+        def count(event, arguments):
+            nonlocal seen
+            if any(isinstance(a, str) and a.startswith(cache) for a in arguments):
+                seen += 1
+                if seen == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(count)  # called before every open, mkdir, rename, listdir, remove ...
+        prepare(cfg, lambda line: None, workers=1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+def finished():
+    return [e.path for e in os.scandir(cache) if e.is_dir() and not e.name.endswith(".tmp")] if os.path.isdir(cache) else []
+
+def content(folder):
+    return {e.name: open(e.path, "rb").read() for e in os.scandir(folder)}
+
+attempt(0)
+(folder,) = finished()
+want = content(folder)
+kills = 0
+while True:
+    shutil.rmtree(cache)
+    if attempt(kills * every + 1) == 0:
+        break
+    kills += 1
+    for folder in finished():  # killed after the rename: it must be whole
+        verify(folder)
+    assert attempt(0) == 0
+    assert content(folder := finished()[0]) == want and len(os.listdir(cache)) == 2, kills
+print(kills, verify(folder).fingerprint)
+"""
+
+
+@pytest.mark.parametrize(
+    "part_bytes, every",
+    [(10**9, 8), pytest.param(10**9, 1, marks=pytest.mark.slow), pytest.param(3000, 1, marks=pytest.mark.slow)],
+)
+@pytest.mark.cap(600)
+def test_killed_at_any_file_operation_and_run_again(part_bytes: int, every: int, corpus: Path, tmp_path: Path) -> None:
+    """A child per kill: before its first file operation in the cache, its second ... What the next one makes of what is
+    left is, to the byte, what an undisturbed one makes."""
+    done = run(KILLED_AT_EVERY_STEP, str(corpus), str(tmp_path / "cache"), str(part_bytes), str(every))
+    assert done.returncode == 0, done.stderr
+    kills, fingerprint = done.stdout.split()
+    assert int(kills) > 40 // every
+    if part_bytes > 10**6:
+        assert fingerprint == prepare(data(corpus, tmp_path / "other")).fingerprint
+
+
+def test_killed_at_random_times_and_all_at_once(corpus: Path, tmp_path: Path) -> None:
+    """Three processes at once, killed at a random moment, four times over; then three that are left alone: all succeed,
+    one of them made the corpus, and it is what an undisturbed process makes."""
+    (corpus / "large.txt").write_text(words(0, 200_000))
+    options = ["--source", str(corpus), "--tokenizer", "bpe", "--bpe-vocab-size", "300", "--validation-fraction", "0.2"]
+    command = [sys.executable, "-m", "data.prepare", *options, "--cache", str(tmp_path / "cache")]
+    dice = random.Random(0)
+    finished = 0
+    for delay in [dice.uniform(0.3, 0.8) for _ in range(4)] + [None]:
+        processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+        if delay is not None:
+            time.sleep(delay)
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+        output = [process.communicate(timeout=60)[0] for process in processes]
+        for folder in (tmp_path / "cache").glob("*"):
+            if folder.is_dir() and folder.suffix != ".tmp":
+                verify(str(folder))
+                finished += delay is not None
+                if delay is not None:
+                    shutil.rmtree(folder)
+    assert finished < 4, "no kill came in the middle"
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert sum("documents: " in text for text in output) == 1
+    cfg = data(corpus, tmp_path / "other", tokenizer="bpe", bpe_vocab_size=300)
+    assert all(prepare(cfg).fingerprint in text for text in output)
+
+
+def test_command_line(corpus: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "data.prepare", "--source", str(corpus), "--tokenizer", "bytes", "--verify"]
+    done = subprocess.run([*command, "--cache", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    prepared = prepare(data(corpus, tmp_path, validation_fraction=0.01).model_copy(update={"cache": str(tmp_path)}))
+    row = next(line.split() for line in done.stdout.splitlines() if line.startswith("train"))
+    assert row[1:3] == [f"{len(names(prepared.train)):,}", f"{len(prepared.train):,}"]
+    assert f"corpus       {prepared.fingerprint}, every hash verified" in done.stdout
+
+
+def test_splits_are_named_as_their_files(corpus: Path, tmp_path: Path) -> None:
+    prepared = prepare(data(corpus, tmp_path))
+    manifest = json.loads(content(prepared.folder)["manifest.json"])
+    assert set(manifest["files"]) | {"manifest.json"} == set(content(prepared.folder))
+    for split in SPLITS:
+        tokens = getattr(prepared, split)
+        row = manifest["splits"][split]
+        assert (row["documents"], row["tokens"]) == (len(names(tokens)), len(tokens))
+        assert row["bytes"] == len(tokens) - len(names(tokens))  # a token per byte, one per end
+
+
+# ---- every kind of source, many processes, kills
+
+
+ROWS = [words(i, 5 + i % 40) + ("é\u2028\0" if i % 7 == 0 else "") for i in range(400)]
+LINES = "".join(json.dumps({"id": i, "text": row, "body": row[::-1]}, ensure_ascii=i % 2 == 0) + "\n" * (1 + i % 3)
+                for i, row in enumerate(ROWS))  # fmt: skip
+
+
+def write_rows(path: Path) -> None:
+    """ROWS as one file, of the kind that its suffix says."""
+    zstd = pyarrow.compress(LINES.encode(), codec="zstd", asbytes=True)
+    if path.suffix == ".parquet":
+        table = pyarrow.table({"text": ROWS, "body": [row[::-1] for row in ROWS], "id": range(len(ROWS))})
+        parquet.write_table(table, path, row_group_size=23)
+    else:
+        path.write_bytes({".gz": gzip.compress(LINES.encode()), ".zst": zstd}.get(path.suffix, LINES.encode()))
+
+
+KINDS = ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "a.parquet", "hf", "hf-folder"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part_bytes", [10**9, 6000])
+def test_every_kind_of_source(kind: str, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.prepare.PART_BYTES", part_bytes)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    source, first, last = str(folder / kind), f"{kind}:1", f"{kind}:{1 + sum(1 + i % 3 for i in range(399))}"
+    if kind == "hf":
+        pytest.importorskip("datasets").Dataset.from_dict({"text": ROWS}).save_to_disk(folder / "saved")
+        source, first, last = f"hf:{folder}/saved", "saved@train:0", "saved@train:399"
+    elif kind == "hf-folder":
+        pytest.importorskip("datasets")
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+        write_rows(folder / "a.parquet")
+        source, first, last = f"hf:{folder}@train", "corpus@train:0", "corpus@train:399"
+    else:
+        write_rows(folder / kind)
+        if kind.endswith("parquet"):
+            first, last = "a.parquet:0", "a.parquet:399"
+    prepared = prepare(data(source, tmp_path, validation_fraction=0), workers=1)
+    assert list(texts(prepared).values()) == ROWS
+    assert (prepared.train.name(0), prepared.train.name(399)) == (first, last)
+    if part_bytes < 10**9 and kind not in ("a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "hf-folder"):
+        assert len(prepared.train.shards) > 3, "one process would read all of it"
+    if not kind.startswith("hf"):
+        other = prepare(data(source, tmp_path, validation_fraction=0, text_field="body"), workers=1)
+        assert list(texts(other).values()) == [row[::-1] for row in ROWS]
+        with pytest.raises(InputError, match='"nothing"'):
+            prepare(data(source, tmp_path, text_field="nothing"), workers=1)
+
+
+def test_a_glob_of_mixed_kinds_and_a_text_that_is_packed(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in KINDS[:6]:
+        write_rows(folder / name)
+    (folder / "b.txt.gz").write_bytes(gzip.compress(b"first ") + gzip.compress(b"second"))
+    (folder / "c.md").write_text("third")
+    for source in (folder, f"{folder}/*"):
+        prepared = prepare(data(source, tmp_path, validation_fraction=0))
+        assert list(texts(prepared).values()) == [*ROWS * 6, "first second", "third"]
+
+
+def test_a_dataset_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match="hf:/nowhere/at/all.* cannot be opened by datasets"):
+        prepare(data("hf:/nowhere/at/all", tmp_path))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="pip install datasets"):
+        prepare(data("hf:org/name", tmp_path))
+
+
+def test_neither_processes_nor_kills_change_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, by one other, by three; by three that are killed at random moments until they are done."""
+    monkeypatch.setattr("data.prepare.PART_BYTES", 25_000)
+    source = tmp_path / "corpus"
+    source.mkdir()
+    for name in ("a.jsonl", "b.parquet", "c.jsonl.gz"):
+        write_rows(source / name)
+    cfg = data(source, tmp_path, tokenizer="bpe", bpe_vocab_size=400)
+    made = [prepare(cfg, out=str(tmp_path / f"out{workers}"), workers=workers) for workers in (1, 2, 3)]
+    code = "import sys; from configs.schema import Data; from data import prepare as p; p.PART_BYTES = 25_000\n"
+    code += "p.prepare(Data.model_validate_json(sys.argv[1]), out=sys.argv[2], workers=3)"
+    dice, kills, records, finished = random.Random(1), 0, tmp_path / "killed.tmp" / "parts", {}
+    while True:
+        process = subprocess.Popen([sys.executable, "-c", code, cfg.model_dump_json(), str(tmp_path / "killed")], cwd=ROOT)
+        before, more = finished, dice.randint(1, 3)
+        while process.poll() is None and (kills == 3 or len(list(records.glob("*.json"))) < len(before) + more):
+            time.sleep(0.01)
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+        finished = {path.name: path.stat().st_ino for path in records.glob("*.json")}
+        assert before.items() <= finished.items(), "a finished part was made again"
+    assert process.returncode == 0 and kills > 1
+    made.append(open_prepared(str(tmp_path / "killed")))
+    assert len(made[0].train.shards) > 5
+    assert all(content(prepared.folder) == content(made[0].folder) for prepared in made)
+    assert sorted(texts(made[0]).values()) == sorted(ROWS * 3)
+
+
+def test_a_process_that_dies_or_finds_an_error_ends_the_preparation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.prepare.PART_BYTES", 10_000)
+    path = tmp_path / "a.jsonl"
+    path.write_text(LINES + "[]\n" + LINES)
+    line = LINES.count("\n") + 1
+    with pytest.raises(InputError, match=f"{path}, line {line} is not a JSON object with a string under"):
+        prepare(data(path, tmp_path), workers=2)
+    assert list(tmp_path.glob("cache/*.tmp/parts/*.json")), "what was finished is kept"
+    monkeypatch.setattr("data.prepare.sys.executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="died"):
+        prepare(data(path, tmp_path, skip_failed=1), workers=2)
+
+
+# ---- what is left out, and the sums
+
+
+def test_the_report_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [words(i, 20) for i in range(60)]
+    lines = [json.dumps({"text": text}) for text in good]
+    lines[10:10] = ["{", json.dumps({"text": ""}), json.dumps({"text": "x" * 5000}), json.dumps({"txt": "a"}), "", "  "]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    packed = gzip.compress("\n".join(lines[:10]).encode())
+    (tmp_path / "b.jsonl.gz").write_bytes(packed[:-9])
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "d.txt").write_bytes(b"")
+    (tmp_path / "e.txt").write_bytes(b"x" * 5001)
+    table = pyarrow.table({"text": ["row 0", None, "row 2"]})
+    parquet.write_table(table, tmp_path / "f.parquet")
+    (tmp_path / "g.parquet").write_bytes((tmp_path / "f.parquet").read_bytes()[:-20])
+    source = f"{tmp_path}/*.*"
+    for part_bytes in (10**9, 1500):
+        monkeypatch.setattr("data.prepare.PART_BYTES", part_bytes)
+        made = [prepare(data(source, tmp_path, skip_failed=6, max_document_bytes=1500), out=f"{tmp_path}/out/{part_bytes}-{w}",
+                        workers=w) for w in (1, 3)]  # fmt: skip
+        assert content(made[0].folder) == content(made[1].folder)
+        report = json.loads(content(made[0].folder)["manifest.json"])["report"]
+        failures = [(line.split(" ")[0], line.split(" ", 1)[1]) for line in report.pop("failures")]
+        assert report["documents"] == sum(report[what] for what in ("kept", "empty", "too_long", "failed"))
+        assert (report["empty"], report["too_long"], report["failed"]) == (2, 2, 6)
+        assert report["kept"] == 60 + 0 + 2  # of a damaged archive the last megabyte before the damage is not read
+        assert report["tokens"] == len(made[0].train) + len(made[0].validation)
+        want = [("a.jsonl:11", "JSON"), ("a.jsonl:14", "'text'"), ("b.jsonl.gz:", "Truncated"), ("c.txt", "UTF-8"),
+                ("f.parquet:1", "no string"), ("g.parquet", "arquet")]  # fmt: skip
+        assert [(name.startswith(n), w in problem) for (name, problem), (n, w) in zip(failures, want, strict=True)] == [
+            (True, True)
+        ] * 6, failures
+    with pytest.raises(InputError, match=r"more than 5 documents cannot be read \(data.skip_failed\); one of them: .*/"):
+        prepare(data(source, tmp_path, skip_failed=5), workers=1)
+    with pytest.raises(InputError, match="a.jsonl, line 11 is not"):
+        prepare(data(source, tmp_path), workers=1)
+
+
+def test_lone_surrogates_and_bytes_that_are_not_utf8_are_never_replaced(tmp_path: Path) -> None:
+    bad = [b'{"text": "\\ud800"}', b'{"text": "\xff"}', b'{"text": "\xed\xa0\x80"}', b'\xff\xfe{"text": "a"}']
+    for i, line in enumerate(bad):
+        path = tmp_path / f"{i}.jsonl"
+        path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good too"}\n')
+        with pytest.raises(InputError, match=f"{path}, line 2 is not"):
+            prepare(data(path, tmp_path))
+        prepared = prepare(data(path, tmp_path, skip_failed=1, validation_fraction=0))
+        assert list(texts(prepared).values()) == ["good", "good too"]
+
+
+def test_begin_and_end_tokens(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="data.add_bos: the tokenizer bytes has no token that begins a text"):
+        prepare(data(corpus, tmp_path, add_bos=True))
+    ranks = [bytes([i]) for i in range(256)] + [b"ab"]
+    tok = tokenizer.Tokenizer(ranks, tokenizer.SPLIT, ["<|begin_of_text|>", "<|end_of_text|>"], "<|end_of_text|>")
+    for name, document in hf_tokenizer.files(tok, 64).items():
+        (tmp_path / name).write_text(json.dumps(document))
+    made = {}
+    for bos, eos in itertools.product((False, True), repeat=2):
+        cfg = data(corpus, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"), add_bos=bos, add_eos=eos)
+        prepared = made[bos, eos] = prepare(cfg)
+        assert prepared.tokenizer.fingerprint == tok.fingerprint
+        found = {}
+        for tokens in (prepared.train, prepared.validation):
+            edges = [*tokens.document_starts.tolist(), len(tokens)]
+            for name, start, stop in zip(names(tokens), edges, edges[1:], strict=False):
+                ids = tokens.read(start, stop).tolist()
+                assert (ids[0] == tok.bos_id, ids[-1] == tok.eot_id) == (bos, eos)
+                found[name] = tok.decode(ids[bos : len(ids) - eos])
+        assert found == {n: t for n, t in sources.documents(str(corpus)) if t}
+    assert len({prepared.fingerprint for prepared in made.values()}) == 4
+
+
+# ---- a prepared folder as a source
+
+
+def test_a_prepared_folder_is_a_source(corpus: Path, tmp_path: Path, bpe: tokenizer.Tokenizer) -> None:
+    cfg = data(corpus, tmp_path, tokenizer="bpe", bpe_vocab_size=300)
+    out = tmp_path / "out"
+    out.mkdir()  # empty: to be filled
+    made = prepare(cfg, out=str(out))
+    assert made.folder == str(out) and is_prepared(str(out)) and not is_prepared(str(corpus))
+    again = []
+    assert prepare(cfg, again.append, out=str(out)).fingerprint == made.fingerprint and not again
+    used = prepare(data(out, tmp_path, tokenizer="bpe"))
+    assert used.fingerprint == made.fingerprint and used.folder == made.folder
+    tokenizer.write_rank_file(made.tokenizer, str(tmp_path / "same.tiktoken"))
+    tokenizer.write_rank_file(bpe, str(tmp_path / "other.tiktoken"))
+    assert prepare(data(out, tmp_path, tokenizer=str(tmp_path / "same.tiktoken"))).fingerprint == made.fingerprint
+    with pytest.raises(InputError, match=f"data.tokenizer: .*other.tiktoken .*{bpe.fingerprint}.* is not the tokenizer"):
+        prepare(data(out, tmp_path, tokenizer=str(tmp_path / "other.tiktoken")))
+    for options in ({"validation_fraction": 0.3}, {"add_eos": False}):
+        with pytest.raises(InputError, match=f"--out: {out} has something else, or was made with other options"):
+            prepare(data(corpus, tmp_path, tokenizer="bpe", bpe_vocab_size=300, **options), out=str(out))
+    with pytest.raises(InputError, match=f"--out: {corpus} has something else"):
+        prepare(cfg, out=str(corpus))
+    (out / "manifest.json").unlink()
+    with pytest.raises(InputError, match="manifest.json is missing"):
+        prepare(data(out, tmp_path, tokenizer="bpe"))
+
+
+class Marker:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def test_damaged_shards_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RELIABILITY W2 and X1: flipped, truncated, missing, empty, swapped, beyond the vocabulary, another tokenizer's, one
+    too many, and a pickle in place of a shard, which is never executed."""
+    monkeypatch.setattr("data.prepare.PART_BYTES", 10_000)
+    write_rows(tmp_path / "a.jsonl")
+    folder = Path(prepare(data(tmp_path / "a.jsonl", tmp_path), workers=1).folder)
+    before = content(folder)
+    shards = sorted(name for name in before if name.startswith("train-"))
+    one, two = folder / shards[1], folder / shards[2]
+
+    def swap() -> None:
+        a, b = one.read_bytes(), two.read_bytes()
+        one.write_bytes(b), two.write_bytes(a)
+
+    def beyond(ids: np.ndarray) -> None:
+        ids[7] = 300  # of 257, and the manifest made to agree
+        one.write_bytes(ids.tobytes())
+        manifest = json.loads(before["manifest.json"])
+        manifest["files"][one.name]["sha256"] = hashlib.sha256(ids.tobytes()).hexdigest()
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    def pickled(path: Path) -> None:
+        """As long as the original, so that its size does not betray it."""
+        data = pickle.dumps(Marker(tmp_path / "executed"))
+        path.write_bytes(data + bytes(len(before[path.name]) - len(data)))
+
+    def numpied() -> None:
+        with open(one, "wb") as file:
+            np.save(file, np.array([Marker(tmp_path / "executed")]), allow_pickle=True)
+
+    flip = bytearray(before[one.name])
+    flip[100] ^= 4
+    damages = {
+        "flipped": (lambda: one.write_bytes(bytes(flip)), f"{one.name} is not what was written"),
+        "truncated": (lambda: one.write_bytes(before[one.name][:-2]), one.name),
+        "missing": (one.unlink, one.name),
+        "empty": (lambda: one.write_bytes(b""), one.name),
+        "swapped": (swap, one.name),
+        "beyond the vocabulary": (lambda: beyond(np.frombuffer(before[one.name], np.uint16).copy()), "has token 300"),
+        "pickled shard": (lambda: pickled(one), one.name),
+        "pickled starts": (lambda: pickled(folder / "train.starts"), "train.starts"),
+        "pickled numpy": (numpied, one.name),
+        "one too many": (lambda: (folder / "train-99999.bin").write_bytes(b"ab"), "a shard is there that does not belong"),
+        "tokenizer": (lambda: tokenizer.train_bpe([words(0, 999)], 300).save(str(folder / "tokenizer.json")), "tokenizer"),
+    }
+    for what, (damage, sentence) in damages.items():
+        damage()
+        with pytest.raises(InputError, match=sentence):
+            verify(str(folder))
+        with suppress(InputError):  # most are seen at once; the others must be harmless
+            found = open_prepared(str(folder))
+            found.train.read(0, len(found.train)), found.train.documents(0, 10**9), names(found.train)
+            assert what in ("flipped", "swapped", "beyond the vocabulary", "pickled shard", "pickled starts"), what
+        assert not (tmp_path / "executed").exists()
+        for path in folder.iterdir():
+            path.unlink()
+        for name, data_ in before.items():
+            (folder / name).write_bytes(data_)
+    verify(str(folder))
+
+
+def test_ranges_that_cross_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.prepare.PART_BYTES", 5000)
+    write_rows(tmp_path / "a.jsonl")
+    train = prepare(data(tmp_path / "a.jsonl", tmp_path), workers=1).train
+    flat = np.concatenate([np.fromfile(f"{train.folder}/{name}", train.dtype) for name in train.shards])
+    assert len(train.shards) > 10 and len(flat) == len(train)
+    for start, stop in np.sort(np.random.default_rng(0).integers(0, len(flat) + 1, (500, 2)), axis=1):
+        assert np.array_equal(train.read(start, stop), flat[start:stop])
+    sent = pickle.dumps(train)
+    assert len(sent) < 1000 and np.array_equal(whole(pickle.loads(sent)), flat)
+    assert isinstance(train.document_starts.base, np.memmap) or isinstance(train.document_starts, np.memmap)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(600)
+def test_a_line_of_50_mb(tmp_path: Path) -> None:
+    text = words(0, 9_000_000).strip()
+    assert len(text) > 45_000_000
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "first"}) + "\n" + json.dumps({"text": text}) + "\n"
+                                      + json.dumps({"text": "last"}))  # fmt: skip
+    cfg = data(tmp_path / "a.jsonl", tmp_path, tokenizer="bpe", bpe_vocab_size=400, validation_fraction=0)
+    for part_bytes in (64_000_000, 5_000_000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("data.prepare.PART_BYTES", part_bytes)
+            prepared = prepare(cfg, out=str(tmp_path / f"out{part_bytes}"), workers=2)
+        assert list(texts(prepared).values()) == ["first", text, "last"]

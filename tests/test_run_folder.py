@@ -1,0 +1,502 @@
+"""What a run writes about itself: each of its starts, how it ended, where the seconds went; and that no secret is in it."""
+
+import io
+import itertools
+import json
+import os
+import random
+import signal
+import stat
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from checkpoint.manager import CheckpointManager
+from configs import schema
+from tests.ranks import run_ranks
+from tests.test_parallel import MESHES
+from tests.test_train import STEPS, run, series, stopped_at, tiny_run
+from tools import goodput as tool
+from training import goodput, record
+from training.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
+
+SAVED = ["--checkpoint.async_save=false", "--metrics.interval=7"]  # published when save() returns; few log lines
+
+
+def dies_at(step: int, options: list[str], folder: Path) -> None:
+    """A process of its own that is killed with -9 when it begins `step` (of this start)."""
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(1)  # the parent's thread pool did not come along (see tests/ranks.py)
+        real, begun = train.train_step, itertools.count(1)
+
+        def train_step(job, batch):
+            if next(begun) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(job, batch)
+
+        train.train_step = train_step
+        run(options, folder)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+
+
+def diverges(options: list[str], folder: Path) -> str:
+    """A run that ends with an exception in its third step."""
+    real, begun = train.train_step, itertools.count(1)
+
+    def train_step(job, batch):
+        if next(begun) == 3:
+            raise RuntimeError("cannot reach https://ann:canary-in-url@host/x?token=canary-in-query now")
+        return real(job, batch)
+
+    train.train_step = train_step
+    try:
+        return str(run(options, folder))
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory) -> tuple[Path, float]:
+    """A run killed when it began step 9, again at 8, failing at 7, stopped after 13, then ended; and its seconds by our clock."""
+    place = tmp_path_factory.mktemp("interrupted")
+    folder, options = place / "run", [*tiny_run(place), *SAVED]
+    folder.mkdir()
+    began = time.monotonic()
+    dies_at(9, options, folder)  # 8 steps are done, 5 are saved
+    time.sleep(0.5)
+    dies_at(3, options, folder)  # from 5: 7 are done, nothing new is saved
+    run_ranks(1, diverges, options, folder)  # from 5 too, and as far
+    run_ranks(1, stopped_at, 8, options, folder)  # from 5: 13 are done and saved
+    time.sleep(0.4)
+    assert run_ranks(1, run, options, folder) == [(0, "")]
+    return folder, time.monotonic() - began
+
+
+def test_every_start_and_its_end_is_on_record(interrupted):
+    folder, _ = interrupted
+    starts = read(folder)
+    assert [start.number for start in starts] == [1, 2, 3, 4, 5]
+    assert [start.ended.get("exit_code") for start in starts] == [None, None, 1, 75, 0]
+    assert [start.ended.get("step") for start in starts] == [None, None, 7, 13, 16]
+    assert starts[2].ended["reason"].startswith("RuntimeError: cannot reach") and starts[4].ended["reason"] == "done"
+    assert [[s["step"] for s in start.steps][:: len(start.steps) - 1] for start in starts] == [[0, 8], [5, 7], [5, 7], [5, 13], [13, 16]]
+
+
+def test_steps_are_counted_exactly(interrupted):
+    """... although lines were logged at steps 1, 7 and 14 only."""
+    folder, _ = interrupted
+    result = account(read(folder))
+    trained = (folder / "samples-0.jsonl").read_text().count("\n")
+    assert result.steps == STEPS and result.steps + result.redone == trained == 8 + 2 + 2 + 8 + 3
+    assert [row["redone"] for row in result.interruptions] == [3, 2, 2, 0]
+    assert [row["step"] for row in result.interruptions] == [8, 7, 7, 13]
+    assert [row["how"] for row in result.interruptions] == ["failed", "failed", "failed", "stopped"]
+    assert result.saves == 5  # at 5, 10, 13, 15, 16
+
+
+def test_the_seconds_sum_to_the_clock_on_the_wall(interrupted):
+    folder, wall = interrupted
+    result = account(read(folder))
+    assert wall - 2 <= result.total <= wall + 0.1, "what is missing is the test's own: forks, and the ends of processes"
+    assert all(seconds >= 0 for seconds in result.seconds.values())
+    assert result.seconds["detecting"] >= 0.5 and result.seconds["paused"] >= 0.4
+    assert result.seconds["productive"] > 0 and result.seconds["redone"] > 0 and result.seconds["starting"] > 0
+    meant = sum(seconds for kind, seconds in result.seconds.items() if kind != "paused")
+    assert result.goodput == pytest.approx(result.seconds["productive"] / meant)
+    lost = sum(row["lost"] for row in result.interruptions)
+    first = read(folder)[0].lines[-1]["starting"]
+    assert lost == pytest.approx(sum(result.seconds[kind] for kind in ("redone", "detecting", "starting")) - first, abs=0.01)
+
+
+def test_metrics_and_the_last_words_have_the_goodput(interrupted):
+    folder, _ = interrupted
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    result = account(read(folder))
+    assert last["seconds/redone"] == pytest.approx(result.seconds["redone"], abs=1e-3)
+    assert last["seconds/detecting"] == pytest.approx(result.seconds["detecting"], abs=1e-3)
+    assert 0 < last["goodput"] < 1
+    assert "goodput" in (folder / "logs" / "rank-00000.log").read_text().splitlines()[-1]
+
+
+def test_the_tool_prints_the_table_and_json(interrupted, capsys):
+    folder, _ = interrupted
+    assert tool.main([str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert all(words in text for words in KINDS.values())
+    assert "16 steps count, 7 were redone" in text and "failed 3 times" in text
+    assert "exit code 75: stopped on request" in text and "killed" in text
+    assert tool.main([str(folder), "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["redone"] == 7 and about["total"] == pytest.approx(sum(about["seconds"].values())) and len(about["interruptions"]) == 4
+    assert tool.main([str(folder / "logs")]) == 2
+    assert "not the folder of a run" in capsys.readouterr().err
+
+
+def test_what_a_start_says_about_itself(tmp_path, monkeypatch):
+    ranks, extra, _ = MESHES["fsdp2"]
+    toml = tmp_path / "mine.toml"
+    toml.write_text("# a comment\n[optimizer]\nweight_decay = 0.25\n")
+    folder, options = tmp_path / "run", [str(toml), *tiny_run(tmp_path), *extra, "--training.steps=3", "--lr_schedule.warmup_steps=1"]
+    folder.mkdir()
+    monkeypatch.setenv("NGPU", "2")
+    monkeypatch.setenv("HOME_OF_NOBODY", "not on the list")
+    assert run_ranks(ranks, run, options, folder) == [(0, "")] * ranks
+    (start,) = (folder / "starts").iterdir()
+    about = json.loads((start / "start.json").read_text())
+    assert (start / "given.toml").read_text() == toml.read_text()
+    assert (start / "config.toml").read_text() == (folder / "config.toml").read_text()
+    assert about["overrides"]["training.steps"] == 3 and about["overrides"]["optimizer.lr"] == 0.01 and about["config"] == str(toml)
+    assert about["command"][2:] == [f"--run.folder={folder}", *options]
+    assert about["versions"]["torch"] == torch.__version__ and about["versions"]["python"].startswith("3.")
+    assert about["mesh"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
+    assert about["hosts"] == [{"host": about["host"], "device": "cpu", "ranks": [0, 1]}]
+    assert about["environment"]["NGPU"] == "2" and about["environment"].keys() <= set(record.ENVIRONMENT)
+    assert {"train.py", "models/llama.py", "training/record.py"} <= about["code"]["files"].keys()
+    assert not any(path.startswith(("tests", "tools", ".")) for path in about["code"]["files"])
+    assert not any(path.stat().st_mode & stat.S_IWOTH for path in folder.rglob("*"))
+
+
+# Inputs that are refused ------------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_is_refused_is_no_interruption(tmp_path):
+    options = [*tiny_run(tmp_path), *SAVED]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert run_ranks(1, run, [*options, "--training.step=3"], folder)[0][0] == 2
+    assert not (folder / "starts").exists(), "a wrong option starts nothing"
+    missing = [*options, "--data.source=/no/such/corpus"]
+    assert run_ranks(1, run, missing, folder)[0][0] == 2
+    assert run_ranks(1, run, [*options, "--training.steps=4"], folder)[0][0] == 0
+    assert run_ranks(1, run, missing, folder)[0][0] == 2
+    starts = read(folder)
+    assert [start.ended["exit_code"] for start in starts] == [2, 0, 2] and "/no/such/corpus" in starts[0].ended["reason"]
+    result = account(starts)
+    assert not result.interruptions and result.steps == 4 and result.total == sum(starts[1].lines[-1][kind] for kind in MEASURED)
+
+
+# Secrets ----------------------------------------------------------------------------------------------------------------
+
+CANARIES = ("canary-in-environment", "canary-in-comment", "canary-in-url", "canary-in-query", "hf_canaryINatokenOFtheUSUALshape")
+
+
+def leaks(folder: Path) -> set[str]:
+    everything = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    return {canary for canary in CANARIES if any(canary.encode() in content for content in everything)}
+
+
+def with_canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WANDB_API_KEY", CANARIES[0])
+    toml = tmp_path / "mine.toml"
+    toml.write_text(f"# from https://bob:canary-in-comment@host/corpus with {CANARIES[4]}\n[run]\nseed = 3\n")
+    options = [str(toml), *tiny_run(tmp_path), *SAVED, "--metrics.tensorboard=true", f"--data.cache={tmp_path / CANARIES[0]}"]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (words,) = run_ranks(1, diverges, options, folder)
+    assert "canary-in-url" in words
+    return folder
+
+
+def test_no_secret_is_written(tmp_path, monkeypatch):
+    folder = with_canaries(tmp_path, monkeypatch)
+    assert leaks(folder / "starts") == leaks(folder / "logs") == set()
+    (start,) = (folder / "starts").iterdir()
+    assert "https://***@host/corpus" in (start / "given.toml").read_text()
+    assert "https://***@host/x?token=***" in json.loads((start / "end.json").read_text())["reason"]
+    assert "***" in (start / "config.toml").read_text(), "the value of a variable that is called a key is one, wherever it stands"
+
+
+def test_control_without_redaction_the_canaries_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "redact", lambda text: text)
+    monkeypatch.setattr(record, "SECRET_NAME", record.re.compile("no such name"))
+    assert leaks(with_canaries(tmp_path, monkeypatch) / "starts") == set(CANARIES)
+
+
+def test_a_password_is_no_option(tmp_path):
+    for option in ("data.source", "checkpoint.load_path", "metrics.wandb_project"):
+        errors = io.StringIO()
+        with redirect_stderr(errors), redirect_stdout(io.StringIO()):
+            code = train.main([f"--run.folder={tmp_path / 'run'}", f"--{option}=https://bob:canary-in-url@host/x"])
+        assert code == 2 and "canary" not in errors.getvalue() and option in errors.getvalue() and "password" in errors.getvalue()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("https://u:p@h/x and s3://key@bucket", "https://***@h/x and s3://***@bucket"),
+        ("https://h/x?X-Amz-Signature=abc&a=1", "https://h/x?X-Amz-Signature=***&a=1"),
+        ("ghp_0123456789abcdefghij0123456789abcdef", "***"),
+        ("a mail to ann@example.org, x = y @ z, https://h/a@b", "a mail to ann@example.org, x = y @ z, https://h/a@b"),
+    ],
+)
+def test_redact(text, shown):
+    assert schema.redact(text) == shown
+
+
+# Clocks -----------------------------------------------------------------------------------------------------------------
+
+
+def with_a_clock(kind: str, options: list[str], folder: Path) -> int:
+    """A run during which the wall clock does this, from its third step on."""
+    real, step, begun = time.time, train.train_step, itertools.count(1)
+    clocks = {"an hour back": lambda: real() - 3600, "an hour ahead": lambda: real() + 3600, "frozen": lambda stopped=real(): stopped}
+
+    def train_step(job, batch):
+        if next(begun) == 3:
+            if kind == "summer time":
+                os.environ["TZ"] = "XYZ-3"
+                time.tzset()
+            else:
+                time.time = clocks[kind]
+        return step(job, batch)
+
+    train.train_step = train_step
+    return run(options, folder)[0]
+
+
+@pytest.mark.parametrize("kind", ["an hour back", "an hour ahead", "frozen", "summer time"])
+def test_a_clock_that_jumps_makes_no_negative_figures(tmp_path, kind):
+    """... and the next start, on the right clock, follows the first all the same."""
+    options, folder = [*tiny_run(tmp_path), "--metrics.interval=1", "--training.steps=8"], tmp_path / "run"
+    folder.mkdir()
+    assert run_ranks(1, with_a_clock, kind, [*options, "--training.steps=8"], folder) == [0]
+    assert run_ranks(1, run, [*options, "--training.steps=12", "--data.allow_splice=true"], folder)[0][0] == 0
+    result = account(read(folder))
+    assert all(0 <= seconds < 60 or kind == "paused" for kind, seconds in result.seconds.items())
+    assert 0 <= result.seconds["paused"] <= 3700 and result.steps == 12 and result.redone == 0
+    rates = series(folder, "tokens_per_second")
+    assert list(rates) == list(range(1, 13)) and all(rate > 0 for rate in rates.values())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert not any(value < 0 for line in lines for value in line.values())
+
+
+def test_a_lap_is_of_one_kind_and_the_kinds_sum_to_the_time(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(goodput.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(goodput, "_process_age", lambda: 5.0)
+    clock = Clock(tmp_path)
+    for kind, seconds in (("data", 1), ("productive", 2)):
+        now[0] += seconds
+        assert clock.lap(kind) == (6 if kind == "data" else 2)
+    assert clock.seconds["starting"] == 8, "all of the first step, and what was before"
+    clock.step(1)
+    for kind, seconds in (("other", 4), ("data", 8), ("productive", 16), ("validation", 32), ("save", 64)):
+        now[0] += seconds
+        clock.lap(kind)
+    clock.move(10, "productive", "save")
+    clock.move(100, "productive", "save")  # never more than there is
+    assert clock.seconds == {"starting": 8, "other": 4, "data": 8, "productive": 0, "validation": 32, "save": 80}
+
+
+def test_a_line_is_as_long_as_the_next(tmp_path):
+    clock = Clock(tmp_path)
+    clock.seconds = dict.fromkeys(MEASURED, 1e9 + 1 / 3)  # thirty years
+    clock.at = clock.saves = 10**9
+    clock.saved()
+    clock.step(5)
+    assert {len(line) for line in (tmp_path / "time.jsonl").read_text().splitlines(keepends=True)} == {LINE_BYTES}
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path):
+    (tmp_path / "starts" / "0001").mkdir(parents=True)
+    clock = Clock(tmp_path / "starts" / "0001")
+    file, clock.file = clock.file, os.open("/dev/full", os.O_WRONLY)
+    clock.resume(0)
+    clock.saved()
+    clock.close()
+    clock.file = file
+    clock.step(2)
+    clock.close()
+    (start,) = read(tmp_path)
+    assert [line["step"] for line in start.lines] == [None, 2]
+
+
+def stalls(where: str, options: list[str], folder: Path) -> dict[str, float]:
+    """A run whose copy of the state takes 0.3 s (at steps 5, 10, 15 and 16), or whose reading of data 0.05 s (at each)."""
+    if where == "data":
+        real_loader = train.loader
+        train.loader = lambda *arguments, **options: (time.sleep(0.05) or batch for batch in real_loader(*arguments, **options))
+    else:
+        copy = CheckpointManager._copy
+        CheckpointManager._copy = lambda self, *arguments: time.sleep(0.3) or copy(self, *arguments)
+    if where == "nobody asks":
+        CheckpointManager.stall = lambda self: 0.0
+    assert run(options, folder)[0] == 0
+    return account(read(folder)).seconds
+
+
+def test_a_wait_of_the_optimizer_for_a_save_is_a_stall_and_no_work(tmp_path):
+    options, seconds = tiny_run(tmp_path), {}
+    for where in ("save", "nobody asks", "data"):
+        (tmp_path / where).mkdir()
+        (seconds[where],) = run_ranks(1, stalls, where, options, tmp_path / where)
+    assert seconds["save"]["save"] >= 4 * 0.2
+    assert seconds["nobody asks"]["productive"] >= 3 * 0.2, "the control: they are booked as work"
+    assert seconds["data"]["data"] >= 15 * 0.05
+
+
+# Accounts ---------------------------------------------------------------------------------------------------------------
+
+
+def history(draw: random.Random) -> tuple[list[Past], int, int, float, float]:
+    """Random starts, as their folders would tell of them; and what a ledger of single steps says: steps that count and
+    that were redone, productive seconds and those redone."""
+    ledger: dict[int, float] = {}  # step -> the seconds of the start that made it last
+    redone_steps, redone_seconds, saved, starts, wall = 0, 0.0, {0}, [], 0.0
+    for number in range(1, draw.randint(2, 7)):
+        lines = [dict.fromkeys(MEASURED, 0.0) | {"step": None, "saves": 0, "time": wall}]
+        productive = 0.0
+        for stretch in range(draw.choice([1, 1, 1, 2])):  # two: it rolls back by itself
+            step = draw.choice(sorted(saved))
+            lost = [s for s in ledger if s > step]
+            redone_steps += len(lost)
+            redone_seconds += sum(ledger.pop(s) for s in lost)
+            saved = {s for s in saved if s <= step}
+            lines.append(lines[-1] | {"step": step, "productive": productive, "time": wall})
+            for _ in range(draw.randint(0, 9)):
+                first = stretch == 0 and lines[-1]["step"] == step and not any(s > step for s in ledger)
+                step, seconds = step + 1, 0.0 if first else draw.uniform(0.1, 2)
+                wall, productive, ledger[step] = wall + seconds, productive + seconds, seconds
+                if lines[-1].get("passing"):
+                    lines.pop()
+                lines.append(lines[-1] | {"step": step, "productive": productive, "time": wall, "passing": True})
+                if draw.random() < 0.3:
+                    lines[-1].pop("passing")
+                    saved.add(step)
+            lines[-1].pop("passing", None)
+        ended = draw.choice([{}, {"exit_code": 1, "reason": "x"}, {"exit_code": 75, "reason": "stopped"}])
+        starts.append(Past(number, {}, ended, lines))
+        wall += draw.uniform(-5, 10)
+    return starts, len(ledger), redone_steps, sum(ledger.values()), redone_seconds
+
+
+def test_a_run_that_goes_back_by_itself_has_redone_those_steps(tmp_path):
+    (tmp_path / "given.toml").write_text("")
+    with record.Start(tmp_path / "run", 0, [], tmp_path / "given.toml", {}, "", {}) as start:
+        start.resume(0)
+        for step in 1, 2, 3, 4, 5, 4, 5, 6:
+            if start.clock.at == 5 and step == 4:
+                start.resume(3)
+            start.clock.since -= 1.0  # a second passes
+            start.clock.lap("productive")
+            start.clock.step(step)
+            if step == 3:
+                start.clock.saved()
+        assert start.clock.metrics()["seconds/redone"] == pytest.approx(2, abs=0.1)
+        assert start.clock.metrics()["seconds/productive"] == pytest.approx(5, abs=0.1), "the first step is start-up"
+    result = account(read(tmp_path / "run"))
+    assert (result.steps, result.redone) == (6, 2) and result.seconds["productive"] == pytest.approx(5, abs=0.1)
+
+
+def test_accounts_of_random_histories():
+    for seed in range(500):
+        starts, steps, redone, productive, thrown_away = history(random.Random(seed))
+        result = account(starts)
+        assert (result.steps, result.redone) == (steps, redone), seed
+        assert result.seconds["productive"] == pytest.approx(productive, abs=1e-9), seed
+        assert result.seconds["redone"] == pytest.approx(thrown_away, abs=1e-9), seed
+        assert all(seconds >= -1e-9 for seconds in result.seconds.values()), seed
+
+
+def test_control_an_account_that_looks_one_start_ahead_only_is_wrong(monkeypatch):
+    """Thrown away is also what a start made whose successor resumed later, and whose successor's successor did not."""
+    real = goodput._redone
+    monkeypatch.setattr(goodput, "_redone", lambda starts: [real(starts[i : i + 2])[0] for i in range(len(starts))])
+    wrong = 0
+    for seed in range(500):
+        starts, steps, redone, *_ = history(random.Random(seed))
+        wrong += (account(starts).steps, account(starts).redone) != (steps, redone)
+    assert wrong > 50
+
+
+def test_a_damaged_record_is_read_as_far_as_it_goes(interrupted, tmp_path):
+    folder, _ = interrupted
+    for start in (folder / "starts").iterdir():
+        (tmp_path / "starts" / start.name).mkdir(parents=True)
+        (tmp_path / "starts" / start.name / "time.jsonl").write_bytes((start / "time.jsonl").read_bytes()[:-100] + b"\0{]\xff\n[1]\n")
+        (tmp_path / "starts" / start.name / "end.json").write_text('{"exit_code": ')
+    (tmp_path / "starts" / "0006").mkdir()
+    (tmp_path / "starts" / "notes").mkdir()
+    result = account(read(tmp_path))
+    assert len(read(tmp_path)) == 6 and all(seconds >= 0 for seconds in result.seconds.values())
+    assert all(row["how"] in ("failed", "no end") for row in result.interruptions)
+
+
+# The code ---------------------------------------------------------------------------------------------------------------
+
+
+def test_code_outside_of_git_and_a_diff_of_bounded_size(tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text("")
+    (tmp_path / "train.py").write_text("a = 1\n")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    outside = record.code()
+    assert outside["commit"] == "" and outside["files"].keys() == {"train.py", "models/__init__.py"} and record.changes() == ""
+    identity = "-c user.name=x -c user.email=x@x -c commit.gpgsign=false"
+    assert os.system(f"cd {tmp_path} && git init -q && git add train.py && git {identity} commit -qm 1 >/dev/null") == 0
+    (tmp_path / "train.py").write_text("a = 2\n")
+    (tmp_path / "models" / "new.py").write_text("b = 3\n")
+    assert len(record.code()["commit"]) == 40 and record.code()["files"]["train.py"] != outside["files"]["train.py"]
+    assert "+a = 2" in record.changes() and "+b = 3" in record.changes(), "new files too"
+    monkeypatch.setattr(record, "DIFF_BYTES", 50)
+    assert len(record.changes()) < 200 and "[cut: this diff has" in record.changes()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert record.changes() == "" and record.code()["commit"] == ""
+
+
+def test_an_unchanged_diff_is_written_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "changes", lambda: "a diff")
+    toml = tmp_path / "given.toml"
+    toml.write_text("")
+    for _ in range(3):
+        with record.Start(tmp_path / "run", 0, [], toml, {}, "", {}) as start:
+            start.code = 0
+    about = [start.about["code"]["changes"] for start in read(tmp_path / "run")]
+    assert about == ["0001/changes.diff"] * 3
+    assert len(list((tmp_path / "run").rglob("changes.diff"))) == 1
+
+
+# What to expect ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hours, stall, detect, restart, interval, write", [
+    (3, 1, 35, 150, 0, 0), (3, 1, 35, 150, 600, 60), (0.5, 5, 20, 300, 100, 0), (0.1, 10, 30, 300, 120, 30),
+])  # fmt: skip
+def test_a_simulated_run_has_the_goodput_that_is_expected(hours, stall, detect, restart, interval, write):
+    mtbf = hours * 3600
+    interval = interval or tool.best_interval(mtbf, stall)
+    expected = tool.expected(mtbf, stall, detect + restart, interval, write)
+    for interruptions, tolerance in ((1000, 0.03), (100_000, 0.003)):
+        seconds = tool.simulate(mtbf, stall, detect, restart, interval, write, interruptions, seed=1)
+        assert abs(seconds["productive"] / sum(seconds.values()) / expected - 1) < tolerance * max(1, 0.5 / expected)
+
+
+def test_the_best_interval():
+    for mtbf, stall in ((10_800, 1), (3600, 60), (500, 100)):
+        best = tool.best_interval(mtbf, stall)
+        around = [tool.expected(mtbf, stall, 100, best * factor) for factor in (0.7, 0.97, 1, 1.03, 1.4)]
+        assert max(around) == around[2]
+        young = (2 * stall * mtbf) ** 0.5
+        daly = young * (1 + (stall / 2 / mtbf) ** 0.5 / 3 + stall / 18 / mtbf) - stall  # his equation 37
+        assert abs(best / daly - 1) < 0.01
+    assert abs(tool.best_interval(10_800, 0.01) / (2 * 0.01 * 10_800) ** 0.5 - 1) < 0.01
+
+
+def test_the_simulation_from_the_command_line(capsys):
+    assert tool.main("--simulate --mtbf-hours=3 --stall=1 --detect=35 --restart=150".split()) == 0
+    assert "96.97% expected (Daly 2006)" in capsys.readouterr().out
+    assert tool.main("--simulate --stall=0".split()) == 2
+    assert "--interval" in capsys.readouterr().err
+    assert tool.main("--simulate --json --interval=60".split()) == 0
+    assert json.loads(capsys.readouterr().out)["interval"] == 60
+    for wrong in ("", "--simulate --stall=-1", "--simulate --mtbf-hours=0", "--simulate --detect=nan"):
+        with pytest.raises(SystemExit):
+            tool.main(wrong.split())

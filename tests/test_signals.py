@@ -1,0 +1,336 @@
+"""Stopping on request, in every window of a run; and dying, when a rank hangs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import train
+from checkpoint import manager, state
+from tests import ranks
+from tests.ranks import run_ranks
+from tests.test_train import MESHES, ROOT, run, samples, series, tiny_run
+from training import health, stop, validate
+
+STEPS, TWO = 12, MESHES["fsdp2"][1]
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> list[str]:
+    """A tiny run, and the run that nobody stops in folder `whole` beside its corpus."""
+    place = tmp_path_factory.mktemp("run")
+    made = [
+        *tiny_run(place), *TWO, f"--training.steps={STEPS}", "--checkpoint.interval=4", "--training.local_batch_size=1",
+        "--validation.interval=4", "--validation.steps=3", "--data.validation_fraction=0.2", "--checkpoint.keep_last=1",
+    ]  # fmt: skip
+    (place / "whole").mkdir()
+    assert run_ranks(2, run, made, place / "whole") == [(0, "")] * 2
+    return made
+
+
+def whole(options: list[str]) -> Path:
+    return Path(next(o for o in options if o.startswith("--data.cache=")).partition("=")[2]).parent / "whole"
+
+
+def kill(number: signal.Signals = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def once(fn: Callable, then: Callable, calls: int) -> Callable:
+    """fn, but at its n-th call `then` happens first."""
+    count = 0
+
+    def counting(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == calls:
+            then()
+        return fn(*args, **kwargs)
+
+    return counting
+
+
+# Where the signal comes: each puts it there, in a rank's process.
+
+
+def in_preparation() -> None:
+    train.describe_data = once(train.describe_data, kill, 1)
+
+
+def in_the_first_step() -> None:
+    train.train_step = once(train.train_step, kill, 1)
+
+
+def between_micro_batches() -> None:
+    """4 micro-batches on each of 2 ranks: the third of step 6."""
+    train.linear_cross_entropy = once(train.linear_cross_entropy, kill, 5 * 4 + 3)
+
+
+def in_validation() -> None:
+    """The second batch after step 4."""
+    train.validate = lambda model, mesh, batches, *rest: validate.validate(model, mesh, signalled(batches), *rest)
+
+    def signalled(batches):
+        for i, batch in enumerate(batches):
+            if i == 1:
+                kill()
+            yield batch
+
+
+def waiting_for_data() -> None:
+    real = train.loader
+
+    def slow(*args):
+        for i, batch in enumerate(real(*args)):
+            if i == 5:  # that of step 6
+                threading.Timer(0.2, kill).start()
+                time.sleep(0.6)
+            yield batch
+
+    train.loader = slow
+
+
+def while_a_save_is_written() -> None:
+    """After step 4 the thread has only begun."""
+    state.stage = once(state.stage, lambda: (kill(), time.sleep(0.5)), 1)
+
+
+def while_an_old_checkpoint_is_removed() -> None:
+    """When step 8 is published and 4 goes."""
+    manager.shutil.rmtree = once(manager.shutil.rmtree, lambda: (kill(), time.sleep(0.5)), 1)
+
+
+WINDOWS = {  # where, and the last step that the run may have done
+    in_preparation: None, in_the_first_step: None, between_micro_batches: 6, in_validation: 4, waiting_for_data: 6,
+    while_a_save_is_written: 5, while_an_old_checkpoint_is_removed: 9,
+}  # fmt: skip
+SHORT = (in_the_first_step, in_validation, while_a_save_is_written)
+
+
+def start(folder: Path, options: list[str], window: Callable | None, only: int | None = None) -> tuple[int, str]:
+    if window and only in (None, dist.get_rank()):
+        window()
+    return run(options, folder)
+
+
+def ends(n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60) -> list[int]:
+    """Like run_ranks, for ranks that may end at once: the exit code of each, or minus the signal it died of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pids = []
+    for rank in range(n):
+        if (pid := os.fork()) == 0:
+
+            def body(*args):
+                os._exit(fn(*args)[0])
+
+            ranks._child(folder, rank, n, body, args)
+        pids.append(pid)
+    deadline, codes = time.monotonic() + seconds, []
+    for pid in pids:
+        while not (done := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not done[0]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        codes.append(os.waitstatus_to_exitcode(done[1]) if done[0] else None)
+    return codes
+
+
+@pytest.mark.parametrize(
+    "window", [pytest.param(w, marks=() if w in SHORT else pytest.mark.torture, id=w.__name__) for w in WINDOWS]
+)
+def test_s1_a_signal_stops_the_run_wherever_it_comes(window, options, tmp_path):
+    """S1: at most one step later it is saved, and what is resumed is bitwise the run that nobody stopped."""
+    assert ends(2, tmp_path / "ranks", start, tmp_path, options, window) == [75, 75]
+    last = WINDOWS[window]
+    saved = sorted(int(p.name[5:]) for p in tmp_path.glob("checkpoints/step-*"))
+    end = json.loads((tmp_path / "starts" / "0001" / "end.json").read_text())
+    if last is None:
+        assert not saved and not (tmp_path / "metrics.jsonl").exists() or series(tmp_path) == {}
+        assert "nothing to save" in end["reason"] and end["exit_code"] == 75
+    else:
+        assert saved[-1] in (last - 1, last) and max(series(tmp_path)) == saved[-1] == end["step"]
+    assert run_ranks(2, run, options, tmp_path) == [(0, "")] * 2
+    assert series(tmp_path) == series(whole(options)) and series(tmp_path, "grad_norm") == series(whole(options), "grad_norm")
+    assert samples(tmp_path, 2)[-STEPS:] == samples(whole(options), 2)
+
+
+def stopped_in_step_6(folder: Path, options: list[str], number: signal.Signals, only: int | None, times: int):
+    def send():
+        for _ in range(times):
+            kill(number)
+            time.sleep(0.2)
+
+    if only in (None, dist.get_rank()):
+        train.train_step = once(train.train_step, send, 6)
+    return run(options, folder)
+
+
+@pytest.mark.parametrize(("number", "only", "times"), [
+    (signal.SIGTERM, 1, 1), (signal.SIGTERM, None, 2), (signal.SIGINT, None, 1), (signal.SIGUSR1, 0, 1),
+], ids=["one rank only", "each twice, as under Slurm", "SIGINT", "SIGUSR1 to one"])  # fmt: skip
+def test_s2_all_ranks_stop_at_the_same_step(number, only, times, options, tmp_path):
+    if number != signal.SIGTERM or only is None:
+        options = [*options, "--validation.interval=0"]
+    assert run_ranks(2, stopped_in_step_6, tmp_path, options, number, only, times) == [(75, "")] * 2
+    assert max(series(tmp_path)) == 6 and (tmp_path / "checkpoints" / "step-00000006").is_dir()
+
+
+def each_for_itself(folder: Path, options: list[str]) -> tuple[int, str]:
+    train.meshes.Mesh.any_rank = lambda self, flag: flag
+    return stopped_in_step_6(folder, options, signal.SIGTERM, 1, 1)
+
+
+@pytest.mark.torture
+def test_s2_ranks_that_do_not_ask_each_other_do_not(options, tmp_path):
+    """The negative control."""
+    given = [*options, "--run.step_timeout_seconds=2"]
+    assert ends(2, tmp_path / "ranks", each_for_itself, tmp_path, given, seconds=20) != [75, 75]
+
+
+def test_the_same_signal_again_ends_the_process_at_once(options, tmp_path):
+    """... even one whose main thread hears nothing; what was saved stays."""
+
+    def start(folder: Path) -> tuple[int, str]:
+        stop.ECHO = 0.1
+
+        def deaf():
+            def again():
+                kill()
+                time.sleep(0.5)
+                kill()
+
+            threading.Thread(target=again).start()
+            dist.new_group([0], backend="gloo").rank()
+            dist.distributed_c10d._get_default_store().get("never set")  # waits in C
+
+        train.train_step = once(train.train_step, deaf, 6)
+        return run(options, folder)
+
+    options = [o for o in options if not o.startswith("--parallelism")]
+    assert ends(1, tmp_path / "ranks", start, tmp_path) == [128 + signal.SIGTERM]
+    assert [p.name for p in tmp_path.glob("checkpoints/step-*")] == ["step-00000004"]
+    end = json.loads((tmp_path / "starts" / "0001" / "end.json").read_text())
+    assert end["exit_code"] == 143 and "a second time" in end["reason"]
+
+
+def test_the_time_limit_stops_as_a_signal_does(options, tmp_path):
+    """It counts from the birth of the process, so it is long over; a minute later it is not."""
+
+    def start(folder: Path, minutes: float) -> tuple[int, str]:
+        real = stop.Stop.__init__
+
+        def born_now(self, born, max_minutes, end):
+            real(self, time.monotonic(), max_minutes, end)
+
+        def slow(job, batch, real=train.train_step):
+            time.sleep(0.2)
+            return real(job, batch)
+
+        stop.Stop.__init__, train.train_step = born_now, slow
+        return run([*options, f"--run.max_minutes={minutes}"], folder)
+
+    assert ends(2, tmp_path / "a", start, tmp_path, 0.00001) == [75, 75]
+    assert not list(tmp_path.glob("checkpoints/step-*"))
+    assert ends(2, tmp_path / "b", start, tmp_path, 1.5 / 60) == [75, 75] and 1 <= max(series(tmp_path)) < STEPS
+    assert run_ranks(2, run, options, tmp_path) == [(0, "")] * 2
+    assert series(tmp_path) == series(whole(options))
+
+
+# Hanging
+
+
+def hang(how: str) -> None:
+    if how == "spin":
+        while True:
+            pass
+    import ctypes
+
+    ctypes.PyDLL(None).sleep(600)  # in C, without giving Python's lock back
+
+
+def hung(folder: Path, options: list[str], how: str, watched: bool = True) -> tuple[int, str]:
+    health.Watchdog.GRACE = 2.0
+    if not watched:
+        health.Watchdog.arm = lambda *_: None
+    if dist.get_rank() == 1:
+        train.train_step = once(train.train_step, lambda: hang(how), 3)
+    return run(options, folder)
+
+
+@pytest.mark.parametrize("how", ["spin", pytest.param("holds the GIL", marks=pytest.mark.torture)])
+def test_n6_a_hung_rank_ends_and_leaves_its_stacks(how, options, tmp_path):
+    """N6: it dies of its watchdog, and the one that waited for it of the collective; both leave the stacks of all threads."""
+    codes = ends(2, tmp_path / "ranks", hung, tmp_path, [*options, "--run.step_timeout_seconds=1"], how)
+    assert codes[1] == -signal.SIGALRM and codes[0] in (1, -signal.SIGALRM), codes
+    stacks = (tmp_path / "logs" / "rank-00001.stacks").read_text()
+    assert " in hang" in stacks and " in train_step" not in stacks and stacks.count("hread 0x") >= 2
+    waiting = (tmp_path / "logs" / "rank-00000.stacks").read_text()
+    assert "in train_step" in waiting and waiting.count("hread 0x") >= 1
+
+
+@pytest.mark.torture
+def test_n6_without_the_watchdog_it_hangs_on(options, tmp_path):
+    """The negative control."""
+    given = [*options, "--run.step_timeout_seconds=1"]
+    assert ends(2, tmp_path / "ranks", hung, tmp_path, given, "spin", False, seconds=10) == [1, None]
+
+
+WRAPPER = """
+import sys, train
+from tests import test_signals
+real = train.train_step
+def step(job, batch, count=[0]):
+    count[0] += 1
+    if count[0] == 3 and job.mesh.rank == 1:
+        test_signals.hang("spin")
+    return real(job, batch)
+train.train_step = step
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.torture
+def test_n6_the_launcher_names_the_rank_that_hung(options, tmp_path):
+    """... although the other one failed before it, of the wait."""
+    (tmp_path / "wrapper.py").write_text(WRAPPER)
+    given = [f"--run.folder={tmp_path / 'run'}", *options, "--run.step_timeout_seconds=3"]
+    command = [sys.executable, "-m", "tools.launch", "--nproc-per-node=2", str(tmp_path / "wrapper.py"), *given]
+    here = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=100, check=False)
+    said = [line for line in done.stderr.splitlines() if line.startswith("launch: rank")]
+    assert done.returncode == 128 + signal.SIGALRM and len(said) == 2, done.stderr
+    assert "launch: rank 1 on" in said[0] and "killed by SIGALRM" in said[0] and "rank-00001.stacks" in said[0], said
+    assert " in hang" in (tmp_path / "run" / "logs" / "rank-00001.stacks").read_text()
+
+
+def paused(folder: Path, options: list[str], seconds: float) -> tuple[int, str]:
+    """Rank 1 is stopped (SIGSTOP) in step 3, for so long."""
+    if dist.get_rank() == 1:
+        pid = os.getpid()
+
+        def freeze():
+            if os.fork() == 0:
+                time.sleep(0.1)
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(seconds)
+                os.kill(pid, signal.SIGCONT)
+                os._exit(0)
+            time.sleep(0.3)
+
+        train.train_step = once(train.train_step, freeze, 3)
+    return run(options, folder)
+
+
+def test_s4_a_rank_that_is_frozen_for_three_seconds_changes_nothing(options, tmp_path):
+    assert run_ranks(2, paused, tmp_path, options, 3.0) == [(0, "")] * 2
+    assert series(tmp_path) == series(whole(options))
+    assert not list(tmp_path.glob("logs/*.stacks"))

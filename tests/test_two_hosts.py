@@ -1,0 +1,244 @@
+"""Two hosts for real: two network namespaces, each with its own loopback, joined by one cable (a veth pair).
+
+    python -m pytest tests/test_two_hosts.py -m slow          about 4 minutes on two cores; needs root and iproute2
+
+A node of two ranks runs in each, started by run_train.sh as on a cluster: tensor parallel inside a host, FSDP between
+them. The cable is cut, slowed down and put back, and a host dies. What is shared is what a cluster shares: the run folder.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_scripts import environment, free_port
+from tests.test_train import TINY, series
+
+ROOT = Path(__file__).resolve().parent.parent
+ADDRESSES = ("10.123.45.1", "10.123.45.2")
+STEPS = 60
+STEP_TIMEOUT, GRACE = 12, 60  # seconds; the grace is for a machine with other things to do: it takes a few
+pytestmark = pytest.mark.slow
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+class Hosts:
+    """Two namespaces, and the processes that were started in them."""
+
+    def __init__(self) -> None:
+        self.names = [f"plumbline-{os.getpid()}-{node}" for node in range(2)]
+        self.running: list[subprocess.Popen] = []
+        for name in self.names:
+            ip("netns", "add", name)
+        ip("link", "add", "cable", "netns", self.names[0], "type", "veth", "peer", "name", "cable", "netns", self.names[1])
+        for name, address in zip(self.names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "lo", "up")
+        self.cable("up")
+
+    def cable(self, state: str) -> None:
+        for name in self.names:
+            ip("-n", name, "link", "set", "cable", state)
+
+    def limit(self, rate: str) -> None:
+        """Both ends send at most that fast, from a queue of at most 50 ms."""
+        for name in self.names:
+            words = f"tc -n {name} qdisc replace dev cable root tbf rate {rate} burst 256kb latency 50ms"
+            subprocess.run(words.split(), check=True, capture_output=True, timeout=20)
+
+    def start(self, options: list[str], said: Path, **settings: str) -> list[subprocess.Popen]:
+        """The same command on both; what node n says goes to said-n."""
+        port = str(free_port())
+        self.running = []
+        for node, name in enumerate(self.names):
+            here = environment(
+                NGPU="2", NNODES="2", NODE_RANK=str(node), MASTER_ADDR=ADDRESSES[0], MASTER_PORT=port,
+                GLOO_SOCKET_IFNAME="cable", OMP_NUM_THREADS="1", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="10", **settings,
+            )  # fmt: skip
+            command = ["ip", "netns", "exec", name, str(ROOT / "run_train.sh"), *options]
+            with open(f"{said}-{node}", "w") as file:
+                self.running.append(subprocess.Popen(command, env=here, stdout=file, stderr=file, stdin=subprocess.DEVNULL))
+        return self.running
+
+    def kill(self, node: int) -> None:
+        """kill -9 of everything on that host."""
+        pids = subprocess.run(["ip", "netns", "pids", self.names[node]], capture_output=True, text=True).stdout.split()
+        for pid in map(int, pids):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def survivors(self) -> list[str]:
+        """What still runs in the namespaces."""
+        shown = [subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout for name in self.names]
+        return " ".join(shown).split()
+
+    def remove(self) -> None:
+        for node, name in enumerate(self.names):
+            self.kill(node)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        for process in self.running:
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    if sys.platform != "linux" or not shutil.which("ip"):
+        pytest.skip("two hosts are made of Linux network namespaces by the command ip (Debian: apt install iproute2)")
+    try:
+        made = Hosts()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces are not permitted here (root is needed): {error.stderr.strip()}")
+    yield made
+    made.remove()
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A tiny run of 2 x 2 over a small corpus, prepared once."""
+    place = tmp_path_factory.mktemp("corpus")
+    (place / "text").mkdir()
+    for i in range(40):
+        (place / "text" / f"{i:02d}.txt").write_text(f"document {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60)))
+    return [
+        *TINY, f"--training.steps={STEPS}", f"--data.source={place / 'text'}", f"--data.cache={place / 'cache'}",
+        "--parallelism.tensor_parallel=2", "--parallelism.data_parallel_shard=2",
+        f"--run.step_timeout_seconds={STEP_TIMEOUT}", "--run.init_timeout_seconds=60",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unbroken(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of the same mesh on one host, which nobody disturbs."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    command = [str(ROOT / "run_train.sh"), *options, f"--run.folder={folder}"]
+    done = subprocess.run(command, env=environment(NGPU="4", OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return series(folder)
+
+
+def until(true: Callable[[], bool], seconds: float, complaint: Callable[[], str]) -> float:
+    """Waits; the seconds it took."""
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < seconds, complaint()
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def words(said: Path) -> str:
+    return "\n".join(f"--- node {node}\n" + Path(f"{said}-{node}").read_text(errors="replace") for node in range(2))
+
+
+def in_mid_run(running: list[subprocess.Popen], folder: Path, said: Path, step: int = 12) -> None:
+    metrics = folder / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") >= step, 120, lambda: words(said))
+    assert all(process.poll() is None for process in running), words(said)
+
+
+def ended(running: list[subprocess.Popen], seconds: float, said: Path) -> tuple[list[int], float]:
+    """The exit codes, and how long the last took to end."""
+    took = until(lambda: all(p.poll() is not None for p in running), seconds, lambda: "not ended in time\n" + words(said))
+    return [process.returncode for process in running], took
+
+
+def whole_run(hosts: Hosts, options: list[str], said: Path) -> str:
+    codes, _ = ended(hosts.start(options, said), 150, said)
+    assert codes == [0, 0], words(said)
+    return words(said)
+
+
+@pytest.mark.cap(400)
+def test_two_hosts_train_as_one(hosts: Hosts, options: list[str], unbroken: dict, tmp_path: Path) -> None:
+    """... and node 0 listens on its own address alone."""
+    here = [*options, f"--run.folder={tmp_path / 'run'}"]
+    running, said = hosts.start(here, tmp_path / "said"), tmp_path / "said"
+    in_mid_run(running, tmp_path / "run", said)
+    for name, address in zip(hosts.names, ADDRESSES, strict=True):
+        shown = subprocess.run(["ip", "netns", "exec", name, "ss", "-Hltn"], capture_output=True, text=True).stdout
+        listening = {line.split()[3].rpartition(":")[0] for line in shown.splitlines()}
+        assert listening == {address}, shown
+    assert ended(running, 150, said)[0] == [0, 0], words(said)
+    assert series(tmp_path / "run") == unbroken, "bitwise: it is the same mesh"
+
+
+@pytest.mark.cap(400)
+def test_a_cut_longer_than_the_time_out_ends_both_hosts_and_the_run_resumes(
+    hosts: Hosts, options: list[str], unbroken: dict, tmp_path: Path
+) -> None:
+    here, said = [*options, f"--run.folder={tmp_path / 'run'}"], tmp_path / "said"
+    running = hosts.start(here, said)
+    in_mid_run(running, tmp_path / "run", said)
+    hosts.cable("down")
+    try:
+        codes, seconds = ended(running, STEP_TIMEOUT + GRACE, said)
+        print(f"both hosts ended {seconds:.1f} s after the cut, with a time-out of {STEP_TIMEOUT} s and codes {codes}")
+        assert not {0, 2, 75} & set(codes), words(said)
+        assert not hosts.survivors()
+        for node in range(2):
+            text = Path(f"{said}-{node}").read_text()
+            assert re.search(r"launch: rank \d on ", text) and re.search(r"[Tt]imed? ?-?out", text), text
+    finally:
+        hosts.cable("up")
+    assert "resumed after step" in whole_run(hosts, here, tmp_path / "again")
+    assert series(tmp_path / "run") == unbroken
+
+
+@pytest.mark.cap(400)
+def test_a_cut_of_eight_seconds_costs_eight_seconds(hosts: Hosts, options: list[str], unbroken: dict, tmp_path: Path) -> None:
+    here, said = [*options, f"--run.folder={tmp_path / 'run'}", "--run.step_timeout_seconds=60"], tmp_path / "said"
+    running = hosts.start(here, said)
+    in_mid_run(running, tmp_path / "run", said)
+    hosts.cable("down")
+    time.sleep(8)
+    before = len(series(tmp_path / "run"))
+    hosts.cable("up")
+    assert before < STEPS, "it waited"
+    assert ended(running, 150, said)[0] == [0, 0], words(said)
+    assert series(tmp_path / "run") == unbroken
+
+
+@pytest.mark.cap(400)
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_host_that_dies_ends_the_other_and_the_run_resumes(
+    node: int, hosts: Hosts, options: list[str], unbroken: dict, tmp_path: Path
+) -> None:
+    """Node 0 serves the store and holds the lease of the run folder."""
+    here, said = [*options, f"--run.folder={tmp_path / 'run'}"], tmp_path / "said"
+    running = hosts.start(here, said)
+    in_mid_run(running, tmp_path / "run", said)
+    hosts.kill(node)
+    codes, seconds = ended(running, STEP_TIMEOUT + GRACE, said)
+    print(f"the other host ended {seconds:.1f} s after node {node} died, with code {codes[1 - node]}")
+    assert codes[1 - node] not in (0, 2, 75), words(said)
+    assert not hosts.survivors()
+    assert "resumed after step" in whole_run(hosts, here, tmp_path / "again")
+    assert series(tmp_path / "run") == unbroken
+
+
+@pytest.mark.cap(400)
+def test_the_step_time_over_a_slower_cable(hosts: Hosts, options: list[str], tmp_path: Path) -> None:
+    """Prints (-s) the time of a step for each speed; the losses must not depend on it."""
+    larger = "--model.dim=128 --model.hidden_dim=512 --model.n_layers=4 --model.head_dim=32 --training.steps=8".split()
+    losses = []
+    for rate in ("10gbit", "1gbit", "100mbit"):
+        hosts.limit(rate)
+        folder = tmp_path / rate
+        whole_run(hosts, [*options, *larger, "--checkpoint.interval=0", f"--run.folder={folder}"], tmp_path / f"said-{rate}")
+        seconds = sorted(series(folder, "step_seconds").values())
+        print(f"{rate}: median step {seconds[len(seconds) // 2]:.3f} s, fastest {seconds[0]:.3f} s")
+        losses.append(series(folder))
+    for name in hosts.names:
+        subprocess.run(["tc", "-n", name, "qdisc", "delete", "dev", "cable", "root"], check=True, capture_output=True)
+    assert losses[0] == losses[1] == losses[2]

@@ -1,0 +1,103 @@
+"""Preparing a corpus against tiktoken alone: MB/s of the same text on the same number of threads.
+
+    python -m tools.bench.prepare [--megabytes 300] [--rounds 3] [--source FILES] [--ranks FILE] [--json out.json]
+
+The text is that of `--source` (the standard library), over and over until there is enough, as JSON lines, so that many
+short documents and the parsing count. "tiktoken alone" is `encode_ordinary` of strings that are in memory already, in
+batches of 256 kB, by as many threads as there are cores, and nothing is kept. `prepare` reads, parses, hashes, tokenises
+by processes and writes shards that are flushed to the disk.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import resource
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow
+import tiktoken
+from pyarrow import parquet
+
+from configs.schema import Data
+from data import prepare, sources, tokenizer
+from tools.bench import harness
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=300)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--source", default="stdlib")
+    parser.add_argument("--ranks", help="a tiktoken rank file; without it: 32,000 tokens trained on the text")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    threads = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        texts = corpus(args.source, args.megabytes * 1e6)
+        size = sum(len(text.encode()) for text in texts)
+        ranks = args.ranks or str(folder / "ranks")
+        if not args.ranks:
+            tokenizer.write_rank_file(tokenizer.train_bpe(texts[:500], 32_000), ranks)
+        files = write(folder, texts)
+        tok = tokenizer.from_rank_file(ranks)
+        bare = tiktoken.Encoding(
+            "bare", pat_str=tok.split, mergeable_ranks={t: i for i, t in enumerate(tok.ranks)}, special_tokens={}
+        )
+
+        def alone() -> None:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(lambda batch: [len(bare.encode_ordinary(text)) for text in batch], batches(texts)))
+
+        made = iter(range(10**6))
+
+        def prepared(source: Path) -> None:
+            cfg = Data(source=str(source), tokenizer=ranks)
+            prepare.prepare(cfg, log=lambda line: None, out=str(folder / f"out{next(made)}"))
+
+        contenders = {"tiktoken alone": alone}
+        contenders |= {f"prepare {kind}": lambda path=path: prepared(path) for kind, path in files.items()}
+        seconds = harness.alternate(contenders, args.rounds, warm_up=1)
+    rows = []
+    for name in contenders:
+        rate = size / 1e6 / sorted(seconds[name])[args.rounds // 2]
+        rows.append([name, f"{rate:.1f}", f"{harness.ratio(seconds, name, 'tiktoken alone'):.2f}"])
+    memory = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1e6
+    notes = (f"{len(texts):,} documents, {size / 1e6:.0f} MB of text, {threads} threads, {tok.n_vocab:,} tokens; "
+             f"peak memory of a process {memory:.1f} GB (this one holds the text).")  # fmt: skip
+    harness.report("Preparing a corpus", ["what", "MB/s of text", "time, to tiktoken alone"], rows, notes, args.json)
+
+
+def corpus(source: str, size: float) -> list[str]:
+    once = [text for _, text in sources.documents(source) if text]
+    texts: list[str] = []
+    while sum(map(len, texts)) < size:
+        texts += once
+    return texts
+
+
+def batches(texts: list[str]) -> list[list[str]]:
+    found, size = [[]], 0
+    for text in texts:
+        found[-1].append(text)
+        size += len(text)
+        if size >= prepare.BATCH_BYTES:
+            found.append([])
+            size = 0
+    return found
+
+
+def write(folder: Path, texts: list[str]) -> dict[str, Path]:
+    """The same documents in three forms: one that many processes read, and one that only one can."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    (folder / "a.jsonl").write_bytes(lines)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines, 1))
+    parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet", row_group_size=200)
+    return {f".{path.name.split('.', 1)[1]}": path for path in sorted(folder.glob("a.*"))}
+
+
+if __name__ == "__main__":
+    main()

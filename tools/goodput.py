@@ -1,0 +1,160 @@
+"""Where the time of a run went, over all its starts, and what its interruptions cost.
+
+    python -m tools.goodput runs/llama_8b
+    python -m tools.goodput --simulate --mtbf-hours=3 --stall=1 --detect=35 --restart=150
+
+The first reads what each start of the run wrote (training/record.py). The second says what goodput to expect where failures come at random
+(exponential gaps, as Young and Daly assume) and which interval between saves is best for it.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+from configs.schema import InputError
+from training.goodput import KINDS, Account, account, read
+
+
+def table(result: Account) -> str:
+    """For a person: the seconds by kind, the interruptions, and the four numbers per interruption."""
+    counted = result.total - result.seconds["paused"]
+    lines = [f"goodput {result.goodput:.2%}", ""]
+    for kind, words in KINDS.items():
+        seconds = result.seconds[kind]
+        share = "" if kind == "paused" else f"{seconds / counted:7.2%}" if counted else ""
+        lines.append(f"{seconds:14,.2f} s  {share:7}  {words}")
+    lines += [f"{result.total:14,.2f} s           the wall clock, from the first start to the last sign of life", ""]
+    each = result.per_event()
+    lines.append(f"{result.steps:,} steps count, {result.redone:,} were redone; "
+                 f"{result.saves:,} saves, {each['stall']:.3f} s of stall each")  # fmt: skip
+    failed = [row for row in result.interruptions if row["how"] == "failed"]
+    if failed:
+        mtbf = (counted - result.seconds["detecting"]) / len(failed)
+        lines.append(f"failed {len(failed)} times, every {mtbf:,.0f} s of running; means: {each['detect']:.1f} s to detect, "
+                     f"{each['restart']:.1f} s to restart, {each['redone_steps']:.1f} steps redone")  # fmt: skip
+    if result.interruptions:
+        lines += ["", f"start  {'last sign of life':25}  {'step':>9}  {'redone':>6}  {'seconds lost':>12}  how it ended"]
+    for row in result.interruptions:
+        step = "-" if row["step"] is None else row["step"]
+        how = ("" if row["exit_code"] is None else f"exit code {row['exit_code']}: ") + row["reason"].partition("\n")[0][:160]
+        lines.append(f"{row['start']:5}  {row['when']:25}  {step:>9}  {row['redone']:6}  {row['lost']:12,.2f}  {how}")
+    return "\n".join(lines)
+
+
+def expected(mtbf: float, stall: float, restart: float, interval: float, write: float = 0.0) -> float:
+    """Goodput where failures come at random, in seconds all; exact, as failures during saves and restarts count too.
+
+    Daly (2006), "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 20: the wall
+    time of a run is M e^(R/M) (e^((interval + stall)/M) - 1) per interval of work. restart: detection included. A save
+    that is only published `write` seconds after its stall adds that to R: so much more work is lost with each failure.
+    """
+    return interval / (mtbf * math.exp((restart + write) / mtbf) * math.expm1((interval + stall) / mtbf))
+
+
+def best_interval(mtbf: float, stall: float) -> float:
+    """Seconds of work between saves that make `expected` largest: where the derivative is 0, by bisection.
+
+    Young (1974) gives sqrt(2 stall mtbf), which this approaches for a stall that is short against mtbf.
+    """
+    low, high = 0.0, mtbf
+    for _ in range(200):
+        middle = (low + high) / 2
+        x = (middle + stall) / mtbf
+        low, high = (middle, high) if -math.expm1(-x) > middle / mtbf else (low, middle)
+    return high
+
+
+def simulate(
+    mtbf: float, stall: float, detect: float, restart: float, interval: float, write: float, interruptions: int, seed: int
+) -> dict[str, float]:
+    """A run until it has been interrupted so often: where its seconds went, by the names of training/goodput.py::KINDS."""
+    draw = random.Random(seed)
+    seconds = dict.fromkeys(("productive", "save", "redone", "detecting", "starting"), 0.0)
+    fails = draw.expovariate(1 / mtbf)  # seconds from now to the next failure
+    for _ in range(interruptions):
+        saves = max(0, math.floor((fails - write) / (interval + stall)))  # that were published before it
+        whole, rest = divmod(fails, interval + stall)
+        worked = whole * interval + min(rest, interval)
+        seconds["productive"] += saves * interval
+        seconds["redone"] += worked - saves * interval
+        seconds["save"] += fails - worked
+        while True:  # a failure may also strike while the run comes back: it comes back again
+            back = fails = draw.expovariate(1 / mtbf)
+            seconds["detecting"] += min(back, detect)
+            seconds["starting"] += min(max(back - detect, 0.0), restart)
+            if back > detect + restart:
+                break
+        fails -= detect + restart
+    return seconds
+
+
+def prediction(options: argparse.Namespace) -> dict:
+    mtbf, back = options.mtbf_hours * 3600, options.detect + options.restart
+    best = best_interval(mtbf, options.stall) if options.stall else 0.0
+    interval = options.interval or best
+    if not interval:
+        raise InputError("--stall=0 has no best interval, the shorter the better: give --interval")
+    seconds = simulate(
+        mtbf, options.stall, options.detect, options.restart, interval, options.write, options.interruptions, options.seed
+    )
+    return {
+        "interval": interval, "simulated": seconds["productive"] / sum(seconds.values()), "seconds": seconds,
+        "expected": expected(mtbf, options.stall, back, interval, options.write), "best_interval": best,
+        "expected_at_best": expected(mtbf, options.stall, back, best, options.write) if best else None,
+    }  # fmt: skip
+
+
+def predicted(found: dict, options: argparse.Namespace) -> str:
+    total = sum(found["seconds"].values())
+    lines = [f"{options.interruptions:,} interruptions, one per {options.mtbf_hours:g} h; "
+             f"a save every {found['interval']:,.1f} s"]  # fmt: skip
+    lines += [f"{seconds / total:8.2%}  {KINDS[kind]}" for kind, seconds in found["seconds"].items()]
+    lines.append(f"goodput: {found['simulated']:.2%} simulated, {found['expected']:.2%} expected (Daly 2006)")
+    if found["best_interval"]:
+        best, at_best = found["best_interval"], found["expected_at_best"]
+        lines.append(f"the best interval is {best:,.1f} s of work between saves: {at_best:.2%} expected")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.goodput", description="Where the time of a run went.")
+    parser.add_argument("run", type=Path, nargs="?", help="the folder of a run")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--simulate", action="store_true", help="a run with these times instead of one that was")
+    numbers = {
+        "--mtbf-hours": (3.0, "mean time between failures"),
+        "--stall": (1.0, "seconds that a save holds training up"),
+        "--detect": (35.0, "seconds from a failure to the new start"),
+        "--restart": (150.0, "seconds from there to the end of its first step"),
+        "--interval": (0.0, "seconds of work between saves; 0: the best"),
+        "--write": (0.0, "seconds from a save's stall until it is published"),
+    }
+    for name, (default, words) in numbers.items():
+        parser.add_argument(name, type=float, default=default, help=f"{words} [%(default)s]")
+    parser.add_argument("--interruptions", type=int, default=1000, help="how many to simulate [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, help="of the simulation [%(default)s]")
+    options = parser.parse_args(argv)
+    if not options.simulate and not options.run:
+        parser.error("give the folder of a run, or --simulate")
+    times = (options.stall, options.detect, options.restart, options.interval, options.write)
+    sound = all(0 <= value < math.inf for value in times) and 0 < options.mtbf_hours < math.inf
+    if not sound or options.interruptions < 1:
+        parser.error("times must not be negative, and --mtbf-hours and --interruptions must be above 0")
+    try:
+        found = prediction(options) if options.simulate else account(read(options.run))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        more = {} if options.simulate else {"goodput": found.goodput, "total": found.total} | found.per_event()
+        print(json.dumps((found if options.simulate else vars(found)) | more, indent=1))
+    else:
+        print(predicted(found, options) if options.simulate else table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What a rank is before it becomes the script:  python -m tools.launch.rank LAUNCHER_PID [-m] SCRIPT [ARGUMENT ...]
+
+It asks Linux to be killed when the launcher dies, and if an exception ends the script, leaves the traceback and the
+moment for the launcher, which shows that of the first rank to fail after all others have had their say.
+"""
+
+import ctypes
+import importlib.util
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def main(launcher: int, script: str) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        sys.exit("the launcher is gone")
+    if script == "-m":  # a module, which may import what is in this folder
+        del sys.argv[0]
+        script = sys.argv[0] = _file_of(sys.argv[0])
+    else:
+        sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Exception as error:
+        _leave(_from_script_on(error, script))
+        raise
+
+
+def _file_of(module: str) -> str:
+    """What `python -m` would run: of a package its __main__."""
+    found = importlib.util.find_spec(module)
+    return (importlib.util.find_spec(f"{module}.__main__") if found.submodule_search_locations else found).origin
+
+
+def _leave(words: str) -> None:
+    """In the file and form in which torchrun's engine looks for it, which takes whole seconds only; `time` is ours."""
+    now, file = time.time(), Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    whole = {"message": words, "time": now, "extraInfo": {"timestamp": int(now), "py_callstack": words}}
+    file.with_suffix(".tmp").write_text(json.dumps({"message": whole}), encoding="utf-8")
+    file.with_suffix(".tmp").rename(file)  # never half a file, which the engine would not survive
+
+
+def _from_script_on(error: Exception, script: str) -> str:
+    """The traceback as Python prints it for a script that was started without us."""
+    frame = error.__traceback__
+    while frame.tb_next and frame.tb_frame.f_code.co_filename != script:
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(frame)))
+
+
+if __name__ == "__main__":
+    pid, sys.argv = int(sys.argv[1]), sys.argv[2:]
+    main(pid, sys.argv[0])

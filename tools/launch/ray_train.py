@@ -1,0 +1,118 @@
+"""Start a run on a Ray cluster:  python -m tools.launch.ray_train --nodes 4 --gpus 8 configs/llama_70b.toml [--table.key=value]
+
+Ray Train finds the nodes and starts one worker on each; the worker runs run_train.sh there, as one would by hand, so a rank
+here is what it is everywhere else: a process of its own, with its own signals, log and exit code. When a worker or its node
+fails, Ray starts all of them again, at most --max-failures times, and the run resumes from its newest checkpoint.
+
+SIGTERM to this command stops the run with a checkpoint. run.folder must be on storage that all nodes share. Exit code: 0 done;
+2 wrong configuration; 75 stopped with a checkpoint; 76 one step fails again and again; otherwise that of the last failure.
+Ray is optional: pip install "ray[train]".
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from configs.load import load_config
+from configs.schema import InputError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PR_SET_PDEATHSIG = 1  # prctl(2)
+WRONG_INPUT, STOPPED, CRASH_LOOP = 2, 75, 76  # exit codes of train.py
+
+
+def node(job: dict) -> None:
+    """One worker: its node's share of the run. Raises RuntimeError for an end that is worth another try."""
+    import ray.train
+    from ray.train.collective import broadcast_from_rank_zero
+
+    context = ray.train.get_context()
+    with socket.socket() as free:
+        free.bind(("", 0))
+        mine = (ray.util.get_node_ip_address(), free.getsockname()[1])
+    address, port = broadcast_from_rank_zero(mine)
+    here = {
+        "NGPU": job["ranks"], "NNODES": context.get_world_size(), "NODE_RANK": context.get_world_rank(),
+        "MASTER_ADDR": address, "MASTER_PORT": port,
+    }  # fmt: skip
+    libc = ctypes.CDLL(None)
+    process = subprocess.Popen(
+        [job["script"], *job["arguments"]], cwd=job["folder"],
+        env=os.environ | {name: str(value) for name, value in here.items()},
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # a worker that Ray kills leaves nothing behind
+    )  # fmt: skip
+    asked = False
+    while process.poll() is None:
+        time.sleep(0.5)
+        if not asked and Path(job["stop"]).exists():
+            asked = True
+            process.terminate()
+    Path(job["codes"], str(context.get_world_rank())).write_text(str(process.returncode))
+    if process.returncode not in (0, WRONG_INPUT, STOPPED, CRASH_LOOP):
+        raise RuntimeError(f"run_train.sh on node {context.get_world_rank()} ended with exit code {process.returncode}")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.launch.ray_train", description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, default=1, help="nodes, each of them one Ray worker")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs of each node, and ranks on it; 0: none")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks on each node, where --gpus is 0")
+    parser.add_argument("--max-failures", type=int, default=3, help="how often to start again after a failure")
+    options, arguments = parser.parse_known_args(argv)
+    ranks = options.gpus or options.ranks
+    try:
+        folder = Path(load_config(arguments, options.nodes * ranks, ranks).run.folder)
+        folder = folder if folder.is_absolute() else ROOT / folder
+        return run(options, arguments, ranks, folder)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return WRONG_INPUT
+
+
+def run(options: argparse.Namespace, arguments: list[str], ranks: int, folder: Path) -> int:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when ray is imported
+    try:
+        import ray
+        from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+    except ImportError:
+        raise InputError('Ray Train is not installed: pip install "ray[train]"') from None
+
+    codes = folder / "ray" / "exit-codes"
+    codes.mkdir(parents=True, exist_ok=True)
+    stop = folder / "ray" / "stop"  # a file, because Ray gives a driver's end to its workers as SIGKILL
+    for old in (*codes.iterdir(), stop):
+        old.unlink(missing_ok=True)
+    job = {
+        "script": str(ROOT / "run_train.sh"), "arguments": arguments, "folder": str(ROOT), "ranks": ranks,
+        "codes": str(codes), "stop": str(stop),
+    }  # fmt: skip
+    ray.init(include_dashboard=False)
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.touch())  # Ray's own handler would end the driver
+    each = {"GPU": options.gpus} if options.gpus else {"CPU": 1}
+    trainer = DataParallelTrainer(
+        node,
+        train_loop_config=job,
+        scaling_config=ScalingConfig(num_workers=options.nodes, resources_per_worker=each, use_gpu=options.gpus > 0),
+        run_config=RunConfig(
+            name="train", storage_path=str(folder / "ray"), failure_config=FailureConfig(max_failures=options.max_failures)
+        ),
+    )
+    failed = 0
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:
+        print(f"Ray gave up: {error}", file=sys.stderr)
+        failed = 1
+    ended = [int(file.read_text()) for file in codes.iterdir()]  # a node that was lost has left none, or an old one
+    return max(ended, default=1) or failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,199 @@
+"""A plan as one self-contained page: memory over a step, what runs beside what, and the mesh on its hosts. Inline SVG, no network."""
+
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tools.plan import Plan
+
+COLORS = {  # of memory, from the bottom up
+    "parameters": "#264653", "optimizer state": "#2a6f7f", "gradients": "#2a9d8f", "whole gradients": "#74c69d",
+    "gathered weights": "#577590", "collective buffers": "#90a4c4", "activations": "#e9c46a", "logits and loss": "#e76f51",
+    "backward's temporaries": "#f4a261", "temporaries": "#f6d7a7", "batch": "#999999", "other": "#cccccc",
+}  # fmt: skip
+STREAMS = {"compute": "#264653", "all-gather": "#2a9d8f", "reduce-scatter": "#e76f51", "all-reduce": "#e9c46a"}
+WIDTH, LEFT, POINTS = 1100, 90, 700
+GIB = 2**30
+
+STYLE = """body{font:14px/1.5 system-ui,sans-serif;max-width:1140px;margin:2em auto;padding:0 1em;color:#222;background:#fff}
+pre{font-size:12px;line-height:1.45;white-space:pre-wrap;background:#f6f6f6;padding:1em}svg{display:block;width:100%;height:auto}
+text{font:12px system-ui,sans-serif;fill:#222}text.dim{fill:#777}figcaption{color:#555;margin:.3em 0 2em}figure{margin:0}"""
+
+
+def page(plan: "Plan", report: str) -> str:
+    """The page as HTML."""
+    title = f"{plan.cfg.model.flavor} on {plan.ask.gpus:,} x {plan.ask.device.name}"
+    figures = (
+        ("Memory over a step", memory(plan), "Live bytes of rank 0 in the order of the operators, one after the other; of more than three micro-batches "
+         "the first, one and the last. The dashed line is what the device leaves to live bytes under the stated margin."),
+        ("What runs beside what", timeline(plan), "The traced step on the device's numbers: computing waits where a bar of another row has nothing below it."),
+        ("The mesh on its hosts", hosts(plan), "Rank 0 and the groups that it talks to. A tensor-parallel group stays inside a host."),
+    )  # fmt: skip
+    body = "".join(f"<h2>{h}</h2><figure>{svg}<figcaption>{words}</figcaption></figure>" for h, svg, words in figures)
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
+        f"<pre>{escape(report)}</pre>{body}</body></html>\n"
+    )
+
+
+def _svg(height: float, parts: list[str]) -> str:
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}">{"".join(parts)}</svg>'
+
+
+def _text(x: float, y: float, words: str, anchor: str = "start", kind: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(words)}</text>'
+
+
+def _rect(x: float, y: float, width: float, height: float, color: str, words: str = "", stroke: str = "none") -> str:
+    title = f"<title>{escape(words)}</title>" if words else ""
+    return f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.4):.2f}" height="{height:.1f}" fill="{color}" stroke="{stroke}">{title}</rect>'
+
+
+def _samples(plan: "Plan") -> tuple[list[tuple[int, dict[str, int]]], list[tuple[int, str]], int]:
+    """(event, bytes by kind) at the fullest moment of each of POINTS stretches; (event, phase) where one begins; events."""
+    step = plan.step
+    changes = list(step.curve())
+    live, kept, phases, best = step.before(), [], [], -1
+    last = None
+    for i, (where, kind, change) in enumerate(changes):
+        if (where.micro, where.phase) != last and where.phase in ("forward", "backward", "clip", "optimizer"):
+            last = (where.micro, where.phase)
+            phases.append((i, where.phase))
+        live[kind] = live.get(kind, 0) + change
+        bucket = i * POINTS // len(changes)
+        if not kept or kept[-1][0] != bucket:
+            kept.append((bucket, i, dict(live)))
+            best = sum(live.values())
+        elif sum(live.values()) > best:
+            kept[-1], best = (bucket, i, dict(live)), sum(live.values())
+    return [(i, sample) for _, i, sample in kept], phases, len(changes)
+
+
+def memory(plan: "Plan") -> str:
+    """Stacked areas."""
+    samples, phases, events = _samples(plan)
+    room = plan.ask.device.memory_gib * GIB
+    usable = (room - 1.5 * GIB) / (1 + plan.ask.margin) if plan.ask.on_gpu else room
+    top = 1.08 * max(plan.live, min(usable, 3 * plan.live))
+    height, bottom = 380, 340
+
+    def x(i: int) -> float:
+        return LEFT + (WIDTH - LEFT - 10) * i / max(events - 1, 1)
+
+    def y(size: float) -> float:
+        return bottom - (bottom - 20) * size / top
+
+    parts, floor = [], [0.0] * len(samples)
+    for kind, color in COLORS.items():
+        heights = [s.get(kind, 0) for _, s in samples]
+        if not any(heights):
+            continue
+        roof = [a + b for a, b in zip(floor, heights)]
+        points = [f"{x(i):.1f},{y(v):.1f}" for (i, _), v in zip(samples, roof)]
+        points += [f"{x(i):.1f},{y(v):.1f}" for (i, _), v in reversed(list(zip(samples, floor)))]
+        parts.append(f'<polygon points="{" ".join(points)}" fill="{color}"><title>{escape(kind)}</title></polygon>')
+        floor = roof
+    for i in range(5):
+        value = top / 1.08 * i / 4
+        parts += [f'<line x1="{LEFT - 4}" x2="{LEFT}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#777"/>',
+                  _text(LEFT - 8, y(value) + 4, f"{value / GIB:.3g} GiB", "end", "dim")]  # fmt: skip
+    if usable < top:
+        parts += [f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y(usable):.1f}" y2="{y(usable):.1f}" stroke="#c00" stroke-dasharray="6 4"/>',
+                  _text(LEFT + 6, y(usable) - 5, f"{usable / GIB:.1f} GiB of {room / GIB:.1f}")]  # fmt: skip
+    for (begin, phase), (end, _) in zip(phases, [*phases[1:], (events, "")]):
+        if x(end) - x(begin) > 45:
+            parts.append(_text((x(begin) + x(end)) / 2, bottom + 16, phase, "middle", "dim"))
+        parts.append(f'<line x1="{x(begin):.1f}" x2="{x(begin):.1f}" y1="20" y2="{bottom + 6}" stroke="#0002"/>')
+    return _svg(height, parts) + _legend([(k, c) for k, c in COLORS.items() if any(s.get(k) for _, s in samples)])
+
+
+def _legend(rows: list[tuple[str, str]]) -> str:
+    parts, x, y = [], LEFT, 14
+    for words, color in rows:
+        width = 30 + 7 * len(words)
+        if x + width > WIDTH:
+            x, y = LEFT, y + 20
+        parts += [_rect(x, y - 10, 12, 12, color), _text(x + 17, y, words)]
+        x += width
+    return _svg(y + 10, parts)
+
+
+def _merged(bars: list[tuple[float, float, str]], gap: float) -> Iterator[tuple[float, float, str]]:
+    """Bars that would touch on paper as one: thousands of collectives are as many rectangles otherwise."""
+    current = None
+    for start, end, words in sorted(bars):
+        if current and start - current[1] < gap:
+            current = (current[0], max(end, current[1]), current[2])
+        else:
+            if current:
+                yield current
+            current = (start, end, words)
+    if current:
+        yield current
+
+
+def _timeline(plan: "Plan", begin: float, end: float) -> str:
+    """A row for computing and one for each kind of collective on each mesh dimension, from `begin` to `end` seconds."""
+    rows: dict[str, list[tuple[float, float, str]]] = {"compute": []}
+    for stream, start, stop, where in plan.time.bars:
+        if stop > start:
+            bars = rows.setdefault(stream, [])
+            if stop > begin and start < end:
+                bars.append((max(start, begin), min(stop, end), where))
+    scale = (WIDTH - 200) / max(end - begin, 1e-9)
+    unit, per = ("s", 1.0) if end - begin > 2 else ("ms", 1e3)
+    parts = []
+    for i, (stream, bars) in enumerate(rows.items()):
+        y = 10 + 28 * i
+        parts.append(_text(170, y + 14, stream, "end"))
+        for start, stop, where in _merged(bars, 0.3 / scale):
+            words = f"{where}: {1e3 * start:.2f} to {1e3 * stop:.2f} ms"
+            parts.append(_rect(180 + (start - begin) * scale, y, (stop - start) * scale, 20, STREAMS[stream.split()[-1]], words))
+    bottom = 10 + 28 * len(rows)
+    for i in range(6):
+        x, now = 180 + (end - begin) * scale * i / 5, (end - begin) * i / 5
+        parts += [f'<line x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{bottom + 4}" stroke="#0002"/>',
+                  _text(x, bottom + 18, f"{now * per:,.3g} {unit}", "middle" if i < 5 else "end", "dim")]  # fmt: skip
+    return _svg(bottom + 26, parts)
+
+
+def timeline(plan: "Plan") -> str:
+    """The whole traced step, then two blocks forward and two backward of its last micro-batch."""
+    bars, micro, block = plan.time.bars, plan.step.micro_batches - 1, plan.step.layers // 2
+    figures = [_timeline(plan, 0.0, max((end for _, _, end, _ in bars), default=1.0))]
+    for phase, blocks in ("forward", (block, block + 1)), ("backward", (block + 1, block)):
+        places = {f"{phase} {b}, {micro}" for b in blocks}
+        times = [t for stream, *span, where in bars if stream == "compute" and where in places for t in span]
+        if times:
+            figures += [f"<p>Blocks {blocks[0] + 1} and {blocks[1] + 1}, {phase}</p>", _timeline(plan, min(times), max(times))]
+    return "".join(figures)
+
+
+def hosts(plan: "Plan", shown: int = 32) -> str:
+    """Hosts as boxes of devices; rank 0's groups in color. Of many hosts the first."""
+    groups = {dim: set(ranks) for dim, ranks in plan.step.groups.items() if len(ranks) > 1}
+    colors = {"tp": "#e76f51", "dp_shard": "#2a9d8f", "dp_replicate": "#e9c46a"}
+    per_host, count = plan.ask.per_host, plan.ask.gpus // plan.ask.per_host
+    across = 8 if count > 4 else max(1, count)
+    columns = per_host if per_host <= 4 else -(-per_host // 2)
+    cell = min(26.0, ((WIDTH - 20) / across - 22) / columns - 4)
+    lines = -(-per_host // columns)
+    width, height = columns * (cell + 4) + 14, lines * (cell + 4) + 34
+    parts = []
+    for h in range(min(count, shown)):
+        left, top = 10 + (h % across) * (width + 8), 6 + (h // across) * (height + 8)
+        parts += [_rect(left, top, width, height, "#f6f6f6", stroke="#ccc"), _text(left + 6, top + 15, f"host {h}", kind="dim")]
+        for g in range(per_host):
+            rank = h * per_host + g
+            dims = [dim for dim, ranks in groups.items() if rank in ranks]
+            color = "#264653" if rank == 0 else next((colors[d] for d in ("tp", "dp_shard", "dp_replicate") if d in dims), "#ddd")
+            x, y = left + 8 + (g % columns) * (cell + 4), top + 22 + (g // columns) * (cell + 4)
+            parts.append(_rect(x, y, cell, cell, color, f"rank {rank}{': with rank 0 in ' + ', '.join(dims) if dims else ''}"))
+    bottom = 6 + -(-min(count, shown) // across) * (height + 8)
+    if count > shown:
+        parts.append(_text(10, bottom + 14, f"and {count - shown:,} more hosts like these", kind="dim"))
+        bottom += 22
+    rows = [("rank 0", "#264653"), *((f"its {dim} group of {len(ranks)}", colors[dim]) for dim, ranks in groups.items()), ("others", "#ddd")]
+    return _svg(bottom + 4, parts) + _legend(rows)

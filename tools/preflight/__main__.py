@@ -1,0 +1,274 @@
+"""Is this cluster fit for this run? Minutes before the queue slot is spent, on the machines and ranks of the run itself:
+
+    ./run_train.sh --preflight configs/llama_8b.toml [--table.key=value ...]      on every host, as the run is started
+    torchrun ... -m tools.preflight configs/llama_8b.toml [--only=bandwidth,step] [--skip=save] [--json=out.json]
+
+Each row of CHECKS measures something on every rank; rank 0 judges all answers together and prints one line each, with the
+ranks and hosts that it means and what to do. Exit code 0: all well; 1: something failed; 2: wrong config or input.
+docs/preflight.md lists what is checked, with its limits. The run's own folder is neither made nor changed.
+
+Answers and verdicts go through the launcher's key-value store, which lives outside the ranks: so a rank that died, hangs
+or never came is a name on the page, not a page that never comes. Each check runs in a thread beside the one that waits
+for it, so a rank that hangs says where. A check that needs another that failed is left out, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+import train
+from configs.schema import InputError, redact
+from parallelisms import mesh as meshes
+from tools.preflight import job, machine, network
+from tools.preflight.answers import Desk, Stopped, Worker, judge_trouble
+from tools.preflight.here import LONG, SLOW, TIMEOUT, Here, Row, in_seconds, spans
+from training import log
+
+SLACK = 5  # seconds from a collective's limit to that of its check: so a rank that waits for another can say it
+
+
+@dataclass(frozen=True)
+class Check:
+    measure: Callable[[Here], dict]  # on every rank; what it returns is JSON
+    judge: Callable[[Here, list[dict]], list[Row]]  # on rank 0, of the answers of all ranks
+    needs: tuple[str, ...] = ()  # left out if one of these failed
+
+
+CHECKS = {
+    "ranks": Check(machine.measure_ranks, machine.judge_ranks),
+    "config": Check(machine.measure_config, machine.judge_config, ("ranks",)),
+    "devices": Check(machine.measure_devices, machine.judge_devices, ("config",)),
+    "same": Check(machine.measure_same, machine.judge_same, ("devices",)),
+    "compute": Check(machine.measure_compute, machine.judge_compute, ("devices",)),
+    "folder": Check(machine.measure_folder, machine.judge_folder, ("config",)),
+    "data": Check(job.measure_data, job.judge_data, ("config",)),
+    "connect": Check(network.measure_connect, network.judge_connect, ("same",)),
+    "clock": Check(network.measure_clock, network.judge_clock, ("connect",)),
+    "build": Check(job.measure_build, job.judge_build, ("connect",)),
+    "bandwidth": Check(network.measure_bandwidth, network.judge_bandwidth, ("build",)),
+    "step": Check(job.measure_step, job.judge_step, ("build", "data")),
+    "save": Check(job.measure_save, job.judge_save, ("build", "folder")),
+}
+
+
+def expected(text: str) -> dict[str, float]:
+    """--expect as GB/s by mesh dimension. Raises InputError."""
+    rates = {}
+    for part in filter(None, text.split(",")):
+        dim, _, number = part.partition(":")
+        try:
+            rates[dim] = float(number)
+        except ValueError:
+            rates[dim] = 0
+        if dim not in ("dp_replicate", "dp_shard", "tp") or not 0 < rates[dim] < float("inf"):
+            raise InputError(f"--expect={part}: must be DIMENSION:GB/s, such as tp:300,dp_shard:40")
+    return rates
+
+
+def chosen(only: str, skip: str) -> list[str]:
+    """Names of the checks to run: `only` and what these need, or all; without `skip` and what needs those."""
+    for option, names in ("--only", only), ("--skip", skip):
+        for name in filter(None, names.split(",")):
+            if name not in CHECKS:
+                raise InputError(f"{option}={name}: no such check; there are {', '.join(CHECKS)}")
+    wanted, without = set(filter(None, only.split(","))) or set(CHECKS), set(filter(None, skip.split(",")))
+    for name in reversed(CHECKS):  # what is needed stands before
+        wanted |= set(CHECKS[name].needs) if name in wanted else set()
+    for name, check in CHECKS.items():
+        without |= {name} if without & set(check.needs) else set()
+    return [name for name in CHECKS if name in wanted - without]
+
+
+class Page:
+    """What rank 0 prints, a row as soon as it is known."""
+
+    def __init__(self, title: str) -> None:
+        self.rows: list[Row] = []
+        self.answers: dict[str, list[dict]] = {}
+        self.title, self.began, self.wrong_input = redact(title), time.monotonic(), False
+        print(f"{self.title}\n{'check':<10} {'result':<8} detail", flush=True)
+
+    def add(self, check: str, rows: list[Row]) -> None:
+        order = sorted(rows, key=lambda row: ("FAIL", "warn", "ok", "left out").index(row.result))
+        for row in order:
+            row.detail = redact(row.detail)
+            text = textwrap.wrap(row.detail, 101, break_long_words=False, break_on_hyphens=False) or [""]
+            row.check, margin = check, "\n" + " " * 20
+            print(f"{check:<10} {row.result:<8} {margin.join(text)}", flush=True)
+        self.rows += order
+
+    @property
+    def code(self) -> int:
+        if self.wrong_input:
+            return train.WRONG_INPUT
+        return train.FAILED if any(row.result == "FAIL" for row in self.rows) else train.DONE
+
+    def close(self, json_path: str) -> None:
+        counts = Counter(row.result for row in self.rows)
+        words = ", ".join(f"{n} {result}" for result, n in sorted(counts.items()))
+        verdict = {0: "fit for this run", 1: "NOT fit for this run", 2: "wrong configuration or input"}[self.code]
+        print(f"preflight: {verdict}: {words}; {in_seconds(time.monotonic() - self.began)}", flush=True)
+        if not json_path:
+            return
+        rows = [asdict(row) for row in self.rows]
+        about = {"title": self.title, "code": self.code, "rows": rows, "answers": self.answers}
+        try:
+            Path(json_path).write_text(redact(json.dumps(about, indent=1)) + "\n", encoding="utf-8")
+        except OSError as error:
+            print(f"--json={json_path} cannot be written: {error.strerror}", file=sys.stderr)
+
+
+def fly(here: Here, desk: Desk, names: list[str], page: Page | None) -> int:
+    """Every check in its turn, on this rank; `page` on rank 0. Returns the exit code."""
+    worker, blocked, code = Worker(), {}, train.FAILED  # blocked: check -> the one that failed
+    for name in names:
+        check, limit = CHECKS[name], here.limit(name)
+        if cause := next((n for n in check.needs if n in blocked), None):
+            blocked[name] = blocked[cause]
+            if page:
+                page.add(name, [Row("left out", f"because {blocked[cause]} failed")])
+            continue
+        stopped = None
+        try:
+            answer = worker.ask(check.measure, here, limit + SLACK)
+        except Stopped as signalled:
+            stopped, answer = signalled, {"stopped": f"was told to stop ({signalled})"}
+        desk.answer(name, answer)
+        try:
+            if page:
+                verdict = _judge(here, desk, page, name, 3 if stopped else limit + 2 * SLACK)
+            else:
+                verdict = None if stopped else desk.verdict(name, limit + 4 * SLACK)
+        except Stopped as signalled:
+            stopped, verdict = signalled, _judge(here, desk, page, name, 3) if page else None
+        if stopped and page:
+            page.add("all else", [Row("FAIL", f"stopped by {stopped}: a rank has ended, or someone wants it")])
+        elif not stopped and verdict is None:
+            who = spans([here.world.rank])
+            print(f"preflight: {who}: rank 0 gave no verdict on {name}: it died or hangs", file=sys.stderr)
+        if stopped or verdict is None:
+            return train.FAILED
+        here.id, code = verdict["id"], verdict["code"]
+        if verdict["blocks"]:
+            blocked[name] = name
+        if verdict["end"]:
+            if page and name != names[-1]:
+                left = ", ".join(names[names.index(name) + 1 :])
+                page.add("all else", [Row("left out", f"{left}: the ranks above would be waited for again")])
+            return code
+    return code
+
+
+def _judge(here: Here, desk: Desk, page: Page, name: str, seconds: float) -> dict:
+    """On rank 0: the rows of a check, and what all ranks make of it, which they are told."""
+    answers = page.answers[name] = desk.collect(name, seconds)
+    if name == "ranks":
+        here.hosts = machine.host_names({r: a["value"] for r, a in enumerate(answers) if "value" in a})
+    if all("value" in a for a in answers):
+        rows, end = CHECKS[name].judge(here, [a["value"] for a in answers]), False
+    else:
+        rows = judge_trouble(here, name, answers)
+        end = any(not a or "hangs" in a or "stopped" in a or a.get("kind") == "wait" for a in answers)
+        page.wrong_input = page.wrong_input or all(a.get("kind") == "input" for a in answers)
+    page.add(name, rows)
+    blocks = any(row.result == "FAIL" and row.blocks for row in rows)
+    verdict = {"id": here.id, "blocks": blocks, "end": end, "code": page.code}
+    desk.decide(name, verdict)
+    return verdict
+
+
+def clean(here: Here) -> None:
+    """Remove what was written: rank 0 all of it, and where the folder turned out not to be shared, each host its own."""
+    with suppress(Exception):
+        if here.lease:
+            here.lease.release()
+    if here.place and (here.world.rank == 0 or here.world.local_rank == 0):
+        shutil.rmtree(here.place, ignore_errors=True)
+
+
+def run(options: argparse.Namespace, argv: list[str], store: dist.Store | None = None) -> int:
+    """The preflight of this rank. store: reaches all ranks; without one that of the launcher. Raises InputError."""
+    names, world = chosen(options.only, options.skip), meshes.world()
+    host = socket.gethostname()
+    here = Here(argv, world, host, os.environ.get("GROUP_RANK", host), options.timeout, expected(options.expect))
+    page = None
+    if world.rank == 0:
+        here.id = os.urandom(6).hex()
+        page = Page(f"preflight of {' '.join(argv) or 'configs/llama_debug.toml'}, world size {world.size}")
+    for number in train.STOP_SIGNALS:
+        signal.signal(number, _stop)
+    log.leave_out_harmless()
+    desk = Desk(store or launcher_store(world, here.limit("ranks")), world.rank, world.size)
+    try:
+        code = fly(here, desk, names, page)
+        if page:
+            page.close(options.json)
+    except Stopped:  # between two checks
+        code = train.FAILED
+    finally:
+        clean(here)
+    return code
+
+
+def _stop(number: int, frame: object) -> None:
+    for other in train.STOP_SIGNALS:
+        signal.signal(other, signal.SIG_IGN)  # told once is enough: there is an answer to give
+    raise Stopped(signal.Signals(number).name)
+
+
+def launcher_store(world: meshes.World, seconds: int) -> dist.Store:
+    """torchrun's and tools.launch's store of this job, which the process group will use too; of one process its own."""
+    if world.size == 1:
+        return dist.HashStore()
+    if dist.is_initialized():
+        return dist.PrefixStore("preflight", dist.distributed_c10d._get_default_store())
+    store, *_ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=seconds)))
+    return dist.PrefixStore("preflight", store)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line in this file's first lines. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.preflight", allow_abbrev=False,
+                                     description="Is this cluster fit for this run? See docs/preflight.md")  # fmt: skip
+    parser.add_argument("--only", default="", metavar="CHECKS", help=f"these and what they need, of {', '.join(CHECKS)}")
+    parser.add_argument("--skip", default="", metavar="CHECKS", help="all but these and what needs them")
+    parser.add_argument("--expect", default="", metavar="DIM:GB/S", help="bus bandwidth that a mesh dimension must come "
+                        f"near ({SLOW['group']:g} of it): tp:300,dp_shard:40")  # fmt: skip
+    parser.add_argument("--json", default="", metavar="FILE", help="also write the rows and every rank's answers there")
+    parser.add_argument("--timeout", type=int, metavar="SECONDS", help=f"of each check; default: {TIMEOUT}, and run.init_"
+                        f"timeout_seconds for {', '.join(LONG)}")  # fmt: skip
+    options, rest = parser.parse_known_args(argv)
+    try:
+        return run(options, rest)
+    except InputError as error:
+        if meshes.world().local_rank == 0:
+            print(error, file=sys.stderr)
+        return train.WRONG_INPUT
+    except dist.DistError as error:
+        who, why = spans([meshes.world().rank]), str(error).splitlines()[0]
+        print(f"preflight: {who}: the launcher's store is out of reach: {why}", file=sys.stderr)
+        return train.FAILED
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by the usual end: a check may still hang in its thread. One rank of a host tells its launcher, which names each.
+    os._exit(code if meshes.world().local_rank == 0 else 0)

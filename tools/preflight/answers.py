@@ -1,0 +1,134 @@
+"""How ranks answer rank 0, and what is made of those that do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from configs.schema import InputError
+from tools.preflight.here import Here, Row, short
+from tools.preflight.machine import ROOT
+
+
+class Stopped(BaseException):
+    """A signal: the launcher's, because another rank has ended, or a person's."""
+
+
+class Desk:
+    """Answers to rank 0 and its verdicts, through a key-value store. JSON: the store has no password, so no pickles."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+
+    def answer(self, check: str, text: dict) -> None:
+        self.store.set(f"{check}/{self.rank}", json.dumps(text))
+        self.store.add(f"{check}/answers", 1)
+
+    def collect(self, check: str, seconds: float) -> list[dict]:
+        """What each rank answered; {} of those that have not within that time."""
+        deadline = time.monotonic() + seconds
+        while self.store.add(f"{check}/answers", 0) < self.size and time.monotonic() < deadline:
+            time.sleep(0.01)
+        keys = [f"{check}/{rank}" for rank in range(self.size)]
+        if self.store.add(f"{check}/answers", 0) >= self.size and self.store.has_extended_api():
+            texts = self.store.multi_get(keys)
+        else:
+            texts = [self.store.get(key) if self.store.check([key]) else b"{}" for key in keys]
+        return [json.loads(text) for text in texts]
+
+    def decide(self, check: str, verdict: dict) -> None:
+        self.store.set(f"{check}/verdict", json.dumps(verdict))
+
+    def verdict(self, check: str, seconds: float) -> dict | None:
+        """Rank 0's; None if it does not come. Asked for ever more seldom, so that thousands of ranks do not block it."""
+        deadline, pause = time.monotonic() + seconds, 0.005
+        while time.monotonic() < deadline:
+            if self.store.check([f"{check}/verdict"]):
+                return json.loads(self.store.get(f"{check}/verdict"))
+            time.sleep(pause)
+            pause = min(2 * pause, max(0.1, self.size / 20_000))
+        return None
+
+
+class Worker:
+    """The thread in which all checks of this rank run, so that the main one stays free to see that one hangs."""
+
+    def __init__(self) -> None:
+        self.questions: queue.SimpleQueue = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, daemon=True, name="preflight")
+        self.thread.start()
+
+    def _work(self) -> None:
+        while True:
+            fn, argument = self.questions.get()
+            try:
+                self.answers.put({"value": fn(argument)})
+            except Exception as error:
+                self.answers.put(_described(error))
+
+    def ask(self, fn: Callable, argument: object, seconds: float) -> dict:
+        """{"value": what fn returned}, {"error": ..., "kind": ...} or {"hangs": where}."""
+        self.questions.put((fn, argument))
+        try:
+            return self.answers.get(timeout=seconds)
+        except queue.Empty:
+            frame = sys._current_frames()[self.thread.ident]
+            return {"hangs": _in_our_code(traceback.extract_stack(frame))}
+
+
+WAITING = re.compile(r"timed? ?out|connection (closed|reset|refused)|gloo|nccl|socket|peer", re.IGNORECASE)
+
+
+def _described(error: Exception) -> dict:
+    """kind: input, a mistake of the user; wait, another rank did not take part; error."""
+    if isinstance(error, InputError):
+        return {"error": str(error), "kind": "input"}
+    where = _in_our_code(traceback.extract_tb(error.__traceback__))
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, OSError) and not isinstance(error, dist.DistError):
+        return {"error": f"{error.filename or ''}: {error.strerror or error}", "kind": "error"}
+    waits = isinstance(error, (dist.DistError, RuntimeError)) and not isinstance(error, torch.OutOfMemoryError)
+    return {"error": f"{short(text)} (in {where})", "kind": "wait" if waits and WAITING.search(text) else "error"}
+
+
+def _in_our_code(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line of ours in a stack."""
+    ours = [f for f in stack if f.filename.startswith(f"{ROOT}{os.sep}") and f.name not in ("_work", "ask")]
+    if not ours:
+        return "code that is not ours"
+    return f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno} ({ours[-1].name})"
+
+
+def judge_trouble(here: Here, check: str, answers: list[dict]) -> list[Row]:
+    """Rows about the ranks that have no value to give: first those at whom the others may only have waited."""
+    said: dict[str, list[int]] = {}
+    waits: dict[str, list[int]] = {}
+    for r, a in enumerate(answers):
+        if "hangs" in a:
+            said.setdefault(f"did not finish within {here.limit(check)} s; it is in {a['hangs']}", []).append(r)
+        elif not a:
+            said.setdefault("gave no answer: it died, hangs or was never started; see its log and its host", []).append(r)
+        elif a.get("kind") in ("error", "input"):
+            said.setdefault(a["error"], []).append(r)
+        elif "error" in a or "stopped" in a:
+            waits.setdefault(a.get("error", a.get("stopped")), []).append(r)
+    if len(said) > 1:  # of those that hang in the same place many, the odd ones first
+        said = dict(sorted(said.items(), key=lambda row: len(row[1])))
+    rows = [Row("FAIL", f"{here.named(ranks)}: {text}") for text, ranks in said.items()]
+    others = [r for ranks in waits.values() for r in ranks]
+    if rows and others:
+        rows.append(Row("FAIL", f"{here.named(others)} waited for {'it' if len(rows) == 1 else 'them'} in vain"))
+    hint = "what it waited for was another rank: see how hosts reach each other (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+    return rows or [Row("FAIL", f"{here.named(ranks)}: {text}; {hint}") for text, ranks in waits.items()]

@@ -1,0 +1,116 @@
+"""What a check knows of its rank, what it has to say, and how ranks and numbers read on the page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import train
+from checkpoint.lease import Lease
+from configs.schema import Config
+from data.order import Order
+from parallelisms.mesh import World
+
+# What is slow: below this share of the median of all ranks (of all links of a kind). Healthy machines of one kind are
+# within a few per cent of each other in arithmetic, less alike on a network and on a shared file system.
+SLOW = {"matmul": 0.8, "memory": 0.8, "group": 0.7, "link": 0.5, "write": 0.25}
+TIMEOUT = 120  # seconds of a check, unless --timeout says so; of those in LONG what the run itself allows its first step
+LONG = ("build", "step", "save")
+
+
+@dataclass
+class Row:
+    """A line of the page. result: ok, warn, FAIL or left out. A failure that `blocks` leaves out what needs the check."""
+
+    result: str
+    detail: str
+    blocks: bool = True
+    check: str = ""  # filled in by the page
+
+
+@dataclass
+class Here:
+    """This rank, and what the checks have found out and built so far."""
+
+    argv: list[str]
+    world: World
+    host: str
+    node: str  # which host of the run; two may have the same name
+    seconds: int | None  # --timeout
+    expect: dict[str, float] = field(default_factory=dict)  # --expect: GB/s by mesh dimension
+    id: str = ""  # of this preflight, the same on all ranks
+    hosts: dict[int, str] = field(default_factory=dict)  # on rank 0: rank -> host
+    leaders: list[int] = field(default_factory=list)  # on rank 0: the first rank of each host
+    cfg: Config | None = None
+    arch: dict = field(default_factory=dict)
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+    place: Path | None = None  # the temporary folder
+    lease: Lease | None = None
+    order: Order | None = None
+    sources: list = field(default_factory=list)
+    job: train.Job | None = None
+
+    def limit(self, check: str) -> int:
+        """Seconds that a check may take on a rank."""
+        usual = self.cfg.run.init_timeout_seconds if self.cfg and check in LONG else TIMEOUT
+        return self.seconds or usual
+
+    @property
+    def slow(self) -> str:
+        """What a slow rank is: where the ranks of a host share its cores, rates tell as much about what else runs."""
+        return "FAIL" if self.device.type == "cuda" else "warn"
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """ "ranks 0-3, 6 (hosts a, b)" """
+        ranks = sorted(ranks)
+        hosts = list(dict.fromkeys(self.hosts.get(r, f"number {r // self.world.local_size}") for r in ranks))
+        more = ", ..." if len(hosts) > 4 else ""
+        return f"{spans(ranks)} ({'hosts' if len(hosts) > 1 else 'host'} {', '.join(hosts[:4])}{more})"
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Ascending numbers as "rank 5" or "ranks 0-3, 6"."""
+    runs: list[list[int]] = []
+    for r in ranks:
+        if runs and r == runs[-1][-1] + 1:
+            runs[-1][1:] = [r]
+        else:
+            runs.append([r])
+    words = ["-".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words[:12])}{', ...' if len(words) > 12 else ''}"
+
+
+def differences(here: Here, values: Sequence[object]) -> str:
+    """Who has another value than most, in words; "" if nobody has. values: of each rank, None: not set."""
+    counts = Counter(values)
+    if len(counts) == 1:
+        return ""
+    usual = max(counts, key=counts.__getitem__)  # of equally many ranks' the lowest rank's
+    said = []
+    for value in [usual, *(value for value, _ in counts.most_common() if value != usual)][:4]:
+        ranks = [r for r, v in enumerate(values) if v == value]
+        said.append(f"{'not set' if value is None else short(value)} on {here.named(ranks)}")
+    return f"{said[0]}, but {'; '.join(said[1:])}"
+
+
+def short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def in_bytes(count: float) -> str:
+    """In the units that networks and disks are sold in."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def in_seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"

@@ -1,0 +1,257 @@
+"""The checks of the run itself: its data, the sharded model, real steps, a checkpoint and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+import time
+from types import SimpleNamespace
+
+import torch
+
+import train
+from checkpoint import state
+from checkpoint.manager import CheckpointManager
+from configs.schema import Config, InputError
+from data import order as orders
+from data.prepare import kept_in
+from data.sources import find
+from parallelisms import contract
+from tools.preflight.here import Here, Row, differences, in_bytes, in_seconds
+from tools.preflight.machine import checkpoint_bytes, device_table, synchronise
+from tools.preflight.network import limit_collectives
+from training.metrics import memory_gib
+from training.optim import learning_rate, set_learning_rate
+
+SMALL_CORPUS = 64_000_000  # bytes that are tokenised here and now if they are not yet: it takes seconds
+
+
+# data: the same tokens for all ----------------------------------------------------------------------------------------
+
+
+def measure_data(here: Here) -> dict:
+    """Open the corpora as the run does and read batches of the beginning and the end. Raises InputError as it does."""
+    cfg, ranks = here.cfg, here.world.size
+    if cfg.data.stream:
+        raise InputError("data.stream = true: what a stream will read cannot be checked beforehand; check the cluster with "
+                         "--data.stream=false and a prepared part of the source")
+    absent, size = not_tokenised(cfg)
+    if size > SMALL_CORPUS:
+        return {"absent": absent, "size": size}
+    began = time.perf_counter()
+    sources, sets = train.corpora(cfg, log=lambda line: None)
+    opened = time.perf_counter() - began
+    description = train.describe_data(cfg, sources)
+    here.order, here.sources = orders.begin(description), [corpus.train for corpus in sources.values()]
+    here.order.check_epochs(cfg.training.steps, {row.name: row.max_epochs for row in cfg.data.mixture})
+    shared = cfg.parallelism.tensor_parallel
+    digests, seconds, count = [], [], 0
+    for dp_rank in (0, here.world.rank // shared):  # what all ranks read alike, then this rank's own
+        mesh = SimpleNamespace(dp_rank=dp_rank, dp_size=ranks // shared)
+        rows = train.batches(SimpleNamespace(cfg=cfg, arch=here.arch, mesh=mesh), here.sources, here.order)
+        for step in sorted({0, 1, cfg.training.steps - 1}):
+            began = time.perf_counter()
+            batch = rows[step]
+            seconds.append(time.perf_counter() - began)
+            count += batch["tokens"].numel()
+            digests.append(hashlib.sha256(batch["tokens"].numpy().tobytes()).hexdigest()[:12] if dp_rank == 0 else "")
+    tokenizer = next(iter(sources.values())).tokenizer
+    return {
+        "tokenizer": tokenizer.fingerprint, "n_vocab": tokenizer.n_vocab, "digests": digests[:2], "opened": opened,
+        "corpora": {name or "data.source": c.fingerprint for name, c in sources.items()}, "description": description,
+        "held_out": {name: [len(tokens), os.path.basename(tokens.folder)] for name, tokens in sets.items()},
+        "folders": [c.folder for c in sources.values()], "tokens": sum(map(len, here.sources)),
+        "rate": count / sum(seconds), "batch": max(seconds), "made": absent,
+    }  # fmt: skip
+
+
+def not_tokenised(cfg: Config) -> tuple[list[str], float]:
+    """Sources that this host would have to tokenise first, and their bytes."""
+    trained = [row.source for row in cfg.data.mixture] or [cfg.data.source]
+    fractions = [(s, cfg.data.validation_fraction) for s in trained] + [(row.source, 0.0) for row in cfg.validation.sets]
+    absent, size = [], 0.0
+    for source, fraction in fractions:
+        data = cfg.data.model_copy(update={"source": source, "validation_fraction": fraction})
+        if not os.path.isdir(kept_in(data)):
+            absent.append(source)
+            size += sum(file.size for file in find(source)) or math.inf  # nobody can tell of a stream
+    return absent, size
+
+
+def judge_data(here: Here, answers: list[dict]) -> list[Row]:
+    rows = []
+    if lacking := [r for r, a in enumerate(answers) if "absent" in a]:
+        a = answers[lacking[0]]
+        much = in_bytes(a["size"]) if math.isfinite(a["size"]) else "nobody knows how large"
+        return [Row("FAIL", f"{', '.join(a['absent'])} ({much}) is not tokenised yet where "
+                    f"{here.named(lacking)} can see it: the run would begin with that; do it once before, with "
+                    "python -m data.prepare, into a folder that all hosts share")]  # fmt: skip
+    for what in "tokenizer", "corpora", "description", "held_out", "digests":
+        name = {"digests": "batch content", "description": "order of the data"}.get(what, what)
+        if text := differences(here, [json.dumps(a[what]) for a in answers]):
+            rows.append(Row("FAIL", f"{name}: {text}; all hosts must read the same files (share one data.cache)"))
+            break
+    a = answers[0]
+    if a["n_vocab"] > here.arch["vocab_size"]:
+        rows.append(Row("FAIL", f"the tokenizer {here.cfg.data.tokenizer!r} has {a['n_vocab']} tokens, the model's "
+                        f"vocabulary only {here.arch['vocab_size']}: raise model.vocab_size"))  # fmt: skip
+    if rows:
+        return rows
+    low = min(range(len(answers)), key=lambda r: answers[r]["rate"])
+    made = f" (tokenised now: {', '.join(a['made'])})" if any(a["made"] for a in answers) else ""
+    said = f"{a['tokens']:,} tokens in {', '.join(a['folders'][:3])}{made}, the same for all, "
+    said += f"tokenizer {a['tokenizer'][:12]}; "
+    said += f"slowest reader {answers[low]['rate'] / 1e6:.3g} M tokens/s, {here.named([low])}, opened within "
+    return [Row("ok", said + in_seconds(max(a["opened"] for a in answers)))]
+
+
+# build: the sharded model ---------------------------------------------------------------------------------------------
+
+
+def measure_build(here: Here) -> dict:
+    began = time.perf_counter()
+    run = here.cfg.run.model_copy(update={"init_timeout_seconds": here.limit("build")})
+    here.job = train.build(here.cfg.model_copy(update={"run": run}))
+    limit_collectives(here, here.limit("build"))
+    contract.verify(here.job.model, here.job.optimizer, here.job.mesh, {})
+    seconds = time.perf_counter() - began
+    mine = sum(state.local(p).nbytes for p in here.job.model.parameters())
+    return {"seconds": seconds, "weights": mine}
+
+
+def judge_build(here: Here, answers: list[dict]) -> list[Row]:
+    mesh = here.job.mesh
+    sizes = " x ".join(f"{name} {getattr(mesh, name)}" for name in mesh.device_mesh.mesh_dim_names)
+    most = max(a["weights"] for a in answers)
+    return [Row("ok", f"mesh {sizes}; initial weights in {in_seconds(max(a['seconds'] for a in answers))}, at most "
+                f"{in_bytes(most)} on a rank")]  # fmt: skip
+
+
+# step: the real one ---------------------------------------------------------------------------------------------------
+
+
+def measure_step(here: Here) -> dict:
+    """Steps of the run on its own batches: the first, and three more to be timed."""
+    cfg, job = here.cfg, here.job
+    limit_collectives(here, here.limit("step"))
+    stream = train.batches(job, here.sources, here.order)
+    losses, seconds, finite, skipped = [], [], True, False
+    if job.mesh.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the checks before have left is none of the run's
+        torch.cuda.reset_peak_memory_stats(job.mesh.device)
+        torch.cuda.reset_accumulated_memory_stats(job.mesh.device)
+    for step in range(min(4, cfg.training.steps)):
+        batch = stream[step]
+        set_learning_rate(job.optimizer, learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule))
+        synchronise(job.mesh.device)
+        began = time.perf_counter()
+        result = train.train_step(job, batch)
+        synchronise(job.mesh.device)
+        seconds.append(time.perf_counter() - began)
+        losses += [result.loss.hex(), result.grad_norm.hex()]
+        finite = finite and bool(torch.isfinite(result.losses).all())
+        skipped = skipped or result.skipped
+    return {"losses": losses, "finite": finite, "skipped": skipped, "seconds": seconds, **memory(job.mesh.device)}
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Bytes: of the device, of tensors at the peak, reserved by this process at the peak, left on the device."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        stats = torch.cuda.memory_stats(device)
+        return {"total": total, "tensors": torch.cuda.max_memory_allocated(device),
+                "reserved": torch.cuda.max_memory_reserved(device), "left": free,
+                "retries": stats.get("num_alloc_retries", 0)}  # fmt: skip
+    table, peak = device_table(device), memory_gib(device) * 2**30
+    return {"total": table["total"], "tensors": peak, "reserved": peak, "left": table["free"], "retries": 0}
+
+
+def judge_step(here: Here, answers: list[dict]) -> list[Row]:
+    rows = []
+    bad = [r for r, a in enumerate(answers) if not a["finite"]]
+    losses = [float.fromhex(a["losses"][0]) for a in answers]
+    if bad:
+        rows.append(Row("FAIL", f"the loss of the tokens of {here.named(bad)} is not finite: compute there what another "
+                        "rank computes (a bad device?), or look at its data"))  # fmt: skip
+    elif any(a["skipped"] for a in answers):
+        rows.append(Row("FAIL", f"the gradient is not finite (loss {losses[0]:.4f}), though the loss of each rank is"))
+    elif text := differences(here, [" ".join(f"{float.fromhex(x):.9g}" for x in a["losses"]) for a in answers]):
+        rows.append(Row("FAIL", f"loss and gradient norm must be the same on all ranks, but are {text}"))
+    first, *again = (max(column) for column in zip(*(a["seconds"] for a in answers), strict=True))
+    usual = statistics.median(again) if again else first
+    t = here.cfg.training
+    rate = t.global_batch_size * t.seq_len / usual
+    if not rows:
+        expected = math.log(here.arch["vocab_size"])
+        rows.append(Row("ok", f"loss {losses[0]:.3f} on all ranks (of random weights {expected:.3f} is expected); the "
+                        f"first takes {in_seconds(first)}, then {in_seconds(usual)}: {rate:,.0f} tokens/s"))  # fmt: skip
+    most = max(range(len(answers)), key=lambda r: answers[r]["reserved"])
+    a = answers[most]
+    said = f"memory: at most {in_bytes(a['reserved'])} of {in_bytes(a['total'])}, on {here.named([most])}"
+    if here.device.type == "cuda":
+        least = min(range(len(answers)), key=lambda r: answers[r]["left"])
+        said += f" ({in_bytes(a['tensors'])} in tensors); least left {in_bytes(answers[least]['left'])} on "
+        said += here.named([least])
+    tight = [r for r, a in enumerate(answers) if a["retries"]]
+    if tight:
+        said += f"; the allocator had to start over on {here.named(tight)}: too tight, so steps will be slow"
+    rows.append(Row("warn" if tight else "ok", said))
+    return rows
+
+
+# save: a checkpoint and back ------------------------------------------------------------------------------------------
+
+
+def measure_save(here: Here) -> dict:
+    """A checkpoint of the job, as the run writes it, into the temporary folder; read back into the emptied weights."""
+    job = here.job
+    limit_collectives(here, here.limit("save"))
+    fresh = {"load_step": -1, "load_path": "", "load_hf": "", "exclude_from_loading": ()}
+    cfg = here.cfg.checkpoint.model_copy(update=fresh)
+    facts, folder = {"family": here.cfg.model.family, "must_match": {"model": here.arch}}, here.place / "checkpoints"
+    seconds = {}
+    writer = CheckpointManager(cfg, folder, job.mesh, facts)
+    writer.load(job.model, job.optimizer)
+    before = fingerprints(job)
+    began = time.perf_counter()
+    writer.save(1, job.model, job.optimizer, {"step": 1, "samples": 0})
+    writer.wait_for_copy()
+    synchronise(job.mesh.device)
+    seconds["stall"] = time.perf_counter() - began
+    writer.close()
+    seconds["save"] = time.perf_counter() - began
+    with torch.no_grad():
+        for tensor in state.tensors(job.model, job.optimizer).values():
+            if tensor.is_floating_point():
+                state.local(tensor).zero_()
+    began = time.perf_counter()
+    reader = CheckpointManager(cfg, folder, job.mesh, facts)
+    reader.load(job.model, job.optimizer)
+    synchronise(job.mesh.device)
+    seconds["load"] = time.perf_counter() - began
+    after = fingerprints(job)
+    reader.close()
+    return seconds | {"wrong": [name for name in before if after.get(name) != before[name]]}
+
+
+def fingerprints(job: train.Job) -> dict[str, int]:
+    """A number for each of this rank's shards that changes with any bit of it."""
+    live = {name: state.local(t) for name, t in state.tensors(job.model, job.optimizer).items()}
+    kept = {name: t for name, t in live.items() if t.numel() and not name.startswith("rng.")}
+    return {name: torch.hash_tensor(t).view(torch.int64).item() for name, t in kept.items()}
+
+
+def judge_save(here: Here, answers: list[dict]) -> list[Row]:
+    wrong = [r for r, a in enumerate(answers) if a["wrong"]]
+    if wrong:
+        name = answers[wrong[0]]["wrong"][0]
+        return [Row("FAIL", f"{here.named(wrong)} read back other values than were saved ({name} ...): the file system "
+                    "or the memory of that host is not to be trusted")]  # fmt: skip
+    worst = {key: max(a[key] for a in answers) for key in ("stall", "save", "load")}
+    size = checkpoint_bytes(here.cfg, here.arch)
+    said = f"{in_bytes(size)} saved in {in_seconds(worst['save'])} ({in_bytes(size / worst['save'])}/s), of which "
+    said += f"{in_seconds(worst['stall'])} before the next step may begin; read back whole in {in_seconds(worst['load'])}"
+    return [Row("ok", said)]

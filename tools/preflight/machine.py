@@ -1,0 +1,398 @@
+"""The checks that a rank can do alone: who is there, configuration, devices, software, speed, the shared folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from checkpoint import state
+from checkpoint.lease import Lease
+from configs import check as rules
+from configs.load import dump, load_config
+from configs.schema import Config, InputError
+from models import MODELS
+from parallelisms import dp
+from parallelisms import mesh as meshes
+from tools.preflight.here import SLOW, Here, Row, differences, in_bytes, in_seconds
+from training.metrics import peak_flops
+from training.optim import build_optimizer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+OTHERS_BYTES = 2 << 30  # that may be taken of a GPU before we start: contexts of the driver, not someone's process
+
+# The environment that changes what the libraries do; compared over ranks. Never the whole: it may hold secrets.
+SETTINGS = re.compile(r"(NCCL|TORCH|PYTORCH|GLOO|OMP|MKL|KMP|UCX|FI|CUBLAS|CUDNN|CUDA|HSA|RCCL)_\w+")
+NOT_SETTINGS = re.compile(r"CUDA_VISIBLE_DEVICES|TORCH_ELASTIC_\w+|\w*(TOKEN|SECRET|PASSWORD|KEY)\w*")
+
+
+# ranks: all are there -------------------------------------------------------------------------------------------------
+
+
+def measure_ranks(here: Here) -> dict:
+    return {"host": here.host, "node": here.node, "pid": os.getpid(), **asdict(here.world)}
+
+
+def host_names(answers: dict[int, dict]) -> dict[int, str]:
+    """By rank; where several hosts have one name (containers often do), with their number in the run."""
+    nodes: dict[str, set] = {}
+    for a in answers.values():
+        nodes.setdefault(a["host"], set()).add(a["node"])
+    return {r: a["host"] if len(nodes[a["host"]]) == 1 else f"{a['host']}/{a['node']}" for r, a in answers.items()}
+
+
+def judge_ranks(here: Here, answers: list[dict]) -> list[Row]:
+    nodes: dict[str, list[int]] = {}
+    for r, a in enumerate(answers):
+        nodes.setdefault(a["node"], []).append(r)
+    here.leaders = [ranks[0] for ranks in nodes.values()]
+    wrong = []
+    if text := differences(here, [a["size"] for a in answers]):
+        wrong.append(f"WORLD_SIZE is {text}: start all hosts with the same NNODES and NGPU")
+    if text := differences(here, [len(nodes[a["node"]]) for a in answers]):
+        wrong.append(f"the number of ranks on a host is {text}: start as many on each (NGPU)")
+    elif text := differences(here, [a["local_size"] for a in answers]):
+        wrong.append(f"LOCAL_WORLD_SIZE is {text}: start as many ranks on each host (NGPU)")
+    for ranks in nodes.values():
+        for number, count in Counter(answers[r]["local_rank"] for r in ranks).items():
+            if count > 1:
+                same = [r for r in ranks if answers[r]["local_rank"] == number]
+                wrong.append(f"LOCAL_RANK {number} was given to {here.named(same)}: each rank of a host needs its own")
+    if wrong:
+        return [Row("FAIL", text) for text in wrong]
+    each = len(answers) // len(nodes)
+    return [Row("ok", f"{len(answers)}, {each} on each of {len(nodes)} host{'s' if len(nodes) > 1 else ''}")]
+
+
+# config: alike on all ranks -------------------------------------------------------------------------------------------
+
+
+def measure_config(here: Here) -> dict:
+    """Raises InputError for a configuration that the run would refuse."""
+    here.cfg = load_config(here.argv, here.world.size, here.world.local_size)
+    here.arch = rules.architecture(here.cfg.model)
+    values = {f"{t}.{k}": v for t, options in here.cfg.model_dump(mode="json").items() for k, v in options.items()}
+    return {"hash": hashlib.sha256(dump(here.cfg).encode()).hexdigest()[:12], "options": values}
+
+
+def judge_config(here: Here, answers: list[dict]) -> list[Row]:
+    rows = []
+    for name in answers[0]["options"]:
+        if text := differences(here, [json.dumps(a["options"][name]) for a in answers]):
+            rows.append(Row("FAIL", f"{name} is {text}: give all ranks the same file and options"))
+    return rows or [Row("ok", f"the same on all ranks ({answers[0]['hash']})")]
+
+
+# devices: each rank has its own ---------------------------------------------------------------------------------------
+
+
+def measure_devices(here: Here) -> dict:
+    """Raises InputError where this rank has no device."""
+    here.device = meshes.pick_device(here.cfg.run, here.world.local_rank)
+    here.dtype = dp.param_dtype(here.cfg.training, here.device)
+    return device_table(here.device)
+
+
+def device_table(device: torch.device) -> dict:
+    """What is known of a device: bytes, and "" for what nobody can tell."""
+    if device.type == "cpu":
+        memory = dict(re.findall(r"(\w+):\s+(\d+) kB", _text("/proc/meminfo")))
+        total, free = (int(memory.get(key, 0)) * 1024 for key in ("MemTotal", "MemAvailable"))
+        model = re.search(r"model name\s*: (.*)", _text("/proc/cpuinfo"))
+        name = model[1] if model else platform.machine()
+        return {"name": name, "uuid": "", "bus": "", "visible": "", "driver": "", "total": total, "free": free}
+    free, total = torch.cuda.mem_get_info(device)
+    about, visible = torch.cuda.get_device_properties(device), os.environ.get("CUDA_VISIBLE_DEVICES")
+    driver, bus = nvidia_smi(device, "driver_version", "pci.bus_id")
+    return {"name": about.name, "uuid": str(about.uuid), "bus": bus, "visible": visible, "driver": driver,
+            "total": total, "free": free}  # fmt: skip
+
+
+def _text(path: str) -> str:
+    with suppress(OSError):
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def nvidia_smi(device: torch.device, *fields: str) -> list[str]:
+    """One value for each field of `nvidia-smi --help-query-gpu`; "" for all where it cannot be asked."""
+    uuid = torch.cuda.get_device_properties(device).uuid
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        values = [value.strip() for value in done.stdout.strip().split(",")]
+        if done.returncode == 0 and len(values) == len(fields):
+            return values
+    return [""] * len(fields)
+
+
+def judge_devices(here: Here, answers: list[dict]) -> list[Row]:
+    rows, nodes = [], {}
+    for uuid in sorted({a["uuid"] for a in answers} - {""}):
+        users = [r for r, a in enumerate(answers) if a["uuid"] == uuid]
+        if len(users) > 1:
+            rows.append(Row("FAIL", f"{here.named(users)} share GPU {uuid}: start one process per GPU, "
+                            "and give all of them the same CUDA_VISIBLE_DEVICES"))  # fmt: skip
+    for r in range(len(answers)):
+        nodes.setdefault(here.hosts[r], []).append(r)
+    for ranks in nodes.values():
+        if text := differences(here, [answers[r]["visible"] for r in ranks]):
+            text = f"CUDA_VISIBLE_DEVICES differs within a host ({here.named(ranks)}): {text.split(' on ')[0]} and others"
+            rows.append(Row("FAIL", f"{text}; each rank takes the GPU of its LOCAL_RANK from the same list"))
+        buses = [answers[r]["bus"] for r in ranks]
+        if "" not in buses and buses != sorted(buses):
+            rows.append(Row("FAIL", f"the GPUs of {here.named(ranks)} are permuted (PCI {', '.join(buses)}): "
+                            "ranks then meet the wrong network card and neighbour; list CUDA_VISIBLE_DEVICES in ascending "
+                            "order, with CUDA_DEVICE_ORDER=PCI_BUS_ID", blocks=False))  # fmt: skip
+    if text := differences(here, [a["name"] for a in answers]):
+        rows.append(Row("FAIL", f"not all are of one kind: {text}; all would wait for the slowest", blocks=False))
+    for r, a in enumerate(answers):
+        if a["uuid"] and a["total"] - a["free"] > OTHERS_BYTES:
+            taken = f"{in_bytes(a['total'] - a['free'])} of {in_bytes(a['total'])} are taken before the start"
+            rows.append(Row("FAIL", f"{here.named([r])}: {taken}, by another process: see nvidia-smi there", blocks=False))
+    low = min(range(len(answers)), key=lambda r: answers[r]["free"])
+    free, total = (in_bytes(answers[low][key]) for key in ("free", "total"))
+    least = f"least free memory {free} of {total} on {here.named([low])}"
+    each = "each rank its own" if here.device.type == "cuda" else "ranks of a host share it"
+    return rows or [Row("ok", f"{answers[0]['name']}, {each}; {least}")]
+
+
+# same: software and settings ------------------------------------------------------------------------------------------
+
+
+BLOCKING = ("torch", "nccl", "files", "param_dtype")  # ranks that differ in these may hang or abort together
+
+
+def measure_same(here: Here) -> dict:
+    return {"versions": versions(here), "settings": settings()}
+
+
+def versions(here: Here) -> dict[str, str]:
+    cuda = here.device.type == "cuda"
+    return {
+        "torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda or "none",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
+        "driver": nvidia_smi(here.device, "driver_version")[0] if cuda else "none",
+        "param_dtype": str(here.dtype).removeprefix("torch."), "commit": commit(), "files": files(),
+    }  # fmt: skip
+
+
+def commit() -> str:
+    """What git says; "none" where it is not asked."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip() or "none"
+    return "none"
+
+
+def files() -> str:
+    """Of the code that runs, committed or not: changed and new files count, as they do for Python."""
+    digest = hashlib.sha256()
+    for path in sorted([ROOT / "train.py", *(p for name in ("checkpoint", "configs", "data", "models", "parallelisms",
+                        "tools", "training") for p in (ROOT / name).rglob("*.py"))]):  # fmt: skip
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def settings() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if SETTINGS.fullmatch(k) and not NOT_SETTINGS.fullmatch(k)}
+
+
+def judge_same(here: Here, answers: list[dict]) -> list[Row]:
+    rows = []
+    for what, words in ("versions", "install the same everywhere"), ("settings", "set it alike for all ranks"):
+        for name in sorted({name for a in answers for name in a[what]}):
+            if text := differences(here, [a[what].get(name) for a in answers]):
+                rows.append(Row("FAIL", f"{name} is {text}: {words}", blocks=name in BLOCKING))
+    said = ", ".join(f"{name} {value}" for name, value in answers[0]["versions"].items() if value != "none")
+    return rows or [Row("ok", f"{said}; {len(answers[0]['settings'])} settings of the environment alike")]
+
+
+# compute: arithmetic and memory of each device ------------------------------------------------------------------------
+
+
+def measure_compute(here: Here) -> dict:
+    """The model's largest product in its own type and shapes, and a copy of much memory; on all ranks at once."""
+    cuda, cfg = here.device.type == "cuda", here.cfg
+    tokens = min(cfg.training.local_batch_size * cfg.training.seq_len, 8192 if cuda else 512)
+    k, n = here.arch["dim"], max(1, here.arch["hidden_dim"] // cfg.parallelism.tensor_parallel)
+    a, b = (torch.ones(shape, dtype=here.dtype, device=here.device) for shape in ((tokens, k), (k, n)))
+    seconds = best(lambda: multiply(a, b), here.device)
+    block = torch.ones((1 << 28) if cuda else (1 << 24), dtype=torch.float32, device=here.device)  # 1 GB, 64 MB
+    other = torch.empty_like(block)
+    copied = best(lambda: other.copy_(block), here.device)
+    hint = ""
+    if cuda:
+        degrees, reasons = nvidia_smi(here.device, "temperature.gpu", "clocks_throttle_reasons.active")
+        hint = f"{degrees} °C" if degrees else ""
+        with suppress(ValueError):  # bits: 8 hardware, 20 and 40 heat, 80 power brake (NVML, nvmlClocksEventReasons)
+            hint += ", slowed down by heat or power" if int(reasons, 16) & 0xE8 else ""
+    name = torch.cuda.get_device_name(here.device) if cuda else "cpu"
+    return {"shape": [tokens, k, n], "flops": 2 * tokens * k * n / seconds, "bytes": 2 * block.nbytes / copied,
+            "hint": hint, "peak": peak_flops(name, cfg.metrics.peak_tflops, here.dtype)}  # fmt: skip
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+def best(fn: Callable[[], object], device: torch.device, rounds: int = 8) -> float:
+    """Least seconds of a call: what the device can do, not what disturbed it. A GPU is warmed up by 20 calls."""
+    for _ in range(20 if device.type == "cuda" else 1):
+        fn()
+    seconds = []
+    for _ in range(rounds):
+        synchronise(device)
+        began = time.perf_counter()
+        fn()
+        synchronise(device)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def judge_compute(here: Here, answers: list[dict]) -> list[Row]:
+    rows = []
+    shape = " x ".join(map(str, answers[0]["shape"]))
+    what = f"{str(here.dtype).removeprefix('torch.')} product [{shape}]"
+    for kind, key, unit, scale in ("matmul", "flops", "TFLOP/s", 1e12), ("memory", "bytes", "GB/s copied", 1e9):
+        rates = [a[key] / scale for a in answers]
+        middle = statistics.median(rates)
+        low = min(range(len(rates)), key=rates.__getitem__)
+        slow = [r for r, rate in enumerate(rates) if rate < SLOW[kind] * middle]
+        for r in slow[:8]:
+            hint = f", {answers[r]['hint']}" if answers[r]["hint"] else ""
+            text = f"{here.named([r])}: {rates[r]:.3g} {unit}, {rates[r] / middle:.2f} of the median {middle:.3g}{hint}"
+            rows.append(Row(here.slow, f"{kind}: {text}; take that device out, or see what else runs on it", False))
+        if not slow:
+            peak = answers[0]["peak"] if kind == "matmul" else None
+            of = f", {middle * scale / peak:.0%} of its peak" if peak else ""
+            text = f"{what if kind == 'matmul' else kind}: median {middle:.3g} {unit}{of}"
+            rows.append(Row("ok", f"{text}, least {rates[low]:.3g} on {here.named([low])}"))
+    return rows
+
+
+# folder: where checkpoints go -----------------------------------------------------------------------------------------
+
+
+def measure_folder(here: Here) -> dict:
+    """Write into a temporary folder beside the run's, all ranks at once, as a save does, and see what others wrote."""
+    here.place = temporary_place(Path(here.cfg.run.folder), here.id)
+    try:
+        here.place.mkdir(exist_ok=True)
+    except OSError as error:
+        why = f"{here.place.parent} cannot be written ({error.strerror})"
+        raise InputError(f"run.folder = {here.cfg.run.folder!r}: {why}: choose another") from None
+    free = shutil.disk_usage(here.place).free
+    if here.world.rank == 0:
+        here.lease = Lease(here.place / ".lease")  # before its token: who sees that one must be refused the lease
+    share = checkpoint_bytes(here.cfg, here.arch) / here.world.size
+    size = int(max(1 << 22, min(share, 1 << 28, free / 20 / here.world.size)))
+    data = os.urandom(1 << 20) * -(-size // (1 << 20))
+    began = time.perf_counter()
+    write(here.place / f"data-{here.world.rank}", data)
+    seconds = time.perf_counter() - began
+    (here.place / f"token-{here.world.rank}").touch()
+    (here.place / f"data-{here.world.rank}").unlink()
+    unseen, deadline = set(range(here.world.size)), time.monotonic() + here.limit("folder") / 2
+    while unseen and time.monotonic() < deadline:
+        names = os.listdir(here.place)
+        unseen -= {int(name.removeprefix("token-")) for name in names if name.startswith("token-")}
+        time.sleep(0.02 if unseen else 0)
+    return {"place": str(here.place), "free": free, "rate": len(data) / seconds, "unseen": sorted(unseen),
+            "lock": _lock(here) if not unseen else ""}  # fmt: skip
+
+
+def temporary_place(run_folder: Path, name: str) -> Path:
+    """On the file system of the checkpoints: beside the run's folder, unless that is a file system of its own."""
+    checkpoints = (run_folder / "checkpoints").resolve()
+    there = [p for p in (checkpoints, *checkpoints.parents) if p.exists()]
+    outside = [p for p in there if p not in (checkpoints, checkpoints.parent)]
+    same = [p for p in outside if p.stat().st_dev == there[0].stat().st_dev]
+    return (same or there)[0] / f".preflight-{name}"
+
+
+def write(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _lock(here: Here) -> str:
+    """On the last rank, which is on another host than rank 0 if there is one: what came of trying to take its lease."""
+    if here.world.rank == 0 or here.world.rank < here.world.size - 1:
+        return ""
+    try:
+        Lease(here.place / ".lease").release()
+    except InputError:
+        return "refused"
+    return "given twice"
+
+
+def checkpoint_bytes(cfg: Config, arch: dict) -> int:
+    """Of one checkpoint: weights and optimizer state, from the model and optimizer as the run builds them, on meta."""
+    family = MODELS[cfg.model.family]
+    with torch.device("meta"):
+        model = family.build(arch)
+        optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
+        state.materialise(optimizer)
+    return sum(t.numel() * t.element_size() for t in state.tensors(model, optimizer).values())
+
+
+def checkpoints_kept(cfg: Config) -> int:
+    """At most, with the one that is being written."""
+    c, steps = cfg.checkpoint, cfg.training.steps
+    saves = -(-steps // c.interval) if c.interval else 1
+    return min(saves, c.keep_last + (steps // c.keep_every if c.keep_every else 0) if c.keep_last else saves) + 1
+
+
+def judge_folder(here: Here, answers: list[dict]) -> list[Row]:
+    apart = {r: a["unseen"] for r, a in enumerate(answers) if a["unseen"]}
+    if apart:
+        (r, unseen), *_ = apart.items()
+        where = differences(here, [a["place"] for a in answers])
+        seen = f"{here.named([r])} does not see in {answers[r]['place']} what {here.named(unseen)} wrote"
+        return [Row("FAIL", f"{seen}{f' (the folder is {where})' if where else ''}: run.folder must be one "
+                    f"folder on a file system that all hosts share; {len(apart)} ranks miss files of others")]  # fmt: skip
+    rows = []
+    size, kept = checkpoint_bytes(here.cfg, here.arch), checkpoints_kept(here.cfg)
+    free = min(a["free"] for a in answers)
+    folder = Path(answers[0]["place"]).parent
+    need = f"{kept} checkpoints of {in_bytes(size)} (checkpoint.keep_last + 1) need {in_bytes(kept * size)}"
+    if free < kept * size:
+        few = [r for r, a in enumerate(answers) if a["free"] < kept * size]
+        rows.append(Row("FAIL", f"{folder} has {in_bytes(free)} free ({here.named(few)}), but {need}: make room or "
+                        "keep fewer", blocks=free < 2 * size))  # fmt: skip
+    else:
+        rows.append(Row("ok", f"{folder} is shared by all ranks, with {in_bytes(free)} free: {need}"))
+    if answers[-1]["lock"] == "given twice":
+        rows.append(Row("FAIL", f"{here.named([len(answers) - 1])} was given the lease that rank 0 holds: file locks "
+                        f"do not work in {folder}, so two runs could write into one folder", blocks=False))  # fmt: skip
+    rates = [a["rate"] for a in answers]
+    middle, low = statistics.median(rates), min(range(len(rates)), key=rates.__getitem__)
+    slow = [r for r, rate in enumerate(rates) if rate < SLOW["write"] * middle]
+    seconds = size / len(rates) / rates[low]
+    said = f"a rank writes and syncs {in_bytes(middle)}/s (median), {in_bytes(rates[low])}/s at least, on "
+    said += f"{here.named([low])}: a save of {in_bytes(size)} takes about {in_seconds(seconds)}"
+    if slow:
+        said += f"; {here.named(slow)} below {SLOW['write']} of the median: see how that host reaches {folder}"
+    rows.append(Row(here.slow if slow else "ok", said, blocks=False))
+    return rows

@@ -1,0 +1,234 @@
+"""The checks of what is between ranks: that they reach each other, their clocks, the rates of groups and links."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from parallelisms import dp
+from parallelisms import mesh as meshes
+from tools.preflight.here import SLOW, Here, Row, in_bytes, in_seconds
+from tools.preflight.machine import synchronise
+
+LEAST_LINKS = 3  # of one kind: among fewer there is no telling which of them is the odd one
+CLOCK_SECONDS = 1.0  # that clocks may differ: logs of several hosts can be read together, certificates hold, `make` works
+NCCL_MARGIN = 60  # seconds by which NCCL's own limit, which aborts the process, lies beyond that of a check
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
+
+
+# connect, clock: ranks reach each other -------------------------------------------------------------------------------
+
+
+def measure_connect(here: Here) -> dict:
+    """Start the process group, and sum something on the CPU and on the device."""
+    began = time.perf_counter()
+    run = here.cfg.run.model_copy(update={"init_timeout_seconds": here.limit("connect")})
+    meshes.open_group(run)
+    limit_collectives(here, here.limit("connect"))
+    for device in {torch.device("cpu"), here.device}:
+        count = torch.ones(1, device=device)
+        dist.all_reduce(count)
+        if count.item() != here.world.size:
+            raise RuntimeError(f"the sum of 1 over {here.world.size} ranks was {count.item():g} on {device}")
+    return {"seconds": time.perf_counter() - began}
+
+
+def limit_collectives(here: Here, seconds: int) -> None:
+    """So that a rank that waits in vain can say so before its check's time is over."""
+    seconds += NCCL_MARGIN if here.device.type == "cuda" else 0
+    if here.job:
+        here.job.mesh.set_timeout(seconds)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+
+
+def judge_connect(here: Here, answers: list[dict]) -> list[Row]:
+    backend = "NCCL and gloo" if here.device.type == "cuda" else "gloo"
+    return [Row("ok", f"{backend}: all ranks reach each other, within {in_seconds(max(a['seconds'] for a in answers))}")]
+
+
+def measure_clock(here: Here) -> dict:
+    """Offsets of the hosts' clocks from rank 0's: the answer's time against the middle between question and answer, of
+    the fastest of ten rounds; wrong by at most half that round (Cristian's estimate, doi:10.1007/BF01784024)."""
+    found, leaders = {}, here.leaders if here.world.rank == 0 else [here.world.rank]
+    if here.world.rank and here.world.local_rank:
+        return {}
+    now = torch.zeros(1, dtype=torch.float64)
+    for leader in leaders:
+        if leader == 0:
+            continue
+        rounds = []
+        for _ in range(10):
+            if here.world.rank:
+                dist.recv(now, 0)
+                dist.send(torch.tensor([wall_clock()], dtype=torch.float64), 0)
+                continue
+            began = wall_clock()
+            dist.send(now, leader)
+            dist.recv(now, leader)
+            ended = wall_clock()
+            rounds.append((ended - began, now.item() - (began + ended) / 2))
+        if rounds:
+            found[str(leader)] = min(rounds)
+    return {"offsets": found}
+
+
+def wall_clock() -> float:
+    return time.time()
+
+
+def judge_clock(here: Here, answers: list[dict]) -> list[Row]:
+    offsets = {0: (0.0, 0.0)} | {int(r): tuple(pair) for r, pair in answers[0]["offsets"].items()}
+    if len(offsets) == 1:
+        return [Row("ok", "one host, one clock")]
+    middle = statistics.median(offset for _, offset in offsets.values())
+    odd = max(offsets, key=lambda r: abs(offsets[r][1] - middle))
+    skew = max(o for _, o in offsets.values()) - min(o for _, o in offsets.values())
+    error = max(seconds for seconds, _ in offsets.values()) / 2
+    said = f"the hosts' clocks differ by {in_seconds(skew)} (known to {in_seconds(error)}; limit {CLOCK_SECONDS:g} s)"
+    if skew - error <= CLOCK_SECONDS:
+        return [Row("ok", said)]
+    said += f", most on {here.named([odd])}: {offsets[odd][1] - middle:+.3g} s from the median"
+    return [Row("FAIL", f"{said}; start its time service (chrony, NTP)", blocks=False)]
+
+
+# bandwidth: of each mesh dimension, and of each link ------------------------------------------------------------------
+
+
+def messages(here: Here) -> dict[str, tuple[int, torch.dtype]]:
+    """By mesh dimension: bytes (at most 1 GiB, where any link is at its full rate) and type of its typical message.
+
+    dp_shard gathers a block's weights, of which tensor parallelism leaves a share; dp_replicate sums the shards of their
+    gradients; tp gathers the activations of a micro-batch, [b, T, dim].
+    """
+    mesh, t = here.job.mesh, here.cfg.training
+    reduced = dp.DTYPES[t.reduce_dtype]
+    block = sum(p.numel() for p in here.job.model.layers[0].parameters()) / mesh.tp
+    elements = {
+        "dp_shard": (block, here.dtype),
+        "dp_replicate": (block / mesh.dp_shard, reduced),
+        "tp": (t.local_batch_size * t.seq_len * here.arch["dim"], here.dtype),
+    }
+    return {dim: (int(min(count * dtype.itemsize, 1 << 30)), dtype) for dim, (count, dtype) in elements.items()}
+
+
+def measure_bandwidth(here: Here) -> dict:
+    mesh, found, links = here.job.mesh, {}, []
+    for dim, (size, dtype) in messages(here).items():
+        group = mesh.device_mesh.get_group(dim)
+        ranks = dist.get_process_group_ranks(group)
+        n = len(ranks)
+        if n == 1:
+            continue
+        part = torch.ones(max(1, -(-size // dtype.itemsize // n)), dtype=dtype, device=mesh.device)
+        whole = part.repeat(n)
+
+        def gather(part: torch.Tensor = part, whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
+            ALL_GATHER(whole, part, group=group)
+
+        def reduce(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
+            dist.all_reduce(whole, group=group)
+
+        found[dim] = {"ranks": ranks, "bytes": whole.nbytes}
+        for name, fn, factor in ("all-gather", gather, (n - 1) / n), ("all-reduce", reduce, 2 * (n - 1) / n):
+            found[dim][name] = whole.nbytes * factor / collective_seconds(fn, mesh.device, group)
+        links += neighbours(here, dim, group, ranks, part[: max(1, (64 << 20) // dtype.itemsize)])
+    return {"dims": found, "links": links}
+
+
+def collective_seconds(fn: Callable[[], None], device: torch.device, group: dist.ProcessGroup) -> float:
+    """Median of five calls that the ranks begin together, after one that opens the connections."""
+    seconds = []
+    for i in range(6):
+        dist.barrier(group)
+        synchronise(device)
+        began = time.perf_counter()
+        fn()
+        synchronise(device)
+        if i:
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def neighbours(here: Here, dim: str, group: dist.ProcessGroup, ranks: list[int], data: torch.Tensor) -> list[list]:
+    """Bytes per second between neighbours of a group's ring, pair by pair: [dim, from, to, rate], told by the first.
+
+    A small message there and back before each measurement: so none counts the time that the partner spent elsewhere.
+    """
+    n, me, found = len(ranks), ranks.index(here.world.rank), []
+    small, device = data[:1].clone(), here.job.mesh.device
+    pairs = [(i, (i + 1) % n) for i in range(n if n > 2 else 1)]
+    for number in range(3):
+        for a, b in (pair for pair in pairs if phase(pair, n) == number and me in pair):
+            other, rates = ranks[b if me == a else a], []
+            for _ in range(4):
+                for message in small, data:
+                    synchronise(device)
+                    began = time.perf_counter()
+                    exchange(message, other, me == a, group)
+                    synchronise(device)
+                    seconds = time.perf_counter() - began
+                rates.append(2 * data.nbytes / seconds)
+            if me == a:
+                found.append([dim, here.world.rank, other, max(rates)])
+    return found
+
+
+def phase(pair: tuple[int, int], n: int) -> int:
+    """When a pair of a ring of n is measured, so that no rank is in two at once: even ones, odd ones, and last the
+    one that closes a ring of odd length."""
+    return 2 if n % 2 and pair[1] == 0 else pair[0] % 2
+
+
+def exchange(message: torch.Tensor, other: int, first: bool, group: dist.ProcessGroup) -> None:
+    """There and back."""
+    for sends in (first, not first):
+        if sends:
+            dist.send(message, other, group=group)
+        else:
+            dist.recv(message, other, group=group)
+
+
+def judge_bandwidth(here: Here, answers: list[dict]) -> list[Row]:
+    rows = []
+    for dim in answers[0]["dims"]:
+        groups: dict[tuple, list[dict]] = {}
+        for a in answers:
+            groups.setdefault(tuple(a["dims"][dim]["ranks"]), []).append(a["dims"][dim])
+        said, size = [], answers[0]["dims"][dim]["bytes"]
+        for name in "all-gather", "all-reduce":
+            rates = {ranks: min(row[name] for row in members) / 1e9 for ranks, members in groups.items()}
+            middle, low = statistics.median(rates.values()), min(rates, key=rates.__getitem__)
+            slow = [ranks for ranks, rate in rates.items() if rate < SLOW["group"] * middle]
+            for ranks in slow[:8]:
+                share = f"{rates[ranks] / middle:.2f} of the median {middle:.3g} of the {len(rates)} groups"
+                text = f"{dim}: {name} of {here.named(ranks)}: {rates[ranks]:.3g} GB/s, {share}"
+                rows.append(Row(here.slow, text, blocks=False))
+            if middle < SLOW["group"] * here.expect.get(dim, 0):
+                text = f"{dim}: {name} {middle:.3g} GB/s, but --expect={dim}:{here.expect[dim]:g}: see with NCCL_DEBUG=INFO"
+                rows.append(Row("FAIL", f"{text} which network and protocol are used", blocks=False))
+            least = f" (least {rates[low]:.3g}, {here.named(low)})" if len(rates) > 1 else ""
+            said.append(f"{name} {middle:.3g} GB/s{least}")
+        groups_of = f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {len(answers[0]['dims'][dim]['ranks'])}"
+        rows.append(Row("ok", f"{dim}, {groups_of}, {in_bytes(size)}: {', '.join(said)} (bus bandwidth)", False))
+    kinds: dict[tuple, list[list]] = {}
+    for link in (link for a in answers for link in a["links"]):
+        kinds.setdefault((link[0], here.hosts[link[1]] != here.hosts[link[2]]), []).append(link)
+    for (dim, between), links in kinds.items():
+        middle = statistics.median(rate for *_, rate in links)
+        kind = f"{dim} {'between' if between else 'within'} hosts"
+        slow = [link for link in links if link[3] < SLOW["link"] * middle] if len(links) >= LEAST_LINKS else []
+        for _, a, b, rate in slow[:8]:
+            share = f"{rate / 1e9:.3g} GB/s, {rate / middle:.2f} of the median of {kind}"
+            text = f"link {here.named([a])} - {here.named([b])}: {share}; see cable, card and NCCL_* there"
+            rows.append(Row(here.slow, text, blocks=False))
+        if not slow:
+            _, a, b, least = min(links, key=lambda link: link[3])
+            text = f"links {kind}: {len(links)}, median {middle / 1e9:.3g} GB/s, least {least / 1e9:.3g}"
+            rows.append(Row("ok", f"{text} between ranks {a} and {b}"))
+    return rows or [Row("ok", "one rank: nothing is sent")]

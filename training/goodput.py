@@ -1,0 +1,273 @@
+"""Where the seconds of a run go: the clock that writes them down in each start, and their account over all starts.
+
+Goodput is productive seconds over all seconds, without those between an orderly end and the next start. Inside a start
+seconds are monotonic; the wall clock only tells how long nothing ran between two starts, and one that goes backwards
+makes that 0, never negative. This file imports no torch, so tools that read a run start at once.
+"""
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+from configs.schema import InputError
+
+LINE_BYTES = 256  # every line of time.jsonl, so that the last can be written over
+
+# What the seconds of a run go into -> the words for it. The first six are measured inside a start; the others follow
+# from several starts.
+KINDS = {
+    "productive": "productive: steps that count",
+    "starting": "starting: from the process's birth to the end of its first step",
+    "data": "waiting for data",
+    "save": "stalled by saves",
+    "validation": "validation",
+    "other": "other: logging, garbage, steps that were skipped, the end of the run",
+    "redone": "redone: steps that a resume threw away",
+    "detecting": "detecting: from the last sign of life of a start that failed to the next start",
+    "paused": "paused: between an orderly end and the next start; not part of goodput",
+}
+MEASURED = tuple(KINDS)[:6]
+ORDERLY = (0, 75, 76)  # exit codes: done, stopped on request, not tried again
+
+
+class Clock:
+    """Every second of this start, by kind. In a forked or a restarted process it counts from that process's birth."""
+
+    def __init__(self, path: Path | None):
+        """path: the folder of this start, on the rank that writes."""
+        age = _process_age()
+        self.born = self.since = time.monotonic() - age
+        self.seconds = dict.fromkeys(MEASURED, 0.0)
+        self.at: int | None = None  # the last step that is finished
+        self.saves, self.started = 0, False
+        self.before = dict.fromkeys(KINDS, 0.0)  # seconds of earlier starts, as they count since this one resumed
+        self.file, self.place = None, 0
+        if path:
+            self.file = os.open(path / "time.jsonl", os.O_WRONLY | os.O_CREAT, 0o644)
+            self.write(stays=True, ago=age)
+
+    def lap(self, kind: str) -> float:
+        """The seconds since the lap before were spent on `kind`: returns them. Up to the first step all are `starting`."""
+        now = time.monotonic()
+        seconds, self.since = now - self.since, now
+        self.seconds[kind if self.started else "starting"] += seconds
+        return seconds
+
+    def move(self, seconds: float, source: str, kind: str) -> None:
+        """So many of the `source` seconds were spent on `kind`."""
+        seconds = min(seconds, self.seconds[source])
+        self.seconds[source] -= seconds
+        self.seconds[kind] += seconds
+
+    def resume(self, step: int) -> None:
+        """The loop goes on after this step; what was reached before, in this start too, stays on record."""
+        self.lap("other")
+        if self.at is not None:
+            self.write(stays=True)
+        self.at = step
+        self.write(stays=True)
+
+    def step(self, step: int) -> None:
+        """This step is finished: a sign of life, written over the one of the step before."""
+        self.at, self.started = step, True
+        self.write()
+
+    def saved(self) -> None:
+        """A save was begun. A resume may go on from here, so the line stays."""
+        self.saves += 1
+        self.write(stays=True)
+
+    def write(self, stays: bool = False, ago: float = 0.0) -> None:
+        """The last line as it is now, `ago` seconds earlier; it stays if the next is to be another one."""
+        if self.file is None:
+            return
+        line = {"step": self.at, "time": round(time.time() - ago, 3), "saves": self.saves}
+        line |= {kind: round(seconds, 4) for kind, seconds in self.seconds.items()}
+        with contextlib.suppress(OSError):  # a disk that is full costs this line, not the run
+            os.pwrite(self.file, json.dumps(line).ljust(LINE_BYTES - 1).encode() + b"\n", self.place)
+        self.place += LINE_BYTES * stays
+
+    def close(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+    def metrics(self) -> dict[str, float]:
+        """The run's goodput so far, over all its starts, and the seconds it consists of; nothing on ranks but 0."""
+        if self.file is None:
+            return {}
+        seconds = {kind: self.before[kind] + self.seconds.get(kind, 0.0) for kind in KINDS}
+        return {"goodput": goodput(seconds)} | {f"seconds/{kind}": value for kind, value in seconds.items() if value}
+
+
+def goodput(seconds: Mapping[str, float]) -> float:
+    """The productive share of the seconds in which the run was meant to run; 0 of none."""
+    counted = sum(value for kind, value in seconds.items() if kind != "paused")
+    return seconds["productive"] / counted if counted > 0 else 0.0
+
+
+def _process_age() -> float:
+    """Seconds since this process was born, what its imports took included; 0 where the system does not tell (proc(5))."""
+    try:
+        born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - born)
+    except (OSError, ValueError, AttributeError):
+        return 0.0
+
+
+# Reading ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Past:
+    """One start as its folder tells it. A file that is missing or not whole counts as empty."""
+
+    number: int
+    about: dict  # start.json
+    ended: dict  # end.json; empty for a start that was killed or is running
+    lines: list[dict]  # time.jsonl
+
+    @property
+    def steps(self) -> list[dict]:
+        return [line for line in self.lines if line["step"] is not None]
+
+    @property
+    def refused(self) -> bool:
+        """It ended with a sentence about its input before its first step: no interruption, and none of the run's time."""
+        return self.ended.get("exit_code") == 2 and not self.steps
+
+
+def folders(folder: Path) -> list[Path]:
+    """Of all starts of a run, oldest first: by number, never by time."""
+    found = [path for path in (folder / "starts").glob("*") if re.fullmatch("[0-9]{4,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def read(folder: Path) -> list[Past]:
+    """Every start of a run, oldest first. Raises InputError where there is none."""
+    starts = []
+    for path in folders(Path(folder)):
+        lines = []
+        with contextlib.suppress(OSError):
+            for text in (path / "time.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    line = json.loads(text.strip("\0"))  # zeros: lines that a full disk has cost
+                    lines.append({name: line[name] for name in ("step", "time", "saves", *MEASURED)})
+        starts.append(Past(int(path.name), read_json(path / "start.json"), read_json(path / "end.json"), lines))
+    if not starts:
+        raise InputError(f"{folder} is not the folder of a run: it has no starts/0001")
+    return starts
+
+
+def read_json(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass
+class Account:
+    """Where the time of a run went."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    steps: int = 0  # that count
+    redone: int = 0  # that a resume threw away
+    saves: int = 0
+    interruptions: list[dict] = field(default_factory=list)  # one for each start but the last, and that if it failed
+
+    @property
+    def goodput(self) -> float:
+        return goodput(self.seconds)
+
+    @property
+    def total(self) -> float:
+        """Seconds from the first process's birth to the last sign of life: the sum of all kinds."""
+        return sum(self.seconds.values())
+
+    def per_event(self) -> dict[str, float]:
+        """Means: seconds stalled per save; seconds to detect and to restart, and steps redone, per interruption."""
+        failed = [row for row in self.interruptions if row["how"] == "failed"]
+        mean = {name: sum(row[name] for row in failed) / max(len(failed), 1) for name in ("detecting", "starting", "redone")}
+        return {"stall": self.seconds["save"] / max(self.saves, 1), "detect": mean["detecting"],
+                "restart": mean["starting"], "redone_steps": mean["redone"]}  # fmt: skip
+
+    def line(self) -> str:
+        parts = [f"{kind} {value:,.1f} s" for kind, value in self.seconds.items() if value >= 0.05]
+        failed = sum(row["how"] == "failed" for row in self.interruptions)
+        meant = self.total - self.seconds["paused"]
+        return f"goodput {self.goodput:.1%} of {meant:,.1f} s, {failed} interruptions: {', '.join(parts)}"
+
+
+def account(starts: list[Past]) -> Account:
+    """Adds up what the starts of a run have written."""
+    result, alive, before = Account(), 0.0, None
+    counted = [start for start in starts if start.lines and not start.refused]
+    redone = _redone([_segments(start) for start in counted])
+    for start, (steps, seconds) in zip(counted, redone, strict=True):
+        gap = max(0.0, start.lines[0]["time"] - alive) if before else 0.0
+        last = start.lines[-1]
+        if before:
+            result.seconds["paused" if before["how"] == "stopped" else "detecting"] += gap
+            before |= {"detecting": gap, "starting": last["starting"]}
+            before["lost"] += (gap if before["how"] == "failed" else 0.0) + last["starting"]
+        for kind in MEASURED:
+            result.seconds[kind] += last[kind]
+        result.seconds["productive"] -= seconds
+        result.seconds["redone"] += seconds
+        result.steps += sum(here["last"] - here["first"] for here in _segments(start)) - steps
+        result.redone += steps
+        result.saves += last["saves"]
+        how = "stopped" if start.ended.get("exit_code") in ORDERLY else "failed" if start.ended else "no end"
+        if how == "no end" and start is not counted[-1]:
+            how = "failed"
+        alive = last["time"]
+        before = {
+            "start": start.number, "when": datetime.fromtimestamp(alive, timezone.utc).isoformat(" ", "seconds"),
+            "step": last["step"], "how": how, "exit_code": start.ended.get("exit_code"),
+            "reason": start.ended.get("reason", "killed" if how == "failed" else "running, or killed"),
+            "redone": steps, "detecting": 0.0, "starting": 0.0, "lost": seconds,
+        }  # fmt: skip
+        if start is not counted[-1] or how != "stopped":
+            result.interruptions.append(before)
+    return result
+
+
+def _segments(start: Past) -> list[dict]:
+    """Stretches of a start in which steps only went up: first (resumed after), last, and productive seconds by step."""
+    found: list[dict] = []
+    for line in start.steps:
+        if not found or line["step"] < found[-1]["last"]:
+            found.append({"first": line["step"], "seconds": {}})
+        found[-1]["last"] = line["step"]
+        found[-1]["seconds"][line["step"]] = line["productive"]
+    return found
+
+
+def _redone(starts: list[list[dict]]) -> list[tuple[int, float]]:
+    """For each start: how many of its steps a later resume threw away, and the seconds that they had taken."""
+    result, resumed = [], float("inf")  # the lowest step from which a later stretch went on
+    for segments in reversed(starts):
+        steps, seconds = 0, 0.0
+        for here in reversed(segments):
+            kept = max(here["first"], min(here["last"], resumed))
+            steps += here["last"] - kept
+            seconds += _at(here["seconds"], here["last"]) - _at(here["seconds"], kept)
+            resumed = min(resumed, here["first"])
+        result.append((steps, seconds))
+    return result[::-1]
+
+
+def _at(seconds: dict[int, float], step: int) -> float:
+    """Productive seconds up to a step: known at every save and at the last step, in between in proportion."""
+    below, above = max(s for s in seconds if s <= step), min(s for s in seconds if s >= step)
+    if below == above:
+        return seconds[step]
+    return seconds[below] + (seconds[above] - seconds[below]) * (step - below) / (above - below)

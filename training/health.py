@@ -1,0 +1,226 @@
+"""What tells that a run is not well: a rank that hangs, numbers that jump, replicas that part, ranks that are slow."""
+
+import faulthandler
+import logging
+import math
+import signal
+import statistics
+import time
+import traceback
+from collections import Counter, deque
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from configs.schema import InputError, redact
+from parallelisms.mesh import Mesh
+
+say = logging.getLogger("plumbline")
+
+
+class Watchdog:
+    """Ends a rank that hangs, and leaves the stacks of all its threads in <folder>/logs/rank-00000.stacks.
+
+    It is a timer of the kernel's and a signal handler in C, so it needs neither the main thread nor Python's lock (a GIL
+    that C code does not give back stops every thread of Python's). The process dies of SIGALRM. Around a run, as a context
+    manager; a run that ends by an exception leaves its stacks too, so that those of all ranks can be laid side by side.
+    """
+
+    GRACE = 4.0  # seconds beyond the limit: those who wait for a hung rank shall end before it, with torch's own words
+    DYING = 90.0  # seconds that a failed run may take to end, its last save included
+    STORAGE = 1860.0  # seconds that reading or writing a checkpoint may take: checkpoint/manager.py::PATIENCE, and a little
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = folder / "logs" / f"rank-{rank:05d}.stacks"
+
+    def __enter__(self) -> "Watchdog":
+        self.file = self.path.open("a")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.register(signal.SIGALRM, self.file, all_threads=True, chain=True)  # chain: then die of it
+        return self
+
+    def arm(self, seconds: float) -> None:
+        """From now on, until it is armed again: so long, and GRACE. 10 us."""
+        signal.setitimer(signal.ITIMER_REAL, seconds + self.GRACE)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if self.file.closed:
+            return
+        if kind is None or issubclass(kind, InputError):
+            self.rest()
+        else:
+            self.file.write(redact("".join(traceback.format_exception(error))))
+            self.file.flush()
+            faulthandler.dump_traceback(self.file)
+            self.arm(self.DYING)
+
+    def rest(self) -> None:
+        """It is over; a file without a stack goes."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if not self.file.closed:
+            faulthandler.unregister(signal.SIGALRM)
+            self.file.close()
+            if self.path.stat().st_size == 0:
+                self.path.unlink()
+
+
+class Spikes:
+    """Loss and gradient norm of the last WINDOW steps, and what would be a spike among them: a value that is more than
+    `threshold` standard deviations above the median, the deviation estimated from the median of the absolute deviations
+    (1.4826 of it for a normal distribution: Rousseeuw and Croux, 1993), so that a spike does not hide the next one.
+
+    All numbers are global, so every rank comes to the same verdict; they are part of a checkpoint, so a resumed run does too.
+    """
+
+    WINDOW, LEAST = 128, 20  # steps; with fewer than LEAST nothing is a spike
+
+    def __init__(self, threshold: float, state: dict[str, list[float]]) -> None:
+        """threshold: 0 for never; state: what `state` returned."""
+        self.threshold = threshold
+        self.values = {name: deque(state.get(name, ()), self.WINDOW) for name in ("loss", "grad_norm")}
+
+    def limit(self, name: str) -> float:
+        values = self.values[name]
+        if not self.threshold or len(values) < self.LEAST:
+            return math.inf
+        median = statistics.median(values)
+        deviation = 1.4826 * statistics.median(abs(value - median) for value in values)
+        return median + self.threshold * max(deviation, 0.01 * abs(median))
+
+    def add(self, **step: float) -> str:
+        """One step's values by name; what is a spike in them, in words, or nothing. Values that are not finite are left out."""
+        words = []
+        for name, value in step.items():
+            if math.isfinite(value):
+                if value > (limit := self.limit(name)):
+                    median = statistics.median(self.values[name])
+                    words.append(f"{name} {value:.4g} (the median is {median:.4g}, a spike begins at {limit:.4g})")
+                self.values[name].append(value)
+        return ", ".join(words)
+
+    def state(self) -> dict[str, list[float]]:
+        return {name: list(values) for name, values in self.values.items()} if self.threshold else {}
+
+
+def finite(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> bool:
+    """Whether every number of the state is finite, on every rank. One read of it all, and a collective."""
+    tensors = [tensor for tensor in _state(model, optimizer).values() if tensor.is_floating_point() and tensor.numel()]
+    sums = torch.stack([tensor.sum().to(mesh.device) for tensor in tensors])  # one fast read
+    fine = sums.isfinite().all().item() or all(tensor.isfinite().all().item() for tensor in tensors)  # finite sums overflow
+    return not mesh.any_rank(not fine)
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, replicated_over: str = "") -> dict[str, Tensor]:
+    """This rank's part of the weights and of the optimizer's state, by name; replicated_over: only what the ranks of that
+    mesh dimension all have."""
+    found = {}
+    for name, weight in model.named_parameters():
+        state = optimizer.state.get(weight, {})
+        for key, tensor in {"": weight, **{f".{key}": value for key, value in state.items()}}.items():
+            if not isinstance(tensor, DTensor):
+                found[name + key] = tensor.detach() if isinstance(tensor, Tensor) else torch.tensor(tensor)
+                continue
+            placements = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
+            if not replicated_over or placements.get(replicated_over) is None or placements[replicated_over].is_replicate():
+                found[name + key] = tensor.detach().to_local()
+    return found
+
+
+def unlike_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, **numbers: float) -> list[str]:
+    """Sentences about state that several ranks have and that is not the same on all of them, alike on every rank.
+
+    Compared are hashes (exclusive or of all bits, so that a single flipped one always shows) of the weights and optimizer
+    state that FSDP replicates (dp_replicate) or that tensor parallelism does (norms), and `numbers`, which must be the same on
+    every rank. The odd one of three or more is named, of two both. What is one rank's alone cannot be compared.
+    """
+    problems = []
+    for dim in ("dp_replicate", "tp"):
+        if mesh.device_mesh[dim].size() == 1:
+            continue
+        group = mesh.device_mesh.get_group(dim)
+        tensors = _state(model, optimizer, replicated_over=dim)
+        none = torch.zeros((), dtype=torch.uint64)
+        hashes = [torch.hash_tensor(tensor) if tensor.numel() else none for tensor in tensors.values()]
+        mine = torch.stack([value.to(mesh.device).view(torch.int64) for value in hashes])
+        theirs = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(theirs, mine, group=group)
+        ranks = dist.get_process_group_ranks(group)
+        for name, values in zip(tensors, torch.stack(theirs, 1).tolist(), strict=True):
+            if odd := odd_ones(values):
+                problems.append((name, dim, tuple(ranks[i] for i in odd)))
+    everyone = mesh.gather((problems, numbers)) if mesh.any_rank(bool(problems)) or _differ(mesh, numbers) else []
+    found: dict[tuple, set[str]] = {}
+    for theirs, _ in everyone:
+        for name, dim, odd in theirs:
+            found.setdefault((dim, odd), set()).add(name)
+    sentences = [
+        f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} of {dim}: {len(names)} tensors, {min(names)} among them"
+        for (dim, odd), names in sorted(found.items())
+    ]
+    for name in numbers:
+        values = [theirs[name] for _, theirs in everyone]
+        if odd := odd_ones(values):
+            sentences.append(f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}: {name} {values[odd[0]]!r}")
+    return sentences
+
+
+def _differ(mesh: Mesh, numbers: dict[str, float]) -> bool:
+    """Whether any number is another one on another rank: where all are alike the largest is the smallest."""
+    if mesh.size == 1:
+        return False
+    x = torch.tensor([[value, -value] for value in numbers.values()], dtype=torch.float64)
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return bool((x[:, 0] != -x[:, 1]).any())
+
+
+def odd_ones(values: list) -> list[int]:
+    """Which differ from the majority; all where there is none."""
+    if len(set(values)) < 2:
+        return []
+    common, count = Counter(values).most_common(1)[0]
+    return [i for i, value in enumerate(values) if value != common or count <= len(values) // 2]
+
+
+class Stragglers:
+    """Which rank the others wait for. Steps are in lockstep, so that every rank takes the same time for one; what differs is
+    how long each works before it meets the others again. Measured is that, in seconds of the host:
+
+        data       waiting for the batch
+        prepare    from there to the first collective of the step: the batch's way to the device
+        optimizer  its step, with the wait for a copy that a save makes; on a GPU only what the host has to do with it
+
+    In forward and backward ranks meet at every layer; who is late there is not seen here (a profile shows it, and
+    tools/preflight which device is slow).
+    """
+
+    SECTIONS = ("data", "prepare", "optimizer")
+    RATIO, SHARE = 1.3, 0.1  # late: more than RATIO times the median of all ranks, and SHARE of the whole time beyond it
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds, self.since = dict.fromkeys(self.SECTIONS, 0.0), time.monotonic()
+
+    def add(self, **seconds: float) -> None:
+        for section, value in seconds.items():
+            self.seconds[section] += value
+
+    def report(self, mesh: Mesh, steps: int) -> list[tuple[int, str, float]]:
+        """(rank, section, seconds per step beyond the median) of all that are late, the same on every rank; and begins anew."""
+        elapsed = time.monotonic() - self.since
+        mine = torch.tensor([self.seconds[section] for section in self.SECTIONS] + [elapsed])
+        everyone = [torch.empty_like(mine) for _ in range(mesh.size)]
+        dist.all_gather(everyone, mine)
+        self.reset()
+        table = torch.stack(everyone)  # [ranks, sections + 1]
+        median, least = table.median(0).values, self.SHARE * table[:, -1].median()
+        late = (table > self.RATIO * median) & (table - median > least)
+        return [
+            (rank, self.SECTIONS[s], ((table - median)[rank, s] / steps).item())
+            for rank, s in late[:, :-1].nonzero().tolist()
+        ]
