@@ -102,7 +102,7 @@ def train_step(job: Job, batch: dict[str, Tensor]) -> StepResult:
     positions = batch.get("positions")  # int64 [A, b, T], on the CPU; with data.mask_documents only
     total, losses = torch.zeros((), device=mesh.device), torch.empty(labels.shape, device=mesh.device)
     for a in range(len(tokens)):
-        dp.synchronise_gradients(model, now=a == len(tokens) - 1)
+        dp.synchronise_gradients(model, a == len(tokens) - 1, cfg.parallelism.accumulate_gradients)
         head = partial(linear_cross_entropy, labels=labels[a], chunk_tokens=cfg.training.loss_chunk_tokens, each=losses[a])
         documents = None if positions is None else model.documents(positions[a], mesh.device)
         loss = model(tokens[a], head, documents)

@@ -287,6 +287,8 @@ class Parallelism(Table):
     """Free gathered weights after forward; default: all but the last; N: keep them sharded over N ranks (a host's)."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory and stream them to the GPU."""
+    accumulate_gradients: Literal["whole", "sharded"] = "whole"
+    """Over micro-batches; whole: reduce once a step; sharded: after each, which keeps one shard and communicates more."""
     prefetch: int = Field(0, ge=0, le=8)
     """Blocks whose weights FSDP2 gathers ahead explicitly; 0: its implicit prefetch of the next one."""
 

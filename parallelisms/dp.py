@@ -60,11 +60,18 @@ def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) ->
     return model
 
 
-def synchronise_gradients(model: nn.Module, now: bool) -> None:
-    """Whether the coming backward reduces gradients over the data-parallel ranks: only that of the last micro-batch does."""
+def synchronise_gradients(model: nn.Module, last: bool, accumulate: str) -> None:
+    """Before each backward: whether it reduces gradients over the data-parallel ranks.
+
+    accumulate "whole": only that of the last micro-batch does, so every rank keeps whole gradients in between (in the type of
+    the reduction: 32 GiB for 70B at tp 8). "sharded": every one reduce-scatters, and shards are added up; what dp_replicate
+    adds on top, an all-reduce of shards, still happens once.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
-        model.set_is_last_backward(now)
+        scatter = last or accumulate == "sharded"
+        model.set_requires_gradient_sync(scatter)
+        model.set_requires_all_reduce(last)
+        model.set_is_last_backward(scatter)
 
 
 def reshard(model: nn.Module) -> None:

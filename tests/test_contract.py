@@ -109,19 +109,21 @@ def test_torch_save_of_a_rank_holds_a_part_of_the_model():
     assert first < total and second < total and first + second == total
 
 
-def reduces_only_in_the_last_micro_batch() -> tuple[bool, bool]:
+def gradients_on_shards(accumulate: str) -> list[bool]:
+    """Of two micro-batches: whether the parameters had gradients after each."""
     run = job()
     tokens = torch.full((1, 16), 3 + run.mesh.rank)
     had = []
-    for now in False, True:
-        dp.synchronise_gradients(run.model, now)
+    for last in False, True:
+        dp.synchronise_gradients(run.model, last, accumulate)
         run.model(tokens, partial(linear_cross_entropy, labels=tokens, chunk_tokens=99)).backward()
         had.append(all(p.grad is not None for p in run.model.parameters()))
-    return tuple(had)
+    return had
 
 
 def test_gradients_reach_the_shards_with_the_last_micro_batch_only():
-    assert run_ranks(2, reduces_only_in_the_last_micro_batch) == [(False, True)] * 2
+    assert run_ranks(2, gradients_on_shards, "whole") == [[False, True]] * 2
+    assert run_ranks(2, gradients_on_shards, "sharded") == [[True, True]] * 2
 
 
 def every_parameter_is_sharded_over_both_dimensions() -> None:

@@ -52,6 +52,7 @@ VARIANTS = {
     "ac-selective": [*ADAMW, "--activation_checkpoint.mode=selective", "accumulate"],
     "reshard-never": [*ADAMW, "--parallelism.reshard_after_forward=false", "accumulate"],
     "reshard-always-prefetch": [*ADAMW, "--parallelism.reshard_after_forward=true", "--parallelism.prefetch=2"],
+    "accumulation-sharded": [*ADAMW, "--parallelism.accumulate_gradients=sharded", "accumulate"],
 }
 COMPILED = {  # traced and partitioned for real; the backend that only traces is fast enough for tests
     "compile": [*ADAMW, "--compile.enabled=true", "--compile.backend=aot_eager"],
@@ -191,8 +192,8 @@ def test_negative_control_asynchronous_embedding_loses_its_gradient():
 
 
 def unscaled(options: list[str], dp_size: int) -> dict:
-    """The bug put back: gradients of accumulated micro-batches are reduced as if each were the last."""
-    real, dp.synchronise_gradients = dp.synchronise_gradients, lambda model, now: real(model, now=False)
+    """The bug put in: no micro-batch counts as the last, so gradients are never reduced."""
+    real, dp.synchronise_gradients = dp.synchronise_gradients, lambda model, last, accumulate: real(model, False, accumulate)
     return trajectory(options, dp_size)
 
 

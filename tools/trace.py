@@ -28,6 +28,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
@@ -358,12 +359,17 @@ class Trace(TorchDispatchMode):
 
     def __enter__(self) -> "Trace":
         original, non_cached = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        make_room = FSDPParam.init_all_gather_outputs
         trace = self
 
         def resize_(storage, size):
             out = original(storage, size)
             trace.resized(storage, size)
             return out
+
+        def init_all_gather_outputs(param, *how):  # in the first step; on one rank no operator of FSDP's fills them
+            make_room(param, *how)
+            trace.tag(param.all_gather_outputs, "gathered weights")
 
         def propagate(self, schema):  # DTensor finds shapes by running operators on fake tensors: no memory of the step
             trace.propagating += 1
@@ -373,6 +379,7 @@ class Trace(TorchDispatchMode):
                 trace.propagating -= 1
 
         self.stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
+        self.stack.enter_context(mock.patch.object(FSDPParam, "init_all_gather_outputs", init_all_gather_outputs))
         self.stack.enter_context(mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate))
         return super().__enter__()
 
