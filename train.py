@@ -262,10 +262,8 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
         return {"step": step, "samples": order.samples(step), "data": where, "spikes": spikes.state()}
 
     def save() -> None:
-        """The state after this step. Raises Diverged rather than publish what no run could go on from."""
+        """The state after this step; one that is not finite is not published (checkpoint/storage.py::NotFinite)."""
         watchdog.arm(watchdog.STORAGE)
-        if not health.finite(model, optimizer, mesh):
-            raise Diverged(f"step {step} has left weights or optimizer state that are not finite: they are not saved")
         checkpoints.save(step, model, optimizer, position())
 
     def asked() -> bool:

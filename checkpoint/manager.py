@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoint import state, verify
 from checkpoint.lease import Lease, Lost
-from checkpoint.storage import ShardWriter, StagedSave
+from checkpoint.storage import NotFinite, ShardWriter, StagedSave
 from checkpoint.verify import Damaged
 from configs import schema
 from configs.schema import InputError
@@ -217,7 +217,8 @@ class CheckpointManager:
         """Call at every step: tells of a save that ended since. While one is in flight this is a collective of one
         number.
 
-        After cfg.max_failures failed saves in a row it raises InputError on every rank, at the same step.
+        After cfg.max_failures failed saves in a row it raises InputError on every rank, at the same step; at once NotFinite
+        if there is no point in training on from the state that was to be saved.
         """
         self._finish(wait=False)
 
@@ -233,9 +234,12 @@ class CheckpointManager:
         if not self.mesh.any_rank(error is not None):
             self.failures, self.last_step = 0, step
             return
+        failures = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+        if any(isinstance(e, NotFinite) for e in failures):
+            raise NotFinite(f"step {step} has left a state that is not finite, which is not saved: {state.cause(error)}")
         self.failures += 1
         reason = f"the checkpoint of step {step} could not be written to {self.folder}: {state.cause(error)}"
-        if isinstance(error, CheckpointException) and any(isinstance(e, Lost) for e, _ in error.failures.values()):
+        if any(isinstance(e, Lost) for e in failures):
             raise InputError(reason)
         if self.cfg.max_failures and self.failures >= self.cfg.max_failures:
             raise InputError(f"{reason} ({self.failures} in a row: checkpoint.max_failures); the others are untouched")

@@ -69,12 +69,21 @@ class StagedLoad(DefaultLoadPlanner):
         return self.buffers[index.fqn]
 
 
+class NotFinite(ArithmeticError):
+    """The state is one that no run could go on from: nothing of it is published."""
+
+
+def finite(tensor: Tensor) -> bool:
+    """Its sum tells, at the speed of memory; only one that overflows has to be looked at number by number."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
 def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 class ShardWriter(StorageWriter):
-    """Writes this rank's parts into one new file of `folder`; on the coordinator, `publish(tensors, files)` then
+    """Writes this rank's parts into one new file of `folder`, if they are finite; on the coordinator, `publish(tensors, files)` then
     makes a checkpoint of the folder. An exception on any rank, in `publish` too, is raised by `dcp.save` on all."""
 
     def __init__(self, folder: Path, rank: int, ranks: int, publish: Callable[[dict, dict], None]):
@@ -109,7 +118,10 @@ class ShardWriter(StorageWriter):
         with open(self.folder / self.file, "xb") as stream:
             stream.write(head)
             for item, start in zip(items, starts, strict=True):
-                data, hashes = _bytes(planner.resolve_data(item)), []
+                tensor = planner.resolve_data(item)
+                if tensor.dtype.is_floating_point and not finite(tensor):
+                    raise NotFinite(f"{item.index.fqn} has values that are not finite")
+                data, hashes = _bytes(tensor), []
                 for i in range(0, len(data), verify.BLOCK):
                     block = data[i : i + verify.BLOCK]
                     hashes.append(verify.digest(block))

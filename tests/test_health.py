@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import train
+from checkpoint import storage
 from configs.load import load_config
 from tests.ranks import run_ranks
 from tests.test_train import MESHES, STEPS, run, samples, series, tiny_run
@@ -65,7 +66,7 @@ def poisoned(options: list[str], folder: Path, where, value: float, gate: bool =
         real_clip = train.clip_grad_norm
         train.clip_grad_norm = lambda params, max_norm: real_clip(params, max_norm).nan_to_num(1.0)
         train.math = SimpleNamespace(isfinite=lambda number: True)
-        health.finite = lambda *_: True
+        storage.finite = lambda _: True
     return run(options, folder)
 
 
@@ -171,12 +172,12 @@ def spoilt(options: list[str], folder: Path) -> str:
     train.train_step = step
     try:
         return f"exit code {run(options, folder)[0]}"
-    except train.Diverged as error:
+    except storage.NotFinite as error:
         return str(error)
 
 
 def test_n2_a_state_that_is_not_finite_is_never_published(options, tmp_path):
-    assert all("not finite: they are not saved" in end for end in run_ranks(2, spoilt, options, tmp_path))
+    assert all("not finite, which is not saved: rank 1: NotFinite: model." in end for end in run_ranks(2, spoilt, options, tmp_path))
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 

@@ -106,14 +106,6 @@ class Spikes:
         return {name: list(values) for name, values in self.values.items()} if self.threshold else {}
 
 
-def finite(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> bool:
-    """Whether every number of the state is finite, on every rank. One read of it all, and a collective."""
-    tensors = [tensor for tensor in _state(model, optimizer).values() if tensor.is_floating_point() and tensor.numel()]
-    sums = torch.stack([tensor.sum().to(mesh.device) for tensor in tensors])  # one fast read
-    fine = sums.isfinite().all().item() or all(tensor.isfinite().all().item() for tensor in tensors)  # finite sums overflow
-    return not mesh.any_rank(not fine)
-
-
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, replicated_over: str = "") -> dict[str, Tensor]:
     """This rank's part of the weights and of the optimizer's state, by name; replicated_over: only what the ranks of that
     mesh dimension all have."""
