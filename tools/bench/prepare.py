@@ -5,7 +5,8 @@
 The text is that of `--source` (the standard library), over and over until there is enough, as JSON lines, so that many
 short documents and the parsing count. "tiktoken alone" is `encode_ordinary` of strings that are in memory already, in
 batches of 256 kB, by as many threads as there are cores, and nothing is kept. `prepare` reads, parses, hashes, tokenises
-by processes and writes shards that are flushed to the disk.
+by processes and writes shards that are flushed to the disk. "streamed": one rank of `data.stream` reads, parses and
+tokenises as many tokens by its one thread.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import tiktoken
 from pyarrow import parquet
 
 from configs.schema import Data
-from data import prepare, sources, tokenizer
+from data import prepare, sources, stream, tokenizer
 from tools.bench import harness
 
 
@@ -48,9 +49,10 @@ def main() -> None:
             "bare", pat_str=tok.split, mergeable_ranks={t: i for i, t in enumerate(tok.ranks)}, special_tokens={}
         )
 
-        def alone() -> None:
+        def alone() -> int:
             with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(lambda batch: [len(bare.encode_ordinary(text)) for text in batch], batches(texts)))
+                counts = pool.map(lambda batch: sum(len(bare.encode_ordinary(text)) for text in batch), batches(texts))
+                return sum(counts)
 
         made = iter(range(10**6))
 
@@ -58,8 +60,9 @@ def main() -> None:
             cfg = Data(source=str(source), tokenizer=ranks)
             prepare.prepare(cfg, log=lambda line: None, out=str(folder / f"out{next(made)}"))
 
-        contenders = {"tiktoken alone": alone}
+        contenders, n = {"tiktoken alone": alone}, alone()
         contenders |= {f"prepare {kind}": lambda path=path: prepared(path) for kind, path in files.items()}
+        contenders["streamed .jsonl, one thread"] = lambda: streamed(Data(source=str(files[".jsonl"]), tokenizer=ranks), n)
         seconds = harness.alternate(contenders, args.rounds, warm_up=1)
     rows = []
     for name in contenders:
@@ -69,6 +72,16 @@ def main() -> None:
     notes = (f"{len(texts):,} documents, {size / 1e6:.0f} MB of text, {threads} threads, {tok.n_vocab:,} tokens; "
              f"peak memory of a process {memory:.1f} GB (this one holds the text).")  # fmt: skip
     harness.report("Preparing a corpus", ["what", "MB/s of text", "time, to tiktoken alone"], rows, notes, args.json)
+
+
+def streamed(cfg: Data, tokens: int) -> None:
+    """As many tokens as the batches of one rank that does nothing else."""
+    source = stream.open_source(cfg, log=lambda line: None)
+    order = stream.begin(stream.describe(source, 0, 1024, 8))
+    found = stream.Batches(source, order, range(tokens // (8 * 1024)), 8, 0, 1, any_rank=bool, gather=lambda one: [one])
+    for _ in range(tokens // (8 * 1024)):
+        next(found)
+    found.close()
 
 
 def corpus(source: str, size: float) -> list[str]:
