@@ -26,6 +26,7 @@ COMMANDS = {
         SHORT.replace("/llama_debug", "/mesh") + " --training.local_batch_size=4", "dp_shard 2 x tp 2 = 4 processes"),
     "python -m tools.goodput runs/llama_debug": ("", "goodput"),
     "python -m tools.compare_runs runs/llama_debug runs/mesh": None,  # exit code 1: these two differ; test_compare_runs.py
+    "python -m tools.plan configs/llama_70b.toml --gpus 256 --device h100": ("", "tokens/s"),
     "./run_train.sh --help": ("", "--table.key=value"),
     "tensorboard --logdir runs": None,  # serves until it is stopped
     "./run_tests.sh": None,  # this suite
