@@ -905,6 +905,7 @@ def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
     return hf_folder, meta
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_one_tensor(tmp_path):
     """A model of 0.39 GB, whose largest tensor has 67 MB."""

@@ -179,7 +179,7 @@ def test_one_process_variants_equal_the_plain_model():
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh, variant", [("fsdp2", "compile-selective"), ("tp2", "compile-full"), ("fsdp2xtp2", "compile")])
+@pytest.mark.parametrize("mesh, variant", [("fsdp2", "compile-selective"), pytest.param("tp2", "compile-full", marks=pytest.mark.slow), ("fsdp2xtp2", "compile")])
 def test_compiled_mesh_equals_the_plain_model(mesh, variant):
     check(mesh, COMPILED, [variant])
 
@@ -193,7 +193,8 @@ def stock_embedding(options: list[str], dp_size: int) -> dict:
     return trajectory(options, dp_size)
 
 
-@pytest.mark.cap(180)
+@pytest.mark.slow
+@pytest.mark.cap(300)
 @pytest.mark.skipif(not torch.__version__.startswith("2.13.0"), reason="the upstream bug is in torch 2.13.0 alone")
 def test_negative_control_asynchronous_embedding_loses_its_gradient():
     ranks, options, dp_size = MESHES["fsdp2xtp2"]

@@ -103,7 +103,7 @@ def test_r1_on_the_same_mesh_every_later_step_is_bitwise_the_same(mesh, workers,
     assert differences(whole, again, 0.0) == {}
 
 
-FAST = [("2x2", "1x1"), ("2x2", "4x1"), ("1x1", "2x2"), ("1x1", "1x2")]
+FAST = [("2x2", "4x1"), ("1x1", "2x2")]
 
 
 def check_pair(made: Callable, source: str, target: str, place: Path) -> None:

@@ -215,8 +215,8 @@ def test_validation_leaves_the_shards_in_place(options, tmp_path):
         assert max(abs(seen[name][s] / seen["one"][s] - 1) for s in seen["one"]) <= 1e-5
 
 
-def test_the_final_sample_is_the_same_text_on_every_mesh(options, tmp_path):
-    texts = {}
+def test_sample_and_generated_text_are_the_same_on_every_mesh(options, tmp_path):
+    texts, folder = {}, tmp_path
     for name in "one", "fsdp2xtp2":
         ranks, extra, _ = (1, [], 1) if name == "one" else MESHES[name]
         folder = tmp_path / name
@@ -227,6 +227,11 @@ def test_the_final_sample_is_the_same_text_on_every_mesh(options, tmp_path):
         texts[name] = log[log.index("a sample from") :].split("tensorboard --logdir")[0]
     assert texts["one"] == texts["fsdp2xtp2"]
     assert "document 3: 1" in texts["one"]
+    command = [sys.executable, "-m", "tools.generate", str(folder), "--prompt", "document 1", "--tokens", "8", "--temperature", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("document 1"), done.stderr
+    missing = subprocess.run([*command[:3], str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert missing.returncode == 2 and "no checkpoint" in missing.stderr and "Traceback" not in missing.stderr
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -336,16 +341,6 @@ def test_a_finished_run_has_nothing_to_do(oracle, options):
     assert run_ranks(1, run, options, oracle) == [(0, "")]
     assert series(oracle) == before
     assert "nothing to do" in (oracle / "logs" / "rank-00000.log").read_text()
-
-
-def test_generate_reads_a_checkpoint_of_any_mesh(options, tmp_path):
-    ranks, extra, _ = MESHES["fsdp2xtp2"]
-    assert run_ranks(ranks, run, [*options, *extra], tmp_path) == [(0, "")] * ranks
-    command = [sys.executable, "-m", "tools.generate", str(tmp_path), "--prompt", "document 1", "--tokens", "8", "--temperature", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.startswith("document 1"), done.stderr
-    missing = subprocess.run([*command[:3], str(tmp_path / "cache")], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert missing.returncode == 2 and "no checkpoint" in missing.stderr and "Traceback" not in missing.stderr
 
 
 def test_damaged_tokens_end_a_run_in_a_sentence(options, tmp_path):
