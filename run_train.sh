@@ -7,9 +7,11 @@
 #
 #   NGPU         processes on this node                      default: the visible GPUs, or 1
 #   NNODES       nodes of the job; run this on each of them  default: those of this Slurm step, or 1
+#                MIN:MAX: as many of them as come            (docs/launch.md)
 #   NODE_RANK    which of them this is, from 0               default: Slurm's number, or 0
 #   MASTER_ADDR  address of node 0                           default: from Slurm; needed when NNODES > 1
 #   MASTER_PORT  a free port there                           default: 29500
+#   RESTARTS     how often to start again by itself when a rank has failed, or a node; default: 0
 #   OMP_NUM_THREADS  threads of each process                 default: this node's cores shared out
 #   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds that saving may take after SIGTERM or Ctrl-C, before SIGKILL; default: 30
 #
@@ -40,12 +42,15 @@ fi
 NNODES=${NNODES:-${SLURM_STEP_NUM_NODES:-1}}
 NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
 MASTER_PORT=${MASTER_PORT:-29500}
-for name in NGPU NNODES NODE_RANK MASTER_PORT; do
+RESTARTS=${RESTARTS:-0}
+[[ $NNODES =~ ^[0-9]{1,6}(:[0-9]{1,6})?$ ]] || fail "NNODES=$NNODES: must be a whole number, or MIN:MAX"
+FEWEST=${NNODES%:*} MOST=${NNODES#*:} # one number is both
+for name in NGPU FEWEST MOST NODE_RANK MASTER_PORT RESTARTS; do
     [[ ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]] || fail "$name=${!name}: must be a whole number"
 done
-((NGPU > 0 && NNODES > 0 && NODE_RANK < NNODES)) ||
+((NGPU > 0 && FEWEST > 0 && FEWEST <= MOST && NODE_RANK < MOST)) ||
     fail "NGPU=$NGPU NNODES=$NNODES NODE_RANK=$NODE_RANK: at least 1 process, 1 node, and NODE_RANK below NNODES"
-if [[ $NNODES -gt 1 && ! ${MASTER_ADDR-} ]]; then
+if [[ $MOST -gt 1 && ! ${MASTER_ADDR-} ]]; then
     [[ ${SLURM_STEP_NODELIST-} ]] || fail "NNODES=$NNODES needs MASTER_ADDR, the address of node 0"
     MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n1)
 fi
@@ -65,7 +70,9 @@ if [[ ${1-} == --preflight ]]; then
 fi
 
 # Every mistake in the configuration is told here: all together, within a second, before torch is imported anywhere.
-"$PYTHON" -m configs.load ${config[@]+"${config[@]}"} --world-size=$((NGPU * NNODES)) --local-world-size="$NGPU" --quiet || exit $?
+for nodes in $(printf '%s\n' "$FEWEST" "$MOST" | uniq); do
+    "$PYTHON" -m configs.load ${config[@]+"${config[@]}"} --world-size=$((NGPU * nodes)) --local-world-size="$NGPU" --quiet || exit $?
+done
 for argument; do
     [[ $argument != --help && $argument != -h ]] || exit 0 # configs.load has printed it
 done
@@ -76,15 +83,15 @@ allowed=$(nproc 2>/dev/null) || allowed=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # spinning threads made a step up to 8 times slower on a busy machine
 export PYTHONUNBUFFERED=1
-if [[ $NNODES == 1 && -e /sys/class/net/lo ]]; then
+if [[ $MOST == 1 && -e /sys/class/net/lo ]]; then
     # nothing of one node's ranks need be seen outside
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
 fi
 umask "$(printf '%o' $(($(umask) | 2)))" # whatever the shell's: not everyone may write what a run leaves
 
-if ((NGPU * NNODES == 1)); then
+if ((NGPU * MOST == 1 && RESTARTS == 0)); then
     exec "$PYTHON" "${program[@]}" "$@" # one process needs no launcher, and starts a second or two earlier without
 fi
 exec "$PYTHON" -m tools.launch --nproc-per-node="$NGPU" --nnodes="$NNODES" --node-rank="$NODE_RANK" \
     --master-addr="${MASTER_ADDR-}" --master-port="$MASTER_PORT" \
-    --shutdown-timeout="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30}" "${program[@]}" "$@"
+    --max-restarts="$RESTARTS" --shutdown-timeout="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30}" "${program[@]}" "$@"

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,12 +33,12 @@ from data.prepare import Prepared, Tokens, is_prepared, prepare, verify
 from models import MODELS
 from parallelisms import contract, dp, mesh as meshes, parallelize
 from parallelisms.mesh import Mesh
-from training import health, init, log
+from training import collectives, health, init, log
 from training.loss import IGNORE, linear_cross_entropy
 from training.metrics import Metrics, flops_per_token, memory_gib, model_summary, peak_flops
 from training.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
 from training.profiler import profiler
-from training.record import Start, hosts
+from training.record import Start, hosts, source_hash
 from training.sample import sample
 from training.stop import STOP_SIGNALS, STOPPED, Stop  # noqa: F401  the signals are tools/preflight's too
 from training.validate import scores, validate
@@ -56,6 +57,7 @@ class Job:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     skip_above: float = math.inf  # a gradient norm beyond it changes no weight (training.skip_spikes)
+    replay: bool = False  # compute the next gradient twice and compare (debug.replay_interval)
 
 
 def build(cfg: Config) -> Job:
@@ -84,10 +86,29 @@ class StepResult:
     losses: Tensor  # float32 [A, b, T], of this rank's tokens, 0 where a label does not count
     prepare_seconds: float  # this rank's, up to the first collective
     optimizer_seconds: float
+    unlike: list[int]  # ranks whose gradient was another one the second time (debug.replay_interval); no weight changed
 
 
 def train_step(job: Job, batch: dict[str, Tensor]) -> StepResult:
-    """One optimizer step on this rank's share of the global batch: tokens and labels, int64 [A, b, T] in A micro-batches.
+    """One optimizer step on this rank's share of the global batch: tokens and labels, int64 [A, b, T] in A micro-batches."""
+    compute, unlike = partial(gradients, job, batch), []
+    if job.replay:
+        (loss, losses, prepare_seconds), unlike = collectives.twice(compute, job.optimizer, job.mesh)
+    else:
+        loss, losses, prepare_seconds = compute()
+    grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm).item()
+    fine = math.isfinite(grad_norm) and math.isfinite(loss) and grad_norm <= job.skip_above and not unlike
+    began = time.monotonic()
+    if fine:  # the same on every rank: all are global
+        job.optimizer.step()
+    optimizer_seconds = time.monotonic() - began
+    job.optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss, grad_norm, not fine, losses, prepare_seconds, optimizer_seconds, unlike)
+
+
+def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[float, Tensor, float]:
+    """The gradient of the mean loss over the global batch into the weights' `.grad`; `StepResult.loss`, `.losses` and
+    `.prepare_seconds`.
 
     The loss is a sum over tokens divided by the tokens of the *global* batch, which are counted first: so loss and
     gradient are the same numbers however the batch is split over ranks and micro-batches, even unevenly.
@@ -108,15 +129,7 @@ def train_step(job: Job, batch: dict[str, Tensor]) -> StepResult:
         loss = model(tokens[a], head, documents)
         (loss * (mesh.dp_size / counted)).backward()  # FSDP averages over dp_size ranks; this makes it the sum
         total += loss.detach()
-    loss = (mesh.sum_over_dp(total) / counted).item()
-    grad_norm = clip_grad_norm(model.parameters(), cfg.training.max_norm).item()
-    fine = math.isfinite(grad_norm) and math.isfinite(loss) and grad_norm <= job.skip_above
-    began = time.monotonic()
-    if fine:  # the same on every rank: both are global numbers
-        job.optimizer.step()
-    optimizer_seconds = time.monotonic() - began
-    job.optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, grad_norm, not fine, losses, prepare_seconds, optimizer_seconds)
+    return (mesh.sum_over_dp(total) / counted).item(), losses, prepare_seconds
 
 
 def add_by_source(sums: Tensor, batch: dict[str, Tensor], losses: Tensor) -> None:
@@ -166,7 +179,7 @@ def describe_data(cfg: Config, sources: dict[str, Prepared]) -> dict:
         return streams.describe(sources[""], cfg.run.seed, cfg.training.seq_len, cfg.training.global_batch_size)
     weights = {row.name: [[0, row.weight], *map(list, row.schedule)] for row in cfg.data.mixture} or {"": [[0, 1.0]]}
     rows = [(name, corpus.fingerprint, corpus.train, weights[name]) for name, corpus in sources.items()]
-    return orders.describe(rows, cfg.run.seed, cfg.training.seq_len, cfg.training.global_batch_size)
+    return orders.describe(rows, cfg.run.seed, cfg.training.seq_len, cfg.training.global_batch_size, cfg.data.skip)
 
 
 def batches(job: Job, sources: list[Tokens], order: Order) -> Batches:
@@ -215,7 +228,8 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             f"{job.arch['vocab_size']}: set model.vocab_size to at least {tokenizer.n_vocab}"
         )
     if cfg.debug.self_check:
-        same = {"config": dump(cfg), "torch": torch.__version__, "data": json.dumps(data)}
+        same = {"config": dump(cfg), "torch": torch.__version__, "data": json.dumps(data), "code": source_hash(),
+                "tokenizer": tokenizer.fingerprint}  # fmt: skip
         contract.verify(model, optimizer, mesh, same)
 
     must_match = {"model": job.arch, "tokenizer": tokenizer.fingerprint}
@@ -287,7 +301,8 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     code, step, clock = DONE, start, this_start.clock
     this_start.resume(step)
     gc.disable()  # a collection at a random moment on one rank makes all ranks wait
-    with profiler(cfg.profiler, folder, here.rank) as profile, metrics, checkpoints:
+    watched = collectives.Checked() if cfg.debug.check_collectives else nullcontext()
+    with profiler(cfg.profiler, folder, here.rank) as profile, metrics, checkpoints, watched:
         pinned = mesh.device.type == "cuda"
         if cfg.data.stream:
             stream = streams.Batches(
@@ -309,8 +324,13 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             set_learning_rate(optimizer, lr)
             if cfg.training.skip_spikes:
                 job.skip_above = spikes.limit("grad_norm")
+            job.replay = every(step + 1, cfg.debug.replay_interval)
             result = train_step(job, batch)
             step += 1
+            if result.unlike:
+                raise Diverged(f"step {step}: the gradient of rank{'s' * (len(result.unlike) > 1)} "
+                               f"{', '.join(map(str, result.unlike))} is another one when it is computed again: a device "
+                               "computes wrong, or not deterministically; nothing of it is saved")  # fmt: skip
             if len(sources) > 1 and not result.skipped:
                 add_by_source(by_source, batch, result.losses)
             worked += clock.lap("other" if result.skipped else "productive")

@@ -202,6 +202,10 @@ RULES = {
         "{data.allow_splice} with {data.stream} is not supported: to go on with other data, start from the weights in "
         "another run.folder, with checkpoint.load_path",
     ),
+    "stream_skip": (
+        lambda c: c.data.stream and c.data.skip,
+        "{data.skip} with {data.stream} is not supported: prepare the source, or start from the weights in another run.folder",
+    ),
     "stream_workers": (
         lambda c: c.data.stream and c.data.workers > 0,
         "{data.workers} has no effect with {data.stream}, which reads in a thread: remove it",
@@ -245,6 +249,28 @@ RULES = {
         and c.parallelism.data_parallel_replicate * c.parallelism.tensor_parallel == 1,
         "{debug.replica_check_interval} compares ranks that hold the same state, and here none does: it needs "
         "data_parallel_replicate or tensor_parallel above 1, or remove it",
+    ),
+    "replay": (
+        lambda c: c.debug.replay_interval > 0 and c.run.device != "cpu" and not c.run.deterministic,
+        "{debug.replay_interval} compares two gradients bit by bit, which on a GPU differ anyway with {run.deterministic}: set "
+        'that to true (or run.device = "cpu" for a run without a GPU)',
+    ),
+    "watch_compile": (  # a dispatch mode sees no operator of a compiled region, or forbids its compilation
+        lambda c: (c.debug.check_collectives or c.debug.replay_interval) and c.compile.enabled,
+        "{debug.check_collectives} and {debug.replay_interval} watch operators one by one, which {compile.enabled} takes out of "
+        "sight: do without the one or the other",
+    ),
+    "float8_tp": (
+        lambda c: c.training.float8 != "none" and c.parallelism.tensor_parallel > 1,
+        "{training.float8} together with {parallelism.tensor_parallel} is not supported: use one of the two",
+    ),
+    "float8_dtype": (  # auto is bfloat16 on every GPU that has float8
+        lambda c: c.training.float8 != "none" and c.training.param_dtype == "float32",
+        '{training.float8} rounds what {training.param_dtype} would keep: set param_dtype = "bfloat16", or float8 = "none"',
+    ),
+    "float8_emulate": (
+        lambda c: c.debug.emulate_float8 and c.training.float8 == "none",
+        "{debug.emulate_float8} has no effect with {training.float8}: remove it, or choose a recipe",
     ),
     "momentum": (
         lambda c: c.optimizer.kind == "adamw" and c.optimizer.momentum > 0,

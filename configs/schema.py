@@ -183,6 +183,11 @@ class Data(Table):
     """Several sources instead of one: tables [[data.mixture]] with name, source, weight, schedule, max_epochs."""
     allow_splice: bool = False
     """On resume, go on where data, weights, seed, seq_len or global_batch_size have changed; the change is recorded."""
+    skip: Annotated[
+        tuple[Annotated[tuple[Step, Step], BeforeValidator(_as_tuple)], ...],
+        BeforeValidator(_as_tuple), AfterValidator(_ascending),
+    ] = ()  # fmt: skip
+    """Batches never to train on: [[step, count], ...], after that step jump over the batches of so many steps."""
     mask_documents: bool = False
     """Restart attention and positions at each document's first token, and count no loss from one into the next."""
     tokenizer: PathText = Field("bpe", min_length=1)
@@ -236,6 +241,8 @@ class Training(Table):
     """Type of the weights in forward and backward (float32 in the optimizer); auto: bfloat16 where hardware has it."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over data-parallel ranks."""
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Scales for multiplying the blocks' linear layers in float8 (needs torchao, and a GPU since Ada or Hopper)."""
     max_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0: no clipping."""
     loss_chunk_tokens: int = Field(1024, ge=1)
@@ -374,6 +381,12 @@ class Debug(Table):
     """At step 0 verify: blocks are sharded, the optimizer has the model's parameters, ranks have the same config."""
     replica_check_interval: int = Field(0, ge=0)
     """Compare state that several ranks hold alike every this many steps (silent corruption); 0: never."""
+    replay_interval: int = Field(0, ge=0)
+    """Compute the gradient twice every this many steps, compare, and name the rank that differs from itself; 0: never."""
+    emulate_float8: bool = False
+    """Round to float8, but multiply in the wider type, on any device: what training.float8 does to the numbers; slow."""
+    check_collectives: bool = False
+    """Compare every collective across its ranks before it runs (operation, types, shapes, calling line); slow."""
     sample_tokens: int = Field(0, ge=0)
     """Generate this many tokens from the final weights at the end of the run; 0: none."""
     sample_prompt: str = "def "

@@ -214,9 +214,11 @@ class Order:
                 )
 
 
-def describe(rows: Sequence[tuple], seed: int, seq_len: int, global_batch_size: int) -> dict:
+def describe(
+    rows: Sequence[tuple], seed: int, seq_len: int, global_batch_size: int, skip: Sequence[tuple[int, int]] = ()
+) -> dict:
     """What decides the order, as JSON. rows: (name, fingerprint, Tokens, [[step, weight], ...]) of each source, weights
-    from their step on, the first from step 0. InputError: a source has less than one window, or is there twice."""
+    from their step on, the first from step 0; skip: data.skip. InputError: a source has less than one window, or is there twice."""
     sources = []
     for name, fingerprint, tokens, weights in rows:
         windows = (len(tokens) - 1) // seq_len
@@ -231,7 +233,8 @@ def describe(rows: Sequence[tuple], seed: int, seq_len: int, global_batch_size: 
         same = [other["name"] for other in sources if other["fingerprint"] == one["fingerprint"]]
         if len(same) > 1:
             raise InputError(f"data.mixture: {' and '.join(same)} are the same text; leave one and add their weights")
-    return {"seed": seed, "seq_len": seq_len, "global_batch_size": global_batch_size, "sources": sources}
+    found = {"seed": seed, "seq_len": seq_len, "global_batch_size": global_batch_size, "sources": sources}
+    return found | ({"skip": [list(row) for row in skip]} if skip else {})
 
 
 def begin(description: dict) -> Order:
@@ -260,6 +263,9 @@ def resume(progress: dict, description: dict, allow_splice: bool) -> tuple[Order
             f"the data would change at step {step}: {'; '.join(lines)}. Restore it, set another run.folder, or let the "
             "run go on with the new data from here, which is recorded: data.allow_splice = true"
         )
+    if late := [row for row in description.get("skip", []) if row[0] < step and row not in saved["description"].get("skip", [])]:
+        raise InputError(f"data.skip = {late} would have been before the checkpoint of step {step}, which has trained on these "
+                         f"batches: go back with checkpoint.load_step = {late[0][0]}, or a step before it")  # fmt: skip
     return Order(_extended([stage for stage in stages if stage.step < step], description, step)), lines
 
 
@@ -287,6 +293,8 @@ def differences(there: dict, here: dict) -> list[str]:
             lines.append(f"the text of {what} or how it is tokenised has changed (data)")
         if before[name]["weights"] != now[name]["weights"]:
             lines.append(f"weight or schedule of {what} was {before[name]['weights']} and is {now[name]['weights']}")
+    if (before := there.get("skip", [])) != (now := here.get("skip", [])):
+        lines.append(f"data.skip was {before} and is {now}")
     if not lines and there != here:
         lines.append("the sources stand in another order")
     return sorted(lines)
@@ -294,11 +302,12 @@ def differences(there: dict, here: dict) -> list[str]:
 
 def _extended(past: Sequence[Stage], description: dict, step: int) -> list[Stage]:
     """The stages `past`, then those of the description from `step` on."""
-    stages, sources = list(past), description["sources"]
-    for start in sorted({step} | {at for source in sources for at, _ in source["weights"] if at > step}):
+    stages, sources, skips = list(past), description["sources"], dict(description.get("skip", []))
+    changes = {at for source in sources for at, _ in source["weights"]} | skips.keys()
+    for start in sorted({step} | {at for at in changes if at > step}):
         weights = [[weight for at, weight in source["weights"] if at <= start][-1] for source in sources]
         shares = _shares([source["name"] for source in sources], weights, start)
-        so_far = [_so_far(stages, start, description, source) for source in sources]
+        so_far = [_so_far(stages, start, description, source, skips.get(start, 0)) for source in sources]
         stages.append(
             Stage(
                 step=start,
@@ -315,13 +324,13 @@ def _extended(past: Sequence[Stage], description: dict, step: int) -> list[Stage
     return stages
 
 
-def _so_far(stages: list[Stage], step: int, description: dict, source: dict) -> tuple[int, int]:
+def _so_far(stages: list[Stage], step: int, description: dict, source: dict, skip: int) -> tuple[int, int]:
     """The key of a source, and its samples consumed before `step`: as the last stage with the same tokens, seed and
-    seq_len leaves them (whatever it called them), otherwise afresh."""
+    seq_len leaves them (whatever it called them), otherwise afresh. skip: further batches that count as consumed, unseen."""
     ends = [*(stage.step for stage in stages), step][1:]
     for stage, end in zip(stages[::-1], ends[::-1], strict=True):
         if (stage.seed, stage.seq_len) == (description["seed"], description["seq_len"]):
-            consumed = stage.consumed((end - stage.step) * stage.global_batch_size)
+            consumed = stage.consumed((end - stage.step + (skip if end == step else 0)) * stage.global_batch_size)
             for old, count in zip(stage.sources, consumed, strict=True):
                 if old.fingerprint == source["fingerprint"]:
                     return old.key, count

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.causal_attention import causal_attention
 from models.document_attention import Documents, document_attention
 
 
@@ -92,7 +93,7 @@ class Attention(nn.Module):
         if documents is not None:
             return self.wo(document_attention(q, k, v, documents).flatten(2))  # [B, T, D]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        o = causal_attention(q, k, v)  # [B, H, T, E]
         return self.wo(o.transpose(1, 2).reshape(B, T, -1))  # [B, T, D]
 
 

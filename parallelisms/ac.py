@@ -19,6 +19,7 @@ KEEP = {
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
+    "aten._scaled_mm.default",  # training.float8
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",

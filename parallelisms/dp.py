@@ -66,29 +66,29 @@ def keep_masters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Mixed precision on one rank, in place: the parameters stay float32, forward and backward work on copies in `dtype`.
 
     A copy lies in its module's `__dict__`, where `self.weight` finds it first; `model.parameters()`, the optimizer and
-    checkpoints see the parameter. A copy is made anew in the first forward after its parameter has changed, once per
-    optimizer step and not per micro-batch (it is autograd's version counter that tells, which changes through `.data`
-    escape). Its gradient is added to the parameter's, in float32, as soon as backward has it.
+    checkpoints see the parameter. Its gradient is added to the parameter's, in float32, as soon as backward has it. Each
+    forward makes the copies anew but where the gradient is as the last backward left it: the next micro-batch of a step.
+    (A parameter's own version does not tell: fused AdamW does not count it up.)
 
     The numbers are bitwise those of FSDP2's MixedPrecisionPolicy on one rank (tests/test_speed.py), which moves every
     weight through a gather buffer and every gradient through a reduce buffer: 5% of a step on CPU.
     """
-    made_of: dict[nn.Parameter, int] = {}  # the parameter's version that its copy shows
+    left: dict[nn.Parameter, int] = {}  # version of the gradient that backward left
 
     def hand_on(master: nn.Parameter, copy: torch.Tensor) -> None:
         grad, copy.grad = copy.grad.to(master.dtype), None
         master.grad = grad if master.grad is None else master.grad.add_(grad)
+        left[master] = master.grad._version
 
     @torch.no_grad()
     def refresh(model: nn.Module, _: tuple) -> None:
         for module in model.modules():
             for name, master in module.named_parameters(recurse=False):
-                if master not in made_of:
+                if name not in module.__dict__:
                     copy = module.__dict__[name] = master.to(dtype).requires_grad_()
                     copy.register_post_accumulate_grad_hook(partial(hand_on, master))
-                elif made_of[master] != master._version:
+                elif master.grad is None or master.grad._version != left.get(master):
                     module.__dict__[name].copy_(master)
-                made_of[master] = master._version
 
     model.register_forward_pre_hook(refresh)
     return model

@@ -167,6 +167,7 @@ def test_json_is_json(runs, capsys):
     assert about["code"] == 0 and {row["metric"] for row in about["rows"]} >= {"loss", "grad_norm"}
 
 
+@pytest.mark.slow
 def test_the_plot(runs, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     for other in ("same", "mesh", "seed"):

@@ -438,6 +438,12 @@ RULE_CASES = {
         "data.stream = true reads data.source alone",
         "data.mixture=[]",
     ),
+    "stream_skip": (
+        "data.stream=true data.tokenizer=bytes data.skip=[[10,2]]",
+        1, 1,
+        "data.skip = [[10, 2]] with data.stream = true is not supported",
+        "data.skip=[]",
+    ),
     "stream_splice": (
         "data.stream=true data.tokenizer=bytes data.allow_splice=true",
         1, 1,
@@ -498,6 +504,36 @@ RULE_CASES = {
         2, 2,
         "debug.replica_check_interval = 10 compares ranks|data_parallel_replicate or tensor_parallel above 1",
         "parallelism.data_parallel_replicate=2",
+    ),
+    "replay": (
+        "debug.replay_interval=10 run.device=cuda",
+        1, 1,
+        "debug.replay_interval = 10 compares two gradients bit by bit|run.deterministic = false",
+        "run.deterministic=true",
+    ),
+    "watch_compile": (
+        "debug.check_collectives=true compile.enabled=true",
+        1, 1,
+        "debug.check_collectives = true and|compile.enabled = true takes out of sight",
+        "compile.enabled=false",
+    ),
+    "float8_tp": (
+        "training.float8=rowwise parallelism.tensor_parallel=2 training.local_batch_size=4",
+        2, 2,
+        'training.float8 = "rowwise" together with parallelism.tensor_parallel = 2|use one of the two',
+        "parallelism.tensor_parallel=1",
+    ),
+    "float8_dtype": (
+        "training.float8=tensorwise training.param_dtype=float32",
+        1, 1,
+        'training.float8 = "tensorwise" rounds what training.param_dtype = "float32" would keep|bfloat16',
+        "training.param_dtype=bfloat16",
+    ),
+    "float8_emulate": (
+        "debug.emulate_float8=true",
+        1, 1,
+        'debug.emulate_float8 = true has no effect with training.float8 = "none"|choose a recipe',
+        "training.float8=rowwise",
     ),
     "momentum": (
         "optimizer.momentum=0.9",

@@ -108,7 +108,9 @@ def equals_oracle(folder: Path, oracle: Path) -> bool:
 
 
 @pytest.mark.parametrize(("where", "value"), [
-    (in_loss_alone, math.nan), (in_gradient_alone, math.inf), (in_both, math.nan),
+    (in_gradient_alone, math.inf),
+    pytest.param(in_loss_alone, math.nan, marks=pytest.mark.torture),
+    pytest.param(in_both, math.nan, marks=pytest.mark.torture),
     pytest.param(in_loss_alone, math.inf, marks=pytest.mark.torture),
     pytest.param(in_gradient_alone, math.nan, marks=pytest.mark.torture),
     pytest.param(in_both, math.inf, marks=pytest.mark.torture),
@@ -120,6 +122,7 @@ def test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights(where, value
     assert f"step {BAD}: loss" in said and f"`python -m data.audit {tmp_path} --steps={BAD}`" in said
 
 
+@pytest.mark.torture
 def test_n1_without_the_gate_it_does(options, oracle, tmp_path):
     """The negative control."""
     assert run_ranks(2, poisoned, options, tmp_path, in_both, math.nan, False) == [(0, "")] * 2
@@ -178,6 +181,41 @@ def spoilt(options: list[str], folder: Path) -> str:
 def test_n2_a_state_that_is_not_finite_is_never_published(options, tmp_path):
     assert all("not finite, which is not saved: rank 1: NotFinite: model." in end for end in run_ranks(2, spoilt, options, tmp_path))
     assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+# C3: ranks that are not alike
+
+
+def unlike(options: list[str], folder: Path, what: str) -> tuple[int, str]:
+    """Rank 1 has other code, another torch, other data, another tokenizer or another option."""
+    if dist.get_rank() == 1:
+        if what == "code":
+            train.source_hash = lambda: "another"
+        elif what == "torch":
+            train.torch.__version__ = "2.0.0"
+        elif what == "data":
+            train.describe_data = lambda *args, real=train.describe_data: real(*args) | {"seed": 5}
+        elif what == "tokenizer":
+            real = train.corpora
+
+            def corpora(*args, **kwargs):
+                sources, sets = real(*args, **kwargs)
+                next(iter(sources.values())).tokenizer.fingerprint = "another"
+                return sources, sets
+
+            train.corpora = corpora
+        else:
+            options = [*options, "--optimizer.lr=0.5"]
+    return run(options, folder)
+
+
+@pytest.mark.parametrize("what", [
+    "code", *(pytest.param(what, marks=pytest.mark.slow) for what in ("torch", "data", "tokenizer", "config")),
+])  # fmt: skip
+def test_c3_ranks_that_are_not_alike_do_not_start(what, options, tmp_path):
+    for code, said in run_ranks(2, unlike, options, tmp_path, what):
+        assert code == 2 and f"{what} differs: rank 0 has" in said and "ranks [1] do not" in said, said
+    assert not (tmp_path / "checkpoints").exists()
 
 
 # Spikes
@@ -260,7 +298,7 @@ def clean_and_flipped(options: list[str]) -> tuple[list[str], list[tuple[int, li
 
 
 @pytest.mark.parametrize(("mesh", "ranks"), [
-    ("data_parallel_replicate=3", 3), ("tensor_parallel=2", 2),
+    ("data_parallel_replicate=3", 3), pytest.param("tensor_parallel=2", 2, marks=pytest.mark.torture),
     pytest.param("data_parallel_replicate=2 --parallelism.data_parallel_shard=2", 4, marks=pytest.mark.torture),
 ])  # fmt: skip
 def test_n3_every_flipped_bit_is_seen_and_the_odd_rank_named(mesh, ranks, options):
@@ -331,7 +369,7 @@ def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
     return run(options, folder)
 
 
-@pytest.mark.parametrize("what", ["data", "optimizer"])
+@pytest.mark.parametrize("what", ["data", pytest.param("optimizer", marks=pytest.mark.torture)])
 def test_n4_a_slow_rank_and_what_it_is_slow_at_are_named(what, options, tmp_path):
     given = [*options, "--metrics.straggler_interval=4", "--training.steps=5"]
     assert run_ranks(2, slow, given, tmp_path, what) == [(0, "")] * 2
@@ -363,6 +401,7 @@ def test_what_is_small_or_the_same_everywhere_is_no_straggler():
     assert late[0][2] == pytest.approx(0.15) and late[1][2] == pytest.approx(0.499)
 
 
+@pytest.mark.torture
 def test_n4_a_healthy_run_names_nobody(options, tmp_path):
     given = [*options, "--metrics.straggler_interval=10", "--training.steps=50", "--lr_schedule.kind=constant"]
     assert run_ranks(2, run, given, tmp_path) == [(0, "")] * 2
@@ -388,7 +427,9 @@ def under_clock(options: list[str], folder: Path, clock: str) -> tuple[int, str]
     return run(options, folder)
 
 
-@pytest.mark.parametrize("clock", ["back", "ahead", "frozen", "backwards"])
+@pytest.mark.parametrize("clock", [
+    "backwards", *(pytest.param(clock, marks=pytest.mark.torture) for clock in ("back", "ahead", "frozen")),
+])  # fmt: skip
 def test_c5_the_wall_clock_decides_nothing(clock, options, tmp_path):
     given = [*options, "--metrics.tensorboard=true", "--run.step_timeout_seconds=20", "--run.max_minutes=10"]
     assert run_ranks(2, under_clock, given, tmp_path, clock) == [(0, "")] * 2

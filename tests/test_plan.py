@@ -33,12 +33,13 @@ MODEL = (
     "--training.local_batch_size=2 --training.loss_chunk_tokens=50 --lr_schedule.warmup_steps=0 --training.param_dtype=bfloat16"
 ).split()
 NONE, FULL, SELECTIVE = (f"--activation_checkpoint.mode={mode}" for mode in ("none", "full", "selective"))
-TP2 = "--parallelism.tensor_parallel=2"
+TP2, SHARDED = "--parallelism.tensor_parallel=2", "--parallelism.accumulate_gradients=sharded"
 CASES = {  # name: (ranks, options)
     "single": (1, [NONE, "--training.param_dtype=float32", "--training.local_batch_size=8"]),
     "single-bf16": (1, [SELECTIVE]),
     "fsdp2": (2, [NONE, "--training.local_batch_size=4"]),
     "fsdp2-full-accumulate": (2, [FULL]),
+    "fsdp2-full-accumulate-sharded": (2, [FULL, SHARDED, "--training.local_batch_size=1"]),
     "fsdp2-float32": (2, [SELECTIVE, "--training.param_dtype=float32"]),
     "tp2": (2, [NONE, TP2, "--training.param_dtype=float32", "--training.local_batch_size=8"]),
     "tp2-selective-accumulate": (2, [SELECTIVE, TP2, "--training.local_batch_size=4"]),
@@ -46,6 +47,7 @@ CASES = {  # name: (ranks, options)
     "fsdp2xtp2": (4, [NONE, TP2, "--training.local_batch_size=4"]),
     "fsdp2xtp2-full": (4, [FULL, TP2, "--training.local_batch_size=4"]),
     "hsdp2x2-selective": (4, [SELECTIVE, "--parallelism.data_parallel_replicate=2"]),
+    "hsdp2x2-accumulate-sharded": (4, [SELECTIVE, SHARDED, "--parallelism.data_parallel_replicate=2", "--training.local_batch_size=1"]),
 }
 
 
@@ -97,8 +99,19 @@ def profiled(job: train.Job, batch: dict) -> Counter:
     return found
 
 
-def real(options: list[str]) -> tuple[int, dict[str, int], Counter, Counter]:
-    """(peak, what it is, collectives, what the profiler saw of them) of this rank's real second and third step."""
+def peaks(step: trace.Step) -> dict[tuple[str, int], int]:
+    """The most bytes that live in each phase of each block; but for clipping, which holds a number per parameter."""
+    now, most = sum(step.before().values()), {}
+    for where, _, change in step.curve():
+        now += change
+        if where.phase != "clip":
+            most[where.phase, where.block] = max(now, most.get((where.phase, where.block), 0))
+    return most
+
+
+def real(options: list[str]) -> tuple[int, dict[str, int], Counter, Counter, dict]:
+    """(peak, what it is, collectives, what the profiler saw of them, the peak of every block) of this rank's real second and
+    third step."""
     here = meshes.world()
     job = train.build(config(options, here.size))
     micro_batches = trace.accumulation(job.cfg, job.mesh.dp_size)
@@ -108,7 +121,7 @@ def real(options: list[str]) -> tuple[int, dict[str, int], Counter, Counter]:
     with trace.Trace() as accountant:
         step = trace.run_step(accountant, job, batch, micro_batches)
     peak, _, kinds = step.peak()
-    return peak, kinds, collectives(step), seen
+    return peak, kinds, collectives(step), seen, peaks(step)
 
 
 QUICK = ("single", "fsdp2-full-accumulate", "tp2-selective-accumulate", "fsdp2xtp2", "hsdp2x2-selective")
@@ -120,9 +133,10 @@ def test_memory_and_collectives_are_those_of_a_real_step(name):
     predicted = apart(trace.traced, config(options, ranks), ranks, ranks, False)
     outcomes = run_ranks(ranks, real, options)
     expected, _, what = predicted.peak()
-    peak, kinds, seen, profiler_saw = outcomes[0]
+    peak, kinds, seen, profiler_saw, by_block = outcomes[0]
     assert peak == max(outcome[0] for outcome in outcomes)  # rank 0 has the largest shards
     assert expected == peak and what == kinds  # to the byte; what is asked for is 5 %
+    assert peaks(predicted) == by_block
     assert collectives(predicted) == seen
     without_dimension = Counter()
     for (_, kind, message), n in seen.items():
@@ -147,6 +161,8 @@ WHOLE = {  # the same step with all layers traced, and put together from a few: 
                                   "--training.local_batch_size=1", "--model.n_layers=15"]),
     "hsdp-tp-accumulate": (8, [SELECTIVE, TP2, "--parallelism.data_parallel_replicate=2", "--training.local_batch_size=1",
                                "--training.global_batch_size=20", "--model.n_layers=7"]),
+    "hsdp-sharded-accumulate": (8, [FULL, SHARDED, TP2, "--parallelism.data_parallel_replicate=2", "--training.local_batch_size=1",
+                                    "--training.global_batch_size=20", "--model.n_layers=7"]),
     "never-reshard": (4, [NONE, "--parallelism.reshard_after_forward=false", "--model.n_layers=9"]),
 }  # fmt: skip
 
@@ -319,7 +335,7 @@ def test_presets_fit_where_they_say(name):
 @pytest.mark.slow
 @pytest.mark.cap(240)
 def test_16384_ranks():
-    argv = ["configs/llama_405b.toml", "--gpus", "16384", "--training.local_batch_size=1"]
+    argv = ["configs/llama_405b.toml", "--gpus", "16384", "--parallelism.tensor_parallel=8", "--training.local_batch_size=1"]
     code, said, errors, gib = command(*argv, cap=200)
     assert code == 0 and "16,384" in said, said + errors
     assert gib < 4 / 1.074

@@ -138,6 +138,19 @@ def test_the_tool_prints_the_table_and_json(interrupted, capsys):
     assert "not the folder of a run" in capsys.readouterr().err
 
 
+def test_the_goodput_to_expect_of_a_run_with_the_times_it_has_measured(interrupted, capsys):
+    """At Llama 3's rate of failures, over 1,000 of them."""
+    folder, _ = interrupted
+    measured = account(read(folder)).per_event()
+    assert measured["restart"] > 0
+    assert tool.main([str(folder), "--simulate", "--mtbf-hours=3", "--interval=60", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    back = measured["detect"] + measured["restart"]
+    assert found["expected"] == tool.expected(3 * 3600, measured["stall"], back, 60.0) and abs(found["simulated"] - found["expected"]) < 0.01
+    assert tool.main([str(folder), "--simulate", "--restart=900", "--interval=60", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["expected"] < found["expected"] - 0.05, "what is given counts"
+
+
 def test_what_a_start_says_about_itself(tmp_path, monkeypatch):
     ranks, extra, _ = MESHES["fsdp2"]
     toml = tmp_path / "mine.toml"

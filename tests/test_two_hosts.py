@@ -196,6 +196,21 @@ def test_a_cut_longer_than_the_time_out_ends_both_hosts_and_the_run_resumes(
 
 
 @pytest.mark.cap(400)
+def test_after_a_cut_both_hosts_start_again_by_themselves(hosts: Hosts, options: list[str], unbroken: dict, tmp_path: Path) -> None:
+    """RESTARTS=1: nobody starts anything, and node 1 finds the new store of node 0 when the cable is back."""
+    here, said = [*options, f"--run.folder={tmp_path / 'run'}"], tmp_path / "said"
+    running = hosts.start(here, said, RESTARTS="1")
+    in_mid_run(running, tmp_path / "run", said)
+    hosts.cable("down")
+    try:
+        until(lambda: words(said).count("launch: restart 1 of 1") == 2, STEP_TIMEOUT + GRACE, lambda: words(said))
+    finally:
+        hosts.cable("up")
+    assert ended(running, 150, said)[0] == [0, 0], words(said)
+    assert "resumed after step" in words(said) and series(tmp_path / "run") == unbroken
+
+
+@pytest.mark.cap(400)
 def test_a_cut_of_eight_seconds_costs_eight_seconds(hosts: Hosts, options: list[str], unbroken: dict, tmp_path: Path) -> None:
     here, said = [*options, f"--run.folder={tmp_path / 'run'}", "--run.step_timeout_seconds=60"], tmp_path / "said"
     running = hosts.start(here, said)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import tomli
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.schema import InputError, Training
+from models.causal_attention import causal_attention
 from parallelisms.dp import param_dtype
 from tools.trace import Op, Step, Where
 from training.metrics import peak_flops
@@ -100,7 +100,7 @@ def measure_cpu(threads: int = 0) -> Device:
 
     def attend(length: int) -> float:
         q, k, v, grad = (torch.randn(rows // length // 4, 4, length, 64).to(dtype).requires_grad_() for _ in range(4))
-        return _seconds(lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad))
+        return _seconds(lambda: torch.autograd.grad(causal_attention(q, k, v), (q, k, v), grad))
 
     per_row = {length: attend(length) / rows / 7 for length in (short, long)}  # of seven products, forward and backward
     per_key = max(1e-12, (per_row[long] - per_row[short]) / (long - short))

@@ -2,6 +2,7 @@
 
     python -m tools.goodput runs/llama_8b
     python -m tools.goodput --simulate --mtbf-hours=3 --stall=1 --detect=35 --restart=150
+    python -m tools.goodput runs/llama_8b --simulate --mtbf-hours=3       with the times that this run has measured
 
 The first reads what each start of the run wrote (training/record.py). The second says what goodput to expect where failures come at random
 (exponential gaps, as Young and Daly assume) and which interval between saves is best for it.
@@ -16,6 +17,13 @@ from pathlib import Path
 
 from configs.schema import InputError
 from training.goodput import KINDS, Account, account, read
+
+
+MEASURED = {  # by `Account.per_event`: what else to assume
+    "stall": (1.0, "seconds that a save holds training up"),
+    "detect": (35.0, "seconds from a failure to the new start"),
+    "restart": (150.0, "seconds from there to the end of its first step"),
+}
 
 
 def table(result: Account) -> str:
@@ -109,8 +117,8 @@ def prediction(options: argparse.Namespace) -> dict:
 
 def predicted(found: dict, options: argparse.Namespace) -> str:
     total = sum(found["seconds"].values())
-    lines = [f"{options.interruptions:,} interruptions, one per {options.mtbf_hours:g} h; "
-             f"a save every {found['interval']:,.1f} s"]  # fmt: skip
+    lines = [f"{options.interruptions:,} interruptions, one per {options.mtbf_hours:g} h; a save every {found['interval']:,.1f} s "
+             f"that stalls {options.stall:.3g} s; {options.detect:.3g} s to detect, {options.restart:.3g} s to restart"]  # fmt: skip
     lines += [f"{seconds / total:8.2%}  {KINDS[kind]}" for kind, seconds in found["seconds"].items()]
     lines.append(f"goodput: {found['simulated']:.2%} simulated, {found['expected']:.2%} expected (Daly 2006)")
     if found["best_interval"]:
@@ -126,25 +134,31 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--simulate", action="store_true", help="a run with these times instead of one that was")
     numbers = {
         "--mtbf-hours": (3.0, "mean time between failures"),
-        "--stall": (1.0, "seconds that a save holds training up"),
-        "--detect": (35.0, "seconds from a failure to the new start"),
-        "--restart": (150.0, "seconds from there to the end of its first step"),
+        **{f"--{name}": (None, f"{words} [the run's, or {default:g}]") for name, (default, words) in MEASURED.items()},
         "--interval": (0.0, "seconds of work between saves; 0: the best"),
         "--write": (0.0, "seconds from a save's stall until it is published"),
     }
     for name, (default, words) in numbers.items():
-        parser.add_argument(name, type=float, default=default, help=f"{words} [%(default)s]")
+        parser.add_argument(name, type=float, default=default, help=words if default is None else f"{words} [{default:g}]")
     parser.add_argument("--interruptions", type=int, default=1000, help="how many to simulate [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of the simulation [%(default)s]")
     options = parser.parse_args(argv)
     if not options.simulate and not options.run:
         parser.error("give the folder of a run, or --simulate")
+    try:
+        of_run = account(read(options.run)) if options.run else None
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for name, (default, _) in MEASURED.items():
+        if getattr(options, name) is None:
+            setattr(options, name, of_run.per_event()[name] if of_run else default)
     times = (options.stall, options.detect, options.restart, options.interval, options.write)
     sound = all(0 <= value < math.inf for value in times) and 0 < options.mtbf_hours < math.inf
     if not sound or options.interruptions < 1:
         parser.error("times must not be negative, and --mtbf-hours and --interruptions must be above 0")
     try:
-        found = prediction(options) if options.simulate else account(read(options.run))
+        found = prediction(options) if options.simulate else of_run
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

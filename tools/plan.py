@@ -30,32 +30,17 @@ from configs.load import dump, load_config
 from configs.schema import Config, InputError
 from tools import plan_page, trace
 from tools.estimate import Device, Estimate, Reliability, estimate, load_device
+from tools.plan_page import KINDS
 from tools.trace import Step, Where
 from training.metrics import flops_per_token
 
 GIB = 2**30
 # Beyond the live bytes that are counted: what CUDA's caching allocator holds and cannot use. TorchTitan published reserved
-# memory that was 10 to 23 % above the live bytes of the same configurations (docs/planning.md).
-MARGIN = 0.19
+# memory that was 10 to 23 % above the live bytes of the same configurations (docs/planning.md): the most of them.
+MARGIN = 0.23
 CONTEXT_GIB = 1.5  # CUDA context, cuBLAS workspaces and NCCL's buffers, outside of the allocator: assumed
 # Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv:2407.21783, section 3.3.4).
 MTBF_GPU_HOURS = 54 * 24 * 16384 / 419
-
-KINDS = {  # of memory -> how the table calls them
-    "parameters": "parameters (float32 shards)",
-    "optimizer state": "optimizer state",
-    "gradients": "gradients (shards)",
-    "whole gradients": "gradients not yet reduced",
-    "gathered weights": "gathered weights",
-    "collective buffers": "collective buffers",
-    "activations": "activations",
-    "logits and loss": "logits and loss",
-    "backward's temporaries": "backward's temporaries",
-    "temporaries": "forward's temporaries",
-    "batch": "batch",
-    "other": "other",
-}
-
 
 @dataclass(frozen=True)
 class Question:
@@ -169,15 +154,23 @@ class quiet(warnings.catch_warnings):
 
 # What a person reads.
 def size(count: float) -> str:
-    if count >= GIB / 100:
-        return f"{count / GIB:,.2f} GiB"
-    return f"{count / 2**20:,.2f} MiB" if count >= 1e4 else f"{count:.0f} B"
+    for unit, length, least in (("GiB", GIB, GIB / 10), ("MiB", 2**20, 2**20), ("KiB", 2**10, 10 * 2**10)):
+        if count >= least:
+            return f"{count / length:,.{1 if unit == 'KiB' else 2}f} {unit}"
+    return f"{count:.0f} B"
 
 
 def span(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
-        if seconds >= 2 * length or unit == "ms":
+    for unit, length, least in (("days", 86400, 2), ("h", 3600, 2), ("min", 60, 2), ("s", 1, 1), ("ms", 1e-3, 0)):
+        if seconds >= least * length:
             return f"{seconds / length:,.1f} {unit}"
+    raise AssertionError
+
+
+def tokens(count: float) -> str:
+    for unit, length in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("", 1)):
+        if count >= length or not unit:
+            return f"{count / length:,.4g}{unit} tokens"
     raise AssertionError
 
 
@@ -211,12 +204,13 @@ def report(plan: Plan) -> str:
         f"({ask.gpus // ask.per_host:,} host{'s' * (ask.gpus > ask.per_host)} of {ask.per_host})",
         f"mesh {' x '.join(f'{dim} {n}' for dim, n in sizes.items())}; sequences {cfg.training.global_batch_size:,} x "
         f"{cfg.training.seq_len:,} tokens = {plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)} of "
-        f"{cfg.training.local_batch_size} per data-parallel rank; checkpointing {cfg.activation_checkpoint.mode}; "
+        f"{cfg.training.local_batch_size} per data-parallel rank"
+        f"{f', gradients kept {p.accumulate_gradients} in between' if plan.micro_batches > 1 else ''}; checkpointing {cfg.activation_checkpoint.mode}; "
         f"compile {'on' if cfg.compile.enabled else 'off'}",
         "",
         "Memory of rank 0, which has the largest shards".ljust(48) + "at the peak".rjust(14) + "at most".rjust(14),
     ]
-    lines += [f"  {KINDS[k]:44}{size(live.get(k, 0)):>16}{size(most[k]):>14}" for k in KINDS if most.get(k)]
+    lines += [f"  {KINDS[k][0]:44}{size(live.get(k, 0)):>16}{size(most[k]):>14}" for k in KINDS if most.get(k)]
     lines += [f"  {'live at the peak':44}{size(plan.live):>16}   in {place(plan.peak[1], step)}"]
     if ask.on_gpu:
         lines += [
@@ -243,7 +237,7 @@ def report(plan: Plan) -> str:
         f"FLOPs per token  {derived:.4g} derived (6N + 12LHET), {counted:.4g} counted ({counted / derived - 1:+.2%}); "
         f"recomputed beside those {again:.3g} ({again / derived:.1%})",
         f"Time of a step   {span(t.seconds)}: matrix products {span(t.products)} at {d.matmul_efficiency:.0%} of "
-        f"{d.peak / 1e12:,.0f} TFLOP/s, attention {span(t.attention)} at {d.attention_efficiency:.0%} (causal: half), "
+        f"{d.peak / 1e12:,.{0 if d.peak > 1e13 else 2}f} TFLOP/s, attention {span(t.attention)} at {d.attention_efficiency:.0%} (causal: half), "
         f"memory-bound {span(t.memory_bound)}, "
         f"of which recomputed {span(t.again)}; communication exposed {span(t.exposed)}",
         f"Speed            {plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second / ask.gpus:,.0f} per GPU; "
@@ -252,10 +246,10 @@ def report(plan: Plan) -> str:
     seconds = plan.steps * t.seconds
     r, (copy, write, stall) = plan.reliability(), plan.saving()
     interval = cfg.checkpoint.interval * t.seconds or seconds
-    share = r.goodput(interval)
+    share = r.goodput(max(interval, write))
     hours = ask.gpus * seconds / share / 3600 if share else float("inf")
     money = f"; ${hours * ask.usd_per_gpu_hour:,.0f} at ${ask.usd_per_gpu_hour:g} per GPU-hour" if ask.usd_per_gpu_hour else ""
-    steps = f"{plan.steps:,.0f} steps, {plan.steps * plan.tokens_per_step / 1e9:,.4g}B tokens"
+    steps = f"{plan.steps:,.0f} steps, {tokens(plan.steps * plan.tokens_per_step)}"
     lines += [
         f"The run          {steps}: {span(seconds)} of training, {span(seconds / share) if share else 'never'} with what "
         f"interruptions cost; {hours:,.0f} GPU-hours{money}",
@@ -280,9 +274,8 @@ def advice(plan: Plan) -> str:
     """What to change, by what fills the memory."""
     words, live = [], plan.peak[2]
     if live.get("whole gradients", 0) > plan.live / 4 and plan.micro_batches > 1:
-        words.append("accumulation keeps every gradient whole in float32 until the last micro-batch: raise "
-                     "training.local_batch_size until there is one micro-batch (with activation_checkpoint.mode = \"full\"), "
-                     "or take more GPUs")  # fmt: skip
+        words.append("accumulation keeps every gradient whole in float32 until the last micro-batch: "
+                     'parallelism.accumulate_gradients = "sharded" keeps shards, for a reduce-scatter with each micro-batch')  # fmt: skip
     if live.get("activations", 0) > plan.live / 4:
         words.append("activations fill it: activation_checkpoint.mode = \"full\", a smaller training.local_batch_size, "
                      "more tensor_parallel")  # fmt: skip
@@ -296,10 +289,11 @@ def advice(plan: Plan) -> str:
 MODES = ("full", "selective", "none")  # by what they keep
 
 
-def with_choice(cfg: Config, tp: int, replicate: int, mode: str, local: int) -> Config:
+def with_choice(cfg: Config, tp: int, replicate: int, mode: str, local: int, accumulate: str) -> Config:
     return cfg.model_copy(update={
         "parallelism": cfg.parallelism.model_copy(update={
-            "tensor_parallel": tp, "data_parallel_replicate": replicate, "data_parallel_shard": -1}),
+            "tensor_parallel": tp, "data_parallel_replicate": replicate, "data_parallel_shard": -1,
+            "accumulate_gradients": accumulate}),
         "activation_checkpoint": cfg.activation_checkpoint.model_copy(update={"mode": mode}),
         "training": cfg.training.model_copy(update={"local_batch_size": local}),
     })  # fmt: skip
@@ -314,7 +308,7 @@ def _summary(cfg: Config, ask: Question) -> dict:
     plan = make_plan(cfg, ask)
     p, mode, local = cfg.parallelism, cfg.activation_checkpoint.mode, cfg.training.local_batch_size
     return {
-        "choice": (p.tensor_parallel, p.data_parallel_replicate, mode, local), "micro": plan.micro_batches,
+        "choice": (p.tensor_parallel, p.data_parallel_replicate, mode, local, p.accumulate_gradients), "micro": plan.micro_batches,
         "needed": plan.needed, "fits": plan.fits, "seconds": plan.time.seconds,
         "tokens_per_second": plan.tokens_per_second, "mfu": plan.mfu, "exposed": plan.time.exposed,
     }  # fmt: skip
@@ -324,25 +318,26 @@ def _column(arguments: tuple[Config, Question, int]) -> list[dict]:
     """All choices of one tensor_parallel; those that cannot fit are passed over.
 
     With everything else equal, a mode that keeps more needs more, and so does a larger micro-batch (but for the last one,
-    which ends accumulation and with it the whole gradients that it keeps).
+    which ends accumulation and with it the gradients that it keeps). Sharded accumulation needs less than whole, but exchanges
+    gradients once per micro-batch: it is tried where whole does not fit.
     """
     cfg, ask, tp = arguments
     torch.set_num_threads(1)
     most = cfg.training.global_batch_size * tp // ask.gpus
     sizes = sorted({most, *(2**i for i in range(12) if 2**i < most)} - {0})
-    found, too_much = [], {}
+    found, too_much = [], []
     for mode, local in product(MODES, sizes):
-        choice = with_choice(cfg, tp, 1, mode, local)
-        if not legal(choice, ask):
-            continue
-        accumulates = local < most
-        if any(m_local <= local and m_acc == accumulates for m_local, m_acc in too_much.get(mode, [])):
-            continue
-        summary = _summary(choice, ask)
-        found.append(summary)
-        if not summary["fits"]:
-            for later in MODES[MODES.index(mode):]:
-                too_much.setdefault(later, []).append((local, accumulates))
+        for accumulate in ("whole", "sharded") if local < most else ("whole",):
+            choice = with_choice(cfg, tp, 1, mode, local, accumulate)
+            kind = (accumulate, local < most)
+            if any(m in MODES[: MODES.index(mode) + 1] and l <= local and k == kind for m, l, k in too_much):
+                continue
+            if not legal(choice, ask):
+                break
+            found.append(_summary(choice, ask))
+            if found[-1]["fits"]:
+                break
+            too_much.append((mode, local, kind))
     return found
 
 
@@ -363,7 +358,7 @@ def search(cfg: Config, ask: Question) -> list[dict]:
     # Replicas on top of shards (HSDP): of the best three.
     replicas = [2**i for i in range(1, 12) if 2**i <= ask.gpus // ask.per_host and ask.gpus % 2**i == 0][:3]
     best = [s["choice"] for s in sorted(fit, key=lambda s: -s["tokens_per_second"])[:3]]
-    hybrids = [with_choice(cfg, tp, r, mode, local) for tp, _, mode, local in best for r in replicas]
+    hybrids = [with_choice(cfg, tp, r, *rest) for tp, _, *rest in best for r in replicas]
     found += _in_processes(_apart, [(choice, ask) for choice in hybrids if legal(choice, ask)])
     return sorted((s for s in found if s["fits"]), key=lambda s: -s["tokens_per_second"])
 
@@ -382,19 +377,20 @@ def _in_processes(run: Callable, work: list) -> list:
 
 
 def _named(summary: dict) -> str:
-    tp, replicate, mode, local = summary["choice"]
+    tp, replicate, mode, local, accumulate = summary["choice"]
     hsdp = f", data_parallel_replicate = {replicate}" if replicate > 1 else ""
-    return f"tensor_parallel = {tp}{hsdp}, activation_checkpoint.mode = {mode}, local_batch_size = {local}"
+    sharded = ", accumulate_gradients = sharded" if accumulate == "sharded" else ""
+    return f"tensor_parallel = {tp}{hsdp}, activation_checkpoint.mode = {mode}, local_batch_size = {local}{sharded}"
 
 
 def _nearest_that_works(cfg: Config, ask: Question, nearest: dict) -> str:
     """The fewest GPUs, in doublings, on which the nearest choice fits; and the smallest device of the table that takes it."""
-    tp, replicate, _, local = nearest["choice"]
+    tp, replicate, _, local, accumulate = nearest["choice"]
     gpus, words = ask.gpus, []
     for _ in range(6):
         gpus *= 2
         more = Question(**(vars(ask) | {"gpus": gpus}))
-        rows = [with_choice(cfg, tp, replicate, "full", l) for l in {1, cfg.training.global_batch_size * tp // gpus} if l]
+        rows = [with_choice(cfg, tp, replicate, "full", l, accumulate) for l in {1, cfg.training.global_batch_size * tp // gpus} if l]
         works = [c for c in rows if legal(c, more) and make_plan(c, more).fits]
         if works:
             local = works[0].training.local_batch_size
@@ -408,8 +404,9 @@ def table(found: list[dict], shown: int = 20) -> str:
     rows = [f"{'tp':>4}{'replicas':>10}{'checkpointing':>15}{'micro-batch':>13}{'accumulation':>14}{'memory GiB':>12}"
             f"{'s/step':>9}{'exposed':>9}{'tokens/s':>14}{'MFU':>7}"]  # fmt: skip
     for s in found[:shown]:
-        tp, replicate, mode, local = s["choice"]
-        rows.append(f"{tp:>4}{replicate:>10}{mode:>15}{local:>13}{s['micro']:>14}{s['needed'] / GIB:>12.1f}{s['seconds']:>9.2f}"
+        tp, replicate, mode, local, accumulate = s["choice"]
+        steps = f"{s['micro']} {accumulate}" if s["micro"] > 1 else "1"
+        rows.append(f"{tp:>4}{replicate:>10}{mode:>15}{local:>13}{steps:>14}{s['needed'] / GIB:>12.1f}{s['seconds']:>9.2f}"
                     f"{s['exposed'] / s['seconds']:>9.0%}{s['tokens_per_second']:>14,.0f}{s['mfu']:>7.1%}")  # fmt: skip
     if len(found) > shown:
         rows.append(f"and {len(found) - shown} more that fit")

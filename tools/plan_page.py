@@ -1,5 +1,6 @@
 """A plan as one self-contained page: memory over a step, what runs beside what, and the mesh on its hosts. Inline SVG, no network."""
 
+import math
 from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING
@@ -7,11 +8,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tools.plan import Plan
 
-COLORS = {  # of memory, from the bottom up
-    "parameters": "#264653", "optimizer state": "#2a6f7f", "gradients": "#2a9d8f", "whole gradients": "#74c69d",
-    "gathered weights": "#577590", "collective buffers": "#90a4c4", "activations": "#e9c46a", "logits and loss": "#e76f51",
-    "backward's temporaries": "#f4a261", "temporaries": "#f6d7a7", "batch": "#999999", "other": "#cccccc",
-}  # fmt: skip
+KINDS = {  # of memory, from the bottom up -> name, colour
+    "parameters": ("parameters (float32 shards)", "#264653"),
+    "optimizer state": ("optimizer state", "#2a6f7f"),
+    "gradients": ("gradients (shards)", "#2a9d8f"),
+    "whole gradients": ("gradients not yet reduced", "#74c69d"),
+    "working weights": ("gathered weights, in forward's type", "#577590"),
+    "collective buffers": ("collective buffers", "#90a4c4"),
+    "activations": ("activations", "#e9c46a"),
+    "logits and loss": ("logits and loss", "#e76f51"),
+    "backward's temporaries": ("backward's temporaries", "#f4a261"),
+    "temporaries": ("forward's temporaries", "#f6d7a7"),
+    "batch": ("batch", "#999999"),
+    "other": ("other", "#cccccc"),
+}
 STREAMS = {"compute": "#264653", "all-gather": "#2a9d8f", "reduce-scatter": "#e76f51", "all-reduce": "#e9c46a"}
 WIDTH, LEFT, POINTS = 1100, 90, 700
 GIB = 2**30
@@ -51,6 +61,14 @@ def _rect(x: float, y: float, width: float, height: float, color: str, words: st
     return f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.4):.2f}" height="{height:.1f}" fill="{color}" stroke="{stroke}">{title}</rect>'
 
 
+def _ticks(top: float) -> list[float]:
+    """Round numbers from 0 to `top`: five or so."""
+    rough = max(top, 1e-9) / 5
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    return [round(i * step, 9) for i in range(int(top / step * (1 + 1e-9)) + 1)]
+
+
 def _samples(plan: "Plan") -> tuple[list[tuple[int, dict[str, int]]], list[tuple[int, str]], int]:
     """(event, bytes by kind) at the fullest moment of each of POINTS stretches; (event, phase) where one begins; events."""
     step = plan.step
@@ -86,19 +104,20 @@ def memory(plan: "Plan") -> str:
         return bottom - (bottom - 20) * size / top
 
     parts, floor = [], [0.0] * len(samples)
-    for kind, color in COLORS.items():
+    for kind, (name, color) in KINDS.items():
         heights = [s.get(kind, 0) for _, s in samples]
         if not any(heights):
             continue
         roof = [a + b for a, b in zip(floor, heights)]
         points = [f"{x(i):.1f},{y(v):.1f}" for (i, _), v in zip(samples, roof)]
         points += [f"{x(i):.1f},{y(v):.1f}" for (i, _), v in reversed(list(zip(samples, floor)))]
-        parts.append(f'<polygon points="{" ".join(points)}" fill="{color}"><title>{escape(kind)}</title></polygon>')
+        parts.append(f'<polygon points="{" ".join(points)}" fill="{color}"><title>{escape(name)}</title></polygon>')
         floor = roof
-    for i in range(5):
-        value = top / 1.08 * i / 4
-        parts += [f'<line x1="{LEFT - 4}" x2="{LEFT}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#777"/>',
-                  _text(LEFT - 8, y(value) + 4, f"{value / GIB:.3g} GiB", "end", "dim")]  # fmt: skip
+    unit, per = ("GiB", GIB) if top >= GIB else ("MiB", 2**20)
+    for value in _ticks(top / per):
+        at = y(value * per)
+        parts += [f'<line x1="{LEFT - 4}" x2="{LEFT}" y1="{at:.1f}" y2="{at:.1f}" stroke="#777"/>',
+                  _text(LEFT - 8, at + 4, f"{value:g} {unit}", "end", "dim")]  # fmt: skip
     if usable < top:
         parts += [f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y(usable):.1f}" y2="{y(usable):.1f}" stroke="#c00" stroke-dasharray="6 4"/>',
                   _text(LEFT + 6, y(usable) - 5, f"{usable / GIB:.1f} GiB of {room / GIB:.1f}")]  # fmt: skip
@@ -106,7 +125,7 @@ def memory(plan: "Plan") -> str:
         if x(end) - x(begin) > 45:
             parts.append(_text((x(begin) + x(end)) / 2, bottom + 16, phase, "middle", "dim"))
         parts.append(f'<line x1="{x(begin):.1f}" x2="{x(begin):.1f}" y1="20" y2="{bottom + 6}" stroke="#0002"/>')
-    return _svg(height, parts) + _legend([(k, c) for k, c in COLORS.items() if any(s.get(k) for _, s in samples)])
+    return _svg(height, parts) + _legend([row for kind, row in KINDS.items() if any(s.get(kind) for _, s in samples)])
 
 
 def _legend(rows: list[tuple[str, str]]) -> str:
@@ -142,6 +161,7 @@ def _timeline(plan: "Plan", begin: float, end: float) -> str:
             bars = rows.setdefault(stream, [])
             if stop > begin and start < end:
                 bars.append((max(start, begin), min(stop, end), where))
+    rows = {stream: rows[stream] for stream in sorted(rows, key=lambda s: (s != "compute", s)) if rows[stream]}
     scale = (WIDTH - 200) / max(end - begin, 1e-9)
     unit, per = ("s", 1.0) if end - begin > 2 else ("ms", 1e3)
     parts = []
@@ -152,10 +172,10 @@ def _timeline(plan: "Plan", begin: float, end: float) -> str:
             words = f"{where}: {1e3 * start:.2f} to {1e3 * stop:.2f} ms"
             parts.append(_rect(180 + (start - begin) * scale, y, (stop - start) * scale, 20, STREAMS[stream.split()[-1]], words))
     bottom = 10 + 28 * len(rows)
-    for i in range(6):
-        x, now = 180 + (end - begin) * scale * i / 5, (end - begin) * i / 5
+    for value in _ticks((end - begin) * per):
+        x = 180 + value / per * scale
         parts += [f'<line x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{bottom + 4}" stroke="#0002"/>',
-                  _text(x, bottom + 18, f"{now * per:,.3g} {unit}", "middle" if i < 5 else "end", "dim")]  # fmt: skip
+                  _text(x, bottom + 18, f"{value:g} {unit}", "middle" if x < WIDTH - 40 else "end", "dim")]  # fmt: skip
     return _svg(bottom + 26, parts)
 
 

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_iter
 import train
 from configs import check
 from configs.schema import Config
+from models import causal_attention
 from parallelisms import mesh as meshes
 from training import init
 
@@ -69,6 +70,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor) -> int:
 ATTENTION = {  # operator -> (position of q, products, products that are recomputation)
     aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2, 0),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 4, 1),
+    torch.ops.plumbline.causal_attention_backward.default: (1, 4, 1),  # models/causal_attention.py
 }
 
 
@@ -245,7 +247,7 @@ class Trace(TorchDispatchMode):
         self.numbers[address] = number
         self.watched[number] = weakref.ref(storage, lambda _: self.die(address, number))
         self.come_to_life(number, size)
-        self.memory[number].kind = "gathered weights"
+        self.memory[number].kind = "working weights"
 
     def tag(self, tensors: object, kind: str) -> None:
         for tensor in tree_iter(tensors):
@@ -273,6 +275,11 @@ class Trace(TorchDispatchMode):
         return out
 
     def account(self, func, args, kwargs, out, backward: bool) -> None:
+        source = args[0] if func.is_view else args[1] if func is aten.copy_.default else None
+        if isinstance(source, torch.Tensor) and source.untyped_storage()._cdata not in self.numbers:
+            return  # memory that no operator made: gloo's reduce-scatter works on a clone of its own
+        if func is functional._wrap_tensor_autograd.default:
+            return  # AsyncCollectiveTensor: a wrapper, which has no memory
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
         outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
         known = {self.number(t) for t in inputs}
@@ -284,6 +291,7 @@ class Trace(TorchDispatchMode):
             op.message = tensor.numel() * tensor.element_size()
             op.dimension = self.dimension(args)
             op.background = func.namespace == "c10d" and self.where.phase in ("forward", "backward") and not self.loss
+            op.background &= op.message > 8  # the sum of the loss is waited for
             self.rows().append(op)
             return
         if func.namespace in UNKNOWN_COLLECTIVES and func._schema.name.split("::")[1] not in HARMLESS:
@@ -336,7 +344,7 @@ class Trace(TorchDispatchMode):
             self.tag(args[1], "collective buffers")
             self.tag(args[0], "collective buffers")
         elif name == "fsdp::split_with_sizes_copy":
-            self.tag(kwargs["out"], "gathered weights")
+            self.tag(kwargs["out"], "working weights")
         elif name == "fsdp::chunk_cat":
             self.tag(args[0], "whole gradients")
             self.tag(kwargs["out"], "collective buffers")
@@ -369,7 +377,7 @@ class Trace(TorchDispatchMode):
 
         def init_all_gather_outputs(param, *how):  # in the first step; on one rank no operator of FSDP's fills them
             make_room(param, *how)
-            trace.tag(param.all_gather_outputs, "gathered weights")
+            trace.tag(param.all_gather_outputs, "working weights")
 
         def propagate(self, schema):  # DTensor finds shapes by running operators on fake tensors: no memory of the step
             trace.propagating += 1
@@ -444,6 +452,9 @@ class Trace(TorchDispatchMode):
         names = {id(p): name for name, p, _ in kinds}
         for p, state in job.optimizer.state.items():
             kinds += [(names[id(p)], t, "optimizer state") for t in state.values()]
+        for path, module in job.model.named_modules():  # parallelisms/dp.py::keep_masters
+            copies = [vars(module).get(name) for name, _ in module.named_parameters(recurse=False)]
+            kinds += [(f"{path}.", copy, "working weights") for copy in copies if copy is not None]
         self.stretches, self.born = [], {}
         alive = set(self.numbers.values())
         self.memory = {number: memory for number, memory in self.memory.items() if number in alive}
@@ -459,6 +470,7 @@ class Trace(TorchDispatchMode):
 
     def step(self, job: train.Job) -> Step:
         """What was traced since `settle`, with every storage's kind known."""
+        self.watched.clear()  # what dies with the job is no part of the step
         for memory in self.memory.values():
             if memory.kind:
                 continue
@@ -524,6 +536,11 @@ def fuse(step: Step) -> None:
     for _, _, op in step.ops():
         op.reads = op.writes = None
 
+def attention_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """What models/causal_attention.py does on CUDA, instead of its way on CPUs."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
 class AsOnGPU(TorchFunctionMode):
     """Sends RMSNorm where CUDA sends it, to one fused operator that keeps its input and one number per row; CPU tensors
     would take PyTorch's composite, which keeps several float32 copies."""
@@ -548,11 +565,12 @@ def pretend(world_size: int, per_host: int) -> Iterator[None]:
 
 
 def tracing(cfg: Config) -> Config:
-    """The configuration as it is traced: on CPU tensors, uncompiled, every document attended whole."""
+    """The configuration as it is traced: on CPU tensors, uncompiled, every document attended whole, products as wide as weights."""
     return cfg.model_copy(update={
         "run": cfg.run.model_copy(update={"device": "cpu", "deterministic": False}),
         "compile": cfg.compile.model_copy(update={"enabled": False}),
         "data": cfg.data.model_copy(update={"mask_documents": False}),
+        "training": cfg.training.model_copy(update={"float8": "none"}),
     })  # fmt: skip
 
 
@@ -563,9 +581,13 @@ def batch_of(job: train.Job, micro_batches: int) -> dict[str, torch.Tensor]:
 
 
 def prepare(job: train.Job) -> None:
-    """Bring the job to the state after a first step, without taking one: FSDP's buffers padded, the optimizer's state there."""
+    """Bring the job to the state after a first step, without taking one: FSDP's buffers padded, or on one rank the weights
+    copied to the type of forward; the optimizer's state there."""
     if isinstance(job.model, FSDPModule):
         job.model._get_fsdp_state()._lazy_init()
+    else:
+        for hook in job.model._forward_pre_hooks.values():
+            hook(job.model, ())
     for p in job.model.parameters():
         p.grad = torch.zeros_like(p)
     job.optimizer.step()
@@ -590,6 +612,7 @@ def trace_step(cfg: Config, world_size: int, per_host: int, on_gpu: bool, most: 
         stack.enter_context(fake)
         if on_gpu:
             stack.enter_context(AsOnGPU())
+            stack.enter_context(mock.patch.object(causal_attention._CPUAttention, "apply", attention_on_gpu))
         stack.enter_context(trace)
         prepare(job)
         micro_batches = accumulation(cfg, job.mesh.dp_size)

@@ -139,8 +139,9 @@ class Start:
         """The last word of this start. Called by `with`; by hand before an exit that unwinds no stack."""
         if self.path:
             with contextlib.suppress(OSError):  # a full disk has had its sentence
-                self.clock.lap("other")
-                self.clock.write()
+                if code in ORDERLY or not self.clock.started:  # else it waited in vain: from the last step on that is detecting
+                    self.clock.lap("other")
+                    self.clock.write()
                 about = {"ended": _utc(), "exit_code": code, "step": self.clock.at, "reason": reason}
                 self._write("end.json", json.dumps(about, indent=1) + "\n")
             self.clock.close()
@@ -165,11 +166,18 @@ class Start:
 
 def code() -> dict:
     """The commit (empty outside of a git checkout) and a hash of each source file, so that code can be compared anywhere."""
-    head = _git("rev-parse", "HEAD").strip()
+    return {"commit": _git("rev-parse", "HEAD").strip(), "changes": "", "files": source_files()}
+
+
+def source_files() -> dict[str, str]:
     packages = (path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name not in ("tests", "tools"))
     ours = [*ROOT.glob("*.py"), *(path for package in packages for path in package.rglob("*.py"))]
-    files = {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in sorted(ours)}
-    return {"commit": head, "changes": "", "files": files}
+    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in sorted(ours)}
+
+
+def source_hash() -> str:
+    """One for all source files: what every rank of a run must have alike."""
+    return hashlib.sha256(json.dumps(source_files()).encode()).hexdigest()[:12]
 
 
 def changes() -> str:

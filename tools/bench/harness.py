@@ -5,9 +5,12 @@ the first round is thrown away, and each is reported as its median with its rati
 """
 
 import json
+import os
 import platform
+import socket
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,23 +18,55 @@ from pathlib import Path
 import torch
 
 
-def alternate(contenders: dict[str, Callable[[], None]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
+def alternate(
+    contenders: dict[str, Callable[[], None]], rounds: int, warm_up: int = 2, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each call, contender by contender in turn; a call must leave no device work in flight."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(warm_up + rounds):
         for name, run in contenders.items():
-            began = time.perf_counter()
+            began = clock()
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if i >= warm_up:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(clock() - began)
     return seconds
 
 
 def ratio(seconds: dict[str, list[float]], name: str, to: str) -> float:
     """Median over the rounds of time(name) / time(to): each pair ran side by side."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[to]))
+
+
+def product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], None], float]:
+    """A matrix product to measure the machine's rate with, between the contenders, and its FLOPs."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
+    return lambda: torch.mm(a, b), 2.0 * n**3
+
+
+def child(module: str, *args: str, ranks: int = 1) -> dict:
+    """What `python -m module args` prints as its last line of JSON, in a process of its own (so that its memory is its own); as
+    torchrun would with several ranks, which share this machine's threads. Raises RuntimeError with rank 0's last words."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // ranks))}
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | threads | (world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    said, complaints = processes[0].communicate()
+    for process in processes[1:]:
+        process.communicate()
+    if processes[0].returncode:
+        raise RuntimeError(f"{module} {' '.join(args)}: {complaints[-2000:]}")
+    return json.loads(said.strip().splitlines()[-1])
 
 
 def machine() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Start a script as the ranks of this node: torchrun's engine, with exit codes that mean something.
 
-    python -m tools.launch --nproc-per-node=4 train.py configs/llama_debug.toml
+    python -m tools.launch --nproc-per-node=4 --max-restarts=3 train.py configs/llama_debug.toml
 
 What torchrun itself does differently, and why `run_train.sh` uses this instead:
 
@@ -12,23 +12,30 @@ What torchrun itself does differently, and why `run_train.sh` uses this instead:
   that of several on node 0's own address.
 - The last words on the console are one line for each rank that failed and the whole traceback of the first of them,
   however much the others have said since.
+- torchrun's restarts hand the ranks the store of the start before, whose addresses gloo then tries in vain. Here every
+  start (--max-restarts) has a new store, on one node and on many.
+- A failure on one node is known on the others when their collectives time out. Here the nodes tell each other at once.
 """
 
 import argparse
+import contextlib
 import errno
+import gc
 import ipaddress
+import json
 import logging
 import os
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import DistError, TCPStore
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed import DistError, DistStoreError, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -40,40 +47,101 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from configs.load import load_config
+from configs.schema import Config, InputError
+
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the ranks have --shutdown-timeout seconds to end
 PASSED_ON = (*STOP, signal.SIGUSR1, signal.SIGUSR2)
 QUIET_CODES = (2, 75, 76)  # of which the ranks have said all there is to say
 # How ranks end when the launcher passes on a signal, or, last in the order of blame, ends them after others have ended.
 TOLD_TO_END = (75, -signal.SIGTERM)
 BACKLOG = 4096  # connections that may wait to be accepted: all ranks come at once
+LINGER = 1.0  # seconds that the store of several nodes outlives the ranks, so that all nodes hear how they ended
+FAREWELL = 10.0  # seconds in which the ranks of a node may end by themselves when those of another ended on request
 LAST_LINES = 20  # of a rank's log, shown when it died without a Python traceback
 
 
 class Meeting(RendezvousHandler):
-    """Where the nodes of a job meet: a key-value store that node 0 serves for as long as it lives, and its ranks use too.
+    """Where the nodes of a job meet for one start: a key-value store that node 0 serves until the next, and its ranks use too.
 
     The store has no password, so it listens where it must and nowhere else: for one node on the loopback, on any free
     port; for several on the address that master_addr stands for, when that is one of this host's own. Where it is not (a
     name that this host resolves to itself, an address behind a translator) it listens on every interface, as torchrun's
-    does always.
+    does always. In it: node/N says that node N is there, `members` the nodes of this start, `end` how it ended.
     """
 
     use_agent_store = True  # the ranks meet in this store instead of opening another one
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.store = options, None
+    def __init__(self, options: argparse.Namespace, script: list[str]) -> None:
+        self.options, self.script, self.store, self.where = options, script, None, None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises RendezvousError when the nodes do not all come within --join-timeout seconds."""
+        """Raises RendezvousError when fewer than the least number of nodes come within --join-timeout seconds, SpareIsDone
+        when the job has ended without this one."""
         o = self.options
-        address, port = ("127.0.0.1", 0) if o.nnodes == 1 else (o.master_addr, o.master_port)
-        serve = {}
+        least, most = o.nnodes
+        address, port = ("127.0.0.1", 0) if most == 1 else (o.master_addr, o.master_port)
+        deadline = time.monotonic() + o.join_timeout
         if o.node_rank == 0:
             listener = listen(address, port)
             port = listener.getsockname()[1]
-            serve = {"is_master": True, "master_listen_fd": listener.detach()}
-        self.store = TCPStore(address, port, o.nnodes, timeout=timedelta(seconds=o.join_timeout), **serve)
-        return RendezvousInfo(self.store, o.node_rank, o.nnodes, RendezvousStoreInfo(address, port))
+            kept = {"is_master": True, "master_listen_fd": listener.detach(), "wait_for_workers": False}
+            self.store = TCPStore(address, port, timeout=timedelta(seconds=o.join_timeout), **kept)
+            members = self._collect(least, most, deadline)
+        else:
+            members = self._join(address, port, deadline)
+        self.where = (address, port) if len(members) > 1 else None
+        return RendezvousInfo(self.store, members.index(o.node_rank), len(members), RendezvousStoreInfo(address, port))
+
+    def _collect(self, least: int, most: int, deadline: float) -> list[int]:
+        """On node 0: until all are there, or, when the least number is, nobody has come for --last-call seconds."""
+        came, since = [0], time.monotonic()
+        while len(came) < most:
+            there = [0] + [node for node in range(1, most) if node in came or self.store.check([f"node/{node}"])]
+            if len(there) > len(came):
+                came, since = there, time.monotonic()
+            now = time.monotonic()
+            if least <= len(came) < most and now > since + self.options.last_call:
+                break
+            if now > deadline and len(came) < least:
+                raise RendezvousError(f"{len(came)} of at least {least} nodes came within {self.options.join_timeout} s")
+            time.sleep(0.05)
+        came = came[: self._fit(len(came), least)]
+        self.store.set("members", json.dumps(came))
+        return came
+
+    def _fit(self, came: int, least: int) -> int:
+        """The most of the nodes that came on which the configuration can run: 3 may not divide the batch, where 2 do."""
+        each = self.options.nproc_per_node
+        return next((n for n in range(came, least - 1, -1) if _config(self.script, n * each, each)), came)
+
+    def _join(self, address: str, port: int, deadline: float) -> list[int]:
+        """On the others. A store that has its members already is of a start that is over, or goes on without this node:
+        wait for the next."""
+        node = self.options.node_rank
+        while True:
+            with contextlib.suppress(DistError):  # node 0 is not there yet, or not any more
+                left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+                self.store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=left)
+                if not self.store.check(["members"]):
+                    self.store.set(f"node/{node}", "")
+                members = json.loads(self.store.get("members"))
+                if node in members and not self.store.check([f"taken/{node}"]):
+                    self.store.set(f"taken/{node}", "")
+                    return members
+                deadline = time.monotonic() + self.options.join_timeout  # node 0 lives
+                with contextlib.suppress(DistStoreError):
+                    self.store.wait(["end"], timedelta(seconds=1))
+                    if (code := int(self.store.get("end"))) in (0, *QUIET_CODES):
+                        raise SpareIsDone(code)
+            if time.monotonic() > deadline:
+                raise RendezvousError(f"nobody answers, or not enough nodes came within {self.options.join_timeout} s")
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        """So that the next start can listen on the same port."""
+        self.store = None
+        gc.collect()
 
     def get_backend(self) -> str:
         return "static"
@@ -92,6 +160,14 @@ class Meeting(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+class SpareIsDone(RendezvousError):
+    """The nodes that this one was left out of have come to an end."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -113,22 +189,22 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, except that a signal does not end its watch over the ranks but is passed on to them."""
+    """torchrun's agent, except that a signal does not end its watch over the ranks but is passed on to them, and that it
+    tells the agents of the other nodes how its ranks ended, and hears of theirs."""
 
     grace_seconds: int
+    meeting: Meeting
     asked: set[int]  # the signals that were passed on
+    left = 0  # the quiet code with which a rank ended before this launcher had told any to end
+    told: int | None = None  # the exit code with which another node's ranks ended
+    heard = 0.0  # when that was
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        if self.meeting.where:
+            threading.Thread(target=self._hear, args=self.meeting.where, daemon=True).start()
         wanted = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        ranks = super()._start_workers(worker_group)  # local rank -> process id, each the leader of its own group
+        ranks = super()._start_workers(worker_group)
         interrupts = 0
-
-        def send(number: int) -> None:
-            for pid in ranks.values():
-                try:
-                    os.killpg(pid, number)
-                except ProcessLookupError:
-                    pass
 
         def pass_on(number: int, frame: object) -> None:
             nonlocal interrupts
@@ -140,71 +216,155 @@ class Agent(LocalElasticAgent):
                 number = signal.SIGKILL
             elif number in STOP:
                 signal.alarm(self.grace_seconds)
-            send(number)
+            self._send(number)
 
         for number in (*wanted, signal.SIGALRM):
             signal.signal(number, pass_on)
         return ranks
 
+    def _send(self, number: int) -> None:
+        for pid in self._pcontext.pids().values():  # each the leader of its own group
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, number)
+
+    def _hear(self, address: str, port: int) -> None:
+        """A thread with a connection of its own: a network that is cut without a word must not stop the watch."""
+        try:
+            store = TCPStore(address, port, is_master=False, wait_for_workers=False)
+            while not self.heard:
+                with contextlib.suppress(DistStoreError):  # nothing yet
+                    store.wait(["end"], timedelta(hours=1))
+                    self.told, self.heard = int(store.get("end")), time.monotonic()
+        except DistError:  # node 0's launcher is gone, and so are its ranks
+            self.told, self.heard = 1, time.monotonic()
+
+    def tell(self, code: int) -> None:
+        """The other nodes how the ranks of this one ended; a rank that ended on request counts more than those that then
+        failed for want of it."""
+        if self.meeting.where:
+            teller = threading.Thread(target=self._tell, args=(self.meeting.store, str(code)), daemon=True)
+            teller.start()
+            teller.join(5 * LINGER)  # a cable that is cut gives no answer
+            time.sleep(LINGER)
+
+    @staticmethod
+    def _tell(store: TCPStore, code: str) -> None:
+        with contextlib.suppress(DistError):
+            if int(code) in QUIET_CODES:
+                store.set("end", code)
+            else:
+                store.compare_set("end", "", code)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ended = {handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()}
+        self.left = next((code for code in QUIET_CODES if code in ended), 0)  # before super() ends the rest
+        if ended - {None, 0}:
+            for local_rank, pid in self._pcontext.pids().items():
+                if _is_frozen(pid):
+                    rank = worker_group.workers[local_rank].global_rank
+                    say(f"rank {rank} on {socket.gethostname()} is frozen (SIGSTOP, or a debugger), so the others waited for it")
+            self._send(signal.SIGCONT)  # it would not hear that it is to end
+        result = super()._monitor_workers(worker_group)
+        over = self.told and time.monotonic() > self.heard + (FAREWELL if self.told in QUIET_CODES else 0)
+        if result.state == WorkerState.HEALTHY and over:
+            return RunResult(state=WorkerState.UNHEALTHY)  # run() ends the ranks and returns
+        return result
+
 
 def launch(options: argparse.Namespace, script: list[str]) -> int:
-    """Run the script on every rank of this node until all are done or one has failed. Returns the exit code."""
+    """Run the script on every rank of this node until all are done; start it again when a rank has failed, at most
+    --max-restarts times. Returns the exit code."""
     logging.disable(logging.ERROR)  # what torchrun has to say is said better below
+    for number in range(options.max_restarts + 1):
+        began = time.monotonic()
+        code, again = start(options, script)
+        if not again or number == options.max_restarts:
+            break
+        say(f"restart {number + 1} of {options.max_restarts}, after {time.monotonic() - began:,.0f} s")
+    return code
+
+
+def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
+    """One start: the exit code, and whether another may do better."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler does not run while it waits for other nodes
-    endpoint = "" if options.nnodes == 1 else f" at {options.master_addr}:{options.master_port}"
+    meeting, most = Meeting(options, script), options.nnodes[1]
     with tempfile.TemporaryDirectory(prefix="plumbline-launch-") as folder:
         spec = WorkerSpec(
             role="rank",
             local_world_size=options.nproc_per_node,
-            rdzv_handler=Meeting(options),
+            rdzv_handler=meeting,
             entrypoint=sys.executable,
             args=("-u", "-m", "tools.launch.rank", str(os.getpid()), *script),
             max_restarts=0,
         )
         # The barrier: nodes that are done wait for the others, but for a node that failed only that long.
         agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=options.shutdown_timeout)
-        agent.grace_seconds, agent.asked = options.shutdown_timeout, set()
+        agent.grace_seconds, agent.asked, agent.meeting = options.shutdown_timeout, set(), meeting
         try:
-            failures = agent.run().failures
+            result = agent.run()
         except SignalException as stopped:  # between the start of the first rank and of the last
-            return 128 + stopped.sigval
+            return 128 + stopped.sigval, False
+        except SpareIsDone as done:
+            return done.code, False
         except (DistError, RendezvousError) as error:
-            node = f"node {options.node_rank} of {options.nnodes} on {socket.gethostname()}"
+            node = f"node {options.node_rank} of {most} on {socket.gethostname()}"
+            endpoint = "" if most == 1 else f" at {options.master_addr}:{options.master_port}"
             say(f"{node} could not meet the others{endpoint}: {str(error).splitlines()[0]}")
-            return 1
-        return report(failures, script, agent.asked) if failures else 0
+            return 1, False
+        finally:
+            signal.alarm(0)
+            for number in (*PASSED_ON, signal.SIGALRM):  # our handlers hold the agent, and that the store
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL)
+        code = 0
+        if result.state != WorkerState.SUCCEEDED:
+            code = end(agent, result.failures, script)
+        elif options.node_rank == 0:
+            agent.tell(0)  # spare nodes wait for it
+        again = code not in (0, *QUIET_CODES) and not agent.asked
+        del agent, spec, result
+        meeting.close()
+    return code, again
+
+
+def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) -> int:
+    """Tell the other nodes and the person; returns the exit code."""
+    if not failures:  # the ranks were well until they were ended
+        if agent.told not in QUIET_CODES:
+            why = "the ranks of another node failed" if agent.told else "one does not answer, not even to the kernel"
+            say(f"{why}, so those of this one were ended")
+        return agent.told or 1
+    of = codes(failures)
+    others = set(of.values()) - {agent.left, *TOLD_TO_END}
+    code = agent.left if agent.left and all(c > 0 for c in others) else of[first_of(failures)]
+    agent.tell(75 if -code in agent.asked else code if code > 0 else 128 - code)
+    if code not in QUIET_CODES and agent.told in QUIET_CODES:  # and so those of this node could not go on
+        return agent.told
+    if code == agent.left and others:
+        say(f"a rank ended with exit code {code}, and the others could not go on without it")
+        return code
+    return report(failures, script, agent.asked)
 
 
 def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[int]) -> int:
     """Name the ranks that failed (at most eight), then tell all about the first to fail; returns the exit code it stands for.
 
-    A rank's error file has the moment of its exception; of one without, only the second is known in which its end was
-    noticed, which for one killed by a signal may be the second after. Those that merely ended when the launcher told them
-    to come last. Ranks that a stop signal found before they had begun to listen for it die of it: that too is 75, with
-    nothing to save yet.
+    Ranks that a stop signal found before they had begun to listen for it die of it: that too is 75, with nothing to save yet.
     """
-    errors = {rank: f.message if isinstance(f.message, dict) else {} for rank, f in failures.items()}  # rank.py wrote it
-    # A rank that has failed may take so long to end that it is ended because of the others: that is not what it died of.
-    codes = {rank: 1 if errors[rank] and f.exitcode < 0 else f.exitcode for rank, f in failures.items()}
-
-    def order(rank: int) -> tuple[int, float, int]:
-        code, moment = codes[rank], errors[rank].get("time", failures[rank].timestamp)
-        if code == -signal.SIGALRM:  # its watchdog: the others failed because they waited for it, and sooner
-            return -1, moment, rank
-        return (0, *TOLD_TO_END).index(code) if code in TOLD_TO_END else 0, moment - (code < 0), rank
-
-    first, *others = sorted(failures, key=order)
-    code = codes[first]
+    errors, of = messages(failures), codes(failures)
+    first = first_of(failures)
+    code = of[first]
     if -code in asked:
         say(f"stopped by {signal.Signals(-code).name} before training began: run it again to go on")
         return 75
     if code not in QUIET_CODES:
         log = _log_of(first, script)
-        for rank in [first, *(other for other in others if codes[other] not in TOLD_TO_END)][:8]:
-            end = f"ended with exit code {codes[rank]}" if codes[rank] > 0 else f"was killed by {failures[rank].signal_name()}"
+        others = sorted(set(failures) - {first}, key=lambda rank: blame(failures, rank))
+        for rank in [first, *(other for other in others if of[other] not in TOLD_TO_END)][:8]:
+            how = f"ended with exit code {of[rank]}" if of[rank] > 0 else f"was killed by {failures[rank].signal_name()}"
             at = f" at {_clock(errors[rank]['time'])}" if errors[rank] else ""
-            say(f"rank {rank} on {socket.gethostname()} {end}{at}{_named(_log_of(rank, script))}")
+            say(f"rank {rank} on {socket.gethostname()} {how}{at}{_named(_log_of(rank, script))}")
         if errors[first]:
             say(f"the traceback of rank {first}, the first to fail here:\n{errors[first]['message'].rstrip()}")
         elif log and others:
@@ -213,20 +373,56 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
     return code if code >= 0 else 128 - code
 
 
+def messages(failures: dict[int, ProcessFailure]) -> dict[int, dict]:
+    """What tools/launch/rank.py wrote about the exception that ended a rank; nothing where none did."""
+    return {rank: f.message if isinstance(f.message, dict) else {} for rank, f in failures.items()}
+
+
+def codes(failures: dict[int, ProcessFailure]) -> dict[int, int]:
+    """A rank that has failed may take so long to end that it is ended because of the others: that is not what it died of."""
+    errors = messages(failures)
+    return {rank: 1 if errors[rank] and f.exitcode < 0 else f.exitcode for rank, f in failures.items()}
+
+
+def blame(failures: dict[int, ProcessFailure], rank: int) -> tuple[int, float, int]:
+    """Sorts ranks by who failed first. A rank's error file has the moment of its exception; of one without, only the second
+    is known in which its end was noticed, which for one killed by a signal may be the second after. Those that merely ended
+    when the launcher told them to come last."""
+    code = codes(failures)[rank]
+    moment = messages(failures)[rank].get("time", failures[rank].timestamp)
+    if code == -signal.SIGALRM:  # its watchdog: the others failed because they waited for it, and sooner
+        return -1, moment, rank
+    return (0, *TOLD_TO_END).index(code) if code in TOLD_TO_END else 0, moment - (code < 0), rank
+
+
+def first_of(failures: dict[int, ProcessFailure]) -> int:
+    return min(failures, key=lambda rank: blame(failures, rank))
+
+
+def _is_frozen(pid: int) -> bool:
+    """proc(5); false where there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 def _clock(moment: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
 
 
 def _log_of(rank: int, script: list[str]) -> Path | None:
     """Where the rank wrote its log, when the script is one of ours and got as far as that."""
-    from configs.load import load_config
-    from configs.schema import InputError
+    cfg = _config(script)
+    path = cfg and Path(cfg.run.folder) / "logs" / f"rank-{rank:05d}.log"
+    return path if path and path.exists() else None
 
+
+def _config(script: list[str], *sizes: int) -> Config | None:
+    """The run's configuration; none if it cannot run (on so many ranks, on so many of a node), or the script is not ours."""
     try:
-        path = Path(load_config(script[1:]).run.folder) / "logs" / f"rank-{rank:05d}.log"
+        return load_config(script[1:], *sizes)
     except InputError:
         return None
-    return path if path.exists() else None
 
 
 def _named(log: Path | None) -> str:
@@ -240,14 +436,24 @@ def say(words: str) -> None:
     print(f"launch: {words}", file=sys.stderr, flush=True)
 
 
+def _nodes(words: str) -> tuple[int, int]:
+    least, _, most = words.partition(":")
+    if not 0 < int(least) <= int(most or least):
+        raise argparse.ArgumentTypeError(f"{words} is neither a number of nodes nor MIN:MAX")
+    return int(least), int(most or least)
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.launch", description=__doc__.splitlines()[0])
     parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks on this node")
-    parser.add_argument("--nnodes", type=int, default=1, help="nodes of the job")
+    parser.add_argument("--nnodes", type=_nodes, default=(1, 1), help="nodes of the job; MIN:MAX: as many of these as come")
     parser.add_argument("--node-rank", type=int, default=0, help="which of them this is")
     parser.add_argument("--master-addr", default="", help="address of node 0, where the nodes meet")
     parser.add_argument("--master-port", type=int, default=29500, help="a free port there")
     parser.add_argument("--join-timeout", type=int, default=600, help="seconds to wait for the other nodes")
+    # The default is what the ranks of another node may take to end (30), and a little.
+    parser.add_argument("--last-call", type=int, default=45, help="seconds for which MIN of MIN:MAX nodes wait for more")
+    parser.add_argument("--max-restarts", type=int, default=0, help="how often to start again when a rank has failed")
     parser.add_argument("--shutdown-timeout", type=int, default=30, help="seconds from a signal to SIGKILL")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")

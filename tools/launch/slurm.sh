@@ -22,6 +22,7 @@
 #   CONTAINER_PREFIX  or run by this command: "apptainer exec --nv image.sif"
 #   MAX_RESTARTS      a crash within 10 minutes of a start is tried again while the job has been restarted less often;
 #                     default: 3. A later crash is always tried again: it was not a crash at the start
+#   RESTARTS          restarts of the ranks within the job, before any requeueing          default: 0
 #   NGPU, MASTER_ADDR, MASTER_PORT, ...   as for run_train.sh; by default what Slurm says
 #
 # Stop it for good:       scancel JOB    (it saves, and has the cluster's KillWait, mostly 30 s, for that)

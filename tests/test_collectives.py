@@ -1,0 +1,245 @@
+"""Ranks that drift apart (N5), and a device that computes wrong: found before a sum is wrong, and named."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+from parallelisms.mesh import Mesh
+from tests.ranks import run_ranks
+from tests.test_signals import ends
+from tests.test_train import MESHES, run, series, tiny_run
+from training import collectives
+
+TWO, BAD = MESHES["fsdp2"][1], 5  # the step in which something goes wrong
+CHECKED = "--debug.check_collectives=true"
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> list[str]:
+    place = tmp_path_factory.mktemp("run")
+    made = [*tiny_run(place), "--training.steps=8", "--training.local_batch_size=1", "--run.step_timeout_seconds=10", "--run.device=cpu"]
+    (place / "first").mkdir()
+    assert run_ranks(2, run, [*made, *TWO], place / "first") == [(0, "")] * 2
+    return made
+
+
+def first(options: list[str]) -> dict[int, float]:
+    cache = next(o for o in options if o.startswith("--data.cache=")).partition("=")[2]
+    return series(Path(cache).parent / "first")
+
+
+# N5: what one rank does instead of a sum over the data-parallel ranks. 2 k - 1 is the count of tokens of step k, int64 [];
+# 2 k the loss, float32 [].
+
+
+def other_type(real, mesh, x):
+    """float64 has as many bytes."""
+    return real(mesh, x.double()).long()
+
+
+def other_shape(real, mesh, x):
+    return real(mesh, x.view(1)).view(())
+
+
+def other_size(real, mesh, x):
+    return real(mesh, x.repeat(2))[0]
+
+
+def left_out(real, mesh, x):
+    """Its next one, of the gradient norm, is float32 [] too."""
+    return x
+
+
+def one_more(real, mesh, x):
+    real(mesh, x.clone())
+    return real(mesh, x)
+
+
+def other_kind(real, mesh, x):
+    dist.all_reduce(x, dist.ReduceOp.MAX, group=mesh.device_mesh.get_group("dp_shard"))
+    return x
+
+
+FAULTS = {  # what, and the number of the call
+    other_type: 2 * BAD - 1, other_shape: 2 * BAD, other_size: 2 * BAD, left_out: 2 * BAD, one_more: 2 * BAD,
+    other_kind: 2 * BAD,
+}  # fmt: skip
+QUICK = (other_type, left_out)
+
+
+def drifted(options: list[str], folder: Path, fault) -> str:
+    """How the run ends in which rank 1 does that once."""
+    real, calls = Mesh.sum_over_dp, []
+
+    def sum_over_dp(mesh, x):
+        calls.append(1)
+        return fault(real, mesh, x) if mesh.rank == 1 and len(calls) == FAULTS[fault] else real(mesh, x)
+
+    Mesh.sum_over_dp = sum_over_dp
+    try:
+        return f"exit code {run(options, folder)[0]}"
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("fault", [
+    pytest.param(fault, marks=() if fault in QUICK else pytest.mark.slow, id=fault.__name__) for fault in FAULTS
+])  # fmt: skip
+def test_n5_a_rank_that_drifts_is_named_before_a_sum_is_wrong(fault, options, tmp_path):
+    """Of two ranks both are named, each with what it was about to do, and where."""
+    for end in run_ranks(2, drifted, [*options, *TWO, CHECKED], tmp_path, fault):
+        assert end.startswith("Drift: the ranks of group default_pg (ranks [0, 1]) do not run the same collective:"), end
+        zero, one = end.splitlines()[1:]
+        assert zero.startswith("  rank 0: ") and one.startswith("  rank 1: ")
+        assert "sum_over_dp" in zero and ("clip_grad_norm" if fault is left_out else fault.__name__) in one, end
+    assert max(series(tmp_path)) == BAD - 1 and not list(tmp_path.glob("checkpoints/step-*"))
+
+
+def test_n5_without_the_check_the_sum_is_wrong_in_silence(options, tmp_path):
+    """The negative control."""
+    assert run_ranks(2, drifted, [*options, *TWO], tmp_path, other_type) == ["exit code 0"] * 2
+    assert series(tmp_path).keys() == first(options).keys() and series(tmp_path)[BAD] != first(options)[BAD]
+
+
+def left_out_run(options: list[str], folder: Path) -> tuple[int, str]:
+    return int(drifted(options, folder, left_out).removeprefix("exit code ")), ""
+
+
+@pytest.mark.slow
+def test_n5_without_the_check_one_left_out_is_no_word_about_why(options, tmp_path):
+    """... nor where: another collective fails, or the process is aborted in C++."""
+    codes = ends(2, tmp_path / "ranks", left_out_run, [*options, *TWO, "--run.step_timeout_seconds=3"], tmp_path)
+    assert codes != [0, 0] and "Drift" not in (tmp_path / "logs" / "rank-00000.log").read_text(), codes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp2xtp2", "tp2"])
+def test_n5_the_odd_one_of_many_and_a_healthy_run(mesh, options, tmp_path):
+    ranks, extra, _ = MESHES[mesh]
+    (tmp_path / "well").mkdir()
+    assert run_ranks(ranks, run, [*options, *extra, CHECKED, "--debug.replay_interval=3"], tmp_path / "well") == [(0, "")] * ranks
+    want = first(options)
+    assert max(abs(series(tmp_path / "well")[s] / want[s] - 1) for s in want) <= 1e-5
+    if mesh == "fsdp2xtp2":
+        ends = run_ranks(ranks, drifted, [*options, *extra, CHECKED], tmp_path, other_shape)
+        assert any("rank 1: allreduce_ float32[1]" in end for end in ends), ends
+
+
+def crossed() -> str:
+    """Every rank is in two groups; rank 1 takes the first for the second."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for dim in "a", "b":
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), mesh.get_group(dim))
+    with collectives.Checked():
+        try:
+            for dim in ("a", "a") if dist.get_rank() == 1 else ("a", "b"):
+                dist.all_reduce(torch.ones(3), group=mesh.get_group(dim))
+        except collectives.Drift as error:
+            return str(error)
+
+
+@pytest.mark.slow
+def test_n5_the_wrong_group_ends_with_the_lines_that_wait():
+    said = run_ranks(4, crossed)
+    waits = "did not come to allreduce_ float32[3] SUM at test_collectives.py"
+    assert f"mesh_b (ranks [0, 1]) {waits}" in said[0] and f"mesh_a (ranks [1, 3]) {waits}" in said[1], said
+
+
+def four(folder: str) -> str:
+    """Rank 2 of four leaves one out; the next one differs in nothing but the line that calls it."""
+    with collectives.Checked():
+        dist.all_reduce(torch.ones(3))
+        try:
+            if dist.get_rank() != 2:
+                dist.all_reduce(torch.ones(3))
+            dist.all_reduce(torch.ones(3))
+        except collectives.Drift as error:
+            return str(error)
+
+
+def test_n5_the_odd_one_is_told_from_the_majority(tmp_path):
+    for said in run_ranks(4, four, ""):
+        _, odd, others = said.splitlines()
+        assert odd.startswith("  rank 2: allreduce_ float32[3] SUM at test_collectives.py:"), said
+        assert others.startswith("  ranks 0, 1, 3: allreduce_ float32[3] SUM at test_collectives.py:"), said
+        line_of = {words: int(words.partition("test_collectives.py:")[2].split()[0]) for words in (odd, others)}
+        assert line_of[odd] == line_of[others] + 1
+
+
+def missing(folder: str) -> str:
+    """Rank 1 never comes."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return ""
+    with collectives.Checked():
+        try:
+            dist.all_reduce(torch.ones(3))
+        except collectives.Drift as error:
+            return str(error)
+
+
+@pytest.mark.slow
+def test_n5_one_that_does_not_come_is_an_error_with_the_line_that_waits():
+    said, _ = run_ranks(2, missing, "")
+    assert "a rank of group default_pg (ranks [0, 1]) did not come to allreduce_ float32[3] SUM at test_collectives.py:" in said
+
+
+# The gradient, computed twice
+
+
+def flipped(options: list[str], folder: Path, victim: int, which: int) -> str:
+    """A bit of one number in rank `victim`'s gradient flips: in the first or second computation of step BAD, which is also
+    the first in which they are compared."""
+    real, calls = train.linear_cross_entropy, []
+
+    def loss(hidden, *args, **kwargs):
+        calls.append(1)
+        micro_batches = train_batch // dp
+        begins = (BAD - 1) * micro_batches + which * micro_batches
+        if dist.get_rank() == victim and len(calls) == begins + 1:
+
+            def flip(gradient):
+                gradient = gradient.clone()
+                mine = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                mine.view(torch.int32).view(-1)[7] ^= 1 << 20
+                return gradient
+
+            hidden.register_hook(flip)
+        return real(hidden, *args, **kwargs)
+
+    tensor_parallel = next((int(o.partition("=")[2]) for o in options if "tensor_parallel" in o), 1)
+    train_batch, dp = 8, dist.get_world_size() // tensor_parallel
+    train.linear_cross_entropy = loss
+    try:
+        return f"exit code {run(options, folder)[0]}"
+    except train.Diverged as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("mesh", "victim", "which"), [
+    ("fsdp2", 1, 0), pytest.param("tp2", 1, 1, marks=pytest.mark.slow),
+    pytest.param("fsdp2", 0, 1, marks=pytest.mark.slow), pytest.param("fsdp2xtp2", 2, 1, marks=pytest.mark.slow),
+    pytest.param("hsdp2x2", 3, 0, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_n3_a_rank_whose_gradient_is_another_one_the_second_time_is_named(mesh, victim, which, options, tmp_path):
+    ranks, extra, _ = MESHES[mesh]
+    given = [*options, *extra, f"--debug.replay_interval={BAD}"]
+    for end in run_ranks(ranks, flipped, given, tmp_path, victim, which):
+        assert end.startswith(f"step {BAD}: the gradient of rank {victim} is another one"), end
+    assert not list(tmp_path.glob("checkpoints/step-*")) and max(series(tmp_path)) == BAD - 1
+
+
+@pytest.mark.slow
+def test_n3_without_the_replay_a_flipped_bit_is_everybodys(options, tmp_path):
+    """The negative control; and a healthy run with it is bitwise the same, and says nothing."""
+    assert run_ranks(2, flipped, [*options, *TWO], tmp_path, 1, 0) == ["exit code 0"] * 2
+    assert series(tmp_path) != first(options)
+    (tmp_path / "well").mkdir()
+    assert run_ranks(2, run, [*options, *TWO, "--debug.replay_interval=1"], tmp_path / "well") == [(0, "")] * 2
+    assert series(tmp_path / "well") == first(options)

@@ -1,0 +1,89 @@
+"""Whether the fast path learns what the plain one learns: loss curves of 300 steps, and how far seeds alone put them apart.
+
+    python -m tools.bench.curve [--steps 300] [--seeds 4] [--json out.json] [--table.key=value ...]
+
+Plain is float32, one process, nothing compiled; `fast` is bfloat16 with compiled blocks. A small model reads this repository's
+own source. Curves are means over windows of 25 steps. `fast - plain` at the same seed and data must be smaller than the spread
+(standard deviation over seeds) of the plain curve in the same window. What --table.key=value says is laid over the fast one.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import train
+from configs.load import load_config
+from data import order as orders
+from data.loader import Batches
+from tools.bench import harness
+
+MODEL = (
+    "--model.dim=96 --model.n_layers=3 --model.n_heads=4 --model.n_kv_heads=2 --model.hidden_dim=256 --model.vocab_size=257 "
+    "--data.tokenizer=bytes --training.seq_len=96 --training.global_batch_size=8 --training.local_batch_size=8 "
+    "--optimizer.lr=2e-3 --lr_schedule.warmup_steps=20"
+).split()
+FAST = ["--training.param_dtype=bfloat16", "--compile.enabled=true"]
+WINDOW = 25
+
+
+class Source:
+    """The bytes of this repository's Python files, as data/prepare.py's Tokens."""
+
+    split, folder = "train", "."
+
+    def __init__(self) -> None:
+        files = sorted(Path(__file__).resolve().parents[2].glob("[a-z]*/*.py"))
+        self.ids = np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.ids[start:stop]
+
+
+def curve(options: list[str], seed: int, steps: int) -> list[float]:
+    """The loss of every step."""
+    cfg = load_config([*MODEL, f"--run.seed={seed}", f"--training.steps={steps}", *options])
+    job, tokens = train.build(cfg), Source()
+    t = cfg.training
+    order = orders.begin(orders.describe([("", "", tokens, [[0, 1.0]])], seed, t.seq_len, t.global_batch_size))
+    batches, losses = Batches([tokens], order, t.local_batch_size, 0, 1), []
+    for step in range(steps):
+        train.set_learning_rate(job.optimizer, train.learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule))
+        losses.append(train.train_step(job, batches[step]).loss)
+    return losses
+
+
+def windows(losses: list[float]) -> list[float]:
+    return [statistics.fmean(losses[a : a + WINDOW]) for a in range(0, len(losses), WINDOW)]
+
+
+def compared(fast: list[str], steps: int, seeds: int) -> list[tuple[float, float, float]]:
+    """For each window of steps: plain loss, fast - plain at seed 0, deviation of the plain loss over the seeds."""
+    plain = [windows(curve(["--training.param_dtype=float32"], seed, steps)) for seed in range(seeds)]
+    other = windows(curve(fast, 0, steps))
+    return [(values[0], ours - values[0], statistics.stdev(values)) for ours, *values in zip(other, *plain, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--json")
+    args, overrides = parser.parse_known_args()
+    torch.manual_seed(0)
+    seen = compared([*FAST, *overrides], args.steps, args.seeds)
+    rows = [
+        [f"{i * WINDOW + 1} to {(i + 1) * WINDOW}", f"{plain:.4f}", f"{apart:+.4f}", f"{spread:.4f}", f"{abs(apart) / spread:.2f}"]
+        for i, (plain, apart, spread) in enumerate(seen)
+    ]
+    columns = ["steps", "plain loss, seed 0", "fast - plain", "deviation over seeds", "ratio"]
+    harness.report("Loss curves", columns, rows, f"{args.seeds} seeds; fast: {' '.join([*FAST, *overrides])}.", args.json)
+
+
+if __name__ == "__main__":
+    main()

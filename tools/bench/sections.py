@@ -1,0 +1,185 @@
+"""A training step by its sections, beside the rate at which this machine multiplies matrices, for a list of configurations.
+
+    python -m tools.bench.sections [--rounds 5] [--only NAME] [--json out.json] [--table.key=value ...]
+    python -m tools.bench.sections --one [--rounds 5] [--fake-world N] --table.key=value ...     # one, as a line of JSON
+
+Each configuration runs in a process of its own, so that peak memory is its own: `train.build`, `train.train_step` and the data
+path of a run on random tokens. Steps alternate with one large matrix product of the same type, so `of products` compares what
+was measured at the same time; `MFU` is against the data sheet (none for a CPU). The sections are timed in further steps, with
+the device waited for at each boundary. What --table.key=value says is laid over every configuration.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import torch
+
+import train
+from configs.load import load_config
+from data import order as orders
+from data.loader import Batches
+from parallelisms import dp
+from parallelisms.mesh import world
+from tools.bench import harness
+from tools.trace import pretend
+from training.metrics import flops_per_token, memory_gib, peak_flops
+
+BENCH = (  # issue-sized for two cores: large enough that matrix products lead
+    "--model.dim=512 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=64 --model.hidden_dim=1536 "
+    "--model.vocab_size=8192 --training.seq_len=512 --training.local_batch_size=8 --training.global_batch_size=8"
+)
+LAYERS_1B = "--model.flavor=1B --model.n_layers=2 --model.vocab_size=8192 --training.seq_len=512 --training.local_batch_size=2 --training.global_batch_size=2"
+LAYERS_8B = (
+    "--model.flavor=8B --model.n_layers=6 --training.seq_len=8192 --training.local_batch_size=1 --training.global_batch_size=1 "
+    "--training.param_dtype=bfloat16 --activation_checkpoint.mode=selective --compile.enabled=true"
+)
+CONFIGS = {
+    "cpu": {
+        "debug float32": "--training.param_dtype=float32",
+        "debug bfloat16": "--training.param_dtype=bfloat16",
+        "d512 float32": f"{BENCH} --training.param_dtype=float32",
+        "d512 bfloat16": f"{BENCH} --training.param_dtype=bfloat16",
+        "d512 bfloat16 compiled": f"{BENCH} --training.param_dtype=bfloat16 --compile.enabled=true",
+        "1B layers bfloat16": f"{LAYERS_1B} --training.param_dtype=bfloat16",
+    },
+    "cuda": {
+        "8B layers bfloat16": LAYERS_8B,
+        "8B layers float8 tensorwise": f"{LAYERS_8B} --training.float8=tensorwise",
+        "8B layers float8 rowwise": f"{LAYERS_8B} --training.float8=rowwise",
+    },
+}
+SECTIONS = ("data", "forward", "backward", "clip", "optimizer")
+
+
+class Random:
+    """Random tokens, in place of data/prepare.py's Tokens."""
+
+    split, folder = "train", "random"
+
+    def __init__(self, vocab_size: int, count: int) -> None:
+        self.ids = np.random.default_rng(0).integers(0, vocab_size, count).astype(np.uint32)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.ids[start:stop]
+
+
+def batches(job: train.Job) -> Batches:
+    t = job.cfg.training
+    tokens = Random(job.arch["vocab_size"], 4 * t.global_batch_size * t.seq_len + 1)
+    order = orders.begin(orders.describe([("", "", tokens, [[0, 1.0]])], 0, t.seq_len, t.global_batch_size))
+    return Batches([tokens], order, t.local_batch_size, job.mesh.dp_rank, job.mesh.dp_size)
+
+
+@contextmanager
+def sections(job: train.Job) -> Iterator[tuple[dict[str, float], Callable[[str], None]]]:
+    """Seconds by section, and what opens one (closing the one before)."""
+    seconds, now = dict.fromkeys((*SECTIONS, ""), 0.0), {"section": "", "since": time.perf_counter()}
+
+    def open_(section: str) -> None:
+        if job.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        at = time.perf_counter()
+        seconds[now["section"]] += at - now["since"]
+        now.update(section=section, since=at)
+
+    clip = train.clip_grad_norm
+    hooks = [
+        job.model.register_forward_pre_hook(lambda *_: open_("forward"), prepend=True),
+        job.model.register_forward_hook(lambda *_: open_("backward")),
+        job.optimizer.register_step_pre_hook(lambda *_: open_("optimizer")),
+    ]
+    with mock.patch.object(train, "clip_grad_norm", lambda *args: (open_("clip"), clip(*args))[1]):
+        yield seconds, open_
+    for hook in hooks:
+        hook.remove()
+
+
+def one(options: list[str], rounds: int) -> dict:
+    """Medians of this process's configuration; every rank of its mesh calls it."""
+    cfg = load_config(options, world().size, world().local_size)
+    job = train.build(cfg)
+    device, t = job.mesh.device, cfg.training
+    dtype, data = dp.param_dtype(t, device), batches(job)
+    steps = iter(range(10**9))
+    multiply, product_flops = harness.product(dtype, device)
+    step = lambda: train.train_step(job, data[next(steps)])  # noqa: E731
+    timed = harness.alternate({"step": step, "product": multiply}, rounds)
+    memory = memory_gib(device)
+    with sections(job) as (seconds, open_):
+        for _ in range(rounds):
+            open_("data")
+            batch = data[next(steps)]
+            train.train_step(job, batch)
+            open_("")
+    tokens = t.global_batch_size * t.seq_len
+    seconds_per_step = statistics.median(timed["step"])
+    flops = flops_per_token(job.arch, t.seq_len) * tokens / seconds_per_step / job.mesh.size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    peak = peak_flops(name, cfg.metrics.peak_tflops, dtype)
+    return {
+        "seconds": seconds_per_step, "fastest": min(timed["step"]), "tokens_per_second": tokens / seconds_per_step,
+        "gflops": flops / 1e9, "product_gflops": product_flops / statistics.median(timed["product"]) / 1e9,
+        "mfu": flops / peak if peak else None, "memory_gib": memory,
+        "sections": {name: seconds[name] / rounds for name in SECTIONS},
+    }  # fmt: skip
+
+
+def on_fake_group(options: list[str], rounds: int, size: int) -> dict:
+    """The same as rank 0 of so many ranks, whose collectives return at once: what the host has to do. Nothing is received, so
+    what is gathered is no number; the gate that would skip the update is held open. Processor time of one thread."""
+    torch.set_num_threads(1)
+    finite = SimpleNamespace(**vars(train.math) | {"isfinite": lambda _: True})
+    with pretend(size, min(size, 8)), mock.patch.object(train, "math", finite):
+        cfg = load_config(options, size, min(size, 8))
+        job = train.build(cfg)
+        shape = (1, cfg.training.local_batch_size, cfg.training.seq_len)
+        batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
+        seconds = harness.alternate({"step": lambda: train.train_step(job, batch)}, 5 * rounds, clock=time.process_time)["step"]
+    return {"seconds": statistics.median(seconds), "fastest": min(seconds)}
+
+
+def row(name: str, seen: dict) -> list[str]:
+    whole = sum(seen["sections"].values())
+    return [
+        name, f"{seen['seconds'] * 1e3:,.0f} ms", f"{seen['tokens_per_second']:,.0f}", f"{seen['gflops']:,.0f}",
+        f"{seen['gflops'] / seen['product_gflops']:.0%} of {seen['product_gflops']:,.0f}",
+        f"{seen['mfu']:.1%}" if seen["mfu"] else "-", f"{seen['memory_gib']:.2f}",
+        *(f"{seen['sections'][section] / whole:.1%}" for section in SECTIONS),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--json")
+    parser.add_argument("--one", action="store_true")
+    parser.add_argument("--fake-world", type=int, default=0)
+    args, overrides = parser.parse_known_args()
+    if args.one:
+        seen = on_fake_group(overrides, args.rounds, args.fake_world) if args.fake_world else one(overrides, args.rounds)
+        print(json.dumps(seen))
+        train.meshes.close_mesh()
+        return
+    rows = []
+    for name, options in CONFIGS["cuda" if torch.cuda.is_available() else "cpu"].items():
+        if args.only in name:
+            seen = harness.child("tools.bench.sections", "--one", f"--rounds={args.rounds}", *options.split(), *overrides)
+            rows.append(row(name, seen))
+            print(" | ".join(rows[-1]), flush=True)
+    columns = ["configuration", "median step", "tokens/s", "GFLOP/s", "of products", "MFU", "peak GiB", *SECTIONS]
+    harness.report("Sections of a step", columns, rows, f"{args.rounds} rounds, step and product in turn.", args.json)
+
+
+if __name__ == "__main__":
+    main()
