@@ -31,6 +31,7 @@ COMMANDS = {
     "tensorboard --logdir runs": None,  # serves until it is stopped
     "./run_tests.sh": None,  # this suite
     "./run_train.sh configs/llama_8b.toml": None,  # needs GPUs and a corpus; the presets are checked in test_config.py
+    "RESTARTS=3 ./run_train.sh configs/llama_8b.toml": None,  # test_restarts.py runs the real thing
     "NNODES=32 NODE_RANK=$RANK MASTER_ADDR=node0 ./run_train.sh configs/llama_70b.toml": None,
     "srun --ntasks-per-node=1 ./run_train.sh configs/llama_70b.toml": None,
     "srun --ntasks-per-node=1 ./run_train.sh --preflight configs/llama_70b.toml": None,  # test_preflight.py runs the real thing
