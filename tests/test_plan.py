@@ -124,7 +124,7 @@ def real(options: list[str]) -> tuple[int, dict[str, int], Counter, Counter, dic
     return peak, kinds, collectives(step), seen, peaks(step)
 
 
-QUICK = ("single", "fsdp2-full-accumulate", "tp2-selective-accumulate", "fsdp2xtp2", "hsdp2x2-selective")
+QUICK = ("single-bf16", "ddp2", "fsdp2-full-accumulate-sharded", "fsdp2xtp2")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
@@ -174,7 +174,8 @@ def composed_and_whole(cfg, ranks: int) -> list[tuple]:
     return [(peak, kinds, collectives(step), f) for step, (peak, _, kinds), f in zip(steps, peaks, flops)]
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.cap(120)
+@pytest.mark.parametrize("name", [n if n == "never-reshard" else pytest.param(n, marks=pytest.mark.slow) for n in WHOLE])
 def test_a_step_put_together_from_few_layers_is_the_whole_step(name):
     ranks, options = WHOLE[name]
     few, whole = apart(composed_and_whole, config(options, ranks), ranks)
@@ -286,6 +287,7 @@ def command(*argv: str, cap: float = 60) -> tuple[int, str, str, float]:
     return done.returncode, done.stdout, done.stderr, float(found[1]) if found else 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.cap(240)
 def test_what_fits_nowhere_is_told_with_what_would_work(tmp_path):
     device = own_device(tmp_path, peak_tflops=10, memory_gib=1.52)
@@ -293,6 +295,7 @@ def test_what_fits_nowhere_is_told_with_what_would_work(tmp_path):
     assert code == 2 and "nothing fits 1.5 GiB on 2 GPUs; the nearest is tensor_parallel" in said, said
 
 
+@pytest.mark.slow
 @pytest.mark.cap(240)
 def test_the_best_of_a_search_is_written_and_runs(tmp_path):
     out = str(tmp_path / "best.toml")

@@ -31,6 +31,7 @@ from parallelisms.mesh import World
 from tests.ranks import run_ranks
 from tests.test_scripts import environment
 from tests.test_two_hosts import hosts  # noqa: F401  a fixture
+from tools.estimate import load_device
 from tools.preflight import __main__ as preflight
 from tools.preflight import answers, job, machine, network
 from tools.preflight.here import Here, differences, spans
@@ -190,7 +191,7 @@ def play(name: str, place: Path, timeout: int = 60) -> tuple[int, str]:
             fault.sabotage(patch, place)
         timeout = 4 if name == "folder not shared" else timeout  # half of which a rank waits to see what others wrote
         options = Namespace(only=fault.only, skip="", json=f"{place}/{name}.json" if rank == 0 else "", timeout=timeout,
-                            expect="")
+                            expect="", device="")
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         with redirect_stdout(out):
             code = preflight.run(options, TINY, store)
@@ -293,7 +294,7 @@ def lost(name: str, place: Path, timeout: int) -> None:
 
 
 @pytest.mark.cap(60)
-@pytest.mark.parametrize("name", ["never came", "died", "hangs alone"])
+@pytest.mark.parametrize("name", ["died", *(pytest.param(n, marks=pytest.mark.slow) for n in ("never came", "hangs alone"))])
 def test_a_rank_that_does_not_answer_is_named(place, name):
     lost(name, place, 4)
 
@@ -332,6 +333,30 @@ def test_a_slow_gpu_fails_and_says_why():
     found = machine.judge_compute(host_of(16), rows)
     assert [row.result for row in found] == ["FAIL", "ok"]
     assert "rank 13 (host node1): 553 TFLOP/s, 0.79 of the median 700, 91 °C, slowed down" in found[0].detail
+
+
+def test_gpus_that_are_all_too_slow_have_no_median_but_the_table():
+    """Negative control: without --device nothing is wrong with them."""
+    rows = [{"flops": 400e12, "bytes": 1.5e12, "hint": "", "shape": [8, 8, 8], "peak": 989e12}] * 16
+    here = host_of(16)
+    assert {row.result for row in machine.judge_compute(here, rows)} == {"ok"}
+    here.table = load_device("h100")
+    bad = [row.detail for row in machine.judge_compute(here, rows) if row.result == "FAIL"]
+    assert len(bad) == 2 and "median 400 TFLOP/s, but 593 are expected of NVIDIA H100" in bad[0] and "1.5e+03 GB/s" in bad[1]
+
+
+def test_links_that_are_all_too_slow_have_no_median_but_the_table():
+    """The table's rate is that of this message: small ones reach less."""
+    said = bandwidths()
+    for answer in said:
+        answer["dims"]["dp_shard"] |= {"bytes": 1 << 30, "all-gather": 5e9, "all-reduce": 5e9}
+    here = host_of(24)
+    assert {row.result for row in network.judge_bandwidth(here, said)} == {"ok"}
+    here.table = load_device("h100")
+    bad = [row.detail for row in network.judge_bandwidth(here, said) if row.result == "FAIL"]
+    assert len(bad) == 2 and all(text.startswith("dp_shard: ") and "5 GB/s, but NVIDIA H100 80GB HBM3 should make 40:" in text for text in bad)
+    here.expect = {"dp_shard": 6}  # says otherwise
+    assert not [row for row in network.judge_bandwidth(here, said) if row.result == "FAIL"]
 
 
 def bandwidths(slow_link: tuple | None = None, slow_group: int = -1) -> list[dict]:
@@ -469,6 +494,7 @@ def test_mistakes_cost_a_second_and_exit_code_2(place):
 
 @pytest.mark.parametrize("arguments, words", [
     (["--only=sleep"], "--only=sleep: no such check"), (["--expect=tp"], "--expect=tp: must be DIMENSION:GB/s"),
+    (["--device=h10"], "--device h10: unknown; did you mean"), (["--device=cpu"], "--device=cpu: would be measured"),
 ])  # fmt: skip
 def test_a_wrong_argument(arguments, words, capfd):
     assert preflight.main([*TINY, *arguments]) == 2

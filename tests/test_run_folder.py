@@ -345,6 +345,7 @@ def stalls(where: str, options: list[str], folder: Path) -> dict[str, float]:
     return account(read(folder)).seconds
 
 
+@pytest.mark.slow
 def test_a_wait_of_the_optimizer_for_a_save_is_a_stall_and_no_work(tmp_path):
     options, seconds = tiny_run(tmp_path), {}
     for where in ("save", "nobody asks", "data"):

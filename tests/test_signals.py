@@ -331,6 +331,7 @@ def paused(folder: Path, options: list[str], seconds: float) -> tuple[int, str]:
     return run(options, folder)
 
 
+@pytest.mark.torture
 def test_s4_a_rank_that_is_frozen_for_three_seconds_changes_nothing(options, tmp_path):
     assert run_ranks(2, paused, tmp_path, options, 3.0) == [(0, "")] * 2
     assert series(tmp_path) == series(whole(options))

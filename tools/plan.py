@@ -385,7 +385,7 @@ def _named(summary: dict) -> str:
 
 def _nearest_that_works(cfg: Config, ask: Question, nearest: dict) -> str:
     """The fewest GPUs, in doublings, on which the nearest choice fits; and the smallest device of the table that takes it."""
-    tp, replicate, _, local, accumulate = nearest["choice"]
+    tp, replicate, *_, accumulate = nearest["choice"]
     gpus, words = ask.gpus, []
     for _ in range(6):
         gpus *= 2
@@ -393,8 +393,8 @@ def _nearest_that_works(cfg: Config, ask: Question, nearest: dict) -> str:
         rows = [with_choice(cfg, tp, replicate, "full", l, accumulate) for l in {1, cfg.training.global_batch_size * tp // gpus} if l]
         works = [c for c in rows if legal(c, more) and make_plan(c, more).fits]
         if works:
-            local = works[0].training.local_batch_size
-            words.append(f"{gpus} GPUs would do (tensor_parallel = {tp}, mode = full, local_batch_size = {local})")
+            choice = (tp, replicate, "full", works[0].training.local_batch_size, accumulate)
+            words.append(f"{gpus} GPUs would do ({_named({'choice': choice})})")
             break
     words.append(f"or a device with {nearest['needed'] / GIB:.0f} GiB")
     return ", ".join(words)

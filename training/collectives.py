@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +41,7 @@ class Watch(TorchDispatchMode):
         raise NotImplementedError
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(t, (DTensor, dist._functional_collectives.AsyncCollectiveTensor)) for t in types):
+        if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
             return NotImplemented  # their own dispatch brings it back with plain tensors
         if func.namespace in NAMESPACES and (name := func._schema.name.partition("::")[2]) not in SILENT:
             self.see(name, func, args)

@@ -30,9 +30,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_h = torch.empty_like(h) if need_h else None
         grad_w = None
         whole = len(h) <= chunk_tokens
+        narrow = h.new_empty(min(len(h), chunk_tokens), len(weight))  # a piece's logits, then their gradient
+        wide = narrow.float()  # itself, if h is float32; both serve every piece: fresh pages cost a CPU a tenth of the loss
         for a in range(0, len(h), chunk_tokens):
             hc, label = h[a : a + chunk_tokens], labels[a : a + chunk_tokens]
-            logits = (hc @ weight.t()).float()  # [C, V]
+            product = torch.mm(hc, weight.t(), out=narrow[: len(hc)])  # [C, V]
+            logits = product if wide is narrow else wide[: len(hc)].copy_(product)
             counts = label != IGNORE
             row = label - first_row
             mine = counts & (row >= 0) & (row < len(weight))  # labels whose logit this rank holds
@@ -58,7 +61,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 scale = counts / sums
                 d_logits = probs.mul_(scale[:, None])
                 d_logits.scatter_add_(1, row, -mine.float()[:, None])
-                d_logits = d_logits.to(h.dtype)
+                d_logits = d_logits if wide is narrow else product.copy_(d_logits)
                 if need_h:
                     torch.mm(d_logits, weight, out=grad_h[a : a + chunk_tokens])
                 if need_w and whole:

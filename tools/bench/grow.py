@@ -14,13 +14,19 @@ from configs.load import load_config
 from tools.bench import harness
 from training.metrics import flops_per_token
 
-SMALL = "--model.dim=64 --model.n_layers=1 --model.n_heads=2 --model.n_kv_heads=2 --model.hidden_dim=176 --model.vocab_size=263 --data.tokenizer=bytes"
-TINY = "--model.dim=64 --model.n_layers=4 --model.n_heads=4 --model.n_kv_heads=4 --model.hidden_dim=64 --model.vocab_size=263 --data.tokenizer=bytes --training.seq_len=8"
+SMALL = (
+    "--model.flavor=1B --model.dim=64 --model.head_dim=32 --model.n_layers=1 --model.n_heads=2 --model.n_kv_heads=2 "
+    "--model.hidden_dim=176 --model.vocab_size=263 --data.tokenizer=bytes"
+)
+TINY = (
+    "--model.dim=64 --model.n_layers=4 --model.n_heads=4 --model.n_kv_heads=4 "
+    "--model.hidden_dim=64 --model.vocab_size=263 --data.tokenizer=bytes --training.seq_len=8"
+)
 RANKS = "--training.global_batch_size=8 --training.seq_len=256"
 AXES = {  # axis -> the model that it varies, sizes, options of a size
     "batch": ("", (1, 2, 4, 8, 16), "--training.local_batch_size={0} --training.global_batch_size={0}"),
     "sequence": (SMALL, (512, 1024, 2048, 4096, 8192, 16384, 32768),
-                 "--model.max_seq_len={0} --training.seq_len={0} --training.local_batch_size=1 --training.global_batch_size=1"),
+                 "--training.seq_len={0} --training.local_batch_size=1 --training.global_batch_size=1"),
     "layers": ("", (2, 4, 8, 16), "--model.n_layers={0}"),
     "width": ("--model.n_heads=8 --model.n_kv_heads=8", (128, 256, 512, 1024), "--model.dim={0} --model.hidden_dim={0}"),
     "gloo ranks": (RANKS, (1, 2, 4), "ranks={0}"),

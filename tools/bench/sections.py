@@ -31,11 +31,14 @@ from tools.bench import harness
 from tools.trace import pretend
 from training.metrics import flops_per_token, memory_gib, peak_flops
 
-BENCH = (  # issue-sized for two cores: large enough that matrix products lead
+BENCH = (  # for two cores: large enough that matrix products lead
     "--model.dim=512 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=64 --model.hidden_dim=1536 "
     "--model.vocab_size=8192 --training.seq_len=512 --training.local_batch_size=8 --training.global_batch_size=8"
 )
-LAYERS_1B = "--model.flavor=1B --model.n_layers=2 --model.vocab_size=8192 --training.seq_len=512 --training.local_batch_size=2 --training.global_batch_size=2"
+LAYERS_1B = (
+    "--model.flavor=1B --model.n_layers=2 --model.vocab_size=8192 --training.seq_len=512 --training.local_batch_size=2 "
+    "--training.global_batch_size=2"
+)
 LAYERS_8B = (
     "--model.flavor=8B --model.n_layers=6 --training.seq_len=8192 --training.local_batch_size=1 --training.global_batch_size=1 "
     "--training.param_dtype=bfloat16 --activation_checkpoint.mode=selective --compile.enabled=true"

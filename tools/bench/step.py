@@ -7,11 +7,14 @@ Same shape, batch, dtype and optimizer for all; in alternation, in one process. 
 - ours: `train.build` and `train.train_step`, as a run does it, metrics and all checks included.
 - bare: our model in a loop of five lines, with torch's own clipping. In bfloat16 it keeps float32 masters by hand.
 - hf: `LlamaForCausalLM` in that same loop; in bfloat16 under autocast, as its users train it.
+- accelerate, litgpt: the same model prepared by Hugging Face's Accelerator, and Lightning's GPT of the same shape in that
+  loop; where they are installed (they are no requirement of ours: use an environment that you can throw away).
 """
 
 import argparse
 import statistics
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 
@@ -59,21 +62,61 @@ def bare_bfloat16(arch, cfg, tokens, labels):
     return step
 
 
-def hf(arch, cfg, tokens, labels, dtype):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(LlamaConfig(**config_json(arch)))
+def looped(model, logits_of, labels, dtype):
+    """A peer's model in the bare loop; in bfloat16 under autocast."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step():
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            logits = model(tokens, use_cache=False).logits
+        with torch.autocast(labels.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            logits = logits_of()
         torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
+
+
+def hf(arch, cfg, tokens, labels, dtype):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**config_json(arch)))
+    return looped(model, lambda: model(tokens, use_cache=False).logits, labels, dtype)
+
+
+def accelerate(arch, cfg, tokens, labels, dtype):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the type of the first one
+    runner = Accelerator(cpu=tokens.device.type == "cpu", mixed_precision="bf16" if dtype == torch.bfloat16 else "no")
+    model = LlamaForCausalLM(LlamaConfig(**config_json(arch)))
+    model, optimizer = runner.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+
+    def step():
+        logits = model(tokens, use_cache=False).logits
+        runner.backward(torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()))
+        runner.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def litgpt(arch, cfg, tokens, labels, dtype):
+    from litgpt import GPT, Config
+
+    model = GPT(Config(
+        n_layer=arch["n_layers"], n_head=arch["n_heads"], n_query_groups=arch["n_kv_heads"], n_embd=arch["dim"],
+        head_size=arch["head_dim"], intermediate_size=arch["hidden_dim"], padded_vocab_size=arch["vocab_size"],
+        vocab_size=arch["vocab_size"], block_size=cfg.training.seq_len, rotary_percentage=1.0, rope_base=int(arch["rope_theta"]),
+        parallel_residual=False, bias=False, norm_class_name="RMSNorm", norm_eps=arch["norm_eps"], mlp_class_name="LLaMAMLP",
+    ))  # fmt: skip
+    return looped(model, lambda: model(tokens), labels, dtype)
+
+
+PEERS = {"hf": hf, "accelerate": accelerate, "litgpt": litgpt}  # those that are installed are measured
 
 
 def measure(dtype_name: str, overrides: list[str], rounds: int) -> list[list[str]]:
@@ -84,9 +127,10 @@ def measure(dtype_name: str, overrides: list[str], rounds: int) -> list[list[str
         window = torch.randint(0, job.arch["vocab_size"], (t.local_batch_size, t.seq_len + 1))
         tokens, labels = window[:, :-1].contiguous(), window[:, 1:].contiguous()
         bare = (bare_float32 if dtype == torch.float32 else bare_bfloat16)(job.arch, cfg, tokens, labels)
-        others = {"bare": bare, "hf": hf(job.arch, cfg, tokens, labels, dtype)}
+        installed = {name: of for name, of in PEERS.items() if find_spec("transformers" if name == "hf" else name)}
+        others = {name: of(job.arch, cfg, tokens, labels, dtype) for name, of in installed.items()}
     batch = {"tokens": tokens[None], "labels": labels[None]}
-    seconds = harness.alternate({"ours": lambda: train.train_step(job, batch), **others}, rounds)
+    seconds = harness.alternate({"ours": lambda: train.train_step(job, batch), "bare": bare, **others}, rounds)
     flops = flops_per_token(job.arch, t.seq_len) * tokens.numel()
     rows = []
     for name, times in seconds.items():

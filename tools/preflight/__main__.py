@@ -35,6 +35,7 @@ import torch.distributed as dist
 import train
 from configs.schema import InputError, redact
 from parallelisms import mesh as meshes
+from tools.estimate import Device, load_device
 from tools.preflight import job, machine, network
 from tools.preflight.answers import Desk, Stopped, Worker, judge_trouble
 from tools.preflight.here import LONG, SLOW, TIMEOUT, Here, Row, in_seconds, spans
@@ -79,6 +80,13 @@ def expected(text: str) -> dict[str, float]:
         if dim not in ("dp_replicate", "dp_shard", "tp") or not 0 < rates[dim] < float("inf"):
             raise InputError(f"--expect={part}: must be DIMENSION:GB/s, such as tp:300,dp_shard:40")
     return rates
+
+
+def promised(name: str) -> Device | None:
+    """What --device names. Raises InputError."""
+    if name == "cpu":
+        raise InputError("--device=cpu: would be measured on this very machine; name what the machines should be")
+    return load_device(name) if name else None
 
 
 def chosen(only: str, skip: str) -> list[str]:
@@ -206,7 +214,8 @@ def run(options: argparse.Namespace, argv: list[str], store: dist.Store | None =
     """The preflight of this rank. store: reaches all ranks; without one that of the launcher. Raises InputError."""
     names, world = chosen(options.only, options.skip), meshes.world()
     host = socket.gethostname()
-    here = Here(argv, world, host, os.environ.get("GROUP_RANK", host), options.timeout, expected(options.expect))
+    here = Here(argv, world, host, os.environ.get("GROUP_RANK", host), options.timeout, expected(options.expect),
+                promised(options.device))  # fmt: skip
     page = None
     if world.rank == 0:
         here.id = os.urandom(6).hex()
@@ -250,6 +259,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--skip", default="", metavar="CHECKS", help="all but these and what needs them")
     parser.add_argument("--expect", default="", metavar="DIM:GB/S", help="bus bandwidth that a mesh dimension must come "
                         f"near ({SLOW['group']:g} of it): tp:300,dp_shard:40")  # fmt: skip
+    parser.add_argument("--device", default="", metavar="NAME", help="what the machines should be, a row of tools/devices.toml "
+                        "or a TOML file: products, memory and what --expect leaves out must come near its rates")  # fmt: skip
     parser.add_argument("--json", default="", metavar="FILE", help="also write the rows and every rank's answers there")
     parser.add_argument("--timeout", type=int, metavar="SECONDS", help=f"of each check; default: {TIMEOUT}, and run.init_"
                         f"timeout_seconds for {', '.join(LONG)}")  # fmt: skip

@@ -14,6 +14,7 @@ from checkpoint.lease import Lease
 from configs.schema import Config
 from data.order import Order
 from parallelisms.mesh import World
+from tools.estimate import Device, Ring
 
 # What is slow: below this share of the median of all ranks (of all links of a kind). Healthy machines of one kind are
 # within a few per cent of each other in arithmetic, less alike on a network and on a shared file system.
@@ -42,6 +43,7 @@ class Here:
     node: str  # which host of the run; two may have the same name
     seconds: int | None  # --timeout
     expect: dict[str, float] = field(default_factory=dict)  # --expect: GB/s by mesh dimension
+    table: Device | None = None  # --device: what the machines should be, as tools/plan.py knows it
     id: str = ""  # of this preflight, the same on all ranks
     hosts: dict[int, str] = field(default_factory=dict)  # on rank 0: rank -> host
     leaders: list[int] = field(default_factory=list)  # on rank 0: the first rank of each host
@@ -59,6 +61,17 @@ class Here:
         """Seconds that a check may take on a rank."""
         usual = self.cfg.run.init_timeout_seconds if self.cfg and check in LONG else TIMEOUT
         return self.seconds or usual
+
+    def wanted(self, dim: str, kind: str, ranks: Sequence[int], size: int) -> tuple[float, str]:
+        """GB/s (bus bandwidth) that a collective of `size` bytes should reach, and which option says so; 0: none does."""
+        if dim in self.expect:
+            return self.expect[dim], f"--expect={dim}:{self.expect[dim]:g}"
+        if not self.table:
+            return 0.0, ""
+        n, rounds = len(ranks), 2 if kind == "all-reduce" else 1
+        seconds = Ring.of(list(ranks), self.world.local_size).seconds(kind, size, self.table)
+        rate = size * rounds * (n - 1) / n / seconds / 1e9
+        return rate, f"{self.table.name or 'the device'} should make {rate:.3g}"
 
     @property
     def slow(self) -> str:

@@ -27,6 +27,7 @@ from configs.schema import Config, InputError
 from models import MODELS
 from parallelisms import dp
 from parallelisms import mesh as meshes
+from tools.estimate import MEMORY_EFFICIENCY
 from tools.preflight.here import SLOW, Here, Row, differences, in_bytes, in_seconds
 from training.metrics import peak_flops
 from training.optim import build_optimizer
@@ -281,12 +282,25 @@ def judge_compute(here: Here, answers: list[dict]) -> list[Row]:
             hint = f", {answers[r]['hint']}" if answers[r]["hint"] else ""
             text = f"{here.named([r])}: {rates[r]:.3g} {unit}, {rates[r] / middle:.2f} of the median {middle:.3g}{hint}"
             rows.append(Row(here.slow, f"{kind}: {text}; take that device out, or see what else runs on it", False))
+        wanted = _wanted(here, kind) / scale
+        if middle < SLOW[kind] * wanted:
+            text = f"{kind}: median {middle:.3g} {unit}, but {wanted:.3g} are expected of {here.table.name or 'the device'}: see clocks, power limit"
+            rows.append(Row("FAIL", f"{text} and MIG with nvidia-smi -q", False))
         if not slow:
             peak = answers[0]["peak"] if kind == "matmul" else None
             of = f", {middle * scale / peak:.0%} of its peak" if peak else ""
             text = f"{what if kind == 'matmul' else kind}: median {middle:.3g} {unit}{of}"
             rows.append(Row("ok", f"{text}, least {rates[low]:.3g} on {here.named([low])}"))
     return rows
+
+
+def _wanted(here: Here, kind: str) -> float:
+    """FLOP/s or bytes per second that --device promises; 0: it was not given, or promises nothing for this type."""
+    if not here.table or here.dtype != torch.bfloat16:
+        return 0.0
+    if kind == "matmul":
+        return here.table.peak * here.table.matmul_efficiency
+    return here.table.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY
 
 
 # folder: where checkpoints go -----------------------------------------------------------------------------------------

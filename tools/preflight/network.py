@@ -209,8 +209,9 @@ def judge_bandwidth(here: Here, answers: list[dict]) -> list[Row]:
                 share = f"{rates[ranks] / middle:.2f} of the median {middle:.3g} of the {len(rates)} groups"
                 text = f"{dim}: {name} of {here.named(ranks)}: {rates[ranks]:.3g} GB/s, {share}"
                 rows.append(Row(here.slow, text, blocks=False))
-            if middle < SLOW["group"] * here.expect.get(dim, 0):
-                text = f"{dim}: {name} {middle:.3g} GB/s, but --expect={dim}:{here.expect[dim]:g}: see with NCCL_DEBUG=INFO"
+            wanted, source = here.wanted(dim, name, low, size)
+            if middle < SLOW["group"] * wanted:
+                text = f"{dim}: {name} {middle:.3g} GB/s, but {source}: see with NCCL_DEBUG=INFO"
                 rows.append(Row("FAIL", f"{text} which network and protocol are used", blocks=False))
             least = f" (least {rates[low]:.3g}, {here.named(low)})" if len(rates) > 1 else ""
             said.append(f"{name} {middle:.3g} GB/s{least}")
