@@ -152,7 +152,7 @@ def check(mesh: str, table: dict, names: list[str]) -> None:
 
 
 FIRST = ("adamw", "accumulation-sharded", "tied", "ac-selective")  # on every mesh in the default run; on these all the others too:
-WHOLE = ("fsdp2", "tp2", "fsdp2xtp2")
+WHOLE = ("fsdp2", "tp2")
 
 
 @pytest.mark.cap(300)

@@ -109,8 +109,8 @@ def peaks(step: trace.Step) -> dict[tuple[str, int], int]:
     return most
 
 
-def real(options: list[str]) -> tuple[int, dict[str, int], Counter, Counter, dict]:
-    """(peak, what it is, collectives, what the profiler saw of them, the peak of every block) of this rank's real second and
+def real(options: list[str]) -> tuple[int, trace.Where, dict[str, int], Counter, Counter, dict]:
+    """(peak, where, what it is, collectives, what the profiler saw of them, the peak of every block) of this rank's real second and
     third step."""
     here = meshes.world()
     job = train.build(config(options, here.size))
@@ -120,8 +120,13 @@ def real(options: list[str]) -> tuple[int, dict[str, int], Counter, Counter, dic
     seen = profiled(job, batch)
     with trace.Trace() as accountant:
         step = trace.run_step(accountant, job, batch, micro_batches)
-    peak, _, kinds = step.peak()
-    return peak, kinds, collectives(step), seen, peaks(step)
+    peak, where, kinds = step.peak()
+    return peak, where, kinds, collectives(step), seen, peaks(step)
+
+
+def apart_by(a: dict, b: dict) -> int:
+    """Bytes, at most of one key."""
+    return max(abs(a.get(key, 0) - b.get(key, 0)) for key in a.keys() | b.keys())
 
 
 QUICK = ("single-bf16", "ddp2", "fsdp2-full-accumulate-sharded", "fsdp2xtp2")
@@ -132,11 +137,14 @@ def test_memory_and_collectives_are_those_of_a_real_step(name):
     ranks, options = CASES[name]
     predicted = apart(trace.traced, config(options, ranks), ranks, ranks, False)
     outcomes = run_ranks(ranks, real, options)
-    expected, _, what = predicted.peak()
-    peak, kinds, seen, profiler_saw, by_block = outcomes[0]
-    assert peak == max(outcome[0] for outcome in outcomes)  # rank 0 has the largest shards
-    assert expected == peak and what == kinds  # to the byte; what is asked for is 5 %
-    assert peaks(predicted) == by_block
+    expected, where, what = predicted.peak()
+    peak, there, kinds, seen, profiler_saw, by_block = outcomes[0]
+    assert peak >= 0.99 * max(outcome[0] for outcome in outcomes)  # rank 0 has the largest shards
+    # Mostly to the byte; but gloo's threads let go of buffers when they please, of two moments that are nearly the peak
+    # either may then be it, and a bound must hold always. What is asked for is 5 %.
+    assert expected == pytest.approx(peak, rel=0.01)
+    assert where != there or apart_by(what, kinds) <= 0.01 * peak
+    assert apart_by(peaks(predicted), by_block) <= 0.02 * peak
     assert collectives(predicted) == seen
     without_dimension = Counter()
     for (_, kind, message), n in seen.items():
