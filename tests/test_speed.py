@@ -212,12 +212,13 @@ def test_negative_control_one_copy_per_block_is_noticed():
 @pytest.mark.slow
 @pytest.mark.cap(600)
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none")
-def test_300_steps_of_the_fast_path_lie_within_the_spread_of_seeds():
-    """bfloat16 and compiled blocks against float32 (tools/bench/curve.py): in every window of 25 steps the two are nearer to each
-    other than seeds usually are (the root mean square of their deviation; measured: about a quarter of it)."""
-    seen = run_ranks(1, curve.compared, curve.FAST, 300, 3, timeout=500)[0]
+def test_the_fast_path_learns_within_the_spread_of_seeds():
+    """150 steps in bfloat16 and compiled against float32 (tools/bench/curve.py, which does 300): in every window of 25 steps the
+    two are nearer to each other than seeds usually are (the root mean square of their deviation; measured: about a quarter of
+    it)."""
+    seen = run_ranks(1, curve.compared, curve.FAST, 150, 3, timeout=500)[0]
     usual = (sum(spread**2 for *_, spread in seen) / len(seen)) ** 0.5
-    assert seen[-1][0] < 0.6 * seen[0][0], "the plain model does not learn"
+    assert seen[-1][0] < 0.75 * seen[0][0], "the plain model does not learn"
     assert max(abs(apart) for _, apart, _ in seen) < usual, seen
 
 
