@@ -24,6 +24,11 @@ def _cpu_causal_attention_backward(
     everything between them is float32. One operator, so that neither autograd nor torch.compile unrolls the loop.
     """
     (B, H, T, E), K = q.shape, k.shape[1]
+    if torch.get_num_threads() > 1:  # the kernel divides heads among threads; tiles of products are too small to (measured)
+        k, v = k.repeat_interleave(H // K, 1), v.repeat_interleave(H // K, 1)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = kernel(grad, q, k, v, out, lse, 0.0, True)
+        return dq.contiguous(), dk.view(B, K, -1, T, E).sum(2), dv.view(B, K, -1, T, E).sum(2)
     scale, groups = 1 / math.sqrt(E), (B * K, H // K, T)
     delta = (grad.float() * out).sum(-1).view(*groups, 1)
     q, grad, lse = q.reshape(*groups, E), grad.reshape(*groups, E), lse.reshape(*groups, 1)
