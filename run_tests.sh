@@ -8,5 +8,5 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source tools/environment.sh
 
 find_python requirements.txt requirements-test.txt
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # as in run_train.sh
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # no spinning: tests run many processes
 exec "$PYTHON" -m pytest "$@"

@@ -81,7 +81,9 @@ cores=$(lscpu -p=CORE,SOCKET 2>/dev/null | grep -v '^#' | sort -u | wc -l) || tr
 allowed=$(nproc 2>/dev/null) || allowed=1
 ((cores > 0 && cores < allowed)) || cores=$allowed
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # spinning threads made a step up to 8 times slower on a busy machine
+# A thread that waits spins for some 10 us, then sleeps. To sleep at once makes a step 9% longer; to spin for long, as OpenMP
+# does by itself, up to 8 times longer where other work wants the cores.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 export PYTHONUNBUFFERED=1
 if [[ $MOST == 1 && -e /sys/class/net/lo ]]; then
     # nothing of one node's ranks need be seen outside

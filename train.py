@@ -328,9 +328,8 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             result = train_step(job, batch)
             step += 1
             if result.unlike:
-                raise Diverged(f"step {step}: the gradient of rank{'s' * (len(result.unlike) > 1)} "
-                               f"{', '.join(map(str, result.unlike))} is another one when it is computed again: a device "
-                               "computes wrong, or not deterministically; nothing of it is saved")  # fmt: skip
+                raise Diverged(f"step {step}: the gradient of {health.named(result.unlike)} is another one when it is computed "
+                               "again: a device computes wrong, or not deterministically; nothing of it is saved")  # fmt: skip
             if len(sources) > 1 and not result.skipped:
                 add_by_source(by_source, batch, result.losses)
             worked += clock.lap("other" if result.skipped else "productive")

@@ -83,8 +83,9 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 class ShardWriter(StorageWriter):
-    """Writes this rank's parts into one new file of `folder`, if they are finite; on the coordinator, `publish(tensors, files)` then
-    makes a checkpoint of the folder. An exception on any rank, in `publish` too, is raised by `dcp.save` on all."""
+    """Writes this rank's parts into one new file of `folder`, if they are finite; on the coordinator, `publish(tensors,
+    files)` then makes a checkpoint of the folder. An exception on any rank, in `publish` too, is raised by `dcp.save` on
+    all."""
 
     def __init__(self, folder: Path, rank: int, ranks: int, publish: Callable[[dict, dict], None]):
         self.folder, self.file, self.ranks, self.publish = folder, f"rank-{rank:05d}.safetensors", ranks, publish

@@ -1,4 +1,5 @@
-"""Causal attention over whole windows, for any model of this folder: PyTorch's own, but for a backward that it is slow at.
+"""Causal attention over whole windows, for any model of this folder: PyTorch's own, but for a backward that it is slow at
+(bfloat16 on a CPU).
 
 Shapes:  B batch   T sequence   H query heads   K key/value heads   G = H / K   E head_dim
 """
@@ -9,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS, TILE = 64, 2**18  # queries, and scores, of one tile: its float32 scores stay in a core's L2 cache
-LONGEST = 2048  # tokens: beyond, a row of scores is too long for that, and PyTorch's kernel takes 0.6 to 0.8 of the time
+COLUMNS = 128  # keys of a tile
+TILE = 2**20  # scores of a tile, for each thread: they stay in a core's cache
 
 
 @torch.library.custom_op("plumbline::causal_attention_backward", mutates_args=())
@@ -19,39 +20,41 @@ def _cpu_causal_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Grad of q, k, v in their types; grad, q and out are [B, H, T, E], k and v [B, K, T, E], lse float32 [B, H, T].
 
-    Five products per tile of queries (Dao, arXiv:2307.08691, algorithm 2), by the library that multiplies all other
-    matrices: PyTorch's kernel reaches a tenth of that rate on CPU in bfloat16. Products of bfloat16 are rounded to it,
-    everything between them is float32. One operator, so that neither autograd nor torch.compile unrolls the loop.
+    Five products per tile of keys (Dao, arXiv:2307.08691, algorithm 2), by the library that multiplies all other matrices:
+    PyTorch's kernel reaches a tenth of that rate on CPU in bfloat16. Tiles are bfloat16, as the products return them. What is
+    subtracted from two of them (lse from scores; delta, the rows' sums of grad * out, from grad v^T) is two more columns of
+    the factors, a bfloat16 and what that leaves of it: so it happens within the product, in float32, before it is rounded.
+    One operator, so that neither autograd nor torch.compile unrolls the loop.
     """
     (B, H, T, E), K = q.shape, k.shape[1]
-    if torch.get_num_threads() > 1:  # the kernel divides heads among threads; tiles of products are too small to (measured)
-        k, v = k.repeat_interleave(H // K, 1), v.repeat_interleave(H // K, 1)
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = kernel(grad, q, k, v, out, lse, 0.0, True)
-        return dq.contiguous(), dk.view(B, K, -1, T, E).sum(2), dv.view(B, K, -1, T, E).sum(2)
-    scale, groups = 1 / math.sqrt(E), (B * K, H // K, T)
-    delta = (grad.float() * out).sum(-1).view(*groups, 1)
-    q, grad, lse = q.reshape(*groups, E), grad.reshape(*groups, E), lse.reshape(*groups, 1)
-    k, v = k.reshape(B * K, T, E), v.reshape(B * K, T, E)
-    dq = torch.empty_like(q)
-    dk, dv = (torch.zeros(k.shape, dtype=torch.float32) for _ in range(2))  # sums over the tiles
-    later = torch.full((ROWS, ROWS), -math.inf).triu_(1)
-    for a in range(0, T, ROWS):
-        b = min(a + ROWS, T)
-        heads = max(1, TILE // (groups[1] * ROWS * b))
-        for first in range(0, B * K, heads):
-            h = slice(first, first + heads)
-            shape = (-1, groups[1], b - a, b)  # scores of queries a ... b with keys 0 ... b
-            x, y = (q[h, :, a:b] * scale).flatten(1, 2), grad[h, :, a:b].flatten(1, 2)
-            scores = torch.bmm(x, k[h, :b].mT).view(shape)
-            scores[..., a:] += later[: b - a, : b - a]
-            p = (scores - lse[h, :, a:b]).exp_()
-            dp = torch.bmm(y, v[h, :b].mT).view(shape)
-            ds = (dp - delta[h, :, a:b]).mul_(p).to(q.dtype).flatten(1, 2)
-            dv[h, :b] += torch.bmm(p.to(q.dtype).flatten(1, 2).mT, y)
-            dk[h, :b] += torch.bmm(ds.mT, x)
-            dq[h, :, a:b] = torch.bmm(ds, k[h, :b]).view(-1, groups[1], b - a, E) * scale
-    return dq.view(B, H, T, E), dk.to(k.dtype).view(B, K, T, E), dv.to(v.dtype).view(B, K, T, E)
+    scale, groups, heads = 1 / math.sqrt(E), (B * K, H // K, T), (B * K, T, E)
+    delta = (grad * out.float()).sum(-1)
+    less = q.new_full((B, K, T, 2), -1)
+    x = torch.cat((q * scale, _in_two(lse)), -1).view(*groups, E + 2)
+    y = torch.cat((grad, _in_two(delta)), -1).view(*groups, E + 2)
+    k, v = (torch.cat((t, less), -1).view(B * K, T, E + 2) for t in (k, v))
+    dq, dk, dv = torch.zeros(*groups, E), q.new_empty(heads), q.new_empty(heads)
+    later = q.new_full((COLUMNS, COLUMNS), -math.inf).triu_(1)
+    for a in range(0, T, COLUMNS):  # keys a ... b, and the queries that see them: a ... T
+        b = min(a + COLUMNS, T)
+        several = max(1, TILE * torch.get_num_threads() // (groups[1] * (T - a) * (b - a)))
+        for first in range(0, B * K, several):
+            h = slice(first, first + several)
+            q_, grad_ = x[h, :, a:].flatten(1, 2), y[h, :, a:].flatten(1, 2)  # [heads, G (T - a), E + 2]
+            scores = torch.bmm(q_, k[h, a:b].mT)  # [heads, G (T - a), b - a], less lse
+            scores.view(-1, groups[1], T - a, b - a)[:, :, : b - a] += later[: b - a, : b - a]
+            p = scores.exp_()
+            ds = torch.bmm(grad_, v[h, a:b].mT).mul_(p)
+            dv[h, a:b] = torch.bmm(p.mT, grad_[..., :E])
+            dk[h, a:b] = torch.bmm(ds.mT, q_[..., :E])
+            dq[h, :, a:] += torch.bmm(ds, k[h, a:b, :E]).view(-1, groups[1], T - a, E)
+    return dq.mul_(scale).to(q.dtype).view(B, H, T, E), dk.view(B, K, T, E), dv.view(B, K, T, E)
+
+
+def _in_two(x: Tensor) -> Tensor:
+    """Float32 [...] as two bfloat16 [..., 2], whose sum it is to 16 bits."""
+    high = x.bfloat16()
+    return torch.stack((high, (x - high).bfloat16()), -1)
 
 
 @_cpu_causal_attention_backward.register_fake
@@ -73,6 +76,6 @@ class _CPUAttention(torch.autograd.Function):
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E]. Forward is PyTorch's kernel everywhere."""
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= LONGEST:
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _CPUAttention.apply(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

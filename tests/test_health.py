@@ -4,6 +4,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -159,8 +160,8 @@ def test_n2_what_fails_at_the_same_step_again_and_again_is_not_tried_for_ever(op
     assert run_ranks(2, run, more, tmp_path) == [(0, "")] * 2
 
 
-def spoilt(options: list[str], folder: Path) -> str:
-    """Step 5's update is fine, and then a weight is not (a device that computed wrong)."""
+def harmed(options: list[str], folder: Path, harm: Callable[[torch.Tensor], None], ends: type[Exception]) -> str:
+    """A run in which rank 1's first weights come to harm after step 5's update: how it ends."""
     real, steps = train.train_step, []
 
     def step(job, batch):
@@ -168,14 +169,19 @@ def spoilt(options: list[str], folder: Path) -> str:
         steps.append(1)
         if len(steps) == 5 and dist.get_rank() == 1:
             with torch.no_grad():
-                next(job.model.parameters()).to_local().view(-1)[3] = math.inf
+                harm(next(job.model.parameters()).to_local().view(-1))
         return result
 
     train.train_step = step
     try:
         return f"exit code {run(options, folder)[0]}"
-    except storage.NotFinite as error:
+    except ends as error:
         return str(error)
+
+
+def spoilt(options: list[str], folder: Path) -> str:
+    """A weight is no number (a device that computed wrong)."""
+    return harmed(options, folder, lambda weights: weights[3].fill_(math.inf), storage.NotFinite)
 
 
 def test_n2_a_state_that_is_not_finite_is_never_published(options, tmp_path):
@@ -318,22 +324,8 @@ def test_who_is_the_odd_one():
 
 
 def flipped_run(options: list[str], folder: Path) -> str:
-    """In step 5 a bit of rank 1's weights flips."""
-    real, steps = train.train_step, []
-
-    def step(job, batch):
-        result = real(job, batch)
-        steps.append(1)
-        if len(steps) == 5 and dist.get_rank() == 1:
-            with torch.no_grad():
-                next(job.model.parameters()).to_local().view(torch.int32).view(-1)[3] ^= 1
-        return result
-
-    train.train_step = step
-    try:
-        return f"exit code {run(options, folder)[0]}"
-    except train.Diverged as error:
-        return str(error)
+    """A bit of a weight flips."""
+    return harmed(options, folder, lambda weights: weights.view(torch.int32)[3].bitwise_xor_(1), train.Diverged)
 
 
 def test_n3_a_run_whose_replicas_part_stops_before_it_saves(options, tmp_path):

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from checkpoint.hf import config_json, name_pairs
 from models import llama
@@ -24,11 +25,10 @@ SHAPES = {
 }
 
 
-def both(shape: str) -> dict:
-    """Run the two models on the same weights and tokens; the greatest difference of each kind."""
+def random_pair(args: dict) -> tuple[nn.Module, nn.Module, list[tuple[str, str]]]:
+    """LlamaForCausalLM and our model with the same random weights, and their names in ours and in theirs."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    args = SHAPES[shape]
     torch.manual_seed(1)
     theirs, ours = LlamaForCausalLM(LlamaConfig(**config_json(args))), llama.build(args)
     with torch.no_grad():
@@ -36,6 +36,12 @@ def both(shape: str) -> dict:
             p.normal_(0, 0.2)
     pairs = name_pairs(args, llama.HF_NAMES)
     ours.load_state_dict({mine: theirs.state_dict()[hf] for mine, hf in pairs})
+    return theirs, ours, pairs
+
+
+def both(shape: str) -> dict:
+    """Run the two models on the same weights and tokens; the greatest difference of each kind."""
+    theirs, ours, pairs = random_pair(SHAPES[shape])
     assert {mine for mine, _ in pairs} == {n for n, _ in ours.named_parameters()}
     tokens, labels = torch.randint(0, 97, (2, 5, 37))
     labels[1, 3:20] = -100

@@ -23,7 +23,7 @@ from models import document_attention as masked, llama
 from parallelisms import ac
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tests.test_hf_parity import SHAPES
+from tests.test_hf_parity import SHAPES, random_pair
 from tests.test_parallel import Count, whole
 from tests.test_train import series, tiny_run
 from training.loss import IGNORE, linear_cross_entropy, plain_cross_entropy
@@ -354,18 +354,7 @@ def test_the_names_that_selective_checkpointing_keeps_exist():
 
 def beside_hugging_face(shape: str) -> dict:
     """Our packed window against LlamaForCausalLM on each document alone; the greatest differences."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from checkpoint.hf import config_json, name_pairs
-
-    args = SHAPES[shape]
-    torch.manual_seed(1)
-    theirs, ours = LlamaForCausalLM(LlamaConfig(**config_json(args))), llama.build(args)
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.normal_(0, 0.2)
-    pairs = name_pairs(args, llama.HF_NAMES)
-    ours.load_state_dict({mine: theirs.state_dict()[hf] for mine, hf in pairs})
+    theirs, ours, pairs = random_pair(SHAPES[shape])
     rows = batch(0)
     rows["tokens"] %= 97
     rows["labels"] = rows["labels"].where(rows["labels"] == IGNORE, rows["labels"] % 97)

@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.load import load_config
-from data import order as orders
-from data.loader import Batches
 from parallelisms import dp, tp
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
+from tools.bench import harness
 
 STEPS, SEQ, BATCH, VOCAB = 5, 16, 24, 263
 MODEL = (
@@ -66,19 +65,6 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 
-class Ids:
-    """4000 random tokens, in place of data/prepare.py's Tokens."""
-
-    split = "train"
-    ids = np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.ids[start:stop]
-
-
 def trajectory(options: list[str], dp_size: int = 1) -> dict:
     """Train STEPS steps on this rank through train.build and train.train_step; gathers everything worth comparing."""
     warnings.simplefilter("ignore")
@@ -96,8 +82,7 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
             seen["grad"] = {n: whole(p.grad).numpy() for n, p in job.model.named_parameters()}
 
     job.optimizer.register_step_pre_hook(keep_gradients)
-    order = orders.begin(orders.describe([("", "", Ids(), [[0, 1.0]])], 0, SEQ, BATCH))
-    batches = Batches([Ids()], order, local, job.mesh.dp_rank, job.mesh.dp_size)
+    batches = harness.batches(cfg, job.mesh, np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16))
     for step in range(STEPS):
         batch = batches[step]
         sample = batch["sample"].view(*batch["labels"].shape[:2], 1)  # [A, b, 1]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_train import series
 from tools.launch.__main__ import listen
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -199,6 +200,16 @@ def test_kill_9_of_the_launcher_ends_the_ranks(stand_in: Path, tmp_path: Path) -
     started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "deaf", ranks=2, TMPDIR=str(tmp_path))
     started.process.kill()
     started.end()
+
+
+def losses_of_four(folder: Path, options: list[str]) -> dict[int, float]:
+    """What run_train.sh's four ranks on one host come to when nobody disturbs them: the loss of each step."""
+    done = subprocess.run(
+        [str(ROOT / "run_train.sh"), *options, f"--run.folder={folder}"], env=environment(NGPU="4", OMP_NUM_THREADS="1"),
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return series(folder)
 
 
 def free_port() -> int:

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.test_scripts import environment
-from tests.test_train import TINY
+from tests.test_train import tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
 CANARY = "canary-8f3b1c"
@@ -64,12 +64,9 @@ def descendants(pid: int) -> list[int]:
 def a_run(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, set[str]]]:
     """(its place, all it said, where it listened) of a run that is stopped after it has saved."""
     place = tmp_path_factory.mktemp("run")
-    (place / "text").mkdir()
-    for i in range(40):
-        (place / "text" / f"{i:02d}.txt").write_text(f"document {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60)))
     command = [
-        str(ROOT / "run_train.sh"), *TINY, "--training.steps=2000", "--metrics.tensorboard=true",
-        f"--data.source={place / 'text'}", f"--data.cache={place / 'cache'}", f"--run.folder={place / 'run'}",
+        str(ROOT / "run_train.sh"), *tiny_run(place), "--training.steps=2000", "--metrics.tensorboard=true",
+        f"--run.folder={place / 'run'}",
     ]  # fmt: skip
     here = environment(NGPU=str(request.param), OMP_NUM_THREADS="1", **SECRETS)
     with open(place / "said", "w") as file:

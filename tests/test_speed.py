@@ -1,7 +1,9 @@
 """What makes a step fast does not change its numbers, and a step does no more work than it did: operators and bytes are counted,
 which no busy machine can disturb. Times stand in docs/performance.md; no test asserts one."""
 
+import ctypes
 import importlib.util
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -16,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.load import load_config
-from configs.schema import InputError
-from models import llama
+from configs.schema import InputError, Run
+from models import causal_attention as causal, llama
 from models.causal_attention import causal_attention
-from parallelisms import dp, float8
+from parallelisms import dp, float8, mesh as meshes
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tools.bench import curve
@@ -112,9 +114,11 @@ def plain_attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-@pytest.mark.parametrize("shape", [(2, 8, 4, 512, 64), (3, 6, 2, 77, 10), (2, 3, 1, 130, 6), (1, 8, 8, 64, 16)], ids=str)
-def test_attention_on_cpu_is_as_near_to_float64_as_pytorchs(shape):
-    """bfloat16 has 8 bits: the whole gradient is off by about 2^-8 in either. The output is PyTorch's own, bitwise."""
+@pytest.mark.parametrize("tile", [causal.TILE, 2**12], ids=["tile", "small tiles"])
+@pytest.mark.parametrize("shape", [(2, 8, 4, 512, 64), (3, 6, 2, 77, 10), (2, 3, 1, 130, 6), (1, 8, 8, 64, 16), (1, 2, 1, 2049, 8)], ids=str)
+def test_attention_on_cpu_is_as_near_to_float64_as_pytorchs(shape, tile, monkeypatch):
+    """bfloat16 has 8 bits: the whole gradient is off by 2^-8 to 2^-7 in either. The output is PyTorch's own, bitwise."""
+    monkeypatch.setattr(causal, "TILE", tile)
     B, H, K, T, E = shape
     torch.manual_seed(0)
     tensors = [torch.randn(B, T, heads, E).bfloat16().transpose(1, 2) for heads in (H, K, K, H)]
@@ -122,14 +126,17 @@ def test_attention_on_cpu_is_as_near_to_float64_as_pytorchs(shape):
     ours, theirs = (with_gradients(f, torch.bfloat16, [t.detach() for t in tensors]) for f in (causal_attention, plain_attention))
     assert torch.equal(ours[0], theirs[0])
     for a, b in zip(ours[1:], want[1:], strict=True):
-        assert a.dtype == torch.bfloat16 and ((a.double() - b).norm() / b.norm()) < 2 * 2**-8
+        assert a.dtype == torch.bfloat16 and ((a.double() - b).norm() / b.norm()) < 3 * 2**-8
 
 
-def test_long_attention_is_pytorchs():
+def test_sharp_attention_has_the_gradient_of_the_plain_one():
+    """Scores of up to some hundreds, whose row sums (lse) are as large: they are not to be rounded before the difference."""
     torch.manual_seed(0)
-    tensors = [torch.randn(1, 1, 2049, 8).bfloat16() for _ in range(4)]
-    ours, theirs = (with_gradients(f, torch.bfloat16, [t.clone() for t in tensors]) for f in (causal_attention, plain_attention))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    tensors = [torch.randn(2, heads, 150, 16).bfloat16() * scale for heads, scale in ((4, 10), (2, 10), (2, 1), (4, 1))]
+    want = with_gradients(plain_attention, torch.float64, tensors)
+    ours = with_gradients(causal_attention, torch.bfloat16, [t.clone() for t in tensors])
+    for a, b in zip(ours[1:], want[1:], strict=True):
+        assert ((a.double() - b).norm() / b.norm()) < 4 * 2**-8
 
 
 def test_attention_compiles_whole():
@@ -138,6 +145,27 @@ def test_attention_compiles_whole():
     compiled = torch.compile(causal_attention, fullgraph=True, backend="aot_eager")
     ours, plain = (with_gradients(f, torch.bfloat16, [t.clone() for t in tensors]) for f in (compiled, causal_attention))
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+# -------------------------------------------------------------------------------------------- memory that is kept
+
+
+def page_faults(kept: bool) -> int:
+    """Of filling a large tensor that is made, given back and made again."""
+    torch.set_num_threads(1)
+    if kept:
+        meshes.open_group(Run())
+    faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+    for _ in range(8):
+        torch.empty(10 * 2**20).fill_(1)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    return faults[-1] - faults[4]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
+def test_a_tensor_takes_the_memory_that_another_gave_back():
+    assert run_ranks(1, page_faults, True)[0] < 100
+    assert run_ranks(1, page_faults, False)[0] > 1000, "the control: glibc by itself"
 
 
 # ----------------------------------------------------------------------------------------- work of a step, counted

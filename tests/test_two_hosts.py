@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_scripts import environment, free_port
-from tests.test_train import TINY, series
+from tests.test_scripts import environment, free_port, losses_of_four
+from tests.test_train import series, tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
 ADDRESSES = ("10.123.45.1", "10.123.45.2")
@@ -107,12 +107,8 @@ def hosts() -> Iterator[Hosts]:
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A tiny run of 2 x 2 over a small corpus, prepared once."""
-    place = tmp_path_factory.mktemp("corpus")
-    (place / "text").mkdir()
-    for i in range(40):
-        (place / "text" / f"{i:02d}.txt").write_text(f"document {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60)))
     return [
-        *TINY, f"--training.steps={STEPS}", f"--data.source={place / 'text'}", f"--data.cache={place / 'cache'}",
+        *tiny_run(tmp_path_factory.mktemp("data")), f"--training.steps={STEPS}",
         "--parallelism.tensor_parallel=2", "--parallelism.data_parallel_shard=2",
         f"--run.step_timeout_seconds={STEP_TIMEOUT}", "--run.init_timeout_seconds=60",
     ]  # fmt: skip
@@ -121,11 +117,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def unbroken(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of the same mesh on one host, which nobody disturbs."""
-    folder = tmp_path_factory.mktemp("one") / "run"
-    command = [str(ROOT / "run_train.sh"), *options, f"--run.folder={folder}"]
-    done = subprocess.run(command, env=environment(NGPU="4", OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return series(folder)
+    return losses_of_four(tmp_path_factory.mktemp("one") / "run", options)
 
 
 def until(true: Callable[[], bool], seconds: float, complaint: Callable[[], str]) -> float:

@@ -4,7 +4,6 @@ Every number that is not counted stands in `tools/devices.toml` with its source,
 configuration. `docs/planning.md` has the formulas and how far off they were.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -283,23 +282,3 @@ def _line(result: Estimate, dimension: str, kind: str) -> Line:
 
 def _place(where: Where) -> str:
     return f"{where.phase} {where.block}, {where.micro}" if where.phase in ("forward", "backward") else where.phase
-
-
-# The run.
-@dataclass(frozen=True)
-class Reliability:
-    """Interruptions of a run and what they cost. Young (CACM 17(9), 1974), Daly (FGCS 22(3), 2006)."""
-
-    mtbf_seconds: float  # of the whole job
-    save_seconds: float  # for which training stands still
-    restart_seconds: float
-
-    @property
-    def best_interval(self) -> float:
-        """Seconds between checkpoints that lose least: sqrt(2 * save * MTBF)."""
-        return math.sqrt(2 * max(self.save_seconds, 1e-3) * self.mtbf_seconds)
-
-    def goodput(self, interval: float) -> float:
-        """Share of the time that trains: less the saves, the restarts, and half an interval lost with each."""
-        lost = self.save_seconds / interval + (self.restart_seconds + interval / 2) / self.mtbf_seconds
-        return max(0.0, 1 - lost)

@@ -59,7 +59,8 @@ def expected(mtbf: float, stall: float, restart: float, interval: float, write: 
     time of a run is M e^(R/M) (e^((interval + stall)/M) - 1) per interval of work. restart: detection included. A save
     that is only published `write` seconds after its stall adds that to R: so much more work is lost with each failure.
     """
-    return interval / (mtbf * math.exp((restart + write) / mtbf) * math.expm1((interval + stall) / mtbf))
+    work = interval + stall
+    return interval / mtbf * math.exp(-(restart + write + work) / mtbf) / -math.expm1(-work / mtbf)
 
 
 def best_interval(mtbf: float, stall: float) -> float:

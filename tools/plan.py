@@ -29,7 +29,8 @@ from configs import check
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
 from tools import plan_page, trace
-from tools.estimate import Device, Estimate, Reliability, estimate, load_device
+from tools.estimate import Device, Estimate, estimate, load_device
+from tools.goodput import best_interval, expected
 from tools.plan_page import KINDS
 from tools.trace import Step, Where
 from training.metrics import flops_per_token
@@ -41,6 +42,7 @@ MARGIN = 0.23
 CONTEXT_GIB = 1.5  # CUDA context, cuBLAS workspaces and NCCL's buffers, outside of the allocator: assumed
 # Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv:2407.21783, section 3.3.4).
 MTBF_GPU_HOURS = 54 * 24 * 16384 / 419
+
 
 @dataclass(frozen=True)
 class Question:
@@ -82,6 +84,12 @@ class Plan:
     def needed(self) -> float:
         """Bytes of the device, with what the allocator and the context add."""
         return self.live * (1 + self.ask.margin) + CONTEXT_GIB * GIB if self.ask.on_gpu else self.live
+
+    @property
+    def usable(self) -> float:
+        """Bytes that may be live, the rest of the device being the allocator's and the context's."""
+        room = self.ask.device.memory_gib * GIB
+        return (room - CONTEXT_GIB * GIB) / (1 + self.ask.margin) if self.ask.on_gpu else room
 
     @property
     def fits(self) -> bool:
@@ -132,8 +140,21 @@ class Plan:
         copy, write = share / self.ask.device.host_gb_per_s / 1e9, self.checkpoint_bytes / self.ask.storage_gb_per_s / 1e9
         return copy, write, max(0.0, copy - self.time.seconds) if self.cfg.checkpoint.async_save else copy + write
 
-    def reliability(self) -> Reliability:
-        return Reliability(self.ask.mtbf_gpu_hours * 3600 / self.ask.gpus, self.saving()[2], self.ask.restart_seconds)
+    @property
+    def mtbf(self) -> float:
+        """Seconds between interruptions of the whole job, on average."""
+        return self.ask.mtbf_gpu_hours * 3600 / self.ask.gpus
+
+    def goodput(self, interval: float) -> float:
+        """Share of the time that trains, with so many seconds of work between saves."""
+        _, write, stall = self.saving()
+        return expected(self.mtbf, stall, self.ask.restart_seconds, interval, write)
+
+    @property
+    def best_interval(self) -> float:
+        """Seconds of work between saves that lose least; a save is written before the next begins."""
+        _, write, stall = self.saving()
+        return max(best_interval(self.mtbf, stall), write)
 
 
 def make_plan(cfg: Config, ask: Question) -> Plan:
@@ -244,9 +265,9 @@ def report(plan: Plan) -> str:
         f"MFU {plan.mfu:.1%}",
     ]
     seconds = plan.steps * t.seconds
-    r, (copy, write, stall) = plan.reliability(), plan.saving()
+    copy, write, stall = plan.saving()
     interval = cfg.checkpoint.interval * t.seconds or seconds
-    share = r.goodput(max(interval, write))
+    share, best = plan.goodput(max(interval, write)), plan.best_interval
     hours = ask.gpus * seconds / share / 3600 if share else float("inf")
     money = f"; ${hours * ask.usd_per_gpu_hour:,.0f} at ${ask.usd_per_gpu_hour:g} per GPU-hour" if ask.usd_per_gpu_hour else ""
     steps = f"{plan.steps:,.0f} steps, {tokens(plan.steps * plan.tokens_per_step)}"
@@ -255,10 +276,9 @@ def report(plan: Plan) -> str:
         f"interruptions cost; {hours:,.0f} GPU-hours{money}",
         f"Checkpoints      {size(plan.checkpoint_bytes)} each; copy to the host {span(copy)}, training waits {span(stall)}; "
         f"written in {span(write)} at {ask.storage_gb_per_s:g} GB/s",
-        f"Interruptions    {hours / ask.mtbf_gpu_hours:,.1f} expected, one in {span(r.mtbf_seconds)} "
+        f"Interruptions    {hours / ask.mtbf_gpu_hours:,.1f} expected, one in {span(plan.mtbf)} "
         f"({ask.mtbf_gpu_hours:,.0f} GPU-hours each); checkpoint every {span(interval)} as configured: {share:.1%} goodput; "
-        f"best: every {max(1, round(max(r.best_interval, write) / t.seconds)):,} steps ({span(max(r.best_interval, write))}), "
-        f"{r.goodput(max(r.best_interval, write)):.1%}",
+        f"best: every {max(1, round(best / t.seconds)):,} steps ({span(best)}), {plan.goodput(best):.1%}",
     ]
     if write > interval:
         lines.append(f"  A checkpoint takes longer to write than checkpoint.interval = {cfg.checkpoint.interval} steps: "

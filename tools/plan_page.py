@@ -93,7 +93,7 @@ def memory(plan: "Plan") -> str:
     """Stacked areas."""
     samples, phases, events = _samples(plan)
     room = plan.ask.device.memory_gib * GIB
-    usable = (room - 1.5 * GIB) / (1 + plan.ask.margin) if plan.ask.on_gpu else room
+    usable = plan.usable
     top = 1.08 * max(plan.live, min(usable, 3 * plan.live))
     height, bottom = 380, 340
 

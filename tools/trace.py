@@ -42,6 +42,7 @@ from configs.schema import Config
 from models import causal_attention
 from parallelisms import mesh as meshes
 from training import init
+from training.collectives import group_of
 
 c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
 # operator -> kind of collective, where its message is (the larger side: what NCCL's tests call the size of a collective)
@@ -289,7 +290,7 @@ class Trace(TorchDispatchMode):
             op.kind, message = COLLECTIVES[func]
             tensor = message(args, out)
             op.message = tensor.numel() * tensor.element_size()
-            op.dimension = self.dimension(args)
+            op.dimension = self.dimension(group_of(args).group_name)
             op.background = func.namespace == "c10d" and self.where.phase in ("forward", "backward") and not self.loss
             op.background &= op.message > 8  # the sum of the loss is waited for
             self.rows().append(op)
@@ -349,18 +350,7 @@ class Trace(TorchDispatchMode):
             self.tag(args[0], "whole gradients")
             self.tag(kwargs["out"], "collective buffers")
 
-    def dimension(self, args) -> str:
-        for arg in args:
-            if isinstance(arg, torch.ScriptObject):
-                try:
-                    return self.group_name(dist.ProcessGroup.unbox(arg).group_name)
-                except RuntimeError:
-                    continue  # the reduction's kind is a ScriptObject too
-            if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min"):
-                return self.group_name(arg)
-        raise NotImplementedError(f"a collective without a group: {args}")
-
-    def group_name(self, name: str) -> str:
+    def dimension(self, name: str) -> str:
         if name not in self.dimensions:
             self.dimensions[name] = f"group {len(self.dimensions)}"
         return self.dimensions[name]

@@ -63,7 +63,7 @@ class Checked(Watch):
     WIDTH = 512
 
     def see(self, name: str, func: Callable, args: tuple) -> None:
-        group = _group(args)
+        group = group_of(args)
         if group.size() == 1:
             return
         mine = self.words(name, args)
@@ -91,7 +91,8 @@ class Checked(Watch):
         return f"{name} {shapes}{kind} at {where}"
 
 
-def _group(args: tuple) -> dist.ProcessGroup:
+def group_of(args: tuple) -> dist.ProcessGroup:
+    """The group among the arguments of a collective's operator."""
     for arg in reversed(args):  # functional ones name it last, after the kind of reduction
         if isinstance(arg, torch.ScriptObject):
             try:

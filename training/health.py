@@ -8,6 +8,7 @@ import statistics
 import time
 import traceback
 from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -150,13 +151,13 @@ def unlike_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Me
         for name, dim, odd in theirs:
             found.setdefault((dim, odd), set()).add(name)
     sentences = [
-        f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} of {dim}: {len(names)} tensors, {min(names)} among them"
+        f"{named(odd)} of {dim}: {len(names)} tensors, {min(names)} among them"
         for (dim, odd), names in sorted(found.items())
     ]
     for name in numbers:
         values = [theirs[name] for _, theirs in everyone]
         if odd := odd_ones(values):
-            sentences.append(f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}: {name} {values[odd[0]]!r}")
+            sentences.append(f"{named(odd)}: {name} {values[odd[0]]!r}")
     return sentences
 
 
@@ -175,6 +176,10 @@ def odd_ones(values: list) -> list[int]:
         return []
     common, count = Counter(values).most_common(1)[0]
     return [i for i, value in enumerate(values) if value != common or count <= len(values) // 2]
+
+
+def named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class Stragglers:

@@ -25,7 +25,6 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
@@ -41,7 +40,7 @@ PACKAGES = (
 ENVIRONMENT = (
     "NGPU", "NNODES", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
     "NCCL_DEBUG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME",
 )  # fmt: skip
 SECRET_NAME = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY|AUTH", re.IGNORECASE)
@@ -215,12 +214,8 @@ def versions() -> dict[str, str]:
 def hosts(mesh: Mesh) -> list[dict]:
     """Each host with its ranks and their kind of device. Called by all ranks."""
     name = "cpu" if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
-    everyone: list = [(socket.gethostname(), name)]
-    if mesh.size > 1:
-        everyone = [None] * mesh.size
-        dist.all_gather_object(everyone, (socket.gethostname(), name))
     found: dict[tuple, list[int]] = {}
-    for rank, who in enumerate(everyone):
+    for rank, who in enumerate(mesh.gather((socket.gethostname(), name))):
         found.setdefault(who, []).append(rank)
     return [{"host": host, "device": device, "ranks": ranks} for (host, device), ranks in found.items()]
 

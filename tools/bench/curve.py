@@ -16,8 +16,6 @@ import torch
 
 import train
 from configs.load import load_config
-from data import order as orders
-from data.loader import Batches
 from tools.bench import harness
 
 MODEL = (
@@ -29,29 +27,17 @@ FAST = ["--training.param_dtype=bfloat16", "--compile.enabled=true"]
 WINDOW = 25
 
 
-class Source:
-    """The bytes of this repository's Python files, as data/prepare.py's Tokens."""
-
-    split, folder = "train", "."
-
-    def __init__(self) -> None:
-        files = sorted(Path(__file__).resolve().parents[2].glob("[a-z]*/*.py"))
-        self.ids = np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.ids[start:stop]
+def source() -> np.ndarray:
+    """The bytes of this repository's Python files, as token ids."""
+    files = sorted(Path(__file__).resolve().parents[2].glob("[a-z]*/*.py"))
+    return np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
 
 
 def curve(options: list[str], seed: int, steps: int) -> list[float]:
     """The loss of every step."""
     cfg = load_config([*MODEL, f"--run.seed={seed}", f"--training.steps={steps}", *options])
-    job, tokens = train.build(cfg), Source()
-    t = cfg.training
-    order = orders.begin(orders.describe([("", "", tokens, [[0, 1.0]])], seed, t.seq_len, t.global_batch_size))
-    batches, losses = Batches([tokens], order, t.local_batch_size, 0, 1), []
+    job = train.build(cfg)
+    batches, losses = harness.batches(cfg, job.mesh, source()), []
     for step in range(steps):
         train.set_learning_rate(job.optimizer, train.learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule))
         losses.append(train.train_step(job, batches[step]).loss)

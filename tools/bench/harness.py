@@ -1,7 +1,7 @@
 """What every benchmark here shares: alternating runs, medians, the machine, one table as Markdown and JSON.
 
-Machines are noisy and drift; a ratio of two things measured in turn in one process is not. So contenders run A B C A B C,
-the first round is thrown away, and each is reported as its median with its ratio to the first.
+Machines are noisy and drift; a ratio of two things measured in turn is not. So contenders run A B C A B C, the first rounds
+are thrown away, and each is reported as its median with its ratio to the first.
 """
 
 import json
@@ -15,7 +15,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
+
+from configs.schema import Config
+from data import order as orders
+from data.loader import Batches
+from parallelisms.mesh import Mesh
 
 
 def alternate(
@@ -34,6 +40,35 @@ def alternate(
     return seconds
 
 
+def in_turn(contenders: dict[str, tuple[list[str], dict[str, str]]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
+    """As `alternate`, with each contender (arguments of python, environment) in a process of its own, so that it has its own
+    memory and allocator. Such a process answers every line that it reads with the seconds it took: `serve`."""
+    processes = {
+        name: subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | environment
+        )
+        for name, (arguments, environment) in contenders.items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for i in range(warm_up + rounds):
+        for name, process in processes.items():
+            process.stdin.write("\n")
+            process.stdin.flush()
+            if not (answer := process.stdout.readline()):
+                raise RuntimeError(f"{' '.join(contenders[name][0])} ended with code {process.wait()}")
+            if i >= warm_up:
+                seconds[name].append(float(answer))
+    for process in processes.values():
+        process.communicate()
+    return seconds
+
+
+def serve(run: Callable[[], None]) -> None:
+    """The other end of `in_turn`."""
+    for _ in sys.stdin:
+        print(alternate({"": run}, rounds=1, warm_up=0)[""][0], flush=True)
+
+
 def ratio(seconds: dict[str, list[float]], name: str, to: str) -> float:
     """Median over the rounds of time(name) / time(to): each pair ran side by side."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[to]))
@@ -44,6 +79,28 @@ def product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], None
     n = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
     return lambda: torch.mm(a, b), 2.0 * n**3
+
+
+class Held:
+    """Token ids in memory, in place of data/prepare.py's Tokens."""
+
+    split, folder = "train", "memory"
+
+    def __init__(self, ids: np.ndarray) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.ids[start:stop]
+
+
+def batches(cfg: Config, mesh: Mesh, ids: np.ndarray) -> Batches:
+    """This rank's part of each global batch of a run that has these ids for a corpus."""
+    t, tokens = cfg.training, Held(ids)
+    order = orders.begin(orders.describe([("", "", tokens, [[0, 1.0]])], cfg.run.seed, t.seq_len, t.global_batch_size))
+    return Batches([tokens], order, t.local_batch_size, mesh.dp_rank, mesh.dp_size)
 
 
 def child(module: str, *args: str, ranks: int = 1) -> dict:

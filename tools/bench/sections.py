@@ -23,8 +23,6 @@ import torch
 
 import train
 from configs.load import load_config
-from data import order as orders
-from data.loader import Batches
 from parallelisms import dp
 from parallelisms.mesh import world
 from tools.bench import harness
@@ -61,28 +59,6 @@ CONFIGS = {
 SECTIONS = ("data", "forward", "backward", "clip", "optimizer")
 
 
-class Random:
-    """Random tokens, in place of data/prepare.py's Tokens."""
-
-    split, folder = "train", "random"
-
-    def __init__(self, vocab_size: int, count: int) -> None:
-        self.ids = np.random.default_rng(0).integers(0, vocab_size, count).astype(np.uint32)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.ids[start:stop]
-
-
-def batches(job: train.Job) -> Batches:
-    t = job.cfg.training
-    tokens = Random(job.arch["vocab_size"], 4 * t.global_batch_size * t.seq_len + 1)
-    order = orders.begin(orders.describe([("", "", tokens, [[0, 1.0]])], 0, t.seq_len, t.global_batch_size))
-    return Batches([tokens], order, t.local_batch_size, job.mesh.dp_rank, job.mesh.dp_size)
-
-
 @contextmanager
 def sections(job: train.Job) -> Iterator[tuple[dict[str, float], Callable[[str], None]]]:
     """Seconds by section, and what opens one (closing the one before)."""
@@ -112,7 +88,8 @@ def one(options: list[str], rounds: int) -> dict:
     cfg = load_config(options, world().size, world().local_size)
     job = train.build(cfg)
     device, t = job.mesh.device, cfg.training
-    dtype, data = dp.param_dtype(t, device), batches(job)
+    ids = np.random.default_rng(0).integers(0, job.arch["vocab_size"], 4 * t.global_batch_size * t.seq_len + 1)
+    dtype, data = dp.param_dtype(t, device), harness.batches(cfg, job.mesh, ids.astype(np.uint32))
     steps = iter(range(10**9))
     multiply, product_flops = harness.product(dtype, device)
     step = lambda: train.train_step(job, data[next(steps)])  # noqa: E731

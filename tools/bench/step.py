@@ -2,17 +2,19 @@
 
     python -m tools.bench.step [--rounds 15] [--json out.json] [--table.key=value ...]
 
-Same shape, batch, dtype and optimizer for all; in alternation, in one process. What each contender is:
+Same shape, batch, dtype and optimizer for all; in alternation, each in a process of its own. What each contender is:
 
 - ours: `train.build` and `train.train_step`, as a run does it, metrics and all checks included.
 - bare: our model in a loop of five lines, with torch's own clipping. In bfloat16 it keeps float32 masters by hand.
 - hf: `LlamaForCausalLM` in that same loop; in bfloat16 under autocast, as its users train it.
 - accelerate, litgpt: the same model prepared by Hugging Face's Accelerator, and Lightning's GPT of the same shape in that
   loop; where they are installed (they are no requirement of ours: use an environment that you can throw away).
+- "memory kept": on a CPU, the same with the setting of glibc that our runs make (`parallelisms/mesh.py::keep_memory`).
 """
 
 import argparse
 import statistics
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
@@ -20,9 +22,12 @@ import torch
 
 import train
 from checkpoint.hf import config_json
+from configs import check
 from configs.load import load_config
+from configs.schema import Config
 from models import llama
 from parallelisms import dp
+from parallelisms.mesh import pick_device
 from tools.bench import harness
 from training.loss import linear_cross_entropy
 from training.metrics import flops_per_token
@@ -116,27 +121,41 @@ def litgpt(arch, cfg, tokens, labels, dtype):
     return looped(model, lambda: model(tokens), labels, dtype)
 
 
+KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}  # parallelisms/mesh.py::keep_memory, from outside
 PEERS = {"hf": hf, "accelerate": accelerate, "litgpt": litgpt}  # those that are installed are measured
 
 
-def measure(dtype_name: str, overrides: list[str], rounds: int) -> list[list[str]]:
-    cfg = load_config([*overrides, f"--training.param_dtype={dtype_name}", "--training.max_norm=1.0"])
-    job = train.build(cfg)
-    dtype, t = dp.param_dtype(cfg.training, job.mesh.device), cfg.training
-    with torch.device(job.mesh.device):
-        window = torch.randint(0, job.arch["vocab_size"], (t.local_batch_size, t.seq_len + 1))
+def contender(name: str, cfg: Config) -> Callable[[], None]:
+    """A step of it on random tokens."""
+    arch, t = check.architecture(cfg.model), cfg.training
+    device = pick_device(cfg.run, 0)
+    dtype = dp.param_dtype(t, device)
+    with torch.device(device):
+        window = torch.randint(0, arch["vocab_size"], (t.local_batch_size, t.seq_len + 1))
         tokens, labels = window[:, :-1].contiguous(), window[:, 1:].contiguous()
-        bare = (bare_float32 if dtype == torch.float32 else bare_bfloat16)(job.arch, cfg, tokens, labels)
-        installed = {name: of for name, of in PEERS.items() if find_spec("transformers" if name == "hf" else name)}
-        others = {name: of(job.arch, cfg, tokens, labels, dtype) for name, of in installed.items()}
-    batch = {"tokens": tokens[None], "labels": labels[None]}
-    seconds = harness.alternate({"ours": lambda: train.train_step(job, batch), "bare": bare, **others}, rounds)
-    flops = flops_per_token(job.arch, t.seq_len) * tokens.numel()
+        if name == "ours":
+            job, batch = train.build(cfg), {"tokens": tokens[None], "labels": labels[None]}
+            return lambda: train.train_step(job, batch)
+        if name == "bare":
+            return (bare_float32 if dtype == torch.float32 else bare_bfloat16)(arch, cfg, tokens, labels)
+        return PEERS[name](arch, cfg, tokens, labels, dtype)
+
+
+def measure(dtype: str, overrides: list[str], rounds: int) -> list[list[str]]:
+    installed = [name for name in PEERS if find_spec("transformers" if name == "hf" else name)]
+    one = lambda name: ["-m", "tools.bench.step", f"--one={name}", f"--training.param_dtype={dtype}", *overrides]  # noqa: E731
+    contenders = {name: (one(name), {}) for name in ("ours", "bare", *installed)}
+    if not torch.cuda.is_available():
+        contenders |= {f"{name}, memory kept": (one(name), KEPT) for name in ("bare", *installed)}
+    seconds = harness.in_turn(contenders, rounds)
+    cfg = load_config(overrides)
+    tokens = cfg.training.local_batch_size * cfg.training.seq_len
+    flops = flops_per_token(check.architecture(cfg.model), cfg.training.seq_len) * tokens
     rows = []
     for name, times in seconds.items():
         median = statistics.median(times)
         rows.append([
-            dtype_name, name, f"{median * 1e3:.0f} ms", f"{min(times) * 1e3:.0f} ms", f"{tokens.numel() / median:,.0f}",
+            dtype, name, f"{median * 1e3:.0f} ms", f"{min(times) * 1e3:.0f} ms", f"{tokens / median:,.0f}",
             f"{flops / median / 1e9:.0f}", f"{harness.ratio(seconds, 'ours', name):.3f}",
         ])  # fmt: skip
     return rows
@@ -146,7 +165,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json")
+    parser.add_argument("--one", choices=("ours", "bare", *PEERS), help="this contender, step by step as it is asked to")
     args, overrides = parser.parse_known_args()
+    if args.one:
+        harness.serve(contender(args.one, load_config([*overrides, f"--training.max_norm={CLIP}"])))
+        train.meshes.close_mesh()
+        return
     rows = [row for dtype in ("float32", "bfloat16") for row in measure(dtype, overrides, args.rounds)]
     columns = ["dtype", "contender", "median step", "fastest", "tokens/s", "GFLOP/s", "ours / this (median of pairs)"]
     cfg = load_config(overrides)
