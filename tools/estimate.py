@@ -16,9 +16,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.schema import InputError, Training
+from models import llama
 from models.causal_attention import causal_attention
 from parallelisms.dp import param_dtype
-from tools.trace import Op, Step, Where
+from tools.trace import Op, Step, Trace, Where
 from training.metrics import peak_flops
 
 HERE = Path(__file__).resolve().parent
@@ -43,10 +44,12 @@ class Device(BaseModel):
     link_efficiency: float = Field(0.8, gt=0, le=1)
     link_latency_us: float = Field(0.6, ge=0)
     fabric_latency_us: float = Field(2.7, ge=0)
+    attention_backward: float = Field(1.0, gt=0)
+    """Rate of attention's backward, to that of its forward; 1 where attention_efficiency is of both together."""
     attention_row_ns: float = Field(0.0, ge=0)
-    """What attention costs for each query, head and product whatever the length; 0 on GPUs."""
+    """What attention's forward costs for each query, head and product whatever the length; 0 on GPUs."""
     overhead_us: float = Field(0.0, ge=0)
-    """Time that each operator takes beside its work; 0 where a queue hides it."""
+    """Time that each operator (views are none) takes beside its work; 0 where a queue hides it."""
     source: str = ""
 
     @property
@@ -97,17 +100,20 @@ def measure_cpu(threads: int = 0) -> Device:
     products = 2 * 2048 * 768 * 768 / _seconds(lambda: a @ b)
     rows, short, long = 1 << 13, 256, 1024  # the same queries in short and in long sequences: two equations
 
-    def attend(length: int) -> float:
+    def attend(length: int) -> tuple[float, float]:
+        """Seconds for a query of each of the two products of forward, and of the five of backward."""
         q, k, v, grad = (torch.randn(rows // length // 4, 4, length, 64).to(dtype).requires_grad_() for _ in range(4))
-        return _seconds(lambda: torch.autograd.grad(causal_attention(q, k, v), (q, k, v), grad))
+        out = causal_attention(q, k, v)
+        forward = _seconds(lambda: causal_attention(q, k, v))
+        backward = _seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+        return forward / rows / 2, backward / rows / 5
 
-    per_row = {length: attend(length) / rows / 7 for length in (short, long)}  # of seven products, forward and backward
-    per_key = max(1e-12, (per_row[long] - per_row[short]) / (long - short))
+    per_row = {length: attend(length) for length in (short, long)}
+    per_key, behind = (max(1e-12, (b - a) / (long - short)) for a, b in zip(per_row[short], per_row[long]))
     attention = 64 / per_key  # FLOP/s: half of the 2 x 64 of a query and a key
     x, y = torch.randn(1 << 24), torch.empty(1 << 24)
     copied = 2 * x.nbytes / _seconds(lambda: y.copy_(x))
-    tiny = torch.ones(1)
-    overhead = _seconds(lambda: tiny + tiny)
+    overhead = _operator_overhead(dtype)
     torch.set_num_threads(before)
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return Device(
@@ -115,9 +121,32 @@ def measure_cpu(threads: int = 0) -> Device:
         memory_gb_per_s=copied / 1e9 / MEMORY_EFFICIENCY,
         link_gb_per_s=1.0, fabric_gb_per_s=1.0, host_gb_per_s=copied / 1e9, matmul_efficiency=1.0,
         attention_efficiency=min(1.0, attention / products), link_efficiency=1.0, link_latency_us=50, fabric_latency_us=50,
-        attention_row_ns=max(0.0, per_row[short] - per_key * short) * 1e9, overhead_us=overhead * 1e6,
+        attention_backward=per_key / behind, attention_row_ns=max(0.0, per_row[short][0] - per_key * short) * 1e9,
+        overhead_us=overhead * 1e6,
         source="measured now; links assumed",
     )  # fmt: skip
+
+
+def _operator_overhead(dtype: torch.dtype) -> float:
+    """Seconds that an operator takes beside its work, in forward and backward of small models: with the views, the autograd and
+    the Python around it, where there is no work; and until all threads have woken and come together, which is the time that
+    as many sequences on all threads take beyond one on one (32,768 elements are the least that ATen gives a thread)."""
+    threads = torch.get_num_threads()
+
+    def step(dim: int, batch: int, length: int) -> Callable[[], None]:
+        arch = {"dim": dim, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "head_dim": dim // 2, "hidden_dim": dim, "vocab_size": 16}
+        model, tokens = llama.build(llama.FLAVORS["debug"] | arch).to(dtype), torch.zeros(batch, length, dtype=torch.int64)
+        return lambda: model(tokens).sum().backward()
+
+    together = _seconds(step(64, threads, 512))
+    torch.set_num_threads(1)
+    alone, empty = _seconds(step(64, 1, 512)), step(16, 1, 4)
+    with Trace() as trace:
+        empty()
+    operators = sum(isinstance(row, Op) for stretch in trace.stretches for row in stretch.rows)
+    seconds = _seconds(empty) + max(0.0, together - alone)
+    torch.set_num_threads(threads)
+    return seconds / operators
 
 
 def _seconds(run: Callable[[], object], rounds: int = 15) -> float:
@@ -200,8 +229,9 @@ def op_seconds(op: Op, where: Where, device: Device, fused: bool) -> tuple[float
     rate = device.peak
     traffic = op.fused if fused and where.block >= 0 else op.traffic
     product = op.product_flops / (rate * device.matmul_efficiency)
-    attention = op.attention_flops / 2 / (rate * device.attention_efficiency)
-    attention += op.attention_rows * device.attention_row_ns * 1e-9
+    attention = op.attention_flops / 2 / (rate * device.attention_efficiency) + op.attention_rows * device.attention_row_ns * 1e-9
+    if "backward" in op.name:
+        attention /= device.attention_backward
     moved = traffic / (device.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY) + device.overhead_us * 1e-6
     return product, attention, moved
 

@@ -120,13 +120,14 @@ def planned_here(options: list[str], device: Device) -> float:
 
 
 def quietest(measured: list[Device]) -> Device:
-    """Of each rate the best: what the machine does when nobody disturbs it."""
+    """Of each rate the best, what the machine does when nobody disturbs it; the median of what is a difference of two."""
     peak, attention = (max(d.peak_tflops * getattr(d, share) for d in measured)
                        for share in ("matmul_efficiency", "attention_efficiency"))  # fmt: skip
     return measured[0].model_copy(update={
         "peak_tflops": peak, "attention_efficiency": attention / peak,
         **{name: max(getattr(d, name) for d in measured) for name in ("memory_gb_per_s", "host_gb_per_s")},
-        **{name: min(getattr(d, name) for d in measured) for name in ("attention_row_ns", "overhead_us")},
+        **{name: statistics.median(getattr(d, name) for d in measured)
+           for name in ("attention_backward", "attention_row_ns", "overhead_us")},
     })  # fmt: skip
 
 
