@@ -15,9 +15,10 @@ import tomli
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from configs.schema import InputError, Training
+from configs.schema import ActivationCheckpoint, InputError, Training
 from models import llama
 from models.causal_attention import causal_attention
+from parallelisms import ac
 from parallelisms.dp import param_dtype
 from tools.trace import Op, Step, Trace, Where
 from training.metrics import peak_flops
@@ -50,6 +51,8 @@ class Device(BaseModel):
     """What attention's forward costs for each query, head and product whatever the length; 0 on GPUs."""
     overhead_us: float = Field(0.0, ge=0)
     """Time that each operator (views are none) takes beside its work; 0 where a queue hides it."""
+    policy_us: float = Field(0.0, ge=0)
+    """What selective checkpointing adds to each operator of a block's forward, its recomputation included; as above."""
     source: str = ""
 
     @property
@@ -113,7 +116,7 @@ def measure_cpu(threads: int = 0) -> Device:
     attention = 64 / per_key  # FLOP/s: half of the 2 x 64 of a query and a key
     x, y = torch.randn(1 << 24), torch.empty(1 << 24)
     copied = 2 * x.nbytes / _seconds(lambda: y.copy_(x))
-    overhead = _operator_overhead(dtype)
+    overhead, policy = _operator_overheads(dtype)
     torch.set_num_threads(before)
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return Device(
@@ -122,31 +125,36 @@ def measure_cpu(threads: int = 0) -> Device:
         link_gb_per_s=1.0, fabric_gb_per_s=1.0, host_gb_per_s=copied / 1e9, matmul_efficiency=1.0,
         attention_efficiency=min(1.0, attention / products), link_efficiency=1.0, link_latency_us=50, fabric_latency_us=50,
         attention_backward=per_key / behind, attention_row_ns=max(0.0, per_row[short][0] - per_key * short) * 1e9,
-        overhead_us=overhead * 1e6,
+        overhead_us=overhead * 1e6, policy_us=policy * 1e6,
         source="measured now; links assumed",
     )  # fmt: skip
 
 
-def _operator_overhead(dtype: torch.dtype) -> float:
+def _operator_overheads(dtype: torch.dtype) -> tuple[float, float]:
     """Seconds that an operator takes beside its work, in forward and backward of small models: with the views, the autograd and
     the Python around it, where there is no work; and until all threads have woken and come together, which is the time that
-    as many sequences on all threads take beyond one on one (32,768 elements are the least that ATen gives a thread)."""
+    as many sequences on all threads take beyond one on one (32,768 elements are the least that ATen gives a thread).
+    And what selective checkpointing's policy, which is Python, adds for each operator of forward."""
     threads = torch.get_num_threads()
 
-    def step(dim: int, batch: int, length: int) -> Callable[[], None]:
+    def step(dim: int, batch: int, length: int, mode: str = "none") -> Callable[[], None]:
         arch = {"dim": dim, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "head_dim": dim // 2, "hidden_dim": dim, "vocab_size": 16}
-        model, tokens = llama.build(llama.FLAVORS["debug"] | arch).to(dtype), torch.zeros(batch, length, dtype=torch.int64)
-        return lambda: model(tokens).sum().backward()
+        model = ac.apply(llama.build(llama.FLAVORS["debug"] | arch).to(dtype), ActivationCheckpoint(mode=mode))
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+        return lambda backward=True: model(tokens).sum().backward() if backward else model(tokens)
 
-    together = _seconds(step(64, threads, 512))
+    def operators(run: Callable, *args: bool) -> int:
+        with Trace() as trace:
+            run(*args)
+        return sum(isinstance(row, Op) for stretch in trace.stretches for row in stretch.rows)
+
+    together = _seconds(step(64, threads, 512), 40)
     torch.set_num_threads(1)
-    alone, empty = _seconds(step(64, 1, 512)), step(16, 1, 4)
-    with Trace() as trace:
-        empty()
-    operators = sum(isinstance(row, Op) for stretch in trace.stretches for row in stretch.rows)
-    seconds = _seconds(empty) + max(0.0, together - alone)
+    alone, empty, policed = _seconds(step(64, 1, 512), 40), step(16, 1, 4), step(16, 1, 4, "selective")
+    each = _seconds(empty) / operators(empty)
+    policy = (_seconds(policed) - each * operators(policed)) / operators(empty, False)
     torch.set_num_threads(threads)
-    return seconds / operators
+    return each + max(0.0, together - alone) / operators(empty), max(0.0, policy)
 
 
 def _seconds(run: Callable[[], object], rounds: int = 15) -> float:
@@ -236,7 +244,7 @@ def op_seconds(op: Op, where: Where, device: Device, fused: bool) -> tuple[float
     return product, attention, moved
 
 
-def estimate(step: Step, device: Device, per_host: int, compiled: bool) -> Estimate:
+def estimate(step: Step, device: Device, per_host: int, compiled: bool, selective: bool = False) -> Estimate:
     """Play the step through: one stream computes, one moves FSDP's data beside it, and each waits where PyTorch waits.
 
     - FSDP's all-gather starts when the one before has been copied out (`FSDPParamGroup.wait_for_unshard`), so the gather
@@ -295,6 +303,8 @@ def estimate(step: Step, device: Device, per_host: int, compiled: bool) -> Estim
                     now = busy = ready
                 gate = now
             product, attention, moved = op_seconds(op, where, device, compiled)
+            if selective and where.phase == "forward" and 0 <= where.block < step.layers:
+                moved += device.policy_us * 1e-6
             result.products, result.attention = result.products + times * product, result.attention + times * attention
             result.memory_bound += times * moved
             whole = op.product_flops + op.attention_flops

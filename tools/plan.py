@@ -161,7 +161,8 @@ def make_plan(cfg: Config, ask: Question) -> Plan:
     """Trace one step of this configuration and estimate its time. `cfg` has been checked for `ask.gpus` processes."""
     with quiet():
         step = trace.traced(cfg, ask.gpus, ask.per_host, ask.on_gpu)
-    return Plan(cfg, ask, step, estimate(step, ask.device, ask.per_host, cfg.compile.enabled and ask.on_gpu))
+    selective = cfg.activation_checkpoint.mode == "selective"
+    return Plan(cfg, ask, step, estimate(step, ask.device, ask.per_host, cfg.compile.enabled and ask.on_gpu, selective))
 
 
 class quiet(warnings.catch_warnings):

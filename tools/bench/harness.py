@@ -103,13 +103,14 @@ def batches(cfg: Config, mesh: Mesh, ids: np.ndarray) -> Batches:
     return Batches([tokens], order, t.local_batch_size, mesh.dp_rank, mesh.dp_size)
 
 
-def child(module: str, *args: str, ranks: int = 1) -> dict:
+def child(module: str, *args: str, ranks: int = 1, beside: int = 1) -> dict:
     """What `python -m module args` prints as its last line of JSON, in a process of its own (so that its memory is its own); as
-    torchrun would with several ranks, which share this machine's threads. Raises RuntimeError with rank 0's last words."""
+    torchrun would with several ranks, which share this machine's threads, with as many others `beside` this one. Raises
+    RuntimeError with rank 0's last words."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // ranks))}
+    threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // (ranks * beside)))}
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(

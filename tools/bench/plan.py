@@ -127,7 +127,7 @@ def quietest(measured: list[Device]) -> Device:
         "peak_tflops": peak, "attention_efficiency": attention / peak,
         **{name: max(getattr(d, name) for d in measured) for name in ("memory_gb_per_s", "host_gb_per_s")},
         **{name: statistics.median(getattr(d, name) for d in measured)
-           for name in ("attention_backward", "attention_row_ns", "overhead_us")},
+           for name in ("attention_backward", "attention_row_ns", "overhead_us", "policy_us")},
     })  # fmt: skip
 
 
