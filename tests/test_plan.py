@@ -241,6 +241,21 @@ def test_slow_links_are_exposed_and_fast_ones_hide(monkeypatch):
         assert found.seconds == pytest.approx(found.computing + found.exposed)
 
 
+def test_what_a_cpu_spends_beside_work_is_counted():
+    step = apart(trace.traced, config(["--activation_checkpoint.mode=selective", "--training.local_batch_size=8"], 1), 1, 1, False)
+    assert step.repeats == 1
+    ops = [(where, op) for where, _, op in step.ops() if not op.kind]
+    forward = sum(where.phase == "forward" and 0 <= where.block < step.layers for where, _ in ops)
+    alike = {"overhead_us": 1.0, "policy_us": 1e3}
+    plain, selective = (estimate(step, H100.model_copy(update=alike), 1, False, selective) for selective in (False, True))
+    assert forward > 0 and selective.seconds - plain.seconds == pytest.approx(forward * 1e-3)
+    slow = estimate(step, H100.model_copy(update=alike | {"overhead_us": 3.0}), 1, False)
+    assert slow.seconds - plain.seconds == pytest.approx(len(ops) * 2e-6, rel=1e-3)
+    backward = sum(op.attention_flops for _, op in ops if "backward" in op.name) / 2 / H100.peak / H100.attention_efficiency
+    twice = estimate(step, H100.model_copy(update=alike | {"attention_backward": 2.0}), 1, False)
+    assert plain.attention - twice.attention == pytest.approx(backward / 2, rel=1e-6)
+
+
 def planned_goodput() -> list[tuple]:
     cfg = config([NONE, "--training.local_batch_size=2", "--checkpoint.async_save=false"], 4)
     plans = [plan.make_plan(cfg, plan.Question(4, 4, H100, mtbf_gpu_hours=h, storage_gb_per_s=1e-5)) for h in (50_000, 1e-3)]

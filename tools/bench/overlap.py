@@ -1,0 +1,132 @@
+"""Whether FSDP's gathers hide behind computing: steps whose all-gathers take a stated time, on a wire that is a sleep.
+
+    python -m tools.bench.overlap [--rounds 7] [--json out.json] [--table.key=value ...]
+
+Rank 0 of 8 on PyTorch's fake process group, with a real model that computes. An all-gather copies its result at once and
+is done when the wire has had the time for its bytes, one transfer after the other, without using a processor. The wire's speed
+is chosen so that all gathers of a step take a given share of what the step computes. `exposed` is how much longer the step is
+than without a wire, to the time that the wire was in use.
+
+A GPU has streams, which make every gather asynchronous (FSDP2's implicit prefetch). A CPU has none: there FSDP2 waits for each
+gather unless it is asked for asynchronous ones, as it is here for the rows with prefetch. Its reduce-scatters always wait on a
+CPU, so they are not on the wire.
+"""
+
+import argparse
+import queue
+import statistics
+import threading
+import time
+from functools import partial
+from itertools import product
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+import train
+from configs.load import load_config
+from tools.bench import harness
+from tools.bench.sections import BENCH
+from tools.trace import batch_of, pretend
+
+RANKS = 8
+SHARES = (0.25, 0.5, 0.75)  # of the step's computing, that the wire is in use
+PREFETCH = (0, 1, 2)
+OPTIONS = f"{BENCH} --training.param_dtype=bfloat16 --training.local_batch_size=2 --training.global_batch_size={2 * RANKS}"
+
+
+class Wire:
+    """Transfers, one after the other."""
+
+    def __init__(self) -> None:
+        self.seconds_per_byte, self.bytes = 0.0, 0
+        self.queue: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        free = 0.0
+        while True:
+            seconds, asked, done = self.queue.get()
+            free = max(free, asked) + seconds
+            time.sleep(max(0.0, free - time.monotonic()))
+            done.set()
+
+    def send(self, size: int) -> threading.Event:
+        done, seconds = threading.Event(), size * self.seconds_per_byte
+        self.bytes += size
+        if seconds:
+            self.queue.put((seconds, time.monotonic(), done))
+        else:
+            done.set()
+        return done
+
+
+class Local:
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(Local, AllGather):
+    """Every rank has what this one has."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        output_tensor.view(group.size(), -1).copy_(input_tensor.clone())  # which is a part of it
+        done = self.wire.send(output_tensor.nbytes)
+        return done if async_op else done.wait() and None
+
+
+class Scatter(Local, ReduceScatter):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[0])
+
+
+def built(prefetch: int, wire: Wire, overrides: list[str]) -> train.Job:
+    job = train.build(load_config([*OPTIONS.split(), f"--parallelism.prefetch={prefetch}", *overrides], RANKS, RANKS))
+    for module in job.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(Gather(wire))
+            module.set_custom_reduce_scatter(Scatter())
+            module._set_unshard_async_op(prefetch > 0)
+    return job
+
+
+def measure(rounds: int, overrides: list[str]) -> list[list[str]]:
+    wire = Wire()
+    jobs = {prefetch: built(prefetch, wire, overrides) for prefetch in PREFETCH}
+    batch = batch_of(jobs[0], 1)
+
+    def step(prefetch: int, wire_seconds: float) -> None:
+        """With a wire that is in use for so long, if as many bytes are gathered as in the step before."""
+        wire.seconds_per_byte, wire.bytes = wire_seconds / max(1, wire.bytes), 0
+        train.train_step(jobs[prefetch], batch)
+
+    computing = statistics.median(harness.alternate({"": lambda: step(0, 0.0)}, 5)[""])
+    contenders = {(p, s): partial(step, p, s * computing) for p in PREFETCH for s in (0.0, *SHARES)}
+    seconds = harness.alternate(contenders, rounds)
+    rows = []
+    for prefetch, share in product(PREFETCH, SHARES):
+        with_, without = seconds[prefetch, share], seconds[prefetch, 0.0]
+        more = statistics.median(a - b for a, b in zip(with_, without))
+        times = (statistics.median(without), share * computing, statistics.median(with_))
+        name = str(prefetch) if prefetch else "0: waits"
+        rows.append([name, *(f"{t * 1e3:,.0f} ms" for t in times), f"{more / (share * computing):.0%}"])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json")
+    args, overrides = parser.parse_known_args()
+    with pretend(RANKS, RANKS):
+        rows = measure(args.rounds, overrides)
+    columns = ["prefetch", "step without a wire", "wire in use", "step", "exposed"]
+    harness.report("Gathers behind computing", columns, rows, f"{args.rounds} alternating rounds.", args.json)
+
+
+if __name__ == "__main__":
+    main()
