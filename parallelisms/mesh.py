@@ -117,8 +117,9 @@ def pick_device(run: Run, local_rank: int) -> torch.device:
 def keep_memory() -> None:
     """Let this process keep the memory that tensors give back, as the GPU's allocator does.
 
-    glibc returns large pieces to the kernel, and the next tensor touches its pages anew: 200,000 faults and up to 40% of a
-    step at the size of a 1B model's layers (docs/performance.md). So nothing is made by mmap, and nothing trimmed; mallopt(3).
+    glibc returns large pieces to the kernel, and the next tensor touches its pages anew: up to 200,000 faults in a step, and
+    a third of its time or more at the size of a 1B model's layers (docs/performance.md). So nothing is made by mmap, and
+    nothing trimmed; mallopt(3).
     Where the C library has no mallopt this does nothing.
     """
     with suppress(OSError, AttributeError):
