@@ -1,5 +1,7 @@
 """Stopping on request, in every window of a run; and dying, when a rank hangs."""
 
+import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -253,8 +255,6 @@ def hang(how: str) -> None:
     if how == "spin":
         while True:
             pass
-    import ctypes
-
     ctypes.PyDLL(None).sleep(600)  # in C, without giving Python's lock back
 
 
@@ -276,6 +276,37 @@ def test_n6_a_hung_rank_ends_and_leaves_its_stacks(how, options, tmp_path):
     assert " in hang" in stacks and " in train_step" not in stacks and stacks.count("hread 0x") >= 2
     waiting = (tmp_path / "logs" / "rank-00000.stacks").read_text()
     assert "in train_step" in waiting and waiting.count("hread 0x") >= 1
+
+
+def dumping(folder: Path, seconds: float, by_faulthandler: bool = False) -> bool:
+    """Stacks are written while threads that are not Python's call it for the first time, as gloo's and autograd's do."""
+    libc, callback = ctypes.CDLL(None), ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+    (folder / "logs").mkdir()
+    sys.setswitchinterval(1e-5)
+    end = time.monotonic() + seconds
+    with health.Watchdog(folder, 0) as watchdog:
+        while time.monotonic() < end:
+            for _ in range(4):
+                libc.pthread_create(ctypes.byref(thread := ctypes.c_ulong()), None, callback, None)
+                libc.pthread_detach(thread)
+            faulthandler.dump_traceback(watchdog.file) if by_faulthandler else watchdog.stacks()
+            watchdog.file.seek(0)
+            watchdog.file.truncate()
+        watchdog.stacks()
+    return "in dumping" in (folder / "logs" / "rank-00000.stacks").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="starts threads by the C library")
+def test_n6_stacks_are_written_while_threads_come_and_go(tmp_path):
+    assert run_ranks(1, dumping, tmp_path, 2.0) == [True]
+
+
+@pytest.mark.torture
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="a race in CPython 3.11")
+def test_n6_which_kills_faulthandler(tmp_path):
+    """The negative control."""
+    with pytest.raises(AssertionError, match="died of signal 11"):
+        run_ranks(1, dumping, tmp_path, 40.0, True)
 
 
 @pytest.mark.torture

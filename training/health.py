@@ -5,6 +5,8 @@ import logging
 import math
 import signal
 import statistics
+import sys
+import threading
 import time
 import traceback
 from collections import Counter, deque
@@ -55,9 +57,16 @@ class Watchdog:
             self.rest()
         else:
             self.file.write(redact("".join(traceback.format_exception(error))))
-            self.file.flush()
-            faulthandler.dump_traceback(self.file)
+            self.stacks()
             self.arm(self.DYING)
+
+    def stacks(self) -> None:
+        """Write those of all threads; by Python, which knows when a thread of C++'s is just becoming one of its own.
+        `faulthandler.dump_traceback` does not, and a rank whose save had failed died of that (SIGSEGV, Python 3.11)."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for number, frame in sys._current_frames().items():
+            self.file.write(f"\nThread {number:#018x} {names.get(number, '')}:\n{''.join(traceback.format_stack(frame))}")
+        self.file.flush()
 
     def rest(self) -> None:
         """It is over; a file without a stack goes."""
