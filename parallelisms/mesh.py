@@ -119,8 +119,7 @@ def keep_memory() -> None:
 
     glibc returns large pieces to the kernel, and the next tensor touches its pages anew: up to 200,000 faults in a step, and
     a third of its time or more at the size of a 1B model's layers (docs/performance.md). So nothing is made by mmap, and
-    nothing trimmed; mallopt(3).
-    Where the C library has no mallopt this does nothing.
+    nothing trimmed; mallopt(3). Where the C library has no mallopt this does nothing.
     """
     with suppress(OSError, AttributeError):
         mallopt, mmap_max, trim_threshold = ctypes.CDLL(None).mallopt, -4, -1

@@ -137,7 +137,7 @@ def _operator_overheads(dtype: torch.dtype) -> tuple[float, float]:
     And what selective checkpointing's policy, which is Python, adds for each operator of forward."""
     threads = torch.get_num_threads()
 
-    def step(dim: int, batch: int, length: int, mode: str = "none") -> Callable[[], None]:
+    def step(dim: int, batch: int, length: int, mode: str = "none") -> Callable[..., object]:
         arch = {"dim": dim, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "head_dim": dim // 2, "hidden_dim": dim, "vocab_size": 16}
         model = ac.apply(llama.build(llama.FLAVORS["debug"] | arch).to(dtype), ActivationCheckpoint(mode=mode))
         tokens = torch.zeros(batch, length, dtype=torch.int64)

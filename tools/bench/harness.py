@@ -40,14 +40,12 @@ def alternate(
     return seconds
 
 
-def in_turn(contenders: dict[str, tuple[list[str], dict[str, str]]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """As `alternate`, with each contender (arguments of python, environment) in a process of its own, so that it has its own
-    memory and allocator. Such a process answers every line that it reads with the seconds it took: `serve`."""
+def in_turn(contenders: dict[str, list[str]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
+    """As `alternate`, with each contender (arguments of python) in a process of its own, so that it has its own memory and
+    allocator. Such a process answers every line that it reads with the seconds it took: `serve`."""
     processes = {
-        name: subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | environment
-        )
-        for name, (arguments, environment) in contenders.items()
+        name: subprocess.Popen([sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for name, arguments in contenders.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(warm_up + rounds):
@@ -55,7 +53,7 @@ def in_turn(contenders: dict[str, tuple[list[str], dict[str, str]]], rounds: int
             process.stdin.write("\n")
             process.stdin.flush()
             if not (answer := process.stdout.readline()):
-                raise RuntimeError(f"{' '.join(contenders[name][0])} ended with code {process.wait()}")
+                raise RuntimeError(f"{' '.join(contenders[name])} ended with code {process.wait()}")
             if i >= warm_up:
                 seconds[name].append(float(answer))
     for process in processes.values():

@@ -20,9 +20,8 @@ import time
 from functools import partial
 from itertools import product
 
-import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 import train
 from configs.load import load_config
@@ -62,12 +61,7 @@ class Wire:
         return done
 
 
-class Local:
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class Gather(Local, AllGather):
+class Gather(DefaultAllGather):
     """Every rank has what this one has."""
 
     def __init__(self, wire: Wire) -> None:
@@ -79,7 +73,7 @@ class Gather(Local, AllGather):
         return done if async_op else done.wait() and None
 
 
-class Scatter(Local, ReduceScatter):
+class Scatter(DefaultReduceScatter):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         output_tensor.copy_(input_tensor.view(group.size(), -1)[0])
 

@@ -27,7 +27,7 @@ from configs.load import load_config
 from configs.schema import Config
 from models import llama
 from parallelisms import dp
-from parallelisms.mesh import pick_device
+from parallelisms.mesh import keep_memory, pick_device
 from tools.bench import harness
 from training.loss import linear_cross_entropy
 from training.metrics import flops_per_token
@@ -121,7 +121,6 @@ def litgpt(arch, cfg, tokens, labels, dtype):
     return looped(model, lambda: model(tokens), labels, dtype)
 
 
-KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}  # parallelisms/mesh.py::keep_memory, from outside
 PEERS = {"hf": hf, "accelerate": accelerate, "litgpt": litgpt}  # those that are installed are measured
 
 
@@ -143,10 +142,10 @@ def contender(name: str, cfg: Config) -> Callable[[], None]:
 
 def measure(dtype: str, overrides: list[str], rounds: int) -> list[list[str]]:
     installed = [name for name in PEERS if find_spec("transformers" if name == "hf" else name)]
-    one = lambda name: ["-m", "tools.bench.step", f"--one={name}", f"--training.param_dtype={dtype}", *overrides]  # noqa: E731
-    contenders = {name: (one(name), {}) for name in ("ours", "bare", *installed)}
+    one = ["-m", "tools.bench.step", f"--training.param_dtype={dtype}", *overrides]
+    contenders = {name: [*one, f"--one={name}"] for name in ("ours", "bare", *installed)}
     if not torch.cuda.is_available():
-        contenders |= {f"{name}, memory kept": (one(name), KEPT) for name in ("bare", *installed)}
+        contenders |= {f"{name}, memory kept": [*one, f"--one={name}", "--keep-memory"] for name in ("bare", *installed)}
     seconds = harness.in_turn(contenders, rounds)
     cfg = load_config(overrides)
     tokens = cfg.training.local_batch_size * cfg.training.seq_len
@@ -166,8 +165,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json")
     parser.add_argument("--one", choices=("ours", "bare", *PEERS), help="this contender, step by step as it is asked to")
+    parser.add_argument("--keep-memory", action="store_true", help="with --one: as our runs do on a CPU")
     args, overrides = parser.parse_known_args()
     if args.one:
+        if args.keep_memory:
+            keep_memory()
         harness.serve(contender(args.one, load_config([*overrides, f"--training.max_norm={CLIP}"])))
         train.meshes.close_mesh()
         return

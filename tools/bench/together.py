@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -37,11 +36,7 @@ def gather_rate() -> float:
     """Bytes per second of an all-gather of MESSAGE bytes; both ranks call it."""
     open_group(Run())
     whole, mine = torch.empty(MESSAGE, dtype=torch.uint8), torch.ones(MESSAGE // 2, dtype=torch.uint8)
-    seconds = []
-    for _ in range(20):
-        began = time.perf_counter()
-        dist.all_gather_into_tensor(whole, mine)
-        seconds.append(time.perf_counter() - began)
+    seconds = harness.alternate({"gather": lambda: dist.all_gather_into_tensor(whole, mine)}, 20)["gather"]
     close_mesh()
     return MESSAGE / statistics.median(seconds)
 
