@@ -36,7 +36,7 @@ from parallelisms.mesh import Mesh
 from training import collectives, health, init, log
 from training.loss import IGNORE, linear_cross_entropy
 from training.metrics import Metrics, flops_per_token, memory_gib, model_summary, peak_flops
-from training.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
+from training.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate, step_if
 from training.profiler import profiler
 from training.record import Start, hosts, source_hash
 from training.sample import sample
@@ -96,17 +96,19 @@ def train_step(job: Job, batch: dict[str, Tensor]) -> StepResult:
         (loss, losses, prepare_seconds), unlike = collectives.twice(compute, job.optimizer, job.mesh)
     else:
         loss, losses, prepare_seconds = compute()
-    grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm).item()
-    fine = math.isfinite(grad_norm) and math.isfinite(loss) and grad_norm <= job.skip_above and not unlike
+    grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm).to(loss.device)
+    fine = grad_norm.isfinite() & loss.isfinite() & (grad_norm <= job.skip_above)  # the same on every rank: all are global
+    fine &= not unlike
+    numbers = read_later(torch.stack((loss, grad_norm, fine)))
     began = time.monotonic()
-    if fine:  # the same on every rank: all are global
-        job.optimizer.step()
+    step_if(fine, job.optimizer)
     optimizer_seconds = time.monotonic() - began
     job.optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, grad_norm, not fine, losses, prepare_seconds, optimizer_seconds, unlike)
+    loss, grad_norm, stepped = numbers()  # a GPU has the optimizer's step to do meanwhile
+    return StepResult(loss, grad_norm, not stepped, losses, prepare_seconds, optimizer_seconds, unlike)
 
 
-def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[float, Tensor, float]:
+def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float]:
     """The gradient of the mean loss over the global batch into the weights' `.grad`; `StepResult.loss`, `.losses` and
     `.prepare_seconds`.
 
@@ -129,7 +131,21 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[float, Tensor, float]
         loss = model(tokens[a], head, documents)
         (loss * (mesh.dp_size / counted)).backward()  # FSDP averages over dp_size ranks; this makes it the sum
         total += loss.detach()
-    return (mesh.sum_over_dp(total) / counted).item(), losses, prepare_seconds
+    return mesh.sum_over_dp(total) / counted, losses, prepare_seconds
+
+
+def read_later(x: Tensor) -> Callable[[], list[float]]:
+    """The numbers of x [n] for whoever calls what is returned. They leave a GPU now, and the call waits for them alone, not
+    for what was queued since: to read x itself would leave the GPU without work until the host has given it some more."""
+    host = x.to("cpu", non_blocking=True)  # into pinned memory
+    arrived = torch.cuda.current_stream().record_event() if x.is_cuda else None
+
+    def numbers() -> list[float]:
+        if arrived:
+            arrived.synchronize()
+        return host.tolist()
+
+    return numbers
 
 
 def add_by_source(sums: Tensor, batch: dict[str, Tensor], losses: Tensor) -> None:

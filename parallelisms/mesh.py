@@ -74,7 +74,7 @@ class Mesh:
     def sum_over_dp(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the data-parallel ranks, in place. Every rank of the mesh must call it."""
         for dim in ("dp_shard", "dp_replicate"):
-            if self.device_mesh[dim].size() > 1:
+            if self.sizes[dim] > 1:
                 dist.all_reduce(x, group=self.device_mesh.get_group(dim))
         return x
 

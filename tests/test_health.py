@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ def poisoned(options: list[str], folder: Path, where, value: float, gate: bool =
     if not gate:
         real_clip = train.clip_grad_norm
         train.clip_grad_norm = lambda params, max_norm: real_clip(params, max_norm).nan_to_num(1.0)
-        train.math = SimpleNamespace(isfinite=lambda number: True)
+        train.step_if = lambda fine, optimizer: optimizer.step()
         storage.finite = lambda _: True
     return run(options, folder)
 
@@ -126,6 +125,7 @@ def test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights(where, value
 @pytest.mark.torture
 def test_n1_without_the_gate_it_does(options, oracle, tmp_path):
     """The negative control."""
+    options = [*options, "--training.max_skipped_steps=99"]
     assert run_ranks(2, poisoned, options, tmp_path, in_both, math.nan, False) == [(0, "")] * 2
     assert not equals_oracle(tmp_path, oracle)
 

@@ -267,7 +267,7 @@ class Trace(TorchDispatchMode):
             if func is functional.wait_tensor.default:
                 return args[0]
             if func is aten._local_scalar_dense.default:
-                return 1.0  # a finite loss, a finite gradient norm
+                return 1.0  # a loss, a gradient norm, and that they are fine
         backward = torch._C._current_graph_task_id() != -1
         if backward and self.where.phase == "forward":
             self.where = self.where._replace(phase="backward")

@@ -141,7 +141,7 @@ def unlike_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Me
     """
     problems = []
     for dim in ("dp_replicate", "tp"):
-        if mesh.device_mesh[dim].size() == 1:
+        if mesh.sizes[dim] == 1:
             continue
         group = mesh.device_mesh.get_group(dim)
         tensors = _state(model, optimizer, replicated_over=dim)

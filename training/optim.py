@@ -59,6 +59,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def step_if(fine: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """optimizer.step() where `fine` (bool, a scalar) is true; else weights and state stay as they are, bit by bit.
+
+    Nobody waits for a GPU to tell: fused AdamW reads `found_inf` there, torch.amp.GradScaler's way to skip a step. SGD has no
+    fused kernel for DTensors, and weights that are offloaded to the CPU are not where `fine` is: then the host asks.
+    """
+    weight = optimizer.param_groups[0]["params"][0]
+    if optimizer.defaults.get("fused") and weight.device == fine.device:
+        optimizer.found_inf = (~fine).float()
+        optimizer.step()
+        del optimizer.found_inf
+    elif fine.item():
+        optimizer.step()
+
+
 @torch.no_grad()
 def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale the gradients so that their global 2-norm is at most max_norm (0: leave them); float32 scalar, the norm before.
