@@ -4,15 +4,17 @@
 
 `apart` is two runs at the same time, each of one process with half of the batch; the others are one run of two ranks on all of
 it (`tools.bench.sections --one`), every process with half of this machine's threads. `bytes` are the messages of a step of one
-rank, traced (tools/trace.py); `expected` is the time of `apart` and that of these bytes at the rate at which gloo gathers
-between two ranks that do nothing else. In turn, each in processes of their own.
+rank, traced (tools/trace.py); `alone` is how long these messages take between two ranks that do nothing else; `expected` is
+the sum of that and of the time of `apart`. In turn, each in processes of their own.
 """
 
 import argparse
 import json
 import multiprocessing
 import statistics
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,23 +31,32 @@ MESHES = {
     "FSDP 2": "", "DDP 2": "--parallelism.data_parallel_replicate=2 --parallelism.data_parallel_shard=1",
     "TP 2": "--parallelism.tensor_parallel=2",
 }  # fmt: skip
-MESSAGE = 8 * 2**20  # bytes
+OPERATIONS = {
+    "all-gather": dist.all_gather_into_tensor,
+    "reduce-scatter": lambda whole, part: dist.reduce_scatter_tensor(part, whole),
+    "all-reduce": lambda whole, part: dist.all_reduce(whole),
+}
 
 
-def gather_rate() -> float:
-    """Bytes per second of an all-gather of MESSAGE bytes; both ranks call it."""
+def alone(messages: list[tuple[str, int]]) -> list[float]:
+    """Seconds of each (kind, bytes of its larger side), of float32; both ranks call it."""
     open_group(Run())
-    whole, mine = torch.empty(MESSAGE, dtype=torch.uint8), torch.ones(MESSAGE // 2, dtype=torch.uint8)
-    seconds = harness.alternate({"gather": lambda: dist.all_gather_into_tensor(whole, mine)}, 20)["gather"]
+    seconds = []
+    for kind, size in messages:
+        part = torch.zeros(-(-size // 8))
+        run = partial(OPERATIONS[kind], torch.zeros(2 * len(part)), part)
+        seconds.append(statistics.median(harness.alternate({kind: run}, 7)[kind]))
     close_mesh()
-    return MESSAGE / statistics.median(seconds)
+    return seconds
 
 
-def moved(options: list[str]) -> int:
-    """Bytes of all messages of a step of one of two ranks."""
+def messages_of(options: list[str]) -> Counter[tuple[str, int]]:
+    """Those of a step of one of two ranks, and how often."""
     torch.set_num_threads(1)
-    step = trace.traced(load_config(options, 2, 2), 2, 2, False)
-    return sum(times * op.message for _, times, op in step.ops() if op.kind)
+    found: Counter[tuple[str, int]] = Counter()
+    for _, times, op in trace.traced(load_config(options, 2, 2), 2, 2, False).ops():
+        found[op.kind, op.message] += times * bool(op.kind)
+    return +found
 
 
 def seconds_of(options: list[str], steps: int, **processes: int) -> float:
@@ -59,25 +70,29 @@ def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[l
     share = {name: batch // (1 if name == "TP 2" else 2) for name in MESHES}
     runs = {name: [*base, *words.split(), f"--training.local_batch_size={share[name]}"] for name, words in MESHES.items()}
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        sizes = {name: pool.apply(moved, (options,)) for name, options in runs.items()}
+        messages = {name: pool.apply(messages_of, (options,)) for name, options in runs.items()}
+    every = sorted(set().union(*messages.values()))
     seconds: dict[str, list[float]] = {name: [] for name in ("apart", *runs)}
-    rates = []
+    taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
-        rates.append(harness.child("tools.bench.together", "--rate", ranks=2)["rate"])
+        each = dict(zip(every, harness.child("tools.bench.together", f"--alone={json.dumps(every)}", ranks=2)["seconds"]))
+        for name in runs:
+            taken[name].append(sum(times * each[message] for message, times in messages[name].items()))
         with ThreadPoolExecutor() as both:
             seconds["apart"].append(max(both.map(lambda _: seconds_of(half, steps, beside=2), range(2))))
         for name, options in runs.items():
             seconds[name].append(seconds_of(options, steps, ranks=2))
     rows = []
     for name, times in seconds.items():
-        middle, size = statistics.median(times), sizes.get(name, 0)
-        expected = statistics.median(seconds["apart"]) + size / statistics.median(rates)
+        size = sum(size * times for (_, size), times in messages.get(name, {}).items())
+        wire = taken.get(name, [0.0] * rounds)
+        both = {"expected": [a + b for a, b in zip(seconds["apart"], wire)], name: times}
         rows.append([
-            model, name, f"{middle * 1e3:,.0f} ms", f"{harness.ratio(seconds, name, 'apart'):.2f}", f"{size / 1e6:,.0f} MB",
-            f"{expected * 1e3:,.0f} ms", f"{middle / expected:.2f}",
+            model, name, f"{statistics.median(times) * 1e3:,.0f} ms", f"{harness.ratio(seconds, name, 'apart'):.2f}",
+            f"{size / 1e6:,.0f} MB", f"{statistics.median(wire) * 1e3:,.0f} ms",
+            f"{statistics.median(both['expected']) * 1e3:,.0f} ms", f"{harness.ratio(both, name, 'expected'):.2f}",
         ])  # fmt: skip
         print(" | ".join(rows[-1]), flush=True)
-    print(f"gloo gathers {statistics.median(rates) / 1e9:.2f} GB/s", flush=True)
     return rows
 
 
@@ -86,13 +101,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json")
-    parser.add_argument("--rate", action="store_true", help="one of two ranks of the gather")
+    parser.add_argument("--alone", type=json.loads, help="one of two ranks that time these messages")
     args, overrides = parser.parse_known_args()
-    if args.rate:
-        print(json.dumps({"rate": gather_rate()}))
+    if args.alone:
+        print(json.dumps({"seconds": alone(args.alone)}))
         return
     rows = [row for model in MODELS for row in measure(model, args.rounds, args.steps, overrides)]
-    columns = ["model", "two processes", "median step", "to apart", "bytes", "expected", "of expected"]
+    columns = ["model", "two processes", "median step", "to apart", "bytes", "alone", "expected", "of expected"]
     harness.report("Two processes together", columns, rows, f"{args.rounds} rounds of {args.steps} steps.", args.json)
 
 
