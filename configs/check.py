@@ -124,6 +124,13 @@ RULES = {
         lambda c: c.parallelism.cpu_offload and c.parallelism.tensor_parallel > 1,
         "{parallelism.cpu_offload} together with {parallelism.tensor_parallel} is not supported: use one of the two",
     ),
+    "tp_async": (
+        lambda c: c.parallelism.async_tensor_parallel
+        and (c.parallelism.tensor_parallel == 1 or not c.compile.enabled or c.compile.backend != "inductor"
+             or c.parallelism.tensor_parallel_across_hosts),
+        "{parallelism.async_tensor_parallel} is a rewriting of compiled blocks for GPUs of one host: it needs tensor_parallel "
+        'above 1, compile.enabled = true, compile.backend = "inductor", and tensor_parallel_across_hosts = false',
+    ),
     "tp_reshard": (  # FSDP2 makes the groups of N from each rank's slice of the mesh; the slices wait for each other
         lambda c: _is_number(c.parallelism.reshard_after_forward) and c.parallelism.tensor_parallel > 1,
         "{parallelism.reshard_after_forward}, a number of ranks, together with {parallelism.tensor_parallel} would "
@@ -271,6 +278,12 @@ RULES = {
     "float8_emulate": (
         lambda c: c.debug.emulate_float8 and c.training.float8 == "none",
         "{debug.emulate_float8} has no effect with {training.float8}: remove it, or choose a recipe",
+    ),
+    "attention": (
+        lambda c: c.training.attention != "auto"
+        and (c.training.param_dtype == "float32" or c.run.device == "cpu" or c.head_dim % 8 != 0 or c.head_dim > 256),
+        "{training.attention} is a kernel for GPUs, 16-bit types and heads of 8, 16, ... 256 numbers, but {run.device}, "
+        '{training.param_dtype} and {model.head_dim}: set it to "auto", or change these',
     ),
     "momentum": (
         lambda c: c.optimizer.kind == "adamw" and c.optimizer.momentum > 0,

@@ -243,6 +243,8 @@ class Training(Table):
     """Type in which gradients are summed over data-parallel ranks."""
     float8: Literal["none", "tensorwise", "rowwise"] = "none"
     """Scales for multiplying the blocks' linear layers in float8 (needs torchao, and a GPU since Ada or Hopper)."""
+    attention: Literal["auto", "flash", "flash3", "cudnn"] = "auto"
+    """GPU kernel of causal attention; auto: PyTorch's choice. `python -m tools.bench.attention` measures them."""
     max_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0: no clipping."""
     loss_chunk_tokens: int = Field(1024, ge=1)
@@ -290,6 +292,8 @@ class Parallelism(Table):
     """Ranks of one host that split every matrix (with sequence parallel norms and a vocabulary-parallel loss)."""
     tensor_parallel_across_hosts: bool = False
     """Allow tensor parallelism to cross hosts, where the network makes it slow."""
+    async_tensor_parallel: bool = False
+    """Send pieces of tensor parallelism's gathers and scatters behind its products (compiled blocks, GPUs with NVLink)."""
     reshard_after_forward: bool | Literal["default"] | Annotated[int, Field(ge=2)] = "default"
     """Free gathered weights after forward; default: all but the last; N: keep them sharded over N ranks (a host's)."""
     cpu_offload: bool = False

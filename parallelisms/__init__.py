@@ -3,13 +3,14 @@
 from torch import nn
 
 from configs.schema import Config
-from parallelisms import ac, compile, dp, float8, tp
+from parallelisms import ac, attention, compile, dp, float8, tp
 from parallelisms.mesh import Mesh
 
 
 def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, str]) -> nn.Module:
     """Turn a single-device model on `meta` into this rank's part of the parallel one, in place; nothing is allocated.
 
+    0. Which kernel attention runs is PyTorch's setting for the whole process.
     1. Tensor parallelism first: it replaces the weights by DTensors, and all that follows must see those.
     2. Float8 replaces linear layers, so it comes before what wraps them.
     3. Activation checkpointing and compile, block by block. A *selective* policy must be inside the compiled region, where
@@ -20,7 +21,10 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
 
     The optimizer is built afterwards, on the sharded parameters (`train.build`).
     """
+    attention.choose(cfg.training.attention, mesh.device)
     tp.apply(model, mesh.tp_mesh, tp_plan)
+    if cfg.parallelism.async_tensor_parallel:
+        tp.overlap(mesh.tp_mesh)
     float8.apply(model, mesh, cfg.training.float8, cfg.debug.emulate_float8)
     if cfg.activation_checkpoint.mode == "selective":
         ac.apply(model, cfg.activation_checkpoint)

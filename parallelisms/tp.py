@@ -6,6 +6,7 @@ all-gathers and two reduce-scatters in forward, the same bytes as the two all-re
 norms and residuals are computed once, not on every rank.
 """
 
+import warnings
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -18,6 +19,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+from configs.schema import InputError
+
+SYMMETRIC_MEMORY = ("cuda",)  # devices whose ranks can read each other's memory
 
 
 class VocabEmbedding(RowwiseParallel):
@@ -84,3 +89,19 @@ def apply(model: nn.Module, tp_mesh: DeviceMesh, plan: dict[str, str]) -> nn.Mod
     if plain:
         raise ValueError(f"TP_PLAN leaves parameters unsharded, which clipping and the optimizer cannot mix: {plain}")
     return model
+
+
+def overlap(tp_mesh: DeviceMesh) -> None:
+    """Asynchronous tensor parallelism (Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959), by inductor: in blocks that are
+    compiled from now on, a gather before products and a product before a scatter become one operator each, in which pieces
+    travel over NVLink while others are multiplied. Raises InputError on a device that has no such memory."""
+    if tp_mesh.device_type not in SYMMETRIC_MEMORY:
+        raise InputError("parallelism.async_tensor_parallel = true needs GPUs that are connected by NVLink, this is a "
+                         f"{tp_mesh.device_type}: set it to false")  # fmt: skip
+    from torch._inductor import config  # takes two seconds, which is why it is here
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    with warnings.catch_warnings():  # said to be superfluous; without it torch 2.13 fuses nothing, in silence (pytorch #193027)
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(tp_mesh.get_group().group_name)

@@ -517,6 +517,12 @@ RULE_CASES = {
         "debug.check_collectives = true and|compile.enabled = true takes out of sight",
         "compile.enabled=false",
     ),
+    "tp_async": (
+        "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2",
+        2, 2,
+        "parallelism.async_tensor_parallel = true is a rewriting of compiled blocks|compile.enabled = true",
+        "compile.enabled=true",
+    ),
     "float8_tp": (
         "training.float8=rowwise parallelism.tensor_parallel=2 training.local_batch_size=4",
         2, 2,
@@ -534,6 +540,12 @@ RULE_CASES = {
         1, 1,
         'debug.emulate_float8 = true has no effect with training.float8 = "none"|choose a recipe',
         "training.float8=rowwise",
+    ),
+    "attention": (
+        "training.attention=cudnn run.device=cpu",
+        1, 1,
+        'training.attention = "cudnn" is a kernel for GPUs|run.device = "cpu"|set it to "auto"',
+        "run.device=auto",
     ),
     "momentum": (
         "optimizer.momentum=0.9",

@@ -6,7 +6,9 @@ gathered gradient and the weights after 5 optimizer steps to 1e-5. The sizes are
 """
 
 import functools
+import shutil
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.load import load_config
+from configs.schema import InputError
 from parallelisms import dp, tp
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
@@ -167,6 +170,75 @@ def test_one_process_variants_equal_the_plain_model():
 @pytest.mark.parametrize("mesh, variant", [("fsdp2", "compile-selective"), pytest.param("tp2", "compile-full", marks=pytest.mark.slow), ("fsdp2xtp2", "compile")])
 def test_compiled_mesh_equals_the_plain_model(mesh, variant):
     check(mesh, COMPILED, [variant])
+
+
+ASYNC = [*ADAMW, "--compile.enabled=true", "--parallelism.async_tensor_parallel=true"]
+FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+
+
+def overlapped(options: list[str], dp_size: int, enabled: bool = True) -> tuple[dict, dict[str, int]]:
+    """A trajectory, and how often inductor's fused operators ran. A CPU has no symmetric memory: here the operators are PyTorch's
+    own plain versions of them, gather then multiply, multiply then scatter, so that the rewritten graph runs for real."""
+    import torch._functorch.config
+    from torch._inductor import config
+    from torch.distributed import _symmetric_memory
+
+    config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False  # counted is what is compiled here
+    torch.distributed.is_nccl_available, tp.SYMMETRIC_MEMORY = lambda: True, ("cpu",)
+    if not enabled:
+        _symmetric_memory.enable_symm_mem_for_group = lambda name: None
+    counts, library = dict.fromkeys(FUSED, 0), torch.library.Library("symm_mem", "IMPL")
+
+    def counted(name: str, plainly: Callable) -> Callable:
+        def run(*args, **kwargs):
+            counts[name] += 1
+            return plainly(*args, **kwargs)
+
+        return run
+
+    for name in FUSED:
+        library.impl(name, counted(name, getattr(_symmetric_memory, f"_{name}_fallback")), "CPU")
+    return trajectory(options, dp_size), counts
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none")
+@pytest.mark.parametrize("mesh", ["tp2", "fsdp2xtp2"])
+def test_asynchronous_tensor_parallelism_equals_the_plain_model(mesh):
+    """And it does something: inductor rewrites nothing, in silence, where it does not find its patterns. Per block a step has two
+    gathers with products behind them in forward and two in backward, and two scatters behind a product in forward; backward's
+    two scatters are of sums of products, and stay as they are."""
+    ranks, options, dp_size = MESHES[mesh]
+    results = run_ranks(ranks, overlapped, [*ASYNC, *options], dp_size, timeout=270)
+    assert not [p for seen, _ in results for p in compare(mesh, seen, plain("adamw", False))]
+    blocks = 3 * STEPS
+    assert [counts for _, counts in results] == [{FUSED[0]: 4 * blocks, FUSED[1]: 2 * blocks}] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none")
+def test_negative_control_without_symmetric_memory_nothing_is_fused():
+    """As in a program that takes PyTorch 2.13 by its word, that `enable_symm_mem_for_group` need not be called."""
+    results = run_ranks(2, overlapped, [*ASYNC, *MESHES["tp2"][1]], 1, False, timeout=270)
+    assert [counts for _, counts in results] == [dict.fromkeys(FUSED, 0)] * 2
+
+
+def refused(options: list[str]) -> str:
+    try:
+        train.build(load_config([*MODEL, f"--training.local_batch_size={BATCH // world().size}", *options], world().size))
+    except InputError as error:
+        return str(error)
+    return "built"
+
+
+def test_what_needs_a_gpu_says_so():
+    """`run.device = "auto"`, where only the run finds out that there is none."""
+    tensor = [f"--training.local_batch_size={BATCH}", "--parallelism.tensor_parallel=2"]
+    assert all("async_tensor_parallel = true needs GPUs" in said for said in run_ranks(2, refused, [*ASYNC, *tensor]))
+    flash = ["--training.attention=flash", "--training.param_dtype=bfloat16", "--model.head_dim=8", "--run.device=auto"]
+    assert 'training.attention = "flash" is a kernel for GPUs, this is a cpu' in run_ranks(1, refused, flash)[0]
 
 
 def stock_embedding(options: list[str], dp_size: int) -> dict:

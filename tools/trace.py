@@ -560,7 +560,8 @@ def tracing(cfg: Config) -> Config:
         "run": cfg.run.model_copy(update={"device": "cpu", "deterministic": False}),
         "compile": cfg.compile.model_copy(update={"enabled": False}),
         "data": cfg.data.model_copy(update={"mask_documents": False}),
-        "training": cfg.training.model_copy(update={"float8": "none"}),
+        "training": cfg.training.model_copy(update={"float8": "none", "attention": "auto"}),
+        "parallelism": cfg.parallelism.model_copy(update={"async_tensor_parallel": False}),
     })  # fmt: skip
 
 

@@ -1,0 +1,86 @@
+"""Causal attention alone: the kernels that may run it here, forward and backward, in bfloat16.
+
+    python -m tools.bench.attention [--rounds 15] [--shapes 8,4,2,256,64 ...] [--json out.json]
+
+A shape is batch, query heads, key/value heads, tokens, numbers of a head. On a GPU the contenders are the values of
+`training.attention` (flash3 where flash_attn_3 is installed); on a CPU ours (`models/causal_attention.py`, whose forward is
+PyTorch's) and PyTorch's. In alternation, each in a process of its own.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+
+from models.causal_attention import causal_attention
+from parallelisms import attention
+from parallelisms.mesh import keep_memory
+from tools.bench import harness
+
+SHAPES = {
+    "cpu": "8,4,2,256,64 8,8,4,512,64 2,32,8,512,64 2,8,8,384,128 1,8,4,2048,64 1,8,4,4096,64 1,4,2,8192,64 1,2,1,16384,64",
+    "cuda": "1,32,8,8192,64 1,32,8,8192,128 1,64,8,8192,128 1,32,8,32768,128",  # 1B, 8B, 70B; and 8B on longer windows
+}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def contender(name: str, shape: list[int], part: str) -> Callable[[], object]:
+    """One forward, or one backward, of it."""
+    batch, heads, kv_heads, tokens, size = shape
+    if DEVICE == "cuda":
+        attention.choose(name, torch.device(DEVICE))
+    else:
+        keep_memory()
+    run = causal_attention if name == "ours" or DEVICE == "cuda" else pytorch
+    how = {"dtype": torch.bfloat16, "device": DEVICE}
+    q = torch.randn(batch, heads, tokens, size, **how, requires_grad=True)
+    k, v = (torch.randn(batch, kv_heads, tokens, size, **how, requires_grad=True) for _ in range(2))
+    if part == "forward":
+        return lambda: run(q, k, v)
+    out = run(q, k, v)
+    grad = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+
+def measure(shape: str, rounds: int) -> list[list[str]]:
+    names = ["ours", "pytorch"]
+    if DEVICE == "cuda":
+        names = ["auto", "flash", *(["flash3"] if find_spec("flash_attn_interface") else []), "cudnn"]
+    batch, heads, _, tokens, size = map(int, shape.split(","))
+    rows = [[shape.replace(",", ", "), name] for name in names]
+    for part, products in ("forward", 2), ("backward", 5):
+        one = ["-m", "tools.bench.attention", f"--shapes={shape}", f"--part={part}"]
+        seconds = harness.in_turn({name: [*one, f"--one={name}"] for name in names}, rounds)
+        flops = products * batch * heads * tokens**2 * size  # half of 2 * T * T * E for each product: it is causal
+        for row, name in zip(rows, names):
+            median = statistics.median(seconds[name])
+            row += [f"{median * 1e3:.2f} ms", f"{flops / median / 1e9:,.0f}", f"{harness.ratio(seconds, name, names[-1]):.2f}"]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES[DEVICE].split())
+    parser.add_argument("--json")
+    parser.add_argument("--one", help="this contender, time by time as it is asked to")
+    parser.add_argument("--part", choices=("forward", "backward"))
+    args = parser.parse_args()
+    if args.one:
+        harness.serve(contender(args.one, [int(n) for n in args.shapes[0].split(",")], args.part))
+        return
+    rows = [row for shape in args.shapes for row in measure(shape, args.rounds)]
+    last = "PyTorch's" if DEVICE == "cpu" else "cuDNN's"
+    columns = ["B, H, K, T, E", "kernel", "forward", "GFLOP/s", f"to {last}", "backward", "GFLOP/s", f"to {last}"]
+    harness.report("Causal attention", columns, rows, f"bfloat16, {args.rounds} alternating rounds.", args.json)
+
+
+if __name__ == "__main__":
+    main()
