@@ -15,7 +15,7 @@ TILE = 2**20  # scores of a tile, for each thread: they stay in a core's cache
 
 
 @torch.library.custom_op("plumbline::causal_attention_backward", mutates_args=())
-def _cpu_causal_attention_backward(
+def cpu_causal_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Grad of q, k, v in their types; grad, q and out are [B, H, T, E], k and v [B, K, T, E], lse float32 [B, H, T].
@@ -57,7 +57,7 @@ def _in_two(x: Tensor) -> Tensor:
     return torch.stack((high, (x - high).bfloat16()), -1)
 
 
-@_cpu_causal_attention_backward.register_fake
+@cpu_causal_attention_backward.register_fake
 def _(grad, q, k, v, out, lse):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -71,7 +71,7 @@ class _CPUAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _cpu_causal_attention_backward(grad, *ctx.saved_tensors)
+        return cpu_causal_attention_backward(grad, *ctx.saved_tensors)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -10,6 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from models.causal_attention import cpu_causal_attention_backward
+
+LONG = 256  # tokens of a document from which on products take 0.3 to 1 of the kernel's time; at 64 they take 1 to 4 times of it
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -53,13 +57,18 @@ def cpu_document_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> t
 def _cpu_document_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Grad of q, k, v in their types. Computed in float32: PyTorch's bfloat16 kernel takes 5 times as long on documents of
-    30 to 100 tokens, and about as long on those of 1,000 (AVX512-BF16, torch 2.13)."""
+    """Grad of q, k, v in their types. Short documents in float32: PyTorch's bfloat16 kernel takes 5 times as long on those of
+    30 to 100 tokens, and about as long on those of 1,000 (AVX512-BF16, torch 2.13); long ones in bfloat16 by products."""
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+    given = grad, q, k, v, out
+    wide = [x.float() for x in given]
     for one in _slices(starts):
-        inputs = *_heads_first(one, grad, q, k, v, out), lse[one].transpose(0, 1)[None]
-        pieces = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True)
+        s = lse[one].transpose(0, 1)[None]
+        if q.dtype == torch.bfloat16 and one.stop - one.start >= LONG:
+            pieces = cpu_causal_attention_backward(*_heads_first(one, *given), s)
+        else:
+            inputs = *_heads_first(one, *wide), s
+            pieces = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True)
         for whole, piece in zip(grads, pieces):
             whole[one] = piece[0].transpose(0, 1)
     return grads

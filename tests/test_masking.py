@@ -269,14 +269,15 @@ def test_the_cuda_path_with_stand_in_kernels(mesh, names):
     assert not problems, "\n".join(problems)
 
 
-def on_a_gpu(compiled: bool) -> list[float]:
-    if not torch.cuda.is_available():
+def errors_in_bfloat16(device: str, lengths: tuple[int, ...], compiled: bool) -> list[float]:
+    """Relative errors of output and gradients of two windows of these documents, grouped heads; to `one_by_one` in float32."""
+    if device == "cuda" and not torch.cuda.is_available():
         return []
-    positions = torch.cat([torch.arange(n) for n in (1, 255, 45, 7, 64, 128, 1, 11)]).view(2, 256)
-    documents = masked.Documents.of(positions, torch.device("cuda"))
+    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, -1)
+    documents = masked.Documents.of(positions, torch.device(device))
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 256, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
-    assert masked.fits_varlen(q)
+    q, k, v = (torch.randn(*positions.shape, h, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
+    assert masked.fits_varlen(q) == (device == "cuda")
     attend = torch.compile(masked.document_attention, fullgraph=True) if compiled else masked.document_attention
     grad = torch.randn_like(q)
     got = attend(q, k, v, documents)
@@ -287,11 +288,26 @@ def on_a_gpu(compiled: bool) -> list[float]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_varlen_on_a_gpu_equals_one_by_one(compiled):
-    """bfloat16, grouped heads, documents of 1 to 255 tokens: output and gradients to the type's rounding."""
-    errors = run_ranks(1, on_a_gpu, compiled)[0]
+    """Documents of 1 to 255 tokens: output and gradients to the type's rounding."""
+    errors = run_ranks(1, errors_in_bfloat16, "cuda", (1, 255, 45, 7, 64, 128, 1, 11), compiled)[0]
     if not errors:
         pytest.skip("needs a GPU")
     assert max(errors) < 0.01, errors
+
+
+def test_long_documents_on_a_cpu_equal_one_by_one():
+    """From LONG tokens on backward is by products. The bug put back: products without the log-sum-exp of this document."""
+    lengths = (3, masked.LONG, 1, masked.LONG - 1, 2 * masked.LONG + 3)
+    errors = run_ranks(1, errors_in_bfloat16, "cpu", lengths, False)[0]
+    assert max(errors) < 0.015, errors
+    control = run_ranks(1, with_lse_of_others, lengths)[0]
+    assert max(control) > 0.1, control
+
+
+def with_lse_of_others(lengths: tuple[int, ...]) -> list[float]:
+    real = masked.cpu_causal_attention_backward
+    masked.cpu_causal_attention_backward = lambda *inputs: real(*inputs[:-1], inputs[-1].flip(-1))
+    return errors_in_bfloat16("cpu", lengths, False)
 
 
 def contracts() -> None:
