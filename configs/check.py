@@ -142,6 +142,11 @@ RULES = {
         "{parallelism.reshard_after_forward} must be less than the {shard} ranks over which FSDP shards, and divide "
         "them (true means all of them)",
     ),
+    "keep_gathered": (
+        lambda c: c.parallelism.keep_gathered > (0 if c.parallelism.reshard_after_forward is False else c.model.n_layers),
+        "{parallelism.keep_gathered} is for blocks whose weights would be freed after forward, and there are {model.n_layers} "
+        "blocks and {parallelism.reshard_after_forward}: lower it",
+    ),
     # The batch and the model.
     "batch": (
         lambda c: c.training.global_batch_size % c.micro != 0,

@@ -296,6 +296,8 @@ class Parallelism(Table):
     """Send pieces of tensor parallelism's gathers and scatters behind its products (compiled blocks, GPUs with NVLink)."""
     reshard_after_forward: bool | Literal["default"] | Annotated[int, Field(ge=2)] = "default"
     """Free gathered weights after forward; default: all but the last; N: keep them sharded over N ranks (a host's)."""
+    keep_gathered: int = Field(0, ge=0)
+    """Last blocks whose weights stay gathered from forward to backward; `tools.plan` says for how many there is room."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory and stream them to the GPU."""
     accumulate_gradients: Literal["whole", "sharded"] = "whole"

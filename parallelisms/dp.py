@@ -36,8 +36,8 @@ def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) ->
     """Shard the blocks bottom-up, then the rest of the model as the root, in place.
 
     Bottom-up is FSDP2's contract: the root takes what is left, here the embedding and the last norm. A block's weights are
-    gathered when its forward starts and freed when it ends (`reshard_after_forward`). The output projection keeps its
-    weights under "default": backward needs them at once.
+    gathered when its forward starts and freed when it ends (`reshard_after_forward`; the last `keep_gathered` blocks keep
+    them until their backward). The output projection keeps its weights under "default": backward needs them at once.
     """
     dtype = param_dtype(training, mesh.device)
     if mesh.size == 1 and not cfg.cpu_offload:
@@ -50,8 +50,9 @@ def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) ->
     reshard = cfg.reshard_after_forward
     if mesh.dp_shard == 1:
         reshard = False  # nothing is sharded, nothing to free
-    for block in model.layers:
-        fully_shard(block, **how, reshard_after_forward=True if reshard == "default" else reshard)
+    for i, block in enumerate(model.layers):
+        kept = i >= len(model.layers) - cfg.keep_gathered  # the last ones: backward begins with them
+        fully_shard(block, **how, reshard_after_forward=False if kept else True if reshard == "default" else reshard)
     if hasattr(model, "output"):  # a tied model's output weight is its embedding: it belongs to the root
         fully_shard(model.output, **how, reshard_after_forward=False if reshard == "default" else reshard)
     fully_shard(model, **how, reshard_after_forward=False)

@@ -517,6 +517,12 @@ RULE_CASES = {
         "debug.check_collectives = true and|compile.enabled = true takes out of sight",
         "compile.enabled=false",
     ),
+    "keep_gathered": (
+        "parallelism.keep_gathered=7",
+        1, 1,
+        "parallelism.keep_gathered = 7 is for blocks|model.n_layers = 6|lower it",
+        "parallelism.keep_gathered=6",
+    ),
     "tp_async": (
         "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2",
         2, 2,

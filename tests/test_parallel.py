@@ -53,6 +53,7 @@ VARIANTS = {
     "ac-every_n": [*ADAMW, "--activation_checkpoint.mode=every_n"],
     "ac-selective": [*ADAMW, "--activation_checkpoint.mode=selective", "accumulate"],
     "reshard-never": [*ADAMW, "--parallelism.reshard_after_forward=false", "accumulate"],
+    "keep-gathered": [*ADAMW, "--parallelism.keep_gathered=2", "accumulate"],
     "reshard-always-prefetch": [*ADAMW, "--parallelism.reshard_after_forward=true", "--parallelism.prefetch=2"],
     "accumulation-sharded": [*ADAMW, "--parallelism.accumulate_gradients=sharded", "accumulate"],
 }

@@ -40,6 +40,7 @@ CASES = {  # name: (ranks, options)
     "fsdp2": (2, [NONE, "--training.local_batch_size=4"]),
     "fsdp2-full-accumulate": (2, [FULL]),
     "fsdp2-full-accumulate-sharded": (2, [FULL, SHARDED, "--training.local_batch_size=1"]),
+    "fsdp2-keep-gathered": (2, [SELECTIVE, "--parallelism.keep_gathered=2"]),
     "fsdp2-float32": (2, [SELECTIVE, "--training.param_dtype=float32"]),
     "tp2": (2, [NONE, TP2, "--training.param_dtype=float32", "--training.local_batch_size=8"]),
     "tp2-selective-accumulate": (2, [SELECTIVE, TP2, "--training.local_batch_size=4"]),
@@ -172,6 +173,7 @@ WHOLE = {  # the same step with all layers traced, and put together from a few: 
     "hsdp-sharded-accumulate": (8, [FULL, SHARDED, TP2, "--parallelism.data_parallel_replicate=2", "--training.local_batch_size=1",
                                     "--training.global_batch_size=20", "--model.n_layers=7"]),
     "never-reshard": (4, [NONE, "--parallelism.reshard_after_forward=false", "--model.n_layers=9"]),
+    "keep-gathered": (4, [NONE, "--parallelism.keep_gathered=2", "--training.local_batch_size=1", "--model.n_layers=11"]),
 }  # fmt: skip
 
 
@@ -362,6 +364,20 @@ def test_presets_fit_where_they_say(name):
     code, said, errors, gib = command(*argv, cap=200)
     assert code == 0 and ": fits" in said, said + errors
     assert gib < 4 / 1.074
+
+
+@pytest.mark.slow
+@pytest.mark.cap(240)
+def test_blocks_that_are_said_to_have_room_have_it():
+    """What the plan says of parallelism.keep_gathered: followed, the run still fits, and has so many gathers less."""
+    argv = ["configs/llama_8b.toml", "--gpus", "64", "--device", "h100"]
+    before = command(*argv, cap=200)[1]
+    blocks = int(re.search(r"parallelism.keep_gathered = (\d+) would save", before)[1])
+    code, after, errors, _ = command(*argv, f"--parallelism.keep_gathered={blocks}", cap=200)
+    assert code == 0 and ": fits" in after, after + errors
+    gathers = [int(re.search(r"dp_shard all-gather +([\d,]+)", said)[1].replace(",", "")) for said in (before, after)]
+    micro_batches = int(re.search(r"= (\d+) micro-batch", before)[1])
+    assert 0 < blocks <= 32 and gathers[0] - gathers[1] == blocks * micro_batches
 
 
 @pytest.mark.slow

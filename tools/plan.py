@@ -28,6 +28,7 @@ import torch
 from configs import check
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
+from parallelisms.dp import DTYPES
 from tools import plan_page, trace
 from tools.estimate import Device, Estimate, estimate, load_device
 from tools.goodput import best_interval, expected
@@ -94,6 +95,16 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.needed <= self.ask.device.memory_gib * GIB
+
+    @property
+    def room_for_gathered(self) -> int:
+        """Blocks whose weights have room to stay gathered from forward to backward (parallelism.keep_gathered)."""
+        p, layers = self.cfg.parallelism, self.arch["n_layers"]
+        if not self.fits or p.reshard_after_forward is False or len(self.step.groups["dp_shard"]) == 1:
+            return 0
+        narrow = DTYPES.get(self.cfg.training.param_dtype, torch.bfloat16).itemsize
+        block = self.step.parameters[layers - 1].elements // p.tensor_parallel * narrow
+        return min(layers, p.keep_gathered + int((self.usable - self.live) // block))
 
     @property
     def tokens_per_step(self) -> int:
@@ -242,6 +253,9 @@ def report(plan: Plan) -> str:
         ]
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines += [f"  {'needed':44}{size(plan.needed):>16}   of {d.memory_gib:.1f} GiB: {verdict}", ""]
+    if plan.room_for_gathered > p.keep_gathered:
+        lines += [f"  Room for the gathered weights of the last {plan.room_for_gathered} blocks: parallelism.keep_gathered = "
+                  f"{plan.room_for_gathered} would save as many gathers with each micro-batch (now {p.keep_gathered}).", ""]  # fmt: skip
     if cfg.compile.enabled:
         lines += ["  Traced uncompiled: compiled blocks keep no more, often less.", ""]
 

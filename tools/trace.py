@@ -640,7 +640,8 @@ def traced(cfg: Config, world_size: int, per_host: int, on_gpu: bool) -> Step:
     """The step of rank 0, which has the largest shards. Put together from a few layers where that is exact."""
     layers = check.architecture(cfg.model)["n_layers"]
     period = cfg.activation_checkpoint.every_n if cfg.activation_checkpoint.mode == "every_n" else 1
-    edge = 1 + cfg.parallelism.prefetch  # blocks at either end that may differ: FSDP gathers ahead
+    # Blocks at either end that may differ: FSDP gathers ahead, and the last ones stay gathered.
+    edge = 1 + cfg.parallelism.prefetch + cfg.parallelism.keep_gathered
     few = 2 * edge + 2 * period
     few += (layers - few) % period
     data_parallel = world_size > cfg.parallelism.tensor_parallel  # without FSDP clipping has collectives for each norm
