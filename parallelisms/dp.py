@@ -50,9 +50,9 @@ def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) ->
     reshard = cfg.reshard_after_forward
     if mesh.dp_shard == 1:
         reshard = False  # nothing is sharded, nothing to free
+    freed = len(model.layers) - cfg.keep_gathered  # of the blocks the first ones: backward begins with the others
     for i, block in enumerate(model.layers):
-        kept = i >= len(model.layers) - cfg.keep_gathered  # the last ones: backward begins with them
-        fully_shard(block, **how, reshard_after_forward=False if kept else True if reshard == "default" else reshard)
+        fully_shard(block, **how, reshard_after_forward=i < freed and (reshard == "default" or reshard))
     if hasattr(model, "output"):  # a tied model's output weight is its embedding: it belongs to the root
         fully_shard(model.output, **how, reshard_after_forward=False if reshard == "default" else reshard)
     fully_shard(model, **how, reshard_after_forward=False)

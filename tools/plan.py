@@ -253,9 +253,9 @@ def report(plan: Plan) -> str:
         ]
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines += [f"  {'needed':44}{size(plan.needed):>16}   of {d.memory_gib:.1f} GiB: {verdict}", ""]
-    if plan.room_for_gathered > p.keep_gathered:
-        lines += [f"  Room for the gathered weights of the last {plan.room_for_gathered} blocks: parallelism.keep_gathered = "
-                  f"{plan.room_for_gathered} would save as many gathers with each micro-batch (now {p.keep_gathered}).", ""]  # fmt: skip
+    if (room := plan.room_for_gathered) > p.keep_gathered:
+        lines += [f"  Room for the gathered weights of the last {room} blocks: parallelism.keep_gathered = "
+                  f"{room} would save as many gathers with each micro-batch (now {p.keep_gathered}).", ""]  # fmt: skip
     if cfg.compile.enabled:
         lines += ["  Traced uncompiled: compiled blocks keep no more, often less.", ""]
 

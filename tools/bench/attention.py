@@ -38,7 +38,7 @@ def contender(name: str, shape: list[int], part: str) -> Callable[[], object]:
         attention.choose(name, torch.device(DEVICE))
     else:
         keep_memory()
-    run = causal_attention if name == "ours" or DEVICE == "cuda" else pytorch
+    run = pytorch if name == "pytorch" else causal_attention
     how = {"dtype": torch.bfloat16, "device": DEVICE}
     q = torch.randn(batch, heads, tokens, size, **how, requires_grad=True)
     k, v = (torch.randn(batch, kv_heads, tokens, size, **how, requires_grad=True) for _ in range(2))

@@ -55,8 +55,9 @@ def messages_of(options: list[str]) -> Counter[tuple[str, int]]:
     torch.set_num_threads(1)
     found: Counter[tuple[str, int]] = Counter()
     for _, times, op in trace.traced(load_config(options, 2, 2), 2, 2, False).ops():
-        found[op.kind, op.message] += times * bool(op.kind)
-    return +found
+        if op.kind:
+            found[op.kind, op.message] += times
+    return found
 
 
 def seconds_of(options: list[str], steps: int, **processes: int) -> float:
@@ -70,13 +71,12 @@ def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[l
     share = {name: batch // (1 if name == "TP 2" else 2) for name in MESHES}
     runs = {name: [*base, *words.split(), f"--training.local_batch_size={share[name]}"] for name, words in MESHES.items()}
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        messages = {name: pool.apply(messages_of, (options,)) for name, options in runs.items()}
+        messages = {"apart": Counter()} | {name: pool.apply(messages_of, (options,)) for name, options in runs.items()}
     every = sorted(set().union(*messages.values()))
-    seconds: dict[str, list[float]] = {name: [] for name in ("apart", *runs)}
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    seconds, taken = ({name: [] for name in messages} for _ in range(2))
     for _ in range(rounds):
         each = dict(zip(every, harness.child("tools.bench.together", f"--alone={json.dumps(every)}", ranks=2)["seconds"]))
-        for name in runs:
+        for name in taken:
             taken[name].append(sum(times * each[message] for message, times in messages[name].items()))
         with ThreadPoolExecutor() as both:
             seconds["apart"].append(max(both.map(lambda _: seconds_of(half, steps, beside=2), range(2))))
@@ -84,12 +84,11 @@ def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[l
             seconds[name].append(seconds_of(options, steps, ranks=2))
     rows = []
     for name, times in seconds.items():
-        size = sum(size * times for (_, size), times in messages.get(name, {}).items())
-        wire = taken.get(name, [0.0] * rounds)
-        both = {"expected": [a + b for a, b in zip(seconds["apart"], wire)], name: times}
+        size = sum(size * times for (_, size), times in messages[name].items())
+        both = {"expected": [a + b for a, b in zip(seconds["apart"], taken[name])], name: times}
         rows.append([
             model, name, f"{statistics.median(times) * 1e3:,.0f} ms", f"{harness.ratio(seconds, name, 'apart'):.2f}",
-            f"{size / 1e6:,.0f} MB", f"{statistics.median(wire) * 1e3:,.0f} ms",
+            f"{size / 1e6:,.0f} MB", f"{statistics.median(taken[name]) * 1e3:,.0f} ms",
             f"{statistics.median(both['expected']) * 1e3:,.0f} ms", f"{harness.ratio(both, name, 'expected'):.2f}",
         ])  # fmt: skip
         print(" | ".join(rows[-1]), flush=True)
