@@ -57,7 +57,7 @@ def measure(shape: str, rounds: int) -> list[list[str]]:
     rows = [[shape.replace(",", ", "), name] for name in names]
     for part, products in ("forward", 2), ("backward", 5):
         one = ["-m", "tools.bench.attention", f"--shapes={shape}", f"--part={part}"]
-        seconds = harness.in_turn({name: [*one, f"--one={name}"] for name in names}, rounds)
+        seconds, _ = harness.in_turn({name: [*one, f"--one={name}"] for name in names}, rounds)
         flops = products * batch * heads * tokens**2 * size  # half of 2 * T * T * E for each product: it is causal
         for row, name in zip(rows, names):
             median = statistics.median(seconds[name])

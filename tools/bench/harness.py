@@ -22,6 +22,7 @@ from configs.schema import Config
 from data import order as orders
 from data.loader import Batches
 from parallelisms.mesh import Mesh
+from training.metrics import memory_gib
 
 
 def alternate(
@@ -40,9 +41,12 @@ def alternate(
     return seconds
 
 
-def in_turn(contenders: dict[str, list[str]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
+def in_turn(
+    contenders: dict[str, list[str]], rounds: int, warm_up: int = 2
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """As `alternate`, with each contender (arguments of python) in a process of its own, so that it has its own memory and
-    allocator. Such a process answers every line that it reads with the seconds it took: `serve`."""
+    allocator; and the peak GiB of each. Such a process answers every line that it reads with the seconds it took, and the
+    end of lines with its memory: `serve`."""
     processes = {
         name: subprocess.Popen([sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for name, arguments in contenders.items()
@@ -56,15 +60,14 @@ def in_turn(contenders: dict[str, list[str]], rounds: int, warm_up: int = 2) -> 
                 raise RuntimeError(f"{' '.join(contenders[name])} ended with code {process.wait()}")
             if i >= warm_up:
                 seconds[name].append(float(answer))
-    for process in processes.values():
-        process.communicate()
-    return seconds
+    return seconds, {name: float(process.communicate()[0]) for name, process in processes.items()}
 
 
 def serve(run: Callable[[], None]) -> None:
     """The other end of `in_turn`."""
     for _ in sys.stdin:
         print(alternate({"": run}, rounds=1, warm_up=0)[""][0], flush=True)
+    print(memory_gib(torch.device("cuda" if torch.cuda.is_available() else "cpu")), flush=True)
 
 
 def ratio(seconds: dict[str, list[float]], name: str, to: str) -> float:

@@ -1,14 +1,20 @@
 """A training step of `train.py` against the barest loop around the same model, and against Hugging Face's Llama.
 
-    python -m tools.bench.step [--rounds 15] [--json out.json] [--table.key=value ...]
+    python -m tools.bench.step [--rounds 15] [--dtypes float32,bfloat16] [--only ours,torchtitan] [--json out.json]
+                               [--table.key=value ...]
 
-Same shape, batch, dtype and optimizer for all; in alternation, each in a process of its own. What each contender is:
+Same shape, batch, dtype and optimizer for all; in alternation, each in a process of its own, whose peak memory is reported.
+With --compile.enabled=true the blocks of all are compiled. What each contender is:
 
 - ours: `train.build` and `train.train_step`, as a run does it, metrics and all checks included.
 - bare: our model in a loop of five lines, with torch's own clipping. In bfloat16 it keeps float32 masters by hand.
 - hf: `LlamaForCausalLM` in that same loop; in bfloat16 under autocast, as its users train it.
 - accelerate, litgpt: the same model prepared by Hugging Face's Accelerator, and Lightning's GPT of the same shape in that
-  loop; where they are installed (they are no requirement of ours: use an environment that you can throw away).
+  loop.
+- torchtitan (0.3.0): its Llama 3 with its FSDP2 on one rank, which is what its mixed precision is made of, its loss in eight
+  pieces and its activation checkpointing. It has attention for language models on GPUs only (FlexAttention with a mask);
+  on a CPU we give it the class that calls PyTorch's kernel.
+  The peers are measured where they are installed: they are no requirement of ours, use an environment to throw away.
 - "memory kept": on a CPU, the same with the setting of glibc that our runs make (`parallelisms/mesh.py::keep_memory`).
 """
 
@@ -26,7 +32,7 @@ from configs import check
 from configs.load import load_config
 from configs.schema import Config
 from models import llama
-from parallelisms import dp
+from parallelisms import compile, dp
 from parallelisms.mesh import keep_memory, pick_device
 from tools.bench import harness
 from training.loss import linear_cross_entropy
@@ -36,7 +42,7 @@ CLIP = 1.0
 
 
 def bare_float32(arch, cfg, tokens, labels):
-    model = llama.build(arch)
+    model = compile.apply(llama.build(arch), cfg.compile)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step():
@@ -50,7 +56,7 @@ def bare_float32(arch, cfg, tokens, labels):
 
 
 def bare_bfloat16(arch, cfg, tokens, labels):
-    model = llama.build(arch).to(torch.bfloat16)
+    model = compile.apply(llama.build(arch).to(torch.bfloat16), cfg.compile)
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
 
@@ -82,10 +88,17 @@ def looped(model, logits_of, labels, dtype):
     return step
 
 
+def compiled(blocks, cfg):
+    """A peer's blocks, as its own users compile them."""
+    for block in blocks if cfg.compile.enabled else ():
+        block.compile(backend=cfg.compile.backend)
+
+
 def hf(arch, cfg, tokens, labels, dtype):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**config_json(arch)))
+    compiled(model.model.layers, cfg)
     return looped(model, lambda: model(tokens, use_cache=False).logits, labels, dtype)
 
 
@@ -97,6 +110,7 @@ def accelerate(arch, cfg, tokens, labels, dtype):
     AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the type of the first one
     runner = Accelerator(cpu=tokens.device.type == "cpu", mixed_precision="bf16" if dtype == torch.bfloat16 else "no")
     model = LlamaForCausalLM(LlamaConfig(**config_json(arch)))
+    compiled(model.model.layers, cfg)
     model, optimizer = runner.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
 
     def step():
@@ -118,10 +132,68 @@ def litgpt(arch, cfg, tokens, labels, dtype):
         vocab_size=arch["vocab_size"], block_size=cfg.training.seq_len, rotary_percentage=1.0, rope_base=int(arch["rope_theta"]),
         parallel_residual=False, bias=False, norm_class_name="RMSNorm", norm_eps=arch["norm_eps"], mlp_class_name="LLaMAMLP",
     ))  # fmt: skip
+    compiled(model.transformer.h, cfg)
     return looped(model, lambda: model(tokens), labels, dtype)
 
 
-PEERS = {"hf": hf, "accelerate": accelerate, "litgpt": litgpt}  # those that are installed are measured
+def torchtitan(arch, cfg, tokens, labels, dtype):
+    import torch.distributed as dist
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.distributed.fsdp import apply_fsdp_to_decoder, disable_fsdp_gradient_division
+    from torchtitan.models import llama3
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    device, dim, seq_len = tokens.device, arch["dim"], tokens.shape[1]
+    scaling = {}
+    if arch["rope_scaling"]:
+        given = {"factor": "scaling_factor", "original_max_seq_len": "original_max_position_embeddings"}
+        scaling = {"scaling": "llama"} | {given.get(key, key): value for key, value in arch["rope_scaling"].items()}
+    layers = llama3._build_llama3_layers(
+        n_layers=arch["n_layers"], dim=dim, n_heads=arch["n_heads"], n_kv_heads=arch["n_kv_heads"], hidden_dim=arch["hidden_dim"],
+        rope=llama3.ComplexRoPE.Config(dim=arch["head_dim"], max_seq_len=seq_len, theta=arch["rope_theta"], **scaling),
+        attn_backend="flex",
+    )  # fmt: skip
+    if device.type == "cpu":
+        for layer in layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    tied, vocab_size = arch["tied_embeddings"], arch["vocab_size"]
+    embedding_init = llama3._EMBEDDING_SKIP_INIT if tied else llama3._EMBEDDING_INIT
+    head_init = llama3._output_linear_init(dim)
+    model = llama3.Llama3Model.Config(
+        dim=dim, vocab_size=vocab_size, layers=layers, enable_weight_tying=tied,
+        norm=llama3.RMSNorm.Config(normalized_shape=dim, eps=arch["norm_eps"], param_init=llama3._NORM_INIT),
+        tok_embeddings=llama3.Embedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=embedding_init),
+        lm_head=llama3.Linear.Config(in_features=dim, out_features=vocab_size, param_init=head_init),
+    ).build()  # fmt: skip
+    with torch.no_grad():
+        model.init_states(buffer_device=device)
+    kinds = {"full": FullAC, "selective": SelectiveAC}
+    if kind := kinds.get(cfg.activation_checkpoint.mode):
+        kind.Config().build(dump_folder="").apply(model)
+    compiled(model.layers.values(), cfg)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
+    apply_fsdp_to_decoder(model, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False)
+    disable_fsdp_gradient_division(model)
+    loss = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=vocab_size)).build()
+    loss.set_lm_head(model.lm_head)
+    model._skip_lm_head = True
+    positions = torch.arange(seq_len).expand_as(tokens)
+    masks = None if device.type == "cpu" else model.get_attention_masks(positions)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    count = torch.tensor(float(labels.numel()))
+
+    def step():
+        loss(model(tokens, positions, masks), labels, count)[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+PEERS = {"hf": hf, "accelerate": accelerate, "litgpt": litgpt, "torchtitan": torchtitan}
 
 
 def contender(name: str, cfg: Config) -> Callable[[], None]:
@@ -140,13 +212,12 @@ def contender(name: str, cfg: Config) -> Callable[[], None]:
         return PEERS[name](arch, cfg, tokens, labels, dtype)
 
 
-def measure(dtype: str, overrides: list[str], rounds: int) -> list[list[str]]:
-    installed = [name for name in PEERS if find_spec("transformers" if name == "hf" else name)]
+def measure(dtype: str, names: list[str], overrides: list[str], rounds: int) -> list[list[str]]:
     one = ["-m", "tools.bench.step", f"--training.param_dtype={dtype}", *overrides]
-    contenders = {name: [*one, f"--one={name}"] for name in ("ours", "bare", *installed)}
+    contenders = {name: [*one, f"--one={name}"] for name in names}
     if not torch.cuda.is_available():
-        contenders |= {f"{name}, memory kept": [*one, f"--one={name}", "--keep-memory"] for name in ("bare", *installed)}
-    seconds = harness.in_turn(contenders, rounds)
+        contenders |= {f"{name}, memory kept": [*one, f"--one={name}", "--keep-memory"] for name in names if name != "ours"}
+    seconds, memory = harness.in_turn(contenders, rounds)
     cfg = load_config(overrides)
     tokens = cfg.training.local_batch_size * cfg.training.seq_len
     flops = flops_per_token(check.architecture(cfg.model), cfg.training.seq_len) * tokens
@@ -155,7 +226,7 @@ def measure(dtype: str, overrides: list[str], rounds: int) -> list[list[str]]:
         median = statistics.median(times)
         rows.append([
             dtype, name, f"{median * 1e3:.0f} ms", f"{min(times) * 1e3:.0f} ms", f"{tokens / median:,.0f}",
-            f"{flops / median / 1e9:.0f}", f"{harness.ratio(seconds, 'ours', name):.3f}",
+            f"{flops / median / 1e9:.0f}", f"{harness.ratio(seconds, 'ours', name):.3f}", f"{memory[name]:.2f}",
         ])  # fmt: skip
     return rows
 
@@ -163,6 +234,9 @@ def measure(dtype: str, overrides: list[str], rounds: int) -> list[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    installed = [name for name in PEERS if find_spec("transformers" if name == "hf" else name)]
+    parser.add_argument("--only", default=",".join(("ours", "bare", *installed)), help="ours, and these; default: all there are")
     parser.add_argument("--json")
     parser.add_argument("--one", choices=("ours", "bare", *PEERS), help="this contender, step by step as it is asked to")
     parser.add_argument("--keep-memory", action="store_true", help="with --one: as our runs do on a CPU")
@@ -173,8 +247,11 @@ def main() -> None:
         harness.serve(contender(args.one, load_config([*overrides, f"--training.max_norm={CLIP}"])))
         train.meshes.close_mesh()
         return
-    rows = [row for dtype in ("float32", "bfloat16") for row in measure(dtype, overrides, args.rounds)]
-    columns = ["dtype", "contender", "median step", "fastest", "tokens/s", "GFLOP/s", "ours / this (median of pairs)"]
+    names = list(dict.fromkeys(("ours", *args.only.split(","))))
+    if unknown := set(names) - {"ours", "bare", *installed}:
+        parser.error(f"--only {', '.join(unknown)}: not installed here; there are ours, bare, {', '.join(installed)}")
+    rows = [row for dtype in args.dtypes.split(",") for row in measure(dtype, names, overrides, args.rounds)]
+    columns = ["dtype", "contender", "median step", "fastest", "tokens/s", "GFLOP/s", "ours / this (median of pairs)", "peak GiB"]
     cfg = load_config(overrides)
     arch = f"{cfg.model.flavor} model, batch {cfg.training.local_batch_size} x {cfg.training.seq_len} tokens"
     harness.report("Training step", columns, rows, f"{arch}; {args.rounds} alternating rounds.", args.json)
