@@ -23,7 +23,7 @@ from configs.schema import InputError
 from models import causal_attention as causal, llama
 from models.causal_attention import causal_attention
 from parallelisms import dp, float8
-from parallelisms.mesh import world
+from parallelisms.mesh import float32_products, world
 from tests.ranks import run_ranks
 from tools.bench import curve
 
@@ -164,6 +164,57 @@ for _ in range(30):
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 print(faults[-1] - faults[-11])
 """
+
+
+@pytest.fixture
+def precision():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield torch.get_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+def cpuinfo(folder: Path, vendor: str) -> Path:
+    path = folder / vendor
+    path.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 26\n")
+    return path
+
+
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def test_float32_products_are_left_to_mkl_elsewhere(precision, tmp_path):
+    float32_products(cpuinfo(tmp_path, "GenuineIntel"))
+    float32_products(tmp_path / "no such file")
+    assert precision() == "highest"
+
+
+@pytest.mark.skipif(not AVX512, reason="float32_products changes nothing on a processor without AVX-512")
+def test_a_processor_that_rounds_inside_keeps_mkl(precision, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "equal", lambda a, b: False)
+    float32_products(cpuinfo(tmp_path, "AuthenticAMD"))
+    assert precision() == "highest"
+
+
+@pytest.mark.skipif(not AVX512, reason="float32_products changes nothing on a processor without AVX-512")
+@pytest.mark.parametrize("shape", [(2048, 256, 704), (704, 2048, 256), (1024, 256, 4096), (3, 5, 7), (1, 4096, 17)], ids=str)
+def test_float32_products_are_of_float32(shape, precision, tmp_path):
+    """In all layouts, of every size: nothing is rounded to bfloat16 inside."""
+    float32_products(cpuinfo(tmp_path, "AuthenticAMD"))
+    assert precision() == ("highest" if torch.cpu._is_amx_tile_supported() else "medium")
+    m, k, n = shape
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, m, k, generator=generator), torch.randn(2, k, n, generator=generator)
+    a_, b_ = a.mT.contiguous().mT, b.mT.contiguous().mT  # the same, transposed in memory
+
+    def error(x: torch.Tensor, a: torch.Tensor = a, b: torch.Tensor = b) -> float:
+        exact = a.double() @ b.double()
+        return float((x - exact).norm() / exact.norm())
+
+    assert max(error(a @ b), error(a_ @ b), error(a @ b_), error(a_ @ b_)) < 2e-6
+    assert max(error(x @ y, a[0], b[0]) for x in (a[0], a_[0]) for y in (b[0], b_[0])) < 2e-6
+    assert error(F.linear(a, b_[0].mT), a, b[0]) < 2e-6
+    assert error(a.bfloat16() @ b.bfloat16()) > 1e-3  # what would be seen
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")

@@ -15,7 +15,8 @@ With --compile.enabled=true the blocks of all are compiled. What each contender 
   pieces and its activation checkpointing. It has attention for language models on GPUs only (FlexAttention with a mask);
   on a CPU we give it the class that calls PyTorch's kernel.
   The peers are measured where they are installed: they are no requirement of ours, use an environment to throw away.
-- "memory kept": on a CPU, the same with the setting of glibc that our runs make (`parallelisms/mesh.py::keep_memory`).
+- "our settings": on a CPU, the same with what our runs ask of the libraries there (`parallelisms/mesh.py`: keep_memory,
+  float32_products).
 """
 
 import argparse
@@ -33,7 +34,7 @@ from configs.load import load_config
 from configs.schema import Config
 from models import llama
 from parallelisms import compile, dp
-from parallelisms.mesh import keep_memory, pick_device
+from parallelisms.mesh import float32_products, keep_memory, pick_device
 from tools.bench import harness
 from training.loss import linear_cross_entropy
 from training.metrics import flops_per_token
@@ -216,7 +217,7 @@ def measure(dtype: str, names: list[str], overrides: list[str], rounds: int) -> 
     one = ["-m", "tools.bench.step", f"--training.param_dtype={dtype}", *overrides]
     contenders = {name: [*one, f"--one={name}"] for name in names}
     if not torch.cuda.is_available():
-        contenders |= {f"{name}, memory kept": [*one, f"--one={name}", "--keep-memory"] for name in names if name != "ours"}
+        contenders |= {f"{name}, our settings": [*one, f"--one={name}", "--our-settings"] for name in names if name != "ours"}
     seconds, memory = harness.in_turn(contenders, rounds)
     cfg = load_config(overrides)
     tokens = cfg.training.local_batch_size * cfg.training.seq_len
@@ -239,11 +240,12 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(("ours", "bare", *installed)), help="ours, and these; default: all there are")
     parser.add_argument("--json")
     parser.add_argument("--one", choices=("ours", "bare", *PEERS), help="this contender, step by step as it is asked to")
-    parser.add_argument("--keep-memory", action="store_true", help="with --one: as our runs do on a CPU")
+    parser.add_argument("--our-settings", action="store_true", help="with --one: as our runs do on a CPU")
     args, overrides = parser.parse_known_args()
     if args.one:
-        if args.keep_memory:
+        if args.our_settings:
             keep_memory()
+            float32_products()
         harness.serve(contender(args.one, load_config([*overrides, f"--training.max_norm={CLIP}"])))
         train.meshes.close_mesh()
         return
