@@ -69,6 +69,7 @@ DERIVED = {
     "product": lambda c: c.dp * c.parallelism.tensor_parallel,
     "micro": lambda c: c.dp * c.training.local_batch_size,
     "head_dim": lambda c: c.model.head_dim,
+    "flash_fits": lambda c: c.training.param_dtype != "float32" and c.head_dim % 8 == 0 and c.head_dim <= 256,
     "traced": lambda c: c.profiler.start_step + c.profiler.steps - 1,
     "decay": lambda c: int(c.lr_schedule.decay_fraction * c.training.steps),
 }
@@ -167,8 +168,7 @@ RULES = {
         "set it, or change {model.dim} or {model.n_heads}, whose quotient it is otherwise",
     ),
     "mask_compile": (  # models/llama.py::fits_varlen; what does not fit is a loop over documents, never one graph
-        lambda c: c.data.mask_documents and c.compile.enabled and c.run.device != "cpu"
-        and (c.training.param_dtype == "float32" or c.head_dim % 8 != 0 or c.head_dim > 256),
+        lambda c: c.data.mask_documents and c.compile.enabled and c.run.device != "cpu" and not c.flash_fits,
         "{data.mask_documents} with {compile.enabled} needs on a GPU a 16-bit type and heads of 8, 16, ... 256 numbers, "
         "but {training.param_dtype} and {model.head_dim}: change these, do without one of the two, "
         'or set run.device = "cpu" for a run without a GPU',
@@ -285,8 +285,7 @@ RULES = {
         "{debug.emulate_float8} has no effect with {training.float8}: remove it, or choose a recipe",
     ),
     "attention": (
-        lambda c: c.training.attention != "auto"
-        and (c.training.param_dtype == "float32" or c.run.device == "cpu" or c.head_dim % 8 != 0 or c.head_dim > 256),
+        lambda c: c.training.attention != "auto" and (c.run.device == "cpu" or not c.flash_fits),
         "{training.attention} is a kernel for GPUs, 16-bit types and heads of 8, 16, ... 256 numbers, but {run.device}, "
         '{training.param_dtype} and {model.head_dim}: set it to "auto", or change these',
     ),

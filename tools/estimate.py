@@ -20,6 +20,7 @@ from models import llama
 from models.causal_attention import causal_attention
 from parallelisms import ac
 from parallelisms.dp import param_dtype
+from parallelisms.mesh import float32_products
 from tools.trace import Op, Step, Trace, Where
 from training.metrics import peak_flops
 
@@ -98,6 +99,7 @@ def measure_cpu(threads: int = 0) -> Device:
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
+    float32_products()  # as a run
     dtype = param_dtype(Training(), torch.device("cpu"))
     a, b = torch.randn(2048, 768).to(dtype), torch.randn(768, 768).to(dtype)
     products = 2 * 2048 * 768 * 768 / _seconds(lambda: a @ b)
