@@ -12,7 +12,7 @@ With --compile.enabled=true the blocks of all are compiled. What each contender 
 - accelerate, litgpt: the same model prepared by Hugging Face's Accelerator, and Lightning's GPT of the same shape in that
   loop.
 - torchtitan (0.3.0): its Llama 3 with its FSDP2 on one rank, which is what its mixed precision is made of, its loss in eight
-  pieces and its activation checkpointing. It has attention for language models on GPUs only (FlexAttention with a mask);
+  pieces and its activation checkpointing (the others have none here). It has attention for language models on GPUs only (FlexAttention with a mask);
   on a CPU we give it the class that calls PyTorch's kernel.
   The peers are measured where they are installed: they are no requirement of ours, use an environment to throw away.
 - "our settings": on a CPU, the same with what our runs ask of the libraries there (`parallelisms/mesh.py`: keep_memory,
