@@ -252,7 +252,10 @@ def main() -> None:
     names = list(dict.fromkeys(("ours", *args.only.split(","))))
     if unknown := set(names) - {"ours", "bare", *installed}:
         parser.error(f"--only {', '.join(unknown)}: not installed here; there are ours, bare, {', '.join(installed)}")
-    rows = [row for dtype in args.dtypes.split(",") for row in measure(dtype, names, overrides, args.rounds)]
+    dtypes = args.dtypes.split(",")
+    if unknown := set(dtypes) - {"float32", "bfloat16"}:
+        parser.error(f"--dtypes {', '.join(unknown)}: there are float32 and bfloat16")
+    rows = [row for dtype in dtypes for row in measure(dtype, names, overrides, args.rounds)]
     columns = ["dtype", "contender", "median step", "fastest", "tokens/s", "GFLOP/s", "ours / this (median of pairs)", "peak GiB"]
     cfg = load_config(overrides)
     arch = f"{cfg.model.flavor} model, batch {cfg.training.local_batch_size} x {cfg.training.seq_len} tokens"
