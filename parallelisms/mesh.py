@@ -129,7 +129,7 @@ def keep_memory() -> None:
 
 def float32_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
     """Let oneDNN multiply float32 matrices where MKL, which PyTorch asks otherwise, does it at half of the rate: on AMD's
-    processors with AVX-512 (389 to 144 GFLOP/s at 2048^3 on two cores of Zen 5, docs/performance.md).
+    processors with AVX-512 (340 to 164 GFLOP/s at 2048^3 on two cores of Zen 5, docs/performance.md).
 
     PyTorch takes oneDNN for float32 only if it may compute in bfloat16 inside. oneDNN does that with AMX alone, which no
     processor of AMD has: what it runs is its float32 kernel. A product that bfloat16 cannot represent makes sure of it.
@@ -142,6 +142,12 @@ def float32_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
         torch.set_float32_matmul_precision("highest")
 
 
+def cpu_settings() -> None:
+    """What a run on a CPU asks of the libraries below PyTorch."""
+    keep_memory()
+    float32_products()
+
+
 def open_group(run: Run) -> torch.device:
     """Start the process group, or use the one that is running; returns this rank's device.
 
@@ -150,8 +156,7 @@ def open_group(run: Run) -> torch.device:
     here = world()
     device = pick_device(run, here.local_rank)
     if device.type == "cpu":
-        keep_memory()
-        float32_products()
+        cpu_settings()
     if not dist.is_initialized():
         if device.type == "cuda":
             record_flights(Path(run.folder) / "logs")

@@ -15,8 +15,7 @@ With --compile.enabled=true the blocks of all are compiled. What each contender 
   pieces and its activation checkpointing (the others have none here). It has attention for language models on GPUs only (FlexAttention with a mask);
   on a CPU we give it the class that calls PyTorch's kernel.
   The peers are measured where they are installed: they are no requirement of ours, use an environment to throw away.
-- "our settings": on a CPU, the same with what our runs ask of the libraries there (`parallelisms/mesh.py`: keep_memory,
-  float32_products).
+- "our settings": on a CPU, the same with what our runs ask of the libraries there (`parallelisms/mesh.py::cpu_settings`).
 """
 
 import argparse
@@ -34,7 +33,7 @@ from configs.load import load_config
 from configs.schema import Config
 from models import llama
 from parallelisms import compile, dp
-from parallelisms.mesh import float32_products, keep_memory, pick_device
+from parallelisms.mesh import cpu_settings, pick_device
 from tools.bench import harness
 from training.loss import linear_cross_entropy
 from training.metrics import flops_per_token
@@ -42,18 +41,23 @@ from training.metrics import flops_per_token
 CLIP = 1.0
 
 
-def bare_float32(arch, cfg, tokens, labels):
-    model = compile.apply(llama.build(arch), cfg.compile)
+def loop(model, loss_of):
+    """The bare loop around a model whose loss is what `loss_of` returns."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step():
-        head = partial(linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens)
-        (model(tokens, head) / labels.numel()).backward()
+        loss_of().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
+
+
+def bare_float32(arch, cfg, tokens, labels):
+    model = compile.apply(llama.build(arch), cfg.compile)
+    head = partial(linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens)
+    return loop(model, lambda: model(tokens, head) / labels.numel())
 
 
 def bare_bfloat16(arch, cfg, tokens, labels):
@@ -74,19 +78,11 @@ def bare_bfloat16(arch, cfg, tokens, labels):
     return step
 
 
-def looped(model, logits_of, labels, dtype):
-    """A peer's model in the bare loop; in bfloat16 under autocast."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step():
-        with torch.autocast(labels.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            logits = logits_of()
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def cross_entropy_of(logits_of, labels, dtype):
+    """The loss of a peer's model; in bfloat16 under autocast."""
+    with torch.autocast(labels.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        logits = logits_of()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def compiled(blocks, cfg):
@@ -100,7 +96,7 @@ def hf(arch, cfg, tokens, labels, dtype):
 
     model = LlamaForCausalLM(LlamaConfig(**config_json(arch)))
     compiled(model.model.layers, cfg)
-    return looped(model, lambda: model(tokens, use_cache=False).logits, labels, dtype)
+    return loop(model, lambda: cross_entropy_of(lambda: model(tokens, use_cache=False).logits, labels, dtype))
 
 
 def accelerate(arch, cfg, tokens, labels, dtype):
@@ -134,7 +130,7 @@ def litgpt(arch, cfg, tokens, labels, dtype):
         parallel_residual=False, bias=False, norm_class_name="RMSNorm", norm_eps=arch["norm_eps"], mlp_class_name="LLaMAMLP",
     ))  # fmt: skip
     compiled(model.transformer.h, cfg)
-    return looped(model, lambda: model(tokens), labels, dtype)
+    return loop(model, lambda: cross_entropy_of(lambda: model(tokens), labels, dtype))
 
 
 def torchtitan(arch, cfg, tokens, labels, dtype):
@@ -182,16 +178,8 @@ def torchtitan(arch, cfg, tokens, labels, dtype):
     model._skip_lm_head = True
     positions = torch.arange(seq_len).expand_as(tokens)
     masks = None if device.type == "cpu" else model.get_attention_masks(positions)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     count = torch.tensor(float(labels.numel()))
-
-    def step():
-        loss(model(tokens, positions, masks), labels, count)[0].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return loop(model, lambda: loss(model(tokens, positions, masks), labels, count)[0])
 
 
 PEERS = {"hf": hf, "accelerate": accelerate, "litgpt": litgpt, "torchtitan": torchtitan}
@@ -244,8 +232,7 @@ def main() -> None:
     args, overrides = parser.parse_known_args()
     if args.one:
         if args.our_settings:
-            keep_memory()
-            float32_products()
+            cpu_settings()
         harness.serve(contender(args.one, load_config([*overrides, f"--training.max_norm={CLIP}"])))
         train.meshes.close_mesh()
         return
