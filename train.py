@@ -33,14 +33,15 @@ from data.prepare import Prepared, Tokens, is_prepared, prepare, verify
 from models import MODELS
 from parallelisms import contract, dp, mesh as meshes, parallelize
 from parallelisms.mesh import Mesh
-from training import collectives, health, init, log
+from reliability import collectives, health
+from training import init, log
 from training.loss import IGNORE, linear_cross_entropy
 from training.metrics import Metrics, flops_per_token, memory_gib, model_summary, peak_flops
 from training.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate, step_if
 from training.profiler import profiler
-from training.record import Start, hosts, source_hash
+from reliability.record import Start, hosts, source_hash
 from training.sample import sample
-from training.stop import STOP_SIGNALS, STOPPED, Stop  # noqa: F401  the signals are tools/preflight's too
+from reliability.stop import STOP_SIGNALS, STOPPED, Stop  # noqa: F401  the signals are tools/preflight's too
 from training.validate import scores, validate
 
 # Exit codes; STOPPED is 75: stopped on request with a checkpoint, run again to go on.

@@ -13,7 +13,7 @@ from parallelisms.mesh import Mesh
 from tests.ranks import run_ranks
 from tests.test_signals import ends
 from tests.test_train import MESHES, run, series, tiny_run
-from training import collectives
+from reliability import collectives
 
 TWO, BAD = MESHES["fsdp2"][1], 5  # the step in which something goes wrong
 CHECKED = "--debug.check_collectives=true"

@@ -17,7 +17,7 @@ from checkpoint import storage
 from configs.load import load_config
 from tests.ranks import run_ranks
 from tests.test_train import MESHES, STEPS, run, samples, series, tiny_run
-from training.health import Spikes, Stragglers, odd_ones, unlike_replicas
+from reliability.health import Spikes, Stragglers, odd_ones, unlike_replicas
 
 TWO = MESHES["fsdp2"][1]
 BAD = 4  # the step that goes wrong

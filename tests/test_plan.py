@@ -20,9 +20,8 @@ from configs.load import load_config
 from configs.schema import InputError
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
-from tools import estimate as estimates
-from tools import plan, trace
-from tools.estimate import Ring, estimate, load_device
+from tools.plan import __main__ as plan, estimate as estimates, trace
+from tools.plan.estimate import Ring, estimate, load_device
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -311,7 +310,7 @@ def test_a_device_of_ones_own(tmp_path, capsys):
 
 def command(*argv: str, cap: float = 60) -> tuple[int, str, str, float]:
     """(exit code, output, errors, GiB at the most) of `python -m tools.plan`."""
-    line = [sys.executable, "-c", "import resource, sys; from tools.plan import main; code = main(sys.argv[1:]); "
+    line = [sys.executable, "-c", "import resource, sys; from tools.plan.__main__ import main; code = main(sys.argv[1:]); "
             "print('GIB', max(resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 2**20); sys.exit(code)"]  # fmt: skip
     done = subprocess.run([*line, *argv], cwd=ROOT, capture_output=True, text=True, timeout=cap)
     found = re.search(r"^GIB (\S+)$", done.stdout, re.M)

@@ -31,7 +31,7 @@ from parallelisms.mesh import World
 from tests.ranks import run_ranks
 from tests.test_scripts import environment
 from tests.test_two_hosts import hosts  # noqa: F401  a fixture
-from tools.estimate import load_device
+from tools.plan.estimate import load_device
 from tools.preflight import __main__ as preflight
 from tools.preflight import answers, job, machine, network
 from tools.preflight.here import Here, differences, spans

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.test_scripts import environment, free_port
 from tests.test_train import ROOT, STEPS, run, samples, series, tiny_run
 from tools.bench.faults import WRAPPER
-from training.goodput import account, read
+from reliability.goodput import account, read
 
 
 @pytest.fixture(scope="module")

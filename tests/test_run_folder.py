@@ -21,8 +21,8 @@ from tests.ranks import run_ranks
 from tests.test_parallel import MESHES
 from tests.test_train import STEPS, run, series, stopped_at, tiny_run
 from tools import goodput as tool
-from training import goodput, record
-from training.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
+from reliability import goodput, record
+from reliability.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
 
 SAVED = ["--checkpoint.async_save=false", "--metrics.interval=7"]  # published when save() returns; few log lines
 
@@ -170,7 +170,7 @@ def test_what_a_start_says_about_itself(tmp_path, monkeypatch):
     assert about["mesh"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
     assert about["hosts"] == [{"host": about["host"], "device": "cpu", "ranks": [0, 1]}]
     assert about["environment"]["NGPU"] == "2" and about["environment"].keys() <= set(record.ENVIRONMENT)
-    assert {"train.py", "models/llama.py", "training/record.py"} <= about["code"]["files"].keys()
+    assert {"train.py", "models/llama.py", "reliability/record.py"} <= about["code"]["files"].keys()
     assert not any(path.startswith(("tests", "tools", ".")) for path in about["code"]["files"])
     assert not any(path.stat().st_mode & stat.S_IWOTH for path in folder.rglob("*"))
 

@@ -20,7 +20,8 @@ from checkpoint import manager, state
 from tests import ranks
 from tests.ranks import run_ranks
 from tests.test_train import MESHES, ROOT, run, samples, series, tiny_run
-from training import health, stop, validate
+from reliability import health, stop
+from training import validate
 
 STEPS, TWO = 12, MESHES["fsdp2"][1]
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("checkpoint", "configs", "data", "models", "parallelisms", "tools", "training", "train", "tests")
+PACKAGES = ("checkpoint", "configs", "data", "models", "parallelisms", "reliability", "tools", "training", "train", "tests")
 ALLOWED = {  # package -> what of ours it may import (besides itself)
     "configs": set(),
     "models": set(),
     "data": {"configs.schema"},
     "parallelisms": {"configs.schema"},
     "training": {"configs", "configs.schema", "parallelisms.mesh"},
+    "reliability": {"configs", "configs.schema", "parallelisms.mesh"},
     "checkpoint": {"configs", "configs.schema", "parallelisms.mesh"},
 }
 

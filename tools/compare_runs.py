@@ -24,7 +24,7 @@ import tomli
 
 from checkpoint import verify
 from configs.schema import InputError
-from training import goodput
+from reliability import goodput
 
 # Metrics that measure the machine, not the model.
 TIMINGS = {"tokens_per_second", "tflops_per_device", "mfu", "memory_gib", "data_wait", "step_seconds", "goodput"}

@@ -4,7 +4,7 @@
     python -m tools.goodput --simulate --mtbf-hours=3 --stall=1 --detect=35 --restart=150
     python -m tools.goodput runs/llama_8b --simulate --mtbf-hours=3       with the times that this run has measured
 
-The first reads what each start of the run wrote (training/record.py). The second says what goodput to expect where failures come at random
+The first reads what each start of the run wrote (reliability/record.py). The second says what goodput to expect where failures come at random
 (exponential gaps, as Young and Daly assume) and which interval between saves is best for it.
 """
 
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from configs.schema import InputError
-from training.goodput import KINDS, Account, account, read
+from reliability.goodput import KINDS, Account, account, read
 
 
 MEASURED = {  # by `Account.per_event`: what else to assume
@@ -79,7 +79,7 @@ def best_interval(mtbf: float, stall: float) -> float:
 def simulate(
     mtbf: float, stall: float, detect: float, restart: float, interval: float, write: float, interruptions: int, seed: int
 ) -> dict[str, float]:
-    """A run until it has been interrupted so often: where its seconds went, by the names of training/goodput.py::KINDS."""
+    """A run until it has been interrupted so often: where its seconds went, by the names of reliability/goodput.py::KINDS."""
     draw = random.Random(seed)
     seconds = dict.fromkeys(("productive", "save", "redone", "detecting", "starting"), 0.0)
     fails = draw.expovariate(1 / mtbf)  # seconds from now to the next failure

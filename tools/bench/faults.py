@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tools import goodput as simulation
 from tools.bench import harness
-from training.goodput import Account, account, read
+from reliability.goodput import Account, account, read
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEP, STEPS = 18, 24

@@ -27,7 +27,7 @@ import train
 from configs.load import load_config
 from tools.bench import harness
 from tools.bench.sections import BENCH
-from tools.trace import batch_of, pretend
+from tools.plan.trace import batch_of, pretend
 
 RANKS = 8
 SHARES = (0.25, 0.5, 0.75)  # of the step's computing, that the wire is in use

@@ -22,9 +22,9 @@ import torch
 import train
 from configs.load import load_config
 from parallelisms import ac
-from tools import plan, trace
+from tools.plan import __main__ as plan, trace
 from tools.bench import harness
-from tools.estimate import Device, load_device, measure_cpu
+from tools.plan.estimate import Device, load_device, measure_cpu
 from training.loss import plain_cross_entropy
 
 # github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1, 3) and

@@ -26,7 +26,7 @@ from configs.load import load_config
 from parallelisms import dp
 from parallelisms.mesh import world
 from tools.bench import harness
-from tools.trace import pretend
+from tools.plan.trace import pretend
 from training.metrics import flops_per_token, memory_gib, peak_flops
 
 BENCH = (  # for two cores: large enough that matrix products lead

@@ -43,7 +43,7 @@ from torch import nn
 from unittest import mock
 import train
 from configs.load import load_config
-from tools.trace import pretend
+from tools.plan.trace import pretend
 from training import init
 with pretend(8, 8), mock.patch.object(nn.Module, "to_empty", lambda model, **_: model), mock.patch.object(init, "fill", lambda *_: None):
     train.build(load_config(["configs/llama_8b.toml", "--run.device=cpu", "--training.global_batch_size=8"], 8, 8))

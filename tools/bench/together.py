@@ -4,7 +4,7 @@
 
 `apart` is two runs at the same time, each of one process with half of the batch; the others are one run of two ranks on all of
 it (`tools.bench.sections --one`), every process with half of this machine's threads. `bytes` are the messages of a step of one
-rank, traced (tools/trace.py); `alone` is how long these messages take between two ranks that do nothing else; `expected` is
+rank, traced (tools/plan/trace.py); `alone` is how long these messages take between two ranks that do nothing else; `expected` is
 the sum of that and of the time of `apart`. In turn, each in processes of their own.
 """
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from configs.load import load_config
 from configs.schema import Run
 from parallelisms.mesh import close_mesh, open_group
-from tools import trace
+from tools.plan import trace
 from tools.bench import harness
 from tools.bench.sections import BENCH
 

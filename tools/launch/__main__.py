@@ -428,7 +428,7 @@ def _config(script: list[str], *sizes: int) -> Config | None:
 def _named(log: Path | None) -> str:
     if not log:
         return ""
-    stacks = log.with_suffix(".stacks")  # training/health.py::Watchdog
+    stacks = log.with_suffix(".stacks")  # reliability/health.py::Watchdog
     return f"; its log: {log}" + (f", its stacks: {stacks}" if stacks.exists() else "")
 
 

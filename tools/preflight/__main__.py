@@ -35,7 +35,7 @@ import torch.distributed as dist
 import train
 from configs.schema import InputError, redact
 from parallelisms import mesh as meshes
-from tools.estimate import Device, load_device
+from tools.plan.estimate import Device, load_device
 from tools.preflight import job, machine, network
 from tools.preflight.answers import Desk, Stopped, Worker, judge_trouble
 from tools.preflight.here import LONG, SLOW, TIMEOUT, Here, Row, in_seconds, spans
@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--skip", default="", metavar="CHECKS", help="all but these and what needs them")
     parser.add_argument("--expect", default="", metavar="DIM:GB/S", help="bus bandwidth that a mesh dimension must come "
                         f"near ({SLOW['group']:g} of it): tp:300,dp_shard:40")  # fmt: skip
-    parser.add_argument("--device", default="", metavar="NAME", help="what the machines should be, a row of tools/devices.toml "
+    parser.add_argument("--device", default="", metavar="NAME", help="what the machines should be, a row of tools/plan/devices.toml "
                         "or a TOML file: products, memory and what --expect leaves out must come near its rates")  # fmt: skip
     parser.add_argument("--json", default="", metavar="FILE", help="also write the rows and every rank's answers there")
     parser.add_argument("--timeout", type=int, metavar="SECONDS", help=f"of each check; default: {TIMEOUT}, and run.init_"

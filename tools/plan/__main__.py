@@ -5,7 +5,7 @@
     python -m tools.plan configs/llama_8b.toml --gpus 64 --html plan.html
 
 Runs the same `train.build` and `train.train_step` as a run does, on a fake process group with fake tensors
-(`tools/trace.py`), in seconds on a laptop, and plays the traced step through on a device's numbers (`tools/estimate.py`).
+(`tools/plan/trace.py`), in seconds on a laptop, and plays the traced step through on a device's numbers (`tools/plan/estimate.py`).
 Exit code 0: it fits; 1: it does not; 2: wrong configuration or arguments. `docs/planning.md` says how far off it was where
 it could be compared.
 """
@@ -29,11 +29,11 @@ from configs import check
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
 from parallelisms.dp import DTYPES
-from tools import plan_page, trace
-from tools.estimate import Device, Estimate, estimate, load_device
+from tools.plan import page as plan_page, trace
+from tools.plan.estimate import Device, Estimate, estimate, load_device
 from tools.goodput import best_interval, expected
-from tools.plan_page import KINDS
-from tools.trace import Step, Where
+from tools.plan.page import KINDS
+from tools.plan.trace import Step, Where
 from training.metrics import flops_per_token
 
 GIB = 2**30
@@ -455,7 +455,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )  # fmt: skip
     parser.add_argument("--gpus", type=int, default=8, help="of the whole run (8)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="of each host (8)")
-    parser.add_argument("--device", default="h100", help="a row of tools/devices.toml, a TOML file of your own, or cpu (h100)")
+    parser.add_argument("--device", default="h100", help="a row of tools/plan/devices.toml, a TOML file of your own, or cpu (h100)")
     parser.add_argument("--margin", type=float, default=MARGIN, help=f"what the allocator adds to live bytes ({MARGIN})")
     parser.add_argument("--tokens", type=float, default=0, help="to train on, as 15e12 (what training.steps says)")
     parser.add_argument("--usd-per-gpu-hour", type=float, default=0)

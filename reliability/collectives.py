@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from parallelisms.mesh import Mesh
-from training.health import odd_ones
+from reliability.health import odd_ones
 
 NAMESPACES = ("c10d", "_c10d_functional")
 # Those of them that move nothing, and those between two ranks only.

@@ -42,7 +42,7 @@ from configs.schema import Config
 from models import causal_attention
 from parallelisms import mesh as meshes
 from training import init
-from training.collectives import group_of
+from reliability.collectives import group_of
 
 c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
 # operator -> kind of collective, where its message is (the larger side: what NCCL's tests call the size of a collective)
@@ -296,7 +296,7 @@ class Trace(TorchDispatchMode):
             self.rows().append(op)
             return
         if func.namespace in UNKNOWN_COLLECTIVES and func._schema.name.split("::")[1] not in HARMLESS:
-            raise NotImplementedError(f"tools/trace.py does not know the collective {func}")
+            raise NotImplementedError(f"tools/plan/trace.py does not know the collective {func}")
         if func.namespace == "fsdp":
             self.tag_fsdp(func, args, kwargs)
             op.wait = "split_with_sizes_copy" in op.name

@@ -7,7 +7,7 @@
     end.json       exit code, step and reason. A start without it was killed, or is still running
 
 A restart adds a folder and changes none, so every interruption of a run is on record. Rank 0 writes; the steps of all
-ranks are in lockstep, so its clock is the run's (training/goodput.py).
+ranks are in lockstep, so its clock is the run's (reliability/goodput.py).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ import torch
 
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
-from training.goodput import KINDS, ORDERLY, Clock, account, folders, read, read_json
+from reliability.goodput import KINDS, ORDERLY, Clock, account, folders, read, read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 DIFF_BYTES = 1_000_000

@@ -1,6 +1,6 @@
 """How long a traced step takes on a device: a roofline for the operators, rings for the collectives, two streams for overlap.
 
-Every number that is not counted stands in `tools/devices.toml` with its source, or here; nothing is fitted to a
+Every number that is not counted stands in `tools/plan/devices.toml` with its source, or here; nothing is fitted to a
 configuration. `docs/planning.md` has the formulas and how far off they were.
 """
 
@@ -21,7 +21,7 @@ from models.causal_attention import causal_attention
 from parallelisms import ac
 from parallelisms.dp import param_dtype
 from parallelisms.mesh import float32_products
-from tools.trace import Op, Step, Trace, Where
+from tools.plan.trace import Op, Step, Trace, Where
 from training.metrics import peak_flops
 
 HERE = Path(__file__).resolve().parent
@@ -30,7 +30,7 @@ MEMORY_EFFICIENCY = 0.8  # share of the memory's bandwidth that an elementwise k
 
 
 class Device(BaseModel):
-    """A row of tools/devices.toml, which explains the fields."""
+    """A row of tools/plan/devices.toml, which explains the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -86,7 +86,7 @@ def load_device(name: str) -> Device:
         device = Device(**rows[0])
     except ValidationError as error:
         problems = "; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors())
-        raise InputError(f"--device {name}: {problems} (tools/devices.toml explains the fields)") from None
+        raise InputError(f"--device {name}: {problems} (tools/plan/devices.toml explains the fields)") from None
     if not device.peak:
         raise InputError(f"--device {name}: give peak_tflops, or a name that training/metrics.py::PEAK_TFLOPS knows")
     return device

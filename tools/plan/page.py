@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tools.plan import Plan
+    from tools.plan.__main__ import Plan
 
 KINDS = {  # of memory, from the bottom up -> name, colour
     "parameters": ("parameters (float32 shards)", "#264653"),
