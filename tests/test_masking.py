@@ -24,7 +24,7 @@ from parallelisms import ac
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.test_hf_parity import SHAPES, random_pair
-from tests.test_parallel import Count, whole
+from tests.runs import Count, whole
 from tests.test_train import series, tiny_run
 from training.loss import IGNORE, linear_cross_entropy, plain_cross_entropy
 

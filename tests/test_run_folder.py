@@ -18,7 +18,7 @@ import train
 from checkpoint.manager import CheckpointManager
 from configs import schema
 from tests.ranks import run_ranks
-from tests.test_parallel import MESHES
+from tests.runs import MESHES
 from tests.test_train import STEPS, run, series, stopped_at, tiny_run
 from tools import goodput as tool
 from reliability import goodput, record

@@ -20,7 +20,7 @@ import train
 from checkpoint.lease import Lease
 from configs.load import load_config
 from tests.ranks import run_ranks
-from tests.test_parallel import MESHES
+from tests.runs import MESHES
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 16
