@@ -19,7 +19,7 @@ import train
 from checkpoint.manager import CheckpointManager
 from configs import schema
 from tests.ranks import run_ranks
-from tests.test_parallel import MESHES
+from tests.runs import MESHES
 from tests.test_train import STEPS, run, series, stopped_at, tiny_run
 from tools import goodput as tool
 from reliability import goodput, record
@@ -35,10 +35,10 @@ def dies_at(step: int, options: list[str], folder: Path) -> None:
         torch.set_num_threads(1)  # the parent's thread pool did not come along (see tests/ranks.py)
         real, begun = train.train_step, itertools.count(1)
 
-        def train_step(job, batch):
+        def train_step(job, batch, *options):
             if next(begun) == step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(job, batch)
+            return real(job, batch, *options)
 
         train.train_step = train_step
         run(options, folder)
@@ -50,10 +50,10 @@ def diverges(options: list[str], folder: Path) -> str:
     """A run that ends with an exception in its third step."""
     real, begun = train.train_step, itertools.count(1)
 
-    def train_step(job, batch):
+    def train_step(job, batch, *options):
         if next(begun) == 3:
             raise RuntimeError("cannot reach https://ann:canary-in-url@host/x?token=canary-in-query now")
-        return real(job, batch)
+        return real(job, batch, *options)
 
     train.train_step = train_step
     try:
@@ -262,14 +262,14 @@ def with_a_clock(kind: str, options: list[str], folder: Path) -> int:
     real, step, begun = time.time, train.train_step, itertools.count(1)
     clocks = {"an hour back": lambda: real() - 3600, "an hour ahead": lambda: real() + 3600, "frozen": lambda stopped=real(): stopped}
 
-    def train_step(job, batch):
+    def train_step(job, batch, *options):
         if next(begun) == 3:
             if kind == "summer time":
                 os.environ["TZ"] = "XYZ-3"
                 time.tzset()
             else:
                 time.time = clocks[kind]
-        return step(job, batch)
+        return step(job, batch, *options)
 
     train.train_step = train_step
     return run(options, folder)[0]
