@@ -303,7 +303,7 @@ class Parallelism(Table):
     async_tensor_parallel: bool = False
     """Hide tensor parallelism's gathers and scatters behind its products (needs compiled blocks and NVLink)."""
     reshard_after_forward: bool | Literal["default"] | Annotated[int, Field(ge=2)] = "default"
-    """Free gathered weights after forward; default: all but the output projection's; N: keep them sharded over N ranks."""
+    """Free gathered weights after forward; default: except the output projection's; N: keep sharded over N ranks."""
     keep_gathered: int = Field(0, ge=0)
     """Number of last blocks that keep gathered weights until backward; `tools.plan` says for how many there is room."""
     cpu_offload: bool = False
