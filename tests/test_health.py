@@ -16,7 +16,7 @@ import train
 from checkpoint import storage
 from configs.load import load_config
 from tests.ranks import run_ranks
-from tests.test_train import MESHES, STEPS, run, samples, series, tiny_run
+from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
 from reliability.health import Spikes, Stragglers, odd_ones, unlike_replicas
 
 TWO = MESHES["fsdp2"][1]
