@@ -83,6 +83,12 @@ class Table(BaseModel):
         return value
 
 
+class Derived(int):
+    """A number that nobody set, because it follows from other options (`configs/check.py::derive`). It counts like any
+    integer, but `configs/load.py::dump` does not write it as a setting, so that it is derived anew wherever the file is
+    read: on a different mesh, say."""
+
+
 class Run(Table):
     folder: Annotated[PathText, AfterValidator(_folder)] = Field("runs/debug", min_length=1, max_length=240)
     """Folder of this run: config, metrics, logs, TensorBoard, checkpoints. Run again with the same to resume."""
@@ -235,8 +241,8 @@ class Training(Table):
     """Tokens per sequence."""
     global_batch_size: int = Field(8, ge=1)
     """Sequences per optimizer step, over all ranks and micro-batches."""
-    local_batch_size: int = Field(8, ge=1)
-    """Sequences per data-parallel rank and micro-batch; gradient accumulation follows from the two."""
+    local_batch_size: int | None = Field(None, ge=1)
+    """Sequences per data-parallel rank and micro-batch; the rest accumulates. Not set: one micro-batch per step."""
     param_dtype: DType = "auto"
     """Type of the weights in forward and backward (float32 in the optimizer); auto: bfloat16 where hardware has it."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -275,8 +281,10 @@ class Optimizer(Table):
 class LRSchedule(Table):
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after the warm-up; wsd: constant, then linear decay over the last decay_fraction."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up from 0."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps of linear warm-up from 0. Not set: warmup_fraction says how many."""
+    warmup_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of training.steps that is warm-up; used where warmup_steps is not set."""
     min_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the last step, as a share of the peak."""
     decay_fraction: float = Field(0.2, gt=0, le=1)

@@ -1,5 +1,6 @@
 """What a run writes about itself: each of its starts, how it ended, where the seconds went; and that no secret is in it."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -406,6 +407,24 @@ def test_a_run_that_goes_back_by_itself_has_redone_those_steps(tmp_path):
         assert start.clock.metrics()["seconds/productive"] == pytest.approx(5, abs=0.1), "the first step is start-up"
     result = account(read(tmp_path / "run"))
     assert (result.steps, result.redone) == (6, 2) and result.seconds["productive"] == pytest.approx(5, abs=0.1)
+
+
+def test_failures_at_one_step_are_counted_across_meshes_but_not_across_options(tmp_path):
+    """Numbers that follow from the mesh are comments in a start's config.toml."""
+    (tmp_path / "given.toml").write_text("")
+    configs = {ranks: f"[run]\nseed = 1\n# local_batch_size = {8 // ranks}  (not set)\n" for ranks in (1, 2)}
+
+    def counted(config: str) -> tuple[int, int]:
+        with contextlib.suppress(RuntimeError), record.Start(tmp_path / "run", 0, [], tmp_path / "given.toml", {}, config, {}) as start:
+            step, times, _ = start.failures()
+            start.resume(0)
+            start.clock.lap("productive")
+            start.clock.step(3)
+            raise RuntimeError("it fails after step 3")
+        return step, times
+
+    assert [counted(configs[ranks]) for ranks in (1, 2, 1)] == [(-1, 0), (3, 1), (3, 2)]
+    assert counted(configs[1].replace("seed = 1", "seed = 2")) == (-1, 0)
 
 
 def test_accounts_of_random_histories():
