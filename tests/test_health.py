@@ -255,7 +255,7 @@ def spiking(options: list[str], folder: Path, stop_at: int | None) -> tuple[int,
 
     train.linear_cross_entropy = loss
     if stop_at:
-        from tests.test_train import stopped_at
+        from tests.runs import stopped_at
 
         return stopped_at(stop_at, options, folder), ""
     return run(options, folder)
