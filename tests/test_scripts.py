@@ -245,6 +245,7 @@ def test_a_wrong_setting_is_one_sentence(settings: dict[str, str], words: str, r
     assert not [name for name in created if not name.endswith(".pyc") and name != "__pycache__"]
 
 
+@pytest.mark.alone
 def test_mistakes_in_the_configuration_are_told_before_anything_starts(repository: Path) -> None:
     began = time.monotonic()
     done = run(repository / "run_train.sh", "--training.steps=none", "--optimizer.lr=-1", NGPU="2")
