@@ -17,7 +17,7 @@ import train
 from data import audit
 from data.loader import Batches
 from tests.ranks import run_ranks
-from tests.test_parallel import MESHES
+from tests.runs import MESHES
 from tests.test_train import TINY, run, series
 
 

@@ -303,7 +303,7 @@ def test_one_process_runs_without_a_launcher_from_any_folder(repository: Path) -
 
 def test_ranks_share_out_the_cores_and_meet_on_the_loopback(repository: Path) -> None:
     (repository / "train.py").write_text(PRINT_ENVIRONMENT)
-    done = run(repository / "run_train.sh", "--training.local_batch_size=2", NGPU="4")
+    done = run(repository / "run_train.sh", NGPU="4")
     assert done.returncode == 0, done.stderr
     shown = [json.loads(line) for line in done.stdout.splitlines()]
     assert sorted(s["RANK"] for s in shown) == ["0", "1", "2", "3"]

@@ -235,9 +235,9 @@ def test_the_time_limit_stops_as_a_signal_does(options, tmp_path):
         def born_now(self, born, max_minutes, end):
             real(self, time.monotonic(), max_minutes, end)
 
-        def slow(job, batch, real=train.train_step):
+        def slow(job, batch, *options, real=train.train_step):
             time.sleep(0.2)
-            return real(job, batch)
+            return real(job, batch, *options)
 
         stop.Stop.__init__, train.train_step = born_now, slow
         return run([*options, f"--run.max_minutes={minutes}"], folder)
@@ -321,11 +321,11 @@ WRAPPER = """
 import sys, train
 from tests import test_signals
 real = train.train_step
-def step(job, batch, count=[0]):
+def step(job, batch, *options, count=[0]):
     count[0] += 1
     if count[0] == 3 and job.mesh.rank == 1:
         test_signals.hang("spin")
-    return real(job, batch)
+    return real(job, batch, *options)
 train.train_step = step
 sys.exit(train.main())
 """

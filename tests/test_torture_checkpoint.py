@@ -321,7 +321,7 @@ def as_launched(folder: Path, options: list[str]) -> None:
     """A rank of test_k6, started by the launcher. A step takes 50 ms at least: kills fall between saves too."""
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     step = train.train_step
-    train.train_step = lambda job, batch: (time.sleep(0.05), step(job, batch))[1]
+    train.train_step = lambda *arguments: (time.sleep(0.05), step(*arguments))[1]
     code, error = run(options, folder)
     print(error, end="", file=sys.stderr)
     sys.exit(code)

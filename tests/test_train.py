@@ -20,7 +20,7 @@ import train
 from checkpoint.lease import Lease
 from configs.load import load_config
 from tests.ranks import run_ranks
-from tests.test_parallel import MESHES
+from tests.runs import MESHES
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 16
@@ -51,8 +51,8 @@ def run(options: list[str], folder: Path) -> tuple[int, str]:
     """train.main on this rank: its exit code, and what it printed as an error. Notes which samples each step saw."""
     real = train.train_step
 
-    def noting(job, batch):
-        result = real(job, batch)
+    def noting(job, batch, *options):
+        result = real(job, batch, *options)
         if job.mesh.device_mesh.get_local_rank("tp") == 0:
             with open(folder / f"samples-{job.mesh.dp_rank}.jsonl", "a") as file:
                 file.write(json.dumps(batch["sample"].tolist()) + "\n")
@@ -130,11 +130,11 @@ def stopped_at(step: int, options: list[str], folder: Path, signalled_rank: int 
     """A run of which one rank gets SIGTERM during `step`; returns the exit code."""
     real, steps = train.train_step, []
 
-    def with_signal(job, batch):
+    def with_signal(job, batch, *options):
         steps.append(1)
         if len(steps) == step and job.mesh.rank == signalled_rank:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(job, batch)
+        return real(job, batch, *options)
 
     train.train_step = with_signal
     return run(options, folder)[0]
@@ -161,8 +161,8 @@ def poisoned(from_step: int, to_step: int, options: list[str], folder: Path) -> 
         here = from_step <= len(finite) + 1 <= to_step and torch.distributed.get_rank() == 1
         return value * math.nan if here else value
 
-    def step(job, batch):
-        result = real_step(job, batch)
+    def step(job, batch, *options):
+        result = real_step(job, batch, *options)
         finite.append(all(p.to_local().isfinite().all().item() for p in job.model.parameters()))
         return result
 
