@@ -16,7 +16,7 @@ import train
 from checkpoint import storage
 from configs.load import load_config
 from tests.ranks import run_ranks
-from tests.test_train import MESHES, STEPS, run, samples, series, tiny_run
+from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
 from reliability.health import Spikes, Stragglers, odd_ones, unlike_replicas
 
 TWO = MESHES["fsdp2"][1]
@@ -255,7 +255,7 @@ def spiking(options: list[str], folder: Path, stop_at: int | None) -> tuple[int,
 
     train.linear_cross_entropy = loss
     if stop_at:
-        from tests.test_train import stopped_at
+        from tests.runs import stopped_at
 
         return stopped_at(stop_at, options, folder), ""
     return run(options, folder)

@@ -19,8 +19,7 @@ import train
 from checkpoint.manager import CheckpointManager
 from configs import schema
 from tests.ranks import run_ranks
-from tests.runs import MESHES
-from tests.test_train import STEPS, run, series, stopped_at, tiny_run
+from tests.runs import MESHES, STEPS, run, series, stopped_at, tiny_run
 from tools import goodput as tool
 from reliability import goodput, record
 from reliability.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
