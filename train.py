@@ -30,7 +30,8 @@ from configs.schema import Config, InputError
 from data import hf_tokenizer, order as orders, stream as streams
 from data.loader import Batches, LoaderError, loader
 from data.order import Order
-from data.prepare import Prepared, Tokens, is_prepared, prepare, verify
+from data.prepare import prepare
+from data.tokens import Prepared, Tokens, is_prepared, verify
 from models import MODELS
 from parallelisms import contract, dp, mesh as meshes, parallelize
 from parallelisms.mesh import Mesh
