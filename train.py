@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from checkpoint import hf
 from checkpoint.manager import CheckpointManager
@@ -94,17 +95,22 @@ def train_step(job: Job, batch: dict[str, Tensor], skip_above: float = math.inf,
 
     A gradient whose norm is above `skip_above` changes no weight (training.skip_spikes). With `replay` the gradient is
     computed twice and compared with itself (debug.replay_interval).
+
+    `record_function` names the phases of a step, here and in `gradients`: forward, loss, backward, clip, optimizer. The
+    profiler shows these names, and tools/plan/trace.py and tools/bench/sections.py find the phases by them alone.
     """
     if replay:
         (loss, losses, prepare_seconds), unlike = collectives.twice(lambda: gradients(job, batch), job.optimizer, job.mesh)
     else:
         (loss, losses, prepare_seconds), unlike = gradients(job, batch), []
-    grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm).to(loss.device)
+    with record_function("clip"):
+        grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm).to(loss.device)
     fine = grad_norm.isfinite() & loss.isfinite() & (grad_norm <= skip_above)  # the same on every rank: all are global
     fine &= not unlike
     numbers = read_later(torch.stack((loss, grad_norm, fine)))
     began = time.monotonic()
-    step_if(fine, job.optimizer)
+    with record_function("optimizer"):
+        step_if(fine, job.optimizer)
     optimizer_seconds = time.monotonic() - began
     job.optimizer.zero_grad(set_to_none=True)
     loss, grad_norm, stepped = numbers()  # a GPU has the optimizer's step to do meanwhile
@@ -127,12 +133,20 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
     counted = mesh.sum_over_dp(counted)
     positions = batch.get("positions")  # int64 [A, b, T], on the CPU; with data.mask_documents only
     total, losses = torch.zeros((), device=mesh.device), torch.empty(labels.shape, device=mesh.device)
+
+    def summed_loss(a: int, h: Tensor, weight: Tensor) -> Tensor:
+        """The loss of micro-batch a. The model calls it inside its forward, where FSDP has gathered `weight`."""
+        with record_function("loss"):
+            return linear_cross_entropy(h, weight, labels[a], cfg.training.loss_chunk_tokens, losses[a])
+
     for a in range(len(tokens)):
         dp.synchronise_gradients(model, a == len(tokens) - 1, cfg.parallelism.accumulate_gradients)
-        head = partial(linear_cross_entropy, labels=labels[a], chunk_tokens=cfg.training.loss_chunk_tokens, each=losses[a])
         documents = None if positions is None else model.documents(positions[a], mesh.device)
-        loss = model(tokens[a], head, documents)
-        (loss * (mesh.dp_size / counted)).backward()  # FSDP averages over dp_size ranks; this makes it the sum
+        with record_function("forward"):
+            loss = model(tokens[a], partial(summed_loss, a), documents)
+            scaled = loss * (mesh.dp_size / counted)  # FSDP averages over dp_size ranks; this makes it the sum
+        with record_function("backward"):
+            scaled.backward()
         total += loss.detach()
     return mesh.sum_over_dp(total) / counted, losses, prepare_seconds
 
