@@ -160,6 +160,7 @@ def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(stand_in: Pat
     assert out.count(f"stopped by {number.name}") == 2, "both ranks saved, each told once"
 
 
+@pytest.mark.alone
 def test_a_rank_that_does_not_stop_is_killed_after_the_grace(stand_in: Path) -> None:
     started = Started(*LAUNCH, "--nproc-per-node=2", "--shutdown-timeout=1", stand_in, "deaf", ranks=2)
     started.process.send_signal(signal.SIGTERM)
@@ -168,6 +169,7 @@ def test_a_rank_that_does_not_stop_is_killed_after_the_grace(stand_in: Path) -> 
     assert 0.9 < seconds < 10
 
 
+@pytest.mark.alone
 def test_the_second_interrupt_kills(stand_in: Path) -> None:
     started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "deaf", ranks=2)
     started.process.send_signal(signal.SIGINT)
@@ -178,6 +180,7 @@ def test_the_second_interrupt_kills(stand_in: Path) -> None:
     assert code == 128 + signal.SIGKILL and seconds < 10
 
 
+@pytest.mark.alone
 def test_kill_9_of_one_rank_ends_the_other_within_seconds(stand_in: Path) -> None:
     started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "wait", ranks=2)
     os.kill(started.pids[1], signal.SIGKILL)
@@ -401,6 +404,7 @@ def test_hangs():
 """
 
 
+@pytest.mark.alone
 def test_the_tests_are_chosen_by_marker_and_capped(repository: Path) -> None:
     (repository / "tests" / "test_it.py").write_text(TESTS.format(slow=True))
     quick = run(repository / "run_tests.sh", cwd=Path("/"))
