@@ -32,7 +32,7 @@ SECRETS = (
 
 
 def redact(text: str) -> str:
-    """The text without secrets. For everything that goes to a file or a console and that this code did not write itself."""
+    """The text without secrets. For everything that goes to a file or a console and that is not our own text."""
     for pattern, instead in SECRETS:
         text = pattern.sub(instead, text)
     return text
