@@ -32,7 +32,7 @@ SECRETS = (
 
 
 def redact(text: str) -> str:
-    """The text without secrets. Use it for everything that goes to a file or a console and that we did not write ourselves."""
+    """The text without secrets. For everything that goes to a file or a console and that is not our own text."""
     for pattern, instead in SECRETS:
         text = pattern.sub(instead, text)
     return text
@@ -52,7 +52,7 @@ def _path(value: str) -> str:
 
 
 def _folder(value: str) -> str:
-    """Without this, a ~ that no shell has expanded would become a folder of that name (data/ expands ~ in its options)."""
+    """A ~ that no shell has expanded would become a folder of that name. (data/ expands ~ in its own options.)"""
     if value.startswith("~"):
         raise ValueError("must be written out: ~ is not expanded")
     return value

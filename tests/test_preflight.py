@@ -113,7 +113,7 @@ def option(*more: str) -> Callable:
 
 def corpus_of_its_own(patch: pytest.MonkeyPatch, place: Path) -> None:
     """Same paths, other text; only the corpus: the run's folder is the shared one."""
-    patch.setattr(job.train, "corpora", in_folder(place / "elsewhere", job.train.corpora))
+    patch.setattr(job, "open_corpora", in_folder(place / "elsewhere", job.open_corpora))
     patch.setattr(job, "not_tokenised", lambda cfg: ([], 0))
 
 
