@@ -125,8 +125,9 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     else:
         rows = []
         for flat in (tensor.flatten() for tensor in tensors):
-            whole = len(flat) // ROW * ROW
-            rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
-            rows.append(torch.linalg.vector_norm(flat[whole:], dim=0, keepdim=True))
+            if len(flat) >= ROW:
+                rows.append(torch.linalg.vector_norm(flat.unfold(0, ROW, ROW), dim=1))
+            if len(flat) < ROW or len(flat) % ROW:
+                rows.append(torch.linalg.vector_norm(flat[len(flat) // ROW * ROW :], dim=0, keepdim=True))
         norms = torch.cat(rows)
     return torch.linalg.vector_norm(norms, dtype=torch.float64).square()
