@@ -55,7 +55,7 @@ DONE, FAILED, WRONG_INPUT, CRASH_LOOP = 0, 1, 2, 76
 
 @dataclass
 class Job:
-    """What a training step needs, and nothing else."""
+    """What every training step needs, and nothing else."""
 
     cfg: Config
     mesh: Mesh
@@ -121,11 +121,11 @@ def train_step(job: Job, batch: dict[str, Tensor], skip_above: float = math.inf,
 
 
 def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float]:
-    """The gradient of the mean loss over the global batch into the weights' `.grad`; `StepResult.loss`, `.losses` and
-    `.prepare_seconds`.
+    """Compute the gradient of the mean loss over the global batch, in the weights' `.grad`. Returns `loss` (a scalar),
+    `losses` and `prepare_seconds` of StepResult.
 
-    The loss is a sum over tokens divided by the tokens of the *global* batch, which are counted first: so loss and
-    gradient are the same numbers however the batch is split over ranks and micro-batches, even unevenly.
+    The loss is a sum over tokens, divided by the tokens of the *global* batch, which are counted first. So loss and
+    gradient do not depend on how the batch is split over ranks and micro-batches, not even where it is split unevenly.
     """
     cfg, mesh, model = job.cfg, job.mesh, job.model
     began = time.monotonic()
@@ -155,8 +155,8 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:
-    """The numbers of x [n] for whoever calls what is returned. They leave a GPU now, and the call waits for them alone, not
-    for what was queued since: to read x itself would leave the GPU without work until the host has given it some more."""
+    """A function that returns the numbers of x [n]. They begin to leave a GPU now, and a call of the function waits for them
+    alone, not for the work that was queued since. Reading x itself would wait for that work, and leave the GPU idle."""
     host = x.to("cpu", non_blocking=True)  # into pinned memory
     arrived = torch.cuda.current_stream().record_event() if x.is_cuda else None
 
@@ -380,10 +380,16 @@ def conclude(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, meter
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`train.py [CONFIG.toml] [--table.key=value ...]`. Returns 0 done, 2 wrong configuration or input, 75 stopped on
-    request with a checkpoint saved (run again to go on), 76 one step fails again and again (nothing was tried), 1 no room to
-    write or data that cannot be read; any other failure raises. With data.stream 1 and 2 (data.stream_epochs are over) leave
-    a checkpoint of the last whole step."""
+    """`train.py [CONFIG.toml] [--table.key=value ...]`. Returns the exit code:
+
+     0  done
+     1  no room to write, or data that cannot be read. Any other failure raises
+     2  wrong configuration or input
+    75  stopped on request with a checkpoint: run the same command again to go on
+    76  the starts before failed at the same step again and again, so nothing was tried
+
+    A stream that ends (1: it cannot be read, 2: data.stream_epochs are over) leaves a checkpoint of the last whole step.
+    """
     argv = sys.argv[1:] if argv is None else argv
     here = meshes.world()
     if "--help" in argv or "-h" in argv:

@@ -19,7 +19,7 @@ from configs.load import load_config
 from data import order as orders
 from tests.ranks import run_ranks
 from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
-from reliability.guard import Diverged
+from reliability.guard import Diverged, Guard
 from reliability.health import Spikes, Stragglers, odd_ones, unlike_replicas
 
 TWO = MESHES["fsdp2"][1]
@@ -277,6 +277,18 @@ def test_a_spike_is_named_and_skipped_also_after_a_resume(options, tmp_path):
     assert run_ranks(2, spiking, options, tmp_path / "stopped", None) == [(0, "")] * 2
     assert series(tmp_path / "stopped") == series(tmp_path / "whole")
     assert "step 11: grad_norm" in (tmp_path / "stopped" / "logs" / "rank-00000.log").read_text()
+
+
+def test_only_steps_that_are_skipped_one_after_the_other_end_a_run():
+    guard = Guard(load_config(["--training.max_skipped_steps=2", "--training.skip_spikes=false"]), None, None, None, {})
+    for skipped in (True, True, False, True, True):
+        said = guard.note(loss=math.nan if skipped else 1.0, grad_norm=1.0, skipped=skipped)
+        assert said == ("loss nan, gradient norm 1.0, skipped: no weight changed" if skipped else "")
+        guard.check_skipped(5)
+    guard.note(loss=math.nan, grad_norm=1.0, skipped=True)
+    with pytest.raises(Diverged, match="3 steps in a row without a gradient to use: diverged at step 6"):
+        guard.check_skipped(6)
+    assert guard.skip_above() == math.inf
 
 
 # N3: silent corruption

@@ -122,3 +122,12 @@ def test_negative_control_a_line_too_many_is_counted():
         source = "def f():\n" + "    x = 1\n" * (lines - 1) + "while x:\n    pass\n"
         assert line_counts(source, (ast.FunctionDef,)) == {"f at line 1": lines}
         assert line_counts(source, (ast.While,)) == {f"While at line {lines + 1}": 2}
+
+
+def test_the_loop_does_not_ask_whether_the_data_is_streamed():
+    """data/open.py answers that once, for everything that differs."""
+    asked = [
+        node.lineno for node in ast.walk(ast.parse((ROOT / "train.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "stream" and getattr(node.value, "attr", "") == "data"
+    ]  # fmt: skip
+    assert not asked, f"train.py asks for data.stream in lines {asked}"
