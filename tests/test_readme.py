@@ -34,6 +34,8 @@ NEEDS = (
     (r"\bNNODES=", "several hosts (tests/test_restarts.py, tests/test_two_hosts.py)"),
     (r"run_train\.sh .*configs/(?!llama_debug)\w+\.toml", "GPUs and a corpus"),
     (r"^(export .*; )?python -m tools\.bench\.", "an idle machine for minutes, or GPUs: it measures"),
+    (r"^python -m tools\.plan .*--device cpu", "an idle machine: it measures (tests/test_plan.py)"),
+    (r"^python -m tools\.plan .*--search", "minutes of processor time (tests/test_plan.py searches fewer meshes)"),
     (r"^export \w+=", "a shell that goes on"),
     (r"^(pip|hf|huggingface-cli) ", "a download"),
     (r"\bmodels/[\w.-]*(Llama|Qwen)", "published weights (tests/test_convert.py makes small ones)"),
@@ -78,6 +80,7 @@ def need(command: str) -> str:
 
 def shortened(command: str, corpus: str) -> str:
     """corpus: a small one instead of Python's library, whose preparation takes 30 seconds of processor time; "": the real."""
+    command = re.sub(r"--vocab-size \d+", "--vocab-size 2000", command)  # as small as the corpus
     if "run_train.sh" not in command or "--help" in command or "--preflight" in command:
         return command
     short = re.sub(rf"--({'|'.join(PER_TEN)})=(\d+)", lambda option: f"--{option[1]}={int(option[2]) // 10}", command)
