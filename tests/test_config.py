@@ -139,7 +139,7 @@ BAD_FILES = {
     ),
     "a name twice": (
         '[[validation.sets]]\nname = "a"\nsource = "x"\n[[validation.sets]]\nname = "a"\nsource = "y"',
-        "validation.sets = |: must give each row another name|called a",
+        "validation.sets = |: must give each row a different name|called a",
     ),
     "rows that are none": (
         "[data]\nmixture = [3]",

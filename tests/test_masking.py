@@ -23,9 +23,8 @@ from models import document_attention as masked, llama
 from parallelisms import ac
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tests.test_hf_parity import SHAPES, random_pair
-from tests.runs import Count, whole
-from tests.test_train import series, tiny_run
+from tests.runs import Count, series, tiny_run, whole
+from tests.shapes import SHAPES, random_pair
 from training.loss import IGNORE, linear_cross_entropy, plain_cross_entropy
 
 SEQ, VOCAB = 24, 263

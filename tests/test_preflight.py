@@ -29,8 +29,8 @@ from configs.load import load_config
 from configs.schema import InputError
 from parallelisms.mesh import World
 from tests.ranks import run_ranks
-from tests.test_scripts import environment
-from tests.test_two_hosts import hosts  # noqa: F401  a fixture
+from tests.hosts import hosts  # noqa: F401  a fixture
+from tests.runs import environment
 from tools.plan.estimate import load_device
 from tools.preflight import __main__ as preflight
 from tools.preflight import answers, job, machine, network
@@ -113,7 +113,7 @@ def option(*more: str) -> Callable:
 
 def corpus_of_its_own(patch: pytest.MonkeyPatch, place: Path) -> None:
     """Same paths, other text; only the corpus: the run's folder is the shared one."""
-    patch.setattr(job.train, "corpora", in_folder(place / "elsewhere", job.train.corpora))
+    patch.setattr(job, "open_corpora", in_folder(place / "elsewhere", job.open_corpora))
     patch.setattr(job, "not_tokenised", lambda cfg: ([], 0))
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch.nn.functional as F
 
+import data.open
 import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
 from tests.ranks import run_ranks
-from tests.test_checkpoint import MESHES, mesh_options
-from tests.test_train import run, samples, series, stopped_at, tiny_run
+from tests.checkpoints import MESHES, mesh_options
+from tests.runs import run, samples, series, stopped_at, tiny_run
 
 STOPPED, STEPS = 4, 24  # the step that a stopped run has saved, and the last one: 20 are compared
 
@@ -137,8 +138,8 @@ def optimizer_dropped() -> None:
 
 
 def data_shifted() -> None:
-    loader = train.loader
-    train.loader = lambda batches, start, steps, *rest, **how: loader(batches, start + 1, steps + 1, *rest, **how)
+    loader = data.open.loader
+    data.open.loader = lambda batches, start, steps, *rest, **how: loader(batches, start + 1, steps + 1, *rest, **how)
 
 
 def learning_rate_ahead() -> None:

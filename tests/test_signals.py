@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import data.open
 import train
 from checkpoint import manager, state
-from tests import ranks
-from tests.ranks import run_ranks
-from tests.test_train import MESHES, ROOT, run, samples, series, tiny_run
 from reliability import health, stop
+from tests.ranks import run_ranks
+from tests.runs import MESHES, ROOT, ends, run, samples, series, tiny_run
 from training import validate
 
 STEPS, TWO = 12, MESHES["fsdp2"][1]
@@ -65,7 +65,7 @@ def once(fn: Callable, then: Callable, calls: int) -> Callable:
 
 
 def in_preparation() -> None:
-    train.describe_data = once(train.describe_data, kill, 1)
+    train.open_corpora = once(train.open_corpora, kill, 1)
 
 
 def in_the_first_step() -> None:
@@ -89,7 +89,7 @@ def in_validation() -> None:
 
 
 def waiting_for_data() -> None:
-    real = train.loader
+    real = data.open.loader
 
     def slow(*args):
         for i, batch in enumerate(real(*args)):
@@ -98,7 +98,7 @@ def waiting_for_data() -> None:
                 time.sleep(0.6)
             yield batch
 
-    train.loader = slow
+    data.open.loader = slow
 
 
 def while_a_save_is_written() -> None:
@@ -122,29 +122,6 @@ def start(folder: Path, options: list[str], window: Callable | None, only: int |
     if window and only in (None, dist.get_rank()):
         window()
     return run(options, folder)
-
-
-def ends(n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60) -> list[int]:
-    """Like run_ranks, for ranks that may end at once: the exit code of each, or minus the signal it died of."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pids = []
-    for rank in range(n):
-        if (pid := os.fork()) == 0:
-
-            def body(*args):
-                os._exit(fn(*args)[0])
-
-            ranks._child(folder, rank, n, body, args)
-        pids.append(pid)
-    deadline, codes = time.monotonic() + seconds, []
-    for pid in pids:
-        while not (done := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if not done[0]:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        codes.append(os.waitstatus_to_exitcode(done[1]) if done[0] else None)
-    return codes
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from configs.schema import InputError
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer, from_rank_file, load_saved
 from models import MODELS
+from reliability import disk
 
 FAMILY = "llama"  # what both of the formats that are read describe
 REMAP = 1 << 28  # bytes read of mapped files before they are mapped anew: mapped pages count as this process's memory
@@ -120,7 +121,7 @@ def publish(out: Path, arch: dict, source: Path, read: Callable[[str], Tensor], 
     def finish(tensors: dict, files: dict) -> None:
         verify.write_manifest(temporary, {**head, "files": files, "tensors": tensors})
         temporary.rename(folder / name)
-        verify.sync_folder(folder)
+        disk.sync(folder)
 
     try:
         if folder.exists() and verify.published(folder):
