@@ -123,13 +123,18 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
     counted = (labels != IGNORE).sum()
     prepare_seconds = time.monotonic() - began
     counted = mesh.sum_over_dp(counted)
-    positions = batch.get("positions")  # int64 [A, b, T], on the CPU; with data.mask_documents only
+    # int64 [A, b, T], on the CPU, with data.mask_documents; otherwise every sequence has the same, [T].
+    within_documents = batch.get("positions")
+    positions = torch.arange(tokens.shape[-1], device=mesh.device)
     total, losses = torch.zeros((), device=mesh.device), torch.empty(labels.shape, device=mesh.device)
     for a in range(len(tokens)):
         dp.synchronise_gradients(model, a == len(tokens) - 1, cfg.parallelism.accumulate_gradients)
         head = partial(linear_cross_entropy, labels=labels[a], chunk_tokens=cfg.training.loss_chunk_tokens, each=losses[a])
-        documents = None if positions is None else model.documents(positions[a], mesh.device)
-        loss = model(tokens[a], head, documents)
+        documents = None
+        if within_documents is not None:
+            documents = model.documents(within_documents[a], mesh.device)
+            positions = within_documents[a].to(mesh.device, non_blocking=True)
+        loss = model(tokens[a], positions, head, documents)
         (loss * (mesh.dp_size / counted)).backward()  # FSDP averages over dp_size ranks; this makes it the sum
         total += loss.detach()
     return mesh.sum_over_dp(total) / counted, losses, prepare_seconds

@@ -69,7 +69,7 @@ DERIVED = {
     "product": lambda c: c.dp * c.parallelism.tensor_parallel,
     "micro": lambda c: c.dp * c.training.local_batch_size,
     "head_dim": lambda c: c.model.head_dim,
-    # models/document_attention.py::fits_varlen, and FlashAttention and cuDNN behind PyTorch's attention
+    # models/kernels/document_attention.py::fits_varlen, and FlashAttention and cuDNN behind PyTorch's attention
     "flash_fits": lambda c: c.training.param_dtype != "float32" and c.head_dim % 8 == 0 and c.head_dim <= 256,
     "traced": lambda c: c.profiler.start_step + c.profiler.steps - 1,
     "decay": lambda c: int(c.lr_schedule.decay_fraction * c.training.steps),
@@ -168,7 +168,7 @@ RULES = {
         "model.head_dim would be {head_dim:.5g}, but must be a whole even number, since rotary positions turn pairs: "
         "set it, or change {model.dim} or {model.n_heads}, whose quotient it is otherwise",
     ),
-    "mask_compile": (  # models/document_attention.py: what does not fit is a loop over documents, never one graph
+    "mask_compile": (  # models/kernels/document_attention.py: what does not fit is a loop over documents, never one graph
         lambda c: c.data.mask_documents and c.compile.enabled and c.run.device != "cpu" and not c.flash_fits,
         "{data.mask_documents} with {compile.enabled} needs on a GPU a 16-bit type and heads of 8, 16, ... 256 numbers, "
         "but {training.param_dtype} and {model.head_dim}: change these, do without one of the two, "

@@ -1,26 +1,16 @@
 """Llama 2, 3, 3.1 and 3.2 as single-device code: it knows torch, and nothing of meshes.
 
-The model is written for whole tensors. Tensor parallelism, sharding and checkpointing are applied to it from outside
-(`parallelisms/`), driven by the tables at the end of this file. It has parameters and no buffers, so that building it
-on the `meta` device, sharding it and materialising it loses nothing.
-
-Shapes:  B batch   T sequence   D = dim   V = vocab_size   F = hidden_dim
-         H query heads   K key/value heads   E = head_dim      (under tensor parallelism H, K, F, V are this rank's share)
-
-Weights carry Meta's names (wq wk wv wo w1 w2 w3) in Hugging Face's layout: rotary positions in the rotate-half
-convention, so that exchanging weights with Hugging Face renames tensors and permutes nothing.
+The model is written for whole tensors, from the layers in `models/layers.py`. Tensor parallelism, sharding and checkpointing
+are applied to it from outside (`parallelisms/`), driven by the tables at the end of this file.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.causal_attention import causal_attention
-from models.document_attention import Documents, document_attention
+from models.layers import Decoder, rope_frequencies, rope_tables
 
 
 @dataclass(frozen=True)
@@ -41,125 +31,31 @@ class Args:
     tied_embeddings: bool
 
 
-def rope_tables(args: Args, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position [T] or [B, T] and frequency, float32 [..., E], for rotate-half RoPE (Su et al.,
-    arXiv:2104.09864).
+def scaled_frequencies(frequencies: Tensor, scaling: dict) -> Tensor:
+    """The rotary frequencies [E/2], radians per position, stretched as Llama 3.1 does for longer contexts.
 
-    Always from *global* positions: under sequence parallelism a hidden state holds only a slice of the sequence.
-    With `rope_scaling` the frequencies are stretched as Llama 3.1 does (Llama 3 paper, arXiv:2407.21783, and Meta's
-    `apply_scaling`): wavelengths longer than the original context / low_freq_factor by the whole factor, those shorter
-    than the original context / high_freq_factor not at all, linearly in between.
+    Wavelengths longer than the original context / low_freq_factor are stretched by the whole factor, those shorter than the
+    original context / high_freq_factor not at all, and in between linearly. Source: arXiv:2407.21783, and `apply_scaling` in
+    Meta's model.py.
     """
-    exponents = torch.arange(0, args.head_dim, 2, dtype=torch.int64, device=positions.device).float() / args.head_dim
-    freqs = 1.0 / (args.rope_theta**exponents)  # [E/2]
-    if args.rope_scaling is not None:
-        s = args.rope_scaling
-        wavelength = 2 * math.pi / freqs
-        low, high = s["original_max_seq_len"] / s["low_freq_factor"], s["original_max_seq_len"] / s["high_freq_factor"]
-        smooth = s["original_max_seq_len"] / wavelength - s["low_freq_factor"]
-        smooth = smooth / (s["high_freq_factor"] - s["low_freq_factor"])
-        between = (1 - smooth) * freqs / s["factor"] + smooth * freqs
-        stretched = torch.where(wavelength > low, freqs / s["factor"], freqs)
-        freqs = torch.where((wavelength >= high) & (wavelength <= low), between, stretched)
-    angles = positions.float()[..., None] * freqs  # [..., E/2]
-    angles = torch.cat((angles, angles), dim=-1)  # [..., E]
-    return angles.cos(), angles.sin()
+    wavelength = 2 * math.pi / frequencies
+    original = scaling["original_max_seq_len"]
+    low, high = original / scaling["low_freq_factor"], original / scaling["high_freq_factor"]
+    smooth = original / wavelength - scaling["low_freq_factor"]
+    smooth = smooth / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
+    between = (1 - smooth) * frequencies / scaling["factor"] + smooth * frequencies
+    stretched = torch.where(wavelength > low, frequencies / scaling["factor"], frequencies)
+    return torch.where((wavelength >= high) & (wavelength <= low), between, stretched)
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + E/2) of x [B, T, heads, E] by their position; in float32 whatever the type of x."""
-    a, b = x.chunk(2, dim=-1)
-    rotated = torch.cat((-b, a), dim=-1)
-    return (x * cos[..., None, :] + rotated * sin[..., None, :]).type_as(x)
+class Llama(Decoder):
+    """The decoder of `models/layers.py` as it stands there, with Llama 3.1's rotary frequencies."""
 
-
-class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al., arXiv:2305.13245)."""
-
-    def __init__(self, args: Args):
-        super().__init__()
-        self.head_dim = args.head_dim
-        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
-        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
-        B, T, _ = x.shape
-        q = self.wq(x).view(B, T, -1, self.head_dim)  # [B, T, H, E]: -1, because a rank may hold some of the heads
-        k = self.wk(x).view(B, T, -1, self.head_dim)  # [B, T, K, E]
-        v = self.wv(x).view(B, T, -1, self.head_dim)  # [B, T, K, E]
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        if documents is not None:
-            return self.wo(document_attention(q, k, v, documents).flatten(2))  # [B, T, D]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
-        o = causal_attention(q, k, v)  # [B, H, T, E]
-        return self.wo(o.transpose(1, 2).reshape(B, T, -1))  # [B, T, D]
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
-
-    def __init__(self, args: Args):
-        super().__init__()
-        self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=False)  # gate
-        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)  # down
-        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)  # up
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # [B, T, D]
-
-
-class Block(nn.Module):
-    def __init__(self, args: Args):
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = Attention(args)
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.feed_forward = FeedForward(args)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), cos, sin, documents)  # [B, T, D]
-        return h + self.feed_forward(self.ffn_norm(h))  # [B, T, D]
-
-
-class Output(nn.Linear):
-    """The projection to the vocabulary, which hands its weight [V, D] to `head` instead of multiplying by itself.
-
-    The head is a loss in training, so that it can work through the sequence in pieces and [B, T, V] logits never exist.
-    It runs inside this module's forward because that is where FSDP has gathered the weight.
-    """
-
-    def forward(self, h: Tensor, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        return head(h, self.weight)
-
-
-class Llama(nn.Module):
-    def __init__(self, args: Args):
-        super().__init__()
-        self.args = args
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleList(Block(args) for _ in range(args.n_layers))
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        if not args.tied_embeddings:
-            self.output = Output(args.dim, args.vocab_size, bias=False)
-
-    documents = staticmethod(Documents.of)  # for those who have a model but do not know its family
-
-    def forward(
-        self, tokens: Tensor, head: Callable[[Tensor, Tensor], Tensor] = F.linear, documents: Documents | None = None
-    ) -> Tensor:
-        """tokens int64 [B, T] -> head(hidden states [B, T, D], output weight [V, D]); by default logits [B, T, V].
-
-        With `documents` each one is alone in the world: attention and positions begin anew with it.
-        """
-        positions = torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
-        cos, sin = rope_tables(self.args, positions)  # [T, E], or [B, T, E]
-        h = self.tok_embeddings(tokens)  # [B, T, D]
-        for layer in self.layers:
-            h = layer(h, cos, sin, documents)
-        h = self.norm(h)
-        return head(h, self.tok_embeddings.weight) if self.args.tied_embeddings else self.output(h, head)
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        frequencies = rope_frequencies(self.args.head_dim, self.args.rope_theta, positions.device)
+        if self.args.rope_scaling is not None:
+            frequencies = scaled_frequencies(frequencies, self.args.rope_scaling)
+        return rope_tables(frequencies, positions)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,9 +87,10 @@ FLAVORS = {
 }
 
 
-def build(args: dict) -> Llama:
-    """The model of these numbers (a FLAVORS row with overrides), on whatever device is the default: `meta` in train.py."""
-    return Llama(Args(**args))
+def build(args: dict, layers: range | None = None) -> Llama:
+    """The model of these numbers (a FLAVORS row with overrides), on whatever device is the default: `meta` in train.py.
+    layers: the blocks of one stage of a pipeline; None: all of them."""
+    return Llama(Args(**args), layers)
 
 
 def initial_values(args: dict) -> list[tuple[str, str, float]]:

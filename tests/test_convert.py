@@ -99,7 +99,7 @@ def test_in_and_out_again(shape, tmp_path):
     theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(source), llama.build(arch)
     tokens = torch.randint(0, 263, (2, 37))
     manifest = state.load_model(run_folder, ours)
-    assert torch.equal(ours(tokens), theirs(tokens).logits)
+    assert torch.equal(ours(tokens, torch.arange(37)), theirs(tokens).logits)
     assert manifest["parent"] == str(source) and verify.verify(run_folder / "checkpoints/step-00000000")
 
     byte_tokenizer().save(str(run_folder / "tokenizer.json"))
@@ -520,7 +520,7 @@ def test_metas_files(kind, tmp_path):
     model = llama.build(arch | {"rope_scaling": None})  # the scaling is compared with transformers' elsewhere
     state.load_model(tmp_path / "run", model)
     tokens = torch.randint(0, 264, (2, 30))
-    want, got = meta_logits(whole, params, tokens), model(tokens)
+    want, got = meta_logits(whole, params, tokens), model(tokens, torch.arange(30))
     assert (got - want).abs().max() <= 2e-5 * want.std()
 
 
@@ -534,7 +534,7 @@ def test_negative_control_rotations_that_were_not_permuted(tmp_path, monkeypatch
     state.load_model(tmp_path / "run", model)
     tokens = torch.randint(0, 264, (2, 30))
     want = meta_logits(whole, params, tokens)
-    assert (model(tokens) - want).abs().max() > 1e-2 * want.std()
+    assert (model(tokens, torch.arange(30)) - want).abs().max() > 1e-2 * want.std()
 
 
 def test_metas_tokenizer_is_converted(trained, tmp_path):

@@ -62,7 +62,7 @@ def test_the_formula_is_what_torch_counts(tied: bool) -> None:
         model = MODELS["llama"].build(arch)
         tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(tokens).sum().backward()
+        model(tokens, torch.arange(seq_len)).sum().backward()
     assert counter.get_total_flops() == flops_per_token(arch, seq_len) * batch * seq_len
 
 

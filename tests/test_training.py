@@ -97,7 +97,7 @@ def test_every_parameter_of_llama_is_filled_and_norms_are_ones():
     init.initialise(model, llama.initial_values(args), 0)
     for name, p in model.named_parameters():
         assert torch.equal(p, torch.ones_like(p)) if "norm" in name else 0.005 < p.std() < 0.021, name
-    assert model.layers[0].attention.wo.weight.std() < 0.6 * model.layers[0].attention.wq.weight.std()
+    assert model.layers["0"].attention.wo.weight.std() < 0.6 * model.layers["0"].attention.wq.weight.std()
 
 
 # ---------------------------------------------------------------------------------------------------------------- loss

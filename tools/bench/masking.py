@@ -7,7 +7,7 @@ Documents of random lengths with that mean are packed into B x T windows. The co
 backward of one attention layer with the model's heads:
 
 - window: causal attention over the whole window, which is what runs without masking (and what the ratios refer to).
-- documents: ours, `models/document_attention.py::document_attention`.
+- documents: ours, `models/kernels/document_attention.py::document_attention`.
 - in the open: one call of PyTorch per document, recorded by autograd.
 - padded: documents of similar length gathered into one batch, padded on the right.
 - T x T mask: one call with a boolean mask, up to T = 2048.
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 import train
 from configs.load import load_config
-from models import document_attention as masked
+from models.kernels import document_attention as masked
 from parallelisms import dp
 from tools.bench import harness
 
@@ -71,7 +71,8 @@ def padded(q, k, v, documents):
 
 
 def with_a_mask(q, k, v, documents):
-    number = (documents.positions == 0).cumsum(1)  # [B, T]: which document of its window
+    B, T = q.shape[:2]
+    number = torch.bucketize(torch.arange(B * T, device=q.device), documents.starts[1:], right=True).view(B, T)  # of its document
     mask = (number[:, :, None] == number[:, None, :]).tril()[:, None]  # [B, 1, T, T]
     out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, enable_gqa=True)
     return out.transpose(1, 2)

@@ -57,17 +57,19 @@ def loop(model, loss_of):
 def bare_float32(arch, cfg, tokens, labels):
     model = compile.apply(llama.build(arch), cfg.compile)
     head = partial(linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens)
-    return loop(model, lambda: model(tokens, head) / labels.numel())
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return loop(model, lambda: model(tokens, positions, head) / labels.numel())
 
 
 def bare_bfloat16(arch, cfg, tokens, labels):
     model = compile.apply(llama.build(arch).to(torch.bfloat16), cfg.compile)
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
 
     def step():
         head = partial(linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens)
-        (model(tokens, head) / labels.numel()).backward()
+        (model(tokens, positions, head) / labels.numel()).backward()
         for master, p in zip(masters, model.parameters()):
             master.grad, p.grad = p.grad.float(), None
         torch.nn.utils.clip_grad_norm_(masters, CLIP)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.schema import ActivationCheckpoint, InputError, Training
 from models import llama
-from models.causal_attention import causal_attention
+from models.kernels.causal_attention import causal_attention
 from parallelisms import ac
 from parallelisms.dp import param_dtype
 from parallelisms.mesh import float32_products
@@ -142,8 +142,8 @@ def _operator_overheads(dtype: torch.dtype) -> tuple[float, float]:
     def step(dim: int, batch: int, length: int, mode: str = "none") -> Callable[..., object]:
         arch = {"dim": dim, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "head_dim": dim // 2, "hidden_dim": dim, "vocab_size": 16}
         model = ac.apply(llama.build(llama.FLAVORS["debug"] | arch).to(dtype), ActivationCheckpoint(mode=mode))
-        tokens = torch.zeros(batch, length, dtype=torch.int64)
-        return lambda backward=True: model(tokens).sum().backward() if backward else model(tokens)
+        tokens, positions = torch.zeros(batch, length, dtype=torch.int64), torch.arange(length)
+        return lambda backward=True: model(tokens, positions).sum().backward() if backward else model(tokens, positions)
 
     def operators(run: Callable, *args: bool) -> int:
         with Trace() as trace:

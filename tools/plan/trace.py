@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_iter
 import train
 from configs import check
 from configs.schema import Config
-from models import causal_attention
+from models.kernels import causal_attention
 from parallelisms import mesh as meshes
 from training import init
 from reliability.collectives import group_of
@@ -71,7 +71,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor) -> int:
 ATTENTION = {  # operator -> (position of q, products, products that are recomputation)
     aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2, 0),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 4, 1),
-    torch.ops.plumbline.causal_attention_backward.default: (1, 4, 1),  # models/causal_attention.py
+    torch.ops.plumbline.causal_attention_backward.default: (1, 4, 1),  # models/kernels/causal_attention.py
 }
 
 
@@ -388,7 +388,7 @@ class Trace(TorchDispatchMode):
     # Where in the step.
     def watch(self, job: train.Job) -> None:
         """Follow this job's step: through the blocks forward and backward, then clipping and the optimizer."""
-        mesh, layers = job.mesh, job.model.layers
+        mesh, layers = job.mesh, list(job.model.layers.values())
         for dim in mesh.device_mesh.mesh_dim_names:
             self.dimensions[mesh.device_mesh.get_group(dim).group_name] = dim
 
@@ -527,7 +527,7 @@ def fuse(step: Step) -> None:
         op.reads = op.writes = None
 
 def attention_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What models/causal_attention.py does on CUDA, instead of its way on CPUs."""
+    """What models/kernels/causal_attention.py does on CUDA, instead of its way on CPUs."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 

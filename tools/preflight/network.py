@@ -108,7 +108,7 @@ def messages(here: Here) -> dict[str, tuple[int, torch.dtype]]:
     """
     mesh, t = here.job.mesh, here.cfg.training
     reduced = dp.DTYPES[t.reduce_dtype]
-    block = sum(p.numel() for p in here.job.model.layers[0].parameters()) / mesh.tp
+    block = sum(p.numel() for p in here.job.model.layers["0"].parameters()) / mesh.tp
     elements = {
         "dp_shard": (block, here.dtype),
         "dp_replicate": (block / mesh.dp_shard, reduced),
