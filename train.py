@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +32,13 @@ from data.loader import Batches, LoaderError, loader
 from data.order import Order
 from data.prepare import Prepared, Tokens, is_prepared, prepare, verify
 from models import MODELS
+from models.family import Family
 from parallelisms import contract, dp, mesh as meshes, parallelize
 from parallelisms.mesh import Mesh
 from reliability import collectives, health
 from training import init, log
 from training.loss import IGNORE, linear_cross_entropy
-from training.metrics import Metrics, flops_per_token, memory_gib, model_summary, peak_flops
+from training.metrics import Metrics, memory_gib, model_summary, peak_flops
 from training.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate, step_if
 from training.profiler import profiler
 from reliability.record import Start, hosts, source_hash
@@ -54,11 +56,17 @@ class Job:
 
     cfg: Config
     mesh: Mesh
-    arch: dict  # the model's numbers: a FLAVORS row with the overrides of [model]
+    args: Any  # the model's numbers: `Args` of its family, a row of FLAVORS with the overrides of [model]
     model: nn.Module
     optimizer: torch.optim.Optimizer
     skip_above: float = math.inf  # a gradient norm beyond it changes no weight (training.skip_spikes)
     replay: bool = False  # compute the next gradient twice and compare (debug.replay_interval)
+
+
+def architecture(cfg: Config) -> tuple[Family, Any]:
+    """The family of the model and its numbers, an instance of the family's `Args`."""
+    family = MODELS[cfg.model.family]
+    return family, family.Args(**check.architecture(cfg.model))
 
 
 def build(cfg: Config) -> Job:
@@ -67,16 +75,16 @@ def build(cfg: Config) -> Job:
     A parameter's life: meta constructor -> tensor parallel -> checkpointing, compile -> FSDP shard -> memory -> initial
     value -> optimizer. Nothing is allocated before it is sharded, so the whole model never exists anywhere.
     """
-    family, arch = MODELS[cfg.model.family], check.architecture(cfg.model)
+    family, args = architecture(cfg)
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, check.data_parallel_shard(cfg, meshes.world().size))
     torch.manual_seed(cfg.run.seed + mesh.dp_rank)  # for a model that draws numbers: alike within a tp group, else not
     with torch.device("meta"):
-        model = family.build(arch)
+        model = family.build(args)
     parallelize(model, mesh, cfg, family.TP_PLAN)
     model.to_empty(device="cpu" if cfg.parallelism.cpu_offload else mesh.device)
-    init.initialise(model, family.initial_values(arch), cfg.run.seed)
+    init.initialise(model, family.initial_values(args), cfg.run.seed)
     optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
-    return Job(cfg, mesh, arch, model, optimizer)
+    return Job(cfg, mesh, args, model, optimizer)
 
 
 @dataclass(frozen=True)
@@ -207,7 +215,7 @@ def describe_data(cfg: Config, sources: dict[str, Prepared]) -> dict:
 def batches(job: Job, sources: list[Tokens], order: Order) -> Batches:
     """This rank's batches: item i is step i's, a function of (order, i) alone."""
     local, mask = job.cfg.training.local_batch_size, job.cfg.data.mask_documents
-    return Batches(sources, order, local, job.mesh.dp_rank, job.mesh.dp_size, mask, job.arch["vocab_size"])
+    return Batches(sources, order, local, job.mesh.dp_rank, job.mesh.dp_size, mask, job.args.vocab_size)
 
 
 def validation_batches(job: Job, name: str, tokens: Tokens) -> Batches:
@@ -244,17 +252,17 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             say.error(f"{this_start.reason}. See {folder / 'starts'}, and {folder / 'logs'} for every rank; it is tried again "
                       "when an option or the code has changed, or with run.max_failures_at_step = 0")  # fmt: skip
         return CRASH_LOOP
-    if tokenizer.n_vocab > job.arch["vocab_size"]:
+    if tokenizer.n_vocab > job.args.vocab_size:
         raise InputError(
             f"the tokenizer {cfg.data.tokenizer!r} has {tokenizer.n_vocab} tokens, the model's vocabulary only "
-            f"{job.arch['vocab_size']}: set model.vocab_size to at least {tokenizer.n_vocab}"
+            f"{job.args.vocab_size}: set model.vocab_size to at least {tokenizer.n_vocab}"
         )
     if cfg.debug.self_check:
         same = {"config": dump(cfg), "torch": torch.__version__, "data": json.dumps(data), "code": source_hash(),
                 "tokenizer": tokenizer.fingerprint}  # fmt: skip
         contract.verify(model, optimizer, mesh, same)
 
-    must_match = {"model": job.arch, "tokenizer": tokenizer.fingerprint}
+    must_match = {"model": asdict(job.args), "tokenizer": tokenizer.fingerprint}
     facts = {
         "family": cfg.model.family, "config": dump(cfg), "seq_len": cfg.training.seq_len, "must_match": must_match,
     }  # fmt: skip
@@ -265,9 +273,9 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     watchdog.arm(watchdog.STORAGE)
     progress = checkpoints.load(model, optimizer)
     start = progress["step"] if progress else 0
-    names = MODELS[cfg.model.family].HF_NAMES
+    family = MODELS[cfg.model.family]
     if not progress and cfg.checkpoint.load_hf:
-        checkpoints.origin = hf.load(Path(cfg.checkpoint.load_hf), model, job.arch, names, checkpoints.group)
+        checkpoints.origin = hf.load(Path(cfg.checkpoint.load_hf), model, family, job.args, checkpoints.group)
 
     plan = streams if cfg.data.stream else orders
     order, changes = plan.begin(data), []
@@ -284,12 +292,12 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     held_out = {name: validation_batches(job, name, tokens) for name, tokens in sets.items() if cfg.validation.interval}
     token_bytes = torch.tensor(tokenizer.byte_lengths)
     tokens_per_step = cfg.training.global_batch_size * cfg.training.seq_len
-    flops = flops_per_token(job.arch, cfg.training.seq_len)
+    flops = family.flops_per_token(job.args, cfg.training.seq_len)
     dtype = dp.param_dtype(cfg.training, mesh.device)
     device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     peak = peak_flops(device_name, cfg.metrics.peak_tflops, dtype)
     metrics = Metrics(cfg.metrics, folder, here.rank == 0, start, steps, peak)
-    say.info(model_summary(job.arch, model, mesh, dtype, tokens_per_step, optimizer))
+    say.info(model_summary(family.describe(job.args), model, mesh, dtype, tokens_per_step, optimizer))
     say.info("a fresh start" if not progress else f"resumed after step {start} of {steps}")
 
     def position() -> dict:
@@ -329,7 +337,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
         if cfg.data.stream:
             stream = streams.Batches(
                 sources[""], order, range(start, steps), cfg.training.local_batch_size, mesh.dp_rank, mesh.dp_size,
-                mesh.any_rank, mesh.gather, job.arch["vocab_size"], pinned,
+                mesh.any_rank, mesh.gather, job.args.vocab_size, pinned,
             )  # fmt: skip
         else:
             train_batches = batches(job, [corpus.train for corpus in sources.values()], order)
@@ -435,8 +443,8 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
         ids = sample(model, prompt, cfg.debug.sample_tokens, cfg.training.seq_len, mesh.device, stop=tokenizer.eot_id)
         text = tokenizer.decode(ids)
     if cfg.checkpoint.export_hf and code == DONE and here.rank == 0:  # of the files, so on any mesh and by one rank
-        words = hf_tokenizer.files(tokenizer, job.arch["max_seq_len"])
-        hf.export_newest(folder / "checkpoints", folder / "hf", names, cfg.checkpoint.export_hf, words, say.info)
+        words = hf_tokenizer.files(tokenizer, job.args.max_seq_len)
+        hf.export_newest(folder / "checkpoints", folder / "hf", family, cfg.checkpoint.export_hf, words, say.info)
     say.info(closing_words(cfg, code, step, first_loss, last_loss, metrics.summary(), text))
     if here.rank == 0:
         say.info(this_start.summary())

@@ -1,34 +1,40 @@
-"""Llama 2, 3, 3.1 and 3.2 as single-device code: it knows torch, and nothing of meshes.
+"""Llama 2, 3, 3.1, 3.2 and 3.3 as single-device code: it knows torch, and nothing of meshes.
 
 The model is written for whole tensors, from the layers in `models/layers.py`. Tensor parallelism, sharding and checkpointing
-are applied to it from outside (`parallelisms/`), driven by the tables at the end of this file.
+are applied to it from outside (`parallelisms/`). What others must know about it stands below: `models/family.py` explains it.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from models import dense
+from models.dense import (  # noqa: F401  what holds for every dense decoder
+    DECAY,
+    OPTIONS,
+    RULES,
+    TP_PLAN,
+    describe,
+    flops_per_token,
+    hf_ignored,
+    hf_names,
+    initial_values,
+    largest_product,
+    parameters,
+    real_number,
+    whole_number,
+)
 from models.layers import Decoder, rope_frequencies, rope_tables
 
 
 @dataclass(frozen=True)
-class Args:
-    """The numbers that define one Llama; a row of FLAVORS, with the overrides of the [model] table laid on top."""
+class Args(dense.Args):
+    """The numbers that define one Llama."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    hidden_dim: int
-    vocab_size: int
-    rope_theta: float
-    rope_scaling: dict | None
-    norm_eps: float
-    max_seq_len: int
-    tied_embeddings: bool
+    rope_scaling: dict | None  # factor, low_freq_factor, high_freq_factor, original_max_seq_len; None before Llama 3.1
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: dict) -> Tensor:
@@ -58,10 +64,6 @@ class Llama(Decoder):
         return rope_tables(frequencies, positions)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What others must know about this model, as plain tables. FLAVORS must stay a literal: configs/check.py reads it
-# without importing torch, so that a mistake in a config is reported at once.
-
 # Sources: Llama 3 paper (arXiv:2407.21783) table 3 for 8B, 70B, 405B; config.json of meta-llama/Llama-3.1-8B, -70B, -405B
 # and meta-llama/Llama-3.2-1B, -3B on the Hugging Face hub for the rest. `debug` is ours, sized for two CPU cores; it has
 # 4 key/value heads so that tensor parallelism up to 4 can be tried on a laptop.
@@ -87,60 +89,92 @@ FLAVORS = {
 }
 
 
-def build(args: dict, layers: range | None = None) -> Llama:
-    """The model of these numbers (a FLAVORS row with overrides), on whatever device is the default: `meta` in train.py.
-    layers: the blocks of one stage of a pipeline; None: all of them."""
-    return Llama(Args(**args), layers)
+def build(args: Args, layers: range | None = None) -> Llama:
+    return Llama(args, layers)
 
 
-def initial_values(args: dict) -> list[tuple[str, str, float]]:
-    """Rows (pattern of the parameter's name, kind, standard deviation); the first that matches counts.
+# A new `dim` or `n_heads` without a `head_dim` makes a fraction of it where the two do not fit, which the rule refuses.
+FOLLOWS = {"head_dim": (("dim", "n_heads"), lambda m: m["dim"] / m["n_heads"] if m["dim"] % m["n_heads"] else m["dim"] // m["n_heads"])}
 
-    Normal values of deviation 0.02, and projections back into the residual stream scaled by 1/sqrt(2 * n_layers) so
-    that its variance does not grow with depth (GPT-2; Radford et al. 2019, section 2.3).
-    """
-    residual = 0.02 / math.sqrt(2 * args["n_layers"])
-    return [
-        ("*norm.weight", "ones", 0.0),
-        ("*.wo.weight", "normal", residual),
-        ("*.w2.weight", "normal", residual),
-        ("*", "normal", 0.02),
-    ]
-
-
-# Optimizer groups: (pattern, weight decay applies). Decaying a norm's gain towards 0 would shrink the signal itself.
-DECAY = [("*norm.weight", False), ("*", True)]
-
-# What tensor parallelism does to each module; the styles are defined in parallelisms/tp.py. `*` is a layer's number.
-TP_PLAN = {
-    "tok_embeddings": "vocab_embedding",  # rows of the vocabulary split; output: this rank's slice of the sequence
-    "layers.*.attention_norm": "sequence",  # works on this rank's slice of the sequence
-    "layers.*.attention": "gather_sequence",  # its input: the whole sequence
-    "layers.*.attention.wq": "columns",  # heads split
-    "layers.*.attention.wk": "columns",
-    "layers.*.attention.wv": "columns",
-    "layers.*.attention.wo": "rows",  # sums over heads; output: a slice of the sequence again
-    "layers.*.ffn_norm": "sequence",
-    "layers.*.feed_forward": "gather_sequence",
-    "layers.*.feed_forward.w1": "columns",  # hidden units split
-    "layers.*.feed_forward.w3": "columns",
-    "layers.*.feed_forward.w2": "rows",
-    "norm": "sequence",
-    "output": "vocab_weight",  # rows of the vocabulary split; the loss in training/loss.py works on its share of the logits
+RULES = RULES | {
+    "export_hf": (
+        lambda c: c.checkpoint.export_hf and c.model.dim % c.model.n_heads != 0,
+        "{checkpoint.export_hf}, but transformers refuses a Llama whose {model.dim} is not a multiple of "
+        "{model.n_heads}: change one of them, or remove export_hf",
+    ),
 }
 
-# Names in Hugging Face's LlamaForCausalLM; layouts are the same. A tied model has no `output.weight`.
-HF_NAMES = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
-    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
-    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
-    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
-    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
-    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
-    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
-    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
-    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+
+def small(dim: int) -> Args:
+    sizes = {"dim": dim, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "head_dim": dim // 2, "hidden_dim": dim, "vocab_size": 16}
+    return Args(**FLAVORS["debug"] | sizes)
+
+
+# Hugging Face: LlamaForCausalLM ---------------------------------------------------------------------------------------
+
+HF_FIXED = dense.HF_FIXED | {"model_type": "llama", "mlp_bias": False, "partial_rotary_factor": 1.0}
+
+
+def hf_config(args: Args) -> dict[str, Any]:
+    if args.dim % args.n_heads:
+        raise ValueError(f"transformers refuses a Llama whose dim ({args.dim}) is no multiple of n_heads ({args.n_heads})")
+    scaling = None
+    if args.rope_scaling:
+        scaling = {"rope_type": "llama3"} | args.rope_scaling
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
+    names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
+    return names | dense.hf_fields(args, scaling)
+
+
+def args_from_hf(config: dict[str, Any]) -> Args:
+    """What config.json does not say has LlamaConfig's default."""
+    numbers = dense.numbers_from_hf(config, head_dim=None, kv_heads=0, context=2048)
+    rope, scaling = dense.hf_rope(config), None
+    if rope["rope_type"] == "llama3":
+        scaling = {key: real_number(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        scaling["original_max_seq_len"] = whole_number(rope, "original_max_position_embeddings", numbers["max_seq_len"])
+    elif rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        kind = rope["rope_type"]
+        raise ValueError(f"rotary positions of type {kind!r} ({rope}) are not supported, only default and llama3")
+    return Args(**numbers, rope_scaling=scaling)
+
+
+# Meta's files: params.json and consolidated.*.pth (model.py in meta-llama/llama and meta-llama/llama3) ----------------
+
+
+def args_from_meta(params: dict[str, Any], weights: dict[str, Tensor], files: int) -> Args:
+    """params.json does not say how long the contexts were, nor the factor by which the rotary frequencies are stretched, so
+    these are the published models'. Source: their config.json on the hub."""
+    dim, heads = whole_number(params, "dim"), whole_number(params, "n_heads")
+    theta = real_number(params, "rope_theta", 10000.0)
+    rows = params.get("vocab_size", -1)
+    embedding, output = weights["tok_embeddings.weight"], weights.get("output.weight")
+    tied = output is None or (torch.equal(embedding[:1], output[:1]) and torch.equal(embedding, output))
+    scaling, context = None, 4096 if theta == 10000.0 else 8192  # Llama 2, Llama 3
+    if params.get("use_scaled_rope"):  # Llama 3.1 and 3.3; of 3.2 there are 1B and 3B, which are tied
+        context = 131072
+        scaling = {"factor": 32.0 if tied else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_seq_len": 8192}  # fmt: skip
+    numbers = dense.check_heads({
+        "dim": dim, "n_layers": whole_number(params, "n_layers", most=1000), "n_heads": heads,
+        "n_kv_heads": whole_number(params, "n_kv_heads", heads), "head_dim": dim // heads,
+        "hidden_dim": weights["layers.0.feed_forward.w1.weight"].shape[0] * files,
+        "vocab_size": embedding.shape[0] if rows == -1 else whole_number(params, "vocab_size"),
+        "rope_theta": theta, "norm_eps": real_number(params, "norm_eps"), "max_seq_len": context, "tied_embeddings": tied,
+    })  # fmt: skip
+    return Args(**numbers, rope_scaling=scaling)
+
+
+def meta_ignored(args: Args) -> set[str]:
+    return {"rope.freqs"} | ({"output.weight"} if args.tied_embeddings else set())
+
+
+def from_meta(name: str, weight: Tensor, args: Args) -> Tensor:
+    """Meta's rotary positions turn the pair (2i, 2i + 1) of a head, ours and Hugging Face's (i, i + E/2): the rows of wq and
+    wk [heads * E, D] are reordered within each head."""
+    heads = {"wq": args.n_heads, "wk": args.n_kv_heads}.get(name.split(".")[-2])
+    return half_rotation(weight, heads) if heads else weight
+
+
+def half_rotation(weight: Tensor, heads: int) -> Tensor:
+    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)

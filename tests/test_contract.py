@@ -42,18 +42,18 @@ def broken_rules() -> None:
 
     model = train.build(good.cfg).model
     stale = build_optimizer(nn.Linear(2, 2), [("*", True)], good.cfg.optimizer)  # before sharding: other tensors
-    refused(train.Job(good.cfg, good.mesh, good.arch, model, stale), "not the model's parameters.*\n.*misses 30 of the model's 30")
+    refused(train.Job(good.cfg, good.mesh, good.args, model, stale), "not the model's parameters.*\n.*misses 30 of the model's 30")
 
     family = train.MODELS["llama"]
     with torch.device("meta"):
-        top_only = family.build(good.arch)
+        top_only = family.build(good.args)
     fully_shard(top_only, mesh=good.mesh.fsdp_mesh)  # the root alone, not bottom-up
-    refused(train.Job(good.cfg, good.mesh, good.arch, top_only, stale), r"layers \[0, 1, 2\] are no FSDPModule.*")
-    refused(train.Job(good.cfg, good.mesh, good.arch, top_only, stale), "still on meta")
+    refused(train.Job(good.cfg, good.mesh, good.args, top_only, stale), r"layers \[0, 1, 2\] are no FSDPModule.*")
+    refused(train.Job(good.cfg, good.mesh, good.args, top_only, stale), "still on meta")
 
-    whole_model = family.build(good.arch)  # never sharded
+    whole_model = family.build(good.args)  # never sharded
     optimizer = build_optimizer(whole_model, family.DECAY, good.cfg.optimizer)
-    refused(train.Job(good.cfg, good.mesh, good.arch, whole_model, optimizer), "gradients are never reduced")
+    refused(train.Job(good.cfg, good.mesh, good.args, whole_model, optimizer), "gradients are never reduced")
 
 
 def test_broken_contracts_are_named_on_every_rank():
@@ -63,7 +63,7 @@ def test_broken_contracts_are_named_on_every_rank():
 def forward_called_directly() -> str:
     run = job()
     try:
-        run.model.forward(torch.zeros(1, 16, dtype=torch.int64))
+        run.model.forward(torch.zeros(1, 16, dtype=torch.int64), torch.arange(16))
     except RuntimeError as error:
         return str(error)
     return "no error"

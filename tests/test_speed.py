@@ -83,7 +83,7 @@ def test_masters_of_one_rank_are_bitwise_those_of_fsdp2(options):
 
 def test_a_weight_that_changes_between_steps_is_seen_by_the_next_forward():
     """By an optimizer, by hand, through `.data`, with gradients kept at zero; and not copied again within a step."""
-    model = dp.keep_masters(llama.build(llama.FLAVORS["debug"] | {"n_layers": 1, "vocab_size": 11}), torch.bfloat16)
+    model = dp.keep_masters(llama.build(llama.Args(**llama.FLAVORS["debug"] | {"n_layers": 1, "vocab_size": 11})), torch.bfloat16)
     tokens, positions = torch.arange(11)[None], torch.arange(11)
     master = dict(model.named_parameters())["layers.0.attention.wo.weight"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
@@ -408,7 +408,7 @@ def test_float8_needs_its_gpu_and_whole_tiles():
 def on_meta(options: list[str]) -> None:
     cfg = load_config([*SMALL, "--training.local_batch_size=8", *options])
     with torch.device("meta"):
-        model = llama.build(train.check.architecture(cfg.model))
+        model = llama.build(train.architecture(cfg)[1])
     float8.apply(model, SimpleNamespace(device=torch.device("cpu")), cfg.training.float8, cfg.debug.emulate_float8)
 
 

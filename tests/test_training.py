@@ -90,7 +90,7 @@ def test_a_parameter_that_no_row_matches_is_an_error():
 
 
 def test_every_parameter_of_llama_is_filled_and_norms_are_ones():
-    args = llama.FLAVORS["debug"] | {"n_layers": 2}
+    args = llama.Args(**llama.FLAVORS["debug"] | {"n_layers": 2})
     model = llama.build(args)
     for p in model.parameters():
         nn.init.constant_(p, math.nan)
@@ -193,7 +193,7 @@ def test_clipping_scales_to_the_norm_and_reports_the_one_before(max_norm):
 
 
 def test_norms_are_not_decayed():
-    model = llama.build(llama.FLAVORS["debug"] | {"n_layers": 1, "vocab_size": 11})
+    model = llama.build(llama.Args(**llama.FLAVORS["debug"] | {"n_layers": 1, "vocab_size": 11}))
     names = {id(p): n for n, p in model.named_parameters()}
     decay = {names[id(p)]: g["weight_decay"] for g in build_optimizer(model, llama.DECAY, Optimizer()).param_groups for p in g["params"]}
     assert decay.keys() == set(names.values())

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+import train
 from configs import check
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
@@ -34,7 +35,6 @@ from tools.plan.estimate import Device, Estimate, estimate, load_device
 from tools.goodput import best_interval, expected
 from tools.plan.page import KINDS
 from tools.plan.trace import Step, Where
-from training.metrics import flops_per_token
 
 GIB = 2**30
 # Beyond the live bytes that are counted: what CUDA's caching allocator holds and cannot use. TorchTitan published reserved
@@ -69,10 +69,6 @@ class Plan:
     time: Estimate
 
     @cached_property
-    def arch(self) -> dict:
-        return check.architecture(self.cfg.model)
-
-    @cached_property
     def peak(self) -> tuple[int, Where, dict[str, int]]:
         return self.step.peak()
 
@@ -99,7 +95,7 @@ class Plan:
     @property
     def room_for_gathered(self) -> int:
         """Blocks whose weights have room to stay gathered from forward to backward (parallelism.keep_gathered)."""
-        p, layers = self.cfg.parallelism, self.arch["n_layers"]
+        p, layers = self.cfg.parallelism, self.step.layers
         if not self.fits or p.reshard_after_forward is False or len(self.step.groups["dp_shard"]) == 1:
             return 0
         narrow = DTYPES.get(self.cfg.training.param_dtype, torch.bfloat16).itemsize
@@ -127,7 +123,8 @@ class Plan:
             again += times * op.again
         share = self.tokens_per_step * self.cfg.parallelism.tensor_parallel / self.ask.gpus
         up = self.cfg.parallelism.tensor_parallel / share
-        return flops_per_token(self.arch, self.cfg.training.seq_len), counted * up, again * up
+        family, args = train.architecture(self.cfg)
+        return family.flops_per_token(args, self.cfg.training.seq_len), counted * up, again * up
 
     @property
     def mfu(self) -> float:

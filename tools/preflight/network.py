@@ -112,7 +112,7 @@ def messages(here: Here) -> dict[str, tuple[int, torch.dtype]]:
     elements = {
         "dp_shard": (block, here.dtype),
         "dp_replicate": (block / mesh.dp_shard, reduced),
-        "tp": (t.local_batch_size * t.seq_len * here.arch["dim"], here.dtype),
+        "tp": (t.local_batch_size * t.seq_len * here.args.dim, here.dtype),
     }
     return {dim: (int(min(count * dtype.itemsize, 1 << 30)), dtype) for dim, (count, dtype) in elements.items()}
 
