@@ -59,8 +59,6 @@ class Job:
     args: Any  # the model's numbers: `Args` of its family, a row of FLAVORS with the overrides of [model]
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    skip_above: float = math.inf  # a gradient norm beyond it changes no weight (training.skip_spikes)
-    replay: bool = False  # compute the next gradient twice and compare (debug.replay_interval)
 
 
 def architecture(cfg: Config) -> tuple[Family, Any]:
@@ -98,15 +96,18 @@ class StepResult:
     unlike: list[int]  # ranks whose gradient was another one the second time (debug.replay_interval); no weight changed
 
 
-def train_step(job: Job, batch: dict[str, Tensor]) -> StepResult:
-    """One optimizer step on this rank's share of the global batch: tokens and labels, int64 [A, b, T] in A micro-batches."""
-    compute, unlike = partial(gradients, job, batch), []
-    if job.replay:
-        (loss, losses, prepare_seconds), unlike = collectives.twice(compute, job.optimizer, job.mesh)
+def train_step(job: Job, batch: dict[str, Tensor], skip_above: float = math.inf, replay: bool = False) -> StepResult:
+    """One optimizer step on this rank's share of the global batch: tokens and labels, int64 [A, b, T] in A micro-batches.
+
+    A gradient whose norm is above `skip_above` changes no weight (training.skip_spikes). With `replay` the gradient is
+    computed twice and compared with itself (debug.replay_interval).
+    """
+    if replay:
+        (loss, losses, prepare_seconds), unlike = collectives.twice(lambda: gradients(job, batch), job.optimizer, job.mesh)
     else:
-        loss, losses, prepare_seconds = compute()
+        (loss, losses, prepare_seconds), unlike = gradients(job, batch), []
     grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm).to(loss.device)
-    fine = grad_norm.isfinite() & loss.isfinite() & (grad_norm <= job.skip_above)  # the same on every rank: all are global
+    fine = grad_norm.isfinite() & loss.isfinite() & (grad_norm <= skip_above)  # the same on every rank: all are global
     fine &= not unlike
     numbers = read_later(torch.stack((loss, grad_norm, fine)))
     began = time.monotonic()
@@ -297,7 +298,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     peak = peak_flops(device_name, cfg.metrics.peak_tflops, dtype)
     metrics = Metrics(cfg.metrics, folder, here.rank == 0, start, steps, peak)
-    say.info(model_summary(family.describe(job.args), model, mesh, dtype, tokens_per_step, optimizer))
+    say.info(model_summary(family.describe(job.args), model, mesh, dtype, cfg.training, optimizer))
     say.info("a fresh start" if not progress else f"resumed after step {start} of {steps}")
 
     def position() -> dict:
@@ -352,10 +353,8 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
                 break
             lr = learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule)
             set_learning_rate(optimizer, lr)
-            if cfg.training.skip_spikes:
-                job.skip_above = spikes.limit("grad_norm")
-            job.replay = every(step + 1, cfg.debug.replay_interval)
-            result = train_step(job, batch)
+            skip_above = spikes.limit("grad_norm") if cfg.training.skip_spikes else math.inf
+            result = train_step(job, batch, skip_above, every(step + 1, cfg.debug.replay_interval))
             step += 1
             if result.unlike:
                 raise Diverged(f"step {step}: the gradient of {health.named(result.unlike)} is another one when it is computed "

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import models
-from configs.schema import Config, Data, InputError, Model
+from configs.schema import Config, Data, Derived, InputError, Model
 
 
 def architecture(model: Model, folder: Path = models.HERE) -> dict:
@@ -54,6 +54,39 @@ def data_parallel_shard(cfg: Config, world_size: int | None) -> int:
     return world_size // others
 
 
+def derive(cfg: Config, world_size: int | None) -> Config:
+    """The configuration with a `Derived` number in place of every option that was not set and follows from others.
+
+    Without a world size it is that of the smallest mesh with these replicas and this tensor parallelism.
+    """
+    p, training, schedule = cfg.parallelism, cfg.training, cfg.lr_schedule
+    if training.local_batch_size is None:
+        shard = data_parallel_shard(cfg, world_size or p.data_parallel_replicate * p.tensor_parallel)
+        rows = training.global_batch_size // (p.data_parallel_replicate * shard)  # the rule batch_ranks: nothing is left
+        training = training.model_copy(update={"local_batch_size": Derived(max(1, rows))})
+    if schedule.warmup_steps is None:
+        schedule = schedule.model_copy(update={"warmup_steps": Derived(_warmup_steps(cfg))})
+    return cfg.model_copy(update={"training": training, "lr_schedule": schedule})
+
+
+def _warmup_steps(cfg: Config) -> int:
+    given = cfg.lr_schedule.warmup_steps
+    return round(cfg.lr_schedule.warmup_fraction * cfg.training.steps) if given is None else given
+
+
+def _batch_repair(global_batch: int, ranks: int, local: int | None) -> str:
+    """The values next to the given ones that make whole micro-batches: "training.global_batch_size to 6 or 9"."""
+    unit = ranks * (local or 1)
+    below = global_batch // unit * unit
+    batches = f"training.global_batch_size to {below} or {below + unit}" if below else f"training.global_batch_size to {unit}"
+    rows, rest = divmod(global_batch, ranks)
+    if local is None or rest:
+        return batches
+    divisors = [number for number in range(1, rows + 1) if rows % number == 0]
+    near = [*[d for d in divisors if d < local][-1:], *[d for d in divisors if d > local][:1]]
+    return f"training.local_batch_size to {' or '.join(map(str, near))}, or {batches}"
+
+
 def _is_number(value: object) -> bool:
     """Whether reshard_after_forward is a number of ranks: neither true, false nor "default"."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -64,8 +97,9 @@ DERIVED = {
     "shard": lambda c: data_parallel_shard(c, getattr(c, "world", None)),
     "dp": lambda c: c.parallelism.data_parallel_replicate * c.shard,
     "product": lambda c: c.dp * c.parallelism.tensor_parallel,
-    "micro": lambda c: c.dp * c.training.local_batch_size,
-    "traced": lambda c: c.profiler.start_step + c.profiler.steps - 1,
+    "micro": lambda c: c.dp * (c.training.local_batch_size or 1),
+    "batch_repair": lambda c: _batch_repair(c.training.global_batch_size, c.dp, c.training.local_batch_size),
+    "warmup": lambda c: _warmup_steps(c),
     "decay": lambda c: int(c.lr_schedule.decay_fraction * c.training.steps),
 }
 
@@ -132,9 +166,14 @@ RULES = {
     ),
     # The batch and the model.
     "batch": (
-        lambda c: c.training.global_batch_size % c.micro != 0,
+        lambda c: c.training.local_batch_size is not None and c.training.global_batch_size % c.micro != 0,
         "{training.global_batch_size} is not a multiple of {micro}, which is {training.local_batch_size} on {dp} "
-        "data-parallel ranks: change one of them, so that each rank gets whole micro-batches",
+        "data-parallel ranks, so no whole number of micro-batches: set {batch_repair}",
+    ),
+    "batch_ranks": (
+        lambda c: c.training.local_batch_size is None and c.training.global_batch_size % c.dp != 0,
+        "{training.global_batch_size} is not a multiple of the {dp} data-parallel ranks, which share it equally: "
+        "set {batch_repair}",
     ),
     "seq_len": (
         lambda c: c.training.seq_len > c.model.max_seq_len,
@@ -201,18 +240,18 @@ RULES = {
     ),
     # The time line of the run.
     "warmup": (
-        lambda c: c.lr_schedule.warmup_steps > c.training.steps,
-        "{lr_schedule.warmup_steps} is more than {training.steps}: the peak learning rate would never be reached",
+        lambda c: c.warmup > c.training.steps,
+        "{lr_schedule.warmup_steps} is more than {training.steps}: the peak learning rate would never be reached. Lower "
+        "it, or leave it out and set lr_schedule.warmup_fraction, which fits any number of steps",
     ),
     "wsd": (
-        lambda c: c.lr_schedule.kind == "wsd" and c.lr_schedule.warmup_steps + c.decay > c.training.steps,
-        "{lr_schedule.kind}: {lr_schedule.warmup_steps} and the {decay} steps of {lr_schedule.decay_fraction} "
-        "are together more than {training.steps}",
+        lambda c: c.lr_schedule.kind == "wsd" and c.warmup + c.decay > c.training.steps,
+        "{lr_schedule.kind}: {warmup} steps of warm-up and the {decay} steps of {lr_schedule.decay_fraction} "
+        "are together more than {training.steps}: lower one of the two",
     ),
     "profiler_window": (
-        lambda c: c.profiler.enabled and c.traced > c.training.steps,
-        "{profiler.start_step} and {profiler.steps} trace up to step {traced}, beyond {training.steps}: the trace "
-        "would never be written",
+        lambda c: c.profiler.enabled and c.profiler.start_step > c.training.steps,
+        "{profiler.start_step} is beyond the end of the run, {training.steps}, so nothing would be traced: lower the first",
     ),
     "load_step": (
         lambda c: c.checkpoint.load_step > c.training.steps,

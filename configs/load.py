@@ -3,7 +3,7 @@
 Everything that is wrong is reported at once, each mistake as one line that names the option, where it was set, what was
 found and what is allowed. Nothing is written and torch is not imported, so a mistake costs a fraction of a second:
 
-    python -m configs.load configs/llama_8b.toml --training.steps=50 --world-size=64 --local-world-size=8
+    python -m configs.load configs/llama_8b.toml --training.seq_len=4096 --world-size=64 --local-world-size=8
 
 prints the resolved configuration, or the mistakes (exit code 2); `--quiet` prints the mistakes only. `run_train.sh`
 runs it before it launches anything. `--help` lists every option; `--write-schema` writes `schema.json` for editors.
@@ -23,8 +23,8 @@ from typing import Any
 import tomli
 from pydantic import ValidationError
 
-from configs.check import broken_rules
-from configs.schema import Config, InputError, redact
+from configs.check import broken_rules, derive
+from configs.schema import Config, Derived, InputError, redact
 
 HERE = Path(__file__).resolve().parent
 MAX_BYTES = 1_000_000  # a configuration has a few kB: more is some other file
@@ -69,7 +69,8 @@ class ConfigError(InputError):
 def load_config(argv: list[str], world_size: int | None = None, local_world_size: int | None = None) -> Config:
     """The configuration of the run that `argv` describes; without a file in it, that of configs/llama_debug.toml.
 
-    With the number of processes (of the run, of this host) the rules of the mesh are checked too. Raises ConfigError.
+    With the number of processes (of the run, of this host) the rules of the mesh are checked too. Options that were not
+    set and follow from others, such as training.local_batch_size, have their number. Raises ConfigError.
     """
     path, overrides, problems, doubtful = _arguments(argv)
     given = {}  # "table.key" -> (value, where it was set)
@@ -111,7 +112,7 @@ def load_config(argv: list[str], world_size: int | None = None, local_world_size
     problems += broken_rules(SimpleNamespace(**certain), world_size, local_world_size)
     if problems:
         raise ConfigError(problems)
-    return cfg
+    return derive(cfg, world_size)
 
 
 def as_given(argv: list[str]) -> tuple[Path, dict[str, object]]:
@@ -332,14 +333,23 @@ def _toml(value: object) -> str:
 
 def _default(name: str) -> str:
     default = OPTIONS[name]["default"]
-    return "(the flavor's)" if default is None else _toml(default)
+    if default is None:
+        return "(the flavor's)" if name.startswith("model.") else "(not set)"
+    return _toml(default)
 
 
 def dump(cfg: Config) -> str:
-    """The configuration as TOML, which `load_config` reads back to an equal one. Options that are None are left out."""
+    """The configuration as TOML, which `load_config` reads back to an equal one. Options that are None are left out, and
+    `Derived` numbers stand in comments: read for a different mesh, the file gives that mesh's numbers."""
     lines = []
-    for table, options in cfg.model_dump().items():
-        lines += [f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in options.items() if value is not None), ""]
+    for table, options in vars(cfg).items():
+        lines.append(f"[{table}]")
+        for key, value in options.model_dump().items():
+            if isinstance(getattr(options, key), Derived):
+                lines.append(f"# {key} = {value}  (not set: it follows from other options)")
+            elif value is not None:
+                lines.append(f"{key} = {_toml(value)}")
+        lines.append("")
     return "\n".join(lines)
 
 

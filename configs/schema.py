@@ -86,25 +86,31 @@ class Table(BaseModel):
         return value
 
 
+class Derived(int):
+    """A number that nobody set, because it follows from other options (`configs/check.py::derive`). It counts like any
+    integer, but `configs/load.py::dump` does not write it as a setting, so that it is derived anew wherever the file is
+    read: on a different mesh, say."""
+
+
 class Run(Table):
     folder: Annotated[PathText, AfterValidator(_folder)] = Field("runs/debug", min_length=1, max_length=240)
-    """Folder of this run: config, metrics, logs, TensorBoard, checkpoints. Run again with the same to resume."""
+    """Folder of this run: config, metrics, logs, TensorBoard, checkpoints. To resume, start with the same folder."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the initial weights and of the order of the data. Same seed, same run, whatever the mesh."""
+    """Seed of the initial weights and of the order of the data. The same seed gives the same run on any mesh."""
     deterministic: bool = False
-    """Use deterministic kernels only (slower on CUDA; on CPU the same mesh already repeats bitwise)."""
+    """Use only deterministic kernels (slower on CUDA; on CPU runs on the same mesh repeat bitwise in any case)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: CUDA when a GPU is visible, otherwise CPU."""
     init_timeout_seconds: int = Field(600, ge=1, le=86400)
-    """How long a collective may take before the first step ends (start-up, compilation, loading a checkpoint)."""
+    """Longest time for a collective until the first step has ended (start-up, compilation, loading a checkpoint)."""
     step_timeout_seconds: int = Field(300, ge=1, le=86400)
-    """How long a collective may take afterwards, and a step: a hung or dead rank is noticed within this time."""
+    """Longest time for a collective or a step afterwards; a hung or dead rank is noticed within this time."""
     max_minutes: float = Field(0.0, ge=0)
-    """Stop with a checkpoint, as a signal does, so many minutes after the processes were born; 0: no limit."""
+    """Save a checkpoint and stop this many minutes after the processes started, as after a signal; 0: no limit."""
     max_failures_at_step: int = Field(3, ge=0)
-    """Do not start again (exit code 76) after so many starts in a row failed at the same step; 0: always start."""
+    """Refuse to start (exit code 76) when this many starts in a row have failed at the same step; 0: never refuse."""
     gc_interval: int = Field(50, ge=1)
-    """Collect Python garbage every this many steps, on all ranks at once, instead of at random moments."""
+    """Steps between collections of Python garbage, which happen on all ranks at once, not at random moments."""
 
 
 class Architecture(Table):
@@ -138,7 +144,7 @@ def _ascending(steps: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float],
 def _named_once(rows: tuple) -> tuple:
     names = [row.name for row in rows]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"must give each row another name; there are several called {', '.join(twice)}")
+        raise ValueError(f"must give each row a different name; there are several called {', '.join(twice)}")
     return rows
 
 
@@ -155,25 +161,25 @@ Weight = Annotated[float, Field(ge=0)]
 
 class MixtureRow(Table):
     name: Name
-    """What metrics, messages and the audit call this source."""
+    """Name of this source in metrics, messages and the audit."""
     source: PathText = Field(min_length=1)
-    """What it is, as data.source."""
+    """What to read; the same values as for data.source."""
     weight: Weight
-    """Its tokens in proportion to the sum of all weights."""
+    """This source's share of the tokens, relative to the sum of all weights."""
     schedule: Annotated[
         tuple[Annotated[tuple[Step, Weight], BeforeValidator(_as_tuple)], ...],
         BeforeValidator(_as_tuple), AfterValidator(_ascending),
     ] = ()  # fmt: skip
-    """Other weights later on: [[step, weight], ...], each from after that many steps of the run."""
+    """Weights that change later: [[step, weight], ...]; each applies after that many steps of the run."""
     max_epochs: float = Field(0.0, ge=0)
-    """How often the source may be read in the whole run; 0: any number of times."""
+    """Largest number of epochs of this source in the whole run; 0: no limit."""
 
 
 class ValidationSet(Table):
     name: Name
-    """What metrics call this set."""
+    """Name of this set in metrics."""
     source: PathText = Field(min_length=1)
-    """What it is, as data.source: all of it is used; of a prepared folder with held-out documents those."""
+    """What to read, as for data.source; of a prepared folder with held-out documents, only those are used."""
 
 
 class Data(Table):
@@ -182,44 +188,44 @@ class Data(Table):
     mixture: Annotated[tuple[MixtureRow, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)] = ()
     """Several sources instead of one: tables [[data.mixture]] with name, source, weight, schedule, max_epochs."""
     allow_splice: bool = False
-    """On resume, go on where data, weights, seed, seq_len or global_batch_size have changed; the change is recorded."""
+    """Allow a resume with changed data, weights, seed, seq_len or global_batch_size; the change is recorded."""
     skip: Annotated[
         tuple[Annotated[tuple[Step, Step], BeforeValidator(_as_tuple)], ...],
         BeforeValidator(_as_tuple), AfterValidator(_ascending),
     ] = ()  # fmt: skip
-    """Batches never to train on: [[step, count], ...], after that step jump over the batches of so many steps."""
+    """Batches to skip: [[step, count], ...]; after that step, jump over the batches of `count` steps."""
     mask_documents: bool = False
-    """Restart attention and positions at each document's first token, and count no loss from one into the next."""
+    """Restart attention and positions at each document's first token; no loss from one document to the next."""
     tokenizer: PathText = Field("bpe", min_length=1)
-    """bpe (trained on the source at first use), bytes, or the path of tiktoken ranks or of a tokenizer.json."""
+    """bpe (trained on the source at first use), bytes, or the path of a tiktoken rank file or a tokenizer.json."""
     bpe_vocab_size: int = Field(4096, ge=257, le=1_000_000)
-    """Vocabulary of the trained BPE, special tokens included; used by tokenizer = "bpe" only."""
+    """Vocabulary size of the trained BPE, special tokens included; only used by tokenizer = "bpe"."""
     cache: PathText = Field("", max_length=240)
     """Folder of tokenised corpora; empty: ~/.cache/plumbline."""
     text_field: str = Field("text", min_length=1, max_length=200)
-    """Where JSON lines, Parquet and Hugging Face datasets have the text: a key, a column."""
+    """Key or column that holds the text in JSON lines, Parquet and Hugging Face datasets."""
     add_bos: bool = False
     """Begin each document with the tokenizer's begin-of-text token."""
     add_eos: bool = True
     """End each document with the tokenizer's end-of-text token."""
     max_document_bytes: int = Field(0, ge=0)
-    """Leave out documents of more bytes of UTF-8, and count them; 0: none."""
+    """Leave out (and count) documents with more bytes of UTF-8 than this; 0: no limit."""
     skip_failed: int = Field(0, ge=0)
-    """Documents that may be unreadable (not UTF-8, not JSON, ...) before preparation (or with stream one stream) stops."""
+    """Unreadable documents (not UTF-8, not JSON, ...) that preparation tolerates, or with stream each stream."""
     validation_fraction: float = Field(0.01, ge=0, lt=0.5)
-    """Share of the documents, chosen by hash, that is held out of training for validation."""
+    """Share of the documents that is held out of training for validation; a hash of the text chooses them."""
     verify: bool = False
-    """Before the first step read the tokenised corpus whole, once per host, and compare its hashes (seconds per GB)."""
+    """Read the whole tokenised corpus before the first step, once per host, and compare its hashes (seconds per GB)."""
     stream: bool = False
-    """Tokenise data.source while training, without preparation; docs/data.md says what that cannot do."""
+    """Tokenise data.source during training, without preparation; docs/data.md says what is not possible then."""
     streams: int = Field(64, ge=1, le=65536)
-    """With stream: logical streams, part of the order as the seed is; the data-parallel ranks must divide them."""
+    """With stream: number of logical streams; part of the order like the seed; data-parallel ranks must divide it."""
     stream_epochs: int = Field(0, ge=0)
-    """With stream: how often to read the source; the run ends when a stream has read its share; 0: without end."""
+    """With stream: times to read the source; the run ends when the first stream has read its share; 0: no end."""
     retries: int = Field(5, ge=0)
-    """With stream: how often to open again what cannot be read, before the run saves a checkpoint and fails."""
+    """With stream: attempts to open again what cannot be read, before the run saves a checkpoint and fails."""
     retry_seconds: float = Field(1.0, ge=0, le=600)
-    """With stream: pause before the first of them, doubled before each next, up to 30."""
+    """With stream: pause before the first such attempt; it doubles before each further attempt, up to 30."""
     workers: int = Field(0, ge=0, le=64)
     """Loader processes per rank; 0: read in the training process (a batch costs well under a millisecond per rank)."""
     prefetch: int = Field(2, ge=1, le=64)
@@ -235,26 +241,26 @@ class Training(Table):
     """Tokens per sequence."""
     global_batch_size: int = Field(8, ge=1)
     """Sequences per optimizer step, over all ranks and micro-batches."""
-    local_batch_size: int = Field(8, ge=1)
-    """Sequences per data-parallel rank and micro-batch; gradient accumulation follows from the two."""
+    local_batch_size: int | None = Field(None, ge=1)
+    """Sequences per data-parallel rank and micro-batch; the rest accumulates. Not set: one micro-batch per step."""
     param_dtype: DType = "auto"
-    """Type of the weights in forward and backward (float32 in the optimizer); auto: bfloat16 where hardware has it."""
+    """Dtype of weights in forward and backward (float32 in the optimizer); auto: bfloat16 if the hardware has it."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients are summed over data-parallel ranks."""
+    """Dtype in which gradients are summed over data-parallel ranks."""
     float8: Literal["none", "tensorwise", "rowwise"] = "none"
-    """Scales for multiplying the blocks' linear layers in float8 (needs torchao, and a GPU since Ada or Hopper)."""
+    """Compute the blocks' linear layers in float8 with these scales (needs torchao and a GPU since Ada or Hopper)."""
     attention: Literal["auto", "flash", "flash3", "cudnn"] = "auto"
     """GPU kernel of causal attention; auto: PyTorch's choice. `python -m tools.bench.attention` measures them."""
     max_norm: float = Field(1.0, ge=0)
-    """Clip the global gradient norm to this; 0: no clipping."""
+    """Clip the global gradient norm to this value; 0: no clipping."""
     loss_chunk_tokens: int = Field(1024, ge=1)
-    """Tokens whose float32 logits exist at a time in the loss."""
+    """Tokens for which the loss holds float32 logits at the same time."""
     max_skipped_steps: int = Field(3, ge=0)
-    """Steps in a row that are skipped (a non-finite loss or gradient, a spike) before the run stops."""
+    """Steps in a row that may be skipped (a non-finite loss or gradient, a spike) before the run fails."""
     spike_threshold: float = Field(0.0, ge=0)
-    """Warn of a loss or gradient norm so many deviations above the median of the last 128 steps (6, say); 0: off."""
+    """Warn if loss or gradient norm is this many deviations above the median of the last 128 steps (try 6); 0: off."""
     skip_spikes: bool = False
-    """Change no weight in a step whose gradient norm is such a spike."""
+    """Change no weight in a step whose gradient norm exceeds spike_threshold."""
 
 
 class Optimizer(Table):
@@ -267,7 +273,7 @@ class Optimizer(Table):
     eps: float = Field(1e-8, gt=0)
     """Added to AdamW's denominator."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled decay of matrices; norms are never decayed."""
+    """Decoupled weight decay of matrices; norms are never decayed."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """Momentum of SGD."""
 
@@ -275,8 +281,10 @@ class Optimizer(Table):
 class LRSchedule(Table):
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after the warm-up; wsd: constant, then linear decay over the last decay_fraction."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up from 0."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps of linear warm-up from 0. Not set: warmup_fraction says how many."""
+    warmup_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of training.steps that is warm-up; used where warmup_steps is not set."""
     min_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the last step, as a share of the peak."""
     decay_fraction: float = Field(0.2, gt=0, le=1)
@@ -285,32 +293,32 @@ class LRSchedule(Table):
 
 class Parallelism(Table):
     data_parallel_replicate: int = Field(1, ge=1)
-    """Replicas of the (sharded) model: with data_parallel_shard = 1 plain data parallel, otherwise HSDP."""
+    """Replicas of the model; with data_parallel_shard = 1 this is plain data parallelism, otherwise HSDP."""
     data_parallel_shard: Literal[-1] | Annotated[int, Field(ge=1)] = -1
-    """Ranks over which FSDP2 shards weights, gradients and optimizer; -1: what is left of the world."""
+    """Ranks over which FSDP2 shards weights, gradients and optimizer state; -1: all ranks that are left."""
     tensor_parallel: int = Field(1, ge=1)
-    """Ranks of one host that split every matrix (with sequence parallel norms and a vocabulary-parallel loss)."""
+    """Ranks of one host that split every matrix (with sequence-parallel norms and a vocabulary-parallel loss)."""
     tensor_parallel_across_hosts: bool = False
     """Allow tensor parallelism to cross hosts, where the network makes it slow."""
     async_tensor_parallel: bool = False
-    """Send pieces of tensor parallelism's gathers and scatters behind its products (compiled blocks, GPUs with NVLink)."""
+    """Hide tensor parallelism's gathers and scatters behind its products (needs compiled blocks and NVLink)."""
     reshard_after_forward: bool | Literal["default"] | Annotated[int, Field(ge=2)] = "default"
-    """Free gathered weights after forward; default: all but the last; N: keep them sharded over N ranks (a host's)."""
+    """Free gathered weights after forward; default: all but the output projection's; N: keep them sharded over N ranks."""
     keep_gathered: int = Field(0, ge=0)
-    """Last blocks whose weights stay gathered from forward to backward; `tools.plan` says for how many there is room."""
+    """Number of last blocks that keep gathered weights until backward; `tools.plan` says for how many there is room."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory and stream them to the GPU."""
     accumulate_gradients: Literal["whole", "sharded"] = "whole"
-    """Over micro-batches; whole: reduce once a step; sharded: after each, which keeps one shard and communicates more."""
+    """whole: reduce gradients once per step; sharded: after each micro-batch (less memory, more communication)."""
     prefetch: int = Field(0, ge=0, le=8)
-    """Blocks whose weights FSDP2 gathers ahead explicitly; 0: its implicit prefetch of the next one."""
+    """Blocks that FSDP2 gathers ahead explicitly; 0: its implicit prefetch of the next block."""
 
 
 class ActivationCheckpoint(Table):
     mode: Literal["none", "full", "every_n", "selective"] = "none"
-    """What backward recomputes; selective: all but the results of matmuls, attention and collectives."""
+    """What backward recomputes; selective: everything except results of matmuls, attention and collectives."""
     every_n: int = Field(2, ge=2)
-    """With mode every_n: checkpoint each n-th block."""
+    """With mode every_n: recompute every n-th block."""
 
 
 class Compile(Table):
@@ -322,40 +330,40 @@ class Compile(Table):
 
 class Checkpoint(Table):
     interval: int = Field(100, ge=0)
-    """Save every this many steps (and at the end); 0: only at the end."""
+    """Steps between saves; the end of the run is also saved; 0: only the end."""
     async_save: bool = True
-    """Write checkpoints in the background; training waits only for the copy to host memory (which keeps the copy)."""
+    """Write checkpoints in the background; training only waits for a copy, which stays in host memory."""
     keep_last: int = Field(3, ge=0)
-    """Whole checkpoints to keep; older ones are removed after a newer one is published; 0: keep all."""
+    """Newest checkpoints to keep; older ones are removed after a newer one is published; 0: keep all."""
     keep_every: int = Field(0, ge=0)
     """Also keep every checkpoint whose step this divides; 0: none."""
     load_step: int = Field(-1, ge=-1)
-    """Resume from this step of the run's own checkpoints; -1: the newest whole one, or afresh when there is none."""
+    """Resume from this step of the run's own checkpoints; -1: the newest good one, or from scratch without any."""
     load_path: PathText = Field("", max_length=1000)
-    """Where the run has no checkpoint yet, start at step 0 from the weights of this one (or of this run's folder)."""
+    """If the run has no checkpoint yet, start at step 0 with the weights of this checkpoint (or folder of a run)."""
     load_path_content: Literal["model", "model+optimizer"] = "model"
     """What to take from load_path."""
     exclude_from_loading: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
-    """Tensors not to take from load_path, by patterns such as "model.output.*"; they keep their initial values."""
+    """Tensors not to load from load_path, as patterns such as "model.output.*"; they keep their initial values."""
     load_hf: PathText = Field("", max_length=1000)
-    """Where the run has no checkpoint yet, start at step 0 from the weights of this Hugging Face folder."""
+    """If the run has no checkpoint yet, start at step 0 with the weights of this Hugging Face folder."""
     export_hf: Literal["", "float32", "bfloat16"] = ""
-    """At the end of the run also write the model in this type for Hugging Face, to <run.folder>/hf; empty: no."""
+    """At the end of the run, write the model in this dtype for Hugging Face, to <run.folder>/hf; empty: do not."""
     verify_on_load: bool = True
-    """Compare the hash of every block that is read, before the model changes."""
+    """Before the model changes, compare the hash of every block that is read."""
     max_failures: int = Field(3, ge=0)
-    """Stop after so many failed saves in a row (disk full, say; each is tried again at its interval); 0: only warn."""
+    """Failed saves in a row (a full disk, for example) after which the run ends; 0: only warn."""
 
 
 class Metrics(Table):
     interval: int = Field(10, ge=1)
-    """Log every this many steps."""
+    """Steps between log lines."""
     tensorboard: bool = True
     """Write TensorBoard scalars to <run.folder>/tensorboard."""
     wandb_project: str = ""
     """Also log to this Weights & Biases project (needs `pip install wandb`); empty: off."""
     straggler_interval: int = Field(50, ge=0)
-    """Name ranks that the others wait for, every this many steps; 0: never."""
+    """Steps between reports that name the ranks for which the others wait; 0: none."""
     progress: Literal["auto", "on", "off"] = "auto"
     """Progress bar; auto: on a terminal."""
     peak_tflops: float = Field(0.0, ge=0)
@@ -375,24 +383,24 @@ class Profiler(Table):
 
 class Validation(Table):
     interval: int = Field(0, ge=0)
-    """Compute the validation loss every this many steps and at the end; 0: never."""
+    """Steps between validations; there is one at the end as well; 0: never."""
     steps: int = Field(4, ge=1)
-    """Batches of global_batch_size sequences per validation, of each set."""
+    """Batches of global_batch_size sequences from each set per validation."""
     sets: Annotated[tuple[ValidationSet, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)] = ()
-    """Sets beside the held-out documents: tables [[validation.sets]] with name and source."""
+    """Sets besides the held-out documents: tables [[validation.sets]] with name and source."""
 
 
 class Debug(Table):
     self_check: bool = True
-    """At step 0 verify: blocks are sharded, the optimizer has the model's parameters, ranks have the same config."""
+    """Before step 1, check that blocks are sharded, the optimizer has all parameters and all ranks the same config."""
     replica_check_interval: int = Field(0, ge=0)
-    """Compare state that several ranks hold alike every this many steps (silent corruption); 0: never."""
+    """Steps between comparisons of the state that several ranks should hold alike (silent corruption); 0: never."""
     replay_interval: int = Field(0, ge=0)
-    """Compute the gradient twice every this many steps, compare, and name the rank that differs from itself; 0: never."""
+    """Steps between checks that compute a gradient twice and name the rank whose two results differ; 0: never."""
     emulate_float8: bool = False
-    """Round to float8, but multiply in the wider type, on any device: what training.float8 does to the numbers; slow."""
+    """Round to float8 but multiply in the wider dtype, on any device, to see the effect of training.float8; slow."""
     check_collectives: bool = False
-    """Compare every collective across its ranks before it runs (operation, types, shapes, calling line); slow."""
+    """Compare every collective across its ranks before it runs (operation, dtypes, shapes, calling line); slow."""
     sample_tokens: int = Field(0, ge=0)
     """Generate this many tokens from the final weights at the end of the run; 0: none."""
     sample_prompt: str = "def "
@@ -400,7 +408,7 @@ class Debug(Table):
 
 
 class Config(Table):
-    """A whole run. Same TOML and seed, same run: on any mesh, after any restart."""
+    """A whole run. The same TOML and seed give the same run, on any mesh and after any restart."""
 
     run: Run = Run()
     model: Model = Model()

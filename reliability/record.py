@@ -120,7 +120,7 @@ class Start:
             if not steps or (orderly and steps[0]["step"] == steps[-1]["step"]):
                 continue
             theirs = self.path.with_name(f"{past.number:04d}") / "config.toml"
-            same = theirs.read_bytes() == (self.path / "config.toml").read_bytes()
+            same = _set_options(theirs) == _set_options(self.path / "config.toml")
             if not same or past.about.get("code", {}).get("files") != self.facts["code"]["files"]:
                 break
             if orderly or step not in (-1, steps[-1]["step"]):
@@ -234,6 +234,12 @@ def _new_folder(folder: Path) -> tuple[Path, Path | None]:
         raise InputError(
             f"run.folder = {str(folder)!r} cannot be written ({error.filename}: {error.strerror}): choose another one"
         ) from None
+
+
+def _set_options(config: Path) -> list[str]:
+    """The lines of a resolved configuration that set something. Its comments have numbers that follow from the mesh, and
+    another mesh is not another configuration."""
+    return [line for line in config.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
 
 
 def _utc() -> str:

@@ -8,6 +8,12 @@ import pytest
 
 DEFAULT_CAP_SECONDS = 120
 
+# `nohup` and the background jobs of a script start the suite with SIGINT ignored, and what is ignored stays ignored in
+# every child: the tests of Ctrl-C would wait for ever. A handler is not inherited by a program that is started, so that
+# has the default again.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @contextmanager
 def _capped(item: pytest.Item, phase: str) -> Iterator[None]:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 import train
 from parallelisms.mesh import Mesh
 from tests.ranks import run_ranks
-from tests.test_signals import ends
-from tests.test_train import MESHES, run, series, tiny_run
+from tests.runs import MESHES, ends, run, series, tiny_run
 from reliability import collectives
 
 TWO, BAD = MESHES["fsdp2"][1], 5  # the step in which something goes wrong

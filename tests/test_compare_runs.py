@@ -11,8 +11,7 @@ import pytest
 
 from checkpoint import verify
 from tests.ranks import run_ranks
-from tests.test_parallel import MESHES
-from tests.test_train import ROOT, run, tiny_run
+from tests.runs import MESHES, ROOT, run, tiny_run
 from tools import compare_runs
 from tools.compare_runs import compare, difference
 

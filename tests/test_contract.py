@@ -17,7 +17,7 @@ from configs.schema import InputError, Parallelism, Run
 from parallelisms import contract, dp
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
-from tests.test_parallel import ADAMW, MODEL, whole
+from tests.runs import ADAMW, SMALL_MODEL, whole
 from training.loss import linear_cross_entropy
 from training.optim import build_optimizer, clip_grad_norm
 
@@ -25,7 +25,8 @@ from training.optim import build_optimizer, clip_grad_norm
 def job(*options: str) -> train.Job:
     warnings.simplefilter("ignore")
     here = meshes.world()
-    return train.build(load_config([*MODEL, *ADAMW, "--training.local_batch_size=1", *options], here.size, here.local_size))
+    batch = ["--training.global_batch_size=24", "--training.local_batch_size=1", "--training.steps=5", "--lr_schedule.warmup_steps=0"]
+    return train.build(load_config([*SMALL_MODEL, *ADAMW, *batch, *options], here.size, here.local_size))
 
 
 def refused(run: train.Job, words: str, same: dict | None = None) -> None:

@@ -35,8 +35,8 @@ from data.tokenizer import END_OF_TEXT, LLAMA3_SPECIAL_TOKENS, SPLIT, Tokenizer,
 from models import MODELS, llama
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tests.test_hf_parity import SHAPES, hugging_face
-from tests.test_train import options, series  # noqa: F401  options is a fixture
+from tests.runs import series, tiny_run
+from tests.shapes import SHAPES, hugging_face
 from tools import convert
 from training.sample import sample
 
@@ -75,6 +75,11 @@ def contents(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
                 tensor = file.get_tensor(name)
                 found[name] = tensor.dtype, tensor.view(torch.uint8).numpy().tobytes()
     return found
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    return tiny_run(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -925,3 +930,22 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     grown = {argv: growth(*argv) for argv in limits}
     assert all(grown[argv] < limit for argv, limit in limits.items()), grown
     assert growth("all at once", *source.glob("*.safetensors")) > 1400
+
+
+def test_x1_code_in_a_hugging_face_folder_is_not_run(hf_folder, tmp_path):
+    """`auto_map` names Python files that transformers imports when told to trust them. We have no such switch, and do
+    not pass it on."""
+    hostile, marker = Path(shutil.copytree(hf_folder, tmp_path / "hf")), tmp_path / "marker"
+    code = f"import os\nos.mkdir({str(marker)!r})\nclass Evil: pass\n"
+    exec(code)
+    assert marker.is_dir(), "the control: the code works"
+    marker.rmdir()
+    (hostile / "evil.py").write_text(code)
+    config = json.loads((hostile / "config.json").read_text())
+    names = {name: "evil.Evil" for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")}
+    (hostile / "config.json").write_text(json.dumps(config | {"auto_map": names}))
+    (hostile / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
+    assert convert.main(["hf-to-dcp", str(hostile), str(tmp_path / "run")]) == 0
+    assert convert.main(["dcp-to-hf", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
+    assert not marker.exists() and not list((tmp_path / "back").glob("*.py"))
+    assert not any("auto_map" in path.read_text() for path in (tmp_path / "back").glob("*.json"))

@@ -16,7 +16,7 @@ import train
 from checkpoint import storage
 from configs.load import load_config
 from tests.ranks import run_ranks
-from tests.test_train import MESHES, STEPS, run, samples, series, tiny_run
+from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
 from reliability.health import Spikes, Stragglers, odd_ones, unlike_replicas
 
 TWO = MESHES["fsdp2"][1]
@@ -56,9 +56,9 @@ def poisoned(options: list[str], folder: Path, where, value: float, gate: bool =
         result = real_loss(*args, **kwargs)
         return where(result, value) if len(steps) == BAD and dist.get_rank() == 1 else result
 
-    def step(job, batch):
+    def step(job, batch, *options):
         steps.append(1)
-        return real_step(job, batch)
+        return real_step(job, batch, *options)
 
     train.linear_cross_entropy, train.train_step = loss, step
     if not gate:
@@ -73,13 +73,13 @@ def without_update(options: list[str], folder: Path) -> tuple[int, str]:
     """The oracle: a run whose step BAD is computed, and not applied."""
     real, steps = train.train_step, []
 
-    def step(job, batch):
+    def step(job, batch, *options):
         steps.append(1)
         update = job.optimizer.step
         if len(steps) == BAD:
             job.optimizer.step = lambda: None
         try:
-            return real(job, batch)
+            return real(job, batch, *options)
         finally:
             job.optimizer.step = update
 
@@ -164,8 +164,8 @@ def harmed(options: list[str], folder: Path, harm: Callable[[torch.Tensor], None
     """A run in which rank 1's first weights come to harm after step 5's update: how it ends."""
     real, steps = train.train_step, []
 
-    def step(job, batch):
-        result = real(job, batch)
+    def step(job, batch, *options):
+        result = real(job, batch, *options)
         steps.append(1)
         if len(steps) == 5 and dist.get_rank() == 1:
             with torch.no_grad():
@@ -255,7 +255,7 @@ def spiking(options: list[str], folder: Path, stop_at: int | None) -> tuple[int,
 
     train.linear_cross_entropy = loss
     if stop_at:
-        from tests.test_train import stopped_at
+        from tests.runs import stopped_at
 
         return stopped_at(stop_at, options, folder), ""
     return run(options, folder)
@@ -348,10 +348,10 @@ def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
             time.sleep(0.3)
             yield batch
 
-    def step(job, batch):
+    def step(job, batch, *options):
         update = job.optimizer.step
         job.optimizer.step = lambda: (time.sleep(0.3), update())
-        result = real_step(job, batch)
+        result = real_step(job, batch, *options)
         job.optimizer.step = update
         return result
 
@@ -412,9 +412,9 @@ def under_clock(options: list[str], folder: Path, clock: str) -> tuple[int, str]
         "frozen": lambda: 1e9, "backwards": lambda: 2e9 - real(),
     }  # fmt: skip
 
-    def step(job, batch):
+    def step(job, batch, *options):
         steps.append(1)
-        return real_step(job, batch)
+        return real_step(job, batch, *options)
 
     time.time, train.train_step = now[clock], step
     return run(options, folder)

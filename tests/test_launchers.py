@@ -21,9 +21,8 @@ from string import Template
 
 import pytest
 
-from tests.test_scripts import environment, free_port, losses_of_four
-from tests.test_train import series, tiny_run
 
+from tests.runs import environment, free_port, losses_of_four, series, tiny_run
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 60
 

@@ -24,9 +24,8 @@ from models.kernels import document_attention as masked
 from parallelisms import ac
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tests.test_hf_parity import SHAPES, random_pair
-from tests.test_parallel import Count, whole
-from tests.test_train import series, tiny_run
+from tests.runs import Count, series, tiny_run, whole
+from tests.shapes import SHAPES, random_pair
 from training.loss import IGNORE, linear_cross_entropy, plain_cross_entropy
 
 SEQ, VOCAB = 24, 263
@@ -407,7 +406,7 @@ def whole_run(options: list[str], folder: Path) -> list[float]:
     """A run of train.main; on one rank also, for the first batch of the loader, the loss of its documents one by one."""
     real, alone = train.train_step, []
 
-    def noting(job, rows):
+    def noting(job, rows, *options):
         if not alone and job.mesh.size == 1 and "positions" in rows:
             counted = (rows["labels"] != IGNORE).sum()
             total = 0.0
@@ -418,7 +417,7 @@ def whole_run(options: list[str], folder: Path) -> list[float]:
                         head = partial(linear_cross_entropy, labels=labels[None, a:b], chunk_tokens=99)
                         total += job.model(tokens[None, a:b], torch.arange(b - a), head)
             alone.append((total / counted).item())
-        return real(job, rows)
+        return real(job, rows, *options)
 
     train.train_step = noting
     with contextlib.redirect_stdout(io.StringIO()):

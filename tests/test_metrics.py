@@ -251,7 +251,10 @@ def summary_on_this_rank() -> str:
     model = nn.Linear(256, 1024, bias=False)  # 262,144 parameters: 1 MiB of float32
     fully_shard(model, mesh=mesh.fsdp_mesh)
     optimizers = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
-    return "\n".join(model_summary(llama.describe(ARGS), model, mesh, torch.bfloat16, 8192, optimizer) for optimizer in optimizers)
+    batch = schema.Training(seq_len=512, global_batch_size=16)
+    batches = [batch.model_copy(update={"local_batch_size": size}) for size in (schema.Derived(8), 2)]
+    rows, sizes = zip(batches, optimizers, strict=True), llama.describe(ARGS)
+    return "\n".join(model_summary(sizes, model, mesh, torch.bfloat16, batch, optimizer) for batch, optimizer in rows)
 
 
 def test_the_summary_counts_what_is_sharded() -> None:
@@ -260,7 +263,9 @@ def test_the_summary_counts_what_is_sharded() -> None:
     assert "dp_replicate 1 x dp_shard 2 x tp 1 = 2 processes on cpu, computing in bfloat16" in adamw
     assert "2 optimizer moments take 4 MiB in all, 2 MiB on this rank" in adamw
     assert "0 optimizer moments take 2 MiB in all, 1 MiB on this rank" in sgd
-    assert "8,192 tokens" in adamw
+    step = "step: 8,192 tokens in 16 sequences of 512; each of 2 data-parallel ranks has"
+    assert f"{step} 1 micro-batch of 8 (one is taken, as training.local_batch_size is not set)" in adamw
+    assert sgd.endswith(f"{step} 4 micro-batches of 2")
 
 
 def test_memory_of_this_process() -> None:

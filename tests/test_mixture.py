@@ -17,8 +17,7 @@ import train
 from data import audit
 from data.loader import Batches
 from tests.ranks import run_ranks
-from tests.test_parallel import MESHES
-from tests.test_train import TINY, run, series
+from tests.runs import MESHES, TINY, run, series
 
 
 def text(i: int, kind: str) -> str:

@@ -1,11 +1,16 @@
 """The parallel matrix: every mesh computes what one plain process computes, from the same TOML and seed.
 
-Compared with the plain model (one process, float32, no checkpointing): initial weights bitwise; loss, gradient norm, every
-gathered gradient and the weights after 5 optimizer steps to 1e-5. The sizes are ones that meshes do not divide: vocabulary
-263, width 50; labels that do not count are spread unevenly over ranks and micro-batches.
+The oracle is the plain model: one process, float32, no checkpointing, one micro-batch. The initial weights must be equal
+bitwise. Loss, gradient norm, every gathered gradient and the weights after 5 optimizer steps must agree to 1e-5. Meshes do not
+divide the sizes of the model evenly: vocabulary 263, width 50. Labels that do not count are spread unevenly over ranks and
+micro-batches.
+
+A run is a combination of one setting per factor (FACTORS). The default suite runs the few combinations in which every two
+settings meet, so a mesh more costs four runs, and a model more costs none. `-m exhaustive` runs the whole product.
 """
 
 import functools
+import itertools
 import shutil
 import warnings
 from collections.abc import Callable
@@ -13,71 +18,54 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.load import load_config
 from configs.schema import InputError
 from parallelisms import dp, tp
 from parallelisms.mesh import world
+from tests.covering import covering_array, every_pair, pairs
 from tests.ranks import run_ranks
+from tests.runs import ADAMW, MESHES, SMALL_MODEL, Count, whole
 from tools.bench import harness
 
 STEPS, SEQ, BATCH, VOCAB = 5, 16, 24, 263
-MODEL = (
-    "--model.dim=50 --model.n_layers=3 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 --model.hidden_dim=44 "
-    f"--model.vocab_size={VOCAB} --data.tokenizer=bytes --training.param_dtype=float32 "
-    f"--training.seq_len={SEQ} --training.global_batch_size={BATCH} --training.steps={STEPS} --training.loss_chunk_tokens=40 --lr_schedule.warmup_steps=0"
-).split()
-ADAMW = ["--optimizer.lr=0.01", "--optimizer.eps=1e-4"]  # with eps 1e-8 Adam amplifies rounding where gradients are near 0
+OPTIONS = [
+    *SMALL_MODEL, f"--training.global_batch_size={BATCH}", f"--training.steps={STEPS}", "--lr_schedule.warmup_steps=0",
+]  # fmt: skip
 SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.5"]
+TWO_MICRO_BATCHES = "two micro-batches"  # trajectory() makes the option: it depends on the mesh
 
-MESHES = {  # name: (ranks, options, data-parallel ranks)
-    "fsdp2": (2, [], 2),
-    "ddp2": (2, ["--parallelism.data_parallel_replicate=2"], 2),
-    "tp2": (2, ["--parallelism.tensor_parallel=2"], 1),
-    "fsdp3": (3, [], 3),
-    "fsdp4": (4, [], 4),
-    "hsdp2x2": (4, ["--parallelism.data_parallel_replicate=2"], 4),
-    "tp4": (4, ["--parallelism.tensor_parallel=4"], 1),
-    "fsdp2xtp2": (4, ["--parallelism.tensor_parallel=2"], 2),
-    "hsdp2x2xtp2": (8, ["--parallelism.tensor_parallel=2", "--parallelism.data_parallel_replicate=2"], 4),
+# factor -> {setting: options}. The first setting of a factor is the plain model's.
+NUMBERS = {  # what is computed: every combination of these has an oracle of its own
+    "model": {"llama": []},
+    "embeddings": {"untied": [], "tied": ["--model.tied_embeddings=true"]},
+    "optimizer": {"adamw": ADAMW, "sgd": SGD},
 }
-VARIANTS = {
-    "adamw": ADAMW,
-    "sgd": SGD,
-    "accumulation": [*ADAMW, "accumulate"],
-    "tied": [*ADAMW, "--model.tied_embeddings=true"],
-    "ac-full": [*ADAMW, "--activation_checkpoint.mode=full"],
-    "ac-every_n": [*ADAMW, "--activation_checkpoint.mode=every_n"],
-    "ac-selective": [*ADAMW, "--activation_checkpoint.mode=selective", "accumulate"],
-    "reshard-never": [*ADAMW, "--parallelism.reshard_after_forward=false", "accumulate"],
-    "keep-gathered": [*ADAMW, "--parallelism.keep_gathered=2", "accumulate"],
-    "reshard-always-prefetch": [*ADAMW, "--parallelism.reshard_after_forward=true", "--parallelism.prefetch=2"],
-    "accumulation-sharded": [*ADAMW, "--parallelism.accumulate_gradients=sharded", "accumulate"],
+EXECUTION = {  # how it is computed: no setting may change the numbers
+    "checkpointing": {mode: [f"--activation_checkpoint.mode={mode}"] for mode in ("none", "full", "every_n", "selective")},
+    "weights": {
+        "default": [],
+        "never freed": ["--parallelism.reshard_after_forward=false"],
+        "last two kept": ["--parallelism.keep_gathered=2"],
+        "always freed, prefetched": ["--parallelism.reshard_after_forward=true", "--parallelism.prefetch=2"],
+    },
+    "accumulation": {
+        "none": [],
+        "reduced once": [TWO_MICRO_BATCHES],
+        "reduced each time": [TWO_MICRO_BATCHES, "--parallelism.accumulate_gradients=sharded"],
+    },
 }
-COMPILED = {  # traced and partitioned for real; the backend that only traces is fast enough for tests
-    "compile": [*ADAMW, "--compile.enabled=true", "--compile.backend=aot_eager"],
-    "compile-selective": [*ADAMW, "--compile.enabled=true", "--compile.backend=aot_eager",
-                          "--activation_checkpoint.mode=selective"],
-    "compile-full": [*ADAMW, "--compile.enabled=true", "--compile.backend=aot_eager", "--activation_checkpoint.mode=full"],
-}  # fmt: skip
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+FACTORS = NUMBERS | EXECUTION
+Combination = dict[str, str]  # factor -> setting; "mesh" is a factor too
 
 
 def trajectory(options: list[str], dp_size: int = 1) -> dict:
     """Train STEPS steps on this rank through train.build and train.train_step; gathers everything worth comparing."""
     warnings.simplefilter("ignore")
-    options = list(options)
-    local = BATCH // dp_size
-    if "accumulate" in options:
-        options.remove("accumulate")
-        local //= 2
-    cfg = load_config([*MODEL, f"--training.local_batch_size={local}", *options], world().size, world().local_size)
+    local = BATCH // dp_size // (2 if TWO_MICRO_BATCHES in options else 1)
+    options = [option for option in options if option != TWO_MICRO_BATCHES]
+    cfg = load_config([*OPTIONS, f"--training.local_batch_size={local}", *options], world().size, world().local_size)
     job = train.build(cfg)
     seen = {"init": {n: whole(p).numpy() for n, p in job.model.named_parameters()}, "loss": [], "norm": []}
 
@@ -99,15 +87,29 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
     return seen
 
 
-def all_variants(names: list[str], table: dict, mesh_options: list[str], dp_size: int) -> dict:
-    return {name: trajectory([*table[name], *mesh_options], dp_size) for name in names}
+def options_of(combination: Combination, factors: dict = FACTORS) -> list[str]:
+    return [option for factor in factors for option in factors[factor][combination[factor]]]
+
+
+def trajectories(runs: list[list[str]], dp_size: int) -> list[dict]:
+    """One after another in the same processes: the first run pays for what PyTorch looks up once."""
+    return [trajectory(options, dp_size) for options in runs]
+
+
+def combination_of(**settings: str) -> Combination:
+    """The plain model's settings, except for these."""
+    return {factor: next(iter(table)) for factor, table in FACTORS.items()} | settings
+
+
+def plain(**numbers: str) -> dict:
+    """The oracle of these settings: one process, no parallelism, no accumulation, no checkpointing."""
+    combination = combination_of(**numbers)
+    return _oracle(tuple(options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS)))
 
 
 @functools.cache
-def plain(optimizer: str, tied: bool) -> dict:
-    """The oracle: one process, no parallelism, no accumulation, no checkpointing."""
-    options = [*(SGD if optimizer == "sgd" else ADAMW), f"--model.tied_embeddings={str(tied).lower()}"]
-    return run_ranks(1, trajectory, options)[0]
+def _oracle(options: tuple[str, ...]) -> dict:
+    return run_ranks(1, trajectory, list(options))[0]
 
 
 def compare(name: str, seen: dict, oracle: dict) -> list[str]:
@@ -127,50 +129,54 @@ def compare(name: str, seen: dict, oracle: dict) -> list[str]:
     return problems
 
 
-def check(mesh: str, table: dict, names: list[str]) -> None:
+def check(mesh: str, combinations: list[Combination], more: list[str] | None = None, timeout: float = 270) -> None:
+    """Every combination on this mesh, with `more` options, is its plain model; all ranks report the same numbers."""
     ranks, options, dp_size = MESHES[mesh]
-    results = run_ranks(ranks, all_variants, names, table, options, dp_size, timeout=270)
+    runs = [[*options_of(combination), *options, *(more or [])] for combination in combinations]
+    results = run_ranks(ranks, trajectories, runs, dp_size, timeout=timeout)
     problems = []
-    for name in names:
-        oracle = plain("sgd" if name == "sgd" else "adamw", name == "tied")
-        problems += compare(f"{mesh} {name}", results[0][name], oracle)
-        for rank, other in enumerate(results):
-            if other[name]["loss"] != results[0][name]["loss"] or other[name]["norm"] != results[0][name]["norm"]:
-                problems.append(f"{mesh} {name}: rank {rank} reports another loss or norm than rank 0")
+    for i, combination in enumerate(combinations):
+        name = f"{mesh} {', '.join(f'{factor}: {combination[factor]}' for factor in FACTORS)}"
+        problems += compare(name, results[0][i], plain(**{factor: combination[factor] for factor in NUMBERS}))
+        for rank, of_rank in enumerate(results):
+            if of_rank[i]["loss"] != results[0][i]["loss"] or of_rank[i]["norm"] != results[0][i]["norm"]:
+                problems.append(f"{name}: rank {rank} reports a different loss or norm than rank 0")
     assert not problems, "\n".join(problems)
 
 
-FIRST = ("adamw", "accumulation-sharded", "tied", "ac-selective")  # on every mesh in the default run; on these all the others too:
-WHOLE = ("fsdp2", "tp2")
+SETTINGS = {"mesh": list(MESHES)} | {factor: list(settings) for factor, settings in FACTORS.items()}
+PAIRWISE = covering_array(SETTINGS)
+
+
+def test_every_two_settings_meet_in_the_matrix():
+    assert set().union(*map(pairs, PAIRWISE)) == set(every_pair(SETTINGS))
+    assert len(PAIRWISE) <= 1.2 * len(MESHES) * max(map(len, FACTORS.values())), "far more runs than are needed"
 
 
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_mesh_equals_the_plain_model(mesh):
-    check(mesh, VARIANTS, list(VARIANTS) if mesh in WHOLE else list(FIRST))
+    check(mesh, [combination for combination in PAIRWISE if combination["mesh"] == mesh])
 
 
-@pytest.mark.slow
-@pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh not in WHOLE])
-def test_other_variants_on_wide_meshes_equal_the_plain_model(mesh):
-    check(mesh, VARIANTS, [name for name in VARIANTS if name not in FIRST])
+@pytest.mark.exhaustive
+@pytest.mark.cap(7200)
+@pytest.mark.parametrize("numbers", list(itertools.product(*NUMBERS.values())), ids="-".join)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_combination_equals_the_plain_model(mesh, numbers):
+    settings = itertools.product(*([setting] for setting in numbers), *EXECUTION.values())
+    check(mesh, [dict(zip(FACTORS, chosen, strict=True)) for chosen in settings], timeout=7000)
 
 
-def test_one_process_variants_equal_the_plain_model():
-    """Accumulation and checkpointing alone, and a mesh of one rank."""
-    names = [name for name in VARIANTS if not name.startswith("reshard")]
-    results = run_ranks(1, all_variants, names, VARIANTS, [], 1)[0]
-    problems = []
-    for name in names:
-        problems += compare(name, results[name], plain("sgd" if name == "sgd" else "adamw", name == "tied"))
-    assert not problems, "\n".join(problems)
+COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]  # traced and partitioned for real; fast enough for tests
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh, variant", [("fsdp2", "compile-selective"), pytest.param("tp2", "compile-full", marks=pytest.mark.slow), ("fsdp2xtp2", "compile")])
-def test_compiled_mesh_equals_the_plain_model(mesh, variant):
-    check(mesh, COMPILED, [variant])
+@pytest.mark.parametrize("mesh, checkpointing", [
+    ("fsdp2", "selective"), pytest.param("tp2", "full", marks=pytest.mark.slow), ("fsdp2xtp2", "none"),
+])  # fmt: skip
+def test_compiled_mesh_equals_the_plain_model(mesh, checkpointing):
+    check(mesh, [combination_of(checkpointing=checkpointing)], COMPILED)
 
 
 ASYNC = [*ADAMW, "--compile.enabled=true", "--parallelism.async_tensor_parallel=true"]
@@ -212,7 +218,7 @@ def test_asynchronous_tensor_parallelism_equals_the_plain_model(mesh):
     two scatters are of sums of products, and stay as they are."""
     ranks, options, dp_size = MESHES[mesh]
     results = run_ranks(ranks, overlapped, [*ASYNC, *options], dp_size, timeout=270)
-    assert not [p for seen, _ in results for p in compare(mesh, seen, plain("adamw", False))]
+    assert not [p for seen, _ in results for p in compare(mesh, seen, plain())]
     blocks = 3 * STEPS
     assert [counts for _, counts in results] == [{FUSED[0]: 4 * blocks, FUSED[1]: 2 * blocks}] * ranks
 
@@ -228,7 +234,7 @@ def test_negative_control_without_symmetric_memory_nothing_is_fused():
 
 def refused(options: list[str]) -> str:
     try:
-        train.build(load_config([*MODEL, f"--training.local_batch_size={BATCH // world().size}", *options], world().size))
+        train.build(load_config([*OPTIONS, f"--training.local_batch_size={BATCH // world().size}", *options], world().size))
     except InputError as error:
         return str(error)
     return "built"
@@ -256,8 +262,8 @@ def stock_embedding(options: list[str], dp_size: int) -> dict:
 @pytest.mark.skipif(not torch.__version__.startswith("2.13.0"), reason="the upstream bug is in torch 2.13.0 alone")
 def test_negative_control_asynchronous_embedding_loses_its_gradient():
     ranks, options, dp_size = MESHES["fsdp2xtp2"]
-    seen = run_ranks(ranks, stock_embedding, [*COMPILED["compile"], *options], dp_size)[0]
-    problems = compare("stock", seen, plain("adamw", False))
+    seen = run_ranks(ranks, stock_embedding, [*ADAMW, *COMPILED, *options], dp_size)[0]
+    problems = compare("stock", seen, plain())
     assert any("grad of tok_embeddings" in p for p in problems), "the comparison did not notice a lost gradient"
 
 
@@ -271,7 +277,7 @@ def test_negative_control_missing_reduction_is_noticed():
     ranks, options, dp_size = MESHES["fsdp2"]
     with pytest.raises(AssertionError):
         check_one = run_ranks(ranks, unscaled, [*ADAMW, *options], dp_size)[0]
-        problems = compare("unreduced", check_one, plain("adamw", False))
+        problems = compare("unreduced", check_one, plain())
         assert not problems, "\n".join(problems)
 
 
@@ -286,29 +292,13 @@ def test_same_mesh_twice_is_bitwise_equal():
 def test_weights_kept_sharded_over_some_ranks_equal_the_plain_model():
     ranks, options, dp_size = MESHES["fsdp4"]
     seen = run_ranks(ranks, trajectory, [*ADAMW, "--parallelism.reshard_after_forward=2", *options], dp_size)[0]
-    problems = compare("reshard over 2", seen, plain("adamw", False))
+    problems = compare("reshard over 2", seen, plain())
     assert not problems, "\n".join(problems)
-
-
-class Count(TorchDispatchMode):
-    """How often a step runs a matrix product, attention, and a SiLU (which stands for the cheap rest)."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = {"mm": 0, "attention": 0, "silu": 0}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        kind = {"mm": "mm", "silu": "silu", "_scaled_dot_product_flash_attention_for_cpu": "attention",
-                "document_attention": "attention"}.get(name)  # fmt: skip
-        if kind:
-            self.seen[kind] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def counted(mode: str) -> tuple[dict, int]:
     """(operations of a forward and backward, bytes that autograd keeps between them) of one process."""
-    cfg = load_config([*MODEL, *ADAMW, "--training.local_batch_size=24", f"--activation_checkpoint.mode={mode}"])
+    cfg = load_config([*OPTIONS, *ADAMW, "--training.local_batch_size=24", f"--activation_checkpoint.mode={mode}"])
     job = train.build(cfg)
     tokens, kept = torch.zeros(24, SEQ, dtype=torch.int64), {}
 
@@ -340,7 +330,7 @@ def offloaded(options: list[str], dp_size: int) -> dict:
 
 def test_cpu_offload_equals_the_plain_model():
     ranks, options, dp_size = MESHES["fsdp2"]
-    problems = compare("offload", run_ranks(ranks, offloaded, [*ADAMW, *options], dp_size)[0], plain("adamw", False))
+    problems = compare("offload", run_ranks(ranks, offloaded, [*ADAMW, *options], dp_size)[0], plain())
     assert not problems, "\n".join(problems)
 
 
@@ -354,7 +344,7 @@ def test_bfloat16_is_near_float32_and_keeps_float32_masters(mesh):
     than the gradients' own error."""
     ranks, options, dp_size = MESHES[mesh]
     seen = run_ranks(ranks, bfloat16, [*SGD, *options], dp_size)[0]
-    oracle = plain("sgd", False)
+    oracle = plain(optimizer="sgd")
     assert np.max(np.abs(np.array(seen["loss"]) / np.array(oracle["loss"]) - 1)) < 2**-8
     for n, want in oracle["grad"].items():
         assert np.linalg.norm(seen["grad"][n] - want) / np.linalg.norm(want) < 0.05, n

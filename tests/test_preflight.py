@@ -29,8 +29,8 @@ from configs.load import load_config
 from configs.schema import InputError
 from parallelisms.mesh import World
 from tests.ranks import run_ranks
-from tests.test_scripts import environment
-from tests.test_two_hosts import hosts  # noqa: F401  a fixture
+from tests.hosts import hosts  # noqa: F401  a fixture
+from tests.runs import environment
 from tools.plan.estimate import load_device
 from tools.preflight import __main__ as preflight
 from tools.preflight import answers, job, machine, network

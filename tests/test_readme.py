@@ -23,7 +23,7 @@ COMMANDS = {
     "python -m data.audit runs/llama_debug --steps 1:2": ("", ".py"),
     "python -m tools.convert dcp-to-hf runs/llama_debug runs/hf": ("", ""),
     "NGPU=4 ./run_train.sh --parallelism.tensor_parallel=2 --run.folder=runs/mesh": (
-        SHORT.replace("/llama_debug", "/mesh") + " --training.local_batch_size=4", "dp_shard 2 x tp 2 = 4 processes"),
+        SHORT.replace("/llama_debug", "/mesh"), "dp_shard 2 x tp 2 = 4 processes"),
     "python -m tools.goodput runs/llama_debug": ("", "goodput"),
     "python -m tools.compare_runs runs/llama_debug runs/mesh": None,  # exit code 1: these two differ; test_compare_runs.py
     "python -m tools.plan configs/llama_70b.toml --gpus 256 --device h100": ("", "tokens/s"),

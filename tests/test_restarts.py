@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.test_scripts import environment, free_port
-from tests.test_train import ROOT, STEPS, run, samples, series, tiny_run
+from tests.runs import ROOT, STEPS, environment, free_port, run, samples, series, tiny_run
 from tools.bench.faults import WRAPPER
 from reliability.goodput import account, read
 

@@ -16,8 +16,8 @@ import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
 from tests.ranks import run_ranks
-from tests.test_checkpoint import MESHES, mesh_options
-from tests.test_train import run, samples, series, stopped_at, tiny_run
+from tests.checkpoints import MESHES, mesh_options
+from tests.runs import run, samples, series, stopped_at, tiny_run
 
 STOPPED, STEPS = 4, 24  # the step that a stopped run has saved, and the last one: 20 are compared
 

@@ -1,5 +1,6 @@
 """What a run writes about itself: each of its starts, how it ended, where the seconds went; and that no secret is in it."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -18,8 +19,7 @@ import train
 from checkpoint.manager import CheckpointManager
 from configs import schema
 from tests.ranks import run_ranks
-from tests.test_parallel import MESHES
-from tests.test_train import STEPS, run, series, stopped_at, tiny_run
+from tests.runs import MESHES, STEPS, run, series, stopped_at, tiny_run
 from tools import goodput as tool
 from reliability import goodput, record
 from reliability.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
@@ -34,10 +34,10 @@ def dies_at(step: int, options: list[str], folder: Path) -> None:
         torch.set_num_threads(1)  # the parent's thread pool did not come along (see tests/ranks.py)
         real, begun = train.train_step, itertools.count(1)
 
-        def train_step(job, batch):
+        def train_step(job, batch, *options):
             if next(begun) == step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(job, batch)
+            return real(job, batch, *options)
 
         train.train_step = train_step
         run(options, folder)
@@ -49,10 +49,10 @@ def diverges(options: list[str], folder: Path) -> str:
     """A run that ends with an exception in its third step."""
     real, begun = train.train_step, itertools.count(1)
 
-    def train_step(job, batch):
+    def train_step(job, batch, *options):
         if next(begun) == 3:
             raise RuntimeError("cannot reach https://ann:canary-in-url@host/x?token=canary-in-query now")
-        return real(job, batch)
+        return real(job, batch, *options)
 
     train.train_step = train_step
     try:
@@ -261,14 +261,14 @@ def with_a_clock(kind: str, options: list[str], folder: Path) -> int:
     real, step, begun = time.time, train.train_step, itertools.count(1)
     clocks = {"an hour back": lambda: real() - 3600, "an hour ahead": lambda: real() + 3600, "frozen": lambda stopped=real(): stopped}
 
-    def train_step(job, batch):
+    def train_step(job, batch, *options):
         if next(begun) == 3:
             if kind == "summer time":
                 os.environ["TZ"] = "XYZ-3"
                 time.tzset()
             else:
                 time.time = clocks[kind]
-        return step(job, batch)
+        return step(job, batch, *options)
 
     train.train_step = train_step
     return run(options, folder)[0]
@@ -407,6 +407,24 @@ def test_a_run_that_goes_back_by_itself_has_redone_those_steps(tmp_path):
         assert start.clock.metrics()["seconds/productive"] == pytest.approx(5, abs=0.1), "the first step is start-up"
     result = account(read(tmp_path / "run"))
     assert (result.steps, result.redone) == (6, 2) and result.seconds["productive"] == pytest.approx(5, abs=0.1)
+
+
+def test_failures_at_one_step_are_counted_across_meshes_but_not_across_options(tmp_path):
+    """Numbers that follow from the mesh are comments in a start's config.toml."""
+    (tmp_path / "given.toml").write_text("")
+    configs = {ranks: f"[run]\nseed = 1\n# local_batch_size = {8 // ranks}  (not set)\n" for ranks in (1, 2)}
+
+    def counted(config: str) -> tuple[int, int]:
+        with contextlib.suppress(RuntimeError), record.Start(tmp_path / "run", 0, [], tmp_path / "given.toml", {}, config, {}) as start:
+            step, times, _ = start.failures()
+            start.resume(0)
+            start.clock.lap("productive")
+            start.clock.step(3)
+            raise RuntimeError("it fails after step 3")
+        return step, times
+
+    assert [counted(configs[ranks]) for ranks in (1, 2, 1)] == [(-1, 0), (3, 1), (3, 2)]
+    assert counted(configs[1].replace("seed = 1", "seed = 2")) == (-1, 0)
 
 
 def test_accounts_of_random_histories():

@@ -16,12 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_train import series
+from tests.runs import environment, free_port
 from tools.launch.__main__ import listen
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON_FOLDER = str(Path(sys.executable).parent)
-SETTINGS = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 # Says "ready RANK PID", then does what its first argument says.
 STAND_IN = """
@@ -47,12 +45,6 @@ while time.monotonic() < deadline and action != "exit":
         say("stopped by", signal.Signals(stop[0]).name)
         sys.exit(75)
 """
-
-
-def environment(**settings: str) -> dict[str, str]:
-    """This process's environment with the tests' Python first on PATH, and of the launch variables only `settings`."""
-    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS and not name.startswith("SLURM_")}
-    return kept | {"PATH": f"{PYTHON_FOLDER}:{os.environ['PATH']}"} | settings
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -202,22 +194,6 @@ def test_kill_9_of_the_launcher_ends_the_ranks(stand_in: Path, tmp_path: Path) -
     started.end()
 
 
-def losses_of_four(folder: Path, options: list[str]) -> dict[int, float]:
-    """What run_train.sh's four ranks on one host come to when nobody disturbs them: the loss of each step."""
-    done = subprocess.run(
-        [str(ROOT / "run_train.sh"), *options, f"--run.folder={folder}"], env=environment(NGPU="4", OMP_NUM_THREADS="1"),
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return series(folder)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def test_two_nodes_meet_at_the_master_and_stop_together(stand_in: Path) -> None:
     where = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     nodes = [
@@ -303,7 +279,7 @@ def test_one_process_runs_without_a_launcher_from_any_folder(repository: Path) -
 
 def test_ranks_share_out_the_cores_and_meet_on_the_loopback(repository: Path) -> None:
     (repository / "train.py").write_text(PRINT_ENVIRONMENT)
-    done = run(repository / "run_train.sh", "--training.local_batch_size=2", NGPU="4")
+    done = run(repository / "run_train.sh", NGPU="4")
     assert done.returncode == 0, done.stderr
     shown = [json.loads(line) for line in done.stdout.splitlines()]
     assert sorted(s["RANK"] for s in shown) == ["0", "1", "2", "3"]

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.test_scripts import environment
-from tests.test_train import tiny_run
 
+from tests.runs import environment, tiny_run
 ROOT = Path(__file__).resolve().parent.parent
 CANARY = "canary-8f3b1c"
 SECRETS = {

@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 import train
 from checkpoint import manager, state
-from tests import ranks
-from tests.ranks import run_ranks
-from tests.test_train import MESHES, ROOT, run, samples, series, tiny_run
 from reliability import health, stop
+from tests.ranks import run_ranks
+from tests.runs import MESHES, ROOT, ends, run, samples, series, tiny_run
 from training import validate
 
 STEPS, TWO = 12, MESHES["fsdp2"][1]
@@ -124,29 +123,6 @@ def start(folder: Path, options: list[str], window: Callable | None, only: int |
     return run(options, folder)
 
 
-def ends(n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60) -> list[int]:
-    """Like run_ranks, for ranks that may end at once: the exit code of each, or minus the signal it died of."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pids = []
-    for rank in range(n):
-        if (pid := os.fork()) == 0:
-
-            def body(*args):
-                os._exit(fn(*args)[0])
-
-            ranks._child(folder, rank, n, body, args)
-        pids.append(pid)
-    deadline, codes = time.monotonic() + seconds, []
-    for pid in pids:
-        while not (done := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if not done[0]:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        codes.append(os.waitstatus_to_exitcode(done[1]) if done[0] else None)
-    return codes
-
-
 @pytest.mark.parametrize(
     "window", [pytest.param(w, marks=() if w in SHORT else pytest.mark.torture, id=w.__name__) for w in WINDOWS]
 )
@@ -235,9 +211,9 @@ def test_the_time_limit_stops_as_a_signal_does(options, tmp_path):
         def born_now(self, born, max_minutes, end):
             real(self, time.monotonic(), max_minutes, end)
 
-        def slow(job, batch, real=train.train_step):
+        def slow(job, batch, *options, real=train.train_step):
             time.sleep(0.2)
-            return real(job, batch)
+            return real(job, batch, *options)
 
         stop.Stop.__init__, train.train_step = born_now, slow
         return run([*options, f"--run.max_minutes={minutes}"], folder)
@@ -321,11 +297,11 @@ WRAPPER = """
 import sys, train
 from tests import test_signals
 real = train.train_step
-def step(job, batch, count=[0]):
+def step(job, batch, *options, count=[0]):
     count[0] += 1
     if count[0] == 3 and job.mesh.rank == 1:
         test_signals.hang("spin")
-    return real(job, batch)
+    return real(job, batch, *options)
 train.train_step = step
 sys.exit(train.main())
 """

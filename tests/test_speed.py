@@ -344,8 +344,8 @@ def skipped_by_the_kernel(kind: str) -> None:
         return [t.detach().clone() for t in (*job.model.parameters(), *state)]
 
     for limit in (0.0, torch.inf, 0.0, torch.inf):
-        before, job.skip_above = everything(), limit
-        result = train.train_step(job, batch)
+        before = everything()
+        result = train.train_step(job, batch, limit)
         after = everything()
         same = len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after))
         assert same == result.skipped == (limit == 0.0)

@@ -21,8 +21,7 @@ from data import audit, order as orders, prepare, sources, stream
 from data.loader import LoaderError
 from data.stream import Batches, Exhausted, Order, Stream
 from tests.ranks import run_ranks
-from tests.test_parallel import MESHES
-from tests.test_train import TINY, killed_at, run, samples, series, stopped_at
+from tests.runs import MESHES, TINY, killed_at, run, samples, series, stopped_at
 
 T, G, STREAMS = 13, 24, 12
 

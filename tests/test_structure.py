@@ -46,6 +46,13 @@ def test_models_import_torch_and_models_alone():
                 assert name.split(".")[0] in {"torch", "math", "collections", "dataclasses", "typing", "models"}, f"{path.name} imports {name}"
 
 
+def test_no_test_file_imports_another_one():
+    """What several files share stands in a file of its own (tests/runs.py, ranks.py, checkpoints.py, ...)."""
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        tests = {name for name in imports(path) if name.startswith("tests.test_")}
+        assert not tests, f"tests/{path.name} imports {tests}"
+
+
 def symbols(path: Path) -> set[str]:
     """Top-level names of a Python file, and Class.member."""
     found = set()

@@ -40,7 +40,7 @@ from checkpoint.verify import Damaged
 from configs.schema import InputError
 from tests import ranks
 from tests.ranks import run_ranks
-from tests.test_checkpoint import (
+from tests.checkpoints import (
     MESHES,
     Attack,
     build,
@@ -55,13 +55,12 @@ from tests.test_checkpoint import (
     resume,
     save_all,
     save_pattern,
-    saved,  # noqa: F401  a fixture
     values,
     values_on_disk,
     zeros,
 )
-from tests.test_convert import hf_folder  # noqa: F401  a fixture
-from tests.test_train import ROOT, run, series, tiny_run
+from tests.checkpoints import saved  # noqa: F401  a fixture
+from tests.runs import ROOT, run, series, tiny_run
 from tools import convert, generate
 
 
@@ -321,7 +320,7 @@ def as_launched(folder: Path, options: list[str]) -> None:
     """A rank of test_k6, started by the launcher. A step takes 50 ms at least: kills fall between saves too."""
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     step = train.train_step
-    train.train_step = lambda job, batch: (time.sleep(0.05), step(job, batch))[1]
+    train.train_step = lambda *arguments: (time.sleep(0.05), step(*arguments))[1]
     code, error = run(options, folder)
     print(error, end="", file=sys.stderr)
     sys.exit(code)
@@ -715,24 +714,6 @@ def test_x1_a_pickle_is_no_place_to_start_from(kind, saved, tmp_path):  # noqa: 
     for command in ("dcp-to-hf", "dcp-to-torch"):
         assert convert.main([command, str(hostile), str(tmp_path / "out")]) == 2
     assert not fires(marker) and not (tmp_path / "out").exists()
-
-
-def test_x1_code_in_a_hugging_face_folder_is_not_run(hf_folder, tmp_path):  # noqa: F811
-    """`auto_map` names Python files that transformers imports when told to trust them. We have no such switch, and do
-    not pass it on."""
-    hostile, marker = Path(shutil.copytree(hf_folder, tmp_path / "hf")), tmp_path / "marker"
-    code = f"import os\nos.mkdir({str(marker)!r})\nclass Evil: pass\n"
-    exec(code)
-    assert fires(marker)
-    (hostile / "evil.py").write_text(code)
-    config = json.loads((hostile / "config.json").read_text())
-    names = {name: "evil.Evil" for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")}
-    (hostile / "config.json").write_text(json.dumps(config | {"auto_map": names}))
-    (hostile / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
-    assert convert.main(["hf-to-dcp", str(hostile), str(tmp_path / "run")]) == 0
-    assert convert.main(["dcp-to-hf", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
-    assert not fires(marker) and not list((tmp_path / "back").glob("*.py"))
-    assert not any("auto_map" in path.read_text() for path in (tmp_path / "back").glob("*.json"))
 
 
 def test_x1_a_pickle_in_the_place_of_tokens_is_not_run(tmp_path):

@@ -4,12 +4,9 @@ import contextlib
 import io
 import json
 import math
-import os
 import resource
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,60 +17,12 @@ import train
 from checkpoint.lease import Lease
 from configs.load import load_config
 from tests.ranks import run_ranks
-from tests.test_parallel import MESHES
-
-ROOT = Path(__file__).resolve().parent.parent
-STEPS = 16
-TINY = (
-    "--model.dim=32 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 --model.hidden_dim=36 "
-    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
-    f"--training.global_batch_size=8 --training.local_batch_size=2 --training.steps={STEPS} --lr_schedule.warmup_steps=3 "
-    "--optimizer.lr=0.01 --optimizer.eps=1e-5 --checkpoint.interval=5 --metrics.interval=1 --metrics.tensorboard=false "
-    "--validation.interval=0 --debug.sample_tokens=0 --metrics.progress=off"
-).split()
-
-
-def tiny_run(place: Path) -> list[str]:
-    """A tiny run over a corpus of 40 small documents, with its own cache."""
-    corpus = place / "corpus"
-    corpus.mkdir()
-    for i in range(40):
-        (corpus / f"{i:02d}.txt").write_text(f"document {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60)) + "\n")
-    return [*TINY, f"--data.source={corpus}", f"--data.cache={place / 'cache'}"]
+from tests.runs import MESHES, ROOT, STEPS, killed_at, run, samples, series, stopped_at, tiny_run
 
 
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
     return tiny_run(tmp_path)
-
-
-def run(options: list[str], folder: Path) -> tuple[int, str]:
-    """train.main on this rank: its exit code, and what it printed as an error. Notes which samples each step saw."""
-    real = train.train_step
-
-    def noting(job, batch):
-        result = real(job, batch)
-        if job.mesh.device_mesh.get_local_rank("tp") == 0:
-            with open(folder / f"samples-{job.mesh.dp_rank}.jsonl", "a") as file:
-                file.write(json.dumps(batch["sample"].tolist()) + "\n")
-        return result
-
-    train.train_step = noting
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-        code = train.main([f"--run.folder={folder}", *options])
-    return code, errors.getvalue()
-
-
-def series(folder: Path, key: str = "loss") -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[key] for line in lines if key in line}
-
-
-def samples(folder: Path, dp_size: int) -> list[list[int]]:
-    """The global batch of every step that was trained, in order, put together from the ranks' shares."""
-    shares = [[json.loads(line) for line in (folder / f"samples-{r}.jsonl").read_text().splitlines()] for r in range(dp_size)]
-    return [sum(rows, []) for rows in zip(*shares, strict=True)]
 
 
 @pytest.fixture
@@ -99,22 +48,6 @@ def test_a_run_leaves_what_the_readme_says(oracle, options):
     assert abs(losses[1] - math.log(263)) < 0.2 and losses[STEPS] < losses[1] - 1
 
 
-def killed_at(step: int, options: list[str], folder: Path) -> None:
-    """A run in processes of its own, killed with -9 as soon as it has logged `step`."""
-    pid = os.fork()
-    if pid == 0:
-        torch.set_num_threads(1)  # the parent's thread pool did not come along (see tests/ranks.py)
-        with contextlib.suppress(BaseException):
-            run(options, folder)
-        os._exit(0)
-    metrics = folder / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= step):
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
 def test_kill_9_and_resume_on_the_same_mesh_is_bitwise(oracle, options, tmp_path):
     folder = tmp_path / "killed"
     folder.mkdir()
@@ -124,20 +57,6 @@ def test_kill_9_and_resume_on_the_same_mesh_is_bitwise(oracle, options, tmp_path
     assert series(folder) == series(oracle)  # floats round-trip: equal is bitwise
     assert series(folder, "grad_norm") == series(oracle, "grad_norm")
     assert samples(folder, 1)[-6:] == samples(oracle, 1)[-6:]
-
-
-def stopped_at(step: int, options: list[str], folder: Path, signalled_rank: int = 0) -> int:
-    """A run of which one rank gets SIGTERM during `step`; returns the exit code."""
-    real, steps = train.train_step, []
-
-    def with_signal(job, batch):
-        steps.append(1)
-        if len(steps) == step and job.mesh.rank == signalled_rank:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(job, batch)
-
-    train.train_step = with_signal
-    return run(options, folder)[0]
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(oracle, options, tmp_path):
@@ -161,8 +80,8 @@ def poisoned(from_step: int, to_step: int, options: list[str], folder: Path) -> 
         here = from_step <= len(finite) + 1 <= to_step and torch.distributed.get_rank() == 1
         return value * math.nan if here else value
 
-    def step(job, batch):
-        result = real_step(job, batch)
+    def step(job, batch, *options):
+        result = real_step(job, batch, *options)
         finite.append(all(p.to_local().isfinite().all().item() for p in job.model.parameters()))
         return result
 

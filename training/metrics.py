@@ -86,7 +86,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 def model_summary(
-    sizes: str, model: nn.Module, mesh: Mesh, dtype: torch.dtype, tokens_per_step: int, optimizer: torch.optim.Optimizer
+    sizes: str, model: nn.Module, mesh: Mesh, dtype: torch.dtype, training: schema.Training, optimizer: torch.optim.Optimizer
 ) -> str:
     """What is about to be trained, in four lines: sizes of the model (as its family describes them), of the mesh, of the
     training state, of a step."""
@@ -102,7 +102,18 @@ def model_summary(
         f"computing in {str(dtype).removeprefix('torch.')}\n"
         f"state: weights, gradients and {moments} optimizer moments take {_size(whole)} in all, "
         f"{_size(share)} on this rank\n"
-        f"step: {tokens_per_step:,} tokens"
+        f"{_step_summary(training, mesh.dp_size)}"
+    )
+
+
+def _step_summary(training: schema.Training, dp_size: int) -> str:
+    batch, local = training.global_batch_size, training.local_batch_size
+    count = batch // (dp_size * local)
+    ranks = f"each of {dp_size} data-parallel ranks" if dp_size > 1 else "the one data-parallel rank"
+    chosen = " (one is taken, as training.local_batch_size is not set)" if isinstance(local, schema.Derived) else ""
+    return (
+        f"step: {batch * training.seq_len:,} tokens in {batch} sequences of {training.seq_len}; {ranks} has {count} "
+        f"micro-batch{'es' * (count > 1)} of {local}{chosen}"
     )
 
 

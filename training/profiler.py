@@ -40,7 +40,7 @@ def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
         trace.export_chrome_trace(f"{where}.json.gz")
         if remember:
             save_memory()
-        say.info(f"profile of {cfg.steps} steps from step {cfg.start_step} of this process on: {where}.json.gz")
+        say.info(f"profile of up to {cfg.steps} steps from step {cfg.start_step} of this process on: {where}.json.gz")
 
     warm_up = min(cfg.start_step - 1, 1)  # the tracer's own start-up must not be in the first step that is kept
     steps = schedule(skip_first=cfg.start_step - 1 - warm_up, wait=0, warmup=warm_up, active=cfg.steps, repeat=1)

@@ -41,7 +41,7 @@ real_step, real_rate, at = train.train_step, train.learning_rate, []
 def learning_rate(step, *rest):
     at.append(step)
     return real_rate(step, *rest)
-def train_step(job, batch):
+def train_step(job, batch, *options):
     now = len(list(Path(job.cfg.run.folder, "starts").iterdir())) <= int(starts)
     if now and job.mesh.rank == int(rank) and at[-1] == int(step) - 1:
         while what == "spin":
@@ -50,7 +50,7 @@ def train_step(job, batch):
             raise ValueError("a fault of the benchmark")
         victim = os.getppid() if what.startswith("launcher:") else os.getpid()
         os.kill(victim, getattr(signal, what.removeprefix("launcher:")))
-    return real_step(job, batch)
+    return real_step(job, batch, *options)
 train.train_step, train.learning_rate = train_step, learning_rate
 sys.exit(train.main())
 """

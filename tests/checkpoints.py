@@ -1,0 +1,208 @@
+"""Checkpoints for tests: jobs whose state is filled with known values, and what can be done to their files.
+
+A state is filled with the number of its step, so that a mixture of two saves shows in one `unique`.
+"""
+
+import logging
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+import torch._dynamo  # noqa: F401  what building a model imports later: here once instead of in every rank
+import torch._refs  # noqa: F401
+
+import train
+from checkpoint import state, storage, verify
+from checkpoint.manager import CheckpointManager
+from configs.load import load_config
+from configs.schema import Checkpoint, InputError
+from parallelisms import mesh as meshes
+from tests.ranks import run_ranks
+
+MODEL = (
+    "--model.dim=50 --model.n_layers=2 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 --model.hidden_dim=44 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
+    "--training.global_batch_size=8 --training.local_batch_size=1"
+).split()
+FACTS = {"must_match": {"data": "abc", "run.seed": 0, "model": {"n_heads": 8}}}
+# data parallel x tensor parallel
+MESHES = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2), "4x1": (4, 1), "4x2": (4, 2)}
+
+
+def build(*options: str) -> train.Job:
+    """The job of this rank's world, with its optimizer's state."""
+    here = meshes.world()
+    job = train.build(load_config([*MODEL, *options], here.size, here.local_size))
+    state.materialise(job.optimizer)
+    return job
+
+
+def open_manager(job: train.Job, folder: Path, facts: dict = FACTS, **options: object) -> CheckpointManager:
+    return CheckpointManager(Checkpoint(**options), folder, job.mesh, facts)
+
+
+def tensors(job: train.Job) -> dict[str, torch.Tensor]:
+    """This rank's shards of model and optimizer; the same memory as the live ones."""
+    live = state.tensors(job.model, job.optimizer)
+    return {name: state.local(t) for name, t in live.items() if not name.startswith("rng.")}
+
+
+def fill(job: train.Job, value: float) -> None:
+    for tensor in tensors(job).values():
+        tensor.fill_(value)
+
+
+def values(job: train.Job) -> list[float]:
+    """The distinct values in the state of this rank: one, if it is whole."""
+    return sorted({value for t in tensors(job).values() for value in t.unique().tolist()})
+
+
+def values_on_disk(folder: Path) -> list[float]:
+    """The distinct values in the files of a checkpoint, as another library reads them."""
+    found = set()
+    for path in folder.glob("*.safetensors"):
+        with safetensors.safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if not name.startswith("rng.")]
+            found |= {value for name in names for value in file.get_tensor(name).unique().tolist()}
+    return sorted(found)
+
+
+def save_all(folder: Path, steps: list[int], **options: object) -> None:
+    """A run that saves these steps, each state filled with its number."""
+    job = build()
+    checkpoints = open_manager(job, folder, **options)
+    checkpoints.load(job.model, job.optimizer)
+    for step in steps:
+        fill(job, step)
+        checkpoints.save(step, job.model, job.optimizer, {"step": step})
+        checkpoints.wait_for_copy()
+        checkpoints.poll()
+    checkpoints.close()
+
+
+def resume(folder: Path, facts: dict = FACTS, **options: object) -> tuple[int | None, list[float], list[str]]:
+    """Resume as a fresh run does: the step, the values in the state, what was said. A refusal is what was said, with
+    step -1."""
+    job = build()
+    fill(job, -1)
+    with heard() as words:
+        checkpoints = None
+        try:
+            checkpoints = open_manager(job, folder, facts, **options)
+            progress = checkpoints.load(job.model, job.optimizer)
+            step = progress["step"] if progress else None
+        except InputError as error:
+            step = -1
+            words.append(str(error))
+        finally:
+            if checkpoints:
+                checkpoints.close()
+    return step, values(job), words
+
+
+@contextmanager
+def heard():
+    """What the checkpoint package says meanwhile."""
+    words: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())
+    logging.getLogger("plumbline").addHandler(handler)
+    try:
+        yield words
+    finally:
+        logging.getLogger("plumbline").removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """The folder of a run of two ranks with checkpoints of steps 10, 20 and 30. Copy it before you damage it."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    run_ranks(2, save_all, folder, [10, 20, 30])
+    return folder
+
+
+def copy_of(saved: Path, place: Path) -> Path:
+    return Path(shutil.copytree(saved, place / "checkpoints"))
+
+
+def set_pattern(job: train.Job) -> None:
+    """Values that differ from place to place, and do not depend on the mesh because initial weights do not."""
+    now = tensors(job)
+    for name, tensor in now.items():
+        if name.startswith("optimizer."):
+            weight, _, key = name.removeprefix("optimizer.").rpartition(".")
+            form = {"exp_avg": lambda w: w * 2, "exp_avg_sq": lambda w: w * w, "step": lambda w: torch.tensor(7.0)}
+            tensor.copy_(form[key](now[f"model.{weight}"]))
+
+
+def save_pattern(folder: Path, options: list[str]) -> None:
+    job = build(*options)
+    set_pattern(job)
+    checkpoints = open_manager(job, folder)
+    checkpoints.save(7, job.model, job.optimizer, {"step": 7, "samples": 56})
+    checkpoints.close()
+
+
+def load_pattern(folders: list[Path], options: list[str]) -> list[list[str]]:
+    """Load each into a model of another seed, on this mesh; the names of the tensors that are not bitwise what was
+    saved."""
+    expected = build(*options)
+    set_pattern(expected)
+    wrong = []
+    for folder in folders:
+        job = build(*options, "--run.seed=5")
+        checkpoints = open_manager(job, folder)
+        assert checkpoints.load(job.model, job.optimizer) == {"step": 7, "samples": 56}
+        checkpoints.close()
+        there, here = tensors(expected), tensors(job)
+        assert there.keys() == here.keys()
+        wrong.append([name for name in there if not torch.equal(there[name], here[name])])
+    return wrong
+
+
+def mesh_options(name: str, *more: str) -> tuple[int, list[str]]:
+    dp, tp = MESHES[name]
+    return dp * tp, [f"--parallelism.tensor_parallel={tp}", *more]
+
+
+def flip(path: Path, at: int = 60_000, bit: int = 0) -> None:
+    """Change one bit, by default somewhere in the weights."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def zeros(path: Path, at: int, n: int = 4096) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(bytes(n))
+
+
+class Attack:
+    """Unpickling it creates the marker."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@contextmanager
+def full_disk(place: str, rank: int):
+    """What this rank writes there meets a full disk: a real ENOSPC, from /dev/full."""
+    module, real = {"shard": storage, "manifest": verify}[place], open
+
+    def sabotaged(path: object, mode: str = "r", **how: object):
+        here = "x" in mode and meshes.world().rank == rank
+        return real("/dev/full", "wb", **how) if here else real(path, mode, **how)
+
+    module.open = sabotaged
+    try:
+        yield
+    finally:
+        del module.open

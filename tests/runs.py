@@ -1,0 +1,183 @@
+"""What several test files share: meshes, small models, whole runs of train.py, and what can be read from a run's folder."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from tests import ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+MESHES = {  # name: (ranks, options, data-parallel ranks)
+    "one": (1, [], 1),
+    "fsdp2": (2, [], 2),
+    "ddp2": (2, ["--parallelism.data_parallel_replicate=2"], 2),
+    "tp2": (2, ["--parallelism.tensor_parallel=2"], 1),
+    "fsdp3": (3, [], 3),
+    "fsdp4": (4, [], 4),
+    "hsdp2x2": (4, ["--parallelism.data_parallel_replicate=2"], 4),
+    "tp4": (4, ["--parallelism.tensor_parallel=4"], 1),
+    "fsdp2xtp2": (4, ["--parallelism.tensor_parallel=2"], 2),
+    "hsdp2x2xtp2": (8, ["--parallelism.tensor_parallel=2", "--parallelism.data_parallel_replicate=2"], 4),
+}
+SMALL_MODEL = (  # sizes that meshes do not divide evenly, in float32, with sequences of 16 tokens
+    "--model.dim=50 --model.n_layers=3 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 --model.hidden_dim=44 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
+    "--training.loss_chunk_tokens=40"
+).split()
+ADAMW = ["--optimizer.lr=0.01", "--optimizer.eps=1e-4"]  # with eps 1e-8 Adam amplifies rounding where gradients are near 0
+STEPS = 16  # of a tiny run
+TINY = (
+    "--model.dim=32 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 --model.hidden_dim=36 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
+    f"--training.global_batch_size=8 --training.local_batch_size=2 --training.steps={STEPS} --lr_schedule.warmup_steps=3 "
+    "--optimizer.lr=0.01 --optimizer.eps=1e-5 --checkpoint.interval=5 --metrics.interval=1 --metrics.tensorboard=false "
+    "--validation.interval=0 --debug.sample_tokens=0 --metrics.progress=off"
+).split()
+SETTINGS = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+
+
+def tiny_run(place: Path) -> list[str]:
+    """A tiny run over a corpus of 40 small documents, with its own cache."""
+    corpus = place / "corpus"
+    corpus.mkdir()
+    for i in range(40):
+        (corpus / f"{i:02d}.txt").write_text(f"document {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60)) + "\n")
+    return [*TINY, f"--data.source={corpus}", f"--data.cache={place / 'cache'}"]
+
+
+def run(options: list[str], folder: Path) -> tuple[int, str]:
+    """train.main on this rank: its exit code, and what it printed as an error. Notes which samples each step saw."""
+    real = train.train_step
+
+    def noting(job, batch, *options):
+        result = real(job, batch, *options)
+        if job.mesh.device_mesh.get_local_rank("tp") == 0:
+            with open(folder / f"samples-{job.mesh.dp_rank}.jsonl", "a") as file:
+                file.write(json.dumps(batch["sample"].tolist()) + "\n")
+        return result
+
+    train.train_step = noting
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        code = train.main([f"--run.folder={folder}", *options])
+    return code, errors.getvalue()
+
+
+def series(folder: Path, key: str = "loss") -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def samples(folder: Path, dp_size: int) -> list[list[int]]:
+    """The global batch of every step that was trained, in order, put together from the ranks' shares."""
+    shares = [[json.loads(line) for line in (folder / f"samples-{r}.jsonl").read_text().splitlines()] for r in range(dp_size)]
+    return [sum(rows, []) for rows in zip(*shares, strict=True)]
+
+
+def killed_at(step: int, options: list[str], folder: Path) -> None:
+    """A run in processes of its own, killed with -9 as soon as it has logged `step`."""
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(1)  # the parent's thread pool did not come along (see tests/ranks.py)
+        with contextlib.suppress(BaseException):
+            run(options, folder)
+        os._exit(0)
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= step):
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def stopped_at(step: int, options: list[str], folder: Path, signalled_rank: int = 0) -> int:
+    """A run of which one rank gets SIGTERM during `step`; returns the exit code."""
+    real, steps = train.train_step, []
+
+    def with_signal(job, batch, *options):
+        steps.append(1)
+        if len(steps) == step and job.mesh.rank == signalled_rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(job, batch, *options)
+
+    train.train_step = with_signal
+    return run(options, folder)[0]
+
+
+def ends(n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60) -> list[int]:
+    """Like run_ranks, for ranks that may end at once: the exit code of each, or minus the signal it died of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pids = []
+    for rank in range(n):
+        if (pid := os.fork()) == 0:
+
+            def body(*args):
+                os._exit(fn(*args)[0])
+
+            ranks._child(folder, rank, n, body, args)
+        pids.append(pid)
+    deadline, codes = time.monotonic() + seconds, []
+    for pid in pids:
+        while not (done := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not done[0]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        codes.append(os.waitstatus_to_exitcode(done[1]) if done[0] else None)
+    return codes
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """This process's environment with the tests' Python first on PATH, and of the launch variables only `settings`."""
+    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS and not name.startswith("SLURM_")}
+    return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | settings
+
+
+def losses_of_four(folder: Path, options: list[str]) -> dict[int, float]:
+    """What run_train.sh's four ranks on one host come to when nobody disturbs them: the loss of each step."""
+    done = subprocess.run(
+        [str(ROOT / "run_train.sh"), *options, f"--run.folder={folder}"], env=environment(NGPU="4", OMP_NUM_THREADS="1"),
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return series(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole tensor, gathered where it is a DTensor (a collective)."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+class Count(TorchDispatchMode):
+    """How often a step runs a matrix product, attention, and a SiLU (which stands for the cheap rest)."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {"mm": 0, "attention": 0, "silu": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        kind = {"mm": "mm", "silu": "silu", "_scaled_dot_product_flash_attention_for_cpu": "attention",
+                "document_attention": "attention"}.get(name)  # fmt: skip
+        if kind:
+            self.seen[kind] += 1
+        return func(*args, **(kwargs or {}))
