@@ -298,7 +298,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     peak = peak_flops(device_name, cfg.metrics.peak_tflops, dtype)
     metrics = Metrics(cfg.metrics, folder, here.rank == 0, start, steps, peak)
-    say.info(model_summary(family.describe(job.args), model, mesh, dtype, cfg.training, optimizer))
+    say.info(model_summary(family, job.args, model, mesh, dtype, cfg.training, optimizer))
     say.info("a fresh start" if not progress else f"resumed after step {start} of {steps}")
 
     def position() -> dict:
