@@ -13,6 +13,7 @@ import torch
 import train
 from checkpoint.lease import Lease
 from configs.schema import Config
+from data.open import PreparedCorpora
 from data.order import Order
 from parallelisms.mesh import World
 from tools.plan.estimate import Device, Ring
@@ -55,7 +56,7 @@ class Here:
     place: Path | None = None  # the temporary folder
     lease: Lease | None = None
     order: Order | None = None
-    sources: list = field(default_factory=list)
+    corpora: PreparedCorpora | None = None
     job: train.Job | None = None
 
     def limit(self, check: str) -> int:
