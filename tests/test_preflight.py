@@ -31,7 +31,7 @@ from parallelisms.mesh import World
 from tests.ranks import run_ranks
 from tests.hosts import hosts  # noqa: F401  a fixture
 from tests.runs import environment
-from tools.plan.estimate import load_device
+from tools.plan.device import load_device
 from tools.preflight import __main__ as preflight
 from tools.preflight import answers, job, machine, network
 from tools.preflight.here import Here, differences, spans

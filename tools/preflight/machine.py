@@ -28,7 +28,7 @@ from configs.schema import Config, InputError
 from models import MODELS
 from parallelisms import dp
 from parallelisms import mesh as meshes
-from tools.plan.estimate import MEMORY_EFFICIENCY
+from tools.plan.device import MEMORY_EFFICIENCY
 from tools.preflight.here import SLOW, Here, Row, differences, in_bytes, in_seconds
 from training.metrics import peak_flops
 from training.optim import build_optimizer
