@@ -310,7 +310,7 @@ def counted(mode: str) -> tuple[dict, int]:
 
     with Count() as count:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            loss = job.model(tokens, functools.partial(train.linear_cross_entropy, labels=tokens, chunk_tokens=999))
+            loss = job.model(tokens, torch.arange(tokens.shape[1]), functools.partial(train.linear_cross_entropy, labels=tokens, chunk_tokens=999))
         loss.backward()
     return count.seen, sum(kept.values())
 

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from configs.load import load_config
 from configs.schema import InputError
-from models import causal_attention as causal, llama
-from models.causal_attention import causal_attention
+from models import layers, llama
+from models.kernels import causal_attention as causal
+from models.kernels.causal_attention import causal_attention
 from parallelisms import dp, float8
 from parallelisms.mesh import float32_products, world
 from tests.ranks import run_ranks
@@ -54,7 +55,7 @@ def steps(options: list[str], count: int, micro_batches: int = 2) -> tuple[list[
 def fsdp2(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """What `keep_masters` stands in for."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in (*model.layers, *([model.output] if hasattr(model, "output") else []), model):
+    for module in (*model.layers.values(), *([model.output] if hasattr(model, "output") else []), model):
         fully_shard(module, mp_policy=policy, reshard_after_forward=False)
     return model
 
@@ -82,23 +83,23 @@ def test_masters_of_one_rank_are_bitwise_those_of_fsdp2(options):
 
 def test_a_weight_that_changes_between_steps_is_seen_by_the_next_forward():
     """By an optimizer, by hand, through `.data`, with gradients kept at zero; and not copied again within a step."""
-    model = dp.keep_masters(llama.build(llama.FLAVORS["debug"] | {"n_layers": 1, "vocab_size": 11}), torch.bfloat16)
-    tokens = torch.arange(11)[None]
+    model = dp.keep_masters(llama.build(llama.Args(**llama.FLAVORS["debug"] | {"n_layers": 1, "vocab_size": 11})), torch.bfloat16)
+    tokens, positions = torch.arange(11)[None], torch.arange(11)
     master = dict(model.named_parameters())["layers.0.attention.wo.weight"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
 
     def changed(do) -> bool:
-        model(tokens).sum().backward()
-        before = model(tokens)
+        model(tokens, positions).sum().backward()
+        before = model(tokens, positions)
         do()
-        return not torch.equal(before, model(tokens))
+        return not torch.equal(before, model(tokens, positions))
 
     assert changed(lambda: (optimizer.step(), optimizer.zero_grad()))
     assert changed(lambda: (optimizer.step(), optimizer.zero_grad(set_to_none=False)))
     assert changed(lambda: (optimizer.zero_grad(), master.data.mul_(2)))
     assert not changed(lambda: None)
     assert master.dtype == torch.float32 and master.grad.dtype == torch.float32
-    assert model.layers[0].attention.wo.weight.dtype == torch.bfloat16
+    assert model.layers["0"].attention.wo.weight.dtype == torch.bfloat16
 
 
 # --------------------------------------------------------------------------------------------- attention on CPU
@@ -275,8 +276,8 @@ SLACK = 0.002 if MEASURED_HERE else 0.15
 def work(dtype: str, extra: bool = False) -> tuple[int, int]:
     torch.set_num_threads(1)
     if extra:
-        forward = llama.Block.forward
-        llama.Block.forward = lambda self, x, *rest: forward(self, x.clone(), *rest)
+        forward = layers.Block.forward
+        layers.Block.forward = lambda self, x, *rest: forward(self, x.clone(), *rest)
     options = [f"--training.param_dtype={dtype}", "--training.seq_len=128", "--training.local_batch_size=2",
                f"--training.global_batch_size={4 * world().size}"]  # fmt: skip
     cfg = load_config([str(DEBUG), *options], world().size, world().local_size)
@@ -413,7 +414,7 @@ TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason
 def with_float8(recipe: str, options: list[str]) -> tuple[list[float], list[float], set[str]]:
     wide, _ = steps(options, 30)
     narrow, job = steps([*options, f"--training.float8={recipe}", "--debug.emulate_float8=true"], 30)
-    return wide[::2], narrow[::2], {type(m).__name__ for m in job.model.layers[1].modules() if hasattr(m, "weight")}
+    return wide[::2], narrow[::2], {type(m).__name__ for m in job.model.layers["1"].modules() if hasattr(m, "weight")}
 
 
 @TORCHAO
@@ -440,7 +441,7 @@ def test_float8_needs_its_gpu_and_whole_tiles():
 def on_meta(options: list[str]) -> None:
     cfg = load_config([*SMALL, "--training.local_batch_size=8", *options])
     with torch.device("meta"):
-        model = llama.build(train.check.architecture(cfg.model))
+        model = llama.build(train.architecture(cfg)[1])
     float8.apply(model, SimpleNamespace(device=torch.device("cpu")), cfg.training.float8, cfg.debug.emulate_float8)
 
 
