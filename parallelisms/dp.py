@@ -51,16 +51,17 @@ def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) ->
     reshard = cfg.reshard_after_forward
     if mesh.dp_shard == 1:
         reshard = False  # nothing is sharded, nothing to free
-    freed = len(model.layers) - cfg.keep_gathered  # of the blocks the first ones: backward begins with the others
-    for i, block in enumerate(model.layers):
+    blocks = list(model.layers.values())
+    freed = len(blocks) - cfg.keep_gathered  # of the blocks the first ones: backward begins with the others
+    for i, block in enumerate(blocks):
         fully_shard(block, **how, reshard_after_forward=i < freed and (reshard == "default" or reshard))
     if hasattr(model, "output"):  # a tied model's output weight is its embedding: it belongs to the root
         fully_shard(model.output, **how, reshard_after_forward=False if reshard == "default" else reshard)
     fully_shard(model, **how, reshard_after_forward=False)
     if cfg.prefetch:
-        for i, block in enumerate(model.layers):
-            block.set_modules_to_forward_prefetch(list(model.layers[i + 1 : i + 1 + cfg.prefetch]))
-            block.set_modules_to_backward_prefetch(list(reversed(model.layers[max(0, i - cfg.prefetch) : i])))
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + cfg.prefetch])
+            block.set_modules_to_backward_prefetch(blocks[max(0, i - cfg.prefetch) : i][::-1])
     return model
 
 

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_iter
 
 import train
 from configs.schema import Config, InputError
-from models import causal_attention
+from models.kernels import causal_attention
 from reliability.collectives import group_of
 from tools.plan.step import Memory, Op, Parameters, Step, Stretch, Where, fuse
 from training import init
@@ -61,7 +61,7 @@ MOVES_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_b
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2, 0),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 4, 1),
-    torch.ops.plumbline.causal_attention_backward.default: (1, 4, 1),  # models/causal_attention.py
+    torch.ops.plumbline.causal_attention_backward.default: (1, 4, 1),  # models/kernels/causal_attention.py
 }
 PRODUCTS = {aten.mm.default: 0, aten.mm.out: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # -> position of the left factor
 
@@ -319,7 +319,7 @@ class Trace(TorchDispatchMode):
     def watch(self, job: train.Job) -> None:
         """Follow the step of this job: its phases by their labels, its blocks by hooks on them."""
         self.job = job
-        mesh, layers = job.mesh, job.model.layers
+        mesh, layers = job.mesh, list(job.model.layers.values())
         for dim in mesh.device_mesh.mesh_dim_names:
             self.dimensions[mesh.device_mesh.get_group(dim).group_name] = dim
 
@@ -398,7 +398,7 @@ def kind_by_life(memory: Memory) -> str:
 
 # A run that does not exist.
 def attention_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What models/causal_attention.py does on CUDA, instead of what it does on CPUs."""
+    """What models/kernels/causal_attention.py does on CUDA, instead of what it does on CPUs."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
