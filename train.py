@@ -439,7 +439,8 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     text = ""
     if cfg.debug.sample_tokens and code == DONE:
         prompt = tokenizer.encode(cfg.debug.sample_prompt).tolist()
-        ids = sample(model, prompt, cfg.debug.sample_tokens, cfg.training.seq_len, mesh.device, stop=tokenizer.eot_id)
+        length = cfg.training.seq_len
+        ids = sample(model, prompt, cfg.debug.sample_tokens, length, mesh.device, tokenizer.eot_id, multiple=mesh.tp)
         text = tokenizer.decode(ids)
     if cfg.checkpoint.export_hf and code == DONE and here.rank == 0:  # of the files, so on any mesh and by one rank
         words = hf_tokenizer.files(tokenizer, job.args.max_seq_len)
