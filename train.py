@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from checkpoint import hf
 from checkpoint.manager import CheckpointManager
@@ -30,7 +31,8 @@ from configs.schema import Config, InputError
 from data import hf_tokenizer, order as orders, stream as streams
 from data.loader import Batches, LoaderError, loader
 from data.order import Order
-from data.prepare import Prepared, Tokens, is_prepared, prepare, verify
+from data.prepare import prepare
+from data.tokens import Prepared, Tokens, is_prepared, verify
 from models import MODELS
 from models.family import Family
 from parallelisms import contract, dp, mesh as meshes, parallelize
@@ -101,17 +103,22 @@ def train_step(job: Job, batch: dict[str, Tensor], skip_above: float = math.inf,
 
     A gradient whose norm is above `skip_above` changes no weight (training.skip_spikes). With `replay` the gradient is
     computed twice and compared with itself (debug.replay_interval).
+
+    `record_function` names the phases of a step, here and in `gradients`: forward, loss, backward, clip, optimizer. The
+    profiler shows these names, and tools/plan/trace.py and tools/bench/sections.py find the phases by them alone.
     """
     if replay:
         (loss, losses, prepare_seconds), unlike = collectives.twice(lambda: gradients(job, batch), job.optimizer, job.mesh)
     else:
         (loss, losses, prepare_seconds), unlike = gradients(job, batch), []
-    grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm).to(loss.device)
+    with record_function("clip"):
+        grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm).to(loss.device)
     fine = grad_norm.isfinite() & loss.isfinite() & (grad_norm <= skip_above)  # the same on every rank: all are global
     fine &= not unlike
     numbers = read_later(torch.stack((loss, grad_norm, fine)))
     began = time.monotonic()
-    step_if(fine, job.optimizer)
+    with record_function("optimizer"):
+        step_if(fine, job.optimizer)
     optimizer_seconds = time.monotonic() - began
     job.optimizer.zero_grad(set_to_none=True)
     loss, grad_norm, stepped = numbers()  # a GPU has the optimizer's step to do meanwhile
@@ -136,15 +143,23 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
     within_documents = batch.get("positions")
     positions = torch.arange(tokens.shape[-1], device=mesh.device)
     total, losses = torch.zeros((), device=mesh.device), torch.empty(labels.shape, device=mesh.device)
+
+    def summed_loss(a: int, h: Tensor, weight: Tensor) -> Tensor:
+        """The loss of micro-batch a. The model calls it inside its forward, where FSDP has gathered `weight`."""
+        with record_function("loss"):
+            return linear_cross_entropy(h, weight, labels[a], cfg.training.loss_chunk_tokens, losses[a])
+
     for a in range(len(tokens)):
         dp.synchronise_gradients(model, a == len(tokens) - 1, cfg.parallelism.accumulate_gradients)
-        head = partial(linear_cross_entropy, labels=labels[a], chunk_tokens=cfg.training.loss_chunk_tokens, each=losses[a])
         documents = None
         if within_documents is not None:
             documents = model.documents(within_documents[a], mesh.device)
             positions = within_documents[a].to(mesh.device, non_blocking=True)
-        loss = model(tokens[a], positions, head, documents)
-        (loss * (mesh.dp_size / counted)).backward()  # FSDP averages over dp_size ranks; this makes it the sum
+        with record_function("forward"):
+            loss = model(tokens[a], positions, partial(summed_loss, a), documents)
+            scaled = loss * (mesh.dp_size / counted)  # FSDP averages over dp_size ranks; this makes it the sum
+        with record_function("backward"):
+            scaled.backward()
         total += loss.detach()
     return mesh.sum_over_dp(total) / counted, losses, prepare_seconds
 
@@ -298,7 +313,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     peak = peak_flops(device_name, cfg.metrics.peak_tflops, dtype)
     metrics = Metrics(cfg.metrics, folder, here.rank == 0, start, steps, peak)
-    say.info(model_summary(family.describe(job.args), model, mesh, dtype, cfg.training, optimizer))
+    say.info(model_summary(family, job.args, model, mesh, dtype, cfg.training, optimizer))
     say.info("a fresh start" if not progress else f"resumed after step {start} of {steps}")
 
     def position() -> dict:

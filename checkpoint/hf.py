@@ -41,6 +41,7 @@ from checkpoint import state, verify
 from checkpoint.storage import CODES, DTYPES, PlanReader, StagedLoad
 from checkpoint.verify import Damaged
 from configs.schema import InputError
+from reliability import disk
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WIDENED = ("F32", "BF16", "F16")  # types of weights that float32 holds exactly
@@ -337,9 +338,9 @@ def export(
         temporary.mkdir(parents=True)
         try:
             _write_folder(temporary, path, manifest, config, theirs, dtype, files, limit, progress)
-            verify.sync_folder(temporary)
+            disk.sync(temporary)
             temporary.rename(out)
-            verify.sync_folder(out.parent)
+            disk.sync(out.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except Damaged as error:

@@ -43,6 +43,7 @@ from checkpoint.verify import Damaged
 from configs import schema
 from configs.schema import InputError
 from parallelisms.mesh import Mesh
+from reliability import disk
 
 PATIENCE = datetime.timedelta(minutes=30)  # for the slowest rank to write its part; a dead process is noticed at once
 TEMPORARY = re.compile(r"\.(tmp|del)-[0-9a-f]{8}-[0-9]+-step-[0-9]{8,}(\.[0-9]+)?")
@@ -183,7 +184,7 @@ class CheckpointManager:
             verify.write_manifest(temporary, {**head, "files": files, "tensors": tensors})
             self.lease.check()
             temporary.rename(self.folder / name)
-            verify.sync_folder(self.folder)
+            disk.sync(self.folder)
 
         writer = ShardWriter(temporary, self.mesh.rank, self.mesh.size, publish)
         try:

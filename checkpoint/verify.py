@@ -31,6 +31,7 @@ import xxhash
 from tqdm import tqdm
 
 from configs.schema import InputError
+from reliability import disk
 
 FORMAT = 1  # of the folder as described here; a reader refuses a newer one by name
 MANIFEST = "manifest.json"
@@ -118,20 +119,12 @@ def write_manifest(folder: Path, manifest: dict) -> None:
         stream.write(f'{{"hash": "{_manifest_hash(manifest)}", "manifest": {{\n{lines}\n}}}}\n'.encode())
         stream.flush()
         os.fsync(stream.fileno())
-    sync_folder(folder)
+    disk.sync(folder)
 
 
 def _manifest_hash(manifest: dict) -> str:
     """Of its content, not of its bytes: a person may reformat the file."""
     return digest(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
-
-
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def open_regular(path: Path) -> BinaryIO:

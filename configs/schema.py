@@ -1,9 +1,9 @@
-"""Every option of a run: one frozen model per TOML table, every field typed, bounded and explained in one line.
+"""Every option of a run: one frozen model per TOML table. Every field has a type, bounds and one line of explanation.
 
 This file is the only list of options. `--help`, the strict parser, the JSON schema for editors and the tests are all
-derived from it, so an option that is not here does not exist; only the numbers of a model come from its family's table
-OPTIONS. It imports nothing of ours but the registry of families and never imports torch: a wrong config is reported in well
-under a second. Rules that span tables are rows in `configs/check.py`.
+derived from it, so an option that is not in this file does not exist. Only the numbers of a model come from its family's
+table OPTIONS. It imports no other file of this repository but the registry of families, and no torch, so a wrong
+configuration is reported in well under a second. Rules that span tables are rows in `configs/check.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class InputError(Exception):
     what to do); `train.py` and the tools print it without a traceback and exit with 2."""
 
 
-# What must not be written down anywhere: the password or token of a URL, in front of its host or among its parameters,
-# and tokens that have a known shape (Hugging Face, GitHub, OpenAI, AWS).
+# What must never be written to a file or a console: the password or token of a URL, in front of its host or among its
+# parameters, and tokens that have a known shape (Hugging Face, GitHub, OpenAI, AWS).
 URL_USER = re.compile(r"(\w://)[^/\s@'\"]+@")
 SECRETS = (
     (URL_USER, r"\1***@"),
@@ -34,14 +34,14 @@ SECRETS = (
 
 
 def redact(text: str) -> str:
-    """The text without secrets; for everything that goes to a file or a console and is not ours word for word."""
+    """The text without secrets. For everything that goes to a file or a console and that is not our own text."""
     for pattern, instead in SECRETS:
         text = pattern.sub(instead, text)
     return text
 
 
 def _as_tuple(value: object) -> object:
-    """TOML has lists only; strict validation wants the tuple."""
+    """TOML has only lists, but strict validation requires a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -54,7 +54,7 @@ def _path(value: str) -> str:
 
 
 def _folder(value: str) -> str:
-    """What a shell would have expanded would become a folder of that name (data/ does expand ~ in its own options)."""
+    """A ~ that no shell has expanded would become a folder of that name. (data/ expands ~ in its own options.)"""
     if value.startswith("~"):
         raise ValueError("must be written out: ~ is not expanded")
     return value
@@ -72,7 +72,7 @@ class Table(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _fits_64_bits(cls, value: object) -> object:
-        """TOML promises 64-bit integers, and so does every tensor and file that such a number ends in."""
+        """TOML guarantees 64-bit integers, and every tensor and file that receives such a number can hold no more."""
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("must fit into 64 bits")
         return value
@@ -303,7 +303,7 @@ class Parallelism(Table):
     async_tensor_parallel: bool = False
     """Hide tensor parallelism's gathers and scatters behind its products (needs compiled blocks and NVLink)."""
     reshard_after_forward: bool | Literal["default"] | Annotated[int, Field(ge=2)] = "default"
-    """Free gathered weights after forward; default: all but the output projection's; N: keep them sharded over N ranks."""
+    """Free gathered weights after forward; default: except the output projection's; N: keep sharded over N ranks."""
     keep_gathered: int = Field(0, ge=0)
     """Number of last blocks that keep gathered weights until backward; `tools.plan` says for how many there is room."""
     cpu_offload: bool = False

@@ -25,7 +25,7 @@ import numpy as np
 from configs.schema import InputError
 from data import order as orders
 from data.order import BLOCK, Order, Source, Stage
-from data.prepare import Prepared, open_prepared
+from data.tokens import Prepared, open_prepared
 
 
 CHUNK = 1 << 16  # samples that are computed at a time

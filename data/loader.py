@@ -21,7 +21,7 @@ import torch
 
 from configs.schema import Data, InputError
 from data.order import Order
-from data.prepare import Tokens
+from data.tokens import Tokens
 
 AHEAD = 512  # rows of which it is computed at a time which they are
 IGNORE = -100  # a label that does not count: training/loss.py's, torch's own convention

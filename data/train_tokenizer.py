@@ -18,7 +18,7 @@ from pathlib import Path
 
 from configs.schema import Data, InputError
 from data import hf_tokenizer, sources, tokenizer
-from data.prepare import BPE_CHARACTERS
+from data.prepare.job import BPE_CHARACTERS
 
 RANKS = "tokenizer.tiktoken"
 SAMPLE = 5_000_000  # characters of the source that the forms are compared on

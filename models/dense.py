@@ -33,11 +33,11 @@ OPTIONS = {
     "n_layers": (int, {"ge": 1}, "Number of transformer blocks."),
     "n_heads": (int, {"ge": 1}, "Number of query heads."),
     "n_kv_heads": (int, {"ge": 1}, "Number of key and value heads (grouped-query attention)."),
-    "head_dim": (int, {"ge": 2}, "Width of one head (published Llamas: dim / n_heads)."),
+    "head_dim": (int, {"ge": 2}, "Width of one head (Llama: dim / n_heads, if it is not set)."),
     "hidden_dim": (int, {"ge": 1}, "Width of the SwiGLU feed-forward layer."),
     "vocab_size": (int, {"ge": 2}, "Rows of the embedding; at least the tokenizer's vocabulary."),
     "rope_theta": (float, {"gt": 0}, "Base of the rotary position frequencies."),
-    "tied_embeddings": (bool, {}, "Use the embedding matrix as the output projection too (Llama 3.2)."),
+    "tied_embeddings": (bool, {}, "Use the embedding matrix as the output projection too (Llama 3.2, small Qwen3)."),
 }
 
 
@@ -149,7 +149,7 @@ def flops_per_token(args: Args, seq_len: int) -> float:
 
 def describe(args: Args) -> str:
     return (
-        f"{parameters(args):,} parameters; {args.n_layers} layers of width {args.dim}, {args.n_heads} heads on {args.n_kv_heads} key/value heads, "
+        f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads on {args.n_kv_heads} key/value heads, "
         f"vocabulary {args.vocab_size:,}{' (tied)' if args.tied_embeddings else ''}"
     )
 

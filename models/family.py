@@ -53,7 +53,7 @@ class Family(Protocol):
         """Floating-point operations that training needs per token, forward and backward, of sequences of this length."""
 
     def describe(self, args: Any) -> str:
-        """The sizes of the model, for one line of the log."""
+        """The sizes of the model, for the line of the log that also says how many parameters it has."""
 
     def largest_product(self, args: Any) -> tuple[int, int]:
         """Sides [in, out] of the largest weight of a block; tensor parallelism splits the second."""

@@ -18,13 +18,13 @@ from configs.schema import Data, InputError
 from data import order as orders
 from data.loader import IGNORE, Batches, LoaderError, loader
 from data.order import BLOCK, Order, permute, unpermute
-from data.prepare import Tokens
+from data.tokens import Tokens
 
 ONCE = [[0, 1.0]]
 
 
 class Places:
-    """n tokens in place of data/prepare.py's Tokens: each names its source and its own position."""
+    """n tokens in place of data/tokens.py::Tokens: each names its source and its own position."""
 
     split = "train"
 

@@ -253,8 +253,8 @@ def summary_on_this_rank() -> str:
     optimizers = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
     batch = schema.Training(seq_len=512, global_batch_size=16)
     batches = [batch.model_copy(update={"local_batch_size": size}) for size in (schema.Derived(8), 2)]
-    rows, sizes = zip(batches, optimizers, strict=True), llama.describe(ARGS)
-    return "\n".join(model_summary(sizes, model, mesh, torch.bfloat16, batch, optimizer) for batch, optimizer in rows)
+    rows = zip(batches, optimizers, strict=True)
+    return "\n".join(model_summary(llama, ARGS, model, mesh, torch.bfloat16, batch, optimizer) for batch, optimizer in rows)
 
 
 def test_the_summary_counts_what_is_sharded() -> None:

@@ -41,7 +41,7 @@ def test_the_parameters_that_a_family_counts_are_those_of_the_model(name, tied):
     model = MODELS[name].build(args)
     assert MODELS[name].parameters(args) == sum(p.numel() for p in model.parameters())
     assert MODELS[name].hf_names(args).keys() == dict(model.named_parameters()).keys()
-    assert f"{MODELS[name].parameters(args):,} parameters" in MODELS[name].describe(args)
+    assert "3 layers" in MODELS[name].describe(args)
 
 
 @every_family

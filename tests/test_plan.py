@@ -1,5 +1,6 @@
 """`tools.plan` predicts what real runs do: memory, every collective, FLOPs; and says what is wrong in a sentence."""
 
+import importlib
 import json
 import math
 import multiprocessing
@@ -197,6 +198,39 @@ def test_blocks_that_differ_are_all_traced():
     step = apart(trace.trace_step, cfg.model_copy(update={"model": cfg.model.model_copy(update={"n_layers": 6})}), 4, 4, True)
     assert trace.with_layers(step, 9, edge=2, period=1) is None
     assert trace.with_layers(step, 10, edge=1, period=2) is not None
+
+
+def plan_of_fork(edits: dict[str, str], folder: str) -> tuple:
+    """What is planned for a fork whose train.py is ours with these texts replaced."""
+    text = (ROOT / "train.py").read_text(encoding="utf-8")
+    for old, new in edits.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    Path(folder, "fork_of_train.py").write_text(text, encoding="utf-8")
+    sys.path.insert(0, folder)
+    with mock.patch.object(trace, "train", importlib.import_module("fork_of_train")):
+        step = trace.trace_step(config([SELECTIVE, "--model.n_layers=2"], 2), 2, 2, True)
+    return step.peak(), peaks(step), collectives(step)
+
+
+def test_a_fork_may_rename_what_it_imports(tmp_path):
+    """The planner knows the phases of a step by their labels, not by the functions that are called in them."""
+    imports = re.findall(r"^from training\.(?:loss|optim) import .*$", (ROOT / "train.py").read_text(encoding="utf-8"), re.M)
+    renamed = {line: re.sub(r"\b(linear_cross_entropy|clip_grad_norm|step_if)\b", r"\1 as \1_of_ours", line) for line in imports}
+    calls = {f"{name}(": f"{name}_of_ours(" for name in ("linear_cross_entropy", "clip_grad_norm", "step_if")}
+    assert len(renamed) == 2
+    folders = [tmp_path / name for name in ("same", "renamed")]
+    for folder in folders:
+        folder.mkdir()
+    ours, theirs = (apart(plan_of_fork, edits, str(folder)) for edits, folder in zip(({}, renamed | calls), folders))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("phase", trace.PHASES)
+def test_a_fork_without_a_label_is_told_so(phase, tmp_path):
+    """Negative control of the labels: without one of them the plan would be wrong in silence."""
+    with pytest.raises(InputError, match=f"no record_function..{phase}"):
+        apart(plan_of_fork, {f'record_function("{phase}")': "nullcontext()"}, str(tmp_path))
 
 
 def counted(options: list[str], ranks: int) -> tuple[float, float, float]:

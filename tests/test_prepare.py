@@ -24,7 +24,8 @@ from pyarrow import parquet
 
 from configs.schema import Data, InputError
 from data import hf_tokenizer, order, sources, tokenizer
-from data.prepare import SPLITS, Prepared, Tokens, is_prepared, open_prepared, prepare, verify
+from data.prepare import prepare
+from data.tokens import SPLITS, Prepared, Tokens, is_prepared, open_prepared, verify
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]
@@ -350,8 +351,8 @@ def test_a_source_that_changes_while_it_is_read_is_refused(corpus: Path, tmp_pat
 KILLED_AT_EVERY_STEP = """
 import os, shutil, signal, sys
 from configs.schema import Data
-from data import prepare as module
-from data.prepare import prepare, verify
+from data.prepare import job as module, prepare
+from data.tokens import verify
 source, cache, module.PART_BYTES, every = *sys.argv[1:3], *map(int, sys.argv[3:])
 cfg = Data(source=source, cache=cache, tokenizer="bytes", validation_fraction=0.2)
 
@@ -482,7 +483,7 @@ KINDS = ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "a.par
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part_bytes", [10**9, 6000])
 def test_every_kind_of_source(kind: str, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.prepare.PART_BYTES", part_bytes)
+    monkeypatch.setattr("data.prepare.job.PART_BYTES", part_bytes)
     folder = tmp_path / "corpus"
     folder.mkdir()
     source, first, last = str(folder / kind), f"{kind}:1", f"{kind}:{1 + sum(1 + i % 3 for i in range(399))}"
@@ -534,15 +535,15 @@ def test_a_dataset_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_neither_processes_nor_kills_change_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, by one other, by three; by three that are killed at random moments until they are done."""
-    monkeypatch.setattr("data.prepare.PART_BYTES", 25_000)
+    monkeypatch.setattr("data.prepare.job.PART_BYTES", 25_000)
     source = tmp_path / "corpus"
     source.mkdir()
     for name in ("a.jsonl", "b.parquet", "c.jsonl.gz"):
         write_rows(source / name)
     cfg = data(source, tmp_path, tokenizer="bpe", bpe_vocab_size=400)
     made = [prepare(cfg, out=str(tmp_path / f"out{workers}"), workers=workers) for workers in (1, 2, 3)]
-    code = "import sys; from configs.schema import Data; from data import prepare as p; p.PART_BYTES = 25_000\n"
-    code += "p.prepare(Data.model_validate_json(sys.argv[1]), out=sys.argv[2], workers=3)"
+    code = "import sys; from configs.schema import Data; from data.prepare import job, prepare; job.PART_BYTES = 25_000\n"
+    code += "prepare(Data.model_validate_json(sys.argv[1]), out=sys.argv[2], workers=3)"
     dice, kills, records, finished = random.Random(1), 0, tmp_path / "killed.tmp" / "parts", {}
     while True:
         process = subprocess.Popen([sys.executable, "-c", code, cfg.model_dump_json(), str(tmp_path / "killed")], cwd=ROOT)
@@ -566,14 +567,14 @@ def test_neither_processes_nor_kills_change_a_byte(tmp_path: Path, monkeypatch: 
 def test_a_process_that_dies_or_finds_an_error_ends_the_preparation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data.prepare.PART_BYTES", 10_000)
+    monkeypatch.setattr("data.prepare.job.PART_BYTES", 10_000)
     path = tmp_path / "a.jsonl"
     path.write_text(LINES + "[]\n" + LINES)
     line = LINES.count("\n") + 1
     with pytest.raises(InputError, match=f"{path}, line {line} is not a JSON object with a string under"):
         prepare(data(path, tmp_path), workers=2)
     assert list(tmp_path.glob("cache/*.tmp/parts/*.json")), "what was finished is kept"
-    monkeypatch.setattr("data.prepare.sys.executable", "/bin/false")
+    monkeypatch.setattr("data.prepare.workers.sys.executable", "/bin/false")
     with pytest.raises(RuntimeError, match="died"):
         prepare(data(path, tmp_path, skip_failed=1), workers=2)
 
@@ -596,7 +597,7 @@ def test_the_report_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "g.parquet").write_bytes((tmp_path / "f.parquet").read_bytes()[:-20])
     source = f"{tmp_path}/*.*"
     for part_bytes in (10**9, 1500):
-        monkeypatch.setattr("data.prepare.PART_BYTES", part_bytes)
+        monkeypatch.setattr("data.prepare.job.PART_BYTES", part_bytes)
         made = [prepare(data(source, tmp_path, skip_failed=6, max_document_bytes=1500), out=f"{tmp_path}/out/{part_bytes}-{w}",
                         workers=w) for w in (1, 3)]  # fmt: skip
         assert content(made[0].folder) == content(made[1].folder)
@@ -692,7 +693,7 @@ class Marker:
 def test_damaged_shards_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RELIABILITY W2 and X1: flipped, truncated, missing, empty, swapped, beyond the vocabulary, another tokenizer's, one
     too many, and a pickle in place of a shard, which is never executed."""
-    monkeypatch.setattr("data.prepare.PART_BYTES", 10_000)
+    monkeypatch.setattr("data.prepare.job.PART_BYTES", 10_000)
     write_rows(tmp_path / "a.jsonl")
     folder = Path(prepare(data(tmp_path / "a.jsonl", tmp_path), workers=1).folder)
     before = content(folder)
@@ -731,7 +732,7 @@ def test_damaged_shards_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.
         "pickled shard": (lambda: pickled(one), one.name),
         "pickled starts": (lambda: pickled(folder / "train.starts"), "train.starts"),
         "pickled numpy": (numpied, one.name),
-        "one too many": (lambda: (folder / "train-99999.bin").write_bytes(b"ab"), "a shard is there that does not belong"),
+        "one too many": (lambda: (folder / "train-99999.bin").write_bytes(b"ab"), "a shard in it does not belong there"),
         "tokenizer": (lambda: tokenizer.train_bpe([words(0, 999)], 300).save(str(folder / "tokenizer.json")), "tokenizer"),
     }
     for what, (damage, sentence) in damages.items():
@@ -751,7 +752,7 @@ def test_damaged_shards_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_ranges_that_cross_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.prepare.PART_BYTES", 5000)
+    monkeypatch.setattr("data.prepare.job.PART_BYTES", 5000)
     write_rows(tmp_path / "a.jsonl")
     train = prepare(data(tmp_path / "a.jsonl", tmp_path), workers=1).train
     flat = np.concatenate([np.fromfile(f"{train.folder}/{name}", train.dtype) for name in train.shards])
@@ -773,6 +774,6 @@ def test_a_line_of_50_mb(tmp_path: Path) -> None:
     cfg = data(tmp_path / "a.jsonl", tmp_path, tokenizer="bpe", bpe_vocab_size=400, validation_fraction=0)
     for part_bytes in (64_000_000, 5_000_000):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("data.prepare.PART_BYTES", part_bytes)
+            patch.setattr("data.prepare.job.PART_BYTES", part_bytes)
             prepared = prepare(cfg, out=str(tmp_path / f"out{part_bytes}"), workers=2)
         assert list(texts(prepared).values()) == ["first", text, "last"]

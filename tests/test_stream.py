@@ -17,8 +17,9 @@ from pyarrow import parquet
 
 import train
 from configs.schema import Data, InputError
-from data import audit, order as orders, prepare, sources, stream
+from data import audit, order as orders, sources, stream
 from data.loader import LoaderError
+from data.prepare import prepare
 from data.stream import Batches, Exhausted, Order, Stream
 from tests.ranks import run_ranks
 from tests.runs import MESHES, TINY, killed_at, run, samples, series, stopped_at
@@ -108,7 +109,7 @@ def test_an_epoch_has_every_document_once_and_none_that_is_held_out(corpus, frac
         assert sorted(found) == sorted(texts)
     else:  # the same that preparation holds out
         cfg = options(place, validation_fraction=fraction, cache=str(tmp_path / "cache"))
-        prepared = prepare.prepare(cfg, log=lambda line: None)
+        prepared = prepare(cfg, log=lambda line: None)
         held_out = bytes(i if i < 256 else 0 for i in prepared.validation.read(0, 10**6).tolist()).decode().split("\0")[:-1]
         assert len(held_out) > 20 and sorted(held_out + found) == sorted(texts)
 
@@ -294,7 +295,7 @@ def test_a_changed_text_or_option_is_refused(corpus):
 
 
 def test_what_cannot_be_streamed_is_refused(corpus, tmp_path):
-    prepared = prepare.prepare(options(corpus[0], cache=str(tmp_path / "cache")), log=lambda _: None)
+    prepared = prepare(options(corpus[0], cache=str(tmp_path / "cache")), log=lambda _: None)
     with pytest.raises(InputError, match="is prepared already"):
         opened(options(prepared.folder))
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 5)
@@ -405,7 +406,7 @@ def test_validation_is_on_sets_that_were_prepared(tiny, tmp_path):
     """A prepared part of the source holds out the documents that the stream holds out."""
     cfg = train.load_config([f"--run.folder={tmp_path}", *tiny])
     held = {"validation_fraction": 0.2, "cache": f"{tmp_path}/cache"}
-    part = prepare.prepare(cfg.data.model_copy(update=held), log=lambda line: None)
+    part = prepare(cfg.data.model_copy(update=held), log=lambda line: None)
     sets = f'--validation.sets=[{{name = "part", source = "{part.folder}"}}]'
     more = [*tiny, sets, "--data.validation_fraction=0.2", "--validation.interval=8", "--validation.steps=1"]
     assert run_ranks(1, run, more, tmp_path) == [(0, "")]

@@ -38,6 +38,7 @@ from checkpoint import lease, manager, storage, verify
 from checkpoint.manager import CheckpointManager
 from checkpoint.verify import Damaged
 from configs.schema import InputError
+from reliability import disk
 from tests import ranks
 from tests.ranks import run_ranks
 from tests.checkpoints import (
@@ -97,7 +98,7 @@ def killed_run(place: Path, victim: int, when: tuple[int, float] | None, fn: Cal
             os.kill(pids[1 - victim], signal.SIGUSR1)
             time.sleep(0.5)
             stacks = (place / f"stacks-{1 - victim}").read_text()
-            if "fsync" not in stacks and "sync_folder" not in stacks:  # a disk that others keep busy is not a hang
+            if "fsync" not in stacks and "disk.py" not in stacks:  # a disk that others keep busy is not a hang
                 pytest.fail("the survivor hangs\n" + stacks)
             wait_until(lambda: ended(pids[1 - victim]), 60, "the survivor hangs after its fsync")
         assert ended(pids[victim]).si_code == os.CLD_KILLED
@@ -200,7 +201,7 @@ POINTS = {  # where a rank dies, in the order of a save: (whose attribute, its n
     "manifest": (verify, "write_manifest", 1, AFTER),
     "before the rename": (Path, "rename", 1, BEFORE),
     "after the rename": (Path, "rename", 1, AFTER),
-    "published": (verify, "sync_folder", 2, AFTER),
+    "published": (disk, "sync", 2, AFTER),
     "old one renamed": (Path, "rename", 2, AFTER),
     "old one half removed": (os, "unlink", 2, BEFORE),
     "load": (storage.StagedLoad, "lookup_tensor", 10, BEFORE),

@@ -42,6 +42,7 @@ from data import hf_tokenizer
 from data.tokenizer import Tokenizer, from_rank_file, load_saved
 from models import MODELS
 from models.family import Family
+from reliability import disk
 
 META = MODELS["llama"]  # the family whose weights Meta published in a format of its own
 REMAP = 1 << 28  # bytes read of mapped files before they are mapped anew: mapped pages count as this process's memory
@@ -127,7 +128,7 @@ def publish(
     def finish(tensors: dict, files: dict) -> None:
         verify.write_manifest(temporary, {**head, "files": files, "tensors": tensors})
         temporary.rename(folder / name)
-        verify.sync_folder(folder)
+        disk.sync(folder)
 
     try:
         if folder.exists() and verify.published(folder):

@@ -15,6 +15,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,10 +87,12 @@ def memory_gib(device: torch.device) -> float:
 
 
 def model_summary(
-    sizes: str, model: nn.Module, mesh: Mesh, dtype: torch.dtype, training: schema.Training, optimizer: torch.optim.Optimizer
-) -> str:
-    """What is about to be trained, in four lines: sizes of the model (as its family describes them), of the mesh, of the
-    training state, of a step."""
+    family: Any, args: Any, model: nn.Module, mesh: Mesh, dtype: torch.dtype, training: schema.Training,
+    optimizer: torch.optim.Optimizer,
+) -> str:  # fmt: skip
+    """What is about to be trained, in four lines: sizes of the model, of the mesh, of the training state, of a step.
+
+    family: the module, with the members of `models/family.py::Family`; args: the model's numbers, its `Args`."""
     parameters = list(model.parameters())
     mine = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     moments = 2 if "betas" in optimizer.defaults else int(optimizer.defaults.get("momentum", 0) > 0)
@@ -97,7 +100,7 @@ def model_summary(
     whole, share = (copies * sum(p.numel() * p.element_size() for p in some) for some in (parameters, mine))
     dimensions = " x ".join(f"{name} {getattr(mesh, name)}" for name in ("dp_replicate", "dp_shard", "tp"))
     return (
-        f"model: {sizes}\n"
+        f"model: {family.parameters(args):,} parameters; {family.describe(args)}\n"
         f"mesh: {dimensions} = {mesh.size} process{'es' if mesh.size > 1 else ''} on {mesh.device.type}, "
         f"computing in {str(dtype).removeprefix('torch.')}\n"
         f"state: weights, gradients and {moments} optimizer moments take {_size(whole)} in all, "

@@ -23,7 +23,7 @@ import torch
 from configs.schema import Data
 from data import order as orders
 from data.loader import Batches, loader
-from data.prepare import Tokens
+from data.tokens import Tokens
 from tools.bench import harness
 
 SHAPES = ((8, 256), (64, 256), (8, 8192))  # sequences per rank and step, tokens of each

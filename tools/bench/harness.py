@@ -83,7 +83,7 @@ def product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], None
 
 
 class Held:
-    """Token ids in memory, in place of data/prepare.py's Tokens."""
+    """Token ids in memory, in place of data/tokens.py::Tokens."""
 
     split, folder = "train", "memory"
 

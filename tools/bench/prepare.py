@@ -23,7 +23,9 @@ import tiktoken
 from pyarrow import parquet
 
 from configs.schema import Data
-from data import prepare, sources, stream, tokenizer
+from data import sources, stream, tokenizer
+from data.prepare import prepare
+from data.prepare.encoding import BATCH_BYTES
 from tools.bench import harness
 
 
@@ -58,7 +60,7 @@ def main() -> None:
 
         def prepared(source: Path) -> None:
             cfg = Data(source=str(source), tokenizer=ranks)
-            prepare.prepare(cfg, log=lambda line: None, out=str(folder / f"out{next(made)}"))
+            prepare(cfg, log=lambda line: None, out=str(folder / f"out{next(made)}"))
 
         contenders, n = {"tiktoken alone": alone}, alone()
         contenders |= {f"prepare {kind}": lambda path=path: prepared(path) for kind, path in files.items()}
@@ -97,7 +99,7 @@ def batches(texts: list[str]) -> list[list[str]]:
     for text in texts:
         found[-1].append(text)
         size += len(text)
-        if size >= prepare.BATCH_BYTES:
+        if size >= BATCH_BYTES:
             found.append([])
             size = 0
     return found

@@ -15,11 +15,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 
 import train
 from configs.load import load_config
@@ -60,27 +60,34 @@ SECTIONS = ("data", "forward", "backward", "clip", "optimizer")
 
 
 @contextmanager
-def sections(job: train.Job) -> Iterator[tuple[dict[str, float], Callable[[str], None]]]:
-    """Seconds by section, and what opens one (closing the one before)."""
-    seconds, now = dict.fromkeys((*SECTIONS, ""), 0.0), {"section": "", "since": time.perf_counter()}
+def sections(device: torch.device) -> Iterator[tuple[dict[str, float], Callable[[str], None]]]:
+    """Seconds of each of SECTIONS, and a function that begins one and ends the one before ("" belongs to none).
 
-    def open_(section: str) -> None:
-        if job.mesh.device.type == "cuda":
+    The phases of a step begin and end with the `record_function` labels of `train.train_step`.
+    """
+    seconds, current = dict.fromkeys((*SECTIONS, ""), 0.0), {"section": "", "since": time.perf_counter()}
+
+    def begin(section: str) -> None:
+        if device.type == "cuda":
             torch.cuda.synchronize()
-        at = time.perf_counter()
-        seconds[now["section"]] += at - now["since"]
-        now.update(section=section, since=at)
+        now = time.perf_counter()
+        seconds[current["section"]] += now - current["since"]
+        current.update(section=section, since=now)
 
-    clip = train.clip_grad_norm
-    hooks = [
-        job.model.register_forward_pre_hook(lambda *_: open_("forward"), prepend=True),
-        job.model.register_forward_hook(lambda *_: open_("backward")),
-        job.optimizer.register_step_pre_hook(lambda *_: open_("optimizer")),
-    ]
-    with mock.patch.object(train, "clip_grad_norm", lambda *args: (open_("clip"), clip(*args))[1]):
-        yield seconds, open_
-    for hook in hooks:
-        hook.remove()
+    enter, leave = record_function.__enter__, record_function.__exit__
+
+    def entered(label: record_function) -> record_function:
+        if label.name in SECTIONS:
+            begin(label.name)
+        return enter(label)
+
+    def left(label: record_function, *error: object) -> None:
+        leave(label, *error)
+        if label.name in SECTIONS:
+            begin("")
+
+    with mock.patch.object(record_function, "__enter__", entered), mock.patch.object(record_function, "__exit__", left):
+        yield seconds, begin
 
 
 def one(options: list[str], rounds: int) -> dict:
@@ -95,12 +102,12 @@ def one(options: list[str], rounds: int) -> dict:
     step = lambda: train.train_step(job, data[next(steps)])  # noqa: E731
     timed = harness.alternate({"step": step, "product": multiply}, rounds)
     memory = memory_gib(device)
-    with sections(job) as (seconds, open_):
+    with sections(device) as (seconds, begin):
         for _ in range(rounds):
-            open_("data")
+            begin("data")
             batch = data[next(steps)]
+            begin("")
             train.train_step(job, batch)
-            open_("")
     tokens = t.global_batch_size * t.seq_len
     seconds_per_step = statistics.median(timed["step"])
     family, args = train.architecture(job.cfg)
@@ -116,13 +123,16 @@ def one(options: list[str], rounds: int) -> dict:
 
 
 def on_fake_group(options: list[str], rounds: int, size: int) -> dict:
-    """The same as rank 0 of so many ranks, whose collectives return at once: what the host has to do. Nothing is received, so
-    what is gathered is no number; the gate that would skip the update is held open. Processor time of one thread."""
+    """Processor seconds that one thread of rank 0 of `size` ranks spends on a step: the work of the host.
+
+    Collectives return at once and bring nothing, so the gradient is whatever was in memory. Were it not finite, fused AdamW
+    would skip its update: it is told that all is well.
+    """
     torch.set_num_threads(1)
-    finite = SimpleNamespace(**vars(train.math) | {"isfinite": lambda _: True})
-    with pretend(size, min(size, 8)), mock.patch.object(train, "math", finite):
+    with pretend(size, min(size, 8)):
         cfg = load_config(options, size, min(size, 8))
         job = train.build(cfg)
+        job.optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.found_inf.zero_())
         shape = (1, cfg.training.local_batch_size, cfg.training.seq_len)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
         seconds = harness.alternate({"step": lambda: train.train_step(job, batch)}, 5 * rounds, clock=time.process_time)["step"]

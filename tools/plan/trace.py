@@ -38,12 +38,13 @@ from torch.utils._pytree import tree_iter
 
 import train
 from configs import check
-from configs.schema import Config
+from configs.schema import Config, InputError
 from models.kernels import causal_attention
 from parallelisms import mesh as meshes
 from training import init
 from reliability.collectives import group_of
 
+PHASES = ("forward", "loss", "backward", "clip", "optimizer")  # labels of train.train_step; the loss is within forward
 c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
 # operator -> kind of collective, where its message is (the larger side: what NCCL's tests call the size of a collective)
 COLLECTIVES = {
@@ -204,7 +205,10 @@ class Trace(TorchDispatchMode):
         self.watched: dict[int, weakref.ref] = {}
         self.born: dict[Where, int] = {}
         self.counter = count()
-        self.loss = self.propagating = 0
+        self.labels: list[str] = []  # `record_function`s that are open, of anyone
+        self.phases: set[str] = set()  # labels that have been seen
+        self.job: train.Job | None = None  # whose step is followed; see `watch`
+        self.propagating = 0
         self.dimensions: dict[str, str] = {}  # name of a process group -> mesh dimension
         self.stack = ExitStack()
 
@@ -227,7 +231,7 @@ class Trace(TorchDispatchMode):
 
     def come_to_life(self, number: int, size: int) -> None:
         order = self.born[self.where] = self.born.get(self.where, -1) + 1
-        self.memory[number] = Memory(size, self.where, "logits and loss" if self.loss else "", order)
+        self.memory[number] = Memory(size, self.where, "logits and loss" if "loss" in self.labels else "", order)
         self.rows().append(("+", number))
 
     def die(self, address: int, number: int) -> None:
@@ -261,7 +265,9 @@ class Trace(TorchDispatchMode):
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
             return NotImplemented  # their own dispatch brings it back with plain tensors
         kwargs = kwargs or {}
-        if self.propagating:
+        if func.namespace == "profiler":
+            self.label(func, args)
+        if self.propagating or func.namespace == "profiler":
             return func(*args, **kwargs)
         if args and isinstance(args[0], FakeTensor):
             if func is functional.wait_tensor.default:
@@ -269,8 +275,6 @@ class Trace(TorchDispatchMode):
             if func is aten._local_scalar_dense.default:
                 return 1.0  # a loss, a gradient norm, and that they are fine
         backward = torch._C._current_graph_task_id() != -1
-        if backward and self.where.phase == "forward":
-            self.where = self.where._replace(phase="backward")
         out = func(*args, **kwargs)
         self.account(func, args, kwargs, out, backward)
         return out
@@ -291,7 +295,7 @@ class Trace(TorchDispatchMode):
             tensor = message(args, out)
             op.message = tensor.numel() * tensor.element_size()
             op.dimension = self.dimension(group_of(args).group_name)
-            op.background = func.namespace == "c10d" and self.where.phase in ("forward", "backward") and not self.loss
+            op.background = func.namespace == "c10d" and self.where.phase in ("forward", "backward") and "loss" not in self.labels
             op.background &= op.message > 8  # the sum of the loss is waited for
             self.rows().append(op)
             return
@@ -386,8 +390,28 @@ class Trace(TorchDispatchMode):
         self.stack.close()
 
     # Where in the step.
+    def label(self, func, args: tuple) -> None:
+        """A `record_function` is entered or left: the phases of `train.train_step` are labels, and others do not matter."""
+        if "enter" not in func._schema.name:
+            self.labels.pop()
+            return
+        self.labels.append(args[0])
+        self.phases.add(args[0])
+        if self.job is None:
+            return
+        if args[0] == "forward":
+            self.where = Where(self.where.micro + 1, "forward", -1)
+        elif args[0] == "backward":
+            self.where = self.where._replace(phase="backward")
+        elif args[0] == "clip":
+            self.where = self.where._replace(phase="clip", block=-1)
+            self.tag([p.grad for p in self.job.model.parameters() if p.grad is not None], "gradients")
+        elif args[0] == "optimizer":
+            self.where = self.where._replace(phase="optimizer", block=-1)
+
     def watch(self, job: train.Job) -> None:
-        """Follow this job's step: through the blocks forward and backward, then clipping and the optimizer."""
+        """Follow this job's step: its phases by their labels, and through the blocks of forward and backward."""
+        self.job = job
         mesh, layers = job.mesh, list(job.model.layers.values())
         for dim in mesh.device_mesh.mesh_dim_names:
             self.dimensions[mesh.device_mesh.get_group(dim).group_name] = dim
@@ -398,9 +422,6 @@ class Trace(TorchDispatchMode):
 
             return move
 
-        def next_micro_batch(*_):
-            self.where = Where(self.where.micro + 1, "forward", -1)
-
         def backward_begins_at(block: int):  # when the gradient of this tensor is whole
             def hook(_, inputs, outputs=None):
                 tensor = inputs[0] if outputs is None else outputs
@@ -409,31 +430,11 @@ class Trace(TorchDispatchMode):
 
             return hook
 
-        job.model.register_forward_pre_hook(next_micro_batch, prepend=True)
         layers[0].register_forward_pre_hook(backward_begins_at(-1), prepend=True)
         for i, block in enumerate(layers):
             block.register_forward_pre_hook(at("forward", i), prepend=True)
             block.register_forward_hook(backward_begins_at(i), prepend=True)  # before FSDP's, which gathers for backward
         layers[-1].register_forward_hook(at("forward", len(layers)))
-        job.optimizer.register_step_pre_hook(at("optimizer", -1))
-
-        clip, loss = train.clip_grad_norm, train.linear_cross_entropy
-
-        def clipped(params, max_norm):
-            at("clip", -1)()
-            params = list(params)
-            self.tag([p.grad for p in params if p.grad is not None], "gradients")
-            return clip(params, max_norm)
-
-        def in_loss(*args, **kwargs):
-            self.loss += 1
-            try:
-                return loss(*args, **kwargs)
-            finally:
-                self.loss -= 1
-
-        self.stack.enter_context(mock.patch.object(train, "clip_grad_norm", clipped))
-        self.stack.enter_context(mock.patch.object(train, "linear_cross_entropy", in_loss))
 
     def settle(self, job: train.Job) -> None:
         """Call before the step: what exists now is parameters and optimizer state; forget how it came to be."""
@@ -621,6 +622,9 @@ def run_step(trace: Trace, job: train.Job, batch: dict[str, torch.Tensor], micro
         train.train_step(job, batch)
     finally:
         gc.enable()
+    if missing := [phase for phase in PHASES if phase not in trace.phases]:
+        raise InputError(f"train.train_step has no record_function({missing[0]!r}): the planner finds the phases of a step by "
+                         f"the labels {', '.join(PHASES)}; put them around the code that they name")  # fmt: skip
     step = trace.step(job)
     traced, t = len(batch["tokens"]), job.cfg.training
     if micro_batches > traced:

@@ -1,0 +1,69 @@
+"""`python -m data.prepare`: tokenise a corpus and print a report."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from configs.schema import Data, InputError
+from data.prepare import prepare
+from data.prepare.job import COUNTS, Job
+from data.prepare.workers import work
+from data.tokens import Prepared, read_manifest, verify
+
+OPTIONS = ("source", "tokenizer", "bpe_vocab_size", "text_field", "validation_fraction", "max_document_bytes",
+           "skip_failed", "cache")  # fmt: skip
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--work"]:  # started by workers.in_processes
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C; without a parent the pipe ends this process
+        return work(Job.load(sys.argv[2]), int(sys.argv[3]))
+    parser = argparse.ArgumentParser(prog="python -m data.prepare", description="Tokenise a corpus.")
+    for name in OPTIONS:
+        field = Data.model_fields[name]
+        parser.add_argument(f"--{name.replace('_', '-')}", default=field.default, type=type(field.default),
+                            help=f"{field.description.replace('%', '%%')} [{field.default}]")  # fmt: skip
+    for name in ("add_bos", "add_eos"):
+        field = Data.model_fields[name]
+        parser.add_argument(f"--{name.replace('_', '-')}", default=field.default, help=field.description,
+                            action=argparse.BooleanOptionalAction)  # fmt: skip
+    parser.add_argument("--out", default="", help="the folder to make, for data.source; without it: one in the cache")
+    parser.add_argument("--workers", type=int, default=0, help="processes to use at most; 0: one per core [0]")
+    parser.add_argument("--verify", action="store_true", help="read every byte of it again and compare the hashes")
+    arguments = vars(parser.parse_args())
+    check, out, workers = (arguments.pop(name) for name in ("verify", "out", "workers"))
+    try:
+        cfg = Data(**arguments)
+    except ValueError as error:  # pydantic's: an option out of its bounds
+        parser.error(str(error))
+    try:
+        prepared = prepare(cfg, out=out, workers=workers)
+        if check:
+            verify(prepared.folder)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    _print_report(prepared, check)
+    return 0
+
+
+def _print_report(prepared: Prepared, checked: bool) -> None:
+    manifest = read_manifest(prepared.folder)
+    report = manifest["report"]
+    print("\n" + "".join(f"{what.replace('_', ' '):>14}" for what in (*COUNTS, "tokens")))
+    print("".join(f"{report[what]:>14,}" for what in (*COUNTS, "tokens")))
+    print(f"\n{'split':<12}{'documents':>12}{'tokens':>16}{'MB of text':>14}{'bytes/token':>14}")
+    for split, row in manifest["splits"].items():
+        ratio = row["bytes"] / max(row["tokens"], 1)
+        print(f"{split:<12}{row['documents']:>12,}{row['tokens']:>16,}{row['bytes'] / 1e6:>14,.2f}{ratio:>14.3f}")
+    print(f"\nvocabulary   {prepared.tokenizer.n_vocab:,} (fingerprint {prepared.tokenizer.fingerprint})")
+    print(f"corpus       {prepared.fingerprint}{', every hash verified' if checked else ''}")
+    print(f"folder       {prepared.folder}")
+    for line in report["failures"]:
+        print(f"failed       {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

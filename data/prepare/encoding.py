@@ -1,0 +1,95 @@
+"""One document to tokens, and many documents by several threads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from configs.schema import Data, InputError
+from data import hf_tokenizer, sources, tokenizer
+from data.tokens import SPLITS
+
+BATCH_BYTES = 256_000  # text that is handed to a thread at a time; at this size the handing over costs nothing measurable
+
+
+def open_tokenizer(asked: str) -> tokenizer.Tokenizer:
+    """The tokenizer that `data.tokenizer` names, which must not be "bpe". InputError: it cannot be read."""
+    if asked == "bytes":
+        return tokenizer.byte_tokenizer()
+    path = os.path.expanduser(asked)
+    return hf_tokenizer.read_file(Path(path)) if path.endswith(".json") else tokenizer.from_rank_file(path)
+
+
+def encode(cfg: Data, tok: tokenizer.Tokenizer, text: str, change: dict) -> tuple[int, float, list | str]:
+    """(bytes of the document, its score in [0, 1), [(split, token ids), ...]). A document that cannot be used has, in place
+    of the list, a problem as in sources.Document. `change`: see job.change_of_sides."""
+    data = text.encode()
+    if cfg.max_document_bytes and len(data) > cfg.max_document_bytes:
+        return len(data), 0.0, sources.TOO_LONG
+    score = int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / 2**48
+    split = SPLITS[(score < cfg.validation_fraction or score == change.get("low")) and score != change.get("high")]
+    texts = [(split, text)] if not change.get("cut") else list(zip(SPLITS, _cut(text, cfg.validation_fraction)))
+    begin = np.array([tok.bos_id] if cfg.add_bos else [], tok.dtype)
+    end = np.array([tok.eot_id] if cfg.add_eos else [], tok.dtype)
+    try:
+        rows = [(split, np.concatenate([begin, tok.encode(text), end])) for split, text in texts]
+    except BaseException as error:  # a panic of tiktoken is not an Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        return len(data), score, f"cannot be tokenised: {error}"
+    return len(data), score, rows
+
+
+def _cut(text: str, fraction: float) -> tuple[str, str]:
+    """The only text of a corpus in two parts: about 1 - fraction of it, up to the end of a line, and the held-out tail."""
+    if len(text) < 2:
+        raise InputError("data.source: its only text has 1 character: too little to train on")
+    wanted = min(max(round(len(text) * (1 - fraction)), 1), len(text) - 1)
+    end = text.rfind("\n", 0, wanted) + 1 or wanted
+    return text[:end], text[end:]
+
+
+def encode_all(
+    cfg: Data, tok: tokenizer.Tokenizer, documents: Iterator[tuple[int, sources.Document]], change: dict, threads: int
+) -> Iterator[tuple]:
+    """(file, document, *encode(document)) for each (file, document), in order. Encoding releases the GIL, so `threads`
+    threads share the work. Few documents are in memory at a time."""
+    tok.encode("")  # builds, once, what the threads share
+
+    def encoded(batch: list) -> list[tuple]:
+        return [(file, document, *encode(cfg, tok, document.text, change)) for file, document in batch]
+
+    if threads <= 1:
+        for batch in _batches(documents):
+            yield from encoded(batch)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        waiting = deque()
+        try:
+            for batch in _batches(documents):
+                waiting.append(pool.submit(encoded, batch))
+                if len(waiting) > 2 * threads:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _batches(documents: Iterator[tuple[int, sources.Document]]) -> Iterator[list]:
+    """The documents, in lists of about BATCH_BYTES of text."""
+    batch, size = [], 0
+    for item in documents:
+        batch.append(item)
+        size += len(item[1].text)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    yield batch

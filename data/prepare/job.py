@@ -1,0 +1,305 @@
+"""The whole of one preparation: how the source is divided into parts, which parts are finished, and their merged folder.
+
+While the work goes on, the folder has a folder `parts`: `plan` (the job as JSON), and of each finished part its record
+(`00000.json`, written last) and its tables. It is removed when all is merged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from configs.schema import Data, InputError
+from data import sources, tokenizer
+from data.prepare import workers
+from data.prepare.encoding import open_tokenizer
+from data.prepare.part import PartMaker
+from data.tokens import FORMAT, SPLITS, TABLES, file_sha256
+from reliability.disk import sync, write_whole
+
+BPE_CHARACTERS = 64_000_000  # a BPE is trained on the first documents, up to here: more text hardly changes its merges
+PART_BYTES = 64_000_000  # of the source: a core tokenises this in some seconds, which is what a kill costs
+MOST_PARTS = 4096  # a corpus that would have more of them has larger parts
+COUNTS = ("documents", "kept", "empty", "too_long", "failed")  # of a report: the first is the sum of the others
+
+Log = Callable[[str], object]
+
+
+@dataclass
+class Job:
+    """What the processes that make a folder share."""
+
+    folder: str
+    cfg: Data
+    files: list[sources.File]
+    parts: list[list]  # of each part its pieces: [index of the file, start, stop, bytes]
+    tokenizer: tokenizer.Tokenizer
+
+    @staticmethod
+    def open(folder: str, key: str, cfg: Data, files: list[sources.File], log: Log) -> Job:
+        """The job that a killed process left in this folder, or a new one."""
+        with suppress(OSError, ValueError, KeyError):
+            with open(os.path.join(folder, "parts", "plan"), encoding="ascii") as file:
+                if json.load(file)["key"] == key:
+                    job = Job.load(folder)
+                    job.cfg = cfg  # skip_failed is not part of the key and may have changed
+                    job.save(key)
+                    for path in [*Path(folder).glob("*.tmp*"), *Path(folder, "parts").glob("*.tmp*")]:
+                        path.unlink()  # half a part
+                    return job
+        shutil.rmtree(folder, ignore_errors=True)
+        os.makedirs(os.path.join(folder, "parts"))
+        total = sum(file.size for file in files)
+        parts = _divide(files, max(PART_BYTES, total // MOST_PARTS))
+        log(f"{cfg.source}: {len(files):,} files, {total / 1e6:,.1f} MB, {len(parts):,} parts")
+        job = Job(folder, cfg, files, parts, _make_tokenizer(cfg, files, log))
+        job.tokenizer.save(os.path.join(folder, "tokenizer.json"))
+        sync(os.path.join(folder, "tokenizer.json"))
+        job.save(key)
+        return job
+
+    def save(self, key: str) -> None:
+        plan = {"key": key, "cfg": self.cfg.model_dump(mode="json"), "files": self.files, "parts": self.parts}
+        write_whole(os.path.join(self.folder, "parts", "plan"), json.dumps(plan).encode("ascii"))
+
+    @staticmethod
+    def load(folder: str) -> Job:
+        with open(os.path.join(folder, "parts", "plan"), encoding="ascii") as file:
+            plan = json.load(file)
+        files = [sources.File(*row) for row in plan["files"]]
+        made = tokenizer.load_saved(os.path.join(folder, "tokenizer.json"))
+        return Job(folder, Data.model_validate_json(json.dumps(plan["cfg"])), files, plan["parts"], made)
+
+    # ------------------------------------------------------------------------------------------------- making the parts
+
+    def run(self, processes: int, lock: int, log: Log) -> list[dict]:
+        """The records of all parts. Those that are missing are made, so that no split is empty if that can be."""
+        records = self._run({}, (), processes, lock, log)
+        change = change_of_sides(records, self.cfg.validation_fraction)
+        if change:
+            score = change.get("low", change.get("high"))
+            touched = [i for i, record in enumerate(records) if score in (record["lowest"], record["highest"])]
+            records = self._run(change, touched, processes, lock, log)
+        return records
+
+    def _run(self, change: dict, again: Iterable[int], processes: int, lock: int, log: Log) -> list[dict]:
+        """All records. Made are the parts without one, and the parts of `again` that were made without this change."""
+        records = {i: self.record(i) for i in range(len(self.parts))}
+        todo = [i for i, record in records.items() if record is None or (i in again and record["change"] != change)]
+        sizes = [sum(size for *_, size in part) for part in self.parts]
+        progress = workers.Progress(sum(sizes), sum(sizes[i] for i in records if i not in todo), log)
+        failures: list[list] = []
+
+        def add(part: int, record: dict) -> None:
+            records[part] = record
+            failures.extend(record["failures"])
+            if len(failures) > self.allowed:
+                raise self.too_many_failures(failures[0])
+
+        for part in sorted(records.keys() - set(todo)):
+            add(part, records[part])
+        with progress:
+            if min(processes, len(todo)) > 1:
+                workers.in_processes(self.folder, todo, change, processes, lock, progress.add, add)
+            else:
+                for part in todo:
+                    add(part, self.make(part, change, processes, progress.add))
+        return [records[i] for i in range(len(self.parts))]
+
+    def make(self, part: int, change: dict, threads: int, progress: Callable[[int], object]) -> dict:
+        """Make one part: its files, and then its record, which says that it is finished."""
+        record = PartMaker(self, part, change, progress).make(threads)
+        path = os.path.join(self.folder, "parts", f"{part:05}.json")
+        write_whole(path, json.dumps(record).encode("ascii"))
+        return record
+
+    def record(self, part: int) -> dict | None:
+        """What is known about a finished part."""
+        try:
+            with open(os.path.join(self.folder, "parts", f"{part:05}.json"), encoding="ascii") as file:
+                return json.load(file)
+        except FileNotFoundError:
+            return None
+
+    @property
+    def allowed(self) -> float:
+        """How many documents may be unreadable."""
+        return float("inf") if self.cfg.source == "stdlib" else self.cfg.skip_failed
+
+    def too_many_failures(self, example: list) -> InputError:
+        piece, number, problem = example
+        piece = sources.Piece(self.files[piece[0]], *piece[1:])
+        error = sources.failure(piece, sources.Document(number, "", problem, 0))
+        if not self.allowed:
+            return error
+        return InputError(f"more than {self.allowed} documents cannot be read (data.skip_failed); one of them: {error}")
+
+    # ------------------------------------------------------------------------------------------------ merging the parts
+
+    def finish(self, records: list[dict], key: str, log: Log) -> None:
+        """Write the tables of the whole corpus, and the manifest last. InputError: no document has a text."""
+        report = {what: sum(record[what] for record in records) for what in COUNTS}
+        if not report["kept"]:
+            shutil.rmtree(self.folder)
+            others = ", ".join(f"{report[what]} {what.replace('_', ' ')}" for what in COUNTS[2:] if report[what])
+            raise InputError(f"data.source: {self.cfg.source} has no text: {len(self.files)} files, "
+                             f"{report['documents']} documents ({others or 'none'})")
+        continued = self._continued(records)
+        files = self._write_tables(records, continued)
+        for name in os.listdir(self.folder):  # what a killed process left
+            if name not in files and name != "parts":
+                os.remove(os.path.join(self.folder, name))
+        counts = ("documents", "tokens", "bytes")
+        splits = {s: {what: sum(record["splits"][s][what] for record in records) for what in counts} for s in SPLITS}
+        report["tokens"] = sum(row["tokens"] for row in splits.values())
+        report["failures"] = self._failures(records, continued)
+        cut = any(record["change"].get("cut") for record in records)
+        manifest = self._manifest(key, cut, report, splits, files)
+        log(f"{report['documents']:,} documents: {report['kept']:,} kept, {report['empty']:,} empty, "
+            f"{report['too_long']:,} too long, {report['failed']:,} failed; {report['tokens']:,} tokens "
+            f"({sum(row['bytes'] for row in splits.values()) / report['tokens']:.2f} bytes each)")
+        write_whole(os.path.join(self.folder, "manifest.json"), json.dumps(manifest, indent=1).encode("ascii"))
+
+    def _continued(self, records: list[dict]) -> list[tuple[int, int]]:
+        """[parts]: the file that the part's first piece continues, and how many lines of it earlier parts have; (-1, 0) when
+        the part begins with a new file. A part numbers the lines of such a file from its own first one."""
+        before: dict[int, int] = {}  # file -> lines in the parts so far
+        continued = []
+        for pieces, record in zip(self.parts, records, strict=True):
+            first, start, *_ = pieces[0]
+            continued.append((first, before.get(first, 0)) if start else (-1, 0))
+            for (file, *_), lines in zip(pieces, record["lines"], strict=True):
+                before[file] = before.get(file, 0) + lines
+        return continued
+
+    def _write_tables(self, records: list[dict], continued: list[tuple[int, int]]) -> dict[str, dict]:
+        """Write every file but the shards, which are there, and the manifest. Returns {name: {bytes, sha256}} of all."""
+        files = {}
+        for split in SPLITS:
+            for table in TABLES:
+                self._merge(split, table, records, continued)
+            for part, record in enumerate(records):
+                row = record["splits"][split]
+                if row["tokens"]:
+                    files[f"{split}-{part:05}.bin"] = {"bytes": row["token_bytes"], "sha256": row["sha256"]}
+        names = [file.name.encode("utf-8", errors="surrogateescape") for file in self.files]
+        write_whole(os.path.join(self.folder, "names"), b"".join(names))
+        starts = np.cumsum([0, *map(len, names)]).astype("<i8")
+        write_whole(os.path.join(self.folder, "names.starts"), starts.tobytes())
+        tables = [f"{split}.{table}" for split in SPLITS for table in TABLES]
+        for name in (*tables, "names", "names.starts", "tokenizer.json"):
+            path = os.path.join(self.folder, name)
+            files[name] = {"bytes": os.path.getsize(path), "sha256": file_sha256(path)}
+        return files
+
+    def _merge(self, split: str, table: str, records: list[dict], continued: list[tuple[int, int]]) -> None:
+        """One table of all parts: starts count from the split's first token, lines from the first of their file."""
+        path = os.path.join(self.folder, f"{split}.{table}")
+        tokens = 0
+        with open(f"{path}.tmp", "wb") as out:
+            for part, record in enumerate(records):
+                file, lines = continued[part]
+                column = self._part_table(split, part, table)
+                if table == "starts":
+                    column += tokens
+                    tokens += record["splits"][split]["tokens"]
+                elif table == "numbers" and lines:
+                    files = self._part_table(split, part, "files")
+                    column[(files == file) & (column != sources.WHOLE)] += lines
+                column.tofile(out)
+        sync(f"{path}.tmp")
+        os.rename(f"{path}.tmp", path)
+
+    def _part_table(self, split: str, part: int, table: str) -> np.ndarray:
+        return np.fromfile(os.path.join(self.folder, "parts", f"{split}-{part:05}.{table}"), TABLES[table])
+
+    def _failures(self, records: list[dict], continued: list[tuple[int, int]]) -> list[str]:
+        """A line for each document that was left out because it cannot be read."""
+        said = []
+        for record, (continued_file, lines) in zip(records, continued, strict=True):
+            for (file, *_), number, problem in record["failures"]:
+                number += lines if file == continued_file and number != sources.WHOLE else 0
+                said.append(f"{sources.name(self.files[file].name, number)} {problem}")
+        return said
+
+    def _manifest(self, key: str, cut: bool, report: dict, splits: dict, files: dict[str, dict]) -> dict:
+        tok, cfg = self.tokenizer, self.cfg
+        content = [tok.fingerprint, *(files[f"{split}.starts"]["sha256"] for split in SPLITS)]
+        content += [f"{name[:5]}{file['sha256']}" for name, file in files.items() if name.endswith(".bin")]
+        return {
+            "format": FORMAT,
+            "key": key,
+            "source": cfg.source,
+            "tokenizer": cfg.tokenizer,
+            "tokenizer_fingerprint": tok.fingerprint,
+            "fingerprint": hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32],
+            "dtype": tok.dtype.name,
+            "n_vocab": tok.n_vocab,
+            "eot_id": tok.eot_id,
+            "add_bos": cfg.add_bos,
+            "add_eos": cfg.add_eos,
+            "validation_fraction": cfg.validation_fraction,
+            "cut": cut,
+            "report": report,
+            "splits": splits,
+            "files": files,
+        }
+
+
+def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer.Tokenizer:
+    """The tokenizer that is asked for, trained first if it is a BPE of this source."""
+    if cfg.tokenizer == "bpe":
+        began = time.monotonic()
+        made = tokenizer.train_bpe(_first_texts(cfg, files), cfg.bpe_vocab_size)
+        log(f"trained a BPE of {made.n_vocab:,} tokens in {time.monotonic() - began:.1f} s")
+    else:
+        made = open_tokenizer(cfg.tokenizer)
+    if cfg.add_bos and made.bos_id is None:
+        raise InputError(f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text")
+    return made
+
+
+def _first_texts(cfg: Data, files: list[sources.File]) -> Iterator[str]:
+    """Texts until there are BPE_CHARACTERS; the last one may exceed it. Documents that cannot be read are judged later."""
+    taken = 0
+    for file in files:
+        for piece in sources.pieces(file):
+            for document in sources.read(piece, cfg.text_field, cfg.max_document_bytes):
+                if taken >= BPE_CHARACTERS:
+                    return
+                taken += len(document.text)
+                yield document.text
+
+
+def _divide(files: list[sources.File], size: int) -> list[list[tuple]]:
+    """The pieces of all files (index of the file, start, stop, bytes), in order, gathered to parts of about `size` bytes."""
+    parts: list[list[tuple]] = [[]]
+    filled = 0
+    for index, file in enumerate(files):
+        for piece in sources.pieces(file, size):
+            if filled and filled + piece.size > size:
+                parts.append([])
+                filled = 0
+            parts[-1].append((index, *piece[1:]))
+            filled += piece.size
+    return [part for part in parts if part]
+
+
+def change_of_sides(records: list[dict], fraction: float) -> dict:
+    """How to deal with documents so that neither split is empty. {"low": score} ("high"): the text with this score is held
+    out (trained on) although its hash says otherwise. "cut": all documents are the same text, which is cut in two."""
+    lowest, highest = min(r["lowest"] for r in records), max(r["highest"] for r in records)
+    if not fraction or lowest > highest:  # nothing is to be held out, or there is no text at all
+        return {}
+    if lowest == highest:
+        return {"cut": True, "low": lowest}
+    return {"low": lowest} if lowest >= fraction else {"high": highest} if highest < fraction else {}

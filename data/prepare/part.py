@@ -1,0 +1,139 @@
+"""One part of a corpus: its documents are read, tokenised and written, for each split one shard and its tables."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from data import sources
+from data.prepare.encoding import encode_all
+from data.tokens import SPLITS, TABLES
+from reliability.disk import sync
+
+if TYPE_CHECKING:
+    from data.prepare.job import Job
+
+
+class PartMaker:
+    """Makes one part of a job. `make` returns the part's record, which the job keeps as JSON."""
+
+    def __init__(self, job: Job, part: int, change: dict, progress: Callable[[int], object]) -> None:
+        """`change`: see job.change_of_sides; `progress` is called with the bytes of the source that have been read since."""
+        self.job, self.pieces, self.change, self.progress = job, job.parts[part], change, progress
+        self.counts = dict.fromkeys(("kept", "empty", "too_long", "failed"), 0)
+        self.failures: list[list] = []  # [piece, number of the document in it, problem]
+        self.lines: list[int] = []  # of each piece: how many lines it has, 0 unless it is of JSON lines
+        self.lowest, self.highest = 2.0, -1.0  # scores of the documents that are kept
+        self.writers = {split: SplitWriter(job.folder, split, part) for split in SPLITS}
+
+    def make(self, threads: int) -> dict:
+        """Write the part's files. InputError: more documents than are allowed cannot be read."""
+        job = self.job
+        try:
+            for file, document, size, score, rows in encode_all(
+                job.cfg, job.tokenizer, self._documents(), self.change, threads
+            ):
+                if isinstance(rows, str):
+                    self._leave_out(next(piece for piece in self.pieces if piece[0] == file), document.number, rows)
+                    continue
+                self.counts["kept"] += 1
+                self.lowest, self.highest = min(self.lowest, score), max(self.highest, score)
+                for split, ids in rows:
+                    self.writers[split].add(file, document.number, size, ids)
+        finally:
+            splits = {split: writer.close() for split, writer in self.writers.items()}
+        for writer in self.writers.values():
+            writer.publish()
+        counts = self.counts | {"documents": sum(self.counts.values())}
+        return {**counts, "failures": self.failures, "lines": self.lines, "lowest": self.lowest, "highest": self.highest,
+                "change": self.change, "splits": splits}  # fmt: skip
+
+    def _documents(self) -> Iterator[tuple[int, sources.Document]]:
+        """(index of the file, document) for each document that has a text."""
+        for piece in self.pieces:
+            file, *rest = piece
+            source_piece = sources.Piece(self.job.files[file], *rest)
+            reader = sources.read(source_piece, self.job.cfg.text_field, self.job.cfg.max_document_bytes)
+            done = 0  # bytes of the piece
+            while True:
+                try:
+                    document = next(reader)
+                except StopIteration as end:
+                    self.lines.append(end.value or 0)
+                    break
+                if document.done > done:
+                    self.progress(document.done - done)
+                    done = document.done
+                if document.problem:
+                    self._leave_out(piece, document.number, document.problem)
+                elif not document.text:
+                    self.counts["empty"] += 1
+                else:
+                    yield file, document
+            self.progress(max(source_piece.size - done, 0))
+
+    def _leave_out(self, piece: tuple, number: int, problem: str) -> None:
+        """Count a document with a problem."""
+        if problem == sources.TOO_LONG:
+            self.counts["too_long"] += 1
+            return
+        self.counts["failed"] += 1
+        self.failures.append([piece, number, problem])
+        if self.counts["failed"] > self.job.allowed:
+            raise self.job.too_many_failures(self.failures[-1])
+
+
+class SplitWriter:
+    """The files of one split of one part, under temporary names until `publish`."""
+
+    def __init__(self, folder: str, split: str, part: int) -> None:
+        self.shard = os.path.join(folder, f"{split}-{part:05}.bin")
+        tables = {table: os.path.join(folder, "parts", f"{split}-{part:05}.{table}") for table in TABLES}
+        self.paths = {"tokens": self.shard, **tables}
+        self.suffix = f".tmp{os.getpid()}"  # on a network file system another host may write the same part
+        self.files = {name: open(f"{path}{self.suffix}", "wb", 1 << 20) for name, path in self.paths.items()}
+        self.columns = {table: array(dtype.char) for table, dtype in TABLES.items()}  # in machine order: little-endian
+        self.sha256 = hashlib.sha256()
+        self.documents = self.tokens = self.bytes = self.token_bytes = 0
+
+    def add(self, file: int, number: int, size: int, ids: np.ndarray) -> None:
+        """A document: the index of its file, its number in it, its bytes of text, its tokens."""
+        data = ids.tobytes()
+        self.files["tokens"].write(data)
+        self.sha256.update(data)
+        for table, value in zip(TABLES, (self.tokens, file, number), strict=True):
+            self.columns[table].append(value)
+        self.documents += 1
+        self.tokens += len(ids)
+        self.bytes += size
+        self.token_bytes += len(data)
+        if len(self.columns["starts"]) >= 65536:
+            self._write_columns()
+
+    def _write_columns(self) -> None:
+        for table, column in self.columns.items():
+            self.files[table].write(column.tobytes())
+            del column[:]
+
+    def close(self) -> dict:
+        """What the record says about the split."""
+        try:
+            self._write_columns()
+        finally:
+            for file in self.files.values():
+                file.close()
+        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.bytes,
+                "token_bytes": self.token_bytes, "sha256": self.sha256.hexdigest()}  # fmt: skip
+
+    def publish(self) -> None:
+        """Put the files in place, flushed to the disk. A shard without a token is removed."""
+        for path in self.paths.values():
+            sync(f"{path}{self.suffix}")
+            os.rename(f"{path}{self.suffix}", path)
+        if not self.tokens:
+            os.remove(self.shard)

@@ -1,0 +1,158 @@
+"""Several processes that make parts, and how much of the source they have read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from configs.schema import InputError
+
+if TYPE_CHECKING:
+    from data.prepare.job import Job
+
+ROOT = Path(__file__).parents[2]
+REPORT_SECONDS = 0.25  # between two messages of a process about its progress
+
+
+def in_processes(
+    folder: str, todo: list[int], change: dict, workers: int, lock: int, progress: Callable[[int], object],
+    add: Callable[[int, dict], None],
+) -> None:  # fmt: skip
+    """Make the parts `todo` by at most `workers` processes; each takes the next part when it is free. They inherit the lock:
+    no other process begins while one of them still writes after its parent has died. Threads in one process would not do,
+    as reading JSON and Parquet holds the GIL. `add` receives each part and its record."""
+    waiting = deque(todo)
+    count = min(workers, len(todo))
+    command = [sys.executable, "-m", "data.prepare", "--work", folder, str(max(1, workers // count))]
+    running: list[subprocess.Popen] = []
+    guard = threading.Lock()
+
+    def serve(process: subprocess.Popen) -> None:
+        """Give one process its parts, until none are left."""
+        while (part := _next(waiting)) is not None:
+            record = _ask(process, [part, change], progress, guard)
+            if record is None:
+                raise RuntimeError(f"the process that tokenised part {part} of {folder} died (exit code {process.wait()})")
+            with guard:
+                add(part, record)
+
+    try:
+        for _ in range(count):
+            running.append(subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="ascii",
+                pass_fds=(lock,),
+            ))  # fmt: skip
+        with ThreadPoolExecutor(count) as pool:
+            try:
+                served = [pool.submit(serve, process) for process in running]
+                wait(served, return_when=FIRST_EXCEPTION)
+            finally:
+                waiting.clear()
+                if not all(future.done() and not future.exception() for future in served):
+                    for process in running:
+                        process.kill()
+        errors = [error for future in served if (error := future.exception())]
+        for kind in (InputError, OSError, BaseException):  # the first of these caused the others
+            for error in errors:
+                if isinstance(error, kind):
+                    raise error
+    finally:
+        for process in running:
+            process.kill()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+            process.stdout.close()
+            process.wait()
+
+
+def _next(waiting: deque[int]) -> int | None:
+    with suppress(IndexError):
+        return waiting.popleft()
+
+
+def _ask(process: subprocess.Popen, part: list, progress: Callable[[int], object], guard: threading.Lock) -> dict | None:
+    """The record of a part ([number, change]) that a process makes; None: the process died. Raises the process's error."""
+    line = ""
+    with suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(part) + "\n")
+        process.stdin.flush()
+        while (line := process.stdout.readline()) and "bytes" in (message := json.loads(line)):
+            with guard:
+                progress(message["bytes"])
+    if not line:
+        return None
+    if "input_error" in message:
+        raise InputError(message["input_error"])
+    if "os_error" in message:
+        raise OSError(*message["os_error"])
+    return message
+
+
+def work(job: Job, threads: int) -> int:
+    """One process of `in_processes`: numbers of parts come in line by line, and progress and records go out."""
+    reported, done = time.monotonic(), 0
+
+    def progress(size: int) -> None:
+        nonlocal reported, done
+        done += size
+        if time.monotonic() - reported > REPORT_SECONDS:
+            print(json.dumps({"bytes": done}), flush=True)
+            reported, done = time.monotonic(), 0
+
+    for line in sys.stdin:
+        part, change = json.loads(line)
+        try:
+            record = job.make(part, change, threads, progress)
+        except InputError as error:
+            record = {"input_error": str(error)}
+        except BrokenPipeError:
+            return 1
+        except OSError as error:
+            record = {"os_error": [error.errno, error.strerror]}
+        print(json.dumps({"bytes": done}), json.dumps(record), sep="\n", flush=True)
+        done = 0
+    return 0
+
+
+class Progress:
+    """How much of the source is read: a bar for a person at a terminal, otherwise a line every five seconds."""
+
+    def __init__(self, total: int, done: int, log: Callable[[str], object]) -> None:
+        """total, done: bytes of the source, and how many of them earlier processes have read."""
+        self.total, self.before, self.done, self.log = total, done, done, log
+        self.began = self.reported = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        self.bar = tqdm(total=self.total or None, initial=self.before, unit="B", unit_scale=True, desc="tokenising",
+                        disable=not sys.stderr.isatty(), leave=False)  # fmt: skip
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self.bar.close()
+        seconds = time.monotonic() - self.began
+        size = self.done - self.before
+        if size and not error:
+            rate = size / 1e6 / seconds
+            self.log(f"tokenised {size / 1e6:,.1f} MB of the source in {seconds:.1f} s, {rate:.1f} MB/s")
+
+    def add(self, size: int) -> None:
+        self.done += size
+        self.bar.update(size)
+        now = time.monotonic()
+        if self.bar.disable and now - self.reported > 5:
+            rate = (self.done - self.before) / (now - self.began)
+            left = f", {(self.total - self.done) / rate:,.0f} s left" if self.total and rate else ""
+            share = f"{self.done / self.total:.0%}" if self.total else f"{self.done / 1e6:,.0f} MB"
+            self.log(f"tokenised {share}, {rate / 1e6:.1f} MB/s{left}")
+            self.reported = now
