@@ -2,11 +2,18 @@
 # The tests:  ./run_tests.sh [arguments of pytest ...]      for example  -k resume  or  -m slow
 #
 # In the active environment if it has what is needed, otherwise in .venv, which is made. Without -m the tests marked
-# slow and torture are left out (pyproject.toml).
+# slow, torture and exhaustive are left out (pyproject.toml).
+#
+# The whole suite, or all tests of a marker, run in several processes: one per processor and one more, because many tests
+# wait. Anything narrower (a file, -k) runs in one process; -n 3 asks for three.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source tools/environment.sh
 
 find_python requirements.txt requirements-test.txt
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # no spinning: tests run many processes
+if [[ $# == 0 || ($# == 2 && $1 == -m) ]]; then
+    processors=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
+    set -- -n $((processors < 8 ? processors + 1 : 8)) "$@"
+fi
 exec "$PYTHON" -m pytest "$@"

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,25 +28,28 @@ from checkpoint.manager import CheckpointManager
 from configs import check
 from configs.load import as_given, dump, help_text, load_config
 from configs.schema import Config, InputError
-from data import hf_tokenizer, order as orders, stream as streams
-from data.loader import Batches, LoaderError, loader
-from data.order import Order
-from data.prepare import prepare
-from data.tokens import Prepared, Tokens, is_prepared, verify
+from data import hf_tokenizer
+from data.loader import Batch, Batches, LoaderError, loader
+from data.open import Corpora, open_corpora
+from data.tokenizer import Tokenizer
 from models import MODELS
 from models.family import Family
 from parallelisms import contract, dp, mesh as meshes, parallelize
 from parallelisms.mesh import Mesh
 from reliability import collectives, health
+from reliability.guard import Guard
+from reliability.record import Start, hosts, source_hash
+from reliability.stop import STOP_SIGNALS, STOPPED, Stop  # noqa: F401  the signals are tools/preflight's too
 from training import init, log
 from training.loss import IGNORE, linear_cross_entropy
-from training.metrics import Metrics, memory_gib, model_summary, peak_flops
+from training.meter import Meter
+from training.metrics import Metrics, model_summary, peak_flops
 from training.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate, step_if
 from training.profiler import profiler
-from reliability.record import Start, hosts, source_hash
 from training.sample import sample
-from reliability.stop import STOP_SIGNALS, STOPPED, Stop  # noqa: F401  the signals are tools/preflight's too
 from training.validate import scores, validate
+
+say = logging.getLogger("plumbline")
 
 # Exit codes; STOPPED is 75: stopped on request with a checkpoint, run again to go on.
 DONE, FAILED, WRONG_INPUT, CRASH_LOOP = 0, 1, 2, 76
@@ -54,7 +57,7 @@ DONE, FAILED, WRONG_INPUT, CRASH_LOOP = 0, 1, 2, 76
 
 @dataclass
 class Job:
-    """What a training step needs, and nothing else."""
+    """What every training step needs, and nothing else."""
 
     cfg: Config
     mesh: Mesh
@@ -95,7 +98,7 @@ class StepResult:
     losses: Tensor  # float32 [A, b, T], of this rank's tokens, 0 where a label does not count
     prepare_seconds: float  # this rank's, up to the first collective
     optimizer_seconds: float
-    unlike: list[int]  # ranks whose gradient was another one the second time (debug.replay_interval); no weight changed
+    unlike: list[int]  # ranks on which recomputing the gradient gave a different result; then no weight changed
 
 
 def train_step(job: Job, batch: dict[str, Tensor], skip_above: float = math.inf, replay: bool = False) -> StepResult:
@@ -126,11 +129,11 @@ def train_step(job: Job, batch: dict[str, Tensor], skip_above: float = math.inf,
 
 
 def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float]:
-    """The gradient of the mean loss over the global batch into the weights' `.grad`; `StepResult.loss`, `.losses` and
-    `.prepare_seconds`.
+    """Compute the gradient of the mean loss over the global batch, in the weights' `.grad`. Returns `loss` (a scalar),
+    `losses` and `prepare_seconds` of StepResult.
 
-    The loss is a sum over tokens divided by the tokens of the *global* batch, which are counted first: so loss and
-    gradient are the same numbers however the batch is split over ranks and micro-batches, even unevenly.
+    The loss is a sum over tokens, divided by the tokens of the *global* batch, which are counted first. So loss and
+    gradient do not depend on how the batch is split over ranks and micro-batches, not even where it is split unevenly.
     """
     cfg, mesh, model = job.cfg, job.mesh, job.model
     began = time.monotonic()
@@ -165,8 +168,8 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:
-    """The numbers of x [n] for whoever calls what is returned. They leave a GPU now, and the call waits for them alone, not
-    for what was queued since: to read x itself would leave the GPU without work until the host has given it some more."""
+    """A function that returns the numbers of x [n]. They begin to leave a GPU now, and a call of the function waits for them
+    alone, not for the work that was queued since. Reading x itself would wait for that work, and leave the GPU idle."""
     host = x.to("cpu", non_blocking=True)  # into pinned memory
     arrived = torch.cuda.current_stream().record_event() if x.is_cuda else None
 
@@ -178,257 +181,84 @@ def read_later(x: Tensor) -> Callable[[], list[float]]:
     return numbers
 
 
-def add_by_source(sums: Tensor, batch: dict[str, Tensor], losses: Tensor) -> None:
-    """Add a step's `StepResult.losses` to `sums`, float64 [2, sources]: loss and tokens of this rank's rows, by source."""
-    labels = batch["labels"].to(sums.device, non_blocking=True)
-    rows = torch.stack((losses, labels != IGNORE)).double().sum(-1)  # [2, A, b]
-    sums.index_add_(1, batch["source"].to(sums.device, non_blocking=True), rows.flatten(1))
-
-
-def corpora(cfg: Config, log: Callable[[str], object]) -> tuple[dict[str, Prepared | streams.Source], dict[str, Tokens]]:
-    """By name, tokenised first where they are not yet: the sources to train on (only one: called ""; with data.stream
-    just opened), and the sets to validate on, which are the held-out documents of each source and [[validation.sets]]."""
-    rows = {row.name: row.source for row in cfg.data.mixture} or {"": cfg.data.source}
-    further = {row.name: row.source for row in cfg.validation.sets}
-    new = [source for source in (rows | further).values() if not is_prepared(source)]
-    if cfg.data.tokenizer == "bpe" and len(rows | further) > 1 and new:
-        raise InputError(
-            f'data.tokenizer = "bpe" is trained on one source, but there are several, and {new[0]} is not prepared yet: '
-            'give the path of a tokenizer (python -m data.train_tokenizer makes one), or "bytes"'
-        )
-
-    def prepared(source: str, fraction: float) -> Prepared:
-        return prepare(cfg.data.model_copy(update={"source": source, "validation_fraction": fraction}), log=log)
-
-    if cfg.data.stream:
-        sources = {"": streams.open_source(cfg.data, log)}
-    else:
-        sources = {name: prepared(source, cfg.data.validation_fraction) for name, source in rows.items()}
-    whole = {name: prepared(source, 0.0) for name, source in further.items()}
-    first = next(iter(sources.values()))
-    for other in (*sources.values(), *whole.values()):
-        if cfg.data.verify and isinstance(other, Prepared) and meshes.world().local_rank == 0:
-            verify(other.folder)
-        if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
-            raise InputError(f"{other.folder} and {first.folder} are of different tokenizers: prepare them with the same")
-    sets = {name: corpus.validation for name, corpus in sources.items() if len(corpus.validation)}
-    sets |= {name: corpus.validation if len(corpus.validation) else corpus.train for name, corpus in whole.items()}
-    if cfg.validation.interval and not sets:
-        raise InputError(f"validation.interval = {cfg.validation.interval}, but {first.folder} was prepared without "
-                         "held-out documents: set it to 0, or name [[validation.sets]]")  # fmt: skip
-    return sources, sets
-
-
-def describe_data(cfg: Config, sources: dict[str, Prepared]) -> dict:
-    """What decides the order of the training data, beside the step; see data/order.py::describe."""
-    if cfg.data.stream:
-        return streams.describe(sources[""], cfg.run.seed, cfg.training.seq_len, cfg.training.global_batch_size)
-    weights = {row.name: [[0, row.weight], *map(list, row.schedule)] for row in cfg.data.mixture} or {"": [[0, 1.0]]}
-    rows = [(name, corpus.fingerprint, corpus.train, weights[name]) for name, corpus in sources.items()]
-    return orders.describe(rows, cfg.run.seed, cfg.training.seq_len, cfg.training.global_batch_size, cfg.data.skip)
-
-
-def batches(job: Job, sources: list[Tokens], order: Order) -> Batches:
-    """This rank's batches: item i is step i's, a function of (order, i) alone."""
-    local, mask = job.cfg.training.local_batch_size, job.cfg.data.mask_documents
-    return Batches(sources, order, local, job.mesh.dp_rank, job.mesh.dp_size, mask, job.args.vocab_size)
-
-
-def validation_batches(job: Job, name: str, tokens: Tokens) -> Batches:
-    """In the order of seed 0 whatever the run's seed: every run and every mesh is measured on the same sequences."""
-    t = job.cfg.training
-    description = orders.describe([(name, name, tokens, [[0, 1.0]])], 0, t.seq_len, t.global_batch_size)
-    return batches(job, [tokens], orders.begin(description))
-
-
-class Diverged(RuntimeError):
-    """There is no point in training on from this state."""
-
-
 def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog) -> int:
     """A whole run, from the newest checkpoint in cfg.run.folder if there is one. Returns the exit code."""
-    folder, steps = Path(cfg.run.folder), cfg.training.steps
-    here = meshes.world()
-    say = logging.getLogger("plumbline")
+    folder, steps, clock = Path(cfg.run.folder), cfg.training.steps, this_start.clock
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
         torch.use_deterministic_algorithms(True)
-
-    sources, sets = corpora(cfg, log=say.info)
-    data = describe_data(cfg, sources)
-    tokenizer = next(iter(sources.values())).tokenizer
+    corpora = open_corpora(cfg, say.info, verifies=meshes.world().local_rank == 0)
     watchdog.arm(cfg.run.init_timeout_seconds)
     job = build(cfg)
-    mesh, model, optimizer = job.mesh, job.model, job.optimizer
+    mesh, model, optimizer, vocab_size = job.mesh, job.model, job.optimizer, job.args.vocab_size
     this_start.add(mesh=mesh.sizes, hosts=hosts(mesh))
-    at, times, why = mesh.gather(this_start.failures())[0]
-    if cfg.run.max_failures_at_step and times >= cfg.run.max_failures_at_step:
-        this_start.reason = f"not started: {times} starts in a row failed after step {at}, the last one with {why}"
-        if here.rank == 0:
-            say.error(f"{this_start.reason}. See {folder / 'starts'}, and {folder / 'logs'} for every rank; it is tried again "
-                      "when an option or the code has changed, or with run.max_failures_at_step = 0")  # fmt: skip
+    if fails_again_and_again(job, this_start):
         return CRASH_LOOP
-    if tokenizer.n_vocab > job.args.vocab_size:
-        raise InputError(
-            f"the tokenizer {cfg.data.tokenizer!r} has {tokenizer.n_vocab} tokens, the model's vocabulary only "
-            f"{job.args.vocab_size}: set model.vocab_size to at least {tokenizer.n_vocab}"
-        )
+    corpora.check_vocabulary(vocab_size)
     if cfg.debug.self_check:
-        same = {"config": dump(cfg), "torch": torch.__version__, "data": json.dumps(data), "code": source_hash(),
-                "tokenizer": tokenizer.fingerprint}  # fmt: skip
-        contract.verify(model, optimizer, mesh, same)
+        contract.verify(model, optimizer, mesh, shared_by_all_ranks(cfg, corpora))
 
-    must_match = {"model": asdict(job.args), "tokenizer": tokenizer.fingerprint}
-    facts = {
-        "family": cfg.model.family, "config": dump(cfg), "seq_len": cfg.training.seq_len, "must_match": must_match,
-    }  # fmt: skip
-    checkpoints = CheckpointManager(cfg.checkpoint, folder / "checkpoints", mesh, facts)
-    if here.rank == 0:  # the folder is ours now
-        (folder / "config.toml").write_text(dump(cfg), encoding="utf-8")
-        tokenizer.save(str(folder / "tokenizer.json"))
-    watchdog.arm(watchdog.STORAGE)
-    progress = checkpoints.load(model, optimizer)
-    start = progress["step"] if progress else 0
-    family = MODELS[cfg.model.family]
-    if not progress and cfg.checkpoint.load_hf:
-        checkpoints.origin = hf.load(Path(cfg.checkpoint.load_hf), model, family, job.args, checkpoints.group)
-
-    plan = streams if cfg.data.stream else orders
-    order, changes = plan.begin(data), []
-    if progress:
-        order, changes = plan.resume(progress, data, cfg.data.allow_splice)
-    if cfg.data.mixture:
-        order.check_epochs(steps, {row.name: row.max_epochs for row in cfg.data.mixture})
-    if changes:
-        say.warning(f"the data changes at step {start} (data.allow_splice): {'; '.join(changes)}")
-    if here.rank == 0:
-        folders = {corpus.fingerprint: corpus.folder for corpus in sources.values()}
-        record = plan.state(order, data) | {"steps": steps, "folders": folders}
-        (folder / "data.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    held_out = {name: validation_batches(job, name, tokens) for name, tokens in sets.items() if cfg.validation.interval}
-    token_bytes = torch.tensor(tokenizer.byte_lengths)
-    tokens_per_step = cfg.training.global_batch_size * cfg.training.seq_len
-    flops = family.flops_per_token(job.args, cfg.training.seq_len)
-    dtype = dp.param_dtype(cfg.training, mesh.device)
-    device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    peak = peak_flops(device_name, cfg.metrics.peak_tflops, dtype)
-    metrics = Metrics(cfg.metrics, folder, here.rank == 0, start, steps, peak)
-    say.info(model_summary(family, job.args, model, mesh, dtype, cfg.training, optimizer))
+    checkpoints, progress = resume(job, corpora.tokenizer, watchdog)
+    start = step = progress.get("step", 0)
+    order = corpora.order(progress)
+    if mesh.rank == 0:
+        (folder / "data.json").write_text(json.dumps(corpora.record(order), indent=1), encoding="utf-8")
+    held_out = corpora.held_out(mesh, vocab_size)
+    metrics, meter = open_metrics(job, start, len(corpora.sources))
+    guard = Guard(cfg, mesh, model, optimizer, progress.get("spikes", {}))
     say.info("a fresh start" if not progress else f"resumed after step {start} of {steps}")
-
-    def position() -> dict:
-        """Where the run is, for a checkpoint. All ranks call it."""
-        where = stream.state() if cfg.data.stream else orders.state(order, data)
-        return {"step": step, "samples": order.samples(step), "data": where, "spikes": spikes.state()}
-
-    def save() -> None:
-        """The state after this step; one that is not finite is not published (checkpoint/storage.py::NotFinite)."""
-        watchdog.arm(watchdog.STORAGE)
-        checkpoints.save(step, model, optimizer, position())
 
     def asked() -> bool:
         """Whether any rank has been asked to stop. All ranks call it."""
         return mesh.any_rank(stop.asked())
 
-    def until_asked(batches: Iterable[dict]) -> Iterator[dict]:
-        for batch in batches:
-            if asked():
-                return
-            watchdog.arm(cfg.run.step_timeout_seconds + cfg.data.timeout_seconds)
-            yield batch
+    def save() -> None:
+        """The state after this step. One that is not finite is not published (checkpoint/storage.py::NotFinite)."""
+        watchdog.arm(watchdog.STORAGE)
+        progress = {"step": step, "samples": order.samples(step), "data": batches.state(), "spikes": guard.state()}
+        checkpoints.save(step, model, optimizer, progress)
 
-    first_loss = last_loss = None
-    worked = waited = 0.0  # seconds in steps, and waiting for data before them, since the last log line
-    since_log = skipped_in_a_row = 0
-    spikes = health.Spikes(cfg.training.spike_threshold, progress.get("spikes", {}) if progress else {})
-    stragglers, late = health.Stragglers(), {}  # late: since the last log line too, seconds per step by section and rank
-    patience = cfg.run.init_timeout_seconds  # for a step; the first one compiles
-    by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=mesh.device)  # loss and tokens, since then too
-    code, step, clock = DONE, start, this_start.clock
-    this_start.resume(step)
+    patience, stopping = cfg.run.init_timeout_seconds, False  # seconds for a step, of which the first one compiles
+    this_start.resume(start)
     gc.disable()  # a collection at a random moment on one rank makes all ranks wait
     watched = collectives.Checked() if cfg.debug.check_collectives else nullcontext()
-    with profiler(cfg.profiler, folder, here.rank) as profile, metrics, checkpoints, watched:
-        pinned = mesh.device.type == "cuda"
-        if cfg.data.stream:
-            stream = streams.Batches(
-                sources[""], order, range(start, steps), cfg.training.local_batch_size, mesh.dp_rank, mesh.dp_size,
-                mesh.any_rank, mesh.gather, job.args.vocab_size, pinned,
-            )  # fmt: skip
-        else:
-            train_batches = batches(job, [corpus.train for corpus in sources.values()], order)
-            stream = loader(train_batches, start, steps, cfg.data, pinned)
-        while step < steps:
+    with profiler(cfg.profiler, folder, mesh.rank) as profile, metrics, checkpoints, watched:
+        batches = corpora.batches(order, range(start, steps), mesh, vocab_size, pin_memory=mesh.device.type == "cuda")
+        while step < steps and not stopping:
             clock.lap("other")
             watchdog.arm(patience + cfg.data.timeout_seconds)
-            batch = next(stream, None)
-            waited += (data_seconds := clock.lap("data"))
+            batch = next(batches, None)
+            meter.waited += (data_seconds := clock.lap("data"))
             watchdog.arm(patience)
-            if batch is None:  # data.stream has ended, for all ranks at this step
+            if batch is None:  # a stream has ended, for all ranks at this step
                 break
             lr = learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule)
             set_learning_rate(optimizer, lr)
-            skip_above = spikes.limit("grad_norm") if cfg.training.skip_spikes else math.inf
-            result = train_step(job, batch, skip_above, every(step + 1, cfg.debug.replay_interval))
+            result = train_step(job, batch, guard.skip_above(), every(step + 1, cfg.debug.replay_interval))
             step += 1
-            if result.unlike:
-                raise Diverged(f"step {step}: the gradient of {health.named(result.unlike)} is another one when it is computed "
-                               "again: a device computes wrong, or not deterministically; nothing of it is saved")  # fmt: skip
-            if len(sources) > 1 and not result.skipped:
-                add_by_source(by_source, batch, result.losses)
-            worked += clock.lap("other" if result.skipped else "productive")
+            guard.check_replay(step, result.unlike)
+            meter.add(batch, result.losses, result.loss, result.skipped)
+            meter.worked += clock.lap("other" if result.skipped else "productive")
             clock.move(checkpoints.stall(), "productive", "save")
             clock.step(step)
-            since_log += 1
             profile.step()
-            last, stopping = step == steps, asked()
-            if step == start + 1:
+            first, last, stopping = step == start + 1, step == steps, asked()
+            if first:
                 mesh.set_timeout(patience := cfg.run.step_timeout_seconds)
                 stop.at_once = False  # from now on there is something to save
-
-            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
-            spike = spikes.add(loss=result.loss, grad_norm=result.grad_norm)
-            if result.skipped or spike:
-                did = ", skipped: no weight changed" if result.skipped else ""
-                numbers = spike or f"loss {result.loss}, gradient norm {result.grad_norm}"
-                say.warning(f"step {step}: {numbers}{did}; {whose(cfg, step, mesh.gather(batch['sample'].tolist()))}")
-            if skipped_in_a_row > cfg.training.max_skipped_steps:
-                raise Diverged(f"{skipped_in_a_row} steps in a row without a gradient to use: diverged at step {step}")
+            if trouble := guard.note(result.loss, result.grad_norm, result.skipped):
+                say.warning(f"step {step}: {trouble}; {corpora.whereabouts(step, mesh.gather(batch['sample'].tolist()))}")
+            guard.check_skipped(step)
             if every(step, cfg.debug.replica_check_interval) and not result.skipped:
-                if parted := health.unlike_replicas(model, optimizer, mesh, loss=result.loss, grad_norm=result.grad_norm):
-                    raise Diverged(f"step {step}: state that must be the same on several ranks is not: {'; '.join(parted)}. "
-                                   "A device computes or remembers wrong; nothing of this state is saved")  # fmt: skip
-            stragglers.add(data=data_seconds, prepare=result.prepare_seconds, optimizer=result.optimizer_seconds)
+                guard.check_replicas(step, result.loss, result.grad_norm)
+            guard.stragglers.add(data=data_seconds, prepare=result.prepare_seconds, optimizer=result.optimizer_seconds)
             if every(step, cfg.metrics.straggler_interval) and mesh.size > 1:
-                for rank, section, seconds in stragglers.report(mesh, cfg.metrics.straggler_interval):
-                    say.warning(f"step {step}: rank {rank} is late: the others wait {seconds:.3f} s per step for its {section}")
-                    late[f"late/{section}/rank-{rank}"] = seconds
-            last_loss = result.loss
-            first_loss = result.loss if first_loss is None else first_loss
-            if every(step, cfg.metrics.interval) or step == start + 1 or last or stopping:
-                spent = waited + worked
-                rate = tokens_per_step * since_log / spent
-                metrics.log(step, {
-                    "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "tokens_per_second": rate,
-                    "tokens_seen": order.tokens(step), "tflops_per_device": rate * flops / mesh.size / 1e12,
-                    "memory_gib": memory_gib(mesh.device), "data_wait": waited / spent, "step_seconds": spent / since_log,
-                    **(source_metrics(order, step, mesh.sum_over_dp(by_source)) if len(sources) > 1 else {}),
-                    **late, **clock.metrics(),
-                })  # fmt: skip
-                worked, waited, since_log, late = 0.0, 0.0, 0, {}
-                by_source.zero_()
+                meter.late |= guard.late_ranks(step, cfg.metrics.straggler_interval)
+            if every(step, cfg.metrics.interval) or first or last or stopping:
+                metrics.log(step, meter.line(step, order, result.loss, result.grad_norm, lr) | clock.metrics())
             clock.lap("other")
-            if cfg.validation.interval and (every(step, cfg.validation.interval) or last):
-                sums = {}
-                for name, of in held_out.items():
-                    held_out_stream = until_asked(loader(of, 0, cfg.validation.steps, cfg.data))
-                    sums[name] = validate(model, mesh, held_out_stream, cfg.training.loss_chunk_tokens, token_bytes)
-                dp.reshard(model)
-                stopping = asked()
-                if stopping:
-                    say.warning(f"step {step}: no validation, since the run is to stop")
-                else:
-                    metrics.log(step, scores(sums))
+            if held_out and (every(step, cfg.validation.interval) or last):
+                stopping = run_validation(job, held_out, corpora.tokenizer, metrics, step, asked, watchdog)
                 clock.lap("validation")
             if every(step, cfg.checkpoint.interval) or last or stopping:
                 save()
@@ -437,78 +267,143 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             checkpoints.poll()
             if every(step, cfg.run.gc_interval):
                 gc.collect()
-            if stopping and not last:
-                code = STOPPED
-                break
-        if cfg.data.stream:
-            stream.close()
-            if stream.problem and step > start:
-                save()
+        batches.close()
+        if batches.problem and step > start:
+            save()
         clock.lap("other")
     clock.lap("save")  # the one in flight
     watchdog.rest()
-    if cfg.data.stream and stream.problem:
+    if batches.problem:
         say.warning(f"the stream has ended before step {step + 1}; everything up to step {step} is saved")
-        raise stream.problem
-
-    text = ""
-    if cfg.debug.sample_tokens and code == DONE:
-        prompt = tokenizer.encode(cfg.debug.sample_prompt).tolist()
-        length = cfg.training.seq_len
-        ids = sample(model, prompt, cfg.debug.sample_tokens, length, mesh.device, tokenizer.eot_id, multiple=mesh.tp)
-        text = tokenizer.decode(ids)
-    if cfg.checkpoint.export_hf and code == DONE and here.rank == 0:  # of the files, so on any mesh and by one rank
-        words = hf_tokenizer.files(tokenizer, job.args.max_seq_len)
-        hf.export_newest(folder / "checkpoints", folder / "hf", family, cfg.checkpoint.export_hf, words, say.info)
-    say.info(closing_words(cfg, code, step, first_loss, last_loss, metrics.summary(), text))
-    if here.rank == 0:
-        say.info(this_start.summary())
-    return code
+        raise batches.problem
+    return conclude(job, corpora.tokenizer, this_start, step, meter, metrics)
 
 
-def whose(cfg: Config, step: int, samples: list[list]) -> str:
-    """Where to look for the text of a step. samples: of each rank, as in its batch."""
-    if not cfg.data.stream:
-        return f"`python -m data.audit {cfg.run.folder} --steps={step}` shows its documents"
-    return f"its samples: {sorted({number for rows in samples for number in rows})}"
+def fails_again_and_again(job: Job, this_start: Start) -> bool:
+    """Whether the starts before this one all failed after the same step, as often as run.max_failures_at_step allows.
+    Called by all ranks."""
+    folder, limit = Path(job.cfg.run.folder), job.cfg.run.max_failures_at_step
+    failed_step, count, reason = job.mesh.gather(this_start.failures())[0]
+    if not limit or count < limit:
+        return False
+    this_start.reason = f"not started: {count} starts in a row failed after step {failed_step}, the last one with {reason}"
+    if job.mesh.rank == 0:
+        say.error(f"{this_start.reason}. See {folder / 'starts'}, and {folder / 'logs'} for every rank; it is tried again "
+                  "when an option or the code has changed, or with run.max_failures_at_step = 0")  # fmt: skip
+    return True
 
 
-def source_metrics(order: Order, step: int, sums: Tensor) -> dict[str, float]:
-    """For each source of a mixture: its mean loss since the last log line (none if it had no token), the tokens seen of it
-    in the whole run, and how often it has been read. sums: of `add_by_source`, over all ranks."""
-    stage, values = order.stage(step), {}
-    for source, consumed, loss, tokens in zip(stage.sources, order.consumed(step), *sums.tolist(), strict=True):
-        values |= {f"loss/{source.name}": loss / tokens} if tokens else {}
-        values |= {f"tokens_seen/{source.name}": consumed * stage.seq_len, f"epochs/{source.name}": consumed / source.windows}
-    return values
+def shared_by_all_ranks(cfg: Config, corpora: Corpora) -> dict[str, str]:
+    """What no two ranks may differ in, for parallelisms/contract.py."""
+    return {"config": dump(cfg), "torch": torch.__version__, "data": json.dumps(corpora.description), "code": source_hash(),
+            "tokenizer": corpora.tokenizer.fingerprint}  # fmt: skip
+
+
+def resume(job: Job, tokenizer: Tokenizer, watchdog: health.Watchdog) -> tuple[CheckpointManager, dict]:
+    """The checkpoints of this run, and the progress of the one that was loaded: {} for a new run. Called by all ranks.
+
+    Opening them makes the folder this run's alone, so its configuration and its tokenizer are written there.
+    """
+    cfg, folder = job.cfg, Path(job.cfg.run.folder)
+    facts = {
+        "family": cfg.model.family, "config": dump(cfg), "seq_len": cfg.training.seq_len,
+        "must_match": {"model": asdict(job.args), "tokenizer": tokenizer.fingerprint},
+    }  # fmt: skip
+    checkpoints = CheckpointManager(cfg.checkpoint, folder / "checkpoints", job.mesh, facts)
+    if job.mesh.rank == 0:
+        (folder / "config.toml").write_text(dump(cfg), encoding="utf-8")
+        tokenizer.save(str(folder / "tokenizer.json"))
+    watchdog.arm(watchdog.STORAGE)
+    progress = checkpoints.load(job.model, job.optimizer)
+    if not progress and cfg.checkpoint.load_hf:
+        family = MODELS[cfg.model.family]
+        checkpoints.origin = hf.load(Path(cfg.checkpoint.load_hf), job.model, family, job.args, checkpoints.group)
+    return checkpoints, progress or {}
+
+
+def open_metrics(job: Job, start: int, sources: int) -> tuple[Metrics, Meter]:
+    """Where a run that goes on after step `start` reports its numbers, and what counts them; says what is about to be
+    trained, and how large it is. sources: how many it trains on."""
+    cfg, mesh = job.cfg, job.mesh
+    dtype = dp.param_dtype(cfg.training, mesh.device)
+    device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    peak = peak_flops(device_name, cfg.metrics.peak_tflops, dtype)
+    metrics = Metrics(cfg.metrics, Path(cfg.run.folder), mesh.rank == 0, start, cfg.training.steps, peak)
+    tokens_per_step = cfg.training.global_batch_size * cfg.training.seq_len
+    family = MODELS[cfg.model.family]
+    say.info(model_summary(family, job.args, job.model, mesh, dtype, cfg.training, job.optimizer))
+    return metrics, Meter(mesh, sources, tokens_per_step, family.flops_per_token(job.args, cfg.training.seq_len))
+
+
+def run_validation(
+    job: Job, held_out: dict[str, Batches], tokenizer: Tokenizer, metrics: Metrics, step: int, asked: Callable[[], bool],
+    watchdog: health.Watchdog,
+) -> bool:  # fmt: skip
+    """Log the scores on the held-out sets after `step`, unless the run is asked to stop meanwhile. Returns whether it is."""
+    cfg, sums = job.cfg, {}
+
+    def until_asked(batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            if asked():
+                return
+            watchdog.arm(cfg.run.step_timeout_seconds + cfg.data.timeout_seconds)
+            yield batch
+
+    token_bytes = torch.tensor(tokenizer.byte_lengths)
+    for name, rows in held_out.items():
+        batches = until_asked(loader(rows, 0, cfg.validation.steps, cfg.data))
+        sums[name] = validate(job.model, job.mesh, batches, cfg.training.loss_chunk_tokens, token_bytes)
+    dp.reshard(job.model)
+    if stopping := asked():
+        say.warning(f"step {step}: no validation, since the run is to stop")
+    else:
+        metrics.log(step, scores(sums))
+    return stopping
 
 
 def every(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def closing_words(cfg: Config, code: int, step: int, first: float | None, last: float | None, speed: str, text: str) -> str:
-    """What a person reads when the run ends."""
-    folder = Path(cfg.run.folder)
-    lines = []
-    if first is None:
+def conclude(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, meter: Meter, metrics: Metrics) -> int:
+    """The end of a run after `step`: a sample and an export if it is done, and what a person reads last. Called by all
+    ranks. Returns the exit code."""
+    cfg, folder, lines = job.cfg, Path(job.cfg.run.folder), []
+    code = STOPPED if step < cfg.training.steps else DONE
+    if meter.last_loss is None:
         lines.append(f"nothing to do: {folder} has already trained {step} steps; raise training.steps to go on")
     else:
-        lines.append(f"loss {first:.3f} -> {last:.3f} nats per token; {speed}")
-    if text:
-        lines += ["a sample from the final weights:", *("    " + line for line in text.splitlines())]
+        lines.append(f"loss {meter.first_loss:.3f} -> {meter.last_loss:.3f} nats per token; {metrics.summary()}")
+    if cfg.debug.sample_tokens and code == DONE:
+        prompt = tokenizer.encode(cfg.debug.sample_prompt).tolist()
+        tokens, context = cfg.debug.sample_tokens, cfg.training.seq_len
+        ids = sample(job.model, prompt, tokens, context, job.mesh.device, tokenizer.eot_id, multiple=job.mesh.tp)
+        if text := tokenizer.decode(ids):
+            lines += ["a sample from the final weights:", *("    " + line for line in text.splitlines())]
+    if cfg.checkpoint.export_hf and code == DONE and job.mesh.rank == 0:  # reads files, so one rank can do it on any mesh
+        family, files = MODELS[cfg.model.family], hf_tokenizer.files(tokenizer, job.args.max_seq_len)
+        hf.export_newest(folder / "checkpoints", folder / "hf", family, cfg.checkpoint.export_hf, files, say.info)
     lines.append(f"tensorboard --logdir {folder / 'tensorboard'}")
     lines.append(f"checkpoints in {folder / 'checkpoints'}; try: python -m tools.generate {folder} --prompt 'class '")
     if code == STOPPED:
         lines.append(f"stopped on request after step {step} of {cfg.training.steps}; run the same command again to go on")
-    return "\n".join(lines)
+    say.info("\n".join(lines))
+    if job.mesh.rank == 0:
+        say.info(this_start.summary())
+    return code
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`train.py [CONFIG.toml] [--table.key=value ...]`. Returns 0 done, 2 wrong configuration or input, 75 stopped on
-    request with a checkpoint saved (run again to go on), 76 one step fails again and again (nothing was tried), 1 no room to
-    write or data that cannot be read; any other failure raises. With data.stream 1 and 2 (data.stream_epochs are over) leave
-    a checkpoint of the last whole step."""
+    """`train.py [CONFIG.toml] [--table.key=value ...]`. Returns the exit code:
+
+     0  done
+     1  no room to write, or data that cannot be read. Any other failure raises
+     2  wrong configuration or input
+    75  stopped on request with a checkpoint: run the same command again to go on
+    76  the starts before failed at the same step again and again, so nothing was tried
+
+    A stream that ends (1: it cannot be read, 2: data.stream_epochs are over) leaves a checkpoint of the last whole step.
+    """
     argv = sys.argv[1:] if argv is None else argv
     here = meshes.world()
     if "--help" in argv or "-h" in argv:

@@ -1,5 +1,11 @@
-"""The wall-clock cap of every test: a hang is a failure with a stack, not a stuck CI job."""
+"""What holds for every test: a cap on its time, its neighbours, and the default reaction to Ctrl-C in the programs it starts.
 
+Nothing of the project is imported here: tests/test_scripts.py runs a copy of this file in a repository of its own.
+"""
+
+import fcntl
+import functools
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +21,73 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a worker of pytest-xdist: long tests come first, so that none begins when all others are done; those that must be
+    alone come last. Writes down for the scheduler which tests belong on one worker: those of a file that share a fixture,
+    which is then made once, and those that must be alone, so that the other workers wait only once."""
+    if not hasattr(config, "workerinput"):
+        return
+
+    def marked(item: pytest.Item, *names: str) -> bool:
+        return any(item.get_closest_marker(name) for name in names)
+
+    items.sort(key=lambda item: (marked(item, "alone"), not marked(item, "slow", "torture")))
+    groups = {}
+    for item in items:
+        if marked(item, "alone"):
+            groups[item.nodeid] = "alone"
+        elif any(fixtures[-1].scope == "module" for fixtures in item._fixtureinfo.name2fixturedefs.values()):
+            groups[item.nodeid] = item.path.stem
+    (config._tmp_path_factory.getbasetemp() / "groups.json").write_text(json.dumps(groups))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """In the process that hands out the tests: a group goes to one worker, any other test to the next that is free.
+
+    pytest-xdist's own `--dist loadgroup` does nothing with pytest 9.2: it writes the group into a name that is not read."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    place = config._tmp_path_factory.getbasetemp()
+    config.option.loadscopereorder = False  # the order is that of pytest_collection_modifyitems
+
+    class Groups(LoadScopeScheduling):
+        @functools.cached_property
+        def groups(self) -> dict[str, str]:
+            return json.loads(next(place.glob("*/groups.json")).read_text())
+
+        def _split_scope(self, nodeid: str) -> str:
+            return self.groups.get(nodeid, nodeid)
+
+    return Groups(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test marked `alone` waits for the tests of the other workers, and they wait for it. Every test holds a lock together
+    with the others, or, if it must be alone, for itself; whoever waits for the lock holds the gate before it, so that a
+    test that must be alone gets its turn."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    alone = item.get_closest_marker("alone") is not None
+    place = item.config._tmp_path_factory.getbasetemp().parent  # the workers' folders are side by side in the run's
+    with open(place / "gate", "w") as gate, open(place / "lock", "w") as lock:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+
 @contextmanager
 def _capped(item: pytest.Item, phase: str) -> Iterator[None]:
+    """A hang is a failure with a stack, not a stuck CI job. Beside other workers a test has a share of the processor, so its
+    cap is that many times longer."""
     marker = item.get_closest_marker("cap")
     seconds = marker.args[0] if marker else DEFAULT_CAP_SECONDS
+    seconds *= getattr(item.config, "workerinput", {}).get("workercount", 1)
 
     def too_late(signum: int, frame: object) -> None:
         pytest.fail(f"{item.name}: {phase} took longer than its cap of {seconds} s (raise it with @pytest.mark.cap)")

@@ -19,9 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+NEIGHBOURS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # test processes that share this machine, with this one
+
 
 def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) -> list[Any]:
     """Run fn(*args) on `world_size` ranks, as torchrun would on one host; returns what each rank returned (pickled).
+
+    `timeout` is in seconds of a machine for itself: beside other workers the ranks have that many times longer.
 
     Raises AssertionError with the traceback of every rank that failed, or with the names of those that hang.
     """
@@ -32,7 +36,7 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) ->
             if pid == 0:
                 _child(Path(folder), rank, world_size, fn, args)
             children[pid] = rank
-        failed = _wait(children, timeout)
+        failed = _wait(children, timeout * NEIGHBOURS)
         results = [_result(Path(folder), rank) for rank in range(world_size)]
     errors = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(results) if not ok]
     assert not errors and not failed, "\n".join(errors + failed)

@@ -142,7 +142,7 @@ def ends(n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60)
 
 def environment(**settings: str) -> dict[str, str]:
     """This process's environment with the tests' Python first on PATH, and of the launch variables only `settings`."""
-    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS and not name.startswith("SLURM_")}
+    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS and not name.startswith(("SLURM_", "PYTEST_"))}
     return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | settings
 
 
@@ -157,9 +157,17 @@ def losses_of_four(folder: Path, options: list[str]) -> dict[int, float]:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A TCP port that nobody listens on, from a range of this test worker's own, below the ports that the system gives to
+    outgoing connections."""
+    for port in _PORTS:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = iter(range(12_000 + 1000 * (_WORKER % 16) + os.getpid() % 500, 12_000 + 1000 * (_WORKER % 16 + 1)))
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

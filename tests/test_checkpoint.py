@@ -592,6 +592,7 @@ def _refused_at_start(folder: Path, free: int | None = None) -> tuple[float, str
     return time.monotonic() - began, str(refusal.value)
 
 
+@pytest.mark.alone
 def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(tmp_path):
     """D3."""
     (tmp_path / "file").write_text("")
@@ -681,6 +682,7 @@ def test_a_second_run_is_refused_on_all_its_ranks(saved, tmp_path):
     assert run_ranks(2, resume, folder)[0][0] == 30
 
 
+@pytest.mark.alone
 def test_the_lease_of_a_dead_process_is_taken_over(tmp_path, monkeypatch):
     if (pid := os.fork()) == 0:
         lease.Lease(tmp_path / ".lease")

@@ -12,11 +12,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+import data.open
 import train
 from checkpoint import storage
 from configs.load import load_config
+from data import order as orders
 from tests.ranks import run_ranks
 from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
+from reliability.guard import Diverged, Guard
 from reliability.health import Spikes, Stragglers, odd_ones, unlike_replicas
 
 TWO = MESHES["fsdp2"][1]
@@ -201,16 +204,17 @@ def unlike(options: list[str], folder: Path, what: str) -> tuple[int, str]:
         elif what == "torch":
             train.torch.__version__ = "2.0.0"
         elif what == "data":
-            train.describe_data = lambda *args, real=train.describe_data: real(*args) | {"seed": 5}
+            real_describe = orders.describe
+            orders.describe = lambda *args: real_describe(*args) | {"seed": 5}
         elif what == "tokenizer":
-            real = train.corpora
+            real = train.open_corpora
 
-            def corpora(*args, **kwargs):
-                sources, sets = real(*args, **kwargs)
-                next(iter(sources.values())).tokenizer.fingerprint = "another"
-                return sources, sets
+            def open_corpora(*args, **kwargs):
+                corpora = real(*args, **kwargs)
+                corpora.tokenizer.fingerprint = "another"
+                return corpora
 
-            train.corpora = corpora
+            train.open_corpora = open_corpora
         else:
             options = [*options, "--optimizer.lr=0.5"]
     return run(options, folder)
@@ -275,6 +279,18 @@ def test_a_spike_is_named_and_skipped_also_after_a_resume(options, tmp_path):
     assert "step 11: grad_norm" in (tmp_path / "stopped" / "logs" / "rank-00000.log").read_text()
 
 
+def test_only_steps_that_are_skipped_one_after_the_other_end_a_run():
+    guard = Guard(load_config(["--training.max_skipped_steps=2", "--training.skip_spikes=false"]), None, None, None, {})
+    for skipped in (True, True, False, True, True):
+        said = guard.note(loss=math.nan if skipped else 1.0, grad_norm=1.0, skipped=skipped)
+        assert said == ("loss nan, gradient norm 1.0, skipped: no weight changed" if skipped else "")
+        guard.check_skipped(5)
+    guard.note(loss=math.nan, grad_norm=1.0, skipped=True)
+    with pytest.raises(Diverged, match="3 steps in a row without a gradient to use: diverged at step 6"):
+        guard.check_skipped(6)
+    assert guard.skip_above() == math.inf
+
+
 # N3: silent corruption
 
 
@@ -326,7 +342,7 @@ def test_who_is_the_odd_one():
 
 def flipped_run(options: list[str], folder: Path) -> str:
     """A bit of a weight flips."""
-    return harmed(options, folder, lambda weights: weights.view(torch.int32)[3].bitwise_xor_(1), train.Diverged)
+    return harmed(options, folder, lambda weights: weights.view(torch.int32)[3].bitwise_xor_(1), Diverged)
 
 
 def test_n3_a_run_whose_replicas_part_stops_before_it_saves(options, tmp_path):
@@ -341,7 +357,7 @@ def test_n3_a_run_whose_replicas_part_stops_before_it_saves(options, tmp_path):
 
 def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
     """Rank 1 sleeps for 0.3 s in one part of its steps."""
-    real_loader, real_step = train.loader, train.train_step
+    real_loader, real_step = data.open.loader, train.train_step
 
     def loader(*args):
         for batch in real_loader(*args):
@@ -356,7 +372,7 @@ def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
         return result
 
     if dist.get_rank() == 1 and what == "data":
-        train.loader = loader
+        data.open.loader = loader
     if dist.get_rank() == 1 and what == "optimizer":
         train.train_step = step
     return run(options, folder)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configs import schema
 from configs.schema import InputError, Parallelism, Run
+from data import order as orders
 from models import llama
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
 from training import log
+from training.loss import IGNORE
+from training.meter import Meter
 from training.metrics import PEAK_TFLOPS, Metrics, memory_gib, model_summary, peak_flops
 from training.profiler import profiler
 
@@ -300,3 +304,37 @@ def test_a_memory_snapshot_without_cuda_is_declined(tmp_path: Path, say: logging
         profile.step()
     assert "only CUDA's allocator keeps a history" in log_of(tmp_path)
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-00000.json.gz"]
+
+
+# ------------------------------------------------------------------------------------------------- what a line counts
+
+
+def test_a_line_is_about_the_steps_since_the_line_before():
+    """Two sources with windows of 4 tokens, two of them in a batch; this rank has all of it."""
+    mesh = SimpleNamespace(size=2, device=torch.device("cpu"), sum_over_dp=lambda x: x)
+    corpora = [(name, name, range(101), [[0, 1.0]]) for name in ("web", "code")]
+    order = orders.begin(orders.describe(corpora, seed=0, seq_len=4, global_batch_size=2))
+    meter = Meter(mesh, sources=2, tokens_per_step=8, flops_per_token=1e12)
+
+    def step(losses: list[list[float]], source: list[int], seconds: float, skipped: bool = False) -> None:
+        losses = torch.tensor([losses])  # [1, 2, 4]
+        labels = torch.where(losses == 0, IGNORE, 1)
+        batch = {"labels": labels, "source": torch.tensor(source)}
+        meter.add(batch, losses, loss=losses.mean().item(), skipped=skipped)
+        meter.waited, meter.worked = meter.waited + seconds / 4, meter.worked + seconds * 3 / 4
+
+    step([[1.0, 2.0, 3.0, 0.0], [5.0, 5.0, 5.0, 5.0]], [0, 1], seconds=1.0)
+    step([[4.0, 4.0, 4.0, 0.0], [7.0, 7.0, 7.0, 7.0]], [0, 1], seconds=3.0)
+    step([[9.0] * 4, [9.0] * 4], [0, 1], seconds=4.0, skipped=True)  # its time counts, its losses do not
+    meter.late["late/data/rank-1"] = 0.5
+    line = meter.line(3, order, loss=9.0, grad_norm=2.0, lr=0.1)
+    assert (line["tokens_per_second"], line["tflops_per_device"], line["data_wait"]) == (3.0, 1.5, 0.25)
+    assert line["step_seconds"] == pytest.approx(8 / 3) and line["tokens_seen"] == 24 and line["late/data/rank-1"] == 0.5
+    assert (line["loss/web"], line["loss/code"]) == (3.0, 6.0)  # 18 nats of 6 tokens, 48 of 8
+    assert line["tokens_seen/web"] + line["tokens_seen/code"] == 24 and line["epochs/web"] == line["tokens_seen/web"] / 100
+
+    step([[1.0] * 4, [1.0] * 4], [1, 1], seconds=2.0)
+    line = meter.line(4, order, loss=1.0, grad_norm=2.0, lr=0.1)
+    assert line["tokens_per_second"] == 4.0 and line["loss/code"] == 1.0
+    assert "loss/web" not in line and "late/data/rank-1" not in line, "what the line before has told"
+    assert (meter.first_loss, meter.last_loss) == (26 / 8, 1.0)

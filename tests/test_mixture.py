@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import pytest
 import train
 from data import audit
 from data.loader import Batches
+from data.open import open_corpora
 from tests.ranks import run_ranks
 from tests.runs import MESHES, TINY, run, series
 
@@ -90,7 +92,8 @@ def test_a_mixture_is_the_same_run_on_every_mesh(options, tmp_path):
 def test_no_held_out_text_is_in_a_training_window_of_any_source(options, tmp_path):
     """Held out is by the hash of the text: of the 25 texts in both sources, each is on the same side in both."""
     cfg = train.load_config([f"--run.folder={tmp_path}", *options])
-    sources, sets = train.corpora(cfg, log=lambda _: None)
+    corpora = open_corpora(cfg, log=lambda _: None)
+    sources, sets = corpora.sources, corpora.sets
     assert list(sources) == ["web", "code"] and list(sets) == ["web", "code", "further"]
 
     def texts(tokens) -> set[bytes]:
@@ -101,10 +104,9 @@ def test_no_held_out_text_is_in_a_training_window_of_any_source(options, tmp_pat
     shared = {text(i, "shared").encode() for i in range(25)}
     assert held_out & shared and texts(sets["web"]) & shared == texts(sets["code"]) & shared
     assert not held_out & (texts(sources["web"].train) | texts(sources["code"].train))
-    order = train.orders.begin(train.describe_data(cfg, sources))
-    batches = Batches([corpus.train for corpus in sources.values()], order, 8, 0, 1)
+    batches = corpora.rows(corpora.order({}), SimpleNamespace(dp_rank=0, dp_size=1), 263)
     for step in range(200):
-        for window in batches[step]["tokens"][0]:
+        for window in batches[step]["tokens"].flatten(0, 1):
             piece = bytes(i if i < 256 else 0 for i in window.tolist()).split(b"\0")[0][:12]
             assert not any(whole.startswith(piece) for whole in held_out) or len(piece) < 12
 

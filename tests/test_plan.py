@@ -21,8 +21,13 @@ from configs.load import load_config
 from configs.schema import InputError
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
-from tools.plan import __main__ as plan, estimate as estimates, trace
-from tools.plan.estimate import Ring, estimate, load_device
+from tools.plan import estimate as estimates, trace
+from tools.plan.__main__ import main
+from tools.plan.device import load_device
+from tools.plan.estimate import Ring, estimate
+from tools.plan.plan import Question, make_plan
+from tools.plan.repeat import traced, with_layers
+from tools.plan.step import Step, Where
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -56,7 +61,7 @@ def config(options: list[str], ranks: int):
     return load_config([*MODEL, *options], ranks, ranks)
 
 
-def collectives(step: trace.Step) -> Counter:
+def collectives(step: Step) -> Counter:
     return Counter((op.dimension, op.kind, op.message) for _, times, op in step.ops() if op.kind for _ in range(times))
 
 
@@ -86,7 +91,7 @@ def profiled(job: train.Job, batch: dict) -> Counter:
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     events = [e for e in events if e.get("cat") == "cpu_op" and (e["name"] in PROFILED or e["name"].startswith("c10d::"))]
-    found = Counter()
+    messages = Counter()
     for event in (e for e in events if e["name"] in PROFILED):
         # Selective checkpointing dispatches an operator twice, or answers it with the result that it kept: of nested
         # events the innermost counts, and only one below which c10d ran.
@@ -96,11 +101,11 @@ def profiled(job: train.Job, batch: dict) -> Counter:
         kind, message, times = PROFILED[event["name"]]
         args = event["args"]
         size = math.prod(args["Input Dims"][message]) * BYTES[args["Input type"][message]]
-        found[kind, size * (1 if times is None else int(args["Concrete Inputs"][times]))] += 1
-    return found
+        messages[kind, size * (1 if times is None else int(args["Concrete Inputs"][times]))] += 1
+    return messages
 
 
-def peaks(step: trace.Step) -> dict[tuple[str, int], int]:
+def peaks(step: Step) -> dict[tuple[str, int], int]:
     """The most bytes that live in each phase of each block; but for clipping, which holds a number per parameter."""
     now, most = sum(step.before().values()), {}
     for where, _, change in step.curve():
@@ -110,7 +115,7 @@ def peaks(step: trace.Step) -> dict[tuple[str, int], int]:
     return most
 
 
-def real(options: list[str]) -> tuple[int, trace.Where, dict[str, int], Counter, Counter, dict]:
+def real(options: list[str]) -> tuple[int, Where, dict[str, int], Counter, Counter, dict]:
     """(peak, where, what it is, collectives, what the profiler saw of them, the peak of every block) of this rank's real second and
     third step."""
     here = meshes.world()
@@ -136,7 +141,7 @@ QUICK = ("single-bf16", "ddp2", "fsdp2-full-accumulate-sharded", "fsdp2xtp2")
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_memory_and_collectives_are_those_of_a_real_step(name):
     ranks, options = CASES[name]
-    predicted = apart(trace.traced, config(options, ranks), ranks, ranks, False)
+    predicted = apart(traced, config(options, ranks), ranks, ranks, False)
     outcomes = run_ranks(ranks, real, options)
     expected, where, what = predicted.peak()
     peak, there, kinds, seen, profiler_saw, by_block = outcomes[0]
@@ -178,8 +183,8 @@ WHOLE = {  # the same step with all layers traced, and put together from a few: 
 
 
 def composed_and_whole(cfg, ranks: int) -> list[tuple]:
-    steps = trace.traced(cfg, ranks, 4, True), trace.trace_step(cfg, ranks, 4, True, most=99)
-    flops = [sum(times * (op.product_flops + op.attention_flops + op.again) for _, times, op in step.ops()) for step in steps]
+    steps = traced(cfg, ranks, 4, True), trace.trace_step(cfg, ranks, 4, True, most=99)
+    flops = [sum(times * (op.product_flops + op.attention_flops + op.recomputed) for _, times, op in step.ops()) for step in steps]
     peaks = [step.peak() for step in steps]
     return [(peak, kinds, collectives(step), f) for step, (peak, _, kinds), f in zip(steps, peaks, flops)]
 
@@ -196,8 +201,8 @@ def test_blocks_that_differ_are_all_traced():
     """What repeats with another period than is assumed is not put together from one block."""
     cfg = config(["--activation_checkpoint.mode=every_n", "--model.n_layers=9", "--training.local_batch_size=1"], 4)
     step = apart(trace.trace_step, cfg.model_copy(update={"model": cfg.model.model_copy(update={"n_layers": 6})}), 4, 4, True)
-    assert trace.with_layers(step, 9, edge=2, period=1) is None
-    assert trace.with_layers(step, 10, edge=1, period=2) is not None
+    assert with_layers(step, 9, edge=2, period=1) is None
+    assert with_layers(step, 10, edge=1, period=2) is not None
 
 
 def plan_of_fork(edits: dict[str, str], folder: str) -> tuple:
@@ -235,7 +240,7 @@ def test_a_fork_without_a_label_is_told_so(phase, tmp_path):
 
 def counted(options: list[str], ranks: int) -> tuple[float, float, float]:
     cfg = config([*options, "--model.vocab_size=1032"], ranks)  # even: rank 0 stands for all
-    return plan.make_plan(cfg, plan.Question(ranks, ranks, load_device("h100"))).flops()
+    return make_plan(cfg, Question(ranks, ranks, load_device("h100"))).flops()
 
 
 @pytest.mark.parametrize("ranks, options, recomputed", [
@@ -245,9 +250,9 @@ def counted(options: list[str], ranks: int) -> tuple[float, float, float]:
 ])  # fmt: skip
 def test_counted_flops_are_the_derived_ones(ranks, options, recomputed):
     """PaLM's convention: attention whole, recomputation (and flash attention's own, of the scores) beside."""
-    derived, found, again = apart(counted, options, ranks)
-    assert found == pytest.approx(derived, rel=1e-9)
-    assert recomputed[0] <= again / derived <= recomputed[1]
+    derived, in_step, repeated = apart(counted, options, ranks)
+    assert in_step == pytest.approx(derived, rel=1e-9)
+    assert recomputed[0] <= repeated / derived <= recomputed[1]
 
 
 H100 = load_device("h100")
@@ -267,17 +272,17 @@ def test_a_ring_is_as_fast_as_its_slowest_link(ranks, per_host, gb_per_s):
 
 
 def test_slow_links_are_exposed_and_fast_ones_hide(monkeypatch):
-    step = apart(trace.traced, config([NONE, "--training.local_batch_size=2"], 4), 4, 4, True)
+    step = apart(traced, config([NONE, "--training.local_batch_size=2"], 4), 4, 4, True)
     monkeypatch.setattr(estimates, "NCCL_BASE_US", 0)
     fast, slow = (estimate(step, H100.model_copy(update={"link_gb_per_s": speed, "link_latency_us": 0}), 4, False) for speed in (1e6, 0.01))
     assert fast.computing == slow.computing and fast.exposed < 0.05 * fast.seconds
     assert slow.exposed > 0.9 * slow.seconds
-    for found in fast, slow:
-        assert found.seconds == pytest.approx(found.computing + found.exposed)
+    for time in fast, slow:
+        assert time.seconds == pytest.approx(time.computing + time.exposed)
 
 
 def test_what_a_cpu_spends_beside_work_is_counted():
-    step = apart(trace.traced, config(["--activation_checkpoint.mode=selective", "--training.local_batch_size=8"], 1), 1, 1, False)
+    step = apart(traced, config(["--activation_checkpoint.mode=selective", "--training.local_batch_size=8"], 1), 1, 1, False)
     assert step.repeats == 1
     ops = [(where, op) for where, _, op in step.ops() if not op.kind]
     forward = sum(where.phase == "forward" and 0 <= where.block < step.layers for where, _ in ops)
@@ -293,7 +298,7 @@ def test_what_a_cpu_spends_beside_work_is_counted():
 
 def planned_goodput() -> list[tuple]:
     cfg = config([NONE, "--training.local_batch_size=2", "--checkpoint.async_save=false"], 4)
-    plans = [plan.make_plan(cfg, plan.Question(4, 4, H100, mtbf_gpu_hours=h, storage_gb_per_s=1e-5)) for h in (50_000, 1e-3)]
+    plans = [make_plan(cfg, Question(4, 4, H100, mtbf_gpu_hours=h, storage_gb_per_s=1e-5)) for h in (50_000, 1e-3)]
     return [(p.mtbf, p.saving()[2], p.best_interval, [p.goodput(p.best_interval * f) for f in (0.5, 1, 2)]) for p in plans]
 
 
@@ -317,7 +322,7 @@ DEBUG = ["--training.seq_len=64", "--model.n_layers=2"]
     (["--gpus", "64", "--search"], ["no mesh of 64 GPUs is legal", "global_batch_size = 8"]),
 ])  # fmt: skip
 def test_a_mistake_is_a_sentence(argv, words, capsys):
-    assert plan.main(argv) == 2
+    assert main(argv) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in words) and "Traceback" not in said
 
@@ -332,9 +337,9 @@ def own_device(folder: Path, **rows) -> str:
 
 
 def test_a_device_of_ones_own(tmp_path, capsys):
-    assert plan.main([*DEBUG, "--gpus", "1", "--device", own_device(tmp_path)]) == 2
+    assert main([*DEBUG, "--gpus", "1", "--device", own_device(tmp_path)]) == 2
     assert "give peak_tflops" in capsys.readouterr().err
-    assert plan.main([*DEBUG, "--gpus", "1", "--device", own_device(tmp_path, peak_tflops=10, memory="a lot")]) == 2
+    assert main([*DEBUG, "--gpus", "1", "--device", own_device(tmp_path, peak_tflops=10, memory="a lot")]) == 2
     assert "memory: Extra inputs" in capsys.readouterr().err
     with pytest.raises(InputError, match="found 2"):
         two = tmp_path / "two.toml"
@@ -347,8 +352,8 @@ def command(*argv: str, cap: float = 60) -> tuple[int, str, str, float]:
     line = [sys.executable, "-c", "import resource, sys; from tools.plan.__main__ import main; code = main(sys.argv[1:]); "
             "print('GIB', max(resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 2**20); sys.exit(code)"]  # fmt: skip
     done = subprocess.run([*line, *argv], cwd=ROOT, capture_output=True, text=True, timeout=cap)
-    found = re.search(r"^GIB (\S+)$", done.stdout, re.M)
-    return done.returncode, done.stdout, done.stderr, float(found[1]) if found else 0.0
+    peak = re.search(r"^GIB (\S+)$", done.stdout, re.M)
+    return done.returncode, done.stdout, done.stderr, float(peak[1]) if peak else 0.0
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from parallelisms.mesh import World
 from tests.ranks import run_ranks
 from tests.hosts import hosts  # noqa: F401  a fixture
 from tests.runs import environment
-from tools.plan.estimate import load_device
+from tools.plan.device import load_device
 from tools.preflight import __main__ as preflight
 from tools.preflight import answers, job, machine, network
 from tools.preflight.here import Here, differences, spans
@@ -113,7 +113,7 @@ def option(*more: str) -> Callable:
 
 def corpus_of_its_own(patch: pytest.MonkeyPatch, place: Path) -> None:
     """Same paths, other text; only the corpus: the run's folder is the shared one."""
-    patch.setattr(job.train, "corpora", in_folder(place / "elsewhere", job.train.corpora))
+    patch.setattr(job, "open_corpora", in_folder(place / "elsewhere", job.open_corpora))
     patch.setattr(job, "not_tokenised", lambda cfg: ([], 0))
 
 
@@ -447,6 +447,19 @@ def test_how_ranks_are_written():
     assert [spans(ranks) for ranks in ([5], [0, 1, 2], [0, 2, 3, 9])] == ["rank 5", "ranks 0-2", "ranks 0, 2-3, 9"]
     assert differences(host_of(16), ["x"] * 16) == ""
     assert differences(host_of(16), ["x"] * 8 + [None] * 8) == "x on ranks 0-7 (host node0), but not set on ranks 8-15 (host node1)"
+
+
+def test_hosts_compare_every_package_of_the_code(tmp_path, monkeypatch):
+    """A package that is left out lets two hosts run different code without a word, as reliability/ was once."""
+    copies = [path.relative_to(ROOT) for path in ROOT.glob("[a-z]*/*.py") if path.parent.name != "tests"]
+    for path in (Path("train.py"), *copies):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    for name in {path.parts[0] for path in copies} | {"train.py"}:
+        before, changed = machine.files(), tmp_path / (name if name == "train.py" else f"{name}/__init__.py")
+        changed.write_bytes(changed.read_bytes() + b"# changed")
+        assert machine.files() != before, f"nobody compares {name}"
 
 
 def test_secrets_of_the_environment_stay_there(monkeypatch):

@@ -154,6 +154,7 @@ def test_bad_sources_are_one_sentence(what: str, corpus: Path, tmp_path: Path) -
 # ---- the tokenised corpus
 
 
+@pytest.mark.alone
 def test_every_document_of_the_standard_library_survives(tmp_path: Path) -> None:
     """The default corpus and tokenizer, once, for real."""
     cfg = Data(cache=str(tmp_path))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.nn.functional as F
 
+import data.open
 import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
@@ -137,8 +138,8 @@ def optimizer_dropped() -> None:
 
 
 def data_shifted() -> None:
-    loader = train.loader
-    train.loader = lambda batches, start, steps, *rest, **how: loader(batches, start + 1, steps + 1, *rest, **how)
+    loader = data.open.loader
+    data.open.loader = lambda batches, start, steps, *rest, **how: loader(batches, start + 1, steps + 1, *rest, **how)
 
 
 def learning_rate_ahead() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import data.open
 import train
 from checkpoint.manager import CheckpointManager
 from configs import schema
@@ -334,8 +335,8 @@ def test_a_full_disk_costs_lines_and_not_the_run(tmp_path):
 def stalls(where: str, options: list[str], folder: Path) -> dict[str, float]:
     """A run whose copy of the state takes 0.3 s (at steps 5, 10, 15 and 16), or whose reading of data 0.05 s (at each)."""
     if where == "data":
-        real_loader = train.loader
-        train.loader = lambda *arguments, **options: (time.sleep(0.05) or batch for batch in real_loader(*arguments, **options))
+        real_loader = data.open.loader
+        data.open.loader = lambda *arguments, **options: (time.sleep(0.05) or batch for batch in real_loader(*arguments, **options))
     else:
         copy = CheckpointManager._copy
         CheckpointManager._copy = lambda self, *arguments: time.sleep(0.3) or copy(self, *arguments)

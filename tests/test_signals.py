@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import data.open
 import train
 from checkpoint import manager, state
 from reliability import health, stop
@@ -64,7 +65,7 @@ def once(fn: Callable, then: Callable, calls: int) -> Callable:
 
 
 def in_preparation() -> None:
-    train.describe_data = once(train.describe_data, kill, 1)
+    train.open_corpora = once(train.open_corpora, kill, 1)
 
 
 def in_the_first_step() -> None:
@@ -88,7 +89,7 @@ def in_validation() -> None:
 
 
 def waiting_for_data() -> None:
-    real = train.loader
+    real = data.open.loader
 
     def slow(*args):
         for i, batch in enumerate(real(*args)):
@@ -97,7 +98,7 @@ def waiting_for_data() -> None:
                 time.sleep(0.6)
             yield batch
 
-    train.loader = slow
+    data.open.loader = slow
 
 
 def while_a_save_is_written() -> None:

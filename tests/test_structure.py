@@ -88,3 +88,46 @@ def test_the_readme_names_every_file_of_the_tree():
         for path in sorted((ROOT / package).glob("*.py")):
             if path.stat().st_size and package != "models" and path.name != "__init__.py":
                 assert path.name in tree, f"README's tree does not name {package}/{path.name}"
+
+
+# What a newcomer reads to know how training works: it has to stay readable from top to bottom.
+READING_CORE = sorted([
+    ROOT / "train.py", *(ROOT / "models").rglob("*.py"), *(ROOT / "parallelisms").rglob("*.py"),
+    *(ROOT / "training" / f"{name}.py" for name in ("init", "loss", "optim")), *(ROOT / "data" / f"{name}.py" for name in ("order", "loader")),
+])  # fmt: skip
+MOST_LINES, SCREEN = 100, 50
+
+
+def line_counts(source: str, kinds: tuple[type, ...]) -> dict[str, int]:
+    """Lines of each node of these kinds in Python source, by "its name or kind at line n"."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return {f"{getattr(node, 'name', type(node).__name__)} at line {node.lineno}": node.end_lineno - node.lineno + 1 for node in nodes}
+
+
+@pytest.mark.parametrize("path", READING_CORE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_function_of_the_reading_core_is_long(path):
+    counts = line_counts(path.read_text(encoding="utf-8"), (ast.FunctionDef, ast.AsyncFunctionDef))
+    long = {name: count for name, count in counts.items() if count > MOST_LINES}
+    assert not long, f"{path.relative_to(ROOT)} has functions of more than {MOST_LINES} lines: {long}"
+
+
+def test_the_body_of_the_training_loop_fits_on_a_screen():
+    """One `while`, and each thing that it does now and then is a line in it that a reader sees."""
+    loops = line_counts((ROOT / "train.py").read_text(encoding="utf-8"), (ast.While,))
+    assert len(loops) == 1 and max(loops.values()) <= SCREEN, loops
+
+
+def test_negative_control_a_line_too_many_is_counted():
+    for lines in MOST_LINES, MOST_LINES + 1:
+        source = "def f():\n" + "    x = 1\n" * (lines - 1) + "while x:\n    pass\n"
+        assert line_counts(source, (ast.FunctionDef,)) == {"f at line 1": lines}
+        assert line_counts(source, (ast.While,)) == {f"While at line {lines + 1}": 2}
+
+
+def test_the_loop_does_not_ask_whether_the_data_is_streamed():
+    """data/open.py answers that once, for everything that differs."""
+    asked = [
+        node.lineno for node in ast.walk(ast.parse((ROOT / "train.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "stream" and getattr(node.value, "attr", "") == "data"
+    ]  # fmt: skip
+    assert not asked, f"train.py asks for data.stream in lines {asked}"

@@ -15,37 +15,38 @@ from configs import schema
 
 @contextmanager
 def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
-    """Gives an object whose step() is called at the end of every step; with `enabled = false` that does nothing.
+    """Yields an object on which the loop calls step() after every training step. It does nothing if `enabled` is false.
 
-    Writes `<folder>/profile/rank-00000.json.gz` (chrome://tracing, ui.perfetto.dev) after the steps asked for, which
-    are counted from the start of this process: a resumed run can be profiled like a fresh one. A run that ends within
-    them writes those it has. With `memory_snapshot` also `rank-00000.memory.pickle` (pytorch.org/memory_viz), at the
-    same moment or when memory runs out; on CPU there is nothing to record, and the log says so.
+    After the steps that were asked for it writes `<folder>/profile/rank-00000.json.gz`, for chrome://tracing and
+    ui.perfetto.dev. Steps are counted from the start of this process, so a resumed run can be profiled like a fresh one. A
+    run that ends before the last of them writes those that it has. `memory_snapshot` adds `rank-00000.memory.pickle` for
+    pytorch.org/memory_viz, written at the same time or when memory runs out. A CPU's memory has no such history, and the
+    log says so.
     """
     if not cfg.enabled:
         yield SimpleNamespace(step=lambda: None)
         return
     say, cuda = logging.getLogger("plumbline"), torch.cuda.is_available()
-    where = folder / "profile" / f"rank-{rank:05d}"
-    where.parent.mkdir(parents=True, exist_ok=True)
-    remember = cfg.memory_snapshot and cuda
+    path = folder / "profile" / f"rank-{rank:05d}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records_memory = cfg.memory_snapshot and cuda
     if cfg.memory_snapshot and not cuda:
-        say.warning("profiler.memory_snapshot = true: only CUDA's allocator keeps a history, so none is written here")
+        say.warning("profiler.memory_snapshot = true writes nothing here: only CUDA's allocator keeps a history")
 
     def save_memory() -> None:
-        torch.cuda.memory._dump_snapshot(f"{where}.memory.pickle")
+        torch.cuda.memory._dump_snapshot(f"{path}.memory.pickle")
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def save(trace: profile) -> None:
-        trace.export_chrome_trace(f"{where}.json.gz")
-        if remember:
+        trace.export_chrome_trace(f"{path}.json.gz")
+        if records_memory:
             save_memory()
-        say.info(f"profile of up to {cfg.steps} steps from step {cfg.start_step} of this process on: {where}.json.gz")
+        say.info(f"profile of up to {cfg.steps} steps from step {cfg.start_step} of this process on: {path}.json.gz")
 
-    warm_up = min(cfg.start_step - 1, 1)  # the tracer's own start-up must not be in the first step that is kept
+    warm_up = min(cfg.start_step - 1, 1)  # keeps the tracer's own start-up out of the first step that is kept
     steps = schedule(skip_first=cfg.start_step - 1 - warm_up, wait=0, warmup=warm_up, active=cfg.steps, repeat=1)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
-    if remember:
+    if records_memory:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
     try:
         with profile(
@@ -53,6 +54,6 @@ def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
         ) as trace:
             yield trace
     except torch.OutOfMemoryError:
-        if remember:
+        if records_memory:
             save_memory()
         raise

@@ -18,13 +18,16 @@ import statistics
 from unittest import mock
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import train
 from configs.load import load_config
 from parallelisms import ac
-from tools.plan import __main__ as plan, trace
 from tools.bench import harness
-from tools.plan.estimate import Device, load_device, measure_cpu
+from tools.plan import trace
+from tools.plan.device import Device, load_device, measure_cpu
+from tools.plan.estimate import estimate
+from tools.plan.plan import Plan, Question, make_plan
 from training.loss import plain_cross_entropy
 
 # github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1, 3) and
@@ -48,7 +51,7 @@ THEIRS = {"memory_gib": 95.6, "memory_gb_per_s": 2400}  # their H100, where it i
 
 def whole_loss(h, weight, labels, chunk_tokens, each=None):
     """Their loss: logits of all tokens at once. Under tensor parallelism ours, whose products are the same."""
-    if isinstance(weight, trace.DTensor):
+    if isinstance(weight, DTensor):
         return train_loss(h, weight, labels, chunk_tokens, each)
     return plain_cross_entropy(h @ weight.t(), labels)
 
@@ -72,10 +75,10 @@ def every_second_product():
 ac_policy = ac._policy
 
 
-def like_theirs(options: list[str], gpus: int, device: Device) -> plan.Plan:
+def like_theirs(options: list[str], gpus: int, device: Device) -> Plan:
     cfg = load_config([*options, "--training.param_dtype=bfloat16"], gpus, 8)
     with mock.patch.object(train, "linear_cross_entropy", whole_loss), mock.patch.object(ac, "_policy", every_second_product()):
-        return plan.make_plan(cfg, plan.Question(gpus, 8, device))
+        return make_plan(cfg, Question(gpus, 8, device))
 
 
 def published(device: Device) -> None:
@@ -85,7 +88,7 @@ def published(device: Device) -> None:
     tokens = load_config(first[2]).training.seq_len * 2  # of a rank
     for _ in range(20):  # bisection: the efficiency of products that makes the first row right
         device = device.model_copy(update={"matmul_efficiency": (low + high) / 2})
-        speed = tokens / plan.estimate(step, device, 8, compiled=False).seconds
+        speed = tokens / estimate(step, device, 8, compiled=False).seconds
         low, high = (low, device.matmul_efficiency) if speed > first[3] else (device.matmul_efficiency, high)
     rows = []
     for name, gpus, options, speed, reserved in PUBLISHED:
@@ -114,9 +117,9 @@ HERE = (  # the first calibrates: name, options
 
 
 def planned_here(options: list[str], device: Device) -> float:
-    """Seconds of a step on this machine."""
+    """The planned seconds of a step on this machine."""
     torch.set_num_threads(1)  # of this process, which only traces
-    return plan.make_plan(load_config(options, 1, 1), plan.Question(1, 1, device, on_gpu=False)).time.seconds
+    return make_plan(load_config(options, 1, 1), Question(1, 1, device, on_gpu=False)).time.seconds
 
 
 def quietest(measured: list[Device]) -> Device:

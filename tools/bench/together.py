@@ -22,9 +22,9 @@ import torch.distributed as dist
 from configs.load import load_config
 from configs.schema import Run
 from parallelisms.mesh import close_mesh, open_group
-from tools.plan import trace
 from tools.bench import harness
 from tools.bench.sections import BENCH
+from tools.plan.repeat import traced
 
 MODELS = {"debug": "", "d512": BENCH}
 MESHES = {
@@ -54,7 +54,7 @@ def messages_of(options: list[str]) -> Counter[tuple[str, int]]:
     """Those of a step of one of two ranks, and how often."""
     torch.set_num_threads(1)
     found: Counter[tuple[str, int]] = Counter()
-    for _, times, op in trace.traced(load_config(options, 2, 2), 2, 2, False).ops():
+    for _, times, op in traced(load_config(options, 2, 2), 2, 2, False).ops():
         if op.kind:
             found[op.kind, op.message] += times
     return found

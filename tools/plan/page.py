@@ -1,46 +1,49 @@
-"""A plan as one self-contained page: memory over a step, what runs beside what, and the mesh on its hosts. Inline SVG, no network."""
+"""A plan as one self-contained HTML page: memory over a step, what runs beside what, and the mesh on its hosts.
+
+The drawings are inline SVG. The page loads nothing from anywhere.
+"""
 
 import math
 from collections.abc import Iterator
 from html import escape
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tools.plan.__main__ import Plan
+from tools.plan.plan import Plan
+from tools.plan.step import GIB, KINDS
 
-KINDS = {  # of memory, from the bottom up -> name, colour
-    "parameters": ("parameters (float32 shards)", "#264653"),
-    "optimizer state": ("optimizer state", "#2a6f7f"),
-    "gradients": ("gradients (shards)", "#2a9d8f"),
-    "whole gradients": ("gradients not yet reduced", "#74c69d"),
-    "working weights": ("gathered weights, in forward's type", "#577590"),
-    "collective buffers": ("collective buffers", "#90a4c4"),
-    "activations": ("activations", "#e9c46a"),
-    "logits and loss": ("logits and loss", "#e76f51"),
-    "backward's temporaries": ("backward's temporaries", "#f4a261"),
-    "temporaries": ("forward's temporaries", "#f6d7a7"),
-    "batch": ("batch", "#999999"),
-    "other": ("other", "#cccccc"),
+COLORS = {  # by kind of memory, from the bottom up: all kinds of tools/plan/step.py::KINDS
+    "parameters": "#264653",
+    "optimizer state": "#2a6f7f",
+    "gradients": "#2a9d8f",
+    "whole gradients": "#74c69d",
+    "working weights": "#577590",
+    "collective buffers": "#90a4c4",
+    "activations": "#e9c46a",
+    "logits and loss": "#e76f51",
+    "backward's temporaries": "#f4a261",
+    "temporaries": "#f6d7a7",
+    "batch": "#999999",
+    "other": "#cccccc",
 }
 STREAMS = {"compute": "#264653", "all-gather": "#2a9d8f", "reduce-scatter": "#e76f51", "all-reduce": "#e9c46a"}
 WIDTH, LEFT, POINTS = 1100, 90, 700
-GIB = 2**30
 
 STYLE = """body{font:14px/1.5 system-ui,sans-serif;max-width:1140px;margin:2em auto;padding:0 1em;color:#222;background:#fff}
 pre{font-size:12px;line-height:1.45;white-space:pre-wrap;background:#f6f6f6;padding:1em}svg{display:block;width:100%;height:auto}
 text{font:12px system-ui,sans-serif;fill:#222}text.dim{fill:#777}figcaption{color:#555;margin:.3em 0 2em}figure{margin:0}"""
 
 
-def page(plan: "Plan", report: str) -> str:
+def page(plan: Plan, report: str) -> str:
     """The page as HTML."""
     title = f"{plan.cfg.model.flavor} on {plan.ask.gpus:,} x {plan.ask.device.name}"
     figures = (
-        ("Memory over a step", memory(plan), "Live bytes of rank 0 in the order of the operators, one after the other; of more than three micro-batches "
-         "the first, one and the last. The dashed line is what the device leaves to live bytes under the stated margin."),
-        ("What runs beside what", timeline(plan), "The traced step on the device's numbers: computing waits where a bar of another row has nothing below it."),
+        ("Memory over a step", memory(plan), "Live bytes of rank 0 in the order of the operators, one after the other; of more "
+         "than three micro-batches the first, one and the last. The dashed line is what the device leaves to live bytes under "
+         "the stated margin."),
+        ("What runs beside what", timeline(plan), "The traced step on the device's numbers: computing waits where a bar of "
+         "another row has nothing below it."),
         ("The mesh on its hosts", hosts(plan), "Rank 0 and the groups that it talks to. A tensor-parallel group stays inside a host."),
     )  # fmt: skip
-    body = "".join(f"<h2>{h}</h2><figure>{svg}<figcaption>{words}</figcaption></figure>" for h, svg, words in figures)
+    body = "".join(f"<h2>{h}</h2><figure>{svg}<figcaption>{caption}</figcaption></figure>" for h, svg, caption in figures)
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
@@ -52,13 +55,14 @@ def _svg(height: float, parts: list[str]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}">{"".join(parts)}</svg>'
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start", kind: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(words)}</text>'
+def _text(x: float, y: float, label: str, anchor: str = "start", kind: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(label)}</text>'
 
 
-def _rect(x: float, y: float, width: float, height: float, color: str, words: str = "", stroke: str = "none") -> str:
-    title = f"<title>{escape(words)}</title>" if words else ""
-    return f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.4):.2f}" height="{height:.1f}" fill="{color}" stroke="{stroke}">{title}</rect>'
+def _rect(x: float, y: float, width: float, height: float, color: str, label: str = "", stroke: str = "none") -> str:
+    title = f"<title>{escape(label)}</title>" if label else ""
+    box = f'x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.4):.2f}" height="{height:.1f}"'
+    return f'<rect {box} fill="{color}" stroke="{stroke}">{title}</rect>'
 
 
 def _ticks(top: float) -> list[float]:
@@ -69,27 +73,27 @@ def _ticks(top: float) -> list[float]:
     return [round(i * step, 9) for i in range(int(top / step * (1 + 1e-9)) + 1)]
 
 
-def _samples(plan: "Plan") -> tuple[list[tuple[int, dict[str, int]]], list[tuple[int, str]], int]:
-    """(event, bytes by kind) at the fullest moment of each of POINTS stretches; (event, phase) where one begins; events."""
-    step = plan.step
-    changes = list(step.curve())
-    live, kept, phases, best = step.before(), [], [], -1
-    last = None
+def _samples(plan: Plan) -> tuple[list[tuple[int, dict[str, int]]], list[tuple[int, str]], int]:
+    """Samples of the memory curve, as (event, bytes by kind): the fullest moment of each of POINTS equal parts of the step.
+    Also (event, phase) where each phase begins, and the number of events."""
+    changes = list(plan.step.curve())
+    live, samples, phases = plan.step.before(), [], []
+    last_phase, last_part, fullest = None, -1, 0
     for i, (where, kind, change) in enumerate(changes):
-        if (where.micro, where.phase) != last and where.phase in ("forward", "backward", "clip", "optimizer"):
-            last = (where.micro, where.phase)
+        if (where.micro, where.phase) != last_phase and where.phase in ("forward", "backward", "clip", "optimizer"):
+            last_phase = (where.micro, where.phase)
             phases.append((i, where.phase))
         live[kind] = live.get(kind, 0) + change
-        bucket = i * POINTS // len(changes)
-        if not kept or kept[-1][0] != bucket:
-            kept.append((bucket, i, dict(live)))
-            best = sum(live.values())
-        elif sum(live.values()) > best:
-            kept[-1], best = (bucket, i, dict(live)), sum(live.values())
-    return [(i, sample) for _, i, sample in kept], phases, len(changes)
+        total, part = sum(live.values()), i * POINTS // len(changes)
+        if part != last_part:
+            samples.append((i, dict(live)))
+            last_part, fullest = part, total
+        elif total > fullest:
+            samples[-1], fullest = (i, dict(live)), total
+    return samples, phases, len(changes)
 
 
-def memory(plan: "Plan") -> str:
+def memory(plan: Plan) -> str:
     """Stacked areas."""
     samples, phases, events = _samples(plan)
     room = plan.ask.device.memory_gib * GIB
@@ -104,14 +108,14 @@ def memory(plan: "Plan") -> str:
         return bottom - (bottom - 20) * size / top
 
     parts, floor = [], [0.0] * len(samples)
-    for kind, (name, color) in KINDS.items():
+    for kind, color in COLORS.items():
         heights = [s.get(kind, 0) for _, s in samples]
         if not any(heights):
             continue
         roof = [a + b for a, b in zip(floor, heights)]
         points = [f"{x(i):.1f},{y(v):.1f}" for (i, _), v in zip(samples, roof)]
         points += [f"{x(i):.1f},{y(v):.1f}" for (i, _), v in reversed(list(zip(samples, floor)))]
-        parts.append(f'<polygon points="{" ".join(points)}" fill="{color}"><title>{escape(name)}</title></polygon>')
+        parts.append(f'<polygon points="{" ".join(points)}" fill="{color}"><title>{escape(KINDS[kind])}</title></polygon>')
         floor = roof
     unit, per = ("GiB", GIB) if top >= GIB else ("MiB", 2**20)
     for value in _ticks(top / per):
@@ -125,16 +129,16 @@ def memory(plan: "Plan") -> str:
         if x(end) - x(begin) > 45:
             parts.append(_text((x(begin) + x(end)) / 2, bottom + 16, phase, "middle", "dim"))
         parts.append(f'<line x1="{x(begin):.1f}" x2="{x(begin):.1f}" y1="20" y2="{bottom + 6}" stroke="#0002"/>')
-    return _svg(height, parts) + _legend([row for kind, row in KINDS.items() if any(s.get(kind) for _, s in samples)])
+    return _svg(height, parts) + _legend([(KINDS[kind], color) for kind, color in COLORS.items() if any(s.get(kind) for _, s in samples)])
 
 
 def _legend(rows: list[tuple[str, str]]) -> str:
     parts, x, y = [], LEFT, 14
-    for words, color in rows:
-        width = 30 + 7 * len(words)
+    for label, color in rows:
+        width = 30 + 7 * len(label)
         if x + width > WIDTH:
             x, y = LEFT, y + 20
-        parts += [_rect(x, y - 10, 12, 12, color), _text(x + 17, y, words)]
+        parts += [_rect(x, y - 10, 12, 12, color), _text(x + 17, y, label)]
         x += width
     return _svg(y + 10, parts)
 
@@ -142,18 +146,18 @@ def _legend(rows: list[tuple[str, str]]) -> str:
 def _merged(bars: list[tuple[float, float, str]], gap: float) -> Iterator[tuple[float, float, str]]:
     """Bars that would touch on paper as one: thousands of collectives are as many rectangles otherwise."""
     current = None
-    for start, end, words in sorted(bars):
+    for start, end, label in sorted(bars):
         if current and start - current[1] < gap:
             current = (current[0], max(end, current[1]), current[2])
         else:
             if current:
                 yield current
-            current = (start, end, words)
+            current = (start, end, label)
     if current:
         yield current
 
 
-def _timeline(plan: "Plan", begin: float, end: float) -> str:
+def _timeline(plan: Plan, begin: float, end: float) -> str:
     """A row for computing and one for each kind of collective on each mesh dimension, from `begin` to `end` seconds."""
     rows: dict[str, list[tuple[float, float, str]]] = {"compute": []}
     for stream, start, stop, where in plan.time.bars:
@@ -169,8 +173,8 @@ def _timeline(plan: "Plan", begin: float, end: float) -> str:
         y = 10 + 28 * i
         parts.append(_text(170, y + 14, stream, "end"))
         for start, stop, where in _merged(bars, 0.3 / scale):
-            words = f"{where}: {1e3 * start:.2f} to {1e3 * stop:.2f} ms"
-            parts.append(_rect(180 + (start - begin) * scale, y, (stop - start) * scale, 20, STREAMS[stream.split()[-1]], words))
+            label = f"{where}: {1e3 * start:.2f} to {1e3 * stop:.2f} ms"
+            parts.append(_rect(180 + (start - begin) * scale, y, (stop - start) * scale, 20, STREAMS[stream.split()[-1]], label))
     bottom = 10 + 28 * len(rows)
     for value in _ticks((end - begin) * per):
         x = 180 + value / per * scale
@@ -179,7 +183,7 @@ def _timeline(plan: "Plan", begin: float, end: float) -> str:
     return _svg(bottom + 26, parts)
 
 
-def timeline(plan: "Plan") -> str:
+def timeline(plan: Plan) -> str:
     """The whole traced step, then two blocks forward and two backward of its last micro-batch."""
     bars, micro, block = plan.time.bars, plan.step.micro_batches - 1, plan.step.layers // 2
     figures = [_timeline(plan, 0.0, max((end for _, _, end, _ in bars), default=1.0))]
@@ -191,7 +195,7 @@ def timeline(plan: "Plan") -> str:
     return "".join(figures)
 
 
-def hosts(plan: "Plan", shown: int = 32) -> str:
+def hosts(plan: Plan, shown: int = 32) -> str:
     """Hosts as boxes of devices; rank 0's groups in color. Of many hosts the first."""
     groups = {dim: set(ranks) for dim, ranks in plan.step.groups.items() if len(ranks) > 1}
     colors = {"tp": "#e76f51", "dp_shard": "#2a9d8f", "dp_replicate": "#e9c46a"}

@@ -1,24 +1,20 @@
-"""One training step seen operator by operator: every byte that comes to life and dies, every product, every collective.
+"""One training step seen operator by operator: every storage that is made and freed, every product, every collective.
 
-`traced` runs the *same* `train.build` and `train.train_step` as a run does, on PyTorch's fake process
-group with fake tensors: shapes and lifetimes without memory and without time, for rank 0 of any world. `Trace` is the
-accountant; it also accounts real steps on real ranks, and the tests compare the two.
-
-A large model is traced with few layers. Its step is then put together from theirs (`with_layers`): a middle block's events are
-repeated, each reference to a block's memory shifted with it. That is exact where neighbouring middle blocks do the same
-thing, which is compared, event by event; where they do not, all layers are traced.
+`trace_step` runs the same `train.build` and `train.train_step` as a run does, on PyTorch's fake process group with fake
+tensors: shapes and lifetimes without memory and without time, for rank 0 of any world. `Trace` keeps the accounts. It also
+accounts real steps on real ranks, and the tests compare the two.
 """
 
 import gc
+import logging
 import math
 import os
 import re
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -37,16 +33,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import train
-from configs import check
 from configs.schema import Config, InputError
 from models.kernels import causal_attention
-from parallelisms import mesh as meshes
-from training import init
 from reliability.collectives import group_of
+from tools.plan.step import Memory, Op, Parameters, Step, Stretch, Where, fuse
+from training import init
 
-PHASES = ("forward", "loss", "backward", "clip", "optimizer")  # labels of train.train_step; the loss is within forward
-c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
-# operator -> kind of collective, where its message is (the larger side: what NCCL's tests call the size of a collective)
+PHASES = ("forward", "loss", "backward", "clip", "optimizer")  # labels in train.train_step; the loss is inside forward
+aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
+
+# Operator -> kind of collective, and where its message is: the larger side, which NCCL's tests call a collective's size.
 COLLECTIVES = {
     c10d._allgather_base_.default: ("all-gather", lambda args, out: args[0]),
     c10d._reduce_scatter_base_.default: ("reduce-scatter", lambda args, out: args[1]),
@@ -57,144 +53,49 @@ COLLECTIVES = {
     functional.all_reduce.default: ("all-reduce", lambda args, out: args[0]),
     functional.all_reduce_.default: ("all-reduce", lambda args, out: args[0]),
 }
-UNKNOWN_COLLECTIVES = ("c10d", "_c10d_functional")  # anything else of these that moves data must not go unnoticed
-HARMLESS = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
-aten = torch.ops.aten
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")  # an unknown operator of these that moves data is an error
+MOVES_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
+
+# Attention operator -> position of q among its arguments, products that are needed, products that are recomputation.
+# Backward makes five products. The first repeats the scores, which flash attention does not keep.
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2, 0),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 4, 1),
+    torch.ops.plumbline.causal_attention_backward.default: (1, 4, 1),  # models/kernels/causal_attention.py
+}
+PRODUCTS = {aten.mm.default: 0, aten.mm.out: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # -> position of the left factor
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor) -> int:
+def attention_product(q: torch.Tensor, k: torch.Tensor) -> int:
     """FLOPs of one of attention's products, T x E x T for every head; not halved for being causal."""
     b, h, t, e = q.shape
     return 2 * b * h * t * k.shape[-2] * e
 
 
-# Backward makes five of these products; the first is the scores once more, which flash attention does not keep.
-ATTENTION = {  # operator -> (position of q, products, products that are recomputation)
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2, 0),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 4, 1),
-    torch.ops.plumbline.causal_attention_backward.default: (1, 4, 1),  # models/kernels/causal_attention.py
-}
+def tensors_in(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> int:
-    return 2 * math.prod(a.shape) * b.shape[-1]
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
-PRODUCTS = {aten.mm.default: 0, aten.mm.out: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # -> position of the left factor
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Where(NamedTuple):
-    """A stretch of the step. Blocks are numbered from 0; -1 is what comes before them, `layers` what comes after."""
-
-    micro: int  # micro-batch; -1: before the first
-    phase: str  # build, start, forward, backward, clip, optimizer
-    block: int
-
-
-@dataclass(slots=True)
-class Memory:
-    """One storage. Kinds that follow from what is done with it are found when the step is over."""
-
-    size: int
-    born: Where
-    kind: str = ""
-    order: int = 0  # number among the storages born in the same stretch
-    died: Where | None = None
-
-
-@dataclass(slots=True)
-class Op:
-    """What one operator costs. `wait`: the copy out of a gathered buffer, which waits for its all-gather."""
-
-    name: str
-    product_flops: int = 0
-    attention_flops: int = 0
-    attention_rows: int = 0  # queries, of every head, times products
-    again: int = 0  # FLOPs among these that repeat what was computed before: recomputation
-    traffic: int = 0  # bytes read and written, for operators that are bound by that
-    fused: int = 0  # what is left of `traffic` when neighbouring operators are compiled into one
-    kind: str = ""  # of collective
-    dimension: str = ""  # of the mesh
-    message: int = 0  # bytes
-    background: bool = False  # beside computation: FSDP's collectives
-    wait: bool = False
-    reads: dict[int, int] = field(default_factory=dict)  # storage -> bytes
-    writes: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass
-class Stretch:
-    where: Where
-    rows: list  # ("+", storage), ("-", storage) or Op, in the order they happened; a storage is a number
-
-
-@dataclass
-class Parameters:
-    """Of one block, or (-1) of all that is in no block."""
-
-    tensors: int = 0
-    elements: int = 0
-    local_bytes: int = 0
-
-
-@dataclass
-class Step:
-    """A whole step of one rank. What existed before it is in `memory` too: its birth is in the phase "build"."""
-
-    stretches: list[Stretch]
-    memory: dict[int, Memory]
-    layers: int
-    micro_batches: int  # traced; the middle one of three stands for `repeats`
-    groups: dict[str, list[int]]  # mesh dimension -> ranks of this rank's group
-    parameters: dict[int, Parameters]
-    repeats: int = 1
-
-    def times(self, where: Where) -> int:
-        """How often a stretch happens in the real step."""
-        return self.repeats if where.micro == 1 and where.phase in ("forward", "backward") else 1
-
-    def ops(self) -> Iterator[tuple[Where, int, Op]]:
-        """Every operator, with how often it happens."""
-        for stretch in self.stretches:
-            times = self.times(stretch.where)
-            for row in stretch.rows:
-                if isinstance(row, Op):
-                    yield stretch.where, times, row
-
-    def before(self) -> dict[str, int]:
-        """Bytes by kind that live before the step: weights, optimizer state."""
-        return totals(m for m in self.memory.values() if m.born.phase == "build")
-
-    def curve(self) -> Iterator[tuple[Where, str, int]]:
-        """(where, kind, bytes more or less), birth by birth and death by death."""
-        for stretch in self.stretches:
-            for row in stretch.rows:
-                if not isinstance(row, Op):
-                    memory = self.memory[row[1]]
-                    yield stretch.where, memory.kind, memory.size if row[0] == "+" else -memory.size
-
-    def peak(self) -> tuple[int, Where, dict[str, int]]:
-        """The most bytes that live at a time, where in the step, and what they are."""
-        live = self.before()
-        now = most = sum(live.values())
-        at, shown = Where(-1, "start", -1), dict(live)
-        for where, kind, change in self.curve():
-            live[kind] = live.get(kind, 0) + change
-            now += change
-            if now > most:
-                most, at, shown = now, where, dict(live)
-        return most, at, {kind: size for kind, size in shown.items() if size}
-
-
-def totals(memories: Iterable[Memory]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for memory in memories:
-        sums[memory.kind] = sums.get(memory.kind, 0) + memory.size
-    return sums
+def block_of(name: str) -> int:
+    """The block that a parameter belongs to; -1: none."""
+    layer = re.match(r"layers\.(\d+)\.", name)
+    return int(layer[1]) if layer else -1
 
 
 class Trace(TorchDispatchMode):
-    """Accounts what runs under it; `watch` tells it where in the step that is. The operators still run."""
+    """Keeps the accounts of what runs under it. The operators still run.
+
+    The phases of the step are the `record_function` labels of `train.train_step`, which a dispatch mode sees as operators.
+    Hooks on the blocks tell which block it is (`watch`).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,42 +103,43 @@ class Trace(TorchDispatchMode):
         self.stretches: list[Stretch] = []
         self.memory: dict[int, Memory] = {}
         self.numbers: dict[int, int] = {}  # address of a living storage -> its number
-        self.watched: dict[int, weakref.ref] = {}
-        self.born: dict[Where, int] = {}
+        self.alive: dict[int, weakref.ref] = {}  # number -> the storage, whose end is reported
+        self.births: dict[Where, int] = {}  # place -> order of the last birth there
         self.counter = count()
-        self.labels: list[str] = []  # `record_function`s that are open, of anyone
+        self.labels: list[str] = []  # labels that are open now, of whatever code
         self.phases: set[str] = set()  # labels that have been seen
-        self.job: train.Job | None = None  # whose step is followed; see `watch`
-        self.propagating = 0
+        self.job: train.Job | None = None  # whose step is followed
+        self.propagating = 0  # DTensor is finding shapes, so many calls deep
         self.dimensions: dict[str, str] = {}  # name of a process group -> mesh dimension
-        self.stack = ExitStack()
+        self.patches = ExitStack()
 
     # Memory.
     def rows(self) -> list:
+        """The events of the present stretch."""
         if not self.stretches or self.stretches[-1].where != self.where:
             self.stretches.append(Stretch(self.where, []))
         return self.stretches[-1].rows
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage; one that was not seen before is born now."""
+        """The number of a tensor's storage. A storage that was not seen before is born now."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self.numbers:
             return self.numbers[address]
         number = self.numbers[address] = next(self.counter)
-        self.watched[number] = weakref.ref(storage, lambda _: self.die(address, number))
-        self.come_to_life(number, storage.nbytes())
+        self.alive[number] = weakref.ref(storage, lambda _: self.add_death(address, number))
+        self.add_birth(number, storage.nbytes())
         return number
 
-    def come_to_life(self, number: int, size: int) -> None:
-        order = self.born[self.where] = self.born.get(self.where, -1) + 1
+    def add_birth(self, number: int, size: int) -> None:
+        order = self.births[self.where] = self.births.get(self.where, -1) + 1
         self.memory[number] = Memory(size, self.where, "logits and loss" if "loss" in self.labels else "", order)
         self.rows().append(("+", number))
 
-    def die(self, address: int, number: int) -> None:
+    def add_death(self, address: int, number: int) -> None:
         if self.numbers.get(address) == number:
             del self.numbers[address]
-            self.watched.pop(number, None)
+            self.alive.pop(number, None)
             self.memory[number].died = self.where
             self.rows().append(("-", number))
 
@@ -245,20 +147,18 @@ class Trace(TorchDispatchMode):
         """FSDP frees and takes back the memory of gathered weights by resizing their storage: it dies and is born again."""
         address, number = storage._cdata, next(self.counter)
         if address in self.numbers:
-            old = self.numbers[address]
-            if self.memory[old].size == size:
+            previous = self.numbers[address]
+            if self.memory[previous].size == size:
                 return
-            self.die(address, old)
+            self.add_death(address, previous)
         self.numbers[address] = number
-        self.watched[number] = weakref.ref(storage, lambda _: self.die(address, number))
-        self.come_to_life(number, size)
+        self.alive[number] = weakref.ref(storage, lambda _: self.add_death(address, number))
+        self.add_birth(number, size)
         self.memory[number].kind = "working weights"
 
     def tag(self, tensors: object, kind: str) -> None:
-        for tensor in tree_iter(tensors):
-            if isinstance(tensor, torch.Tensor):
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                self.memory[self.number(local)].kind = kind
+        for tensor in tensors_in(tensors):
+            self.memory[self.number(local(tensor))].kind = kind
 
     # Operators.
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -267,83 +167,85 @@ class Trace(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             self.label(func, args)
-        if self.propagating or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if self.propagating:
             return func(*args, **kwargs)
         if args and isinstance(args[0], FakeTensor):
             if func is functional.wait_tensor.default:
                 return args[0]
             if func is aten._local_scalar_dense.default:
                 return 1.0  # a loss, a gradient norm, and that they are fine
-        backward = torch._C._current_graph_task_id() != -1
+        in_backward = torch._C._current_graph_task_id() != -1
         out = func(*args, **kwargs)
-        self.account(func, args, kwargs, out, backward)
+        self.account(func, args, kwargs, out, in_backward)
         return out
 
-    def account(self, func, args, kwargs, out, backward: bool) -> None:
+    def account(self, func, args: tuple, kwargs: dict, out: object, in_backward: bool) -> None:
         source = args[0] if func.is_view else args[1] if func is aten.copy_.default else None
         if isinstance(source, torch.Tensor) and source.untyped_storage()._cdata not in self.numbers:
             return  # memory that no operator made: gloo's reduce-scatter works on a clone of its own
         if func is functional._wrap_tensor_autograd.default:
             return  # AsyncCollectiveTensor: a wrapper, which has no memory
-        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
-        outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         known = {self.number(t) for t in inputs}
         made = [t for t in outputs if self.number(t) not in known]
-        op = Op(str(func))
         if func in COLLECTIVES:
-            op.kind, message = COLLECTIVES[func]
-            tensor = message(args, out)
-            op.message = tensor.numel() * tensor.element_size()
-            op.dimension = self.dimension(group_of(args).group_name)
-            op.background = func.namespace == "c10d" and self.where.phase in ("forward", "backward") and "loss" not in self.labels
-            op.background &= op.message > 8  # the sum of the loss is waited for
-            self.rows().append(op)
+            self.rows().append(self.collective(func, args, out))
             return
-        if func.namespace in UNKNOWN_COLLECTIVES and func._schema.name.split("::")[1] not in HARMLESS:
+        if func.namespace in COLLECTIVE_NAMESPACES and func._schema.name.split("::")[1] not in MOVES_NOTHING:
             raise NotImplementedError(f"tools/plan/trace.py does not know the collective {func}")
         if func.namespace == "fsdp":
             self.tag_fsdp(func, args, kwargs)
-            op.wait = "split_with_sizes_copy" in op.name
-        mutable = func._schema.is_mutable
-        if not made and not mutable:
-            return  # a view
+        if made or func._schema.is_mutable:  # otherwise it is a view
+            op = self.computation(func, args, kwargs, inputs, made)
+            if in_backward and torch.is_grad_enabled():  # in backward, only recomputation records a graph
+                op.recomputed = op.product_flops + op.attention_flops
+            if op.product_flops or op.attention_flops or "empty" not in op.name:
+                self.rows().append(op)
+
+    def collective(self, func, args: tuple, out: object) -> Op:
+        kind, message = COLLECTIVES[func]
+        op = Op(str(func), kind=kind, message=nbytes(message(args, out)))
+        op.dimension = self.dimension(group_of(args).group_name)
+        in_blocks = self.where.phase in ("forward", "backward") and "loss" not in self.labels
+        op.background = func.namespace == "c10d" and in_blocks and op.message > 8  # the sum of the loss is waited for
+        return op
+
+    def computation(self, func, args: tuple, kwargs: dict, inputs: list[torch.Tensor], made: list[torch.Tensor]) -> Op:
+        op = Op(str(func))
+        op.wait = func.namespace == "fsdp" and "split_with_sizes_copy" in op.name
         if func in ATTENTION:
-            at, products, again = ATTENTION[func]
-            one = _scores(args[at], args[at + 1])
-            op.attention_flops, op.again = (products + again) * one, again * one
-            op.attention_rows = (products + again) * math.prod(args[at].shape[:3])
+            q, needed, recomputed = ATTENTION[func]
+            one = attention_product(args[q], args[q + 1])
+            op.attention_flops, op.recomputed = (needed + recomputed) * one, recomputed * one
+            op.attention_rows = (needed + recomputed) * math.prod(args[q].shape[:3])
         elif func in PRODUCTS:
-            at = PRODUCTS[func]
-            op.product_flops = _product(args[at], args[at + 1])
+            left, right = args[PRODUCTS[func] :][:2]
+            op.product_flops = 2 * math.prod(left.shape) * right.shape[-1]
         elif "empty" not in op.name:
-            written = [id(t) for t in tree_iter(self.mutated(func, args, kwargs)) if isinstance(t, torch.Tensor)]
-            only_written = {id(t) for t in tree_iter(kwargs.get("out"))}
+            written = {id(t) for t in tensors_in(self.mutated(func, args, kwargs))}
+            only_written = {id(t) for t in tensors_in(kwargs.get("out"))}
             op.reads = self.moved(t for t in inputs if id(t) not in only_written)
             op.writes = self.moved(made + [t for t in inputs if id(t) in written])
             op.traffic = sum(op.reads.values()) + sum(op.writes.values())
-        else:
-            return
-        if backward and torch.is_grad_enabled():  # of all backward only recomputation records a graph
-            op.again = op.product_flops + op.attention_flops
-        self.rows().append(op)
+        return op
 
     def moved(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-        """Bytes by storage; what several views of it share is moved once."""
+        """Bytes by storage. What several views of a storage share is moved once."""
         sizes: dict[int, int] = {}
         for tensor in tensors:
             number = self.number(tensor)
-            size = sizes.get(number, 0) + tensor.numel() * tensor.element_size()
-            sizes[number] = min(size, self.memory[number].size)
+            sizes[number] = min(sizes.get(number, 0) + nbytes(tensor), self.memory[number].size)
         return sizes
 
     @staticmethod
-    def mutated(func, args, kwargs) -> list:
+    def mutated(func, args: tuple, kwargs: dict) -> list:
         """The arguments that an operator writes to."""
-        rows = zip(func._schema.arguments, args)
-        rows = [*rows, *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)]
-        return [value for a, value in rows if a.alias_info is not None and a.alias_info.is_write]
+        values = [*zip(func._schema.arguments, args)]
+        values += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
+        return [value for a, value in values if a.alias_info is not None and a.alias_info.is_write]
 
-    def tag_fsdp(self, func, args, kwargs) -> None:
+    def tag_fsdp(self, func, args: tuple, kwargs: dict) -> None:
         name = func._schema.name
         if name == "fsdp::all_gather_copy_in":
             self.tag(args[1], "collective buffers")
@@ -354,90 +256,96 @@ class Trace(TorchDispatchMode):
             self.tag(args[0], "whole gradients")
             self.tag(kwargs["out"], "collective buffers")
 
-    def dimension(self, name: str) -> str:
-        if name not in self.dimensions:
-            self.dimensions[name] = f"group {len(self.dimensions)}"
-        return self.dimensions[name]
+    def dimension(self, group_name: str) -> str:
+        if group_name not in self.dimensions:
+            self.dimensions[group_name] = f"group {len(self.dimensions)}"
+        return self.dimensions[group_name]
 
     def __enter__(self) -> "Trace":
-        original, non_cached = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
-        make_room = FSDPParam.init_all_gather_outputs
+        """Watch three places of PyTorch that no operator tells of."""
         trace = self
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        make_room = FSDPParam.init_all_gather_outputs
 
-        def resize_(storage, size):
-            out = original(storage, size)
+        def watched_resize(storage, size):
+            out = resize(storage, size)
             trace.resized(storage, size)
             return out
 
-        def init_all_gather_outputs(param, *how):  # in the first step; on one rank no operator of FSDP's fills them
+        def watched_room(param, *how):  # in the first step; on one rank no operator of FSDP's fills it
             make_room(param, *how)
             trace.tag(param.all_gather_outputs, "working weights")
 
-        def propagate(self, schema):  # DTensor finds shapes by running operators on fake tensors: no memory of the step
+        def unwatched_propagation(propagator, schema):  # shapes are found by operators on fake tensors, no memory of the step
             trace.propagating += 1
             try:
-                return non_cached(self, schema)
+                return propagate(propagator, schema)
             finally:
                 trace.propagating -= 1
 
-        self.stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
-        self.stack.enter_context(mock.patch.object(FSDPParam, "init_all_gather_outputs", init_all_gather_outputs))
-        self.stack.enter_context(mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate))
+        for owner, name, function in (
+            (torch.UntypedStorage, "resize_", watched_resize),
+            (FSDPParam, "init_all_gather_outputs", watched_room),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", unwatched_propagation),
+        ):
+            self.patches.enter_context(mock.patch.object(owner, name, function))
         return super().__enter__()
 
     def __exit__(self, *error) -> None:
         super().__exit__(*error)
-        self.stack.close()
+        self.patches.close()
 
-    # Where in the step.
+    # The place in the step.
     def label(self, func, args: tuple) -> None:
-        """A `record_function` is entered or left: the phases of `train.train_step` are labels, and others do not matter."""
+        """A `record_function` begins or ends. Those of `train.train_step` are the phases; others do not matter."""
         if "enter" not in func._schema.name:
             self.labels.pop()
             return
-        self.labels.append(args[0])
-        self.phases.add(args[0])
+        phase = args[0]
+        self.labels.append(phase)
+        self.phases.add(phase)
         if self.job is None:
             return
-        if args[0] == "forward":
+        if phase == "forward":
             self.where = Where(self.where.micro + 1, "forward", -1)
-        elif args[0] == "backward":
+        elif phase == "backward":
             self.where = self.where._replace(phase="backward")
-        elif args[0] == "clip":
+        elif phase == "clip":
             self.where = self.where._replace(phase="clip", block=-1)
             self.tag([p.grad for p in self.job.model.parameters() if p.grad is not None], "gradients")
-        elif args[0] == "optimizer":
+        elif phase == "optimizer":
             self.where = self.where._replace(phase="optimizer", block=-1)
 
     def watch(self, job: train.Job) -> None:
-        """Follow this job's step: its phases by their labels, and through the blocks of forward and backward."""
+        """Follow the step of this job: its phases by their labels, its blocks by hooks on them."""
         self.job = job
         mesh, layers = job.mesh, list(job.model.layers.values())
         for dim in mesh.device_mesh.mesh_dim_names:
             self.dimensions[mesh.device_mesh.get_group(dim).group_name] = dim
 
-        def at(phase: str, block: int):
-            def move(*_):
+        def move_to(phase: str, block: int):
+            def hook(*_):
                 self.where = self.where._replace(phase=phase, block=block)
 
-            return move
+            return hook
 
         def backward_begins_at(block: int):  # when the gradient of this tensor is whole
             def hook(_, inputs, outputs=None):
                 tensor = inputs[0] if outputs is None else outputs
                 if tensor.requires_grad:
-                    tensor.register_hook(at("backward", block))
+                    tensor.register_hook(move_to("backward", block))
 
             return hook
 
         layers[0].register_forward_pre_hook(backward_begins_at(-1), prepend=True)
         for i, block in enumerate(layers):
-            block.register_forward_pre_hook(at("forward", i), prepend=True)
+            block.register_forward_pre_hook(move_to("forward", i), prepend=True)
             block.register_forward_hook(backward_begins_at(i), prepend=True)  # before FSDP's, which gathers for backward
-        layers[-1].register_forward_hook(at("forward", len(layers)))
+        layers[-1].register_forward_hook(move_to("forward", len(layers)))
 
+    # Before and after the step.
     def settle(self, job: train.Job) -> None:
-        """Call before the step: what exists now is parameters and optimizer state; forget how it came to be."""
+        """Call before the step: what exists now is parameters and optimizer state. Forgets how it came to be."""
         gc.collect()
         kinds = [(name, p, "parameters") for name, p in job.model.named_parameters()]
         names = {id(p): name for name, p, _ in kinds}
@@ -446,7 +354,7 @@ class Trace(TorchDispatchMode):
         for path, module in job.model.named_modules():  # parallelisms/dp.py::keep_masters
             copies = [vars(module).get(name) for name, _ in module.named_parameters(recurse=False)]
             kinds += [(f"{path}.", copy, "working weights") for copy in copies if copy is not None]
-        self.stretches, self.born = [], {}
+        self.stretches, self.births = [], {}
         alive = set(self.numbers.values())
         self.memory = {number: memory for number, memory in self.memory.items() if number in alive}
         for memory in self.memory.values():
@@ -454,86 +362,49 @@ class Trace(TorchDispatchMode):
         for name, tensor, kind in kinds:
             self.where = Where(-1, "build", block_of(name))
             self.tag(tensor, kind)
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            self.memory[self.number(local)].born = self.where
-        self.stretches, self.born = [], {}
+            self.memory[self.number(local(tensor))].born = self.where
+        self.stretches, self.births = [], {}
         self.where = Where(-1, "start", -1)
 
     def step(self, job: train.Job) -> Step:
-        """What was traced since `settle`, with every storage's kind known."""
-        self.watched.clear()  # what dies with the job is no part of the step
+        """What was traced since `settle`, with the kind of every storage. Raises InputError where a phase has no label."""
+        if missing := [phase for phase in PHASES if phase not in self.phases]:
+            raise InputError(f"train.train_step has no record_function({missing[0]!r}): the planner finds the phases of a step "
+                             f"by the labels {', '.join(PHASES)}; put them around the code that they name")  # fmt: skip
+        self.alive.clear()  # what dies with the job is no part of the step
         for memory in self.memory.values():
-            if memory.kind:
-                continue
-            kept = memory.died is None or memory.died.phase != "forward" or memory.died.micro != memory.born.micro
-            if memory.born.phase == "start":
-                memory.kind = "batch"
-            elif memory.born.phase == "forward" and kept:
-                memory.kind = "activations"
-            elif memory.born.phase == "backward":
-                memory.kind = "backward's temporaries"
-            else:
-                memory.kind = "temporaries"
+            memory.kind = memory.kind or kind_by_life(memory)
         parameters: dict[int, Parameters] = {}
         for name, p in job.model.named_parameters():
-            local = p.to_local() if isinstance(p, DTensor) else p
-            of = parameters.setdefault(block_of(name), Parameters())
-            of.tensors, of.elements = of.tensors + 1, of.elements + p.numel()
-            of.local_bytes += local.numel() * local.element_size()
+            block = parameters.setdefault(block_of(name), Parameters())
+            block.tensors, block.elements = block.tensors + 1, block.elements + p.numel()
+            block.local_bytes += nbytes(local(p))
         mesh = job.mesh.device_mesh
         groups = {dim: dist.get_process_group_ranks(mesh.get_group(dim)) for dim in mesh.mesh_dim_names}
-        micro = max(s.where.micro for s in self.stretches) + 1
-        step = Step(self.stretches, self.memory, len(job.model.layers), micro, groups, parameters)
+        micro_batches = max(s.where.micro for s in self.stretches) + 1
+        step = Step(self.stretches, self.memory, len(job.model.layers), micro_batches, groups, parameters)
         fuse(step)
         return step
 
 
-def block_of(name: str) -> int:
-    """The block that a parameter belongs to; -1: none."""
-    layer = re.match(r"layers\.(\d+)\.", name)
-    return int(layer[1]) if layer else -1
+def kind_by_life(memory: Memory) -> str:
+    """The kind of a storage that nothing has tagged, by when it is born and when it dies."""
+    kept = memory.died is None or memory.died.phase != "forward" or memory.died.micro != memory.born.micro
+    if memory.born.phase == "start":
+        return "batch"
+    if memory.born.phase == "forward" and kept:
+        return "activations"
+    return "backward's temporaries" if memory.born.phase == "backward" else "temporaries"
 
 
-def fuse(step: Step) -> None:
-    """Find what a compiler saves: of a run of operators bound by memory only what enters and what leaves is moved.
-
-    A run ends at a product, a collective, one of FSDP's copies and the end of the block. Sets `Op.fused` and forgets what
-    each operator read and wrote.
-    """
-    for stretch in step.stretches:
-        run: list[Op] = []
-        ends = {row[1]: i for i, row in enumerate(stretch.rows) if not isinstance(row, Op) and row[0] == "-"}
-
-        def close(now: int) -> None:
-            entered: dict[int, int] = {}
-            left: dict[int, int] = {}
-            for op in run:
-                for number, size in op.reads.items():
-                    if number not in left:
-                        entered[number] = max(size, entered.get(number, 0))
-                left |= op.writes
-            if run:
-                run[-1].fused = sum(entered.values()) + sum(size for n, size in left.items() if ends.get(n, math.inf) > now)
-            run.clear()
-
-        for i, row in enumerate(stretch.rows):
-            if isinstance(row, Op):
-                if row.traffic and not row.name.startswith(("fsdp", "aten._foreach")):
-                    run.append(row)
-                else:
-                    row.fused = row.traffic
-                    close(i)
-        close(len(stretch.rows))
-    for _, _, op in step.ops():
-        op.reads = op.writes = None
-
+# A run that does not exist.
 def attention_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What models/kernels/causal_attention.py does on CUDA, instead of its way on CPUs."""
+    """What models/kernels/causal_attention.py does on CUDA, instead of what it does on CPUs."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class AsOnGPU(TorchFunctionMode):
-    """Sends RMSNorm where CUDA sends it, to one fused operator that keeps its input and one number per row; CPU tensors
+    """Sends RMSNorm where CUDA sends it: to one fused operator that keeps its input and one number per row. CPU tensors
     would take PyTorch's composite, which keeps several float32 copies."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -544,19 +415,27 @@ class AsOnGPU(TorchFunctionMode):
 
 @contextmanager
 def pretend(world_size: int, per_host: int) -> Iterator[None]:
-    """This process as rank 0 of a world that does not exist: PyTorch's fake process group, and torchrun's environment."""
+    """This process as rank 0 of a world that does not exist: PyTorch's fake process group, and torchrun's environment.
+
+    Without PyTorch's warnings about such a mesh: its groups have no time limit, for example.
+    """
     names = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": per_host}
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}):
+    log = logging.getLogger("torch.distributed")
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        level = log.level
+        log.setLevel(logging.ERROR)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
-            with mock.patch.object(meshes.Mesh, "set_timeout", lambda *_: None):  # groups that never wait have none
-                yield
+            yield
         finally:
             dist.destroy_process_group()
+            log.setLevel(level)
 
 
 def tracing(cfg: Config) -> Config:
-    """The configuration as it is traced: on CPU tensors, uncompiled, every document attended whole, products as wide as weights."""
+    """The configuration as it is traced: on CPU tensors, uncompiled, every document attended whole, products as wide as
+    weights."""
     return cfg.model_copy(update={
         "run": cfg.run.model_copy(update={"device": "cpu", "deterministic": False}),
         "compile": cfg.compile.model_copy(update={"enabled": False}),
@@ -566,6 +445,11 @@ def tracing(cfg: Config) -> Config:
     })  # fmt: skip
 
 
+def accumulation(cfg: Config, dp_size: int) -> int:
+    """Micro-batches of a step."""
+    return cfg.training.global_batch_size // (cfg.training.local_batch_size * dp_size)
+
+
 def batch_of(job: train.Job, micro_batches: int) -> dict[str, torch.Tensor]:
     t = job.cfg.training
     shape = (micro_batches, t.local_batch_size, t.seq_len)
@@ -573,8 +457,8 @@ def batch_of(job: train.Job, micro_batches: int) -> dict[str, torch.Tensor]:
 
 
 def prepare(job: train.Job) -> None:
-    """Bring the job to the state after a first step, without taking one: FSDP's buffers padded, or on one rank the weights
-    copied to the type of forward; the optimizer's state there."""
+    """Bring the job to its state after a first step, without taking one: FSDP's buffers padded, or on one rank the weights
+    copied to the type of forward; and the optimizer's state there."""
     if isinstance(job.model, FSDPModule):
         job.model._get_fsdp_state()._lazy_init()
     else:
@@ -587,7 +471,7 @@ def prepare(job: train.Job) -> None:
 
 
 def trace_step(cfg: Config, world_size: int, per_host: int, on_gpu: bool, most: int = 3) -> Step:
-    """The step of rank 0 with all its layers, but with at most three micro-batches: first, last and one in between."""
+    """The step of rank 0 with all its layers, but with at most `most` micro-batches: first, last and one in between."""
     cfg = tracing(cfg)
     with pretend(world_size, per_host), ExitStack() as stack:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -622,9 +506,6 @@ def run_step(trace: Trace, job: train.Job, batch: dict[str, torch.Tensor], micro
         train.train_step(job, batch)
     finally:
         gc.enable()
-    if missing := [phase for phase in PHASES if phase not in trace.phases]:
-        raise InputError(f"train.train_step has no record_function({missing[0]!r}): the planner finds the phases of a step by "
-                         f"the labels {', '.join(PHASES)}; put them around the code that they name")  # fmt: skip
     step = trace.step(job)
     traced, t = len(batch["tokens"]), job.cfg.training
     if micro_batches > traced:
@@ -633,125 +514,3 @@ def run_step(trace: Trace, job: train.Job, batch: dict[str, torch.Tensor], micro
             if memory.kind == "batch" and memory.size >= traced * t.local_batch_size * t.seq_len:
                 memory.size = memory.size // traced * micro_batches
     return step
-
-
-def accumulation(cfg: Config, dp_size: int) -> int:
-    """Micro-batches of a step."""
-    return cfg.training.global_batch_size // (cfg.training.local_batch_size * dp_size)
-
-
-def traced(cfg: Config, world_size: int, per_host: int, on_gpu: bool) -> Step:
-    """The step of rank 0, which has the largest shards. Put together from a few layers where that is exact."""
-    layers = check.architecture(cfg.model)["n_layers"]
-    period = cfg.activation_checkpoint.every_n if cfg.activation_checkpoint.mode == "every_n" else 1
-    # Blocks at either end that may differ: FSDP gathers ahead, and the last ones stay gathered.
-    edge = 1 + cfg.parallelism.prefetch + cfg.parallelism.keep_gathered
-    few = 2 * edge + 2 * period
-    few += (layers - few) % period
-    data_parallel = world_size > cfg.parallelism.tensor_parallel  # without FSDP clipping has collectives for each norm
-    if few < layers and data_parallel:
-        model = cfg.model.model_copy(update={"n_layers": few})
-        small = trace_step(cfg.model_copy(update={"model": model}), world_size, per_host, on_gpu)
-        step = with_layers(small, layers, edge, period)
-        if step is not None:
-            return step
-    return trace_step(cfg, world_size, per_host, on_gpu)
-
-
-def with_layers(step: Step, layers: int, edge: int, period: int) -> Step | None:
-    """The step of the same model with `layers` blocks, from one with fewer: blocks `edge` ... `edge + period - 1` repeated.
-
-    None where that would not be exact: where those blocks and the next `period` ones do not do the same, event by event.
-    """
-    copies, rest = divmod(layers - step.layers, period)
-    stretches = {stretch.where: stretch for stretch in step.stretches}
-    if rest or copies < 0 or len(stretches) < len(step.stretches):
-        return None
-    unit, after = range(edge, edge + period), edge + period
-    for where, stretch in stretches.items():
-        if where.block in unit and where.phase in ("forward", "backward"):
-            other = stretches.get(where._replace(block=where.block + period))
-            if other is None or _relative(stretch, step) != _relative(other, step):
-                return None
-
-    memory: dict[int, Memory] = {}
-    number: dict[tuple[int, int], int] = {}  # (storage as traced, copy) -> storage
-    by_birth = {(m.born, m.order): n for n, m in step.memory.items() if m.born.phase != "build"}
-    more = copies * period
-
-    def moved(where: Where, copy: int = 0) -> Where:
-        block = where.block
-        if where.phase in ("build", "forward", "backward") and block >= 0:
-            block += copy * period if block in unit else more if block >= after else 0
-        return where._replace(block=block)
-
-    for n, m in step.memory.items():
-        for copy in range(copies + 1 if m.born.block in unit else 1):
-            number[n, copy] = len(memory)
-            memory[len(memory)] = replace(m, born=moved(m.born, copy), died=m.died and moved(m.died, copy))
-
-    def storages(n: int, where: Where, copy: int) -> list[int]:
-        """What storage n is for a stretch that stands for another block."""
-        born, order = step.memory[n].born, step.memory[n].order
-        if not 0 <= born.block < step.layers or born.phase == "build":
-            return [number[n, 0]]
-        if not 0 <= where.block < step.layers or where.phase not in ("forward", "backward"):
-            return [number[n, c] for c in range(copies + 1 if born.block in unit else 1)]
-        block = moved(where, copy).block + born.block - where.block  # in the new step; back to the one that was traced:
-        again = min(max(0, (block - edge) // period), copies) if block >= edge else 0
-        traced = block - again * period
-        return [number[by_birth[born._replace(block=traced), order], again if traced in unit else 0]]
-
-    def copy_of(stretch: Stretch, copy: int) -> Stretch:
-        rows = []
-        for row in stretch.rows:
-            rows += [row] if isinstance(row, Op) else [(row[0], n) for n in storages(row[1], stretch.where, copy)]
-        return Stretch(moved(stretch.where, copy), rows)
-
-    made: list[Stretch] = []
-    for stretch in step.stretches:
-        where = stretch.where
-        if where.phase in ("forward", "backward") and where.block in unit:
-            ascending = where.phase == "forward"
-            if where.block == (unit[-1] if ascending else unit[0]):  # the last of the unit to happen: all copies of it
-                order = range(copies + 1) if ascending else range(copies, -1, -1)
-                blocks = unit if ascending else reversed(unit)
-                pieces = [stretches[where._replace(block=block)] for block in blocks]
-                made += [copy_of(piece, copy) for copy in order for piece in pieces]
-        else:
-            made.append(copy_of(stretch, 0))
-
-    parameters = {moved(Where(-1, "build", b), c).block: p for b, p in step.parameters.items() for c in range(copies + 1)}
-    whole = Step(made, memory, layers, step.micro_batches, step.groups, parameters, step.repeats)
-    _scale(whole, step)
-    return whole
-
-
-def _relative(stretch: Stretch, step: Step) -> list:
-    """What happens in a block, with blocks numbered from this one."""
-    rows = []
-    for row in stretch.rows:
-        if isinstance(row, Op):
-            rows.append(row)
-            continue
-        m = step.memory[row[1]]
-        inside = 0 <= m.born.block < step.layers
-        born = m.born._replace(block=m.born.block - stretch.where.block) if inside else m.born
-        rows.append((row[0], m.size, m.kind, born, inside, m.order))
-    return rows
-
-
-def _scale(step: Step, few: Step) -> None:
-    """Clipping and the optimizer work on all parameters in one go: their traffic grows with the number of elements, the
-    message that completes the norms with the number of tensors."""
-    elements, tensors = (
-        [sum(getattr(p, name) for p in s.parameters.values()) for s in (few, step)] for name in ("local_bytes", "tensors")
-    )
-    for stretch in step.stretches:
-        if stretch.where.phase in ("clip", "optimizer"):
-            for i, row in enumerate(stretch.rows):
-                if isinstance(row, Op) and row.traffic:
-                    traffic = row.traffic * elements[1] // elements[0]
-                    stretch.rows[i] = replace(row, traffic=traffic, fused=traffic)
-                elif isinstance(row, Op) and row.message == 4 * tensors[0]:
-                    stretch.rows[i] = replace(row, message=4 * tensors[1])

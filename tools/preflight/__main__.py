@@ -35,7 +35,7 @@ import torch.distributed as dist
 import train
 from configs.schema import InputError, redact
 from parallelisms import mesh as meshes
-from tools.plan.estimate import Device, load_device
+from tools.plan.device import Device, load_device
 from tools.preflight import job, machine, network
 from tools.preflight.answers import Desk, Stopped, Worker, judge_trouble
 from tools.preflight.here import LONG, SLOW, TIMEOUT, Here, Row, in_seconds, spans

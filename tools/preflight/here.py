@@ -13,9 +13,11 @@ import torch
 import train
 from checkpoint.lease import Lease
 from configs.schema import Config
+from data.open import PreparedCorpora
 from data.order import Order
 from parallelisms.mesh import World
-from tools.plan.estimate import Device, Ring
+from tools.plan.device import Device
+from tools.plan.estimate import Ring
 
 # What is slow: below this share of the median of all ranks (of all links of a kind). Healthy machines of one kind are
 # within a few per cent of each other in arithmetic, less alike on a network and on a shared file system.
@@ -44,7 +46,7 @@ class Here:
     node: str  # which host of the run; two may have the same name
     seconds: int | None  # --timeout
     expect: dict[str, float] = field(default_factory=dict)  # --expect: GB/s by mesh dimension
-    table: Device | None = None  # --device: what the machines should be, as tools/plan/__main__.py knows it
+    table: Device | None = None  # --device: what the machines should be, as tools/plan/device.py knows it
     id: str = ""  # of this preflight, the same on all ranks
     hosts: dict[int, str] = field(default_factory=dict)  # on rank 0: rank -> host
     leaders: list[int] = field(default_factory=list)  # on rank 0: the first rank of each host
@@ -55,7 +57,7 @@ class Here:
     place: Path | None = None  # the temporary folder
     lease: Lease | None = None
     order: Order | None = None
-    sources: list = field(default_factory=list)
+    corpora: PreparedCorpora | None = None
     job: train.Job | None = None
 
     def limit(self, check: str) -> int:

@@ -17,7 +17,7 @@ import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
 from configs.schema import Config, InputError
-from data import order as orders
+from data.open import open_corpora
 from data.prepare import kept_in
 from data.sources import find
 from parallelisms import contract
@@ -43,28 +43,26 @@ def measure_data(here: Here) -> dict:
     if size > SMALL_CORPUS:
         return {"absent": absent, "size": size}
     began = time.perf_counter()
-    sources, sets = train.corpora(cfg, log=lambda line: None)
+    here.corpora = corpora = open_corpora(cfg, log=lambda line: None, verifies=here.world.local_rank == 0)
     opened = time.perf_counter() - began
-    description = train.describe_data(cfg, sources)
-    here.order, here.sources = orders.begin(description), [corpus.train for corpus in sources.values()]
-    here.order.check_epochs(cfg.training.steps, {row.name: row.max_epochs for row in cfg.data.mixture})
+    here.order = corpora.order({})
     shared = cfg.parallelism.tensor_parallel
     digests, seconds, count = [], [], 0
     for dp_rank in (0, here.world.rank // shared):  # what all ranks read alike, then this rank's own
         mesh = SimpleNamespace(dp_rank=dp_rank, dp_size=ranks // shared)
-        rows = train.batches(SimpleNamespace(cfg=cfg, args=here.args, mesh=mesh), here.sources, here.order)
+        rows = corpora.rows(here.order, mesh, here.args.vocab_size)
         for step in sorted({0, 1, cfg.training.steps - 1}):
             began = time.perf_counter()
             batch = rows[step]
             seconds.append(time.perf_counter() - began)
             count += batch["tokens"].numel()
             digests.append(hashlib.sha256(batch["tokens"].numpy().tobytes()).hexdigest()[:12] if dp_rank == 0 else "")
-    tokenizer = next(iter(sources.values())).tokenizer
+    tokenizer, sources = corpora.tokenizer, corpora.sources
     return {
         "tokenizer": tokenizer.fingerprint, "n_vocab": tokenizer.n_vocab, "digests": digests[:2], "opened": opened,
-        "corpora": {name or "data.source": c.fingerprint for name, c in sources.items()}, "description": description,
-        "held_out": {name: [len(tokens), os.path.basename(tokens.folder)] for name, tokens in sets.items()},
-        "folders": [c.folder for c in sources.values()], "tokens": sum(map(len, here.sources)),
+        "corpora": {name or "data.source": c.fingerprint for name, c in sources.items()}, "description": corpora.description,
+        "held_out": {name: [len(tokens), os.path.basename(tokens.folder)] for name, tokens in corpora.sets.items()},
+        "folders": [c.folder for c in sources.values()], "tokens": sum(len(c.train) for c in sources.values()),
         "rate": count / sum(seconds), "batch": max(seconds), "made": absent,
     }  # fmt: skip
 
@@ -138,14 +136,14 @@ def measure_step(here: Here) -> dict:
     """Steps of the run on its own batches: the first, and three more to be timed."""
     cfg, job = here.cfg, here.job
     limit_collectives(here, here.limit("step"))
-    stream = train.batches(job, here.sources, here.order)
+    batches = here.corpora.rows(here.order, job.mesh, here.args.vocab_size)
     losses, seconds, finite, skipped = [], [], True, False
     if job.mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # what the checks before have left is none of the run's
         torch.cuda.reset_peak_memory_stats(job.mesh.device)
         torch.cuda.reset_accumulated_memory_stats(job.mesh.device)
     for step in range(min(4, cfg.training.steps)):
-        batch = stream[step]
+        batch = batches[step]
         set_learning_rate(job.optimizer, learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule))
         synchronise(job.mesh.device)
         began = time.perf_counter()

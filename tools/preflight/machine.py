@@ -28,7 +28,7 @@ from configs.schema import Config, InputError
 from models import MODELS
 from parallelisms import dp
 from parallelisms import mesh as meshes
-from tools.plan.estimate import MEMORY_EFFICIENCY
+from tools.plan.device import MEMORY_EFFICIENCY
 from tools.preflight.here import SLOW, Here, Row, differences, in_bytes, in_seconds
 from training.metrics import peak_flops
 from training.optim import build_optimizer
@@ -201,10 +201,10 @@ def commit() -> str:
 
 
 def files() -> str:
-    """Of the code that runs, committed or not: changed and new files count, as they do for Python."""
+    """A hash of the code that runs, committed or not: changed and new files count, as they do for Python."""
     digest = hashlib.sha256()
-    for path in sorted([ROOT / "train.py", *(p for name in ("checkpoint", "configs", "data", "models", "parallelisms",
-                        "tools", "training") for p in (ROOT / name).rglob("*.py"))]):  # fmt: skip
+    packages = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
+    for path in sorted([ROOT / "train.py", *(path for package in packages for path in package.rglob("*.py"))]):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 

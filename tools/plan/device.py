@@ -1,0 +1,176 @@
+"""A device as numbers: a row of `devices.toml`, a file of the user's, or this machine, measured now."""
+
+import os
+import time
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+
+import tomli
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from configs.schema import ActivationCheckpoint, InputError, Model, Training
+from models import MODELS
+from models.kernels.causal_attention import causal_attention
+from parallelisms import ac
+from parallelisms.dp import param_dtype
+from parallelisms.mesh import float32_products
+from tools.plan.step import Op
+from tools.plan.trace import Trace
+from training.metrics import peak_flops
+
+TABLE = Path(__file__).resolve().parent / "devices.toml"
+MEMORY_EFFICIENCY = 0.8  # share of the memory's bandwidth that an elementwise kernel reaches; STREAM-like copies reach 0.9
+
+
+class Device(BaseModel):
+    """A row of tools/plan/devices.toml, which explains the fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = ""
+    peak_tflops: float = Field(0.0, ge=0)
+    memory_gib: float = Field(gt=0)
+    memory_gb_per_s: float = Field(gt=0)
+    link_gb_per_s: float = Field(gt=0)
+    fabric_gb_per_s: float = Field(gt=0)
+    host_gb_per_s: float = Field(26.0, gt=0)
+    matmul_efficiency: float = Field(0.7, gt=0, le=1)
+    attention_efficiency: float = Field(0.4, gt=0, le=1)
+    link_efficiency: float = Field(0.8, gt=0, le=1)
+    link_latency_us: float = Field(0.6, ge=0)
+    fabric_latency_us: float = Field(2.7, ge=0)
+    attention_backward: float = Field(1.0, gt=0)
+    """Rate of attention's backward, to that of its forward; 1 where attention_efficiency is of both together."""
+    attention_row_ns: float = Field(0.0, ge=0)
+    """What attention's forward costs for each query, head and product whatever the length; 0 on GPUs."""
+    overhead_us: float = Field(0.0, ge=0)
+    """Time that each operator (views are none) takes beside its work; 0 where a queue hides it."""
+    policy_us: float = Field(0.0, ge=0)
+    """What selective checkpointing adds to each operator of a block's forward, its recomputation included; as above."""
+    source: str = ""
+
+    @property
+    def peak(self) -> float:
+        """Peak FLOP/s, dense bfloat16."""
+        return peak_flops(self.name, self.peak_tflops) or 0.0
+
+
+def load_device(name: str) -> Device:
+    """A row of the table, or the one table of a TOML file, or `cpu`: this machine, measured now. Raises InputError."""
+    if name == "cpu":
+        return measure_cpu()
+    path = Path(name) if name.endswith(".toml") else TABLE
+    try:
+        table = tomli.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--device {name}: cannot be read: {error}") from None
+    if path == TABLE:
+        if name.lower() not in table:
+            similar = get_close_matches(name.lower(), table, n=1)
+            hint = f'did you mean "{similar[0]}"? ' if similar else ""
+            raise InputError(f"--device {name}: unknown; {hint}known are {', '.join(table)}, cpu (this machine, measured) and "
+                             "a TOML file of your own")  # fmt: skip
+        rows = [table[name.lower()]]
+    else:
+        rows = [row for row in table.values() if isinstance(row, dict)] or [table]
+    if len(rows) != 1:
+        raise InputError(f"--device {name}: one table with the numbers of one device is needed, found {len(rows)}")
+    try:
+        device = Device(**rows[0])
+    except ValidationError as error:
+        problems = "; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors())
+        raise InputError(f"--device {name}: {problems} (tools/plan/devices.toml explains the fields)") from None
+    if not device.peak:
+        raise InputError(f"--device {name}: give peak_tflops, or a name that training/metrics.py::PEAK_TFLOPS knows")
+    return device
+
+
+def measure_cpu(threads: int = 0) -> Device:
+    """This machine as a device, in about a second: rates of products, attention and copies, and the cost of an operator.
+
+    The rates are what is attained, so the efficiencies are 1. The links are guesses: processes of one machine talk by gloo.
+    """
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads or threads_before)
+    float32_products()  # as a run does
+    dtype = param_dtype(Training(), torch.device("cpu"))
+    a, b = torch.randn(2048, 768).to(dtype), torch.randn(768, 768).to(dtype)
+    products = 2 * 2048 * 768 * 768 / _seconds(lambda: a @ b)
+    per_key, per_row, backward = _attention_costs(dtype)
+    attention = 64 / per_key  # FLOP/s: half of the 2 x 64 of a query and a key
+    x, y = torch.randn(1 << 24), torch.empty(1 << 24)
+    copied = 2 * x.nbytes / _seconds(lambda: y.copy_(x))
+    overhead, policy = _operator_overheads(dtype)
+    torch.set_num_threads(threads_before)
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return Device(
+        name="this machine's CPU", peak_tflops=products / 1e12, memory_gib=gib,
+        memory_gb_per_s=copied / 1e9 / MEMORY_EFFICIENCY,
+        link_gb_per_s=1.0, fabric_gb_per_s=1.0, host_gb_per_s=copied / 1e9, matmul_efficiency=1.0,
+        attention_efficiency=min(1.0, attention / products), link_efficiency=1.0, link_latency_us=50, fabric_latency_us=50,
+        attention_backward=backward, attention_row_ns=per_row * 1e9,
+        overhead_us=overhead * 1e6, policy_us=policy * 1e6,
+        source="measured now; links assumed",
+    )  # fmt: skip
+
+
+def _attention_costs(dtype: torch.dtype) -> tuple[float, float, float]:
+    """Seconds of forward per query and key, and per query whatever the length; the rate of backward, to that of forward.
+
+    The same number of queries in short and in long sequences gives two equations.
+    """
+    rows, short, long = 1 << 13, 256, 1024
+
+    def seconds(length: int) -> tuple[float, float]:
+        """Of a query: each of the two products of forward, and of the five of backward."""
+        q, k, v, grad = (torch.randn(rows // length // 4, 4, length, 64).to(dtype).requires_grad_() for _ in range(4))
+        out = causal_attention(q, k, v)
+        forward = _seconds(lambda: causal_attention(q, k, v))
+        backward = _seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+        return forward / rows / 2, backward / rows / 5
+
+    at_short, at_long = seconds(short), seconds(long)
+    forward, backward = (max(1e-12, (b - a) / (long - short)) for a, b in zip(at_short, at_long))
+    return forward, max(0.0, at_short[0] - forward * short), forward / backward
+
+
+def _operator_overheads(dtype: torch.dtype) -> tuple[float, float]:
+    """Seconds that an operator takes beside its work; and what selective checkpointing adds to an operator of forward, since
+    its policy is Python.
+
+    The first has two parts. One is the views, the autograd and the Python around an operator: the time of a model so small
+    that there is no work. The other is the time until all threads have woken and come together: what as many sequences on
+    all threads take beyond one sequence on one thread. (32,768 elements are the least that ATen gives a thread.)
+    """
+    threads = torch.get_num_threads()
+
+    def step(dim: int, batch: int, length: int, mode: str = "none") -> Callable[..., object]:
+        family = MODELS[Model().family]  # any: what an operator costs beside its work depends on no family
+        model = ac.apply(family.build(family.small(dim)).to(dtype), ActivationCheckpoint(mode=mode))
+        tokens, positions = torch.zeros(batch, length, dtype=torch.int64), torch.arange(length)
+        return lambda backward=True: model(tokens, positions).sum().backward() if backward else model(tokens, positions)
+
+    def operators(run: Callable, *args: bool) -> int:
+        with Trace() as trace:
+            run(*args)
+        return sum(isinstance(row, Op) for stretch in trace.stretches for row in stretch.rows)
+
+    together = _seconds(step(64, threads, 512), 40)
+    torch.set_num_threads(1)
+    alone, empty, policed = _seconds(step(64, 1, 512), 40), step(16, 1, 4), step(16, 1, 4, "selective")
+    per_operator = _seconds(empty) / operators(empty)
+    policy = (_seconds(policed) - per_operator * operators(policed)) / operators(empty, False)
+    torch.set_num_threads(threads)
+    return per_operator + max(0.0, together - alone) / operators(empty), max(0.0, policy)
+
+
+def _seconds(run: Callable[[], object], rounds: int = 15) -> float:
+    """The fastest of `rounds` runs after three: a rate that the machine has, whatever else it does at the time."""
+    times = []
+    for i in range(rounds + 3):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return min(times[3:])

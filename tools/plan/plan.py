@@ -1,0 +1,151 @@
+"""A plan: one configuration on GPUs that need not exist, with its memory, its FLOPs, its time and its cost."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+import train
+from configs.schema import Config
+from parallelisms.dp import DTYPES
+from tools.goodput import best_interval, expected
+from tools.plan.device import Device
+from tools.plan.estimate import Estimate, estimate
+from tools.plan.repeat import traced
+from tools.plan.step import GIB, Step, Where
+from tools.plan.trace import accumulation
+
+# What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's published runs reserved
+# memory was 10 to 23 % above the live bytes that we count for the same configurations (docs/planning.md); this is the most.
+MARGIN = 0.23
+CONTEXT_GIB = 1.5  # CUDA context, cuBLAS workspaces and NCCL's buffers, which the allocator does not see: assumed
+# Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv:2407.21783, section 3.3.4).
+MTBF_GPU_HOURS = 54 * 24 * 16384 / 419
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked beside the configuration."""
+
+    gpus: int
+    per_host: int
+    device: Device
+    on_gpu: bool = True
+    margin: float = MARGIN
+    tokens: float = 0.0  # to train on; 0: as many as training.steps makes
+    usd_per_gpu_hour: float = 0.0
+    mtbf_gpu_hours: float = MTBF_GPU_HOURS
+    restart_seconds: float = 600.0
+    storage_gb_per_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    cfg: Config
+    ask: Question
+    step: Step
+    time: Estimate
+
+    @cached_property
+    def peak(self) -> tuple[int, Where, dict[str, int]]:
+        """`Step.peak` of the step, computed once."""
+        return self.step.peak()
+
+    @property
+    def live(self) -> int:
+        """The most bytes that live at one time."""
+        return self.peak[0]
+
+    @property
+    def needed(self) -> float:
+        """Bytes of the device that the run takes, including those of the allocator and the context."""
+        return self.live * (1 + self.ask.margin) + CONTEXT_GIB * GIB if self.ask.on_gpu else self.live
+
+    @property
+    def usable(self) -> float:
+        """Bytes of the device that may be live; the allocator and the context take the rest."""
+        capacity = self.ask.device.memory_gib * GIB
+        return (capacity - CONTEXT_GIB * GIB) / (1 + self.ask.margin) if self.ask.on_gpu else capacity
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.ask.device.memory_gib * GIB
+
+    @property
+    def room_for_gathered(self) -> int:
+        """Blocks whose weights have room to stay gathered from forward to backward (parallelism.keep_gathered)."""
+        p, layers = self.cfg.parallelism, self.step.layers
+        if not self.fits or p.reshard_after_forward is False or len(self.step.groups["dp_shard"]) == 1:
+            return 0
+        bytes_per_weight = DTYPES.get(self.cfg.training.param_dtype, torch.bfloat16).itemsize
+        block = self.step.parameters[layers - 1].elements // p.tensor_parallel * bytes_per_weight
+        return min(layers, p.keep_gathered + int((self.usable - self.live) // block))
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.cfg.training.global_batch_size * self.cfg.training.seq_len
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.time.seconds
+
+    @property
+    def micro_batches(self) -> int:
+        return accumulation(self.cfg, self.ask.gpus // self.cfg.parallelism.tensor_parallel)
+
+    def flops(self) -> tuple[float, float, float]:
+        """FLOPs per token: derived from the model's sizes; counted in the step; and recomputed, beside the counted ones."""
+        counted = recomputed = 0
+        for _, times, op in self.step.ops():
+            counted += times * (op.product_flops + op.attention_flops - op.recomputed)
+            recomputed += times * op.recomputed
+        tokens_of_rank = self.tokens_per_step * self.cfg.parallelism.tensor_parallel / self.ask.gpus
+        per_token = self.cfg.parallelism.tensor_parallel / tokens_of_rank  # all ranks of a tp group work on these tokens
+        family, args = train.architecture(self.cfg)
+        derived = family.flops_per_token(args, self.cfg.training.seq_len)
+        return derived, counted * per_token, recomputed * per_token
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs per second over the peak of all devices, as training/metrics.py computes it for a run."""
+        return self.flops()[0] * self.tokens_per_second / self.ask.gpus / self.ask.device.peak
+
+    @property
+    def steps(self) -> float:
+        return self.ask.tokens / self.tokens_per_step if self.ask.tokens else self.cfg.training.steps
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights and optimizer state of the whole model, float32."""
+        o = self.cfg.optimizer
+        moments = 2 if o.kind == "adamw" else int(o.momentum > 0)
+        return sum(p.elements for p in self.step.parameters.values()) * 4 * (1 + moments)
+
+    def saving(self) -> tuple[float, float, float]:
+        """Seconds of a save: to copy one rank's share to host memory, to write everything, and that training stands still."""
+        share = sum(size for kind, size in self.step.before().items() if kind in ("parameters", "optimizer state"))
+        copy, write = share / self.ask.device.host_gb_per_s / 1e9, self.checkpoint_bytes / self.ask.storage_gb_per_s / 1e9
+        return copy, write, max(0.0, copy - self.time.seconds) if self.cfg.checkpoint.async_save else copy + write
+
+    @property
+    def mtbf(self) -> float:
+        """Seconds between interruptions of the whole job, on average."""
+        return self.ask.mtbf_gpu_hours * 3600 / self.ask.gpus
+
+    def goodput(self, interval: float) -> float:
+        """Share of the time that trains, with a save after every `interval` seconds of work."""
+        _, write, stall = self.saving()
+        return expected(self.mtbf, stall, self.ask.restart_seconds, interval, write)
+
+    @property
+    def best_interval(self) -> float:
+        """Seconds of work between saves that lose least. A save is written before the next begins."""
+        _, write, stall = self.saving()
+        return max(best_interval(self.mtbf, stall), write)
+
+
+def make_plan(cfg: Config, ask: Question) -> Plan:
+    """Trace one step of this configuration and estimate its time. `cfg` has been checked for `ask.gpus` processes."""
+    step = traced(cfg, ask.gpus, ask.per_host, ask.on_gpu)
+    selective = cfg.activation_checkpoint.mode == "selective"
+    return Plan(cfg, ask, step, estimate(step, ask.device, ask.per_host, cfg.compile.enabled and ask.on_gpu, selective))

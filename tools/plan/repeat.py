@@ -1,0 +1,157 @@
+"""A step of a deep model, put together from the step of a shallow one.
+
+A large model is traced with few layers. The events of its middle blocks are then repeated, and each reference to a block's
+memory is shifted with them. That is exact where neighbouring middle blocks do the same thing, which is compared event by
+event. Where they do not, all layers are traced.
+"""
+
+from dataclasses import replace
+
+from configs import check
+from configs.schema import Config
+from tools.plan.step import Memory, Op, Step, Stretch, Where
+from tools.plan.trace import trace_step
+
+IN_BLOCKS = ("forward", "backward")  # phases whose stretches belong to blocks
+
+
+def traced(cfg: Config, world_size: int, per_host: int, on_gpu: bool) -> Step:
+    """The step of rank 0, which has the largest shards. It is put together from a few layers where that is exact."""
+    layers = check.architecture(cfg.model)["n_layers"]
+    period = cfg.activation_checkpoint.every_n if cfg.activation_checkpoint.mode == "every_n" else 1
+    # Blocks at either end that may differ from the middle: FSDP gathers ahead, and the last blocks may stay gathered.
+    edge = 1 + cfg.parallelism.prefetch + cfg.parallelism.keep_gathered
+    few = 2 * edge + 2 * period
+    few += (layers - few) % period
+    data_parallel = world_size > cfg.parallelism.tensor_parallel  # without FSDP, clipping runs a collective for each norm
+    if few < layers and data_parallel:
+        model = cfg.model.model_copy(update={"n_layers": few})
+        shallow = trace_step(cfg.model_copy(update={"model": model}), world_size, per_host, on_gpu)
+        step = with_layers(shallow, layers, edge, period)
+        if step is not None:
+            return step
+    return trace_step(cfg, world_size, per_host, on_gpu)
+
+
+def with_layers(step: Step, layers: int, edge: int, period: int) -> Step | None:
+    """The step of the same model with `layers` blocks, from one with fewer: blocks `edge` ... `edge + period - 1` repeated.
+
+    None where that would not be exact: those blocks and the next `period` ones differ in some event.
+    """
+    repetition = Repetition(step, layers, edge, period)
+    return repetition.step() if repetition.is_exact() else None
+
+
+class Repetition:
+    """The blocks `unit` of a traced step, each of them there `copies` more times. Copy 0 is the traced one."""
+
+    def __init__(self, step: Step, layers: int, edge: int, period: int) -> None:
+        self.traced, self.layers, self.edge, self.period = step, layers, edge, period
+        self.copies, self.remainder = divmod(layers - step.layers, period)
+        self.unit, self.after = range(edge, edge + period), edge + period
+        self.stretches = {stretch.where: stretch for stretch in step.stretches}
+        self.births = {(m.born, m.order): n for n, m in step.memory.items() if m.born.phase != "build"}
+        self.numbers: dict[tuple[int, int], int] = {}  # (storage as traced, copy) -> storage of the new step
+
+    def is_exact(self) -> bool:
+        """Whether the unit is followed by blocks that do the same, so that it may be repeated."""
+        if self.remainder or self.copies < 0 or len(self.stretches) < len(self.traced.stretches):
+            return False
+        for where, stretch in self.stretches.items():
+            if where.block in self.unit and where.phase in IN_BLOCKS:
+                following = self.stretches.get(where._replace(block=where.block + self.period))
+                if following is None or self.relative(stretch) != self.relative(following):
+                    return False
+        return True
+
+    def relative(self, stretch: Stretch) -> list:
+        """The events of a block, with blocks numbered from this one."""
+        events = []
+        for row in stretch.rows:
+            if isinstance(row, Op):
+                events.append(row)
+                continue
+            m = self.traced.memory[row[1]]
+            in_a_block = 0 <= m.born.block < self.traced.layers
+            born = m.born._replace(block=m.born.block - stretch.where.block) if in_a_block else m.born
+            events.append((row[0], m.size, m.kind, born, in_a_block, m.order))
+        return events
+
+    def moved(self, where: Where, copy: int = 0) -> Where:
+        """The place in the new step that a traced place has in this copy."""
+        block = where.block
+        if where.phase in ("build", *IN_BLOCKS) and block >= 0:
+            if block in self.unit:
+                block += copy * self.period
+            elif block >= self.after:
+                block += self.copies * self.period
+        return where._replace(block=block)
+
+    def copies_of(self, block: int) -> range:
+        return range(self.copies + 1 if block in self.unit else 1)
+
+    def storages(self, number: int, where: Where, copy: int) -> list[int]:
+        """The storages of the new step that storage `number` stands for, seen from a copy of the stretch `where`."""
+        born, order = self.traced.memory[number].born, self.traced.memory[number].order
+        if not 0 <= born.block < self.traced.layers or born.phase == "build":
+            return [self.numbers[number, 0]]
+        if not 0 <= where.block < self.traced.layers or where.phase not in IN_BLOCKS:
+            return [self.numbers[number, c] for c in self.copies_of(born.block)]
+        block = self.moved(where, copy).block + born.block - where.block  # in the new step; now find the traced one
+        copy_of_block = min(max(0, (block - self.edge) // self.period), self.copies) if block >= self.edge else 0
+        traced_block = block - copy_of_block * self.period
+        traced_number = self.births[born._replace(block=traced_block), order]
+        return [self.numbers[traced_number, copy_of_block if traced_block in self.unit else 0]]
+
+    def copy_of(self, stretch: Stretch, copy: int) -> Stretch:
+        rows = []
+        for row in stretch.rows:
+            rows += [row] if isinstance(row, Op) else [(row[0], n) for n in self.storages(row[1], stretch.where, copy)]
+        return Stretch(self.moved(stretch.where, copy), rows)
+
+    def step(self) -> Step:
+        """The step with all layers."""
+        memory: dict[int, Memory] = {}
+        for n, m in self.traced.memory.items():
+            for copy in self.copies_of(m.born.block):
+                self.numbers[n, copy] = len(memory)
+                memory[len(memory)] = replace(m, born=self.moved(m.born, copy), died=m.died and self.moved(m.died, copy))
+
+        stretches: list[Stretch] = []
+        for stretch in self.traced.stretches:
+            where = stretch.where
+            if where.phase not in IN_BLOCKS or where.block not in self.unit:
+                stretches.append(self.copy_of(stretch, 0))
+                continue
+            forward = where.phase == "forward"
+            if where.block == self.unit[-1 if forward else 0]:  # the last of the unit to happen: all copies are due
+                pieces = [self.stretches[where._replace(block=b)] for b in (self.unit if forward else reversed(self.unit))]
+                copies = range(self.copies + 1) if forward else range(self.copies, -1, -1)
+                stretches += [self.copy_of(piece, copy) for copy in copies for piece in pieces]
+
+        parameters = {
+            self.moved(Where(-1, "build", block), copy).block: p
+            for block, p in self.traced.parameters.items()
+            for copy in range(self.copies + 1)
+        }
+        t = self.traced
+        whole = Step(stretches, memory, self.layers, t.micro_batches, t.groups, parameters, t.repeats)
+        _scale(whole, t)
+        return whole
+
+
+def _scale(step: Step, traced: Step) -> None:
+    """Enlarge clipping and the optimizer, which work on all parameters in one go: their traffic grows with the number of
+    elements, the message that completes the norms with the number of tensors."""
+    elements, tensors = (
+        [sum(getattr(p, name) for p in s.parameters.values()) for s in (traced, step)] for name in ("local_bytes", "tensors")
+    )
+    for stretch in step.stretches:
+        if stretch.where.phase not in ("clip", "optimizer"):
+            continue
+        for i, row in enumerate(stretch.rows):
+            if isinstance(row, Op) and row.traffic:
+                traffic = row.traffic * elements[1] // elements[0]
+                stretch.rows[i] = replace(row, traffic=traffic, fused=traffic)
+            elif isinstance(row, Op) and row.message == 4 * tensors[0]:
+                stretch.rows[i] = replace(row, message=4 * tensors[1])

@@ -1,0 +1,165 @@
+"""A plan as text for a person."""
+
+from tools.plan.plan import CONTEXT_GIB, Plan
+from tools.plan.step import GIB, KINDS, Step, Where
+
+
+def size_text(count: float) -> str:
+    """Bytes in words."""
+    for unit, length, least in (("GiB", GIB, GIB / 10), ("MiB", 2**20, 2**20), ("KiB", 2**10, 10 * 2**10)):
+        if count >= least:
+            return f"{count / length:,.{1 if unit == 'KiB' else 2}f} {unit}"
+    return f"{count:.0f} B"
+
+
+def time_text(seconds: float) -> str:
+    for unit, length, least in (("days", 86400, 2), ("h", 3600, 2), ("min", 60, 2), ("s", 1, 1), ("ms", 1e-3, 0)):
+        if seconds >= least * length:
+            return f"{seconds / length:,.1f} {unit}"
+    raise AssertionError
+
+
+def token_text(count: float) -> str:
+    for unit, length in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("", 1)):
+        if count >= length or not unit:
+            return f"{count / length:,.4g}{unit} tokens"
+    raise AssertionError
+
+
+def place_text(where: Where, step: Step) -> str:
+    """Where in the step."""
+    if where.phase not in ("forward", "backward"):
+        return {"start": "before the first forward", "clip": "clipping", "optimizer": "the optimizer"}[where.phase]
+    block = f"block {where.block + 1} of {step.layers}"
+    if not 0 <= where.block < step.layers:
+        block = "the embedding" if where.block < 0 else "the output and loss"
+    micro = ""
+    if step.micro_batches > 1:
+        last = where.micro == step.micro_batches - 1
+        micro = f", {'last' if last else 'first' if where.micro == 0 else 'a middle'} micro-batch"
+    return f"{where.phase} of {block}{micro}"
+
+
+def report(plan: Plan) -> str:
+    """The whole plan."""
+    lines = [*heading(plan), "", *memory(plan), *communication(plan), "", *speed(plan), *run(plan)]
+    if plan.cfg.data.mask_documents:
+        lines.append("  data.mask_documents computes less attention than this: the time is an upper bound.")
+    if not plan.fits:
+        lines += ["", f"It does not fit: {advice(plan)}"]
+    return "\n".join(lines)
+
+
+def heading(plan: Plan) -> list[str]:
+    """The model, the machines, the mesh and the batch."""
+    cfg, ask, micro_batches = plan.cfg, plan.ask, plan.micro_batches
+    total = sum(p.elements for p in plan.step.parameters.values())
+    mesh = " x ".join(f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items())
+    kept = f", gradients kept {cfg.parallelism.accumulate_gradients} in between" if micro_batches > 1 else ""
+    return [
+        f"{cfg.model.family} {cfg.model.flavor}, {total / 1e9:,.2f}B parameters, on {ask.gpus:,} x {ask.device.name} "
+        f"({ask.gpus // ask.per_host:,} host{'s' * (ask.gpus > ask.per_host)} of {ask.per_host})",
+        f"mesh {mesh}; sequences {cfg.training.global_batch_size:,} x "
+        f"{cfg.training.seq_len:,} tokens = {micro_batches} micro-batch{'es' * (micro_batches > 1)} of "
+        f"{cfg.training.local_batch_size} per data-parallel rank{kept}; checkpointing {cfg.activation_checkpoint.mode}; "
+        f"compile {'on' if cfg.compile.enabled else 'off'}",
+    ]
+
+
+def memory(plan: Plan) -> list[str]:
+    """Bytes by kind at the peak and at most, what they come to with the allocator's share, and whether they fit."""
+    ask, step = plan.ask, plan.step
+    live, place, at_peak = plan.peak
+    at_most = step.highest_by_kind()
+    lines = ["Memory of rank 0, which has the largest shards".ljust(48) + "at the peak".rjust(14) + "at most".rjust(14)]
+    lines += [
+        f"  {name:44}{size_text(at_peak.get(kind, 0)):>16}{size_text(at_most[kind]):>14}"
+        for kind, name in KINDS.items()
+        if at_most.get(kind)
+    ]
+    lines += [f"  {'live at the peak':44}{size_text(live):>16}   in {place_text(place, step)}"]
+    if ask.on_gpu:
+        lines += [
+            f"  {f'+ {ask.margin:.0%} that the caching allocator holds idle':44}{size_text(live * ask.margin):>16}"
+            "   (published runs: 10 to 23 %)",
+            f"  {'+ context, cuBLAS, NCCL (assumed)':44}{size_text(CONTEXT_GIB * GIB):>16}",
+        ]
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines += [f"  {'needed':44}{size_text(plan.needed):>16}   of {ask.device.memory_gib:.1f} GiB: {verdict}", ""]
+    gathered = plan.cfg.parallelism.keep_gathered
+    if (blocks := plan.room_for_gathered) > gathered:
+        lines += [f"  Room for the gathered weights of the last {blocks} blocks: parallelism.keep_gathered = "
+                  f"{blocks} would save as many gathers with each micro-batch (now {gathered}).", ""]  # fmt: skip
+    if plan.cfg.compile.enabled:
+        lines += ["  Traced uncompiled: compiled blocks keep no more, often less.", ""]
+    return lines
+
+
+def communication(plan: Plan) -> list[str]:
+    """A line for each kind of collective on each mesh dimension."""
+    sizes = {dim: len(ranks) for dim, ranks in plan.step.groups.items()}
+    lines = ["Communication of a step".ljust(34) + f"{'count':>8}{'bytes':>14}{'a message':>26}{'time':>11}{'exposed':>11}"]
+    for (dim, kind), line in sorted(plan.time.lines.items()):
+        if sizes.get(dim, 2) > 1:
+            message = " - ".join(dict.fromkeys((size_text(line.smallest), size_text(line.largest))))
+            lines.append(f"  {dim + ' ' + kind:32}{line.count:>8,}{size_text(line.sent):>14}{message:>26}"
+                         f"{time_text(line.seconds):>11}{time_text(line.exposed):>11}")  # fmt: skip
+    return lines if plan.time.lines else [*lines, "  none"]
+
+
+def speed(plan: Plan) -> list[str]:
+    """FLOPs, the time of a step and what it goes into, tokens per second."""
+    t, d = plan.time, plan.ask.device
+    derived, counted, recomputed = plan.flops()
+    return [
+        f"FLOPs per token  {derived:.4g} derived (6N + 12LHET), {counted:.4g} counted ({counted / derived - 1:+.2%}); "
+        f"recomputed beside those {recomputed:.3g} ({recomputed / derived:.1%})",
+        f"Time of a step   {time_text(t.seconds)}: matrix products {time_text(t.products)} at {d.matmul_efficiency:.0%} of "
+        f"{d.peak / 1e12:,.{0 if d.peak > 1e13 else 2}f} TFLOP/s, "
+        f"attention {time_text(t.attention)} at {d.attention_efficiency:.0%} (causal: half), "
+        f"memory-bound {time_text(t.memory_bound)}, "
+        f"of which recomputed {time_text(t.recomputed)}; communication exposed {time_text(t.exposed)}",
+        f"Speed            {plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second / plan.ask.gpus:,.0f} per GPU; "
+        f"MFU {plan.mfu:.1%}",
+    ]
+
+
+def run(plan: Plan) -> list[str]:
+    """The whole run: its time and cost, its checkpoints, its interruptions."""
+    ask, step_seconds, configured = plan.ask, plan.time.seconds, plan.cfg.checkpoint.interval
+    seconds = plan.steps * step_seconds
+    copy, write, stall = plan.saving()
+    interval = configured * step_seconds or seconds
+    goodput, best = plan.goodput(max(interval, write)), plan.best_interval
+    hours = ask.gpus * seconds / goodput / 3600 if goodput else float("inf")
+    dollars = f"; ${hours * ask.usd_per_gpu_hour:,.0f} at ${ask.usd_per_gpu_hour:g} per GPU-hour" if ask.usd_per_gpu_hour else ""
+    steps = f"{plan.steps:,.0f} steps, {token_text(plan.steps * plan.tokens_per_step)}"
+    lines = [
+        f"The run          {steps}: {time_text(seconds)} of training, "
+        f"{time_text(seconds / goodput) if goodput else 'never'} with what "
+        f"interruptions cost; {hours:,.0f} GPU-hours{dollars}",
+        f"Checkpoints      {size_text(plan.checkpoint_bytes)} each; copy to the host {time_text(copy)}, training waits "
+        f"{time_text(stall)}; written in {time_text(write)} at {ask.storage_gb_per_s:g} GB/s",
+        f"Interruptions    {hours / ask.mtbf_gpu_hours:,.1f} expected, one in {time_text(plan.mtbf)} "
+        f"({ask.mtbf_gpu_hours:,.0f} GPU-hours each); checkpoint every {time_text(interval)} as configured: {goodput:.1%} goodput; "
+        f"best: every {max(1, round(best / step_seconds)):,} steps ({time_text(best)}), {plan.goodput(best):.1%}",
+    ]
+    if write > interval:
+        lines.append(f"  A checkpoint takes longer to write than checkpoint.interval = {configured} steps: "
+                     "save less often, or to faster storage.")  # fmt: skip
+    return lines
+
+
+def advice(plan: Plan) -> str:
+    """What to change, by what fills the memory."""
+    hints, at_peak = [], plan.peak[2]
+    if at_peak.get("whole gradients", 0) > plan.live / 4 and plan.micro_batches > 1:
+        hints.append("accumulation keeps every gradient whole in float32 until the last micro-batch: "
+                     'parallelism.accumulate_gradients = "sharded" keeps shards, for a reduce-scatter with each micro-batch')  # fmt: skip
+    if at_peak.get("activations", 0) > plan.live / 4:
+        hints.append("activations fill it: activation_checkpoint.mode = \"full\", a smaller training.local_batch_size, "
+                     "more tensor_parallel")  # fmt: skip
+    if sum(at_peak.get(kind, 0) for kind in ("parameters", "optimizer state")) > plan.live / 4:
+        hints.append("weights and optimizer state fill it: more GPUs to shard them over")
+    hints.append("--search tries them all")
+    return "; ".join(hints)

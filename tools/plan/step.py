@@ -1,0 +1,181 @@
+"""A traced training step as data: the memory that comes and goes, the operators and the collectives, block by block.
+
+`trace.py` records it, `repeat.py` extends it to more layers, `estimate.py` gives it a time, `report.py` and `page.py` show it.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+GIB = 2**30
+
+KINDS = {  # of memory, in the order in which a report lists them -> what a person reads
+    "parameters": "parameters (float32 shards)",
+    "optimizer state": "optimizer state",
+    "gradients": "gradients (shards)",
+    "whole gradients": "gradients not yet reduced",
+    "working weights": "gathered weights, in forward's type",
+    "collective buffers": "collective buffers",
+    "activations": "activations",
+    "logits and loss": "logits and loss",
+    "backward's temporaries": "backward's temporaries",
+    "temporaries": "forward's temporaries",
+    "batch": "batch",
+    "other": "other",
+}
+
+
+class Where(NamedTuple):
+    """A stretch of the step. Blocks are numbered from 0; -1 is what comes before them, `Step.layers` what comes after."""
+
+    micro: int  # number of the micro-batch; -1 before the first
+    phase: str  # build (before the step), start, forward, backward, clip, optimizer
+    block: int
+
+
+@dataclass(slots=True)
+class Memory:
+    """One storage. Some kinds follow from how it is used, so they are only known when the step is over."""
+
+    size: int  # bytes
+    born: Where
+    kind: str = ""
+    order: int = 0  # number among the storages born in the same stretch
+    died: Where | None = None
+
+
+@dataclass(slots=True)
+class Op:
+    """What one operator costs."""
+
+    name: str
+    product_flops: int = 0
+    attention_flops: int = 0
+    attention_rows: int = 0  # queries of every head, times products
+    recomputed: int = 0  # FLOPs among these that repeat what was computed before
+    traffic: int = 0  # bytes read and written, for operators that are bound by that
+    fused: int = 0  # what is left of `traffic` when neighbouring operators are compiled into one
+    kind: str = ""  # of collective; "" for any other operator
+    dimension: str = ""  # of the mesh, for a collective
+    message: int = 0  # bytes of a collective
+    background: bool = False  # a collective that runs beside computation: FSDP's do
+    wait: bool = False  # the copy out of a gathered buffer, which waits for its all-gather
+    reads: dict[int, int] = field(default_factory=dict)  # storage -> bytes
+    writes: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Stretch:
+    """Consecutive events of one place in the step."""
+
+    where: Where
+    rows: list  # ("+", storage), ("-", storage) or Op, in the order in which they happened; a storage is a number
+
+
+@dataclass
+class Parameters:
+    """Totals of one block, or (block -1) of everything outside the blocks."""
+
+    tensors: int = 0
+    elements: int = 0
+    local_bytes: int = 0
+
+
+@dataclass
+class Step:
+    """A whole step of one rank. `memory` also holds what existed before it, whose birth is in the phase "build"."""
+
+    stretches: list[Stretch]
+    memory: dict[int, Memory]
+    layers: int
+    micro_batches: int  # that were traced; the middle one of three stands for `repeats`
+    groups: dict[str, list[int]]  # mesh dimension -> ranks of this rank's group
+    parameters: dict[int, Parameters]  # by block
+    repeats: int = 1
+
+    def times(self, where: Where) -> int:
+        """How often a stretch happens in the real step."""
+        return self.repeats if where.micro == 1 and where.phase in ("forward", "backward") else 1
+
+    def ops(self) -> Iterator[tuple[Where, int, Op]]:
+        """Every operator, with its place and how often it happens."""
+        for stretch in self.stretches:
+            times = self.times(stretch.where)
+            for row in stretch.rows:
+                if isinstance(row, Op):
+                    yield stretch.where, times, row
+
+    def before(self) -> dict[str, int]:
+        """Bytes by kind that live before the step: weights and optimizer state."""
+        sizes: dict[str, int] = {}
+        for memory in self.memory.values():
+            if memory.born.phase == "build":
+                sizes[memory.kind] = sizes.get(memory.kind, 0) + memory.size
+        return sizes
+
+    def curve(self) -> Iterator[tuple[Where, str, int]]:
+        """(place, kind, bytes more or less) of every birth and every death, in order."""
+        for stretch in self.stretches:
+            for row in stretch.rows:
+                if not isinstance(row, Op):
+                    memory = self.memory[row[1]]
+                    yield stretch.where, memory.kind, memory.size if row[0] == "+" else -memory.size
+
+    def peak(self) -> tuple[int, Where, dict[str, int]]:
+        """The most bytes that live at one time, where in the step that is, and those bytes by kind."""
+        live = self.before()
+        total = highest = sum(live.values())
+        place, at_peak = Where(-1, "start", -1), dict(live)
+        for where, kind, change in self.curve():
+            live[kind] = live.get(kind, 0) + change
+            total += change
+            if total > highest:
+                highest, place, at_peak = total, where, dict(live)
+        return highest, place, {kind: size for kind, size in at_peak.items() if size}
+
+    def highest_by_kind(self) -> dict[str, int]:
+        """The most bytes of each kind that live at one time. The times may differ between kinds."""
+        live = self.before()
+        highest = dict(live)
+        for _, kind, change in self.curve():
+            live[kind] = live.get(kind, 0) + change
+            highest[kind] = max(highest.get(kind, 0), live[kind])
+        return highest
+
+
+def fuse(step: Step) -> None:
+    """Find what a compiler saves: a run of operators bound by memory moves only what enters the run and what leaves it.
+
+    A run ends at a product, a collective, one of FSDP's copies and the end of the block. Sets `Op.fused`, then drops the
+    record of what each operator read and wrote.
+    """
+    for stretch in step.stretches:
+        run: list[Op] = []
+        deaths = {row[1]: i for i, row in enumerate(stretch.rows) if not isinstance(row, Op) and row[0] == "-"}
+        for i, row in enumerate(stretch.rows):
+            if not isinstance(row, Op):
+                continue
+            if row.traffic and not row.name.startswith(("fsdp", "aten._foreach")):
+                run.append(row)
+            else:
+                row.fused = row.traffic
+                _end_run(run, i, deaths)
+        _end_run(run, len(stretch.rows), deaths)
+    for _, _, op in step.ops():
+        op.reads = op.writes = None
+
+
+def _end_run(run: list[Op], end: int, deaths: dict[int, int]) -> None:
+    """Give the last operator of `run`, which ends before row `end`, the whole run's traffic; and empty it."""
+    entered: dict[int, int] = {}
+    written: dict[int, int] = {}
+    for op in run:
+        for storage, size in op.reads.items():
+            if storage not in written:
+                entered[storage] = max(size, entered.get(storage, 0))
+        written |= op.writes
+    if run:
+        left = (size for storage, size in written.items() if deaths.get(storage, math.inf) > end)
+        run[-1].fused = sum(entered.values()) + sum(left)
+    run.clear()
