@@ -1,36 +1,39 @@
 """Tokens to batches: batch = f(seed, step), so any rank of any mesh computes its own rows and a resume needs no replay.
 
-Which windows a step is made of is `data/order.py`'s; here they are read, for one rank, in this process or ahead of time
-by worker processes. Neither the number of workers nor anything else about them can change a batch.
+`data/order.py` decides which windows a step consists of. This file reads them, for one rank, in this process or ahead of
+time in worker processes. The number of workers cannot change a batch.
 """
 
 from __future__ import annotations
 
-import mmap
+import atexit
+import multiprocessing
 import os
+import queue
 import signal
-import traceback
+import threading
+import time
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from typing import NoReturn
+from contextlib import closing
 
 import numpy as np
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from configs.schema import Data, InputError
 from data.order import Order
 from data.tokens import Tokens
 
-AHEAD = 512  # rows of which it is computed at a time which they are
-IGNORE = -100  # a label that does not count: training/loss.py's, torch's own convention
+AHEAD = 512  # rows whose source and window are computed at a time
+IGNORE = -100  # the label of a token that does not count: torch's own convention, and training/loss.py's
+LOOK_SECONDS = 0.1  # between two looks at the worker processes while the trainer waits for a batch
 
 Batch = dict[str, torch.Tensor]
 
 
 class LoaderError(Exception):
-    """A batch that did not come: the message is a sentence that names the step, its sources and the worker."""
+    """A batch did not come. The message is a sentence that names the step, its sources and the worker."""
 
 
 class Batches:
@@ -137,107 +140,172 @@ def loader(
 ) -> Iterator[Batch]:
     """The batches of steps `start_step` .. `steps - 1`, the same for any number of workers.
 
-    workers = 0 reads in this process. Workers pay where the file system is slow: they read ahead. No loader state is
-    saved or needed: a resume starts at its step. LoaderError: a batch cannot be read, or its worker died or took more
-    than `cfg.timeout_seconds`."""
+    With `cfg.workers` = 0 they are read in this process. Workers pay where the file system is slow, as they read ahead.
+    The loader has no state to save, since a resume begins at its step. LoaderError: a batch cannot be read, or its worker
+    died or sent nothing for `cfg.timeout_seconds`."""
     order = range(start_step, steps)
-    if cfg.workers == 0:
-        for step in order:
-            try:
-                batch = batches[step]
-            except Exception as error:
-                raise LoaderError(_cannot_read(batches, step, error)) from error
+    source = _read_by_workers(batches, order, cfg) if cfg.workers and order else _read_here(batches, order)
+    with closing(source):
+        for batch in source:
             yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
-        return
-    workers = [_Worker(batches, order[i :: cfg.workers], cfg.prefetch) for i in range(min(cfg.workers, len(order)))]
-    try:
-        for i, step in enumerate(order):
-            yield workers[i % len(workers)].take(step, cfg.timeout_seconds, pin_memory)
-    finally:
-        for worker in workers:
-            worker.stop()
 
 
-class _Worker:
-    """A forked process that reads every n-th batch into memory that it shares with the trainer, `prefetch` ahead.
-
-    Not torch's DataLoader, whose worker may be stopped without a word, dies in the middle of whatever the trainer is
-    doing, and takes 2 ms to hand over 64 x 256 tokens. Here batches go through a ring of slots in anonymous shared
-    memory, and through the pipe only "this slot is full" and "this slot is free", each an empty message: no wait is
-    without a limit, and whoever is left alone finds the end of the pipe."""
-
-    def __init__(self, batches: Batches, steps: range, prefetch: int) -> None:
-        sizes = {name: int(np.prod(shape)) for name, shape in batches.shapes.items()}
-        ring = np.frombuffer(mmap.mmap(-1, 8 * prefetch * sum(sizes.values())), np.int64).reshape(prefetch, -1)
-        ends = np.cumsum(list(sizes.values()))[:-1]
-        self.slots = [
-            {name: part.reshape(batches.shapes[name]) for name, part in zip(sizes, np.split(slot, ends), strict=True)}
-            for slot in ring
-        ]
-        self.batches, self.taken = batches, 0
-        self.pipe, theirs = Pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self.pipe.close()
-            _serve(batches, steps, self.slots, theirs)
-        theirs.close()
-
-    def take(self, step: int, timeout: float, pin_memory: bool) -> Batch:
-        """The next batch of this worker, which must be that of `step`, copied out of its slot."""
-        if not self.pipe.poll(timeout):
-            raise LoaderError(f"data worker {self.pid} sent nothing for {timeout} s (data.timeout_seconds), while "
-                              f"{self.batches.describe(step)} was waited for: it is stopped, or reading hangs")
+def _read_here(batches: Batches, order: range) -> Iterator[Batch]:
+    for step in order:
         try:
-            error = self.pipe.recv_bytes().decode()
-        except (EOFError, OSError):
-            pid, status = os.waitpid(self.pid, 0)
-            self.pid = 0
-            how = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit code {status >> 8}"
-            raise LoaderError(f"data worker {pid} died ({how}), while {self.batches.describe(step)} was waited "
-                              "for") from None
-        if error:
-            raise LoaderError(f"data worker {self.pid}: {error}")
-        slot = {name: torch.from_numpy(array) for name, array in self.slots[self.taken % len(self.slots)].items()}
-        batch = {name: tensor.pin_memory() if pin_memory else tensor.clone() for name, tensor in slot.items()}
-        self.taken += 1
-        with suppress(OSError):  # it died since: the next call says so
-            self.pipe.send_bytes(b"")
-        return batch
-
-    def stop(self) -> None:
-        """At once, whatever it is doing: it only reads."""
-        self.pipe.close()
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+            batch = batches[step]
+        except Exception as error:
+            raise LoaderError(_cannot_read(batches, step, error)) from error
+        yield batch
 
 
-def _serve(batches: Batches, steps: range, slots: list[dict[str, np.ndarray]], pipe: Connection) -> NoReturn:
-    """What a worker does, until the trainer is gone. The signals that ask a run to stop are the trainer's to act on:
-    it needs batches until it has."""
+def _read_by_workers(batches: Batches, order: range, cfg: Data) -> Iterator[Batch]:
+    workers = _Workers(batches, order, cfg)
     try:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
-        for i, step in enumerate(steps):
-            if i >= len(slots):
-                pipe.recv_bytes()  # a slot is free
-            try:
-                batch = batches[step]
-            except Exception as error:
-                pipe.send_bytes(_cannot_read(batches, step, error).encode()[:4000])
-                break
-            for name, array in slots[i % len(slots)].items():
-                array[...] = batch[name].numpy()
-            pipe.send_bytes(b"")
-        while True:
-            pipe.recv_bytes()
-    except (EOFError, OSError):
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
+        for step in order:
+            yield workers.take(step)
     finally:
-        os._exit(1)
+        workers.stop()
 
 
 def _cannot_read(batches: Batches, step: int, error: Exception) -> str:
     return f"{batches.describe(step)} cannot be read: {type(error).__name__}: {error}"
+
+
+class _Workers:
+    """torchdata's StatefulDataLoader, in a thread that may block so that the trainer does not.
+
+    Two things are wrong with the loader in the main thread. When a worker dies, its handler of SIGCHLD raises in the middle
+    of whatever the trainer is doing. And to receive a batch it asks the worker for a file descriptor, so a stopped worker
+    blocks it without a limit and without a name. Here the trainer waits for a queue, with a limit, and looks at the
+    processes. The thread also takes over the milliseconds that it costs to receive a batch.
+
+    Workers are forked, while the trainer waits for its first batch. A fork takes some milliseconds and shares what the
+    trainer has mapped; a fresh interpreter would import torch first. A forked process must neither use CUDA nor wait for a
+    lock that a thread of the trainer held: a worker copies numbers with numpy, on one thread, and touches nothing else.
+    Should it hang all the same, it is named like any other worker that hangs."""
+
+    def __init__(self, batches: Batches, order: range, cfg: Data) -> None:
+        self.batches, self.order, self.cfg = batches, order, cfg
+        count = min(cfg.workers, len(order))
+        self.served = _Served(batches, torch.zeros(count, 2, dtype=torch.int64).share_memory_())
+        self.processes: list[multiprocessing.Process] = []
+        self.ready: queue.Queue[Batch | str | Exception] = queue.Queue(1)  # str: the sentence of a worker that cannot read
+        self.stopped = threading.Event()
+        threading.Thread(target=self._receive, args=(count,), name="data workers", daemon=True).start()
+
+    def _receive(self, count: int) -> None:
+        """The thread: from the workers into `ready`."""
+        try:
+            before = set(multiprocessing.active_children())
+            with warnings.catch_warnings():  # about a function that torchdata calls, about few cores, about the fork
+                warnings.simplefilter("ignore")
+                received = iter(StatefulDataLoader(
+                    self.served, batch_size=None, sampler=self.order, num_workers=count, prefetch_factor=self.cfg.prefetch,
+                    multiprocessing_context="fork", worker_init_fn=self.served.start, snapshot_every_n_steps=0,
+                    generator=torch.Generator(),  # otherwise it draws its workers' seeds from the trainer's generator
+                ))  # fmt: skip
+            self.processes = list(set(multiprocessing.active_children()) - before)
+            atexit.register(self.stop)  # multiprocessing would wait for processes that ignore SIGTERM
+            for item in received:
+                self._put(item)
+                if self.stopped.is_set():
+                    return
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: Batch | str | BaseException) -> None:
+        while not self.stopped.is_set():
+            try:
+                return self.ready.put(item, timeout=0.5)
+            except queue.Full:
+                continue
+
+    def take(self, step: int) -> Batch:
+        """The next batch, which is that of `step`."""
+        limit = time.monotonic() + self.cfg.timeout_seconds
+        while True:
+            try:
+                item = self.ready.get(timeout=LOOK_SECONDS)
+                break
+            except queue.Empty:
+                if died := self._died(step):
+                    raise LoaderError(died) from None
+                if time.monotonic() > limit:
+                    raise LoaderError(self._silent(step)) from None
+        if isinstance(item, str):
+            raise LoaderError(item)
+        if isinstance(item, BaseException):  # what the loader makes of a worker that died, most likely
+            time.sleep(LOOK_SECONDS)
+            said = f"the data workers failed while {self.batches.describe(step)} was waited for: {type(item).__name__}: {item}"
+            raise LoaderError(self._died(step) or said) from item
+        return item
+
+    def _died(self, step: int) -> str:
+        """The sentence for a worker that has died; "" if none has."""
+        for process in self.processes:
+            if (code := process.exitcode) is not None:
+                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                return f"data worker {process.pid} died ({how}), while {self._busy_with(process.pid, step)}"
+        return ""
+
+    def _silent(self, step: int) -> str:
+        """The sentence for workers of which none has died, and none sends anything: one is stopped, or the one whose turn
+        it is hangs."""
+        pids = self.served.table[:, 0].tolist()
+        stopped = [pid for pid in pids if pid and _is_stopped(pid)]
+        pid = stopped[0] if stopped else pids[(step - self.order.start) % len(pids)]
+        return (f"data worker {pid} sent nothing for {self.cfg.timeout_seconds} s (data.timeout_seconds), while "
+                f"{self._busy_with(pid, step)}: it {'is stopped' if stopped else 'hangs'}")  # fmt: skip
+
+    def _busy_with(self, pid: int, step: int) -> str:
+        reading = dict(self.served.table.tolist()).get(pid, _Served.IDLE)
+        if reading == _Served.IDLE:
+            return f"{self.batches.describe(step)} was waited for"
+        return f"it read {self.batches.describe(reading)}"
+
+    def stop(self) -> None:
+        """End the workers at once, whatever they are doing: they only read. The thread ends with them."""
+        if self.stopped.is_set():
+            return
+        self.stopped.set()
+        atexit.unregister(self.stop)
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+class _Served:
+    """The batches as a worker serves them. A step that cannot be read gives the sentence that says so."""
+
+    IDLE = -1
+
+    def __init__(self, batches: Batches, table: torch.Tensor) -> None:
+        """table: int64 [workers, 2], shared with the trainer: each worker's process id, and the step that it is reading."""
+        self.batches, self.table = batches, table
+
+    def start(self, worker: int) -> None:
+        """In a new worker. It ignores the signals that ask a run to stop: the trainer acts on them, and it needs batches
+        until it has saved."""
+        self.state = self.table[worker]
+        self.state[:] = torch.tensor([os.getpid(), self.IDLE])
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
+    def __getitem__(self, step: int) -> Batch | str:
+        self.state[1] = step
+        try:
+            return self.batches[step]
+        except Exception as error:
+            return f"data worker {os.getpid()}: {_cannot_read(self.batches, step, error)}"
+        finally:
+            self.state[1] = self.IDLE
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger (proc(5), the state in /proc/PID/stat)."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False

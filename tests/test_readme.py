@@ -1,70 +1,177 @@
-"""The README's commands, run as they stand there. What takes minutes or other machines is shortened, visibly, by a row here."""
+"""The commands in README.md and docs/*.md, run as they stand there, in a copy of the repository.
 
+A command may be shortened here (fewer steps, a smaller model), but nothing is added that would make an illegal one legal.
+Whoever adds a command to a document need not touch this file, unless the command takes a machine or a download that a test
+does not have: then NEEDS lists it with what it takes. Every `run_train.sh` command is checked as a configuration, for the
+number of processes it would have, wherever it can run.
+"""
+
+import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
 
+from configs.load import load_config
+
 ROOT = Path(__file__).resolve().parent.parent
-HERE = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # `python` is this environment's
-SHORT = (
-    "--training.steps=24 --model.n_layers=2 --training.seq_len=64 --validation.steps=1 --checkpoint.interval=20 "
-    "--run.folder={runs}/llama_debug --data.cache={cache} --debug.sample_tokens=8"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Rows: a pattern of commands that are not run here, and what they take. The first row that matches counts.
+NEEDS = (
+    (r"^\./run_tests\.sh", "the time of this whole suite"),
+    (r"^tensorboard ", "somebody who stops it: it serves for ever"),
+    (r"^(srun|sbatch) ", "Slurm (tests/test_launchers.py runs the real thing)"),
+    (r"^kubectl |^envsubst ", "Kubernetes"),
+    (r"^sky ", "a cloud"),
+    (r"^python -m tools\.launch\.ray_train ", "Ray (tests/test_launchers.py)"),
+    (r"\bNNODES=", "several hosts (tests/test_restarts.py, tests/test_two_hosts.py)"),
+    (r"run_train\.sh .*configs/(?!llama_debug)\w+\.toml", "GPUs and a corpus"),
+    (r"^(export .*; )?python -m tools\.bench\.", "an idle machine for minutes, or GPUs: it measures"),
+    (r"^python -m tools\.plan .*--device cpu", "an idle machine: it measures (tests/test_plan.py)"),
+    (r"^python -m tools\.plan .*--search", "minutes of processor time (tests/test_plan.py searches fewer meshes)"),
+    (r"^export \w+=", "a shell that goes on"),
+    (r"^(pip|hf|huggingface-cli) ", "a download"),
+    (r"\bmodels/[\w.-]*(Llama|Qwen)", "published weights (tests/test_convert.py makes small ones)"),
+    (r"\bmodels/[\w.-]*tokenizer", "a published tokenizer (tests/test_prepare.py)"),
+    (r"^python -m data\.audit .*--find web:", "a run on a mixture with a source called web (tests/test_audit.py)"),
 )
-# command as in the README (without its comment) -> options added, words its output must have; None: cannot be run here
-COMMANDS = {
-    "./run_train.sh": (SHORT, "loss 8."),
-    "./run_train.sh configs/llama_debug.toml --training.steps=400": (SHORT.replace("=24", "=30"), "resumed after step 24 of 30"),
-    'python -m tools.generate runs/llama_debug --prompt "class "': ("--tokens=5", "class "),
-    "python -m checkpoint.verify runs/llama_debug --all": ("", "  ok"),
-    "python -m data.audit runs/llama_debug --steps 1:2": ("", ".py"),
-    "python -m tools.convert dcp-to-hf runs/llama_debug runs/hf": ("", ""),
-    "NGPU=4 ./run_train.sh --parallelism.tensor_parallel=2 --run.folder=runs/mesh": (
-        SHORT.replace("/llama_debug", "/mesh"), "dp_shard 2 x tp 2 = 4 processes"),
-    "python -m tools.goodput runs/llama_debug": ("", "goodput"),
-    "python -m tools.compare_runs runs/llama_debug runs/mesh": None,  # exit code 1: these two differ; test_compare_runs.py
-    "python -m tools.plan configs/llama_70b.toml --gpus 256 --device h100": ("", "tokens/s"),
-    "./run_train.sh --help": ("", "--table.key=value"),
-    "tensorboard --logdir runs": None,  # serves until it is stopped
-    "./run_tests.sh": None,  # this suite
-    "./run_train.sh configs/llama_8b.toml": None,  # needs GPUs and a corpus; the presets are checked in test_config.py
-    "RESTARTS=3 ./run_train.sh configs/llama_8b.toml": None,  # test_restarts.py runs the real thing
-    "NNODES=32 NODE_RANK=$RANK MASTER_ADDR=node0 ./run_train.sh configs/llama_70b.toml": None,
-    "srun --ntasks-per-node=1 ./run_train.sh configs/llama_70b.toml": None,
-    "srun --ntasks-per-node=1 ./run_train.sh --preflight configs/llama_70b.toml": None,  # test_preflight.py runs the real thing
-    "sbatch -N 32 tools/launch/slurm.sh configs/llama_70b.toml": None,
-}  # fmt: skip
+
+# Rows: a pattern, the exit code (0 otherwise) and what must stand in the output of commands that it matches.
+SAYS = (
+    (r"^\./run_train\.sh$", 0, "loss 8."),
+    (r"^\./run_train\.sh --help", 0, "--table.key=value"),
+    (r"^NGPU=4 .*tensor_parallel=2", 0, "dp_shard 2 x tp 2 = 4 processes"),
+    (r"^\./run_train\.sh configs/llama_debug\.toml --training\.steps=400$", 0, "resumed after step 24 of 40"),
+    (r"--checkpoint\.load_step=200", 0, "resumed after step 20 of 24"),
+    (r"^python -m tools\.generate .*--prompt \"class \"", 0, "class "),
+    (r"^python -m checkpoint\.verify ", 0, "  ok"),
+    (r"^python -m data\.audit runs/llama_debug --steps", 0, ".py"),
+    (r"^python -m tools\.goodput runs/llama_debug$", 0, "goodput"),
+    (r"^python -m tools\.compare_runs runs/llama_debug runs/mesh", 1, ""),  # the sums of bfloat16 are not associative
+    (r"^python -m tools\.plan ", 0, "tokens/s"),
+)
+
+# A shortened run has a tenth of the steps, and so of everything that is counted in steps, of a smaller model.
+STEPS = 240  # of configs/llama_debug.toml
+PER_TEN = ("training.steps", "checkpoint.load_step", "checkpoint.interval", "validation.interval")
+SMALLER = ["--model.n_layers=2", "--training.seq_len=64", "--validation.steps=1", "--debug.sample_tokens=8",
+           "--checkpoint.interval=10"]  # fmt: skip
 
 
-def commands() -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
-    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+def commands(document: Path) -> list[str]:
+    """What a person would type, from the document's blocks of bash, without remarks."""
+    blocks = re.findall(r"```(?:bash|sh|shell)\n(.*?)```", document.read_text(encoding="utf-8"), re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [re.sub(r"\s+#.*$| {2,}(?=\S)", lambda gap: "" if "#" in gap[0] else " ", line).strip() for line in lines]
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def test_every_command_of_the_readme_has_a_row():
-    assert set(commands()) == set(COMMANDS)
+def need(command: str) -> str:
+    """What the command takes that a test does not have; empty if it can be run."""
+    return next((takes for pattern, takes in NEEDS if re.search(pattern, command)), "")
 
 
-@pytest.mark.cap(240)
-def test_commands_of_the_readme(tmp_path):
-    """In the order of the table: the later ones use what the first made."""
-    for command, row in COMMANDS.items():
-        if row is None:
-            continue
-        added, words = row
-        line = f"{command} {added}".format(runs=tmp_path, cache=tmp_path / "cache")
-        line = re.sub(r" runs/(llama_debug|hf)\b", rf" {tmp_path}/\1", line)
-        done = subprocess.run(line, shell=True, cwd=ROOT, env=os.environ | HERE, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-        assert words in done.stdout, f"{line}\n{done.stdout}"
+def shortened(command: str, corpus: str) -> str:
+    """corpus: a small one instead of Python's library, whose preparation takes 30 seconds of processor time; "": the real."""
+    command = re.sub(r"--vocab-size \d+", "--vocab-size 2000", command)  # as small as the corpus
+    if "run_train.sh" not in command or "--help" in command or "--preflight" in command:
+        return command
+    short = re.sub(rf"--({'|'.join(PER_TEN)})=(\d+)", lambda option: f"--{option[1]}={int(option[2]) // 10}", command)
+    steps = [] if "--training.steps=" in short else [f"--training.steps={STEPS // 10}"]
+    source = [f"--data.source={corpus}"] if corpus and "--data." not in short else []
+    return " ".join([short, *steps, *source, *SMALLER])
+
+
+ALL = [(document, command) for document in DOCUMENTS for command in commands(document)]
+RUNNABLE = re.compile(r"^((\w+=\S+) )*(\./run_train\.sh|python -m )")  # no test runs anything else that stands in a document
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(command for _, command in ALL))
+def test_a_command_is_run_or_listed(command):
+    documents = ", ".join(sorted({document.name for document, other in ALL if other == command}))
+    assert need(command) or RUNNABLE.match(command), (
+        f"{documents}: `{command}` is neither run by this test nor listed in NEEDS in {Path(__file__).name}: give it a row "
+        "there that says what it takes"
+    )
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(command for _, command in ALL if re.search(r"run_train\.sh|slurm\.sh", command)))
+def test_the_configuration_of_a_command_is_legal(command, monkeypatch):
+    """On as many processes as it asks for; on the preset's own number of GPUs where it does not say."""
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(re.sub(r"\[--.*?\]", "", command))
+    start = next(i for i, word in enumerate(words) if word.endswith(("run_train.sh", "slurm.sh")))
+    arguments = [word for word in words[start + 1 :] if word not in ("--help", "--preflight")]
+    preset = ROOT / next((word for word in arguments if word.endswith(".toml")), "configs/llama_debug.toml")
+    [(world, local)] = re.findall(r"^# world size: (\d+) \(\d+ hosts? of (\d+)\)$", preset.read_text(encoding="utf-8"), re.M)
+    before = dict(re.findall(r"(NGPU|NNODES|-N)[= ](\d+)", " ".join(words[:start])))
+    local = int(before.get("NGPU", local))
+    nodes = before.get("NNODES", before.get("-N"))
+    load_config(arguments, int(nodes) * local if nodes else local if "NGPU" in before else int(world), local)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory) -> Path:
+    """A copy of the repository, as an empty clone is, with a small corpus."""
+    house = tmp_path_factory.mktemp("house")
+    for path in ROOT.iterdir():
+        if (path / "__init__.py").exists() or path.name == "docs":
+            shutil.copytree(path, house / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.is_file() and path.suffix in (".py", ".sh", ".toml", ".txt", ".md"):
+            shutil.copy(path, house / path.name)
+    corpus = house / "corpus"
+    corpus.mkdir()
+    for path in (ROOT / "tests").glob("*.py"):
+        shutil.copy(path, corpus)
+    lines = "".join(json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n" for path in DOCUMENTS).encode()
+    (corpus / "documents.jsonl.zst").write_bytes(pyarrow.compress(lines, codec="zstd", asbytes=True))
+    return house
+
+
+def type_in(house: Path, command: str, corpus: str = "") -> None:
+    """Run it as a person would; `python` is this environment's, and what goes to the home folder goes into the copy."""
+    places = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(house), "PYTHONPATH": ""}
+    pattern, expected, words = next((row for row in SAYS if re.search(row[0], command)), ("", 0, ""))
+    line = shortened(command, corpus)
+    done = subprocess.run(line, shell=True, cwd=house, env=os.environ | places, capture_output=True, text=True, timeout=300)
+    said = f"`{line}` ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == expected, f"{said}\nMend the command in the document, or list in NEEDS what it takes"
+    assert words in done.stdout, f"{said}\nwhich lacks {words!r}"
+
+
+@pytest.mark.cap(300)
+def test_commands_of_the_readme(house):
+    """In their order: the later ones use what the first made."""
+    shutil.rmtree(house / "runs", ignore_errors=True)
+    for command in dict.fromkeys(commands(ROOT / "README.md")):
+        if not need(command):
+            type_in(house, command, corpus="corpus/*.py")
+
+
+@pytest.mark.slow
+@pytest.mark.cap(900)
+def test_commands_of_the_docs(house):
+    """After the README's first command, which several of them build on."""
+    known = commands(ROOT / "README.md")
+    shutil.rmtree(house / "runs", ignore_errors=True)
+    type_in(house, "./run_train.sh")
+    for copy in "before", "after":
+        shutil.copytree(house / "runs" / "llama_debug", house / "runs" / copy)
+    for command in dict.fromkeys(command for _, command in ALL if command not in known):
+        if not need(command):
+            type_in(house, command)
 
 
 def test_a_mistake_costs_a_sentence_and_exit_code_2(tmp_path):
     line = f"./run_train.sh --training.step=50 --parallelism.tensor_parallel=3 --optimizer.lr=-1 --run.folder={tmp_path}/none"
-    done = subprocess.run(line, shell=True, cwd=ROOT, env=os.environ | HERE, capture_output=True, text=True, timeout=60)
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(line, shell=True, cwd=ROOT, env=os.environ | path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and all(word in done.stderr for word in ("8 mistakes", "training.steps", "optimizer.lr", "n_heads"))
     assert not (tmp_path / "none").exists()

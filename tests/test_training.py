@@ -2,17 +2,22 @@
 
 import hashlib
 import math
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import train
+from configs.load import load_config
 from configs.schema import LRSchedule, Optimizer
 from models import llama
+from parallelisms.mesh import world
 from tests.ranks import run_ranks
+from tools.bench import harness
 from training import init
 from training.loss import linear_cross_entropy, plain_cross_entropy
 from training.optim import build_optimizer, clip_grad_norm, learning_rate
@@ -144,6 +149,20 @@ def test_the_loss_of_every_token_can_be_had():
     torch.testing.assert_close(each.sum(), total)
 
 
+def test_the_loss_of_many_pieces_is_exact():
+    """1,024 pieces. Each token's loss is log(V), so a total that rounds at every piece is off by more than the limit."""
+    pieces, V = 1024, 3
+    h, w = torch.zeros(1, pieces, 1), torch.zeros(V, 1)
+    total = linear_cross_entropy(h, w, torch.zeros(1, pieces, dtype=torch.int64), 1)
+    one = torch.tensor(float(V)).log()
+    in_float32 = torch.zeros(())
+    for _ in range(pieces):
+        in_float32 += one
+    exact = pieces * math.log(V)
+    assert total.dtype == torch.float32 and abs(total.item() / exact - 1) < 1e-7
+    assert abs(in_float32.item() / exact - 1) > 1e-6, "the control: the same sum in float32"
+
+
 def test_loss_of_large_logits_is_finite():
     h, w = torch.full((1, 2, 4), 100.0), torch.randn(11, 4) * 100
     loss = linear_cross_entropy(h, w, torch.tensor([[3, 5]]), 1)
@@ -190,6 +209,136 @@ def test_clipping_scales_to_the_norm_and_reports_the_one_before(max_norm):
     assert clip_grad_norm(params, max_norm).item() == pytest.approx(before)
     after = math.sqrt(sum((p.grad**2).sum().item() for p in params))
     assert after == pytest.approx(1.0 if max_norm == 1.0 else before, rel=1e-5)
+
+
+def error_of_norm(norm: torch.Tensor, grads: list[torch.Tensor]) -> float:
+    """Relative to the norm in float64."""
+    exact = torch.stack([g.double().square().sum() for g in grads]).sum().sqrt()
+    return abs(norm.double() / exact - 1).item()
+
+
+def clip(grads: list[torch.Tensor], max_norm: float = 0.0) -> torch.Tensor:
+    """The norm that `clip_grad_norm` reports of these gradients, which it scales in place."""
+    params = [nn.Parameter(torch.empty_like(g)) for g in grads]
+    for param, grad in zip(params, grads):
+        param.grad = grad
+    return clip_grad_norm(params, max_norm)
+
+
+LONG = 2**24  # elements
+
+
+@pytest.mark.parametrize("layout", ["matrix", "transposed", "vector", "odd"])
+def test_the_norm_of_a_long_gradient_is_exact(layout):
+    """The control: the norm of torch.nn.utils adds 16 M squares into a few float32 numbers."""
+    grad = torch.rand(LONG, generator=torch.Generator().manual_seed(0))
+    grad = {"matrix": grad.view(4096, -1), "transposed": grad.view(4096, -1).t(), "vector": grad, "odd": grad[:-4097]}[layout]
+    norm = clip([grad])
+    assert norm.dtype == torch.float32 and norm.shape == ()
+    assert error_of_norm(norm, [grad]) < 2e-7
+    assert error_of_norm(torch.nn.utils.get_total_norm([grad], foreach=True), [grad]) > 1e-4
+
+
+def test_the_norm_of_odd_gradients():
+    """Empty ones (a rank may hold no row of a tensor), a scalar, rows of every length, none at all."""
+    assert clip([]).item() == 0 and clip([], max_norm=1.0).item() == 0
+    assert clip([torch.empty(0, 5), torch.empty(0)], max_norm=1.0).item() == 0
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(shape, generator=generator) for shape in [(), (1,), (3, 7), (8192,), (8193,), (2, 3, 8191)]]
+    before = [g.clone() for g in grads]
+    norm = clip(grads, max_norm=0.5)
+    assert error_of_norm(norm, before) < 2e-7
+    assert error_of_norm(torch.tensor(0.5), grads) < 1e-5
+    for value in math.nan, math.inf:
+        assert not clip([torch.tensor([1.0, value])], max_norm=1.0).isfinite()
+
+
+def norm_on_a_mesh() -> tuple[float, float, float]:
+    """Relative errors of the norm of gradients on two meshes over the same ranks, of the scaled gradients, and of PyTorch's norm
+    of the first of them."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    line = init_device_mesh("cpu", (1, 4), mesh_dim_names=("edp", "ep"))
+    rows = [  # sharded over both dimensions, one, the other, twice along one axis, none; and on another mesh
+        (square, (2048, 4096), (Shard(0), Shard(1))), (square, (3, 5), (Shard(0), Replicate())),
+        (square, (7, 2), (Replicate(), Shard(0))), (square, (101, 3), (Shard(0), Shard(0))), (square, (9,), (Replicate(), Replicate())),
+        (line, (5, 1001), (Shard(0), Shard(1))), (line, (3,), (Replicate(), Shard(0))),
+    ]  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.rand(shape, generator=generator) for _, shape, _ in rows]
+    grads = [distribute_tensor(g.clone(), mesh, cut) for g, (mesh, _, cut) in zip(whole, rows)]
+    theirs = torch.nn.utils.get_total_norm(grads[:1]).full_tensor()
+    norm = clip(grads, max_norm=1.0)
+    after = [g.full_tensor() for g in grads]
+    return error_of_norm(norm, whole), error_of_norm(torch.tensor(1.0), after), error_of_norm(theirs, whole[:1])
+
+
+def test_the_norm_is_exact_on_any_mesh():
+    for error, scaled, theirs in run_ranks(4, norm_on_a_mesh):
+        assert error < 2e-7 and scaled < 1e-5
+        assert theirs > 1e-5, "the control: the norm of torch.nn.utils"
+
+
+def norm_of_what_is_not_summed() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match="not summed over the ranks yet"):
+        clip([DTensor.from_local(torch.ones(3), mesh, [Partial()])])
+
+
+def test_a_gradient_that_is_still_to_be_summed_is_an_error():
+    run_ranks(2, norm_of_what_is_not_summed)
+
+
+# Adam divides by what is nearly 0: with an epsilon of 1e-8 rounding grows by 10 at each of these steps, on one process too.
+REAL_SIZES = (
+    "--model.flavor=debug --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
+    "--training.global_batch_size=24 --training.steps=8 --optimizer.lr=3e-3 --optimizer.eps=1e-3 --lr_schedule.warmup_steps=8"
+).split()
+
+
+def losses_and_norms(options: list[str], dp_size: int) -> np.ndarray:
+    """[steps, 3] of a run of the debug model: loss, gradient norm, and PyTorch's norm of the same gradients."""
+    warnings.simplefilter("ignore")
+    cfg = load_config([*REAL_SIZES, f"--training.local_batch_size={24 // dp_size}", *options], world().size, world().local_size)
+    job, seen = train.build(cfg), []
+
+    def clip_and_compare(params, max_norm):
+        params = list(params)
+        theirs = torch.nn.utils.get_total_norm([p.grad for p in params], foreach=True)
+        seen.append((theirs.full_tensor() if isinstance(theirs, DTensor) else theirs).item())
+        return clip_grad_norm(params, max_norm)
+
+    train.clip_grad_norm = clip_and_compare
+    ids = np.random.default_rng(0).integers(0, job.arch["vocab_size"], 9000).astype(np.uint16)
+    results = [train.train_step(job, batch) for batch, _ in zip(harness.batches(cfg, job.mesh, ids), range(cfg.training.steps))]
+    return np.array([(result.loss, result.grad_norm, theirs) for result, theirs in zip(results, seen, strict=True)])
+
+
+def check_real_sizes(meshes: dict[str, tuple[int, list[str], int]], options: list[str]) -> None:
+    alone = run_ranks(1, losses_and_norms, options, 1)[0]
+    assert alone[0, 1] > 1, "the gradient is to be clipped"
+    for name, (ranks, mesh, dp_size) in meshes.items():
+        loss, norm, theirs = np.abs(run_ranks(ranks, losses_and_norms, [*options, *mesh], dp_size)[0] / alone - 1).max(0)
+        assert loss < 1e-5 and norm < 1e-5, f"{name}: loss off by {loss:.1e}, norm by {norm:.1e} relative"
+        assert theirs > 1e-5, f"{name}: the control, PyTorch's norm, is off by only {theirs:.1e}"
+
+
+def test_loss_and_norm_of_the_debug_preset_do_not_depend_on_the_mesh():
+    """At the sizes of its tensors (the embedding has 1 M elements), with two of its six layers."""
+    check_real_sizes({"FSDP 2 x TP 2": (4, ["--parallelism.tensor_parallel=2"], 2)}, ["--model.n_layers=2"])
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_loss_and_norm_of_the_whole_debug_preset_do_not_depend_on_the_mesh():
+    check_real_sizes({
+        "FSDP 2 x TP 2": (4, ["--parallelism.tensor_parallel=2"], 2),
+        "HSDP 2 x 2": (4, ["--parallelism.data_parallel_replicate=2"], 4),
+        "FSDP 3": (3, [], 3),
+    }, [])  # fmt: skip
 
 
 def test_norms_are_not_decayed():

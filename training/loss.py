@@ -26,7 +26,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         each: float32 [N] to put the tokens' losses in, or None.
         """
         need_h, need_w = ctx.needs_input_grad[:2]
-        total = torch.zeros((), device=h.device, dtype=torch.float32)
+        total = torch.zeros((), device=h.device, dtype=torch.float64)  # a float32 total of many pieces is off by 1e-6
         grad_h = torch.empty_like(h) if need_h else None
         grad_w = None
         whole = len(h) <= chunk_tokens
@@ -71,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_w += d_logits.t() @ hc
         ctx.save_for_backward(*(g for g in (grad_h, grad_w) if g is not None))
         ctx.needs, ctx.weight_dtype = (need_h, need_w), weight.dtype
-        return total
+        return total.float()
 
     @staticmethod
     def backward(ctx, grad):
