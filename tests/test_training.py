@@ -312,7 +312,7 @@ def losses_and_norms(options: list[str], dp_size: int) -> np.ndarray:
         return clip_grad_norm(params, max_norm)
 
     train.clip_grad_norm = clip_and_compare
-    ids = np.random.default_rng(0).integers(0, job.arch["vocab_size"], 9000).astype(np.uint16)
+    ids = np.random.default_rng(0).integers(0, job.args.vocab_size, 9000).astype(np.uint16)
     results = [train.train_step(job, batch) for batch, _ in zip(harness.batches(cfg, job.mesh, ids), range(cfg.training.steps))]
     return np.array([(result.loss, result.grad_norm, theirs) for result, theirs in zip(results, seen, strict=True)])
 
