@@ -154,7 +154,9 @@ def test_every_two_settings_meet_in_the_matrix():
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [
+    pytest.param(mesh, marks=pytest.mark.slow if ranks > 4 else ()) for mesh, (ranks, _, _) in MESHES.items()
+])  # fmt: skip
 def test_mesh_equals_the_plain_model(mesh):
     check(mesh, [combination for combination in PAIRWISE if combination["mesh"] == mesh])
 
