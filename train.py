@@ -364,7 +364,7 @@ def conclude(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, meter
     if cfg.debug.sample_tokens and code == DONE:
         prompt = tokenizer.encode(cfg.debug.sample_prompt).tolist()
         tokens, context = cfg.debug.sample_tokens, cfg.training.seq_len
-        ids = sample(job.model, prompt, tokens, context, job.mesh.device, stop=tokenizer.eot_id)
+        ids = sample(job.model, prompt, tokens, context, job.mesh.device, tokenizer.eot_id, multiple=job.mesh.tp)
         if text := tokenizer.decode(ids):
             lines += ["a sample from the final weights:", *("    " + line for line in text.splitlines())]
     if cfg.checkpoint.export_hf and code == DONE and job.mesh.rank == 0:  # reads files, so one rank can do it on any mesh
