@@ -39,8 +39,8 @@ def packed(rows: int, seq: int, mean: int) -> torch.Tensor:
         starts = lengths[row].cumsum(0)
         begins[row, starts[starts < seq]] = True
     begins[:, 0] = True
-    here = torch.arange(seq).expand(rows, seq)
-    return here - here.where(begins, 0).cummax(1).values
+    index = torch.arange(seq).expand(rows, seq)
+    return index - index.where(begins, 0).cummax(1).values
 
 
 def window(q, k, v, documents):
@@ -60,9 +60,9 @@ def padded(q, k, v, documents):
     outputs, places = [], []
     for kind in kinds.unique():
         mine = kinds == kind
-        here = torch.arange(lengths[mine].max(), device=q.device)
-        real = here < lengths[mine][:, None]  # [n, longest]
-        place = (starts[mine][:, None] + here).where(real, 0)
+        index = torch.arange(lengths[mine].max(), device=q.device)
+        real = index < lengths[mine][:, None]  # [n, longest]
+        place = (starts[mine][:, None] + index).where(real, 0)
         pieces = (x.flatten(0, 1)[place].transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(*pieces, is_causal=True, enable_gqa=True).transpose(1, 2)
         outputs.append(out[real])
