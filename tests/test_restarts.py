@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.runs import ROOT, STEPS, environment, free_port, run, samples, series, tiny_run
 from tools.bench.faults import WRAPPER
 from reliability.goodput import account, read
@@ -50,7 +50,7 @@ def ended(launchers: list[subprocess.Popen], seconds: float = 150) -> tuple[list
     said = []
     for launcher in launchers:
         try:
-            said.append(launcher.communicate(timeout=seconds)[1])
+            said.append(launcher.communicate(timeout=seconds * NEIGHBOURS)[1])
         except subprocess.TimeoutExpired:
             for other in launchers:
                 other.kill()
@@ -129,7 +129,7 @@ def test_a_node_that_does_not_come_back_leaves_a_smaller_run_and_a_returned_one_
     metrics = folder / "metrics.jsonl"
 
     def reached(step: int) -> None:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 90 * NEIGHBOURS
         while not (metrics.exists() and metrics.read_text().count("\n") >= step):
             assert time.monotonic() < deadline and first[0].poll() is None, ended(first)
             time.sleep(0.05)
@@ -183,7 +183,7 @@ def test_going_back_and_around_bad_batches_is_a_run_that_never_met_them(options,
 @pytest.mark.cap(200)
 @pytest.mark.parametrize("what", ["SIGSTOP", "spin"])
 def test_s4_a_rank_that_is_frozen_or_hangs_is_named_and_the_run_goes_on(what, options, tmp_path):
-    more = [*options, "--run.step_timeout_seconds=5"]
+    more = [*options, step_timeout(5)]
     codes, said = ended(nodes(more, tmp_path / "run", f"1 {what} 8 1", "--max-restarts=1"))
     assert codes == [0] and "launch: restart 1 of 1" in said, said
     first = next(line for line in said.splitlines() if line.startswith("launch: rank"))
