@@ -76,7 +76,7 @@ def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
     begin = tokenizer.begin_of_text or tokenizer.end_of_text  # without it, a text begins after the end of the previous one
     ids = {row["content"]: row["id"] for row in added}
     vocabulary = {word(token): id for id, token in zip(tokenizer.ids or range(len(tokenizer.ranks)), tokenizer.ranks)}
-    if tokenizer.ids:  # special tokens that do not follow the vocabulary keep their ids only in it
+    if tokenizer.ids:  # special tokens that do not follow the vocabulary keep ids only in it
         vocabulary |= ids
     return {
         "tokenizer.json": {
