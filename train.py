@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from data.loader import Batch, Batches, LoaderError, loader
 from data.open import Corpora, open_corpora
 from data.tokenizer import Tokenizer
 from models import MODELS
+from models.family import Family
 from parallelisms import contract, dp, mesh as meshes, parallelize
 from parallelisms.mesh import Mesh
 from reliability import collectives, health
@@ -41,7 +43,7 @@ from reliability.stop import STOP_SIGNALS, STOPPED, Stop  # noqa: F401  the sign
 from training import init, log
 from training.loss import IGNORE, linear_cross_entropy
 from training.meter import Meter
-from training.metrics import Metrics, flops_per_token, model_summary, peak_flops
+from training.metrics import Metrics, model_summary, peak_flops
 from training.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate, step_if
 from training.profiler import profiler
 from training.sample import sample
@@ -59,9 +61,15 @@ class Job:
 
     cfg: Config
     mesh: Mesh
-    arch: dict  # the model's numbers: a FLAVORS row with the overrides of [model]
+    args: Any  # the model's numbers: `Args` of its family, a row of FLAVORS with the overrides of [model]
     model: nn.Module
     optimizer: torch.optim.Optimizer
+
+
+def architecture(cfg: Config) -> tuple[Family, Any]:
+    """The family of the model and its numbers, an instance of the family's `Args`."""
+    family = MODELS[cfg.model.family]
+    return family, family.Args(**check.architecture(cfg.model))
 
 
 def build(cfg: Config) -> Job:
@@ -70,16 +78,16 @@ def build(cfg: Config) -> Job:
     A parameter's life: meta constructor -> tensor parallel -> checkpointing, compile -> FSDP shard -> memory -> initial
     value -> optimizer. Nothing is allocated before it is sharded, so the whole model never exists anywhere.
     """
-    family, arch = MODELS[cfg.model.family], check.architecture(cfg.model)
+    family, args = architecture(cfg)
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, check.data_parallel_shard(cfg, meshes.world().size))
     torch.manual_seed(cfg.run.seed + mesh.dp_rank)  # for a model that draws numbers: alike within a tp group, else not
     with torch.device("meta"):
-        model = family.build(arch)
+        model = family.build(args)
     parallelize(model, mesh, cfg, family.TP_PLAN)
     model.to_empty(device="cpu" if cfg.parallelism.cpu_offload else mesh.device)
-    init.initialise(model, family.initial_values(arch), cfg.run.seed)
+    init.initialise(model, family.initial_values(args), cfg.run.seed)
     optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
-    return Job(cfg, mesh, arch, model, optimizer)
+    return Job(cfg, mesh, args, model, optimizer)
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,9 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
     counted = (labels != IGNORE).sum()
     prepare_seconds = time.monotonic() - began
     counted = mesh.sum_over_dp(counted)
-    positions = batch.get("positions")  # int64 [A, b, T], on the CPU; with data.mask_documents only
+    # int64 [A, b, T], on the CPU, with data.mask_documents; otherwise every sequence has the same, [T].
+    within_documents = batch.get("positions")
+    positions = torch.arange(tokens.shape[-1], device=mesh.device)
     total, losses = torch.zeros((), device=mesh.device), torch.empty(labels.shape, device=mesh.device)
 
     def summed_loss(a: int, h: Tensor, weight: Tensor) -> Tensor:
@@ -144,9 +154,12 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
 
     for a in range(len(tokens)):
         dp.synchronise_gradients(model, a == len(tokens) - 1, cfg.parallelism.accumulate_gradients)
-        documents = None if positions is None else model.documents(positions[a], mesh.device)
+        documents = None
+        if within_documents is not None:
+            documents = model.documents(within_documents[a], mesh.device)
+            positions = within_documents[a].to(mesh.device, non_blocking=True)
         with record_function("forward"):
-            loss = model(tokens[a], partial(summed_loss, a), documents)
+            loss = model(tokens[a], positions, partial(summed_loss, a), documents)
             scaled = loss * (mesh.dp_size / counted)  # FSDP averages over dp_size ranks; this makes it the sum
         with record_function("backward"):
             scaled.backward()
@@ -177,7 +190,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     corpora = open_corpora(cfg, say.info, verifies=meshes.world().local_rank == 0)
     watchdog.arm(cfg.run.init_timeout_seconds)
     job = build(cfg)
-    mesh, model, optimizer, vocab_size = job.mesh, job.model, job.optimizer, job.arch["vocab_size"]
+    mesh, model, optimizer, vocab_size = job.mesh, job.model, job.optimizer, job.args.vocab_size
     this_start.add(mesh=mesh.sizes, hosts=hosts(mesh))
     if fails_again_and_again(job, this_start):
         return CRASH_LOOP
@@ -294,7 +307,7 @@ def resume(job: Job, tokenizer: Tokenizer, watchdog: health.Watchdog) -> tuple[C
     cfg, folder = job.cfg, Path(job.cfg.run.folder)
     facts = {
         "family": cfg.model.family, "config": dump(cfg), "seq_len": cfg.training.seq_len,
-        "must_match": {"model": job.arch, "tokenizer": tokenizer.fingerprint},
+        "must_match": {"model": asdict(job.args), "tokenizer": tokenizer.fingerprint},
     }  # fmt: skip
     checkpoints = CheckpointManager(cfg.checkpoint, folder / "checkpoints", job.mesh, facts)
     if job.mesh.rank == 0:
@@ -303,8 +316,8 @@ def resume(job: Job, tokenizer: Tokenizer, watchdog: health.Watchdog) -> tuple[C
     watchdog.arm(watchdog.STORAGE)
     progress = checkpoints.load(job.model, job.optimizer)
     if not progress and cfg.checkpoint.load_hf:
-        names = MODELS[cfg.model.family].HF_NAMES
-        checkpoints.origin = hf.load(Path(cfg.checkpoint.load_hf), job.model, job.arch, names, checkpoints.group)
+        family = MODELS[cfg.model.family]
+        checkpoints.origin = hf.load(Path(cfg.checkpoint.load_hf), job.model, family, job.args, checkpoints.group)
     return checkpoints, progress or {}
 
 
@@ -317,8 +330,9 @@ def open_metrics(job: Job, start: int, sources: int) -> tuple[Metrics, Meter]:
     peak = peak_flops(device_name, cfg.metrics.peak_tflops, dtype)
     metrics = Metrics(cfg.metrics, Path(cfg.run.folder), mesh.rank == 0, start, cfg.training.steps, peak)
     tokens_per_step = cfg.training.global_batch_size * cfg.training.seq_len
-    say.info(model_summary(job.arch, job.model, mesh, dtype, cfg.training, job.optimizer))
-    return metrics, Meter(mesh, sources, tokens_per_step, flops_per_token(job.arch, cfg.training.seq_len))
+    family = MODELS[cfg.model.family]
+    say.info(model_summary(family, job.args, job.model, mesh, dtype, cfg.training, job.optimizer))
+    return metrics, Meter(mesh, sources, tokens_per_step, family.flops_per_token(job.args, cfg.training.seq_len))
 
 
 def run_validation(
@@ -367,8 +381,8 @@ def conclude(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, meter
         if text := tokenizer.decode(ids):
             lines += ["a sample from the final weights:", *("    " + line for line in text.splitlines())]
     if cfg.checkpoint.export_hf and code == DONE and job.mesh.rank == 0:  # reads files, so one rank can do it on any mesh
-        names, files = MODELS[cfg.model.family].HF_NAMES, hf_tokenizer.files(tokenizer, job.arch["max_seq_len"])
-        hf.export_newest(folder / "checkpoints", folder / "hf", names, cfg.checkpoint.export_hf, files, say.info)
+        family, files = MODELS[cfg.model.family], hf_tokenizer.files(tokenizer, job.args.max_seq_len)
+        hf.export_newest(folder / "checkpoints", folder / "hf", family, cfg.checkpoint.export_hf, files, say.info)
     lines.append(f"tensorboard --logdir {folder / 'tensorboard'}")
     lines.append(f"checkpoints in {folder / 'checkpoints'}; try: python -m tools.generate {folder} --prompt 'class '")
     if code == STOPPED:

@@ -2,9 +2,9 @@
 
 In: a folder as the hub holds it, `config.json` and safetensors files. `load` fills a live model on any mesh, each rank
 reading its own slices; `python -m tools.convert hf-to-dcp` makes a checkpoint of it. Out: `export` makes such a folder
-of a checkpoint, whatever mesh saved it. Names come from the model's HF_NAMES table and layouts are the same, so tensors
-are renamed and nothing else: bfloat16 and float16 widen exactly to the float32 that we train in, and bfloat16 narrows
-back to the same bytes.
+of a checkpoint, whatever mesh saved it. The fields of config.json and the names of tensors come from the model's family
+(`models/family.py`). Layouts are the same, so tensors are renamed and nothing else: bfloat16 and float16 widen exactly to the
+float32 that we train in, and bfloat16 narrows back to the same bytes.
 
 One tensor is in memory at a time. A folder from elsewhere is not trusted: no pickle is read, an index can only name
 files beside it, and the tensors must be exactly those of the model that `config.json` describes.
@@ -17,9 +17,10 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,101 +48,38 @@ WIDENED = ("F32", "BF16", "F16")  # types of weights that float32 holds exactly
 SHARD_SIZE = 5_000_000_000  # bytes of one exported file at most, unless one tensor has more
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
-# What a Llama's config.json may say that our model does not have: key -> the only value that means it is not used.
-UNUSED = {
-    "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-    "partial_rotary_factor": 1.0, "quantization_config": None,
-}  # fmt: skip
-# Tables that old versions saved and transformers does not read either.
-NOT_READ = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# A family is given to these functions as its module, which has the members of models/family.py::Family, and `args` is an
+# instance of that family's Args.
 
 
-def config_json(arch: dict) -> dict:
-    """The fields of a `LlamaConfig` for these numbers; what Hugging Face writes as config.json.
-
-    The rotary numbers stand there twice: transformers 5 calls them `rope_parameters`; everything older, and other
-    readers such as vLLM and llama.cpp, `rope_theta` and `rope_scaling`. transformers 5 reads both to the same effect.
-    """
-    scaling = None
-    if arch["rope_scaling"]:
-        scaling = dict(arch["rope_scaling"])
-        scaling = {
-            "rope_type": "llama3",
-            "original_max_position_embeddings": scaling.pop("original_max_seq_len"),
-        } | scaling
-    return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "hidden_size": arch["dim"], "num_hidden_layers": arch["n_layers"], "intermediate_size": arch["hidden_dim"],
-        "num_attention_heads": arch["n_heads"], "num_key_value_heads": arch["n_kv_heads"], "head_dim": arch["head_dim"],
-        "vocab_size": arch["vocab_size"], "max_position_embeddings": arch["max_seq_len"],
-        "rms_norm_eps": arch["norm_eps"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": arch["rope_theta"]} | (scaling or {}),
-        "rope_theta": arch["rope_theta"], "rope_scaling": scaling, "tie_word_embeddings": arch["tied_embeddings"],
-        "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
-    }  # fmt: skip
+def family_of(folder: Path, families: Mapping[str, Any]) -> Any:
+    """The family among these whose model_type a folder's config.json names, or the first where it names none. Raises
+    InputError."""
+    path = folder / "config.json"
+    by_type = {family.HF_FIXED["model_type"]: family for family in families.values()}
+    name = read_json(path).get("model_type", next(iter(by_type)))
+    if name not in by_type:
+        known = " and ".join(json.dumps(known) for known in by_type)
+        raise InputError(f"{path}: model_type is {json.dumps(name)}, only {known} can be converted")
+    return by_type[name]
 
 
-def read_arch(folder: Path) -> dict:
-    """The model's numbers (a FLAVORS row) from a folder's config.json; what it does not say has LlamaConfig's default.
+def read_args(folder: Path, family: Any) -> Any:
+    """The model's numbers from a folder's config.json; what it does not say has the default of transformers' class.
 
-    Raises InputError for what is not a Llama, or one with parts that ours does not have.
+    Raises InputError for what is not of this family, or a model with parts that ours does not have.
     """
     path = folder / "config.json"
     config = read_json(path)
-    for key, value in UNUSED.items():
-        if (found := config.get(key, value)) != value:
-            raise InputError(f"{path}: {key} is {json.dumps(found)}, only {json.dumps(value)} can be converted")
+    for key, value in family.HF_FIXED.items():
+        if (stored := config.get(key, value)) != value:
+            raise InputError(f"{path}: {key} is {json.dumps(stored)}, only {json.dumps(value)} can be converted")
     try:
-        return _arch(config)
+        return family.args_from_hf(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise InputError(f"{path} is not the configuration of a Llama: {what}") from None
-
-
-def _arch(config: dict) -> dict:
-    """Raises KeyError, TypeError or ValueError for what is missing or impossible."""
-    dim, heads = whole_number(config, "hidden_size"), whole_number(config, "num_attention_heads")
-    head_dim = whole_number(config, "head_dim", dim // heads)
-    context = whole_number(config, "max_position_embeddings", 2048)
-    rope = {"rope_theta": config.get("rope_theta") or 10000.0}
-    rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}  # transformers' order of preference
-    kind, scaling = rope.get("rope_type", rope.get("type", "default")), None
-    if kind == "llama3":
-        scaling = {key: real_number(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        scaling["original_max_seq_len"] = whole_number(rope, "original_max_position_embeddings", context)
-    elif kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rotary positions of type {kind!r} ({rope}) are not supported, only default and llama3")
-    return check_heads({
-        "dim": dim, "n_layers": whole_number(config, "num_hidden_layers", most=1000), "n_heads": heads,
-        "n_kv_heads": whole_number(config, "num_key_value_heads", heads), "head_dim": head_dim,
-        "hidden_dim": whole_number(config, "intermediate_size"), "vocab_size": whole_number(config, "vocab_size"),
-        "rope_theta": real_number(rope, "rope_theta"), "rope_scaling": scaling,
-        "norm_eps": real_number(config, "rms_norm_eps", 1e-6), "max_seq_len": context,
-        "tied_embeddings": config.get("tie_word_embeddings", False) is True,
-    })  # fmt: skip
-
-
-def check_heads(arch: dict) -> dict:
-    """The same numbers. Raises ValueError for heads that no attention can have."""
-    heads, kv_heads, head_dim = arch["n_heads"], arch["n_kv_heads"], arch["head_dim"]
-    if heads % kv_heads or head_dim % 2 or heads * head_dim > 2**24:
-        raise ValueError(f"{heads} heads, {kv_heads} of keys and values, {head_dim} wide")
-    return arch
-
-
-def whole_number(table: dict, key: str, default: int | None = None, most: int = 2**24) -> int:
-    """A size from a file that may say anything, up to what a model can have. Raises KeyError or ValueError."""
-    value = default if table.get(key) is None and default else table[key]
-    if type(value) is not int or not 0 < value <= most:
-        raise ValueError(f"{key} is {value!r}")
-    return value
-
-
-def real_number(table: dict, key: str, default: float | None = None) -> float:
-    value = default if table.get(key) is None and default else table[key]
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"{key} is {value!r}")
-    return float(value)
+        kind = family.HF_FIXED["model_type"]
+        raise InputError(f"{path} is not the configuration of a model of type {kind}: {what}") from None
 
 
 def read_json(path: Path) -> dict:
@@ -158,17 +96,6 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise InputError(f"{path} is not a JSON object")
     return value
-
-
-def name_pairs(arch: dict, hf_names: dict[str, str]) -> list[tuple[str, str]]:
-    """(our name, Hugging Face's) of every parameter; hf_names is the model's HF_NAMES table, `*` a layer's number."""
-    pairs = []
-    for ours, theirs in hf_names.items():
-        if ours == "output.weight" and arch["tied_embeddings"]:
-            continue  # a tied model has one matrix for both, here as in Hugging Face's files
-        numbers = range(arch["n_layers"]) if "*" in ours else [0]
-        pairs += [(ours.replace("*", str(i)), theirs.replace("*", str(i))) for i in numbers]
-    return pairs
 
 
 # ------------------------------------------------------------------------------------------------------------------ in
@@ -235,18 +162,15 @@ def check_tensors(folder: Path, found: dict[str, tuple[str, list[int]]], wanted:
         raise InputError(f"{folder} does not hold the model that it describes: {'; '.join(lines[:4])}{more}")
 
 
-def weights(folder: Path, arch: dict, hf_names: dict[str, str], shapes: dict[str, list[int]]) -> dict[str, Stored]:
+def weights(folder: Path, family: Any, args: Any, shapes: dict[str, list[int]]) -> dict[str, Stored]:
     """Where each parameter of ours lies in a folder, all of them and nothing else. shapes: those that they must have.
 
     Raises InputError.
     """
-    pairs, found = name_pairs(arch, hf_names), inventory(folder)
-    unread = {name for name in found if NOT_READ.fullmatch(name)}
-    if arch["tied_embeddings"]:
-        unread.add(hf_names["output.weight"])
-    read = {name: (stored.dtype, stored.shape) for name, stored in found.items() if name not in unread}
-    check_tensors(folder, read, {theirs: shapes[ours] for ours, theirs in pairs})
-    return {ours: Stored(*found[theirs]) for ours, theirs in pairs}
+    names, there, ignored = family.hf_names(args), inventory(folder), family.hf_ignored(args)
+    read = {name: (stored.dtype, stored.shape) for name, stored in there.items() if not re.fullmatch(ignored, name)}
+    check_tensors(folder, read, {theirs: shapes[ours] for ours, theirs in names.items()})
+    return {ours: there[theirs] for ours, theirs in names.items()}
 
 
 def read_slice(stored: Stored, theirs: str, box: tuple[slice, ...]) -> Tensor:
@@ -288,7 +212,7 @@ class HFReader(PlanReader):
         return done
 
 
-def load(folder: Path, model: nn.Module, arch: dict, hf_names: dict[str, str], group: dist.ProcessGroup) -> str:
+def load(folder: Path, model: nn.Module, family: Any, args: Any, group: dist.ProcessGroup) -> str:
     """Fill a live model, on any mesh, from a folder of Hugging Face's; returns its absolute path, for the record.
 
     Every rank of `group` (a gloo group) calls it. Rank 0 reads the headers for all; then each reads its own slices.
@@ -299,19 +223,18 @@ def load(folder: Path, model: nn.Module, arch: dict, hf_names: dict[str, str], g
     answer: list = [None, None]
     if dist.get_rank(group) == 0:
         try:
-            there = read_arch(folder)
-            lines = state.mismatches(
-                {key: value for key, value in there.items() if key != "max_seq_len"}, arch, "model"
-            )
+            there = asdict(read_args(folder, family))
+            there.pop("max_seq_len")
+            lines = state.mismatches(there, asdict(args), "model")
             if lines:
                 raise InputError(f"{folder} holds another model: {'; '.join(lines)}. Set these options, or the flavor")
-            answer[0] = weights(folder, arch, hf_names, {name: list(tensor.shape) for name, tensor in live.items()})
+            answer[0] = weights(folder, family, args, {name: list(tensor.shape) for name, tensor in live.items()})
         except InputError as error:
             answer[1] = error
     dist.broadcast_object_list(answer, src=0, group=group)
     if answer[1] is not None:
         raise InputError(f"checkpoint.load_hf: {answer[1]}")
-    reader = HFReader(answer[0], dict(name_pairs(arch, hf_names)))
+    reader = HFReader(answer[0], family.hf_names(args))
     planner = StagedLoad({name: state.local(tensor) for name, tensor in live.items()})
     try:
         dcp.load(live, storage_reader=reader, planner=planner, process_group=group)
@@ -381,7 +304,7 @@ def split(shapes: dict[str, list[int]], itemsize: int, limit: int) -> list[dict[
 def export(
     path: Path,
     out: Path,
-    hf_names: dict[str, str],
+    family: Any,
     dtype: torch.dtype,
     files: dict[str, dict],
     limit: int = SHARD_SIZE,
@@ -397,11 +320,15 @@ def export(
         raise InputError(f"{out} exists already: give the name of a new folder")
     try:
         manifest = verify.read_manifest(path)
-        arch = manifest["facts"].get("must_match", {}).get("model")
-        if not arch:
+        numbers = manifest["facts"].get("must_match", {}).get("model")
+        if not numbers:
             raise InputError(f"{path} does not say which model it holds, so it cannot be exported")
-        check_exportable(arch)
-        theirs = {f"model.{ours}": hf for ours, hf in name_pairs(arch, hf_names)}
+        args = family.Args(**numbers)
+        try:
+            config = family.hf_config(args)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        theirs = {f"model.{ours}": hf for ours, hf in family.hf_names(args).items()}
         stored = state.select(manifest["tensors"], "model", ())
         if stored.keys() != theirs.keys():
             raise InputError(
@@ -410,7 +337,7 @@ def export(
         temporary = out.parent / f".tmp-{uuid.uuid4().hex[:8]}-{out.name}"
         temporary.mkdir(parents=True)
         try:
-            _write_folder(temporary, path, manifest, arch, theirs, dtype, files, limit, progress)
+            _write_folder(temporary, path, manifest, config, theirs, dtype, files, limit, progress)
             disk.sync(temporary)
             temporary.rename(out)
             disk.sync(out.parent)
@@ -425,7 +352,7 @@ def export(
 def export_newest(
     checkpoints: Path,
     out: Path,
-    hf_names: dict[str, str],
+    family: Any,
     dtype: str,
     files: dict[str, dict],
     say: Callable[[str], object],
@@ -435,19 +362,12 @@ def export_newest(
     path = verify.newest(checkpoints)
     if (out / path.name).exists():
         return
-    export(path, out / path.name, hf_names, getattr(torch, dtype), files)
+    export(path, out / path.name, family, getattr(torch, dtype), files)
     say(f"the model in {dtype} for Hugging Face: {out / path.name}")
 
 
-def check_exportable(arch: dict) -> None:
-    if arch["dim"] % arch["n_heads"]:
-        raise InputError(
-            f"transformers refuses a Llama whose dim ({arch['dim']}) is no multiple of n_heads ({arch['n_heads']})"
-        )
-
-
 def _write_folder(
-    folder: Path, path: Path, manifest: dict, arch: dict, theirs: dict[str, str], dtype: torch.dtype,
+    folder: Path, path: Path, manifest: dict, config: dict, theirs: dict[str, str], dtype: torch.dtype,
     files: dict[str, dict], limit: int, progress: Callable[[int], object],
 ) -> None:  # fmt: skip
     ours = {hf: name for name, hf in theirs.items()}
@@ -466,7 +386,7 @@ def _write_folder(
     numbers = sum(math.prod(shape) for shape in shapes.values())
     documents = {"generation_config.json": NO_TOKENS} | files
     tokens = {key: documents["generation_config.json"][key] for key in NO_TOKENS}
-    documents["config.json"] = config_json(arch) | tokens | dict.fromkeys(("dtype", "torch_dtype"), str(dtype)[6:])
+    documents["config.json"] = config | tokens | dict.fromkeys(("dtype", "torch_dtype"), str(dtype)[6:])
     if len(shards) > 1:
         sizes = {"total_parameters": numbers, "total_size": numbers * dtype.itemsize}
         documents[INDEX] = {"metadata": sizes, "weight_map": weight_map}

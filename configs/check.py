@@ -4,46 +4,43 @@ Rules are evaluated independently, so one run of the check names everything that
 configuration, the model's table of flavors and the number of processes only: every rank finds the same problems and no
 rank is left waiting for one that gave up. What concerns one option alone is a bound in `configs/schema.py`.
 
-Like all of `configs/` this never imports torch: the flavors are read from the model's source as a literal.
+Like all of `configs/` this never imports torch. What a family of models demands stands in its own table RULES, which
+`models/__init__.py::tables` reads without torch.
 """
 
-import ast
 import json
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 
+import models
 from configs.schema import Config, Data, Derived, InputError, Model
 
-MODELS = Path(__file__).resolve().parent.parent / "models"
 
-
-def architecture(model: Model, models: Path = MODELS) -> dict:
-    """The numbers of the model: its flavor's row, with the overrides of [model] laid on top.
-
-    A new `dim` or `n_heads` without a `head_dim` makes head_dim = dim / n_heads, a fraction when the two do not fit
-    (the rule head_dim then refuses it). Raises InputError for an unknown flavor.
-    """
+def architecture(model: Model, folder: Path = models.HERE) -> dict:
+    """The numbers of the family's Args: its flavor's row, with the overrides of [model] laid on top, and what follows from
+    these (the family's FOLLOWS). Raises InputError for an unknown flavor and for an option that the family does not have."""
     given = {key: value for key, value in vars(model).items() if value is not None}
     family, flavor = given.pop("family"), given.pop("flavor")
-    flavors = _flavors(models / f"{family}.py")
-    if flavor not in flavors:
-        near = get_close_matches(flavor.lower(), [name.lower() for name in flavors], n=1)
-        hints = [f'; did you mean "{name}"?' for name in flavors if name.lower() in near]
-        allowed = ", ".join(flavors)
+    tables = models.tables(family, folder)
+    if flavor not in tables.FLAVORS:
+        near = get_close_matches(flavor.lower(), [name.lower() for name in tables.FLAVORS], n=1)
+        hints = [f'; did you mean "{name}"?' for name in tables.FLAVORS if name.lower() in near]
+        allowed = ", ".join(tables.FLAVORS)
         raise InputError(f"model.flavor = {json.dumps(flavor)}: models/{family}.py has {allowed}{''.join(hints)}")
-    numbers = flavors[flavor] | given
-    if "head_dim" not in given and ("dim" in given or "n_heads" in given):
-        whole, rest = divmod(numbers["dim"], numbers["n_heads"])
-        numbers["head_dim"] = numbers["dim"] / numbers["n_heads"] if rest else whole
+    if foreign := [key for key in given if key not in tables.OPTIONS]:
+        allowed = ", ".join(tables.OPTIONS)
+        raise InputError(f"model.{foreign[0]}: the family {family} has no such number; remove it (there are {allowed})")
+    numbers = tables.FLAVORS[flavor] | given
+    for key, (sources, follow) in tables.FOLLOWS.items():
+        if key not in given and any(source in given for source in sources):
+            numbers[key] = follow(numbers)
     return numbers
 
 
-def _flavors(source: Path) -> dict[str, dict]:
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == ["FLAVORS"]:
-            return ast.literal_eval(node.value)
-    raise ValueError(f"{source} has no table `FLAVORS = {{...}}` of literals")
+def rules(family: str, folder: Path = models.HERE) -> dict:
+    """All rules for a run of this family: name -> (what breaks it, the sentence)."""
+    return RULES | models.tables(family, folder).RULES
 
 
 def data_parallel_shard(cfg: Config, world_size: int | None) -> int:
@@ -103,14 +100,12 @@ DERIVED = {
     "micro": lambda c: c.dp * (c.training.local_batch_size or 1),
     "batch_repair": lambda c: _batch_repair(c.training.global_batch_size, c.dp, c.training.local_batch_size),
     "warmup": lambda c: _warmup_steps(c),
-    "head_dim": lambda c: c.model.head_dim,
-    # models/document_attention.py::fits_varlen, and FlashAttention and cuDNN behind PyTorch's attention
-    "flash_fits": lambda c: c.training.param_dtype != "float32" and c.head_dim % 8 == 0 and c.head_dim <= 256,
     "decay": lambda c: int(c.lr_schedule.decay_fraction * c.training.steps),
 }
 
-# In a rule `c` is the configuration, but c.model is the architecture; c.world and c.local_world are the processes of
-# the run and of each host, and the numbers above are there too. In a sentence {table.key} becomes "table.key = value".
+# In a rule `c` is the configuration, but c.model has the numbers of the architecture; c.world and c.local_world are the
+# processes of the run and of each host, and the numbers above are there too. In a sentence {table.key} becomes
+# "table.key = value", and {numbers.key} is a number of the architecture alone. A family's RULES have the same form.
 RULES = {
     # The mesh.
     "mesh_product": (
@@ -130,20 +125,6 @@ RULES = {
         lambda c: not c.parallelism.tensor_parallel_across_hosts and c.local_world % c.parallelism.tensor_parallel != 0,
         "{parallelism.tensor_parallel} does not divide the {local_world} processes of a host, so every layer would "
         "wait for the network: use a divisor, or set parallelism.tensor_parallel_across_hosts = true",
-    ),
-    "tp_heads": (
-        lambda c: c.model.n_heads % c.parallelism.tensor_parallel != 0,
-        "{parallelism.tensor_parallel} does not divide {model.n_heads}: each rank computes whole query heads",
-    ),
-    "tp_kv_heads": (
-        lambda c: c.model.n_kv_heads % c.parallelism.tensor_parallel != 0,
-        "{parallelism.tensor_parallel} does not divide {model.n_kv_heads}: each rank computes whole key/value heads, "
-        "which are not duplicated, so tensor_parallel is at most n_kv_heads and divides it",
-    ),
-    "tp_hidden": (
-        lambda c: c.model.hidden_dim % c.parallelism.tensor_parallel != 0,
-        "{parallelism.tensor_parallel} does not divide {model.hidden_dim}: each rank computes an equal share of the "
-        "hidden units",
     ),
     "tp_sequence": (
         lambda c: c.training.seq_len % c.parallelism.tensor_parallel != 0,
@@ -197,21 +178,6 @@ RULES = {
     "seq_len": (
         lambda c: c.training.seq_len > c.model.max_seq_len,
         "{training.seq_len} is more than the positions of the model reach, {model.max_seq_len}: shorten it",
-    ),
-    "kv_heads": (
-        lambda c: c.model.n_heads % c.model.n_kv_heads != 0,
-        "{model.n_kv_heads} does not divide {model.n_heads}: each key/value head serves an equal group of query heads",
-    ),
-    "head_dim": (
-        lambda c: c.head_dim % 2 != 0,
-        "model.head_dim would be {head_dim:.5g}, but must be a whole even number, since rotary positions turn pairs: "
-        "set it, or change {model.dim} or {model.n_heads}, whose quotient it is otherwise",
-    ),
-    "mask_compile": (  # models/document_attention.py: what does not fit is a loop over documents, never one graph
-        lambda c: c.data.mask_documents and c.compile.enabled and c.run.device != "cpu" and not c.flash_fits,
-        "{data.mask_documents} with {compile.enabled} needs on a GPU a 16-bit type and heads of 8, 16, ... 256 numbers, "
-        "but {training.param_dtype} and {model.head_dim}: change these, do without one of the two, "
-        'or set run.device = "cpu" for a run without a GPU',
     ),
     # The vocabulary.
     "bpe_vocabulary": (
@@ -324,11 +290,6 @@ RULES = {
         lambda c: c.debug.emulate_float8 and c.training.float8 == "none",
         "{debug.emulate_float8} has no effect with {training.float8}: remove it, or choose a recipe",
     ),
-    "attention": (
-        lambda c: c.training.attention != "auto" and (c.run.device == "cpu" or not c.flash_fits),
-        "{training.attention} is a kernel for GPUs, 16-bit types and heads of 8, 16, ... 256 numbers, but {run.device}, "
-        '{training.param_dtype} and {model.head_dim}: set it to "auto", or change these',
-    ),
     "momentum": (
         lambda c: c.optimizer.kind == "adamw" and c.optimizer.momentum > 0,
         '{optimizer.momentum} has no effect with {optimizer.kind}, which has betas: remove it, or use kind = "sgd"',
@@ -340,11 +301,6 @@ RULES = {
     "load_hf": (
         lambda c: c.checkpoint.load_hf and c.checkpoint.load_path,
         "{checkpoint.load_hf} and {checkpoint.load_path} are both to start the run from: remove one of them",
-    ),
-    "export_hf": (
-        lambda c: c.checkpoint.export_hf and c.model.dim % c.model.n_heads != 0,
-        "{checkpoint.export_hf}, but transformers refuses a Llama whose {model.dim} is not a multiple of "
-        "{model.n_heads}: change one of them, or remove export_hf",
     ),
     "validation_split": (
         lambda c: c.validation.interval > 0 and c.data.validation_fraction == 0 and not c.validation.sets,
@@ -358,21 +314,22 @@ def broken_rules(
     cfg: Config | SimpleNamespace,
     world_size: int | None = None,
     local_world_size: int | None = None,
-    models: Path = MODELS,
+    folder: Path = models.HERE,
 ) -> list[str]:
     """The sentences of all rules that the configuration breaks; empty when it is sound.
 
     cfg may lack options (a SimpleNamespace of SimpleNamespaces, from a file with mistakes), and the sizes may be
     unknown: rules that need what is missing are left out, the others count.
     """
-    problems = []
+    problems, applicable = [], RULES
     c = SimpleNamespace(**{table: options for table, options in vars(cfg).items() if table != "model"})
     words = {table: _named(table, options) for table, options in vars(c).items()}
     try:
-        numbers = architecture(cfg.model, models)
+        numbers = architecture(cfg.model, folder)
+        applicable = rules(cfg.model.family, folder)
         wrong = {key for key in Model.model_fields if not hasattr(cfg.model, key)}
         c.model = SimpleNamespace(**{key: value for key, value in numbers.items() if key not in wrong})
-        words["model"] = _named("model", c.model)
+        words["model"], words["numbers"] = _named("model", c.model), c.model
         for key in vars(c.model):
             if getattr(cfg.model, key, None) is None:
                 vars(words["model"])[key] += f" (of flavor {cfg.model.flavor})"
@@ -389,7 +346,7 @@ def broken_rules(
             continue
         if words[name] is not None:
             setattr(c, name, words[name])
-    for broken, sentence in RULES.values():
+    for broken, sentence in applicable.values():
         try:
             if broken(c):
                 problems.append(sentence.format(**words))

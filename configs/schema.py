@@ -1,9 +1,9 @@
 """Every option of a run: one frozen model per TOML table. Every field has a type, bounds and one line of explanation.
 
 This file is the only list of options. `--help`, the strict parser, the JSON schema for editors and the tests are all
-derived from it, so an option that is not in this file does not exist. It imports no other file of this repository and
-no torch, so a wrong configuration is reported in well under a second. Rules that span tables are rows in
-`configs/check.py`.
+derived from it, so an option that is not in this file does not exist. Only the numbers of a model come from its family's
+table OPTIONS. It imports no other file of this repository but the registry of families, and no torch, so a wrong
+configuration is reported in well under a second. Rules that span tables are rows in `configs/check.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator
+
+from models import FAMILIES, tables
 
 DType = Literal["auto", "float32", "bfloat16"]
 
@@ -111,29 +113,26 @@ class Run(Table):
     """Steps between collections of Python garbage, which happen on all ranks at once, not at random moments."""
 
 
-class Model(Table):
-    family: Literal["llama"] = "llama"
+class Architecture(Table):
+    family: Literal[FAMILIES] = "llama"
     """Which file of models/ defines the model."""
     flavor: str = "debug"
-    """A row of FLAVORS at the end of that file (debug, 1B, 3B, 8B, 70B, 405B)."""
-    dim: int | None = Field(None, ge=2)
-    """Width of the residual stream; replaces the flavor's number, as does every option below."""
-    n_layers: int | None = Field(None, ge=1)
-    """Number of transformer blocks."""
-    n_heads: int | None = Field(None, ge=1)
-    """Number of query heads."""
-    n_kv_heads: int | None = Field(None, ge=1)
-    """Number of key and value heads (grouped-query attention)."""
-    head_dim: int | None = Field(None, ge=2)
-    """Width of one head (published Llamas: dim / n_heads)."""
-    hidden_dim: int | None = Field(None, ge=1)
-    """Width of the SwiGLU feed-forward layer."""
-    vocab_size: int | None = Field(None, ge=2)
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
-    rope_theta: float | None = Field(None, gt=0)
-    """Base of the rotary position frequencies."""
-    tied_embeddings: bool | None = None
-    """Use the embedding matrix as the output projection too (Llama 3.2)."""
+    """A row of FLAVORS in that file (debug, 8B, ...); a name that it does not have is answered with the list."""
+
+
+def _overrides() -> dict:
+    """A field for every number that some family lets the user override; None is the flavor's number. Two families that have
+    an option of the same name mean the same by it. Raises ValueError where their types or bounds differ."""
+    fields: dict = {}
+    for family in FAMILIES:
+        for name, (kind, bounds, explanation) in tables(family).OPTIONS.items():
+            field = (kind | None, Field(None, description=explanation, **bounds))
+            if repr(fields.setdefault(name, field)) != repr(field):
+                raise ValueError(f"models/{family}.py: OPTIONS has another {name} than another family")
+    return fields
+
+
+Model = create_model("Model", __base__=Architecture, **_overrides())
 
 
 def _ascending(steps: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:

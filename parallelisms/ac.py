@@ -25,7 +25,7 @@ KEEP = {
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",  # without it the CPU recomputes its attention too
     "torch_attn._varlen_attn.default",  # document masking on CUDA
-    "plumbline.document_attention.default",  # and on CPU (models/llama.py)
+    "plumbline.document_attention.default",  # and on CPU (models/kernels/document_attention.py)
     "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_reduce.default",
@@ -44,7 +44,7 @@ def apply(model: nn.Module, cfg: ActivationCheckpoint) -> nn.Module:
     how = {"use_reentrant": False, "preserve_rng_state": False}
     if cfg.mode == "selective":
         how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    for i, block in enumerate(model.layers):
-        if i % every == 0:
+    for number, block in model.layers.items():
+        if int(number) % every == 0:
             block.forward = partial(checkpoint, block.forward, **how)
     return model

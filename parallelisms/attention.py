@@ -1,6 +1,6 @@
 """Which of PyTorch's kernels causal attention runs on a GPU (`training.attention`).
 
-Document masking is not asked: `models/document_attention.py` calls varlen_attn, which is FlashAttention, of the generation
+Document masking is not asked: `models/kernels/document_attention.py` calls varlen_attn, which is FlashAttention, of the generation
 that is chosen here. `python -m tools.bench.attention` measures the kernels for a model's heads on the GPU at hand.
 """
 

@@ -10,6 +10,6 @@ def apply(model: nn.Module, cfg: Compile) -> nn.Module:
     """Compile the forward of every block of `model.layers`, in place. fullgraph: a graph break is an error, not a slow run."""
     if not cfg.enabled:
         return model
-    for block in model.layers:
+    for block in model.layers.values():
         block.forward = torch.compile(block.forward, backend=cfg.backend, fullgraph=True)
     return model

@@ -50,7 +50,7 @@ def _broken_here(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh)
     problems = []
     params = dict(model.named_parameters())
     if isinstance(model, FSDPModule):
-        bare = [i for i, block in enumerate(model.layers) if not isinstance(block, FSDPModule)]
+        bare = [int(i) for i, block in model.layers.items() if not isinstance(block, FSDPModule)]
         if bare:
             problems.append(f"layers {bare} are no FSDPModule: their weights are gathered for the whole step with the root's")
     elif mesh.dp_size > 1:

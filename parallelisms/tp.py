@@ -65,6 +65,9 @@ STYLES = {
     "vocab_weight": VocabWeight,
     "sequence": SequenceParallel,
     "gather_sequence": GatherSequence,
+    # A norm of each head of [B, T, heads, E], which are split over the ranks, with one gain for all: the style keeps the gain
+    # whole and sums its gradient, as for a sequence that is split.
+    "heads": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     "columns": ColwiseParallel,
     "rows": lambda: RowwiseParallel(output_layouts=Shard(1)),
 }

@@ -22,6 +22,12 @@ import torch.distributed as dist
 NEIGHBOURS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # test processes that share this machine, with this one
 
 
+def step_timeout(seconds: int) -> str:
+    """The option for a run whose steps take no longer than that on a machine of its own: beside other test processes a
+    healthy step takes longer, and must not be taken for one that hangs."""
+    return f"--run.step_timeout_seconds={seconds * NEIGHBOURS}"
+
+
 def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) -> list[Any]:
     """Run fn(*args) on `world_size` ranks, as torchrun would on one host; returns what each rank returned (pickled).
 

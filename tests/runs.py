@@ -96,7 +96,7 @@ def killed_at(step: int, options: list[str], folder: Path) -> None:
             run(options, folder)
         os._exit(0)
     metrics = folder / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 60 * ranks.NEIGHBOURS
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= step):
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
@@ -129,7 +129,7 @@ def ends(n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60)
 
             ranks._child(folder, rank, n, body, args)
         pids.append(pid)
-    deadline, codes = time.monotonic() + seconds, []
+    deadline, codes = time.monotonic() + seconds * ranks.NEIGHBOURS, []
     for pid in pids:
         while not (done := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -150,7 +150,7 @@ def losses_of_four(folder: Path, options: list[str]) -> dict[int, float]:
     """What run_train.sh's four ranks on one host come to when nobody disturbs them: the loss of each step."""
     done = subprocess.run(
         [str(ROOT / "run_train.sh"), *options, f"--run.folder={folder}"], env=environment(NGPU="4", OMP_NUM_THREADS="1"),
-        capture_output=True, text=True, timeout=200,
+        capture_output=True, text=True, timeout=200 * ranks.NEIGHBOURS,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return series(folder)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import train
 from parallelisms.mesh import Mesh
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, step_timeout
 from tests.runs import MESHES, ends, run, series, tiny_run
 from reliability import collectives
 from reliability.guard import Diverged
@@ -22,7 +22,7 @@ CHECKED = "--debug.check_collectives=true"
 @pytest.fixture(scope="module")
 def options(tmp_path_factory) -> list[str]:
     place = tmp_path_factory.mktemp("run")
-    made = [*tiny_run(place), "--training.steps=8", "--training.local_batch_size=1", "--run.step_timeout_seconds=10", "--run.device=cpu"]
+    made = [*tiny_run(place), "--training.steps=8", "--training.local_batch_size=1", step_timeout(10), "--run.device=cpu"]
     (place / "first").mkdir()
     assert run_ranks(2, run, [*made, *TWO], place / "first") == [(0, "")] * 2
     return made
@@ -113,7 +113,7 @@ def left_out_run(options: list[str], folder: Path) -> tuple[int, str]:
 @pytest.mark.slow
 def test_n5_without_the_check_one_left_out_is_no_word_about_why(options, tmp_path):
     """... nor where: another collective fails, or the process is aborted in C++."""
-    codes = ends(2, tmp_path / "ranks", left_out_run, [*options, *TWO, "--run.step_timeout_seconds=3"], tmp_path)
+    codes = ends(2, tmp_path / "ranks", left_out_run, [*options, *TWO, step_timeout(3)], tmp_path)
     assert codes != [0, 0] and "Drift" not in (tmp_path / "logs" / "rank-00000.log").read_text(), codes
 
 

@@ -13,6 +13,7 @@ import pytest
 from configs import check
 from configs.load import OPTIONS, TABLES, ConfigError, _toml, allowed, dump, help_text, json_schema, load_config, main
 from configs.schema import Config, InputError, Model, Parallelism
+from models import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = sorted((ROOT / "configs").glob("*.toml"))
@@ -606,20 +607,23 @@ def case(words: str) -> list[str]:
     return ["x.toml", *(f"--{word}" for word in words.split())]
 
 
-@pytest.mark.parametrize("name", check.RULES)
+EVERY_RULE = {name: rule for family in FAMILIES for name, rule in check.rules(family).items()}
+
+
+@pytest.mark.parametrize("name", EVERY_RULE)
 def test_rule(name, monkeypatch):
     """A rule without a case fails here. The rule alone must find the case, and the repaired case must break no rule."""
     overrides, world, local_world, words, repair = RULE_CASES[name]
     load_config(case(f"{overrides} {repair}"), world, local_world)
     assert any(all(f in p for f in words.split("|")) for p in problems_of(case(overrides), world, local_world))
-    monkeypatch.setattr(check, "RULES", {name: check.RULES[name]})
+    monkeypatch.setattr(check, "rules", lambda *_: {name: EVERY_RULE[name]})
     problems = problems_of(case(overrides), world, local_world)
     assert len(problems) == 1, problems
     assert_says(problems[0], words)
 
 
 def test_no_case_without_a_rule():
-    assert set(RULE_CASES) == set(check.RULES)
+    assert set(RULE_CASES) == set(EVERY_RULE)
 
 
 # Meshes that cannot be. (overrides, world size, processes of a host, words of each problem)
@@ -961,7 +965,10 @@ def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
     models = folder / "folder"
     models.mkdir()
     source = models / "y.toml"  # any name will do: it is read, never imported
-    source.write_text(f"raise SystemExit('imported')\nOTHER = FLAVORS = 1\nFLAVORS = {rows!r}\n")
+    source.write_text(
+        f"raise SystemExit('imported')\nfrom models.dense import OPTIONS, RULES\nOTHER = FLAVORS = 1\nFLAVORS = {rows!r}\n"
+        'FOLLOWS = {"head_dim": (("dim", "n_heads"), lambda m: m["dim"] / m["n_heads"])}\n'
+    )
     source.rename(models / "llama.py")
     try:
         read = lambda **given: check.architecture(Model(**given), models)  # noqa: E731

@@ -43,18 +43,18 @@ def broken_rules() -> None:
 
     model = train.build(good.cfg).model
     stale = build_optimizer(nn.Linear(2, 2), [("*", True)], good.cfg.optimizer)  # before sharding: other tensors
-    refused(train.Job(good.cfg, good.mesh, good.arch, model, stale), "not the model's parameters.*\n.*misses 30 of the model's 30")
+    refused(train.Job(good.cfg, good.mesh, good.args, model, stale), "not the model's parameters.*\n.*misses 30 of the model's 30")
 
     family = train.MODELS["llama"]
     with torch.device("meta"):
-        top_only = family.build(good.arch)
+        top_only = family.build(good.args)
     fully_shard(top_only, mesh=good.mesh.fsdp_mesh)  # the root alone, not bottom-up
-    refused(train.Job(good.cfg, good.mesh, good.arch, top_only, stale), r"layers \[0, 1, 2\] are no FSDPModule.*")
-    refused(train.Job(good.cfg, good.mesh, good.arch, top_only, stale), "still on meta")
+    refused(train.Job(good.cfg, good.mesh, good.args, top_only, stale), r"layers \[0, 1, 2\] are no FSDPModule.*")
+    refused(train.Job(good.cfg, good.mesh, good.args, top_only, stale), "still on meta")
 
-    whole_model = family.build(good.arch)  # never sharded
+    whole_model = family.build(good.args)  # never sharded
     optimizer = build_optimizer(whole_model, family.DECAY, good.cfg.optimizer)
-    refused(train.Job(good.cfg, good.mesh, good.arch, whole_model, optimizer), "gradients are never reduced")
+    refused(train.Job(good.cfg, good.mesh, good.args, whole_model, optimizer), "gradients are never reduced")
 
 
 def test_broken_contracts_are_named_on_every_rank():
@@ -64,7 +64,7 @@ def test_broken_contracts_are_named_on_every_rank():
 def forward_called_directly() -> str:
     run = job()
     try:
-        run.model.forward(torch.zeros(1, 16, dtype=torch.int64))
+        run.model.forward(torch.zeros(1, 16, dtype=torch.int64), torch.arange(16))
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -80,7 +80,7 @@ def clipped_by_local_norm() -> tuple[float, float]:
     run = job()
     torch.manual_seed(run.mesh.rank)
     tokens = torch.randint(0, 263, (2, 16))
-    run.model(tokens, partial(linear_cross_entropy, labels=tokens, chunk_tokens=99)).backward()
+    run.model(tokens, torch.arange(tokens.shape[1]), partial(linear_cross_entropy, labels=tokens, chunk_tokens=99)).backward()
     local = nn.utils.get_total_norm([p.grad.to_local() for p in run.model.parameters()]).item()
     every = sum(whole(p.grad).square().sum() for p in run.model.parameters()).sqrt().item()
     reported = clip_grad_norm(run.model.parameters(), 1.0).item()
@@ -117,7 +117,7 @@ def gradients_on_shards(accumulate: str) -> list[bool]:
     had = []
     for last in False, True:
         dp.synchronise_gradients(run.model, last, accumulate)
-        run.model(tokens, partial(linear_cross_entropy, labels=tokens, chunk_tokens=99)).backward()
+        run.model(tokens, torch.arange(tokens.shape[1]), partial(linear_cross_entropy, labels=tokens, chunk_tokens=99)).backward()
         had.append(all(p.grad is not None for p in run.model.parameters()))
     return had
 
@@ -131,7 +131,7 @@ def every_parameter_is_sharded_over_both_dimensions() -> None:
     run = job("--parallelism.tensor_parallel=2")
     for name, p in run.model.named_parameters():
         assert isinstance(p, DTensor) and p.device_mesh.mesh_dim_names == ("dp_shard", "tp"), name
-    assert run.model.layers[0].attention.wq.weight.to_local().numel() * 4 in range(2400, 2600)
+    assert run.model.layers["0"].attention.wq.weight.to_local().numel() * 4 in range(2400, 2600)
 
 
 def test_fsdp_over_tensor_parallel_shards_a_matrix_over_both():

@@ -12,7 +12,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,20 +32,20 @@ from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from data import hf_tokenizer
 from data.tokenizer import END_OF_TEXT, LLAMA3_SPECIAL_TOKENS, SPLIT, Tokenizer, byte_tokenizer, load_saved, train_bpe
-from models import llama
+from models import MODELS, llama
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import series, tiny_run
-from tests.shapes import SHAPES
+from tests.shapes import SHAPES, hugging_face
 from tools import convert
 from training.sample import sample
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = {name: arch | {"vocab_size": 263} for name, arch in SHAPES.items()}
+SHAPES = {name: (family, replace(args, vocab_size=263)) for name, (family, args) in SHAPES.items()}
 # What two ranks of tensor parallelism can share, as options of a run and as a row of FLAVORS.
 MODEL = {"dim": 42, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 14, "hidden_dim": 54, "vocab_size": 263,
          "rope_theta": 500000.0}  # fmt: skip
-ARCH = llama.FLAVORS["debug"] | MODEL
+ARGS = llama.Args(**llama.FLAVORS["debug"] | MODEL)
 OPTIONS = [*(f"--model.{key}={value}" for key, value in MODEL.items()), "--data.tokenizer=bytes",
            "--training.param_dtype=float32", "--training.seq_len=16", "--training.local_batch_size=1"]  # fmt: skip
 
@@ -52,12 +54,10 @@ def run(*argv: object) -> int:
     return convert.main([str(word) for word in argv])
 
 
-def write_hf(folder: Path, arch: dict, dtype: torch.dtype = torch.float32, limit: int = 30_000) -> Path:
+def write_hf(folder: Path, family: Any, args: Any, dtype: torch.dtype = torch.float32, limit: int = 30_000) -> Path:
     """A folder as transformers writes it, with a random model, in several files."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(7)
-    model = LlamaForCausalLM(LlamaConfig(**hf.config_json(arch)))
+    model = hugging_face(family, args)
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.2)
@@ -86,7 +86,7 @@ def options(tmp_path: Path) -> list[str]:
 def hf_folder(tmp_path_factory) -> Path:
     """Of MODEL, in float32. Copy it before you damage it."""
     pytest.importorskip("transformers")
-    return write_hf(tmp_path_factory.mktemp("models") / "hf", ARCH)
+    return write_hf(tmp_path_factory.mktemp("models") / "hf", llama, ARGS)
 
 
 # -------------------------------------------------------------------------------------------------------- Hugging Face
@@ -96,15 +96,15 @@ def hf_folder(tmp_path_factory) -> Path:
 def test_in_and_out_again(shape, tmp_path):
     """Import and export of Llama 2, 3, 3.1, 3.2 (tied): logits bitwise, nothing missing, generate runs."""
     transformers = pytest.importorskip("transformers")
-    arch = SHAPES[shape]
-    source, run_folder, back = write_hf(tmp_path / "hf", arch), tmp_path / "run", tmp_path / "back"
+    family, args = SHAPES[shape]
+    source, run_folder, back = write_hf(tmp_path / "hf", family, args), tmp_path / "run", tmp_path / "back"
     assert len(list(source.glob("*.safetensors"))) > 2
-    assert hf.read_arch(source) == arch
+    assert hf.family_of(source, MODELS) is family and hf.read_args(source, family) == args
     assert run("hf-to-dcp", source, run_folder) == 0
-    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(source), llama.build(arch)
+    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(source), family.build(args)
     tokens = torch.randint(0, 263, (2, 37))
     manifest = state.load_model(run_folder, ours)
-    assert torch.equal(ours(tokens), theirs(tokens).logits)
+    assert torch.equal(ours(tokens, torch.arange(37)), theirs(tokens).logits)
     assert manifest["parent"] == str(source) and verify.verify(run_folder / "checkpoints/step-00000000")
 
     byte_tokenizer().save(str(run_folder / "tokenizer.json"))
@@ -133,7 +133,7 @@ def test_in_and_out_again(shape, tmp_path):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_comes_back_to_the_same_bytes(shape, tmp_path):
     pytest.importorskip("transformers")
-    source = write_hf(tmp_path / "hf", SHAPES[shape], torch.bfloat16)
+    source = write_hf(tmp_path / "hf", *SHAPES[shape], torch.bfloat16)
     assert run("hf-to-dcp", source, tmp_path / "run") == 0
     assert run("dcp-to-hf", tmp_path / "run", tmp_path / "back", "--dtype", "bfloat16") == 0
     assert contents(tmp_path / "back") == contents(source)
@@ -143,7 +143,7 @@ def test_bfloat16_comes_back_to_the_same_bytes(shape, tmp_path):
 
 def test_float16_widens_exactly(tmp_path):
     pytest.importorskip("transformers")
-    source = write_hf(tmp_path / "hf", SHAPES["llama2"], torch.float16)
+    source = write_hf(tmp_path / "hf", *SHAPES["llama2"], torch.float16)
     assert run("hf-to-dcp", source, tmp_path / "run") == 0
     assert run("dcp-to-hf", tmp_path / "run", tmp_path / "back") == 0
     widened = {name: torch.frombuffer(bytearray(data), dtype=torch.float16).float().numpy().tobytes()
@@ -154,12 +154,13 @@ def test_float16_widens_exactly(tmp_path):
 def test_the_configuration_is_read_by_old_and_new_transformers():
     """Old ones know rope_theta and rope_scaling only, new ones have rope_parameters; each says the same to us too."""
     transformers = pytest.importorskip("transformers")
-    whole = hf.config_json(SHAPES["llama3.1"])
+    family, args = SHAPES["llama3.1"]
+    whole = family.hf_config(args)
     old = {key: value for key, value in whole.items() if key != "rope_parameters"}
     new = {key: value for key, value in whole.items() if key not in ("rope_theta", "rope_scaling")}
     configs = [transformers.LlamaConfig(**fields) for fields in (whole, old, new)]
     assert configs[0].rope_parameters == configs[1].rope_parameters == configs[2].rope_parameters
-    assert [hf._arch(fields) for fields in (whole, old, new)] == [SHAPES["llama3.1"]] * 3
+    assert [family.args_from_hf(fields) for fields in (whole, old, new)] == [args] * 3
     bare = {
         "hidden_size": 4096,
         "num_hidden_layers": 32,
@@ -167,7 +168,7 @@ def test_the_configuration_is_read_by_old_and_new_transformers():
         "num_attention_heads": 32,
         "vocab_size": 32000,
     }
-    assert hf._arch(bare) == {
+    assert asdict(llama.args_from_hf(bare)) == {
         "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "head_dim": 128, "hidden_dim": 11008,
         "vocab_size": 32000, "rope_theta": 10000.0, "rope_scaling": None, "norm_eps": 1e-6, "max_seq_len": 2048,
         "tied_embeddings": False,
@@ -187,7 +188,7 @@ def test_the_hubs_cache_is_links(hf_folder, tmp_path):
 def test_what_transformers_does_not_read_either_is_left_out(tmp_path):
     """A tied model's second copy of its embedding, and the tables that old versions saved."""
     pytest.importorskip("transformers")
-    source = write_hf(tmp_path / "hf", SHAPES["llama3.2"], limit=10**9)
+    source = write_hf(tmp_path / "hf", *SHAPES["llama3.2"], limit=10**9)
     with safe_open(source / "model.safetensors", "pt") as file:
         whole = {name: file.get_tensor(name) for name in file.keys()}
     extra = {"lm_head.weight": whole["model.embed_tokens.weight"].clone(),
@@ -210,7 +211,7 @@ def load_gather_scatter_save(source: Path, folder: Path, more: list[str]) -> dic
     """On this mesh: fill the model from a Hugging Face folder; gather it; scatter it into a model of another seed; save
     that with the manager. Returns what was gathered."""
     job = build(*more)
-    hf.load(source, job.model, job.arch, llama.HF_NAMES, dist.group.WORLD)
+    hf.load(source, job.model, llama, job.args, dist.group.WORLD)
     whole = state.gather_to_rank_0(job.model)
     before = {name: state.local(t).clone() for name, t in job.model.state_dict().items()}
     with torch.no_grad():
@@ -231,7 +232,7 @@ def load_gather_scatter_save(source: Path, folder: Path, more: list[str]) -> dic
             state.scatter_from_rank_0(damaged, job.model)
     state.materialise(job.optimizer)
     checkpoints = CheckpointManager(
-        Checkpoint(), folder / "checkpoints", job.mesh, {"family": "llama", "must_match": {"model": job.arch}}
+        Checkpoint(), folder / "checkpoints", job.mesh, {"family": "llama", "must_match": {"model": asdict(job.args)}}
     )
     checkpoints.save(3, job.model, job.optimizer, {"step": 3})
     checkpoints.close()
@@ -247,7 +248,7 @@ def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_
         ranks, load_gather_scatter_save, hf_folder, tmp_path, ["--training.global_batch_size=12", *more]
     )
     assert gathered[1:] == [None] * (ranks - 1)
-    pairs = hf.name_pairs(ARCH, llama.HF_NAMES)
+    pairs = llama.hf_names(ARGS).items()
     assert {theirs: gathered[0][ours] for ours, theirs in pairs} == {
         name: data for name, (_, data) in contents(hf_folder).items()
     }
@@ -258,7 +259,7 @@ def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_
 def refuse_to_load(source: Path, more: list[str]) -> str:
     job = build(*more)
     try:
-        hf.load(source, job.model, job.arch, llama.HF_NAMES, dist.group.WORLD)
+        hf.load(source, job.model, llama, job.args, dist.group.WORLD)
     except InputError as error:
         return str(error)
     return ""
@@ -522,24 +523,23 @@ def test_metas_files(kind, tmp_path):
         "rope_scaling": scaling, "norm_eps": 1e-5,
         "max_seq_len": 131072 if scaling else 4096 if kind == "llama2" else 8192, "tied_embeddings": kind == "llama3.2",
     }  # fmt: skip
-    model = llama.build(arch | {"rope_scaling": None})  # the scaling is compared with transformers' elsewhere
+    model = llama.build(llama.Args(**arch | {"rope_scaling": None}))  # the scaling is compared with transformers' elsewhere
     state.load_model(tmp_path / "run", model)
     tokens = torch.randint(0, 264, (2, 30))
-    want, got = meta_logits(whole, params, tokens), model(tokens)
+    want, got = meta_logits(whole, params, tokens), model(tokens, torch.arange(30))
     assert (got - want).abs().max() <= 2e-5 * want.std()
 
 
 def test_negative_control_rotations_that_were_not_permuted(tmp_path, monkeypatch):
     whole, params = write_meta(tmp_path / "meta", "llama3")
-    monkeypatch.setattr(convert, "half_rotation", lambda weight, heads: weight)
+    monkeypatch.setattr(llama, "half_rotation", lambda weight, heads: weight)
     assert run("meta-to-dcp", tmp_path / "meta", tmp_path / "run") == 0
-    model = llama.build(
-        verify.read_manifest(tmp_path / "run/checkpoints/step-00000000")["facts"]["must_match"]["model"]
-    )
+    arch = verify.read_manifest(tmp_path / "run/checkpoints/step-00000000")["facts"]["must_match"]["model"]
+    model = llama.build(llama.Args(**arch))
     state.load_model(tmp_path / "run", model)
     tokens = torch.randint(0, 264, (2, 30))
     want = meta_logits(whole, params, tokens)
-    assert (model(tokens) - want).abs().max() > 1e-2 * want.std()
+    assert (model(tokens, torch.arange(30)) - want).abs().max() > 1e-2 * want.std()
 
 
 def test_metas_tokenizer_is_converted(trained, tmp_path):
@@ -561,7 +561,7 @@ def save_trained(folder: Path) -> dict[str, Tensor] | None:
     for p in job.model.parameters():
         p.grad = p.detach() * 3 + 0.1
     job.optimizer.step()
-    facts = {"family": "llama", "must_match": {"model": job.arch}}
+    facts = {"family": "llama", "must_match": {"model": asdict(job.args)}}
     checkpoints = CheckpointManager(Checkpoint(), folder / "checkpoints", job.mesh, facts)
     checkpoints.save(1, job.model, job.optimizer, {"step": 1, "samples": 8})
     checkpoints.close()
@@ -589,7 +589,7 @@ def test_one_file_for_torch(tmp_path):
     assert run("dcp-to-torch", tmp_path, tmp_path / "model.pt", "--content", "model") == 0
     alone = torch.load(tmp_path / "model.pt")
     assert sorted(alone) == ["facts", "model", "progress", "step"]
-    llama.build(ARCH).load_state_dict(alone["model"])
+    llama.build(ARGS).load_state_dict(alone["model"])
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -868,16 +868,9 @@ def growth(*argv: object) -> int:
 
 def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
     """The same sizes for Hugging Face, in float32, and as Meta has them, in bfloat16, two files."""
-    arch = ARCH | {
-        "dim": 2048,
-        "n_layers": layers,
-        "n_heads": 16,
-        "n_kv_heads": 16,
-        "head_dim": 128,
-        "hidden_dim": 8192,
-        "vocab_size": 8192,
-    }
-    shapes, names = convert.shapes(arch), dict(hf.name_pairs(arch, llama.HF_NAMES))
+    sizes = {"n_heads": 16, "n_kv_heads": 16, "head_dim": 128, "hidden_dim": 8192, "vocab_size": 8192}
+    args = replace(ARGS, dim=2048, n_layers=layers, **sizes)
+    shapes, names = convert.shapes(llama, args), llama.hf_names(args)
     hf_folder, meta = folder / "hf", folder / "meta"
     hf_folder.mkdir()
     meta.mkdir()
@@ -889,7 +882,7 @@ def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
         )
         weight_map |= dict.fromkeys(part, file)
     (hf_folder / hf.INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    (hf_folder / "config.json").write_text(json.dumps(hf.config_json(arch)))
+    (hf_folder / "config.json").write_text(json.dumps(llama.hf_config(args)))
     piece = {}
     for name, shape in shapes.items():
         halves = [

@@ -17,7 +17,7 @@ import train
 from checkpoint import storage
 from configs.load import load_config
 from data import order as orders
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, step_timeout
 from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
 from reliability.guard import Diverged, Guard
 from reliability.health import Spikes, Stragglers, odd_ones, unlike_replicas
@@ -440,7 +440,7 @@ def under_clock(options: list[str], folder: Path, clock: str) -> tuple[int, str]
     "backwards", *(pytest.param(clock, marks=pytest.mark.torture) for clock in ("back", "ahead", "frozen")),
 ])  # fmt: skip
 def test_c5_the_wall_clock_decides_nothing(clock, options, tmp_path):
-    given = [*options, "--metrics.tensorboard=true", "--run.step_timeout_seconds=20", "--run.max_minutes=10"]
+    given = [*options, "--metrics.tensorboard=true", step_timeout(20), "--run.max_minutes=10"]
     assert run_ranks(2, under_clock, given, tmp_path, clock) == [(0, "")] * 2
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))

@@ -1,6 +1,6 @@
-"""The model against Hugging Face's LlamaForCausalLM on the same weights: logits, loss and all gradients, in float32.
+"""Each family against Hugging Face's model of that family on the same weights: logits, loss and all gradients, in float32.
 
-Shapes of Llama 2, 3, 3.1 and 3.2 with distinct odd sizes, so that no transposed or swapped dimension can hide.
+Published shapes (Llama 2, 3, 3.1, 3.2) at distinct odd sizes, so that no transposed or swapped dimension can hide.
 """
 
 from functools import partial
@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from models import llama
+from models import layers
 from tests.ranks import run_ranks
 from tests.shapes import SHAPES, random_pair
 from training.loss import linear_cross_entropy, plain_cross_entropy
@@ -16,15 +16,16 @@ from training.loss import linear_cross_entropy, plain_cross_entropy
 
 def both(shape: str) -> dict:
     """Run the two models on the same weights and tokens; the greatest difference of each kind."""
-    theirs, ours, pairs = random_pair(SHAPES[shape])
+    theirs, ours, pairs = random_pair(*SHAPES[shape])
     assert {mine for mine, _ in pairs} == {n for n, _ in ours.named_parameters()}
     tokens, labels = torch.randint(0, 97, (2, 5, 37))
     labels[1, 3:20] = -100
 
     want = theirs(tokens).logits
-    got = ours(tokens)
+    positions = torch.arange(37)
+    got = ours(tokens, positions)
     want_loss = plain_cross_entropy(want, labels)
-    got_loss = ours(tokens, partial(linear_cross_entropy, labels=labels, chunk_tokens=50))
+    got_loss = ours(tokens, positions, partial(linear_cross_entropy, labels=labels, chunk_tokens=50))
     want_loss.backward()
     got_loss.backward()
     theirs_grads = {n: p.grad for n, p in theirs.named_parameters()}
@@ -53,7 +54,7 @@ def interleaved(shape: str) -> dict:
         c, s = cos[:, None, : a.shape[-1]], sin[:, None, : a.shape[-1]]
         return torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2).type_as(x)
 
-    llama.apply_rope = apply_rope
+    layers.apply_rope = apply_rope
     return both(shape)
 
 

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 import train
 from configs.load import load_config
-from models import document_attention as masked, llama
+from models import llama
+from models.kernels import document_attention as masked
 from parallelisms import ac
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
@@ -111,7 +112,7 @@ def alone(options: list[str]) -> dict:
             tokens, labels = (rows[key][row].split(lengths) for key in ("tokens", "labels"))
             for document, label in zip(tokens, labels):
                 head = partial(linear_cross_entropy, labels=label[None], chunk_tokens=99)
-                loss = job.model(document[None], head) / counted
+                loss = job.model(document[None], torch.arange(len(document)), head) / counted
                 loss.backward()
                 total += loss.item()
         norm = train.clip_grad_norm(job.model.parameters(), 1.0).item()
@@ -160,23 +161,27 @@ def test_packed_documents_equal_each_document_alone(mesh):
 
 def no_mask(positions: torch.Tensor, device: torch.device) -> masked.Documents:
     rows, seq = positions.shape
-    return masked.Documents(positions, torch.arange(0, rows * seq + 1, seq, dtype=torch.int32), seq)
+    return masked.Documents(torch.arange(0, rows * seq + 1, seq, dtype=torch.int32), seq)
 
 
-def running_positions(positions: torch.Tensor, device: torch.device) -> masked.Documents:
+def running_positions(positions: torch.Tensor) -> torch.Tensor:
     """As if they counted on through the corpus. RoPE is relative: behind the mask this is only rounding, but an angle of
     100,000 in float32 is known to 0.004, so it shows."""
-    right = masked.Documents.of(positions, device)
-    return masked.Documents(torch.arange(SEQ).expand_as(positions) + 100_000, right.starts, right.longest)
+    return torch.arange(SEQ).expand_as(positions) + 100_000
 
 
-def stretched_positions(positions: torch.Tensor, device: torch.device) -> masked.Documents:
-    right = masked.Documents.of(positions, device)
-    return masked.Documents(positions * 2, right.starts, right.longest)
+def stretched_positions(positions: torch.Tensor) -> torch.Tensor:
+    return positions * 2
 
 
 def with_documents(make) -> dict:
     llama.Llama.documents = staticmethod(make)
+    return packed([])
+
+
+def with_positions(change) -> dict:
+    rope = llama.Llama.rope
+    llama.Llama.rope = lambda model, positions: rope(model, change(positions))
     return packed([])
 
 
@@ -186,8 +191,8 @@ def loss_across_borders() -> dict:
 
 BUGS = {
     "no mask": (with_documents, no_mask),
-    "positions run on": (with_documents, running_positions),
-    "positions stretched": (with_documents, stretched_positions),
+    "positions run on": (with_positions, running_positions),
+    "positions stretched": (with_positions, stretched_positions),
     "loss across borders": (loss_across_borders,),
 }
 
@@ -347,7 +352,7 @@ def test_documents_are_found_in_positions():
     rows = batch(0)
     documents = masked.Documents.of(rows["positions"], torch.device("cpu"))
     assert documents.starts.tolist() == np.cumsum([0, *(n for row in ROWS[0] for n in row)]).tolist()
-    assert documents.starts.dtype == torch.int32 and documents.longest == 24 and documents.positions is rows["positions"]
+    assert documents.starts.dtype == torch.int32 and documents.longest == 24
 
 
 def kernels(mode: str) -> int:
@@ -368,12 +373,13 @@ def test_the_names_that_selective_checkpointing_keeps_exist():
 
 
 def beside_hugging_face(shape: str) -> dict:
-    """Our packed window against LlamaForCausalLM on each document alone; the greatest differences."""
-    theirs, ours, pairs = random_pair(SHAPES[shape])
+    """Our packed window against transformers' model on each document alone; the greatest differences."""
+    theirs, ours, pairs = random_pair(*SHAPES[shape])
     rows = batch(0)
     rows["tokens"] %= 97
     rows["labels"] = rows["labels"].where(rows["labels"] == IGNORE, rows["labels"] % 97)
-    got = ours(rows["tokens"], documents=masked.Documents.of(rows["positions"], torch.device("cpu")))
+    documents = masked.Documents.of(rows["positions"], torch.device("cpu"))
+    got = ours(rows["tokens"], rows["positions"], documents=documents)
     plain_cross_entropy(got, rows["labels"]).backward()
     worst = 0.0
     for row, lengths in enumerate(ROWS[0]):
@@ -409,7 +415,7 @@ def whole_run(options: list[str], folder: Path) -> list[float]:
                 for a, b in zip(ends, ends[1:]):
                     with torch.no_grad():
                         head = partial(linear_cross_entropy, labels=labels[None, a:b], chunk_tokens=99)
-                        total += job.model(tokens[None, a:b], head)
+                        total += job.model(tokens[None, a:b], torch.arange(b - a), head)
             alone.append((total / counted).item())
         return real(job, rows, *options)
 

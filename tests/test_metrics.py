@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,17 +20,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from configs import schema
 from configs.schema import InputError, Parallelism, Run
 from data import order as orders
-from models import MODELS, llama
+from models import llama
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
 from training import log
 from training.loss import IGNORE
 from training.meter import Meter
-from training.metrics import PEAK_TFLOPS, Metrics, flops_per_token, memory_gib, model_summary, peak_flops
+from training.metrics import PEAK_TFLOPS, Metrics, memory_gib, model_summary, peak_flops
 from training.profiler import profiler
 
 SMALL = {"dim": 22, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "head_dim": 10, "hidden_dim": 26}
-ARCH = llama.FLAVORS["debug"] | SMALL
+ARGS = llama.Args(**llama.FLAVORS["debug"] | SMALL)
 QUIET = schema.Metrics(tensorboard=False, progress="off")
 
 
@@ -60,20 +61,20 @@ def series(folder: Path) -> list[dict]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_formula_is_what_torch_counts(tied: bool) -> None:
-    arch = ARCH | {"vocab_size": 37, "tied_embeddings": tied}
+    args = replace(ARGS, vocab_size=37, tied_embeddings=tied)
     batch, seq_len = 3, 14
     with torch.device("meta"):
-        model = MODELS["llama"].build(arch)
-        tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
+        model = llama.build(args)
+        tokens, positions = torch.zeros(batch, seq_len, dtype=torch.int64), torch.arange(seq_len)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(tokens).sum().backward()
-    assert counter.get_total_flops() == flops_per_token(arch, seq_len) * batch * seq_len
+        model(tokens, positions).sum().backward()
+    assert counter.get_total_flops() == llama.flops_per_token(args, seq_len) * batch * seq_len
 
 
 def test_the_formula_for_the_published_model() -> None:
     """Llama 3 8B has 8,030,261,248 parameters, of which 128256 * 4096 are the embedding and 65 * 4096 the norms."""
     multiplied = 8_030_261_248 - 128256 * 4096 - 65 * 4096
-    assert flops_per_token(llama.FLAVORS["8B"], 8192) == 6 * multiplied + 12 * 32 * 4096 * 8192
+    assert llama.flops_per_token(llama.Args(**llama.FLAVORS["8B"]), 8192) == 6 * multiplied + 12 * 32 * 4096 * 8192
 
 
 @pytest.mark.parametrize(
@@ -257,12 +258,12 @@ def summary_on_this_rank() -> str:
     batch = schema.Training(seq_len=512, global_batch_size=16)
     batches = [batch.model_copy(update={"local_batch_size": size}) for size in (schema.Derived(8), 2)]
     rows = zip(batches, optimizers, strict=True)
-    return "\n".join(model_summary(ARCH, model, mesh, torch.bfloat16, batch, optimizer) for batch, optimizer in rows)
+    return "\n".join(model_summary(llama, ARGS, model, mesh, torch.bfloat16, batch, optimizer) for batch, optimizer in rows)
 
 
 def test_the_summary_counts_what_is_sharded() -> None:
     adamw, sgd = run_ranks(2, summary_on_this_rank)[1].split("\nmodel: ")
-    assert "262,144 parameters" in adamw and "3 layers of width 22, 6 heads on 2 key/value heads" in adamw
+    assert f"{llama.parameters(ARGS):,} parameters; 3 layers of width 22, 6 heads on 2 key/value heads" in adamw
     assert "dp_replicate 1 x dp_shard 2 x tp 1 = 2 processes on cpu, computing in bfloat16" in adamw
     assert "2 optimizer moments take 4 MiB in all, 2 MiB on this rank" in adamw
     assert "0 optimizer moments take 2 MiB in all, 1 MiB on this rank" in sgd

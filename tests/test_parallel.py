@@ -28,6 +28,7 @@ from tests.covering import covering_array, every_pair, pairs
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, MESHES, SMALL_MODEL, Count, whole
 from tools.bench import harness
+from training import optim
 
 STEPS, SEQ, BATCH, VOCAB = 5, 16, 24, 263
 OPTIONS = [
@@ -41,6 +42,7 @@ NUMBERS = {  # what is computed: every combination of these has an oracle of its
     "model": {"llama": []},
     "embeddings": {"untied": [], "tied": ["--model.tied_embeddings=true"]},
     "optimizer": {"adamw": ADAMW, "sgd": SGD},
+    "clipping": {"none": [], "in force": ["--training.max_norm=0.1"]},  # every norm of these runs is above 0.1 and below 1
 }
 EXECUTION = {  # how it is computed: no setting may change the numbers
     "checkpointing": {mode: [f"--activation_checkpoint.mode={mode}"] for mode in ("none", "full", "every_n", "selective")},
@@ -154,7 +156,9 @@ def test_every_two_settings_meet_in_the_matrix():
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [
+    pytest.param(mesh, marks=pytest.mark.slow if ranks > 4 else ()) for mesh, (ranks, _, _) in MESHES.items()
+])  # fmt: skip
 def test_mesh_equals_the_plain_model(mesh):
     check(mesh, [combination for combination in PAIRWISE if combination["mesh"] == mesh])
 
@@ -281,6 +285,33 @@ def test_negative_control_missing_reduction_is_noticed():
         assert not problems, "\n".join(problems)
 
 
+def norm_without(dimension: str, options: list[str], dp_size: int) -> dict:
+    """The bug put in: the gradient norm is not summed over one dimension of the mesh, so ranks clip by different factors."""
+    split_over = optim._split_over
+
+    def too_few(grad: torch.Tensor) -> tuple[int, ...]:
+        names = grad.device_mesh.mesh_dim_names
+        return tuple(d for d in split_over(grad) if names[d] != dimension)
+
+    optim._split_over = too_few
+    return trajectory(options, dp_size)
+
+
+@pytest.mark.parametrize("dimension", ["dp_shard", "tp"])
+def test_negative_control_a_norm_of_a_part_shows_in_the_weights_if_it_clips(dimension):
+    ranks, options, dp_size = MESHES["fsdp2xtp2"]
+    clipping = ["--training.max_norm=0.1"]
+    seen = run_ranks(ranks, norm_without, dimension, [*ADAMW, *clipping, *options], dp_size)[0]
+    problems = compare("a part", seen, plain(clipping="in force"))
+    assert sum("weights of" in problem for problem in problems) > 20, problems
+
+
+def test_clipping_is_in_force_where_a_run_says_so():
+    free, clipped = plain(), plain(clipping="in force")
+    assert all(0.1 < norm < 1 for seen in (free, clipped) for norm in seen["norm"])
+    assert all(np.linalg.norm(clipped["weights"][n] - w) > 1e-4 * np.linalg.norm(w) for n, w in free["weights"].items())
+
+
 def test_same_mesh_twice_is_bitwise_equal():
     ranks, options, dp_size = MESHES["fsdp2xtp2"]
     first, second = (run_ranks(ranks, trajectory, [*ADAMW, *options], dp_size)[0] for _ in range(2))
@@ -308,7 +339,7 @@ def counted(mode: str) -> tuple[dict, int]:
 
     with Count() as count:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            loss = job.model(tokens, functools.partial(train.linear_cross_entropy, labels=tokens, chunk_tokens=999))
+            loss = job.model(tokens, torch.arange(tokens.shape[1]), functools.partial(train.linear_cross_entropy, labels=tokens, chunk_tokens=999))
         loss.backward()
     return count.seen, sum(kept.values())
 

@@ -409,7 +409,7 @@ def test_losses_that_differ_are_named():
     same = {"losses": [1.5.hex(), 2.0.hex()], "finite": True, "skipped": False, "seconds": [2.0, 1.0, 1.0, 1.0], "total": MEMORY,
             "tensors": 1e9, "reserved": 2e9, "left": 9e9, "retries": 0}  # fmt: skip
     here = host_of(16)
-    here.cfg, here.arch = load_config(TINY), {"vocab_size": 263}
+    here.cfg, here.args = load_config(TINY), SimpleNamespace(vocab_size=263)
     rows = job.judge_step(here, [same] * 15 + [same | {"losses": [1.25.hex(), 2.0.hex()], "retries": 3}])
     assert [row.result for row in rows] == ["FAIL", "warn"]
     assert "are 1.5 2 on ranks 0-14 (hosts node0, node1), but 1.25 2 on rank 15 (host node1)" in rows[0].detail
@@ -419,11 +419,11 @@ def test_losses_that_differ_are_named():
 def test_a_checkpoint_is_as_large_as_the_run_writes_it(place):
     """What preflight computes on meta is what a save has: weights, two moments, AdamW's step of each, a generator."""
     cfg = load_config(TINY)
-    arch = machine.rules.architecture(cfg.model)
+    family, args = train.architecture(cfg)
     with torch.device("meta"):
-        weights = sum(p.numel() for p in train.MODELS["llama"].build(arch).parameters())
-    tensors = len(train.MODELS["llama"].build(arch).state_dict())
-    assert machine.checkpoint_bytes(cfg, arch) == 4 * (3 * weights + tensors) + torch.get_rng_state().nbytes
+        weights = sum(p.numel() for p in family.build(args).parameters())
+    tensors = len(family.build(args).state_dict())
+    assert machine.checkpoint_bytes(cfg, args) == 4 * (3 * weights + tensors) + torch.get_rng_state().nbytes
 
 
 @pytest.mark.parametrize("options, kept", [

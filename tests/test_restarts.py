@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, step_timeout
 from tests.runs import ROOT, STEPS, environment, free_port, run, samples, series, tiny_run
 from tools.bench.faults import WRAPPER
 from reliability.goodput import account, read
@@ -183,7 +183,7 @@ def test_going_back_and_around_bad_batches_is_a_run_that_never_met_them(options,
 @pytest.mark.cap(200)
 @pytest.mark.parametrize("what", ["SIGSTOP", "spin"])
 def test_s4_a_rank_that_is_frozen_or_hangs_is_named_and_the_run_goes_on(what, options, tmp_path):
-    more = [*options, "--run.step_timeout_seconds=5"]
+    more = [*options, step_timeout(5)]
     codes, said = ended(nodes(more, tmp_path / "run", f"1 {what} 8 1", "--max-restarts=1"))
     assert codes == [0] and "launch: restart 1 of 1" in said, said
     first = next(line for line in said.splitlines() if line.startswith("launch: rank"))

@@ -58,7 +58,7 @@ def dropout() -> None:
 
     def build_noisy(cfg):
         job = build(cfg)
-        for layer in job.model.layers:
+        for layer in job.model.layers.values():
             layer.feed_forward.register_forward_hook(lambda module, inputs, output: F.dropout(output, 0.1))
         return job
 

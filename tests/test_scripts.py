@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import NEIGHBOURS
 from tests.runs import environment, free_port
 from tools.launch.__main__ import listen
 
@@ -50,7 +51,7 @@ while time.monotonic() < deadline and action != "exit":
 def run(*command: str | Path, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(word) for word in command], cwd=cwd, env=environment(**settings), text=True, capture_output=True,
-        stdin=subprocess.DEVNULL, timeout=90,
+        stdin=subprocess.DEVNULL, timeout=90 * NEIGHBOURS,
     )  # fmt: skip
 
 

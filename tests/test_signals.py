@@ -19,7 +19,7 @@ import data.open
 import train
 from checkpoint import manager, state
 from reliability import health, stop
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, step_timeout
 from tests.runs import MESHES, ROOT, ends, run, samples, series, tiny_run
 from training import validate
 
@@ -173,7 +173,7 @@ def each_for_itself(folder: Path, options: list[str]) -> tuple[int, str]:
 @pytest.mark.torture
 def test_s2_ranks_that_do_not_ask_each_other_do_not(options, tmp_path):
     """The negative control."""
-    given = [*options, "--run.step_timeout_seconds=2"]
+    given = [*options, step_timeout(2)]
     assert ends(2, tmp_path / "ranks", each_for_itself, tmp_path, given, seconds=20) != [75, 75]
 
 
@@ -248,7 +248,7 @@ def hung(folder: Path, options: list[str], how: str, watched: bool = True) -> tu
 @pytest.mark.parametrize("how", ["spin", pytest.param("holds the GIL", marks=pytest.mark.torture)])
 def test_n6_a_hung_rank_ends_and_leaves_its_stacks(how, options, tmp_path):
     """N6: it dies of its watchdog, and the one that waited for it of the collective; both leave the stacks of all threads."""
-    codes = ends(2, tmp_path / "ranks", hung, tmp_path, [*options, "--run.step_timeout_seconds=1"], how)
+    codes = ends(2, tmp_path / "ranks", hung, tmp_path, [*options, step_timeout(1)], how)
     assert codes[1] == -signal.SIGALRM and codes[0] in (1, -signal.SIGALRM), codes
     stacks = (tmp_path / "logs" / "rank-00001.stacks").read_text()
     assert " in hang" in stacks and " in train_step" not in stacks and stacks.count("hread 0x") >= 2
@@ -290,7 +290,7 @@ def test_n6_which_kills_faulthandler(tmp_path):
 @pytest.mark.torture
 def test_n6_without_the_watchdog_it_hangs_on(options, tmp_path):
     """The negative control."""
-    given = [*options, "--run.step_timeout_seconds=1"]
+    given = [*options, step_timeout(1)]
     assert ends(2, tmp_path / "ranks", hung, tmp_path, given, "spin", False, seconds=10) == [1, None]
 
 
@@ -312,7 +312,7 @@ sys.exit(train.main())
 def test_n6_the_launcher_names_the_rank_that_hung(options, tmp_path):
     """... although the other one failed before it, of the wait."""
     (tmp_path / "wrapper.py").write_text(WRAPPER)
-    given = [f"--run.folder={tmp_path / 'run'}", *options, "--run.step_timeout_seconds=3"]
+    given = [f"--run.folder={tmp_path / 'run'}", *options, step_timeout(3)]
     command = [sys.executable, "-m", "tools.launch", "--nproc-per-node=2", str(tmp_path / "wrapper.py"), *given]
     here = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=100, check=False)

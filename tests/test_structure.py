@@ -1,7 +1,12 @@
-"""The house stays as README draws it: who may import whom, and every `path::symbol` in the documents exists."""
+"""The house stays as README draws it: who may import whom, and everything that documents, docstrings and comments point to exists."""
 
 import ast
+import io
 import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -9,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("checkpoint", "configs", "data", "models", "parallelisms", "reliability", "tools", "training", "train", "tests")
 ALLOWED = {  # package -> what of ours it may import (besides itself)
-    "configs": set(),
+    "configs": {"models"},  # the registry, which imports no torch; test_config.py::test_command_line runs it without
     "models": set(),
     "data": {"configs.schema", "reliability.disk"},
     "parallelisms": {"configs.schema"},
@@ -19,16 +24,21 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
 }
 
 
-def imports(path: Path) -> set[str]:
-    """Dotted names of our own modules that a file imports."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imports(path: Path, at_run_time: bool = False) -> set[str]:
+    """Dotted names of our own modules that a file imports; `at_run_time`: without those that only annotations need."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_annotations = [node for node in ast.walk(tree) if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"]
+    skipped = {child for node in for_annotations for child in ast.walk(node)} if at_run_time else set()
+    names = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {n if (ROOT / (n.replace(".", "/") + ".py")).exists() else node.module for n in names}
-    return {name for name in found if name.split(".")[0] in PACKAGES}
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {n if (ROOT / (n.replace(".", "/") + ".py")).exists() else node.module for n in members}
+    return {name for name in names if name.split(".")[0] in PACKAGES}
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -39,11 +49,11 @@ def test_who_imports_whom(package):
 
 
 def test_models_import_torch_and_models_alone():
-    for path in sorted((ROOT / "models").glob("[a-z]*.py")):
+    for path in sorted((ROOT / "models").rglob("[a-z]*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                assert name.split(".")[0] in {"torch", "math", "collections", "dataclasses", "models"}, f"{path.name} imports {name}"
+                assert name.split(".")[0] in {"torch", "math", "collections", "dataclasses", "typing", "models"}, f"{path.name} imports {name}"
 
 
 def test_no_test_file_imports_another_one():
@@ -53,31 +63,109 @@ def test_no_test_file_imports_another_one():
         assert not tests, f"tests/{path.name} imports {tests}"
 
 
+def test_no_modules_import_each_other_in_a_circle():
+    modules = {str(path.relative_to(ROOT).with_suffix("")).replace("/", "."): path
+               for package in PACKAGES for path in (*(ROOT / package).rglob("*.py"), *ROOT.glob(f"{package}.py"))}  # fmt: skip
+    graph = {name: imports(path, at_run_time=True) & modules.keys() for name, path in modules.items()}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise AssertionError(f"a circle of imports: {' <- '.join(error.args[1])}") from None
+
+
 def symbols(path: Path) -> set[str]:
     """Top-level names of a Python file, and Class.member."""
-    found = set()
+    names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
-            if isinstance(node, ast.ClassDef):
-                found |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
-        elif isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-    return found
+        names |= defined(node)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{member}" for child in node.body for member in defined(child)}
+    return names
+
+
+def defined(node: ast.stmt) -> set[str]:
+    """The names that a definition or an assignment gives."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+# A pointer: the path of a file of ours, then perhaps `::symbol`. A file without a folder counts only with a symbol.
+POINTER = re.compile(r"(?<![\w./*<>{}-])((?:[\w.-]+/)*[\w.-]+\.(?:py|sh|toml|md|yaml))(?:::(\w+(?:\.\w+)*))?(?![\w/*])")
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of what a file says to a reader: a document whole, of code the comments and docstrings."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                for number, line in enumerate(node.value.value.splitlines(), node.lineno):
+                    yield number, line
+    else:
+        for number, line in enumerate(text.splitlines(), 1):
+            yield number, line if path.suffix == ".md" else line[line.index("#") :] if "#" in line else ""
+
+
+def stale(path: Path, root: Path, folders: set[str]) -> list[str]:
+    """The pointers of a file to files of ours that do not exist, or that lack the symbol. `folders`: those of the root."""
+    problems = []
+    for number, line in prose(path):
+        for name, symbol in POINTER.findall(line):
+            if not symbol and ("/" not in name or name.split("/")[0] not in folders):
+                continue  # another project's file, or one that a run makes
+            target = next((place for place in (root / name, path.parent / name) if place.exists()), None)
+            if target is None:
+                problems.append(f"{path.relative_to(root)}:{number} names {name}, which does not exist")
+            elif symbol and symbol not in symbols(target):
+                problems.append(f"{path.relative_to(root)}:{number} names {name}::{symbol}, which does not exist")
+    return problems
+
+
+def tracked() -> list[str]:
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if listing.returncode:
+        pytest.skip("not a checkout of git, which knows the files")
+    return [name for name in listing.stdout.splitlines() if (ROOT / name).exists()]
+
+
+def test_everything_that_is_pointed_to_exists():
+    names = tracked()
+    folders = {name.split("/")[0] for name in names if "/" in name}
+    files = [ROOT / name for name in names if name.endswith((".py", ".sh", ".toml", ".md"))]
+    problems = [problem for path in files for problem in stale(path, ROOT, folders)]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("a.md", "See `tools/gone.py`."),
+    ("a.md", "See `tools/here.py::gone`."),
+    ("a.md", "See `tools/here.py::Thing.gone`."),
+    ("a.py", "x = 1  # tools/gone.py says why"),
+    ("a.py", 'def f():\n    """As (tools/here.py::gone)."""'),
+    ("a.sh", "true  # see tools/gone.sh"),
+    ("a.toml", "# see tools/gone.toml\n[table]"),
+])  # fmt: skip
+def test_negative_control_a_stale_pointer_is_found(name, text, tmp_path):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "here.py").write_text("class Thing:\n    size: int = 1\nKINDS, COLORS = 1, 2\n")
+    path = tmp_path / name
+    path.write_text("# `tools/here.py`, tools/here.py::Thing.size, tools/here.py::COLORS, other/project.py, config.toml\n")
+    assert stale(path, tmp_path, {"tools"}) == []
+    path.write_text(text)
+    assert len(stale(path, tmp_path, {"tools"})) == 1
 
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
-def test_every_symbol_that_a_document_names_exists(document):
-    text = document.read_text(encoding="utf-8")
-    for path, symbol in re.findall(r"`([\w/.]+\.py)::([\w.]+)`", text):
-        assert (ROOT / path).exists(), f"{document.name} names {path}, which does not exist"
-        assert symbol in symbols(ROOT / path), f"{document.name} names {path}::{symbol}, which does not exist"
-    for path in re.findall(r"\]\((?!http)([\w/.]+)\)", text):
+def test_every_link_of_a_document_leads_somewhere(document):
+    for path in re.findall(r"\]\((?!http)([\w/.]+)\)", document.read_text(encoding="utf-8")):
         assert (document.parent / path).exists(), f"{document.name} links to {path}, which does not exist"
 
 

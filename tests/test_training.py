@@ -95,14 +95,14 @@ def test_a_parameter_that_no_row_matches_is_an_error():
 
 
 def test_every_parameter_of_llama_is_filled_and_norms_are_ones():
-    args = llama.FLAVORS["debug"] | {"n_layers": 2}
+    args = llama.Args(**llama.FLAVORS["debug"] | {"n_layers": 2})
     model = llama.build(args)
     for p in model.parameters():
         nn.init.constant_(p, math.nan)
     init.initialise(model, llama.initial_values(args), 0)
     for name, p in model.named_parameters():
         assert torch.equal(p, torch.ones_like(p)) if "norm" in name else 0.005 < p.std() < 0.021, name
-    assert model.layers[0].attention.wo.weight.std() < 0.6 * model.layers[0].attention.wq.weight.std()
+    assert model.layers["0"].attention.wo.weight.std() < 0.6 * model.layers["0"].attention.wq.weight.std()
 
 
 # ---------------------------------------------------------------------------------------------------------------- loss
@@ -312,7 +312,7 @@ def losses_and_norms(options: list[str], dp_size: int) -> np.ndarray:
         return clip_grad_norm(params, max_norm)
 
     train.clip_grad_norm = clip_and_compare
-    ids = np.random.default_rng(0).integers(0, job.arch["vocab_size"], 9000).astype(np.uint16)
+    ids = np.random.default_rng(0).integers(0, job.args.vocab_size, 9000).astype(np.uint16)
     results = [train.train_step(job, batch) for batch, _ in zip(harness.batches(cfg, job.mesh, ids), range(cfg.training.steps))]
     return np.array([(result.loss, result.grad_norm, theirs) for result, theirs in zip(results, seen, strict=True)])
 
@@ -342,7 +342,7 @@ def test_loss_and_norm_of_the_whole_debug_preset_do_not_depend_on_the_mesh():
 
 
 def test_norms_are_not_decayed():
-    model = llama.build(llama.FLAVORS["debug"] | {"n_layers": 1, "vocab_size": 11})
+    model = llama.build(llama.Args(**llama.FLAVORS["debug"] | {"n_layers": 1, "vocab_size": 11}))
     names = {id(p): n for n, p in model.named_parameters()}
     decay = {names[id(p)]: g["weight_decay"] for g in build_optimizer(model, llama.DECAY, Optimizer()).param_groups for p in g["params"]}
     assert decay.keys() == set(names.values())

@@ -97,7 +97,7 @@ def _last(metrics: dict[str, dict[int, float]]) -> int:
 
 def series(folder: Path) -> dict[str, dict[int, float]]:
     """metric -> step -> value, of metrics.jsonl, without timings."""
-    path, found = folder / "metrics.jsonl", {}
+    path, metrics = folder / "metrics.jsonl", {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -112,8 +112,8 @@ def series(folder: Path) -> dict[str, dict[int, float]]:
             continue
         for key, value in line.items():
             if key not in TIMINGS and not key.startswith(TIMING_PREFIXES):
-                found.setdefault(key, {})[step] = float(value)
-    return found
+                metrics.setdefault(key, {})[step] = float(value)
+    return metrics
 
 
 def difference(a: float, b: float) -> float:
@@ -136,16 +136,16 @@ def _row(metric: str, steps: list[int], a: dict[int, float], b: dict[int, float]
 
 
 def checkpoints(a: Path, b: Path) -> tuple[str, bool | None]:
-    """Of the newest step that both have saved: what is to be said, and whether the state is the same; None if unknown.
+    """Compares the newest step that both have saved: a sentence, and whether the state is the same (None: unknown).
 
-    By the hashes in the manifests, so only where both runs had the same mesh; nothing else is read.
+    It compares the hashes in the manifests and reads nothing else, so both runs must have had the same mesh.
     """
     try:
-        names = [dict((verify.parse_name(path.name)[1], path) for path in reversed(verify.find(run))) for run in (a, b)]
-        step = max(names[0].keys() & names[1].keys(), default=None)
+        saved = [dict((verify.parse_name(path.name)[1], path) for path in reversed(verify.find(run))) for run in (a, b)]
+        step = max(saved[0].keys() & saved[1].keys(), default=None)
         if step is None:
             return "no step that both have", None
-        one, other = (verify.read_manifest(found[step]) for found in names)
+        one, other = (verify.read_manifest(by_step[step]) for by_step in saved)
     except (InputError, verify.Damaged) as error:
         return str(error), None
     if one["mesh"] != other["mesh"] or one["tensors"].keys() != other["tensors"].keys():
@@ -161,7 +161,7 @@ def _hashes(tensor: dict) -> list:
 
 
 def explanations(a: Path, b: Path) -> tuple[dict[str, list], dict[str, list]]:
-    """What differs between the two runs: options; and code, data, versions, mesh and devices, as of the last start."""
+    """What differs between the two runs: the options; and the code, data, versions, mesh and devices of the last start."""
     return _unlike(_options(a), _options(b)), _unlike(_about(a), _about(b))
 
 
@@ -170,38 +170,38 @@ def _options(run: Path) -> dict[str, object]:
         tables = tomli.loads((run / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    found = {f"{table}.{key}": value for table, options in tables.items() for key, value in options.items()}
-    return {key: value for key, value in found.items() if key not in PLACES}
+    options_of_run = {f"{table}.{key}": value for table, options in tables.items() for key, value in options.items()}
+    return {key: value for key, value in options_of_run.items() if key not in PLACES}
 
 
 def _about(run: Path) -> dict[str, object]:
-    """Flat: name -> what can be compared and printed."""
-    found: dict[str, object] = {}
+    """Name -> a fact about the run that can be compared and printed."""
+    facts: dict[str, object] = {}
     try:
         starts = [start for start in goodput.read(run) if start.about and not start.refused]
     except InputError:
         starts = []
     if starts:
         last = starts[-1].about
-        found["commit"] = last["code"]["commit"][:12] or "(no git)"
-        found |= {f"code {path}": digest for path, digest in last["code"]["files"].items()}
-        found |= {f"version of {name}": version for name, version in last["versions"].items()}
-        found |= {f"environment {name}": value for name, value in last["environment"].items()}
-        found["mesh"] = _words(last.get("mesh", {}))
+        facts["commit"] = last["code"]["commit"][:12] or "(no git)"
+        facts |= {f"code {path}": digest for path, digest in last["code"]["files"].items()}
+        facts |= {f"version of {name}": version for name, version in last["versions"].items()}
+        facts |= {f"environment {name}": value for name, value in last["environment"].items()}
+        facts["mesh"] = _counts(last.get("mesh", {}))
         devices: dict[str, int] = {}
         for row in last.get("hosts", []):
             devices[row["device"]] = devices.get(row["device"], 0) + len(row["ranks"])
-        found["devices"] = _words(devices)
-        found["versions of the code"] = len({json.dumps(start.about["code"]["files"], sort_keys=True) for start in starts})
+        facts["devices"] = _counts(devices)
+        facts["versions of the code"] = len({json.dumps(start.about["code"]["files"], sort_keys=True) for start in starts})
     try:
         data = json.loads((run / "data.json").read_text(encoding="utf-8"))
-        found |= {f"data {source['name'] or 'source'}": source["fingerprint"] for source in data["description"]["sources"]}
+        facts |= {f"data {source['name'] or 'source'}": source["fingerprint"] for source in data["description"]["sources"]}
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    return found
+    return facts
 
 
-def _words(numbers: dict[str, int]) -> str:
+def _counts(numbers: dict[str, int]) -> str:
     return ", ".join(f"{name} {number}" for name, number in numbers.items())
 
 
@@ -209,23 +209,23 @@ def _unlike(a: dict, b: dict) -> dict[str, list]:
     return {key: [a.get(key), b.get(key)] for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)}
 
 
-def table(a: Path, b: Path, found: Comparison, tolerance: float) -> str:
+def table(a: Path, b: Path, comparison: Comparison, tolerance: float) -> str:
     """For a person: the verdict first."""
-    lines = [f"A {a}", f"B {b}", found.verdict, ""]
-    width = max(len(row.metric) for row in found.rows)
+    lines = [f"A {a}", f"B {b}", comparison.verdict, ""]
+    width = max(len(row.metric) for row in comparison.rows)
     limit = f"by > {tolerance:g}"
     lines.append(f"{'metric':{width}}   steps  first differs  {limit:>11}   largest   at step  B - A at the end")
-    for row in found.rows:
+    for row in comparison.rows:
         if not row.steps:
             lines.append(f"{row.metric:{width}}  {0:6}  in one run only")
             continue
         first, beyond = ("-" if step is None else step for step in (row.first_difference, row.first_beyond))
         worst = f"{row.largest:8.1e}  {row.largest_at:8}  {row.last_tenth:+.3g}" if row.largest else f"{'-':>8}  {'-':>8}  -"
         lines.append(f"{row.metric:{width}}  {row.steps:6}  {first:>13}  {beyond:>11}  {worst}")
-    lines += ["", f"checkpoints: {found.checkpoint}"]
-    code = [key for key in found.environment if key.startswith("code ") and key.endswith(".py")]
-    rest = {key: values for key, values in found.environment.items() if key not in code}
-    for title, differences in (("options", found.config), ("environment", rest)):
+    lines += ["", f"checkpoints: {comparison.checkpoint}"]
+    code = [key for key in comparison.environment if key.startswith("code ") and key.endswith(".py")]
+    rest = {key: values for key, values in comparison.environment.items() if key not in code}
+    for title, differences in (("options", comparison.config), ("environment", rest)):
         lines.append(f"{title}: " + ("the same" if not differences else ""))
         lines += [f"  {key}: A {_shown(one)}, B {_shown(other)}" for key, (one, other) in differences.items()]
     lines.append("code: " + ("the same" if not code else "differs in " + ", ".join(key.removeprefix("code ") for key in code)))
@@ -239,7 +239,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def plot(a: Path, b: Path, found: Comparison, limit: float, path: Path) -> None:
+def plot(a: Path, b: Path, comparison: Comparison, limit: float, path: Path) -> None:
     """The losses of both runs, and below, the relative difference of each metric that differs. Needs matplotlib."""
     try:
         import matplotlib
@@ -250,14 +250,14 @@ def plot(a: Path, b: Path, found: Comparison, limit: float, path: Path) -> None:
 
     one, other = series(a), series(b)
     figure, (top, below) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 7), layout="constrained")
-    for words, run, line, dots in ((f"A: {a.name}", one, "C0-", "C0o"), (f"B: {b.name}", other, "C1--", "C1x")):
-        for metric, style, label in (("loss", line, words), ("validation_loss", dots, f"{words}, validation")):
+    for title, run, line, dots in ((f"A: {a.name}", one, "C0-", "C0o"), (f"B: {b.name}", other, "C1--", "C1x")):
+        for metric, style, label in (("loss", line, title), ("validation_loss", dots, f"{title}, validation")):
             if points := sorted(run.get(metric, {}).items()):
                 top.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=6)
-    top.set_title(found.verdict, fontsize="medium", wrap=True)
+    top.set_title(comparison.verdict, fontsize="medium", wrap=True)
     top.set_ylabel("loss, nats per token")
     top.legend()
-    shown = sorted((row for row in found.rows if row.largest), key=lambda row: -row.largest)[:8]
+    shown = sorted((row for row in comparison.rows if row.largest), key=lambda row: -row.largest)[:8]
     for row in shown:
         steps = sorted(one[row.metric].keys() & other[row.metric].keys())
         apart = {step: difference(one[row.metric][step], other[row.metric][step]) for step in steps}
@@ -293,14 +293,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--tolerance must be a number, not negative")
     limit = ROUNDING if options.tolerance is None else options.tolerance
     try:
-        found = compare(options.a, options.b, options.tolerance)
+        comparison = compare(options.a, options.b, options.tolerance)
         if options.png:
-            plot(options.a, options.b, found, limit, options.png)
+            plot(options.a, options.b, comparison, limit, options.png)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(asdict(found), indent=1, default=str) if options.json else table(options.a, options.b, found, limit))
-    return found.code
+    print(json.dumps(asdict(comparison), indent=1, default=str) if options.json else table(options.a, options.b, comparison, limit))
+    return comparison.code
 
 
 if __name__ == "__main__":

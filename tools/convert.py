@@ -22,8 +22,10 @@ import uuid
 import warnings
 import zipfile
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -39,9 +41,10 @@ from configs.schema import InputError
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer, from_rank_file, load_saved
 from models import MODELS
+from models.family import Family
 from reliability import disk
 
-FAMILY = "llama"  # what both of the formats that are read describe
+META = MODELS["llama"]  # the family whose weights Meta published in a format of its own
 REMAP = 1 << 28  # bytes read of mapped files before they are mapped anew: mapped pages count as this process's memory
 
 
@@ -70,19 +73,20 @@ def main(argv: list[str] | None = None) -> int:
 
 def hf_to_dcp(source: Path, out: Path) -> str:
     """Returns what was done, in a sentence; so do the other three. Raises InputError."""
-    arch, names = hf.read_arch(source), MODELS[FAMILY].HF_NAMES
-    stored = hf.weights(source, arch, names, shapes(arch))
-    theirs = dict(hf.name_pairs(arch, names))
+    family = hf.family_of(source, MODELS)
+    args = hf.read_args(source, family)
+    stored, theirs = hf.weights(source, family, args, shapes(family, args)), family.hf_names(args)
 
     def read(name: str) -> Tensor:
         return hf.read_slice(stored[name], theirs[name], ())
 
-    return publish(out, arch, source, read, tokenizer_of(hf_tokenizer.read, source))
+    return publish(out, family, args, source, read, tokenizer_of(hf_tokenizer.read, source))
 
 
 def meta_to_dcp(source: Path, out: Path) -> str:
     meta = MetaFolder(source)
-    return publish(out, meta.arch, source, meta.read, tokenizer_of(from_rank_file, str(source / "tokenizer.model")))
+    tokenizer = tokenizer_of(from_rank_file, str(source / "tokenizer.model"))
+    return publish(out, META, meta.args, source, meta.read, tokenizer)
 
 
 def tokenizer_of(read: Callable, source: Path | str) -> Tokenizer | None:
@@ -94,26 +98,29 @@ def tokenizer_of(read: Callable, source: Path | str) -> Tokenizer | None:
         return None
 
 
-def shapes(arch: dict) -> dict[str, list[int]]:
+def shapes(family: Family, args: Any) -> dict[str, list[int]]:
     """Of every parameter of a model, by our names."""
     with torch.device("meta"):
-        model = MODELS[FAMILY].build(arch)
+        model = family.build(args)
     return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def publish(out: Path, arch: dict, source: Path, read: Callable[[str], Tensor], tokenizer: Tokenizer | None) -> str:
+def publish(
+    out: Path, family: Family, args: Any, source: Path, read: Callable[[str], Tensor], tokenizer: Tokenizer | None
+) -> str:
     """Write a checkpoint of step 0 with the tensors that `read` returns by name, widened to float32, and the tokenizer.
 
     The same writer, manifest and hashes as a run's, fed one tensor at a time. It appears when it is whole.
     """
     folder, name = out / "checkpoints", verify.step_name(0, 0)
     temporary = folder / f".tmp-{uuid.uuid4().hex[:8]}-0-{name}"
-    live = {f"model.{n}": torch.empty(shape, device="meta") for n, shape in shapes(arch).items()}
+    live = {f"model.{n}": torch.empty(shape, device="meta") for n, shape in shapes(family, args).items()}
     size = sum(tensor.nbytes for tensor in live.values())
-    must_match = {"model": arch} | ({"tokenizer": tokenizer.fingerprint} if tokenizer else {})
+    facts = {"family": next(name for name, module in MODELS.items() if module is family)}
+    facts["must_match"] = {"model": asdict(args)} | ({"tokenizer": tokenizer.fingerprint} if tokenizer else {})
     head = {
         "format": verify.FORMAT, "step": 0, "progress": {"step": 0, "samples": 0},
-        "mesh": {"dp_replicate": 1, "dp_shard": 1, "tp": 1}, "facts": {"family": FAMILY, "must_match": must_match},
+        "mesh": {"dp_replicate": 1, "dp_shard": 1, "tp": 1}, "facts": facts,
         "optimizer": "none", "hyperparameters": {}, "parent": str(source.resolve()), "ancestors": [],
         "torch": str(torch.__version__), "saved": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
@@ -166,8 +173,7 @@ class MetaFolder:
     """A model as Meta published it: params.json and consolidated.00.pth, .01.pth ..., one per tensor-parallel rank.
 
     Column-parallel matrices are cut along their rows, row-parallel ones along their columns, the embedding along its
-    columns (Llama 2) or rows (Llama 3), norms not at all: a tensor's shape says which. Source: model.py in
-    meta-llama/llama and meta-llama/llama3.
+    columns (Llama 2) or rows (Llama 3), norms not at all: a tensor's shape says which. `models/llama.py` has the rest.
     """
 
     def __init__(self, folder: Path):
@@ -182,13 +188,12 @@ class MetaFolder:
             if piece.keys() != self.pieces[0].keys():
                 raise InputError(f"{file} does not have the tensors of {self.files[0]}")
         try:
-            self.arch = self.read_arch(hf.read_json(folder / "params.json"))
+            self.args = META.args_from_meta(hf.read_json(folder / "params.json"), self.pieces[0], len(self.files))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise InputError(f"{folder / 'params.json'} does not describe a Llama: {error!r}") from None
-        self.shapes = shapes(self.arch)
-        unread = {"rope.freqs"} | ({"output.weight"} if self.arch["tied_embeddings"] else set())
-        found = {name: self.describe(name) for name in self.pieces[0] if name not in unread}
-        hf.check_tensors(folder, found, self.shapes)
+        self.shapes = shapes(META, self.args)
+        names = self.pieces[0].keys() - META.meta_ignored(self.args)
+        hf.check_tensors(folder, {name: self.describe(name) for name in sorted(names)}, self.shapes)
 
     def open(self) -> None:
         """Map all files, when nothing is mapped yet or much has been read of what is."""
@@ -208,29 +213,6 @@ class MetaFolder:
             ):
                 raise InputError(f"{file} is not a dict of tensors")
             self.pieces.append(piece)
-
-    def read_arch(self, params: dict) -> dict:
-        """The model's numbers. params.json does not say how long the contexts were nor the factor by which the rotary
-        frequencies are stretched, so these are the published models'. Source: their config.json on the hub."""
-        n, first = len(self.files), self.pieces[0]
-        dim, heads = hf.whole_number(params, "dim"), hf.whole_number(params, "n_heads")
-        theta = hf.real_number(params, "rope_theta", 10000.0)
-        words = params.get("vocab_size", -1)
-        embedding, output = first["tok_embeddings.weight"], first.get("output.weight")
-        tied = output is None or (torch.equal(embedding[:1], output[:1]) and torch.equal(embedding, output))
-        scaling, context = None, 4096 if theta == 10000.0 else 8192  # Llama 2, Llama 3
-        if params.get("use_scaled_rope"):  # Llama 3.1 and 3.3; of 3.2 there are 1B and 3B, which are tied
-            context = 131072
-            scaling = {"factor": 32.0 if tied else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                       "original_max_seq_len": 8192}  # fmt: skip
-        return hf.check_heads({
-            "dim": dim, "n_layers": hf.whole_number(params, "n_layers", most=1000), "n_heads": heads,
-            "n_kv_heads": hf.whole_number(params, "n_kv_heads", heads), "head_dim": dim // heads,
-            "hidden_dim": first["layers.0.feed_forward.w1.weight"].shape[0] * n,
-            "vocab_size": embedding.shape[0] if words == -1 else hf.whole_number(params, "vocab_size"),
-            "rope_theta": theta, "rope_scaling": scaling, "norm_eps": hf.real_number(params, "norm_eps"),
-            "max_seq_len": context, "tied_embeddings": tied,
-        })  # fmt: skip
 
     def cut(self, name: str) -> int | None:
         """The dimension along which the files' pieces of a tensor lie side by side; None when each has all of it."""
@@ -256,14 +238,7 @@ class MetaFolder:
         pieces = [piece[name] for piece in self.pieces] if dim is not None else [self.pieces[0][name]]
         self.mapped += sum(piece.nbytes for piece in pieces)
         whole = torch.cat(pieces, dim=dim or 0)
-        heads = {"wq": self.arch["n_heads"], "wk": self.arch["n_kv_heads"]}.get(name.split(".")[-2])
-        return half_rotation(whole, heads) if heads else whole
-
-
-def half_rotation(weight: Tensor, heads: int) -> Tensor:
-    """wq or wk [heads * E, D] with the rows of each head reordered, from Meta's convention, in which rotary positions
-    turn the pair (2i, 2i + 1), to ours and Hugging Face's, in which they turn (i, i + E/2)."""
-    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        return META.from_meta(name, whole, self.args)
 
 
 # ----------------------------------------------------------------------------------------------------------------- out
@@ -276,9 +251,9 @@ def dcp_to_hf(source: Path, out: Path, dtype: str, max_shard_size: int, tokenize
     saved = load_saved(str(given)) if tokenizer else tokenizer_of(load_saved, str(given))
     files = hf_tokenizer.files(saved, facts["must_match"]["model"]["max_seq_len"]) if saved else {}
     size = sum(verify.nbytes(t, p) for t in state.select(manifest["tensors"], "model", ()).values() for p in t["parts"])
-    names = MODELS[facts["family"]].HF_NAMES
+    family = MODELS[facts["family"]]
     with progress_bar(size, path.name) as bar:
-        hf.export(path, out, names, getattr(torch, dtype), files, max_shard_size, bar.update)
+        hf.export(path, out, family, getattr(torch, dtype), files, max_shard_size, bar.update)
     return f"{out}: the model of {path} in {dtype}, {'with its' if saved else 'without a'} tokenizer"
 
 

@@ -27,10 +27,11 @@ def generate(folder: Path, prompt: str, new_tokens: int, temperature: float, top
         facts = verify.read_manifest(path)["facts"]
     except verify.Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
-    arch = facts["must_match"]["model"]
-    context = facts.get("seq_len", min(arch["max_seq_len"], 1024))  # a converted model has none
+    family = MODELS[facts["family"]]
+    args = family.Args(**facts["must_match"]["model"])
+    context = facts.get("seq_len", min(args.max_seq_len, 1024))  # a converted model has none
     words = load_saved(tokenizer or str(path.resolve().parent.parent / "tokenizer.json"))
-    model = MODELS[facts["family"]].build(arch)
+    model = family.build(args)
     load_model(path, model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = words.encode(prompt).tolist() or [words.eot_id]

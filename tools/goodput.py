@@ -4,8 +4,8 @@
     python -m tools.goodput --simulate --mtbf-hours=3 --stall=1 --detect=35 --restart=150
     python -m tools.goodput runs/llama_8b --simulate --mtbf-hours=3       with the times that this run has measured
 
-The first reads what each start of the run wrote (reliability/record.py). The second says what goodput to expect where failures come at random
-(exponential gaps, as Young and Daly assume) and which interval between saves is best for it.
+The first reads what each start of the run wrote (reliability/record.py). The second tells which goodput to expect where
+failures come at random (exponential gaps, as Young and Daly assume), and which interval between saves is best.
 """
 
 import argparse
@@ -27,13 +27,13 @@ MEASURED = {  # by `Account.per_event`: what else to assume
 
 
 def table(result: Account) -> str:
-    """For a person: the seconds by kind, the interruptions, and the four numbers per interruption."""
+    """The page for a person: seconds by kind, the interruptions, and the means per interruption."""
     counted = result.total - result.seconds["paused"]
     lines = [f"goodput {result.goodput:.2%}", ""]
-    for kind, words in KINDS.items():
+    for kind, meaning in KINDS.items():
         seconds = result.seconds[kind]
         share = "" if kind == "paused" else f"{seconds / counted:7.2%}" if counted else ""
-        lines.append(f"{seconds:14,.2f} s  {share:7}  {words}")
+        lines.append(f"{seconds:14,.2f} s  {share:7}  {meaning}")
     lines += [f"{result.total:14,.2f} s           the wall clock, from the first start to the last sign of life", ""]
     each = result.per_event()
     lines.append(f"{result.steps:,} steps count, {result.redone:,} were redone; "
@@ -100,7 +100,7 @@ def simulate(
     return seconds
 
 
-def prediction(options: argparse.Namespace) -> dict:
+def predict(options: argparse.Namespace) -> dict:
     mtbf, back = options.mtbf_hours * 3600, options.detect + options.restart
     best = best_interval(mtbf, options.stall) if options.stall else 0.0
     interval = options.interval or best
@@ -116,14 +116,14 @@ def prediction(options: argparse.Namespace) -> dict:
     }  # fmt: skip
 
 
-def predicted(found: dict, options: argparse.Namespace) -> str:
-    total = sum(found["seconds"].values())
-    lines = [f"{options.interruptions:,} interruptions, one per {options.mtbf_hours:g} h; a save every {found['interval']:,.1f} s "
+def predicted(prediction: dict, options: argparse.Namespace) -> str:
+    total = sum(prediction["seconds"].values())
+    lines = [f"{options.interruptions:,} interruptions, one per {options.mtbf_hours:g} h; a save every {prediction['interval']:,.1f} s "
              f"that stalls {options.stall:.3g} s; {options.detect:.3g} s to detect, {options.restart:.3g} s to restart"]  # fmt: skip
-    lines += [f"{seconds / total:8.2%}  {KINDS[kind]}" for kind, seconds in found["seconds"].items()]
-    lines.append(f"goodput: {found['simulated']:.2%} simulated, {found['expected']:.2%} expected (Daly 2006)")
-    if found["best_interval"]:
-        best, at_best = found["best_interval"], found["expected_at_best"]
+    lines += [f"{seconds / total:8.2%}  {KINDS[kind]}" for kind, seconds in prediction["seconds"].items()]
+    lines.append(f"goodput: {prediction['simulated']:.2%} simulated, {prediction['expected']:.2%} expected (Daly 2006)")
+    if prediction["best_interval"]:
+        best, at_best = prediction["best_interval"], prediction["expected_at_best"]
         lines.append(f"the best interval is {best:,.1f} s of work between saves: {at_best:.2%} expected")
     return "\n".join(lines)
 
@@ -135,39 +135,39 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--simulate", action="store_true", help="a run with these times instead of one that was")
     numbers = {
         "--mtbf-hours": (3.0, "mean time between failures"),
-        **{f"--{name}": (None, f"{words} [the run's, or {default:g}]") for name, (default, words) in MEASURED.items()},
+        **{f"--{name}": (None, f"{meaning} [the run's, or {default:g}]") for name, (default, meaning) in MEASURED.items()},
         "--interval": (0.0, "seconds of work between saves; 0: the best"),
         "--write": (0.0, "seconds from a save's stall until it is published"),
     }
-    for name, (default, words) in numbers.items():
-        parser.add_argument(name, type=float, default=default, help=words if default is None else f"{words} [{default:g}]")
+    for name, (default, meaning) in numbers.items():
+        parser.add_argument(name, type=float, default=default, help=meaning if default is None else f"{meaning} [{default:g}]")
     parser.add_argument("--interruptions", type=int, default=1000, help="how many to simulate [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of the simulation [%(default)s]")
     options = parser.parse_args(argv)
     if not options.simulate and not options.run:
         parser.error("give the folder of a run, or --simulate")
     try:
-        of_run = account(read(options.run)) if options.run else None
+        measured = account(read(options.run)) if options.run else None
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
     for name, (default, _) in MEASURED.items():
         if getattr(options, name) is None:
-            setattr(options, name, of_run.per_event()[name] if of_run else default)
+            setattr(options, name, measured.per_event()[name] if measured else default)
     times = (options.stall, options.detect, options.restart, options.interval, options.write)
     sound = all(0 <= value < math.inf for value in times) and 0 < options.mtbf_hours < math.inf
     if not sound or options.interruptions < 1:
         parser.error("times must not be negative, and --mtbf-hours and --interruptions must be above 0")
     try:
-        found = prediction(options) if options.simulate else of_run
+        result = predict(options) if options.simulate else measured
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:
-        more = {} if options.simulate else {"goodput": found.goodput, "total": found.total} | found.per_event()
-        print(json.dumps((found if options.simulate else vars(found)) | more, indent=1))
+        more = {} if options.simulate else {"goodput": result.goodput, "total": result.total} | result.per_event()
+        print(json.dumps((result if options.simulate else vars(result)) | more, indent=1))
     else:
-        print(predicted(found, options) if options.simulate else table(found))
+        print(predicted(result, options) if options.simulate else table(result))
     return 0
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,23 +62,6 @@ LINE = (
 )
 
 
-def flops_per_token(arch: dict, seq_len: int) -> float:
-    """Floating-point operations that training needs per token, forward and backward, of a model with these numbers.
-
-    6 N + 12 L H E T, as PaLM counts it (Chowdhery et al., arXiv:2204.02311, appendix B). A weight that is multiplied
-    costs 2 per token forward and 4 backward (gradients of input and of weight); N counts those weights: all matrices
-    but the embedding, which is looked up; tied to the output it is multiplied there and counts. Attention scores and
-    their use cost 2 * 2 H E T per layer forward, three times that with backward. Like PaLM and TorchTitan, this does
-    *not* halve attention for being causal, nor count what checkpointing computes twice: MFUs compare with theirs. Nor does
-    it know of data.mask_documents, which computes less attention: then FLOP/s and MFU are upper bounds.
-    """
-    d, width = arch["dim"], arch["n_heads"] * arch["head_dim"]
-    attention = 2 * d * width + 2 * d * arch["n_kv_heads"] * arch["head_dim"]  # wq wo, wk wv
-    feed_forward = 3 * d * arch["hidden_dim"]  # w1 w2 w3
-    weights = arch["n_layers"] * (attention + feed_forward) + d * arch["vocab_size"]
-    return 6.0 * weights + 12.0 * arch["n_layers"] * width * seq_len
-
-
 def peak_flops(device_name: str, override_tflops: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> float | None:
     """Peak FLOP/s of one device for MFU: the override if given, else that of the table, which is for bfloat16 only.
 
@@ -103,20 +87,21 @@ def memory_gib(device: torch.device) -> float:
 
 
 def model_summary(
-    arch: dict, model: nn.Module, mesh: Mesh, dtype: torch.dtype, training: schema.Training, optimizer: torch.optim.Optimizer
-) -> str:
-    """What is about to be trained, in four lines: sizes of the model, of the mesh, of the training state, of a step."""
+    family: Any, args: Any, model: nn.Module, mesh: Mesh, dtype: torch.dtype, training: schema.Training,
+    optimizer: torch.optim.Optimizer,
+) -> str:  # fmt: skip
+    """What is about to be trained, in four lines: sizes of the model, of the mesh, of the training state, of a step.
+
+    family: the module, with the members of `models/family.py::Family`; args: the model's numbers, its `Args`."""
     parameters = list(model.parameters())
     mine = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     moments = 2 if "betas" in optimizer.defaults else int(optimizer.defaults.get("momentum", 0) > 0)
     copies = 2 + moments  # weight, gradient, moments: all in the type of the weight
     whole, share = (copies * sum(p.numel() * p.element_size() for p in some) for some in (parameters, mine))
-    sizes = " x ".join(f"{name} {getattr(mesh, name)}" for name in ("dp_replicate", "dp_shard", "tp"))
+    dimensions = " x ".join(f"{name} {getattr(mesh, name)}" for name in ("dp_replicate", "dp_shard", "tp"))
     return (
-        f"model: {sum(p.numel() for p in parameters):,} parameters; {arch['n_layers']} layers of width {arch['dim']}, "
-        f"{arch['n_heads']} heads on {arch['n_kv_heads']} key/value heads, vocabulary {arch['vocab_size']:,}"
-        f"{' (tied)' if arch['tied_embeddings'] else ''}\n"
-        f"mesh: {sizes} = {mesh.size} process{'es' if mesh.size > 1 else ''} on {mesh.device.type}, "
+        f"model: {family.parameters(args):,} parameters; {family.describe(args)}\n"
+        f"mesh: {dimensions} = {mesh.size} process{'es' if mesh.size > 1 else ''} on {mesh.device.type}, "
         f"computing in {str(dtype).removeprefix('torch.')}\n"
         f"state: weights, gradients and {moments} optimizer moments take {_size(whole)} in all, "
         f"{_size(share)} on this rank\n"

@@ -25,11 +25,12 @@ def sample(
     """
     generator = torch.Generator().manual_seed(seed)  # on the CPU, the same on every rank
     ids = list(prompt)
+    positions = torch.arange(context, device=device)
     for _ in range(new_tokens):
         seen = ids[-context:]
         window = torch.zeros(1, context, dtype=torch.int64, device=device)
         window[0, : len(seen)] = torch.tensor(seen, device=device)
-        logits = model(window, lambda h, w: _whole(h)[0, len(seen) - 1] @ _whole(w).t()).float().cpu()  # [V]
+        logits = model(window, positions, lambda h, w: _whole(h)[0, len(seen) - 1] @ _whole(w).t()).float().cpu()  # [V]
         if temperature > 0:
             top = logits.topk(min(top_k, len(logits)))
             probs = (top.values / temperature).softmax(dim=0)

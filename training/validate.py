@@ -19,10 +19,12 @@ def validate(model: nn.Module, mesh: Mesh, batches: Iterable[dict], chunk_tokens
     token_bytes = token_bytes.to(mesh.device)
     for batch in batches:
         places = batch.get("positions", [None] * len(batch["tokens"]))  # with data.mask_documents only
-        for tokens, labels, positions in zip(batch["tokens"].to(mesh.device), batch["labels"].to(mesh.device), places):
-            documents = None if positions is None else model.documents(positions, mesh.device)
+        for tokens, labels, within_documents in zip(batch["tokens"].to(mesh.device), batch["labels"].to(mesh.device), places):
+            documents, positions = None, torch.arange(tokens.shape[1], device=mesh.device)
+            if within_documents is not None:
+                documents, positions = model.documents(within_documents, mesh.device), within_documents.to(mesh.device)
             head = partial(linear_cross_entropy, labels=labels, chunk_tokens=chunk_tokens)  # micro-batches [b, T]
-            total[0] += model(tokens, head, documents)
+            total[0] += model(tokens, positions, head, documents)
             counted = labels[labels != IGNORE]
             total[1] += len(counted)
             total[2] += token_bytes[counted].sum()

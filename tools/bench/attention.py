@@ -3,7 +3,7 @@
     python -m tools.bench.attention [--rounds 15] [--shapes 8,4,2,256,64 ...] [--json out.json]
 
 A shape is batch, query heads, key/value heads, tokens, numbers of a head. On a GPU the contenders are the values of
-`training.attention` (flash3 where flash_attn_3 is installed); on a CPU ours (`models/causal_attention.py`, whose forward is
+`training.attention` (flash3 where flash_attn_3 is installed); on a CPU ours (`models/kernels/causal_attention.py`, whose forward is
 PyTorch's) and PyTorch's. In alternation, each in a process of its own.
 """
 
@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
-from models.causal_attention import causal_attention
+from models.kernels.causal_attention import causal_attention
 from parallelisms import attention
 from parallelisms.mesh import keep_memory
 from tools.bench import harness

@@ -128,9 +128,9 @@ def main() -> None:
     save, load = (statistics.median(seconds[name]) for name in ("dcp.save, as shipped", "dcp.load, verifies nothing"))
     table = []
     for name, times in seconds.items():
-        median, of = statistics.median(times), load if "load" in name else save
+        median, baseline = statistics.median(times), load if "load" in name else save
         rate = "" if "forward" in name or "blocked" in name else f"{size / median:.2f} GB/s"
-        table.append([name, f"{median:.3f} s", f"{min(times):.3f} s", rate, f"{median / of:.4f}"])
+        table.append([name, f"{median:.3f} s", f"{min(times):.3f} s", rate, f"{median / baseline:.4f}"])
     notes = (
         f"{size:.2f} GB in {len(live)} tensors, {args.rounds} rounds in turn. The two managers keep {memory:.2f} GiB resident "
         f"(staging buffers); peak of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB."

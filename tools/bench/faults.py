@@ -72,9 +72,9 @@ def run(place: Path, name: str, what: str, ranks: int, timeout: int) -> Account:
         f"--run.folder={folder}", f"--data.source={place / 'text'}", f"--data.cache={place / 'cache'}",
         f"--run.step_timeout_seconds={timeout}", *TINY,
     ]  # fmt: skip
-    here = os.environ | {"FAULT": f"1 {what} {STEP} 1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"FAULT": f"1 {what} {STEP} 1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for _ in range(2):
-        done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         said += done.stderr
         if done.returncode == 0:
             return account(read(folder))
@@ -107,9 +107,9 @@ def main() -> None:
         for number, (name, what) in enumerate(FAULTS.items()):
             if any(word in name for word in args.only.split(",")):
                 began = time.monotonic()
-                found = run(place, str(number), what, args.ranks, args.timeout)
-                (row,) = found.interruptions
-                times = (row["detecting"], row["starting"], found.per_event()["stall"])
+                result = run(place, str(number), what, args.ranks, args.timeout)
+                (row,) = result.interruptions
+                times = (row["detecting"], row["starting"], result.per_event()["stall"])
                 figures = [f"{value:.2f}" for value in (*times, time.monotonic() - began)]
                 rows.append([name, *figures[:2], str(row["redone"]), *figures[2:], f"{goodput(*times):.2%}"])
                 print(rows[-1], flush=True)

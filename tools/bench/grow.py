@@ -9,10 +9,9 @@ process group, where collectives return at once, with a model so small that what
 
 import argparse
 
-from configs.check import architecture
+import train
 from configs.load import load_config
 from tools.bench import harness
-from training.metrics import flops_per_token
 
 SMALL = (
     "--model.flavor=1B --model.dim=64 --model.head_dim=32 --model.n_layers=1 --model.n_heads=2 --model.n_kv_heads=2 "
@@ -52,7 +51,8 @@ def measure(axis: str, rounds: int, overrides: list[str]) -> list[list[str]]:
         how = [f"--rounds={1 if size > 8192 else rounds}", *([f"--fake-world={fake}"] if fake else [])]
         seen = harness.child("tools.bench.sections", "--one", *how, *options, ranks=ranks)
         cfg = load_config(options, fake or ranks, min(8, fake or ranks))
-        flops = flops_per_token(architecture(cfg.model), cfg.training.seq_len) * cfg.training.global_batch_size * cfg.training.seq_len
+        family, args = train.architecture(cfg)
+        flops = family.flops_per_token(args, cfg.training.seq_len) * cfg.training.global_batch_size * cfg.training.seq_len
         flops = flops / fake if fake else flops
         grows = seen["seconds"] / before[0] / (flops / before[1]) if before else 1.0
         before = seen["seconds"], flops

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import train
 from configs import check
 from configs.load import load_config
-from models import MODELS
 from parallelisms import mesh as meshes
 from parallelisms import parallelize
 from tools.bench import harness
@@ -35,13 +35,13 @@ def main() -> None:
     parser.add_argument("--json")
     args, overrides = parser.parse_known_args()
     cfg = load_config([args.config, *overrides, "--run.device=cpu"], args.ranks, 8)
-    family, arch = MODELS[cfg.model.family], check.architecture(cfg.model)
+    family, numbers = train.architecture(cfg)
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
     began = time.perf_counter()
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, check.data_parallel_shard(cfg, args.ranks))
     with torch.device("meta"):
-        model = family.build(arch)
+        model = family.build(numbers)
     parallelize(model, mesh, cfg, family.TP_PLAN)
     build_seconds, before = time.perf_counter() - began, peak_gib()
 

@@ -7,7 +7,7 @@ Documents of random lengths with that mean are packed into B x T windows. The co
 backward of one attention layer with the model's heads:
 
 - window: causal attention over the whole window, which is what runs without masking (and what the ratios refer to).
-- documents: ours, `models/document_attention.py::document_attention`.
+- documents: ours, `models/kernels/document_attention.py::document_attention`.
 - in the open: one call of PyTorch per document, recorded by autograd.
 - padded: documents of similar length gathered into one batch, padded on the right.
 - T x T mask: one call with a boolean mask, up to T = 2048.
@@ -17,13 +17,14 @@ The second table is `train.train_step` on the same tokens, without and with `pos
 
 import argparse
 import statistics
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import train
 from configs.load import load_config
-from models import document_attention as masked
+from models.kernels import document_attention as masked
 from parallelisms import dp
 from tools.bench import harness
 
@@ -39,8 +40,8 @@ def packed(rows: int, seq: int, mean: int) -> torch.Tensor:
         starts = lengths[row].cumsum(0)
         begins[row, starts[starts < seq]] = True
     begins[:, 0] = True
-    here = torch.arange(seq).expand(rows, seq)
-    return here - here.where(begins, 0).cummax(1).values
+    index = torch.arange(seq).expand(rows, seq)
+    return index - index.where(begins, 0).cummax(1).values
 
 
 def window(q, k, v, documents):
@@ -60,9 +61,9 @@ def padded(q, k, v, documents):
     outputs, places = [], []
     for kind in kinds.unique():
         mine = kinds == kind
-        here = torch.arange(lengths[mine].max(), device=q.device)
-        real = here < lengths[mine][:, None]  # [n, longest]
-        place = (starts[mine][:, None] + here).where(real, 0)
+        index = torch.arange(lengths[mine].max(), device=q.device)
+        real = index < lengths[mine][:, None]  # [n, longest]
+        place = (starts[mine][:, None] + index).where(real, 0)
         pieces = (x.flatten(0, 1)[place].transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(*pieces, is_causal=True, enable_gqa=True).transpose(1, 2)
         outputs.append(out[real])
@@ -71,16 +72,17 @@ def padded(q, k, v, documents):
 
 
 def with_a_mask(q, k, v, documents):
-    number = (documents.positions == 0).cumsum(1)  # [B, T]: which document of its window
+    B, T = q.shape[:2]
+    number = torch.bucketize(torch.arange(B * T, device=q.device), documents.starts[1:], right=True).view(B, T)  # of its document
     mask = (number[:, :, None] == number[:, None, :]).tril()[:, None]  # [B, 1, T, T]
     out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, enable_gqa=True)
     return out.transpose(1, 2)
 
 
-def attention(arch: dict, device, dtype, rows: int, seq: int, mean: int, rounds: int) -> list[list[str]]:
+def attention(args: Any, device, dtype, rows: int, seq: int, mean: int, rounds: int) -> list[list[str]]:
     documents = masked.Documents.of(packed(rows, seq, mean), device)
-    heads = arch["n_heads"], arch["n_kv_heads"], arch["n_kv_heads"]
-    q, k, v = (torch.randn(rows, seq, h, arch["head_dim"], device=device, dtype=dtype, requires_grad=True) for h in heads)
+    heads = args.n_heads, args.n_kv_heads, args.n_kv_heads
+    q, k, v = (torch.randn(rows, seq, h, args.head_dim, device=device, dtype=dtype, requires_grad=True) for h in heads)
     grad = torch.randn_like(q)
     contenders = {"window": window, "documents": masked.document_attention, "in the open": in_the_open, "padded": padded}
     if seq <= MASK_LIMIT:
@@ -101,7 +103,7 @@ def step(overrides: list[str], rows: int, seq: int, mean: int, rounds: int) -> l
     shape = [f"--training.seq_len={seq}", f"--training.local_batch_size={rows}", f"--training.global_batch_size={rows}"]
     cfg = load_config([*overrides, *shape, "--data.mask_documents=true"])
     job = train.build(cfg)
-    batch = {key: torch.randint(0, job.arch["vocab_size"], (1, rows, seq)) for key in ("tokens", "labels")}
+    batch = {key: torch.randint(0, job.args.vocab_size, (1, rows, seq)) for key in ("tokens", "labels")}
     masked = batch | {"positions": packed(rows, seq, mean)[None]}
     contenders = {"no masking": lambda: train.train_step(job, batch), "masking": lambda: train.train_step(job, masked)}
     seconds = harness.alternate(contenders, rounds)
@@ -121,10 +123,10 @@ def main() -> None:
     cfg = load_config(overrides)
     job = train.build(cfg)
     dtype = dp.param_dtype(cfg.training, job.mesh.device)
-    one_layer = [row for case in cases for row in attention(job.arch, job.mesh.device, dtype, *case, args.rounds)]
+    one_layer = [row for case in cases for row in attention(job.args, job.mesh.device, dtype, *case, args.rounds)]
     steps = [row for case in cases for row in step(overrides, *case, args.rounds)]
     columns, notes = ["dtype", "windows", "contender", "median", "time / first"], f"{args.rounds} alternating rounds."
-    heads = f"{job.arch['n_heads']} heads of {job.arch['head_dim']}, {job.arch['n_kv_heads']} of keys and values"
+    heads = f"{job.args.n_heads} heads of {job.args.head_dim}, {job.args.n_kv_heads} of keys and values"
     harness.report("Attention over packed documents, forward and backward", columns, one_layer, f"{heads}; {notes}", args.json)
     harness.report("Training step with document masking", columns, steps, f"{cfg.model.flavor} model; {notes}", None)
 

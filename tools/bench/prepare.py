@@ -80,10 +80,10 @@ def streamed(cfg: Data, tokens: int) -> None:
     """As many tokens as the batches of one rank that does nothing else."""
     source = stream.open_source(cfg, log=lambda line: None)
     order = stream.begin(stream.describe(source, 0, 1024, 8))
-    found = stream.Batches(source, order, range(tokens // (8 * 1024)), 8, 0, 1, any_rank=bool, gather=lambda one: [one])
+    batches = stream.Batches(source, order, range(tokens // (8 * 1024)), 8, 0, 1, any_rank=bool, gather=lambda one: [one])
     for _ in range(tokens // (8 * 1024)):
-        next(found)
-    found.close()
+        next(batches)
+    batches.close()
 
 
 def corpus(source: str, size: float) -> list[str]:
@@ -95,14 +95,14 @@ def corpus(source: str, size: float) -> list[str]:
 
 
 def batches(texts: list[str]) -> list[list[str]]:
-    found, size = [[]], 0
+    groups, size = [[]], 0
     for text in texts:
-        found[-1].append(text)
+        groups[-1].append(text)
         size += len(text)
         if size >= BATCH_BYTES:
-            found.append([])
+            groups.append([])
             size = 0
-    return found
+    return groups
 
 
 def write(folder: Path, texts: list[str]) -> dict[str, Path]:

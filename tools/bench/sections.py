@@ -27,7 +27,7 @@ from parallelisms import dp
 from parallelisms.mesh import world
 from tools.bench import harness
 from tools.plan.trace import pretend
-from training.metrics import flops_per_token, memory_gib, peak_flops
+from training.metrics import memory_gib, peak_flops
 
 BENCH = (  # for two cores: large enough that matrix products lead
     "--model.dim=512 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=64 --model.hidden_dim=1536 "
@@ -95,7 +95,7 @@ def one(options: list[str], rounds: int) -> dict:
     cfg = load_config(options, world().size, world().local_size)
     job = train.build(cfg)
     device, t = job.mesh.device, cfg.training
-    ids = np.random.default_rng(0).integers(0, job.arch["vocab_size"], 4 * t.global_batch_size * t.seq_len + 1)
+    ids = np.random.default_rng(0).integers(0, job.args.vocab_size, 4 * t.global_batch_size * t.seq_len + 1)
     dtype, data = dp.param_dtype(t, device), harness.batches(cfg, job.mesh, ids.astype(np.uint32))
     steps = iter(range(10**9))
     multiply, product_flops = harness.product(dtype, device)
@@ -110,7 +110,8 @@ def one(options: list[str], rounds: int) -> dict:
             train.train_step(job, batch)
     tokens = t.global_batch_size * t.seq_len
     seconds_per_step = statistics.median(timed["step"])
-    flops = flops_per_token(job.arch, t.seq_len) * tokens / seconds_per_step / job.mesh.size
+    family, args = train.architecture(job.cfg)
+    flops = family.flops_per_token(args, t.seq_len) * tokens / seconds_per_step / job.mesh.size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     peak = peak_flops(name, cfg.metrics.peak_tflops, dtype)
     return {

@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parents[2]
 BARE = """
 import torch
 from models import llama
-model = llama.build(llama.FLAVORS["debug"]).to(torch.{dtype})
+model = llama.build(llama.Args(**llama.FLAVORS["debug"])).to(torch.{dtype})
 masters = [p.detach().float().requires_grad_() for p in model.parameters()]
 optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
 window = torch.randint(0, 4096, (8, 257))
-torch.nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1).float(), window[:, 1:].flatten()).backward()
+torch.nn.functional.cross_entropy(model(window[:, :-1], torch.arange(256)).flatten(0, 1).float(), window[:, 1:].flatten()).backward()
 for master, p in zip(masters, model.parameters()):
     master.grad = p.grad.float()
 torch.nn.utils.clip_grad_norm_(masters, 1.0)

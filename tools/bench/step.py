@@ -27,8 +27,6 @@ from importlib.util import find_spec
 import torch
 
 import train
-from checkpoint.hf import config_json
-from configs import check
 from configs.load import load_config
 from configs.schema import Config
 from models import llama
@@ -36,7 +34,6 @@ from parallelisms import compile, dp
 from parallelisms.mesh import cpu_settings, pick_device
 from tools.bench import harness
 from training.loss import linear_cross_entropy
-from training.metrics import flops_per_token
 
 CLIP = 1.0
 
@@ -54,20 +51,22 @@ def loop(model, loss_of):
     return step
 
 
-def bare_float32(arch, cfg, tokens, labels):
-    model = compile.apply(llama.build(arch), cfg.compile)
+def bare_float32(args, cfg, tokens, labels):
+    model = compile.apply(llama.build(args), cfg.compile)
     head = partial(linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens)
-    return loop(model, lambda: model(tokens, head) / labels.numel())
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return loop(model, lambda: model(tokens, positions, head) / labels.numel())
 
 
-def bare_bfloat16(arch, cfg, tokens, labels):
-    model = compile.apply(llama.build(arch).to(torch.bfloat16), cfg.compile)
+def bare_bfloat16(args, cfg, tokens, labels):
+    model = compile.apply(llama.build(args).to(torch.bfloat16), cfg.compile)
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
 
     def step():
         head = partial(linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens)
-        (model(tokens, head) / labels.numel()).backward()
+        (model(tokens, positions, head) / labels.numel()).backward()
         for master, p in zip(masters, model.parameters()):
             master.grad, p.grad = p.grad.float(), None
         torch.nn.utils.clip_grad_norm_(masters, CLIP)
@@ -91,22 +90,22 @@ def compiled(blocks, cfg):
         block.compile(backend=cfg.compile.backend)
 
 
-def hf(arch, cfg, tokens, labels, dtype):
+def hf(args, cfg, tokens, labels, dtype):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(**config_json(arch)))
+    model = LlamaForCausalLM(LlamaConfig(**llama.hf_config(args)))
     compiled(model.model.layers, cfg)
     return loop(model, lambda: cross_entropy_of(lambda: model(tokens, use_cache=False).logits, labels, dtype))
 
 
-def accelerate(arch, cfg, tokens, labels, dtype):
+def accelerate(args, cfg, tokens, labels, dtype):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from transformers import LlamaConfig, LlamaForCausalLM
 
     AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the type of the first one
     runner = Accelerator(cpu=tokens.device.type == "cpu", mixed_precision="bf16" if dtype == torch.bfloat16 else "no")
-    model = LlamaForCausalLM(LlamaConfig(**config_json(arch)))
+    model = LlamaForCausalLM(LlamaConfig(**llama.hf_config(args)))
     compiled(model.model.layers, cfg)
     model, optimizer = runner.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
 
@@ -120,20 +119,20 @@ def accelerate(arch, cfg, tokens, labels, dtype):
     return step
 
 
-def litgpt(arch, cfg, tokens, labels, dtype):
+def litgpt(args, cfg, tokens, labels, dtype):
     from litgpt import GPT, Config
 
     model = GPT(Config(
-        n_layer=arch["n_layers"], n_head=arch["n_heads"], n_query_groups=arch["n_kv_heads"], n_embd=arch["dim"],
-        head_size=arch["head_dim"], intermediate_size=arch["hidden_dim"], padded_vocab_size=arch["vocab_size"],
-        vocab_size=arch["vocab_size"], block_size=cfg.training.seq_len, rotary_percentage=1.0, rope_base=int(arch["rope_theta"]),
-        parallel_residual=False, bias=False, norm_class_name="RMSNorm", norm_eps=arch["norm_eps"], mlp_class_name="LLaMAMLP",
+        n_layer=args.n_layers, n_head=args.n_heads, n_query_groups=args.n_kv_heads, n_embd=args.dim,
+        head_size=args.head_dim, intermediate_size=args.hidden_dim, padded_vocab_size=args.vocab_size,
+        vocab_size=args.vocab_size, block_size=cfg.training.seq_len, rotary_percentage=1.0, rope_base=int(args.rope_theta),
+        parallel_residual=False, bias=False, norm_class_name="RMSNorm", norm_eps=args.norm_eps, mlp_class_name="LLaMAMLP",
     ))  # fmt: skip
     compiled(model.transformer.h, cfg)
     return loop(model, lambda: cross_entropy_of(lambda: model(tokens), labels, dtype))
 
 
-def torchtitan(arch, cfg, tokens, labels, dtype):
+def torchtitan(args, cfg, tokens, labels, dtype):
     import torch.distributed as dist
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -141,25 +140,25 @@ def torchtitan(arch, cfg, tokens, labels, dtype):
     from torchtitan.models import llama3
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
-    device, dim, seq_len = tokens.device, arch["dim"], tokens.shape[1]
+    device, dim, seq_len = tokens.device, args.dim, tokens.shape[1]
     scaling = {}
-    if arch["rope_scaling"]:
+    if args.rope_scaling:
         given = {"factor": "scaling_factor", "original_max_seq_len": "original_max_position_embeddings"}
-        scaling = {"scaling": "llama"} | {given.get(key, key): value for key, value in arch["rope_scaling"].items()}
+        scaling = {"scaling": "llama"} | {given.get(key, key): value for key, value in args.rope_scaling.items()}
     layers = llama3._build_llama3_layers(
-        n_layers=arch["n_layers"], dim=dim, n_heads=arch["n_heads"], n_kv_heads=arch["n_kv_heads"], hidden_dim=arch["hidden_dim"],
-        rope=llama3.ComplexRoPE.Config(dim=arch["head_dim"], max_seq_len=seq_len, theta=arch["rope_theta"], **scaling),
+        n_layers=args.n_layers, dim=dim, n_heads=args.n_heads, n_kv_heads=args.n_kv_heads, hidden_dim=args.hidden_dim,
+        rope=llama3.ComplexRoPE.Config(dim=args.head_dim, max_seq_len=seq_len, theta=args.rope_theta, **scaling),
         attn_backend="flex",
     )  # fmt: skip
     if device.type == "cpu":
         for layer in layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    tied, vocab_size = arch["tied_embeddings"], arch["vocab_size"]
+    tied, vocab_size = args.tied_embeddings, args.vocab_size
     embedding_init = llama3._EMBEDDING_SKIP_INIT if tied else llama3._EMBEDDING_INIT
     head_init = llama3._output_linear_init(dim)
     model = llama3.Llama3Model.Config(
         dim=dim, vocab_size=vocab_size, layers=layers, enable_weight_tying=tied,
-        norm=llama3.RMSNorm.Config(normalized_shape=dim, eps=arch["norm_eps"], param_init=llama3._NORM_INIT),
+        norm=llama3.RMSNorm.Config(normalized_shape=dim, eps=args.norm_eps, param_init=llama3._NORM_INIT),
         tok_embeddings=llama3.Embedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=embedding_init),
         lm_head=llama3.Linear.Config(in_features=dim, out_features=vocab_size, param_init=head_init),
     ).build()  # fmt: skip
@@ -187,18 +186,18 @@ PEERS = {"hf": hf, "accelerate": accelerate, "litgpt": litgpt, "torchtitan": tor
 
 def contender(name: str, cfg: Config) -> Callable[[], None]:
     """A step of it on random tokens."""
-    arch, t = check.architecture(cfg.model), cfg.training
+    (_, args), t = train.architecture(cfg), cfg.training
     device = pick_device(cfg.run, 0)
     dtype = dp.param_dtype(t, device)
     with torch.device(device):
-        window = torch.randint(0, arch["vocab_size"], (t.local_batch_size, t.seq_len + 1))
+        window = torch.randint(0, args.vocab_size, (t.local_batch_size, t.seq_len + 1))
         tokens, labels = window[:, :-1].contiguous(), window[:, 1:].contiguous()
         if name == "ours":
             job, batch = train.build(cfg), {"tokens": tokens[None], "labels": labels[None]}
             return lambda: train.train_step(job, batch)
         if name == "bare":
-            return (bare_float32 if dtype == torch.float32 else bare_bfloat16)(arch, cfg, tokens, labels)
-        return PEERS[name](arch, cfg, tokens, labels, dtype)
+            return (bare_float32 if dtype == torch.float32 else bare_bfloat16)(args, cfg, tokens, labels)
+        return PEERS[name](args, cfg, tokens, labels, dtype)
 
 
 def measure(dtype: str, names: list[str], overrides: list[str], rounds: int) -> list[list[str]]:
@@ -209,7 +208,8 @@ def measure(dtype: str, names: list[str], overrides: list[str], rounds: int) -> 
     seconds, memory = harness.in_turn(contenders, rounds)
     cfg = load_config(overrides)
     tokens = cfg.training.local_batch_size * cfg.training.seq_len
-    flops = flops_per_token(check.architecture(cfg.model), cfg.training.seq_len) * tokens
+    family, sizes = train.architecture(cfg)
+    flops = family.flops_per_token(sizes, cfg.training.seq_len) * tokens
     rows = []
     for name, times in seconds.items():
         median = statistics.median(times)

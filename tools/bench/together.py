@@ -53,11 +53,11 @@ def alone(messages: list[tuple[str, int]]) -> list[float]:
 def messages_of(options: list[str]) -> Counter[tuple[str, int]]:
     """Those of a step of one of two ranks, and how often."""
     torch.set_num_threads(1)
-    found: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     for _, times, op in traced(load_config(options, 2, 2), 2, 2, False).ops():
         if op.kind:
-            found[op.kind, op.message] += times
-    return found
+            counts[op.kind, op.message] += times
+    return counts
 
 
 def seconds_of(options: list[str], steps: int, **processes: int) -> float:

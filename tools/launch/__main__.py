@@ -277,8 +277,8 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
     logging.disable(logging.ERROR)  # what torchrun has to say is said better below
     for number in range(options.max_restarts + 1):
         began = time.monotonic()
-        code, again = start(options, script)
-        if not again or number == options.max_restarts:
+        code, worth_retrying = start(options, script)
+        if not worth_retrying or number == options.max_restarts:
             break
         say(f"restart {number + 1} of {options.max_restarts}, after {time.monotonic() - began:,.0f} s")
     return code
@@ -322,10 +322,10 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
             code = end(agent, result.failures, script)
         elif options.node_rank == 0:
             agent.tell(0)  # spare nodes wait for it
-        again = code not in (0, *QUIET_CODES) and not agent.asked
+        worth_retrying = code not in (0, *QUIET_CODES) and not agent.asked
         del agent, spec, result
         meeting.close()
-    return code, again
+    return code, worth_retrying
 
 
 def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) -> int:
@@ -335,9 +335,9 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
             why = "the ranks of another node failed" if agent.told else "one does not answer, not even to the kernel"
             say(f"{why}, so those of this one were ended")
         return agent.told or 1
-    of = codes(failures)
-    others = set(of.values()) - {agent.left, *TOLD_TO_END}
-    code = agent.left if agent.left and all(c > 0 for c in others) else of[first_of(failures)]
+    exit_codes = codes(failures)
+    others = set(exit_codes.values()) - {agent.left, *TOLD_TO_END}
+    code = agent.left if agent.left and all(c > 0 for c in others) else exit_codes[first_of(failures)]
     agent.tell(75 if -code in agent.asked else code if code > 0 else 128 - code)
     if code not in QUIET_CODES and agent.told in QUIET_CODES:  # and so those of this node could not go on
         return agent.told
@@ -352,17 +352,17 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
 
     Ranks that a stop signal found before they had begun to listen for it die of it: that too is 75, with nothing to save yet.
     """
-    errors, of = messages(failures), codes(failures)
+    errors, exit_codes = messages(failures), codes(failures)
     first = first_of(failures)
-    code = of[first]
+    code = exit_codes[first]
     if -code in asked:
         say(f"stopped by {signal.Signals(-code).name} before training began: run it again to go on")
         return 75
     if code not in QUIET_CODES:
         log = _log_of(first, script)
         others = sorted(set(failures) - {first}, key=lambda rank: blame(failures, rank))
-        for rank in [first, *(other for other in others if of[other] not in TOLD_TO_END)][:8]:
-            how = f"ended with exit code {of[rank]}" if of[rank] > 0 else f"was killed by {failures[rank].signal_name()}"
+        for rank in [first, *(other for other in others if exit_codes[other] not in TOLD_TO_END)][:8]:
+            how = f"ended with exit code {exit_codes[rank]}" if exit_codes[rank] > 0 else f"was killed by {failures[rank].signal_name()}"
             at = f" at {_clock(errors[rank]['time'])}" if errors[rank] else ""
             say(f"rank {rank} on {socket.gethostname()} {how}{at}{_named(_log_of(rank, script))}")
         if errors[first]:
@@ -432,14 +432,14 @@ def _named(log: Path | None) -> str:
     return f"; its log: {log}" + (f", its stacks: {stacks}" if stacks.exists() else "")
 
 
-def say(words: str) -> None:
-    print(f"launch: {words}", file=sys.stderr, flush=True)
+def say(sentence: str) -> None:
+    print(f"launch: {sentence}", file=sys.stderr, flush=True)
 
 
-def _nodes(words: str) -> tuple[int, int]:
-    least, _, most = words.partition(":")
+def _nodes(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
     if not 0 < int(least) <= int(most or least):
-        raise argparse.ArgumentTypeError(f"{words} is neither a number of nodes nor MIN:MAX")
+        raise argparse.ArgumentTypeError(f"{text} is neither a number of nodes nor MIN:MAX")
     return int(least), int(most or least)
 
 

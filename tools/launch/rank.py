@@ -37,15 +37,15 @@ def main(launcher: int, script: str) -> None:
 
 def _file_of(module: str) -> str:
     """What `python -m` would run: of a package its __main__."""
-    found = importlib.util.find_spec(module)
-    return (importlib.util.find_spec(f"{module}.__main__") if found.submodule_search_locations else found).origin
+    spec = importlib.util.find_spec(module)
+    return (importlib.util.find_spec(f"{module}.__main__") if spec.submodule_search_locations else spec).origin
 
 
-def _leave(words: str) -> None:
+def _leave(traceback_text: str) -> None:
     """In the file and form in which torchrun's engine looks for it, which takes whole seconds only; `time` is ours."""
     now, file = time.time(), Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-    whole = {"message": words, "time": now, "extraInfo": {"timestamp": int(now), "py_callstack": words}}
-    file.with_suffix(".tmp").write_text(json.dumps({"message": whole}), encoding="utf-8")
+    report = {"message": traceback_text, "time": now, "extraInfo": {"timestamp": int(now), "py_callstack": traceback_text}}
+    file.with_suffix(".tmp").write_text(json.dumps({"message": report}), encoding="utf-8")
     file.with_suffix(".tmp").rename(file)  # never half a file, which the engine would not survive
 
 

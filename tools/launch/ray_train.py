@@ -37,14 +37,14 @@ def node(job: dict) -> None:
         free.bind(("", 0))
         mine = (ray.util.get_node_ip_address(), free.getsockname()[1])
     address, port = broadcast_from_rank_zero(mine)
-    here = {
+    environment = {
         "NGPU": job["ranks"], "NNODES": context.get_world_size(), "NODE_RANK": context.get_world_rank(),
         "MASTER_ADDR": address, "MASTER_PORT": port,
     }  # fmt: skip
     libc = ctypes.CDLL(None)
     process = subprocess.Popen(
         [job["script"], *job["arguments"]], cwd=job["folder"],
-        env=os.environ | {name: str(value) for name, value in here.items()},
+        env=os.environ | {name: str(value) for name, value in environment.items()},
         preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # a worker that Ray kills leaves nothing behind
     )  # fmt: skip
     asked = False

@@ -10,9 +10,9 @@ import tomli
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from configs.schema import ActivationCheckpoint, InputError, Training
-from models import llama
-from models.causal_attention import causal_attention
+from configs.schema import ActivationCheckpoint, InputError, Model, Training
+from models import MODELS
+from models.kernels.causal_attention import causal_attention
 from parallelisms import ac
 from parallelisms.dp import param_dtype
 from parallelisms.mesh import float32_products
@@ -147,10 +147,10 @@ def _operator_overheads(dtype: torch.dtype) -> tuple[float, float]:
     threads = torch.get_num_threads()
 
     def step(dim: int, batch: int, length: int, mode: str = "none") -> Callable[..., object]:
-        arch = {"dim": dim, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "head_dim": dim // 2, "hidden_dim": dim, "vocab_size": 16}
-        model = ac.apply(llama.build(llama.FLAVORS["debug"] | arch).to(dtype), ActivationCheckpoint(mode=mode))
-        tokens = torch.zeros(batch, length, dtype=torch.int64)
-        return lambda backward=True: model(tokens).sum().backward() if backward else model(tokens)
+        family = MODELS[Model().family]  # any: what an operator costs beside its work depends on no family
+        model = ac.apply(family.build(family.small(dim)).to(dtype), ActivationCheckpoint(mode=mode))
+        tokens, positions = torch.zeros(batch, length, dtype=torch.int64), torch.arange(length)
+        return lambda backward=True: model(tokens, positions).sum().backward() if backward else model(tokens, positions)
 
     def operators(run: Callable, *args: bool) -> int:
         with Trace() as trace:

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from configs import check
+import train
 from configs.schema import Config
 from parallelisms.dp import DTYPES
 from tools.goodput import best_interval, expected
@@ -14,7 +14,6 @@ from tools.plan.estimate import Estimate, estimate
 from tools.plan.repeat import traced
 from tools.plan.step import GIB, Step, Where
 from tools.plan.trace import accumulation
-from training.metrics import flops_per_token
 
 # What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's published runs reserved
 # memory was 10 to 23 % above the live bytes that we count for the same configurations (docs/planning.md); this is the most.
@@ -102,7 +101,8 @@ class Plan:
             recomputed += times * op.recomputed
         tokens_of_rank = self.tokens_per_step * self.cfg.parallelism.tensor_parallel / self.ask.gpus
         per_token = self.cfg.parallelism.tensor_parallel / tokens_of_rank  # all ranks of a tp group work on these tokens
-        derived = flops_per_token(check.architecture(self.cfg.model), self.cfg.training.seq_len)
+        family, args = train.architecture(self.cfg)
+        derived = family.flops_per_token(args, self.cfg.training.seq_len)
         return derived, counted * per_token, recomputed * per_token
 
     @property

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_iter
 
 import train
 from configs.schema import Config, InputError
-from models import causal_attention
+from models.kernels import causal_attention
 from reliability.collectives import group_of
 from tools.plan.step import Memory, Op, Parameters, Step, Stretch, Where, fuse
 from training import init
@@ -61,7 +61,7 @@ MOVES_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_b
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2, 0),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 4, 1),
-    torch.ops.plumbline.causal_attention_backward.default: (1, 4, 1),  # models/causal_attention.py
+    torch.ops.plumbline.causal_attention_backward.default: (1, 4, 1),  # models/kernels/causal_attention.py
 }
 PRODUCTS = {aten.mm.default: 0, aten.mm.out: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # -> position of the left factor
 
@@ -319,7 +319,7 @@ class Trace(TorchDispatchMode):
     def watch(self, job: train.Job) -> None:
         """Follow the step of this job: its phases by their labels, its blocks by hooks on them."""
         self.job = job
-        mesh, layers = job.mesh, job.model.layers
+        mesh, layers = job.mesh, list(job.model.layers.values())
         for dim in mesh.device_mesh.mesh_dim_names:
             self.dimensions[mesh.device_mesh.get_group(dim).group_name] = dim
 
@@ -351,9 +351,8 @@ class Trace(TorchDispatchMode):
         names = {id(p): name for name, p, _ in kinds}
         for p, state in job.optimizer.state.items():
             kinds += [(names[id(p)], t, "optimizer state") for t in state.values()]
-        for path, module in job.model.named_modules():  # parallelisms/dp.py::keep_masters
-            copies = [vars(module).get(name) for name, _ in module.named_parameters(recurse=False)]
-            kinds += [(f"{path}.", copy, "working weights") for copy in copies if copy is not None]
+        copies = getattr(job.model, "working_copies", {})  # parallelisms/dp.py::keep_masters
+        kinds += [(names[id(p)], copy, "working weights") for p, copy in copies.items()]
         self.stretches, self.births = [], {}
         alive = set(self.numbers.values())
         self.memory = {number: memory for number, memory in self.memory.items() if number in alive}
@@ -399,7 +398,7 @@ def kind_by_life(memory: Memory) -> str:
 
 # A run that does not exist.
 def attention_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What models/causal_attention.py does on CUDA, instead of what it does on CPUs."""
+    """What models/kernels/causal_attention.py does on CUDA, instead of what it does on CPUs."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 

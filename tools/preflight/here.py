@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ class Here:
     hosts: dict[int, str] = field(default_factory=dict)  # on rank 0: rank -> host
     leaders: list[int] = field(default_factory=list)  # on rank 0: the first rank of each host
     cfg: Config | None = None
-    arch: dict = field(default_factory=dict)
+    args: Any = None  # the model's numbers: `Args` of its family
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
     place: Path | None = None  # the temporary folder

@@ -8,6 +8,7 @@ import math
 import os
 import statistics
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import torch
@@ -49,7 +50,7 @@ def measure_data(here: Here) -> dict:
     digests, seconds, count = [], [], 0
     for dp_rank in (0, here.world.rank // shared):  # what all ranks read alike, then this rank's own
         mesh = SimpleNamespace(dp_rank=dp_rank, dp_size=ranks // shared)
-        rows = corpora.rows(here.order, mesh, here.arch["vocab_size"])
+        rows = corpora.rows(here.order, mesh, here.args.vocab_size)
         for step in sorted({0, 1, cfg.training.steps - 1}):
             began = time.perf_counter()
             batch = rows[step]
@@ -93,9 +94,9 @@ def judge_data(here: Here, answers: list[dict]) -> list[Row]:
             rows.append(Row("FAIL", f"{name}: {text}; all hosts must read the same files (share one data.cache)"))
             break
     a = answers[0]
-    if a["n_vocab"] > here.arch["vocab_size"]:
+    if a["n_vocab"] > here.args.vocab_size:
         rows.append(Row("FAIL", f"the tokenizer {here.cfg.data.tokenizer!r} has {a['n_vocab']} tokens, the model's "
-                        f"vocabulary only {here.arch['vocab_size']}: raise model.vocab_size"))  # fmt: skip
+                        f"vocabulary only {here.args.vocab_size}: raise model.vocab_size"))  # fmt: skip
     if rows:
         return rows
     low = min(range(len(answers)), key=lambda r: answers[r]["rate"])
@@ -135,7 +136,7 @@ def measure_step(here: Here) -> dict:
     """Steps of the run on its own batches: the first, and three more to be timed."""
     cfg, job = here.cfg, here.job
     limit_collectives(here, here.limit("step"))
-    batches = here.corpora.rows(here.order, job.mesh, here.arch["vocab_size"])
+    batches = here.corpora.rows(here.order, job.mesh, here.args.vocab_size)
     losses, seconds, finite, skipped = [], [], True, False
     if job.mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # what the checks before have left is none of the run's
@@ -183,7 +184,7 @@ def judge_step(here: Here, answers: list[dict]) -> list[Row]:
     t = here.cfg.training
     rate = t.global_batch_size * t.seq_len / usual
     if not rows:
-        expected = math.log(here.arch["vocab_size"])
+        expected = math.log(here.args.vocab_size)
         rows.append(Row("ok", f"loss {losses[0]:.3f} on all ranks (of random weights {expected:.3f} is expected); the "
                         f"first takes {in_seconds(first)}, then {in_seconds(usual)}: {rate:,.0f} tokens/s"))  # fmt: skip
     most = max(range(len(answers)), key=lambda r: answers[r]["reserved"])
@@ -209,7 +210,7 @@ def measure_save(here: Here) -> dict:
     limit_collectives(here, here.limit("save"))
     fresh = {"load_step": -1, "load_path": "", "load_hf": "", "exclude_from_loading": ()}
     cfg = here.cfg.checkpoint.model_copy(update=fresh)
-    facts, folder = {"family": here.cfg.model.family, "must_match": {"model": here.arch}}, here.place / "checkpoints"
+    facts, folder = {"family": here.cfg.model.family, "must_match": {"model": asdict(here.args)}}, here.place / "checkpoints"
     seconds = {}
     writer = CheckpointManager(cfg, folder, job.mesh, facts)
     writer.load(job.model, job.optimizer)
@@ -249,7 +250,7 @@ def judge_save(here: Here, answers: list[dict]) -> list[Row]:
         return [Row("FAIL", f"{here.named(wrong)} read back other values than were saved ({name} ...): the file system "
                     "or the memory of that host is not to be trusted")]  # fmt: skip
     worst = {key: max(a[key] for a in answers) for key in ("stall", "save", "load")}
-    size = checkpoint_bytes(here.cfg, here.arch)
+    size = checkpoint_bytes(here.cfg, here.args)
     said = f"{in_bytes(size)} saved in {in_seconds(worst['save'])} ({in_bytes(size / worst['save'])}/s), of which "
     said += f"{in_seconds(worst['stall'])} before the next step may begin; read back whole in {in_seconds(worst['load'])}"
     return [Row("ok", said)]

@@ -16,12 +16,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import train
 from checkpoint import state
 from checkpoint.lease import Lease
-from configs import check as rules
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
 from models import MODELS
@@ -84,7 +85,7 @@ def judge_ranks(here: Here, answers: list[dict]) -> list[Row]:
 def measure_config(here: Here) -> dict:
     """Raises InputError for a configuration that the run would refuse."""
     here.cfg = load_config(here.argv, here.world.size, here.world.local_size)
-    here.arch = rules.architecture(here.cfg.model)
+    _, here.args = train.architecture(here.cfg)
     values = {f"{t}.{k}": v for t, options in here.cfg.model_dump(mode="json").items() for k, v in options.items()}
     return {"hash": hashlib.sha256(dump(here.cfg).encode()).hexdigest()[:12], "options": values}
 
@@ -229,7 +230,8 @@ def measure_compute(here: Here) -> dict:
     """The model's largest product in its own type and shapes, and a copy of much memory; on all ranks at once."""
     cuda, cfg = here.device.type == "cuda", here.cfg
     tokens = min(cfg.training.local_batch_size * cfg.training.seq_len, 8192 if cuda else 512)
-    k, n = here.arch["dim"], max(1, here.arch["hidden_dim"] // cfg.parallelism.tensor_parallel)
+    k, n = MODELS[cfg.model.family].largest_product(here.args)
+    n = max(1, n // cfg.parallelism.tensor_parallel)
     a, b = (torch.ones(shape, dtype=here.dtype, device=here.device) for shape in ((tokens, k), (k, n)))
     seconds = best(lambda: multiply(a, b), here.device)
     block = torch.ones((1 << 28) if cuda else (1 << 24), dtype=torch.float32, device=here.device)  # 1 GB, 64 MB
@@ -317,7 +319,7 @@ def measure_folder(here: Here) -> dict:
     free = shutil.disk_usage(here.place).free
     if here.world.rank == 0:
         here.lease = Lease(here.place / ".lease")  # before its token: who sees that one must be refused the lease
-    share = checkpoint_bytes(here.cfg, here.arch) / here.world.size
+    share = checkpoint_bytes(here.cfg, here.args) / here.world.size
     size = int(max(1 << 22, min(share, 1 << 28, free / 20 / here.world.size)))
     data = os.urandom(1 << 20) * -(-size // (1 << 20))
     began = time.perf_counter()
@@ -361,11 +363,11 @@ def _lock(here: Here) -> str:
     return "given twice"
 
 
-def checkpoint_bytes(cfg: Config, arch: dict) -> int:
+def checkpoint_bytes(cfg: Config, args: Any) -> int:
     """Of one checkpoint: weights and optimizer state, from the model and optimizer as the run builds them, on meta."""
     family = MODELS[cfg.model.family]
     with torch.device("meta"):
-        model = family.build(arch)
+        model = family.build(args)
         optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
         state.materialise(optimizer)
     return sum(t.numel() * t.element_size() for t in state.tensors(model, optimizer).values())
@@ -387,7 +389,7 @@ def judge_folder(here: Here, answers: list[dict]) -> list[Row]:
         return [Row("FAIL", f"{seen}{f' (the folder is {where})' if where else ''}: run.folder must be one "
                     f"folder on a file system that all hosts share; {len(apart)} ranks miss files of others")]  # fmt: skip
     rows = []
-    size, kept = checkpoint_bytes(here.cfg, here.arch), checkpoints_kept(here.cfg)
+    size, kept = checkpoint_bytes(here.cfg, here.args), checkpoints_kept(here.cfg)
     free = min(a["free"] for a in answers)
     folder = Path(answers[0]["place"]).parent
     need = f"{kept} checkpoints of {in_bytes(size)} (checkpoint.keep_last + 1) need {in_bytes(kept * size)}"

@@ -108,11 +108,11 @@ def messages(here: Here) -> dict[str, tuple[int, torch.dtype]]:
     """
     mesh, t = here.job.mesh, here.cfg.training
     reduced = dp.DTYPES[t.reduce_dtype]
-    block = sum(p.numel() for p in here.job.model.layers[0].parameters()) / mesh.tp
+    block = sum(p.numel() for p in here.job.model.layers["0"].parameters()) / mesh.tp
     elements = {
         "dp_shard": (block, here.dtype),
         "dp_replicate": (block / mesh.dp_shard, reduced),
-        "tp": (t.local_batch_size * t.seq_len * here.arch["dim"], here.dtype),
+        "tp": (t.local_batch_size * t.seq_len * here.args.dim, here.dtype),
     }
     return {dim: (int(min(count * dtype.itemsize, 1 << 30)), dtype) for dim, (count, dtype) in elements.items()}
 

@@ -1,4 +1,8 @@
-"""Attention that stays inside the documents of a packed window (`data.mask_documents`), for any model of this folder.
+"""Attention that stays inside the documents of a packed window (`data.mask_documents`).
+
+You can skip this file. `document_attention` computes what `causal_attention` would compute on each document alone. On a GPU
+it is one call of PyTorch's `varlen_attn`. Most of the file is the same for a CPU, where PyTorch has no such kernel: a loop
+over the documents, wrapped into one operator so that autograd, torch.compile and checkpointing see a single call.
 
 Shapes:  B batch   T sequence   N documents of a micro-batch   H query heads   K key/value heads   E head_dim
 """
@@ -10,19 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from models.causal_attention import cpu_causal_attention_backward
+from models.kernels.causal_attention import cpu_causal_attention_backward
 
 LONG = 256  # tokens of a document from which on products take 0.3 to 1 of the kernel's time; at 64 they take 1 to 4 times of it
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents that are packed into a micro-batch, for attention and rotary positions that stay inside them.
+    """The documents that are packed into a micro-batch, for attention that stays inside them.
 
-    Made once per micro-batch, on the host, where the batch comes from: neither N nor `longest` must be asked of a GPU.
+    It is made once per micro-batch, on the host, where the batch comes from: neither N nor `longest` must be asked of a GPU.
+    The positions of the tokens are a separate input of the model, because a part of a sequence has positions of its own but
+    needs the table of all documents.
     """
 
-    positions: Tensor  # int64 [B, T]: of every token within its document
     starts: Tensor  # int32 [N + 1]: where each document begins among the B*T tokens, and B*T; no document spans two rows
     longest: int  # tokens of the longest document
 
@@ -34,7 +39,7 @@ class Documents:
         longest = int(starts.diff().max())
         if device.type == "cuda":
             starts = starts.pin_memory()  # a copy from pageable memory would wait for the GPU
-        return cls(positions.to(device, non_blocking=True), starts.to(device, non_blocking=True), longest)
+        return cls(starts.to(device, non_blocking=True), longest)
 
 
 @torch.library.custom_op("plumbline::document_attention", mutates_args=())
