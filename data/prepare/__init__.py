@@ -143,7 +143,7 @@ def _make(folder: str, key: str, cfg: Data, files: list[sources.File], log: Log,
             job.finish(job.run(workers, lock, log), key, log)
         if sources.find(cfg.source) != files:
             shutil.rmtree(temporary)
-            raise InputError(f"data.source: {cfg.source} changed while it was read: run again when it stays the same")
+            raise InputError(f"data.source: {cfg.source} changed while it was read: run again when nothing changes it")
         shutil.rmtree(os.path.join(temporary, "parts"), ignore_errors=True)
         os.rename(temporary, folder)
         sync(os.path.dirname(folder))

@@ -99,7 +99,7 @@ class SplitWriter:
         self.paths = {"tokens": self.shard, **tables}
         self.suffix = f".tmp{os.getpid()}"  # on a network file system another host may write the same part
         self.files = {name: open(f"{path}{self.suffix}", "wb", 1 << 20) for name, path in self.paths.items()}
-        self.columns = {table: array(dtype.char) for table, dtype in TABLES.items()}  # in the machine's byte order: little-endian
+        self.columns = {table: array(dtype.char) for table, dtype in TABLES.items()}  # in machine order: little-endian
         self.sha256 = hashlib.sha256()
         self.documents = self.tokens = self.bytes = self.token_bytes = 0
 
