@@ -37,7 +37,8 @@ def apply(model: nn.Module, mesh: Mesh, recipe: str, emulate: bool) -> nn.Module
         if capability < CAPABILITY[recipe]:
             raise InputError(
                 f'training.float8 = "{recipe}" needs a GPU of compute capability {"{}.{}".format(*CAPABILITY[recipe])}, this is '
-                f'{"{}.{}".format(*capability) if any(capability) else "a CPU"}: set it to "none", or debug.emulate_float8 = true to see its rounding'
+                f'{"{}.{}".format(*capability) if any(capability) else "a CPU"}: set it to "none", or '
+                'debug.emulate_float8 = true to see its rounding'
             )
     odd = [name for name, layer in model.layers.named_modules() if isinstance(layer, nn.Linear)
            and (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]  # fmt: skip
