@@ -38,13 +38,12 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from configs.schema import Data, InputError
+from configs.schema import Data, InputError, is_prepared
 from data import sources
 from data.loader import Batch, LoaderError, as_batch, shapes_of
 from data.order import permute
 from data.prepare.encoding import encode, open_tokenizer
 from data.tokenizer import Tokenizer
-from data.tokens import is_prepared
 
 LEAST, MOST = 1 << 18, 64_000_000  # bytes of a unit, about: it is cheap to open, and takes seconds to read again
 UNITS = 8  # for each stream, if there is enough text: the more units, the more even the streams
