@@ -145,7 +145,8 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
     # int64 [A, b, T], on the CPU, with data.mask_documents; otherwise every sequence has the same, [T].
     within_documents = batch.get("positions")
     positions = torch.arange(tokens.shape[-1], device=mesh.device)
-    total, losses = torch.zeros((), device=mesh.device), torch.empty(labels.shape, device=mesh.device)
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)  # float32 rounds at every micro-batch
+    losses = torch.empty(labels.shape, device=mesh.device)
 
     def summed_loss(a: int, h: Tensor, weight: Tensor) -> Tensor:
         """The loss of micro-batch a. The model calls it inside its forward, where FSDP has gathered `weight`."""
@@ -164,7 +165,7 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
         with record_function("backward"):
             scaled.backward()
         total += loss.detach()
-    return mesh.sum_over_dp(total) / counted, losses, prepare_seconds
+    return (mesh.sum_over_dp(total) / counted).float(), losses, prepare_seconds
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:

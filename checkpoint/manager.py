@@ -381,7 +381,7 @@ class CheckpointManager:
         self, path: Path, manifest: dict, live: dict, content: str, exclude: tuple[str, ...] = (), rng: bool = False
     ) -> None:
         wanted = state.select(live, content, exclude)
-        state.check_fits(path, manifest, wanted, content, exclude)
+        state.check_fits(path, manifest, wanted, content, exclude, self.group)
         if rng:
             wanted |= {name: t for name, t in live.items() if name.startswith("rng.") and name in manifest["tensors"]}
         state.read(path, manifest, wanted, self.buffers, self.cfg.verify_on_load, self.group)

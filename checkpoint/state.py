@@ -158,10 +158,14 @@ def mismatches(there: Any, here: Any, key: str = "") -> list[str]:
     return [] if there == here else [f"{key} is {json.dumps(there)} in the checkpoint and {json.dumps(here)} here"]
 
 
-def check_fits(path: Path, manifest: dict, wanted: dict, content: str, exclude: tuple[str, ...] = ()) -> None:
+def check_fits(
+    path: Path, manifest: dict, wanted: dict, content: str, exclude: tuple[str, ...] = (), group: dist.ProcessGroup | None = None
+) -> None:
     """Raises InputError, naming some of the differences, if the tensors of a checkpoint are not those that are wanted.
 
-    Nothing is cast, cropped or left out silently: a type, a shape, a name too many or too few is a difference.
+    Nothing is cast, cropped or left out silently: a type, a shape, a name too many or too few is a difference. `wanted` are
+    this rank's tensors. With a group, every rank of it calls this and all come to the same verdict: a rank may hold a part of
+    the model only, as a stage of a pipeline does, so a tensor is too many if no rank wants it.
     """
     lines, stored = [], manifest["tensors"]
     for name, tensor in wanted.items():
@@ -171,7 +175,16 @@ def check_fits(path: Path, manifest: dict, wanted: dict, content: str, exclude: 
             lines.append(f"{name} has shape {there} there and {list(tensor.shape)} here")
         elif (there := stored[name]["dtype"]) != CODES[tensor.dtype]:
             lines.append(f"{name} has type {there} there and {CODES[tensor.dtype]} here")
-    lines += [f"{name} is in it and not in this run" for name in select(stored, content, exclude) if name not in wanted]
+    names = list(select(stored, content, exclude))
+    flags = torch.tensor([bool(lines), *(name in wanted for name in names)], dtype=torch.uint8)
+    if group is not None:
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group)
+    differs, *is_wanted = flags.tolist()
+    if differs and group is not None:
+        of_ranks: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, lines[:1000], group)
+        lines = list(dict.fromkeys(line for of_rank in of_ranks for line in of_rank))
+    lines += [f"{name} is in it and not in this run" for name, flag in zip(names, is_wanted, strict=True) if not flag]
     if lines:
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise InputError(f"{path} does not fit this model and optimizer: {'; '.join(lines[:4])}{more}")
