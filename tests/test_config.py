@@ -13,7 +13,7 @@ import pytest
 from configs import check
 from configs.load import OPTIONS, TABLES, ConfigError, _toml, allowed, dump, help_text, json_schema, load_config, main
 from configs.schema import Config, InputError, Model, Parallelism
-from models import FAMILIES
+from models import FAMILIES, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = sorted((ROOT / "configs").glob("*.toml"))
@@ -622,6 +622,33 @@ def test_rule(name, monkeypatch):
     assert_says(problems[0], words)
 
 
+def test_the_bpe_vocabulary_counts_only_where_a_tokenizer_is_trained(tmp_path_factory):
+    """A prepared folder has its own tokenizer, and a folder that is not on this machine may be prepared. Text is not."""
+    place = tmp_path_factory.mktemp("data")
+    for name in ("prepared", "raw"):
+        (place / name).mkdir()
+        (place / name / "a.txt").write_text("text")
+    for name in ("manifest.json", "tokenizer.json", "names.starts"):
+        (place / "prepared" / name).write_text("")
+
+    def refused(*sources: str) -> bool:
+        rows = [f'{{name = "s{i}", source = "{source}", weight = 1.0}}' for i, source in enumerate(sources)]
+        given = f"--data.mixture=[{', '.join(rows)}]" if len(rows) > 1 else f"--data.source={sources[0]}"
+        try:
+            cfg = load_config([*case("model.vocab_size=300"), given], 1, 1)
+        except ConfigError as error:
+            assert all("data.bpe_vocab_size = 4096 is more" in problem for problem in error.problems), error
+            return True
+        assert [row.source for row in cfg.data.mixture] == list(sources) or cfg.data.source == sources[0]
+        return False
+
+    prepared, raw = f"{place}/prepared", f"{place}/raw"
+    for sources in ([prepared], ["/only/on/the/cluster"], [prepared, "/only/on/the/cluster"]):
+        assert not refused(*sources), sources
+    for sources in ([raw], [f"{place}/*"], ["stdlib"], ["hf:c4"], [prepared, raw]):
+        assert refused(*sources), sources
+
+
 def test_no_case_without_a_rule():
     assert set(RULE_CASES) == set(EVERY_RULE)
 
@@ -967,6 +994,7 @@ def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
     source = models / "y.toml"  # any name will do: it is read, never imported
     source.write_text(
         f"raise SystemExit('imported')\nfrom models.dense import OPTIONS, RULES\nOTHER = FLAVORS = 1\nFLAVORS = {rows!r}\n"
+        "OPTIONS = {name: row for name, row in OPTIONS.items() if name != 'rope_theta'}\n"
         'FOLLOWS = {"head_dim": (("dim", "n_heads"), lambda m: m["dim"] / m["n_heads"])}\n'
     )
     source.rename(models / "llama.py")
@@ -980,8 +1008,14 @@ def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
         assert read(flavor="tiny", dim=66)["head_dim"] == 16.5
         with pytest.raises(InputError, match="tiny, big; did you mean \"big\""):
             read(flavor="bgi")
+        with pytest.raises(InputError, match="model.rope_theta: the family llama has no such number; remove it"):
+            read(flavor="tiny", rope_theta=5.0)
+        (models / "other.py").write_text("FLAVORS = {}\n")
+        with pytest.raises(ValueError, match="other.py has no table OPTIONS"):
+            tables("other", models)
     finally:
-        (models / "llama.py").unlink()
+        for path in models.iterdir():
+            path.unlink()
 
 
 def test_architectures_are_the_published_ones():

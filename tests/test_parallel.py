@@ -39,8 +39,8 @@ TWO_MICRO_BATCHES = "two micro-batches"  # trajectory() makes the option: it dep
 
 # factor -> {setting: options}. The first setting of a factor is the plain model's.
 NUMBERS = {  # what is computed: every combination of these has an oracle of its own
-    "model": {"llama": []},
-    "embeddings": {"untied": [], "tied": ["--model.tied_embeddings=true"]},
+    "model": {"llama": [], "qwen3": ["--model.family=qwen3"]},
+    "embeddings": {"untied": ["--model.tied_embeddings=false"], "tied": ["--model.tied_embeddings=true"]},
     "optimizer": {"adamw": ADAMW, "sgd": SGD},
     "clipping": {"none": [], "in force": ["--training.max_norm=0.1"]},  # every norm of these runs is above 0.1 and below 1
 }
@@ -275,6 +275,27 @@ def unscaled(options: list[str], dp_size: int) -> dict:
     """The bug put in: no micro-batch counts as the last, so gradients are never reduced."""
     real, dp.synchronise_gradients = dp.synchronise_gradients, lambda model, last, accumulate: real(model, False, accumulate)
     return trajectory(options, dp_size)
+
+
+def unsummed_gain(options: list[str], dp_size: int) -> dict:
+    """The bug put in (Megatron-LM #7452, finding 11): every rank keeps the gradient of QK-norm's gain from its own heads."""
+
+    class Local(tp.ParallelStyle):
+        def _apply(self, module: torch.nn.Module, device_mesh: object) -> torch.nn.Module:
+            tp.distribute_module(module, device_mesh)
+            norm = torch.nn.functional.rms_norm
+            module.forward = lambda x: norm(x, module.normalized_shape, module.weight.to_local(), module.eps)
+            return module
+
+    tp.STYLES["heads"] = Local
+    return trajectory(options, dp_size)
+
+
+def test_negative_control_qk_norm_whose_gradient_is_not_summed_over_heads():
+    ranks, options, dp_size = MESHES["tp2"]
+    seen = run_ranks(ranks, unsummed_gain, [*options_of(combination_of(model="qwen3")), *options], dp_size)[0]
+    problems = compare("unsummed", seen, plain(model="qwen3"))
+    assert any("grad of layers.0.attention.k_norm" in p for p in problems), problems
 
 
 def test_negative_control_missing_reduction_is_noticed():
