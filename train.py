@@ -150,7 +150,7 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
     def summed_loss(a: int, h: Tensor, weight: Tensor) -> Tensor:
         """The loss of micro-batch a. The model calls it inside its forward, where FSDP has gathered `weight`."""
         with record_function("loss"):
-            return linear_cross_entropy(h, weight, labels[a], cfg.training.loss_chunk_tokens, losses[a])
+            return linear_cross_entropy(h, weight, labels[a], cfg.training.loss_chunk_tokens, each=losses[a])
 
     for a in range(len(tokens)):
         dp.synchronise_gradients(model, a == len(tokens) - 1, cfg.parallelism.accumulate_gradients)
