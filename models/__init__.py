@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from models.family import Family
 
-FAMILIES = ("llama",)
+FAMILIES = ("llama", "qwen3")
 HERE = Path(__file__).resolve().parent
 
 

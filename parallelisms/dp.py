@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 
 from configs.schema import Parallelism, Training
 from parallelisms.mesh import Mesh
@@ -67,32 +68,71 @@ def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) ->
 def keep_masters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Mixed precision on one rank, in place: the parameters stay float32, forward and backward work on copies in `dtype`.
 
-    A copy lies in its module's `__dict__`, where `self.weight` finds it first; `model.parameters()`, the optimizer and
-    checkpoints see the parameter. Its gradient is added to the parameter's, in float32, as soon as backward has it. Each
-    forward makes the copies anew but where the gradient is as the last backward left it: the next micro-batch of a step.
-    (A parameter's own version does not tell: fused AdamW does not count it up.)
+    While the model's forward runs, and while backward does (which may run parts of forward again), the copies lie in their
+    modules' `__dict__`, where `self.weight` finds them first. At all other times `layer.wq.weight` is the parameter itself, so
+    an edit of a weight reaches what is trained. Only floating-point parameters that require a gradient are copied; a bias that
+    a router sets by itself stays as it is. `model.working_copies` maps parameters to copies.
+
+    A copy's gradient is added to the parameter's, in float32, as soon as backward has it. Each forward copies the values anew,
+    except in the middle of a step, where the gradient is as the last backward left it and the parameter has the same version.
+    (The version alone does not tell: fused AdamW does not count it up.) To autograd a second copy of the same values is no
+    change, so several forwards may come before their backwards. An edit between the two is an error, as in PyTorch itself.
 
     The numbers are bitwise those of FSDP2's MixedPrecisionPolicy on one rank (tests/test_speed.py), which moves every
     weight through a gather buffer and every gradient through a reduce buffer: 5% of a step on CPU.
     """
-    left: dict[nn.Parameter, int] = {}  # version of the gradient that backward left
+    copies: dict[nn.Parameter, torch.Tensor] = {}
+    copied: dict[nn.Parameter, int] = {}  # version of the parameter when it was copied
+    left: dict[nn.Parameter, int] = {}  # version of the parameter's gradient when backward left it
+    places: list[tuple[nn.Module, str, torch.Tensor]] = []  # module, name of its parameter, the copy
 
-    def hand_on(master: nn.Parameter, copy: torch.Tensor) -> None:
+    def add_gradient(master: nn.Parameter, copy: torch.Tensor) -> None:
         grad, copy.grad = copy.grad.to(master.dtype), None
         master.grad = grad if master.grad is None else master.grad.add_(grad)
         left[master] = master.grad._version
 
-    @torch.no_grad()
-    def refresh(model: nn.Module, _: tuple) -> None:
-        for module in model.modules():
-            for name, master in module.named_parameters(recurse=False):
-                if name not in module.__dict__:
-                    copy = module.__dict__[name] = master.to(dtype).requires_grad_()
-                    copy.register_post_accumulate_grad_hook(partial(hand_on, master))
-                elif master.grad is None or master.grad._version != left.get(master):
-                    module.__dict__[name].copy_(master)
+    def copy_of(master: nn.Parameter) -> torch.Tensor:
+        if master not in copies:
+            copy = copies[master] = master.to(dtype).requires_grad_()
+            copy.register_post_accumulate_grad_hook(partial(add_gradient, master))
+        elif copied[master] != master._version:
+            copies[master].copy_(master)
+        elif master.grad is None or master.grad._version != left.get(master):
+            copies[master].data.copy_(master)  # most often the same values: what is done to .data does not count as a change
+        copied[master] = master._version
+        return copies[master].requires_grad_(master.requires_grad)  # it may have been frozen since
 
-    model.register_forward_pre_hook(refresh)
+    def show() -> None:
+        for module, name, copy in places:
+            module.__dict__[name] = copy
+
+    def hide() -> None:
+        for module, name, _ in places:
+            module.__dict__.pop(name, None)
+
+    @torch.no_grad()
+    def forward_begins(model: nn.Module, _: tuple) -> None:
+        places[:] = [
+            (module, name, copy_of(param))
+            for module in model.modules()
+            for name, param in module.named_parameters(recurse=False)
+            if param in copies or (param.is_floating_point() and param.requires_grad and param.dtype != dtype)
+        ]
+        show()
+
+    def backward_begins(_: torch.Tensor) -> None:
+        show()
+        torch.autograd.Variable._execution_engine.queue_callback(hide)  # at its end; FSDP2 has no other way either
+
+    def forward_ends(_: nn.Module, __: tuple, output: object) -> None:
+        hide()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(backward_begins)
+
+    model.working_copies = copies
+    model.register_forward_pre_hook(forward_begins)
+    model.register_forward_hook(forward_ends, always_call=True)  # also when forward fails
     return model
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models import llama
+from models import llama, qwen3
 
 ROPE_31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 16}
 LLAMA = llama.Args(
@@ -15,11 +15,17 @@ LLAMA = llama.Args(
     rope_scaling=None, norm_eps=1e-5, max_seq_len=64, tied_embeddings=False,
 )  # fmt: skip
 LLAMA3 = replace(LLAMA, n_kv_heads=2, rope_theta=500000.0)
+QWEN3 = qwen3.Args(
+    dim=42, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=10, hidden_dim=53, vocab_size=97, rope_theta=1e6,
+    norm_eps=1e-6, max_seq_len=64, tied_embeddings=False,
+)  # fmt: skip
 SHAPES = {  # name -> the family and its numbers
     "llama2": (llama, LLAMA),
     "llama3": (llama, LLAMA3),
     "llama3.1": (llama, replace(LLAMA3, n_kv_heads=3, rope_scaling=ROPE_31)),
     "llama3.2": (llama, replace(LLAMA3, rope_scaling=ROPE_31 | {"factor": 32.0}, tied_embeddings=True)),
+    "qwen3": (qwen3, QWEN3),
+    "qwen3 tied": (qwen3, replace(QWEN3, tied_embeddings=True)),
 }
 
 

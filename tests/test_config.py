@@ -13,7 +13,7 @@ import pytest
 from configs import check
 from configs.load import OPTIONS, TABLES, ConfigError, _toml, allowed, dump, help_text, json_schema, load_config, main
 from configs.schema import Config, InputError, Model, Parallelism
-from models import FAMILIES
+from models import FAMILIES, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = sorted((ROOT / "configs").glob("*.toml"))
@@ -967,6 +967,7 @@ def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
     source = models / "y.toml"  # any name will do: it is read, never imported
     source.write_text(
         f"raise SystemExit('imported')\nfrom models.dense import OPTIONS, RULES\nOTHER = FLAVORS = 1\nFLAVORS = {rows!r}\n"
+        "OPTIONS = {name: row for name, row in OPTIONS.items() if name != 'rope_theta'}\n"
         'FOLLOWS = {"head_dim": (("dim", "n_heads"), lambda m: m["dim"] / m["n_heads"])}\n'
     )
     source.rename(models / "llama.py")
@@ -980,8 +981,14 @@ def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
         assert read(flavor="tiny", dim=66)["head_dim"] == 16.5
         with pytest.raises(InputError, match="tiny, big; did you mean \"big\""):
             read(flavor="bgi")
+        with pytest.raises(InputError, match="model.rope_theta: the family llama has no such number; remove it"):
+            read(flavor="tiny", rope_theta=5.0)
+        (models / "other.py").write_text("FLAVORS = {}\n")
+        with pytest.raises(ValueError, match="other.py has no table OPTIONS"):
+            tables("other", models)
     finally:
-        (models / "llama.py").unlink()
+        for path in models.iterdir():
+            path.unlink()
 
 
 def test_architectures_are_the_published_ones():

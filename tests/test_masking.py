@@ -392,7 +392,7 @@ def beside_hugging_face(shape: str) -> dict:
     return {"logits": worst, "grads": max(((mine[a].grad - hfs[b].grad).norm() / hfs[b].grad.norm()).item() for a, b in pairs)}
 
 
-@pytest.mark.parametrize("shape", ["llama3.1", "llama3.2"])
+@pytest.mark.parametrize("shape", ["llama3.1", "llama3.2", "qwen3"])
 def test_equals_hugging_face_on_each_document(shape):
     pytest.importorskip("transformers")
     seen = run_ranks(1, beside_hugging_face, shape)[0]

@@ -44,6 +44,17 @@ def test_the_parameters_that_a_family_counts_are_those_of_the_model(name, tied):
     assert "3 layers" in MODELS[name].describe(args)
 
 
+@pytest.mark.parametrize("name, flavor, billions", [
+    ("llama", "8B", 8.030), ("llama", "70B", 70.554), ("llama", "405B", 405.853),  # the names of the checkpoints on the hub
+    ("qwen3", "0.6B", 0.596), ("qwen3", "1.7B", 1.721), ("qwen3", "4B", 4.022), ("qwen3", "8B", 8.191),
+    ("qwen3", "14B", 14.768), ("qwen3", "32B", 32.762),
+])  # fmt: skip
+def test_published_totals(name, flavor, billions):
+    """As model.safetensors.index.json and the model cards on the Hugging Face hub count them."""
+    family = MODELS[name]
+    assert round(family.parameters(family.Args(**family.FLAVORS[flavor])) / 1e9, 3) == billions
+
+
 @every_family
 @pytest.mark.parametrize("tied", [False, True])
 def test_stages_of_a_pipeline_are_the_whole_model(name, tied):

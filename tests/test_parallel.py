@@ -28,6 +28,7 @@ from tests.covering import covering_array, every_pair, pairs
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, MESHES, SMALL_MODEL, Count, whole
 from tools.bench import harness
+from training import optim
 
 STEPS, SEQ, BATCH, VOCAB = 5, 16, 24, 263
 OPTIONS = [
@@ -38,9 +39,10 @@ TWO_MICRO_BATCHES = "two micro-batches"  # trajectory() makes the option: it dep
 
 # factor -> {setting: options}. The first setting of a factor is the plain model's.
 NUMBERS = {  # what is computed: every combination of these has an oracle of its own
-    "model": {"llama": []},
-    "embeddings": {"untied": [], "tied": ["--model.tied_embeddings=true"]},
+    "model": {"llama": [], "qwen3": ["--model.family=qwen3"]},
+    "embeddings": {"untied": ["--model.tied_embeddings=false"], "tied": ["--model.tied_embeddings=true"]},
     "optimizer": {"adamw": ADAMW, "sgd": SGD},
+    "clipping": {"none": [], "in force": ["--training.max_norm=0.1"]},  # every norm of these runs is above 0.1 and below 1
 }
 EXECUTION = {  # how it is computed: no setting may change the numbers
     "checkpointing": {mode: [f"--activation_checkpoint.mode={mode}"] for mode in ("none", "full", "every_n", "selective")},
@@ -275,12 +277,60 @@ def unscaled(options: list[str], dp_size: int) -> dict:
     return trajectory(options, dp_size)
 
 
+def unsummed_gain(options: list[str], dp_size: int) -> dict:
+    """The bug put in (Megatron-LM #7452, finding 11): every rank keeps the gradient of QK-norm's gain from its own heads."""
+
+    class Local(tp.ParallelStyle):
+        def _apply(self, module: torch.nn.Module, device_mesh: object) -> torch.nn.Module:
+            tp.distribute_module(module, device_mesh)
+            norm = torch.nn.functional.rms_norm
+            module.forward = lambda x: norm(x, module.normalized_shape, module.weight.to_local(), module.eps)
+            return module
+
+    tp.STYLES["heads"] = Local
+    return trajectory(options, dp_size)
+
+
+def test_negative_control_qk_norm_whose_gradient_is_not_summed_over_heads():
+    ranks, options, dp_size = MESHES["tp2"]
+    seen = run_ranks(ranks, unsummed_gain, [*options_of(combination_of(model="qwen3")), *options], dp_size)[0]
+    problems = compare("unsummed", seen, plain(model="qwen3"))
+    assert any("grad of layers.0.attention.k_norm" in p for p in problems), problems
+
+
 def test_negative_control_missing_reduction_is_noticed():
     ranks, options, dp_size = MESHES["fsdp2"]
     with pytest.raises(AssertionError):
         check_one = run_ranks(ranks, unscaled, [*ADAMW, *options], dp_size)[0]
         problems = compare("unreduced", check_one, plain())
         assert not problems, "\n".join(problems)
+
+
+def norm_without(dimension: str, options: list[str], dp_size: int) -> dict:
+    """The bug put in: the gradient norm is not summed over one dimension of the mesh, so ranks clip by different factors."""
+    split_over = optim._split_over
+
+    def too_few(grad: torch.Tensor) -> tuple[int, ...]:
+        names = grad.device_mesh.mesh_dim_names
+        return tuple(d for d in split_over(grad) if names[d] != dimension)
+
+    optim._split_over = too_few
+    return trajectory(options, dp_size)
+
+
+@pytest.mark.parametrize("dimension", ["dp_shard", "tp"])
+def test_negative_control_a_norm_of_a_part_shows_in_the_weights_if_it_clips(dimension):
+    ranks, options, dp_size = MESHES["fsdp2xtp2"]
+    clipping = ["--training.max_norm=0.1"]
+    seen = run_ranks(ranks, norm_without, dimension, [*ADAMW, *clipping, *options], dp_size)[0]
+    problems = compare("a part", seen, plain(clipping="in force"))
+    assert sum("weights of" in problem for problem in problems) > 20, problems
+
+
+def test_clipping_is_in_force_where_a_run_says_so():
+    free, clipped = plain(), plain(clipping="in force")
+    assert all(0.1 < norm < 1 for seen in (free, clipped) for norm in seen["norm"])
+    assert all(np.linalg.norm(clipped["weights"][n] - w) > 1e-4 * np.linalg.norm(w) for n, w in free["weights"].items())
 
 
 def test_same_mesh_twice_is_bitwise_equal():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks, step_timeout
+from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.runs import ROOT, STEPS, environment, free_port, run, samples, series, tiny_run
 from tools.bench.faults import WRAPPER
 from reliability.goodput import account, read
@@ -50,7 +50,7 @@ def ended(launchers: list[subprocess.Popen], seconds: float = 150) -> tuple[list
     said = []
     for launcher in launchers:
         try:
-            said.append(launcher.communicate(timeout=seconds)[1])
+            said.append(launcher.communicate(timeout=seconds * NEIGHBOURS)[1])
         except subprocess.TimeoutExpired:
             for other in launchers:
                 other.kill()
@@ -129,7 +129,7 @@ def test_a_node_that_does_not_come_back_leaves_a_smaller_run_and_a_returned_one_
     metrics = folder / "metrics.jsonl"
 
     def reached(step: int) -> None:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 90 * NEIGHBOURS
         while not (metrics.exists() and metrics.read_text().count("\n") >= step):
             assert time.monotonic() < deadline and first[0].poll() is None, ended(first)
             time.sleep(0.05)

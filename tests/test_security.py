@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 
+from tests.ranks import NEIGHBOURS
 from tests.runs import environment, tiny_run
 ROOT = Path(__file__).resolve().parent.parent
 CANARY = "canary-8f3b1c"
@@ -70,13 +71,13 @@ def a_run(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[P
     here = environment(NGPU=str(request.param), OMP_NUM_THREADS="1", **SECRETS)
     with open(place / "said", "w") as file:
         process = subprocess.Popen(["sh", "-c", 'umask 000; exec "$@"', "_", *command], env=here, stdout=file, stderr=file)
-    found, deadline = set(), time.monotonic() + 60
+    found, deadline = set(), time.monotonic() + 60 * NEIGHBOURS
     while not list((place / "run" / "checkpoints").glob("step-*")):
         assert process.poll() is None and time.monotonic() < deadline, (place / "said").read_text()
         found |= listening(descendants(process.pid))
         time.sleep(0.1)
     process.terminate()
-    assert process.wait(60) == 75, (place / "said").read_text()
+    assert process.wait(60 * NEIGHBOURS) == 75, (place / "said").read_text()
     return place, (place / "said").read_text(), found
 
 

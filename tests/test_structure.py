@@ -73,6 +73,43 @@ def test_no_modules_import_each_other_in_a_circle():
         raise AssertionError(f"a circle of imports: {' <- '.join(error.args[1])}") from None
 
 
+OUTSIDE_MODELS = (
+    "train.py", "configs/check.py", "configs/schema.py", "training", "checkpoint", "parallelisms", "tools/convert.py",
+    "tools/generate.py", "tools/plan", "tools/preflight",
+)  # fmt: skip
+# The layers' names and the numbers that only some families have. `configs/` reads the latter from models/, as words.
+OF_A_FAMILY = re.compile(
+    r"\b(wq|wk|wv|wo|w[123](?!\.org)|n_heads|n_kv_heads|head_dim|hidden_dim|rope_theta|rope_scaling|feed_forward|attention_norm"
+    r"|ffn_norm|q_norm|k_norm|q_proj|k_proj|lm_head|self_attn)\b"
+)
+
+
+def names_of_a_family(source: str) -> set[str]:
+    """The names that code uses: identifiers, attributes, and strings that are no docstring."""
+    tree, words = ast.parse(source), set()
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        text = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            text = node.value
+        words |= set(OF_A_FAMILY.findall(text)) if isinstance(text, str) else set()
+    return words
+
+
+def test_only_models_know_the_names_of_a_familys_layers():
+    """So that another family is one file of models/ and a name in its registry."""
+    paths = [path for name in OUTSIDE_MODELS for path in ([ROOT / name] if name.endswith(".py") else sorted((ROOT / name).rglob("*.py")))]
+    assert len(paths) > 40
+    known = {str(path.relative_to(ROOT)): names_of_a_family(path.read_text(encoding="utf-8")) for path in paths}
+    assert not {path: words for path, words in known.items() if words}
+
+
+def test_negative_control_a_family_name_outside_models_is_seen():
+    assert names_of_a_family('flops = args.n_kv_heads * sizes["head_dim"]') == {"n_kv_heads", "head_dim"}
+    assert names_of_a_family("layer.attention.wq.weight") == {"wq"}
+    assert not names_of_a_family('"""The gradient of wq."""\nheads = 3')
+
+
 def symbols(path: Path) -> set[str]:
     """Top-level names of a Python file, and Class.member."""
     names = set()

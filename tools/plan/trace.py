@@ -351,9 +351,8 @@ class Trace(TorchDispatchMode):
         names = {id(p): name for name, p, _ in kinds}
         for p, state in job.optimizer.state.items():
             kinds += [(names[id(p)], t, "optimizer state") for t in state.values()]
-        for path, module in job.model.named_modules():  # parallelisms/dp.py::keep_masters
-            copies = [vars(module).get(name) for name, _ in module.named_parameters(recurse=False)]
-            kinds += [(f"{path}.", copy, "working weights") for copy in copies if copy is not None]
+        copies = getattr(job.model, "working_copies", {})  # parallelisms/dp.py::keep_masters
+        kinds += [(names[id(p)], copy, "working weights") for p, copy in copies.items()]
         self.stretches, self.births = [], {}
         alive = set(self.numbers.values())
         self.memory = {number: memory for number, memory in self.memory.items() if number in alive}
