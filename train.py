@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from reliability.guard import Guard
 from reliability.record import Start, hosts, source_hash
 from reliability.stop import STOP_SIGNALS, STOPPED, Stop  # noqa: F401  the signals are tools/preflight's too
 from training import init, log
+from training.feed import Feed
 from training.loss import IGNORE, linear_cross_entropy
 from training.meter import Meter
 from training.metrics import Metrics, model_summary, peak_flops
@@ -107,8 +107,8 @@ def train_step(job: Job, batch: dict[str, Tensor], skip_above: float = math.inf,
     A gradient whose norm is above `skip_above` changes no weight (training.skip_spikes). With `replay` the gradient is
     computed twice and compared with itself (debug.replay_interval).
 
-    `record_function` names the phases of a step, here and in `gradients`: forward, loss, backward, clip, optimizer. The
-    profiler shows these names, and tools/plan/trace.py and tools/bench/sections.py find the phases by them alone.
+    `record_function` names the phases of a step: forward, loss (in training/feed.py), backward, clip, optimizer. The
+    profiler shows these names, and tools/plan and tools/bench/sections.py find the phases by them alone.
     """
     if replay:
         (loss, losses, prepare_seconds), unlike = collectives.twice(lambda: gradients(job, batch), job.optimizer, job.mesh)
@@ -137,34 +137,21 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
     """
     cfg, mesh, model = job.cfg, job.mesh, job.model
     began = time.monotonic()
-    tokens = batch["tokens"].to(mesh.device, non_blocking=True)
-    labels = batch["labels"].to(mesh.device, non_blocking=True)
-    counted = (labels != IGNORE).sum()
+    feed = Feed(model, batch, mesh.device, linear_cross_entropy, cfg.training.loss_chunk_tokens)
+    counted = (feed.labels != IGNORE).sum()
     prepare_seconds = time.monotonic() - began
     counted = mesh.sum_over_dp(counted)
-    # int64 [A, b, T], on the CPU, with data.mask_documents; otherwise every sequence has the same, [T].
-    within_documents = batch.get("positions")
-    positions = torch.arange(tokens.shape[-1], device=mesh.device)
-    total, losses = torch.zeros((), device=mesh.device), torch.empty(labels.shape, device=mesh.device)
-
-    def summed_loss(a: int, h: Tensor, weight: Tensor) -> Tensor:
-        """The loss of micro-batch a. The model calls it inside its forward, where FSDP has gathered `weight`."""
-        with record_function("loss"):
-            return linear_cross_entropy(h, weight, labels[a], cfg.training.loss_chunk_tokens, each=losses[a])
-
-    for a in range(len(tokens)):
-        dp.synchronise_gradients(model, a == len(tokens) - 1, cfg.parallelism.accumulate_gradients)
-        documents = None
-        if within_documents is not None:
-            documents = model.documents(within_documents[a], mesh.device)
-            positions = within_documents[a].to(mesh.device, non_blocking=True)
+    total = torch.zeros((), device=mesh.device)
+    for a in range(len(feed)):
+        dp.synchronise_gradients(model, a == len(feed) - 1, cfg.parallelism.accumulate_gradients)
+        inputs = feed(a)
         with record_function("forward"):
-            loss = model(tokens[a], positions, partial(summed_loss, a), documents)
+            loss = model(*inputs)
             scaled = loss * (mesh.dp_size / counted)  # FSDP averages over dp_size ranks; this makes it the sum
         with record_function("backward"):
             scaled.backward()
         total += loss.detach()
-    return mesh.sum_over_dp(total) / counted, losses, prepare_seconds
+    return mesh.sum_over_dp(total) / counted, feed.losses, prepare_seconds
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:
@@ -377,7 +364,7 @@ def conclude(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, meter
     if cfg.debug.sample_tokens and code == DONE:
         prompt = tokenizer.encode(cfg.debug.sample_prompt).tolist()
         tokens, context = cfg.debug.sample_tokens, cfg.training.seq_len
-        ids = sample(job.model, prompt, tokens, context, job.mesh.device, stop=tokenizer.eot_id)
+        ids = sample(job.model, prompt, tokens, context, job.mesh.device, tokenizer.eot_id, multiple=job.mesh.tp)
         if text := tokenizer.decode(ids):
             lines += ["a sample from the final weights:", *("    " + line for line in text.splitlines())]
     if cfg.checkpoint.export_hf and code == DONE and job.mesh.rank == 0:  # reads files, so one rank can do it on any mesh

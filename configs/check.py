@@ -1,20 +1,23 @@
 """The rules that span options: each a row, `name: (what breaks it, the sentence that says what to change)`.
 
 Rules are evaluated independently, so one run of the check names everything that is wrong. They depend on the
-configuration, the model's table of flavors and the number of processes only: every rank finds the same problems and no
-rank is left waiting for one that gave up. What concerns one option alone is a bound in `configs/schema.py`.
+configuration, the model's table of flavors and the number of processes (and on whether data.source is a prepared folder,
+which all hosts share): every rank finds the same problems and no rank is left waiting for one that gave up. What concerns
+one option alone is a bound in `configs/schema.py`.
 
 Like all of `configs/` this never imports torch. What a family of models demands stands in its own table RULES, which
 `models/__init__.py::tables` reads without torch.
 """
 
+import glob
 import json
+import os
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 
 import models
-from configs.schema import Config, Data, Derived, InputError, Model
+from configs.schema import Config, Data, Derived, InputError, Model, is_prepared
 
 
 def architecture(model: Model, folder: Path = models.HERE) -> dict:
@@ -85,6 +88,21 @@ def _batch_repair(global_batch: int, ranks: int, local: int | None) -> str:
     divisors = [number for number in range(1, rows + 1) if rows % number == 0]
     near = [*[d for d in divisors if d < local][-1:], *[d for d in divisors if d > local][:1]]
     return f"training.local_batch_size to {' or '.join(map(str, near))}, or {batches}"
+
+
+def trains_bpe(data: Data) -> bool:
+    """Whether a tokenizer of data.bpe_vocab_size will be trained for a source of the run.
+
+    A prepared folder has its own tokenizer. A path that does not exist may be such a folder on the machines of the run, so
+    it counts as one; they check again.
+    """
+    sources = [row.source for row in data.mixture] or [data.source]
+    return data.tokenizer == "bpe" and not all(is_prepared(source) or _is_elsewhere(source) for source in sources)
+
+
+def _is_elsewhere(source: str) -> bool:
+    named = source == "stdlib" or source.startswith("hf:") or glob.has_magic(source)
+    return not named and not os.path.exists(os.path.expanduser(source))
 
 
 def _is_number(value: object) -> bool:
@@ -181,7 +199,7 @@ RULES = {
     ),
     # The vocabulary.
     "bpe_vocabulary": (
-        lambda c: c.data.tokenizer == "bpe" and c.data.bpe_vocab_size > c.model.vocab_size,
+        lambda c: trains_bpe(c.data) and c.data.bpe_vocab_size > c.model.vocab_size,
         "{data.bpe_vocab_size} is more than the embedding has rows, {model.vocab_size}: lower the one or raise "
         "the other",
     ),

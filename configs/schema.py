@@ -8,6 +8,7 @@ configuration is reported in well under a second. Rules that span tables are row
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Literal
 
@@ -180,6 +181,13 @@ class ValidationSet(Table):
     """Name of this set in metrics."""
     source: PathText = Field(min_length=1)
     """What to read, as for data.source; of a prepared folder with held-out documents, only those are used."""
+
+
+def is_prepared(source: str) -> bool:
+    """Whether a source is a folder that `python -m data.prepare` made. One of these files may be missing: the code that
+    opens the folder says so."""
+    path = os.path.expanduser(source)
+    return sum(os.path.isfile(os.path.join(path, name)) for name in ("manifest.json", "tokenizer.json", "names.starts")) > 1
 
 
 class Data(Table):

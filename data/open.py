@@ -11,13 +11,13 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import ClassVar, Protocol
 
-from configs.schema import Config, InputError
+from configs.schema import Config, InputError, is_prepared
 from data import order as orders, stream as streams
 from data.loader import Batch, Batches, loader
 from data.order import Order
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from data.tokens import Prepared, Tokens, is_prepared, verify
+from data.tokens import Prepared, Tokens, verify
 
 say = logging.getLogger("plumbline")
 

@@ -27,13 +27,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from configs import splitmix
 from configs.schema import InputError
 
 BLOCK = 4096  # samples in which the shares of a mixture are exact: a power of 4, so that the permutation needs no walk
 ROUNDS = 4
-# splitmix64's numbers: its step, 2^64 / the golden ratio (here 1 to ROUNDS times), and those of its output function.
-GAMMAS = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-SHIFTS, FACTORS = np.array([30, 27, 31], np.uint64), np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
+GAMMAS = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(splitmix.GAMMA)  # the step of splitmix64, 1 to ROUNDS times
+SHIFTS, FACTORS = np.array(splitmix.SHIFTS, np.uint64), np.array(splitmix.FACTORS, np.uint64)
 ONE = np.uint64(1)
 
 Ints = int | np.ndarray

@@ -36,13 +36,12 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from configs.schema import Data, InputError
+from configs.schema import Data, InputError, is_prepared
 from data import sources
 from data.loader import Batch, LoaderError, as_batch, shapes_of
 from data.order import permute
 from data.prepare.encoding import encode, open_tokenizer
 from data.tokenizer import Tokenizer
-from data.tokens import is_prepared
 
 LEAST, MOST = 1 << 18, 64_000_000  # bytes of a unit, about: opening one costs little, reading one again some seconds
 UNITS = 8  # for each stream, if there is text enough: the more of them, the more even the streams

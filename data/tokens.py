@@ -131,12 +131,6 @@ class Prepared:
     fingerprint: str
 
 
-def is_prepared(source: str) -> bool:
-    """Whether `source` is a folder that data/prepare/ made. One of its files may be missing: opening it then says so."""
-    path = os.path.expanduser(source)
-    return sum(os.path.isfile(os.path.join(path, name)) for name in ("manifest.json", "tokenizer.json", "names.starts")) > 1
-
-
 def open_prepared(folder: str) -> Prepared:
     """Open a prepared folder after checking its tokenizer and the sizes of its files. `verify` checks their content.
     InputError: a file or the tokenizer is not the one that was written."""

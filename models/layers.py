@@ -145,6 +145,10 @@ class Decoder(nn.Module):
         """A new block; its `forward` takes (h [B, T, D], cos, sin, documents) and returns [B, T, D]."""
         return Block(args, Attention(args), FeedForward(args))
 
+    def cores(self) -> list[AttentionCore]:
+        """The attention of every block, in order, for those who replace it."""
+        return [layer.attention.core for layer in self.layers.values()]
+
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [..., E], of positions int64 [T] or [B, T]."""
         return rope_tables(rope_frequencies(self.args.head_dim, self.args.rope_theta, positions.device), positions)

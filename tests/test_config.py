@@ -622,6 +622,33 @@ def test_rule(name, monkeypatch):
     assert_says(problems[0], words)
 
 
+def test_the_bpe_vocabulary_counts_only_where_a_tokenizer_is_trained(tmp_path_factory):
+    """A prepared folder has its own tokenizer, and a folder that is not on this machine may be prepared. Text is not."""
+    place = tmp_path_factory.mktemp("data")
+    for name in ("prepared", "raw"):
+        (place / name).mkdir()
+        (place / name / "a.txt").write_text("text")
+    for name in ("manifest.json", "tokenizer.json", "names.starts"):
+        (place / "prepared" / name).write_text("")
+
+    def refused(*sources: str) -> bool:
+        rows = [f'{{name = "s{i}", source = "{source}", weight = 1.0}}' for i, source in enumerate(sources)]
+        given = f"--data.mixture=[{', '.join(rows)}]" if len(rows) > 1 else f"--data.source={sources[0]}"
+        try:
+            cfg = load_config([*case("model.vocab_size=300"), given], 1, 1)
+        except ConfigError as error:
+            assert all("data.bpe_vocab_size = 4096 is more" in problem for problem in error.problems), error
+            return True
+        assert [row.source for row in cfg.data.mixture] == list(sources) or cfg.data.source == sources[0]
+        return False
+
+    prepared, raw = f"{place}/prepared", f"{place}/raw"
+    for sources in ([prepared], ["/only/on/the/cluster"], [prepared, "/only/on/the/cluster"]):
+        assert not refused(*sources), sources
+    for sources in ([raw], [f"{place}/*"], ["stdlib"], ["hf:c4"], [prepared, raw]):
+        assert refused(*sources), sources
+
+
 def test_no_case_without_a_rule():
     assert set(RULE_CASES) == set(EVERY_RULE)
 

@@ -322,7 +322,16 @@ def test_generate_reads_what_was_converted(hf_folder, tmp_path):
     with pytest.raises(InputError, match="not a saved tokenizer"):
         generate(tmp_path / "run", "a", 3, 0, 1, 0)
     byte_tokenizer().save(str(tmp_path / "run/tokenizer.json"))
-    assert generate(tmp_path / "run", "a", 3, 0, 1, 0).startswith("a")
+    text = generate(tmp_path / "run", "a", 3, 0, 1, 0)
+    assert text.startswith("a") and len(text) > 1
+    # The folder itself: its weights need no conversion.
+    assert generate(hf_folder, "a", 3, 0, 1, 0, str(tmp_path / "run/tokenizer.json")) == text
+    with pytest.raises(InputError, match="tokenizer.json cannot be read"):
+        generate(hf_folder, "a", 3, 0, 1, 0)
+    whole = shutil.copytree(hf_folder, tmp_path / "whole")
+    for name, document in hf_tokenizer.files(byte_tokenizer(), 64).items():
+        (whole / name).write_text(json.dumps(document))
+    assert generate(whole, "a", 3, 0, 1, 0) == text
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenizers

@@ -22,10 +22,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from configs.schema import Data, InputError
+from configs.schema import Data, InputError, is_prepared
 from data import hf_tokenizer, order, sources, tokenizer
 from data.prepare import prepare
-from data.tokens import SPLITS, Prepared, Tokens, is_prepared, open_prepared, verify
+from data.tokens import SPLITS, Prepared, Tokens, open_prepared, verify
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]

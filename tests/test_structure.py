@@ -16,9 +16,9 @@ PACKAGES = ("checkpoint", "configs", "data", "models", "parallelisms", "reliabil
 ALLOWED = {  # package -> what of ours it may import (besides itself)
     "configs": {"models"},  # the registry, which imports no torch; test_config.py::test_command_line runs it without
     "models": set(),
-    "data": {"configs.schema", "reliability.disk"},
+    "data": {"configs.schema", "configs.splitmix", "reliability.disk"},
     "parallelisms": {"configs.schema"},
-    "training": {"configs", "configs.schema", "parallelisms.mesh"},
+    "training": {"configs", "configs.schema", "configs.splitmix", "parallelisms.mesh"},
     "reliability": {"configs", "configs.schema", "parallelisms.mesh"},
     "checkpoint": {"configs", "configs.schema", "parallelisms.mesh", "reliability.disk"},
 }

@@ -1,27 +1,42 @@
-"""Text from a checkpoint, whatever mesh it was saved on.
+"""Text from a checkpoint, whatever mesh it was saved on, or from a folder of Hugging Face's.
 
     python -m tools.generate runs/llama_debug --prompt "def "
+    python -m tools.generate runs/hf --prompt "def " --prompt "class "
 
-The first argument is a run's folder, or one checkpoint in it; the newest checkpoint is taken. The model's numbers come from
-the checkpoint, the tokenizer from `tokenizer.json` in the run's folder.
+The first argument is a run's folder (its newest checkpoint is taken), one checkpoint in it, or a folder with config.json,
+safetensors and tokenizer.json. A checkpoint has the model's numbers, and `tokenizer.json` is in the run's folder. Several
+prompts are continued side by side, each as it would be alone. On a terminal the text of a single prompt appears token by token.
 """
 
 import argparse
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from checkpoint import verify
+from checkpoint import hf, verify
 from checkpoint.state import load_model
 from configs.schema import InputError
-from data.tokenizer import load_saved
+from data import hf_tokenizer
+from data.tokenizer import Tokenizer, load_saved
 from models import MODELS
-from training.sample import sample
+from training.sample import sample_stream
 
 
-def generate(folder: Path, prompt: str, new_tokens: int, temperature: float, top_k: int, seed: int, tokenizer: str = "") -> str:
-    """The prompt and what the model makes of it. Raises InputError for a folder without a checkpoint or tokenizer."""
+class Loaded(NamedTuple):
+    model: nn.Module
+    tokenizer: Tokenizer
+    context: int  # positions that the model was trained on, as far as that is known
+
+
+def load(folder: Path, tokenizer: str = "") -> Loaded:
+    """What `folder` holds, as the first lines of this file say; `tokenizer`: the path of a saved one to take instead.
+    Raises InputError for a folder that has no model or no tokenizer, and for a damaged one."""
+    if (folder / "config.json").is_file():
+        return _load_hugging_face(folder, tokenizer)
     path = verify.newest(folder)
     try:
         facts = verify.read_manifest(path)["facts"]
@@ -29,28 +44,85 @@ def generate(folder: Path, prompt: str, new_tokens: int, temperature: float, top
         raise InputError(f"{path} is damaged: {error}") from None
     family = MODELS[facts["family"]]
     args = family.Args(**facts["must_match"]["model"])
-    context = facts.get("seq_len", min(args.max_seq_len, 1024))  # a converted model has none
     words = load_saved(tokenizer or str(path.resolve().parent.parent / "tokenizer.json"))
     model = family.build(args)
     load_model(path, model)
+    return Loaded(model, words, facts.get("seq_len", _context(args)))  # a converted checkpoint has no seq_len
+
+
+def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
+    family = hf.family_of(folder, MODELS)
+    args = hf.read_args(folder, family)
+    words = load_saved(tokenizer) if tokenizer else hf_tokenizer.read(folder)
+    with torch.device("meta"):
+        model = family.build(args)
+    model.to_empty(device="cpu")
+    live = model.state_dict()
+    stored = hf.weights(folder, family, args, {name: list(tensor.shape) for name, tensor in live.items()})
+    theirs = family.hf_names(args)
+    for name, tensor in live.items():
+        tensor.copy_(hf.read_slice(stored[name], theirs[name], ()))
+    return Loaded(model, words, _context(args))
+
+
+def _context(args: Any) -> int:
+    """For a model whose training length nobody wrote down: what it can reach, within what a laptop has memory for."""
+    return min(args.max_seq_len, 1024)
+
+
+def texts_as_they_come(loaded: Loaded, prompts: Sequence[str], new_tokens: int, **options: Any) -> Iterator[list[str]]:
+    """The texts of all prompts after each token. The bytes of a character may be spread over several tokens: one that is not
+    whole yet is left out, so each text begins with the one before, until the last texts, which have every byte."""
+    model, words, context = loaded
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ids = words.encode(prompt).tolist() or [words.eot_id]
-    ids = sample(model.to(device), ids, new_tokens, context, device, words.eot_id, temperature, top_k, seed)
-    return words.decode(ids)
+    ids = [words.encode(prompt).tolist() or [words.eot_id] for prompt in prompts]
+    stream = sample_stream(model.to(device), ids, new_tokens, context, device, words.eot_id, **options)
+    for drawn in stream:
+        for text, token in zip(ids, drawn, strict=True):
+            text.extend([] if token is None else [token])
+        yield [words.decode(text).rstrip("\ufffd") for text in ids]
+    yield [words.decode(text) for text in ids]
+
+
+def generate(
+    folder: Path, prompt: str, new_tokens: int, temperature: float, top_k: int, seed: int, tokenizer: str = ""
+) -> str:
+    """One prompt and what the model makes of it. Raises InputError as `load` does."""
+    options = {"temperature": temperature, "top_k": top_k, "seed": seed}
+    *_, [text] = texts_as_they_come(load(folder, tokenizer), [prompt], new_tokens, **options)
+    return text
+
+
+def show(texts: Iterator[list[str]], count: int, live: bool) -> None:
+    """Print the last texts; with `live` a single one as it grows."""
+    written, last = 0, [""] * count
+    for last in texts:
+        if live:
+            print(last[0][written:], end="", flush=True)
+            written = len(last[0])
+    if live:
+        print()
+    elif count == 1:
+        print(last[0])
+    else:
+        print("\n\n".join(f"--- prompt {i} of {count} ---\n{text}" for i, text in enumerate(last, 1)))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.generate", description="Text from a checkpoint.")
-    parser.add_argument("checkpoint", type=Path, help="a run's folder, or one of its checkpoints")
-    parser.add_argument("--prompt", default="def ", help="text to continue [%(default)r]")
+    parser.add_argument("checkpoint", type=Path, help="a run's folder, one of its checkpoints, or a Hugging Face folder")
+    parser.add_argument("--prompt", action="append", help="text to continue; several are continued at once ['def ']")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to add at most [%(default)s]")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token [%(default)s]")
     parser.add_argument("--top-k", type=int, default=50, help="draw from this many likeliest tokens [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="another seed, another text [%(default)s]")
     parser.add_argument("--tokenizer", default="", help="a saved tokenizer.json, when it is not in the run's folder")
     args = parser.parse_args(argv)
+    prompts = args.prompt or ["def "]
+    options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
     try:
-        print(generate(args.checkpoint, args.prompt, args.tokens, args.temperature, args.top_k, args.seed, args.tokenizer))
+        texts = texts_as_they_come(load(args.checkpoint, args.tokenizer), prompts, args.tokens, **options)
+        show(texts, len(prompts), live=len(prompts) == 1 and sys.stdout.isatty())
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

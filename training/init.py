@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from configs import splitmix
+
 CELL_BITS = 14  # the quantile function is tabulated on 2^14 cells and linear inside one: max error 2e-5 of a deviation
 CUTOFF = 3.0  # deviations; values beyond are not drawn (truncated normal, as Llama's and GPT's initialisers do)
 CHUNK = 1 << 18  # elements at a time: the 64-bit temporaries stay in the processor's cache
@@ -30,8 +32,7 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
-# splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014; constants of its variant 13)
-GAMMA, MIX1, MIX2 = _signed(0x9E3779B97F4A7C15), _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+GAMMA, MIX1, MIX2 = map(_signed, (splitmix.GAMMA, *splitmix.FACTORS))
 
 
 def _shift_xor(x: Tensor, bits: int) -> Tensor:
@@ -42,9 +43,10 @@ def _shift_xor(x: Tensor, bits: int) -> Tensor:
 def hash64(index: Tensor, key: int) -> Tensor:
     """Splitmix64 of `key + index * GAMMA`: int64 of the shape of `index`, all 64 bits well mixed. Works in place."""
     x = index.mul_(GAMMA).add_(key)
-    x = _shift_xor(x, 30).mul_(MIX1)
-    x = _shift_xor(x, 27).mul_(MIX2)
-    return _shift_xor(x, 31)
+    first, second, third = splitmix.SHIFTS
+    x = _shift_xor(x, first).mul_(MIX1)
+    x = _shift_xor(x, second).mul_(MIX2)
+    return _shift_xor(x, third)
 
 
 @cache

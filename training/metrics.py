@@ -103,8 +103,8 @@ def model_summary(
         f"model: {family.parameters(args):,} parameters; {family.describe(args)}\n"
         f"mesh: {dimensions} = {mesh.size} process{'es' if mesh.size > 1 else ''} on {mesh.device.type}, "
         f"computing in {str(dtype).removeprefix('torch.')}\n"
-        f"state: weights, gradients and {moments} optimizer moments take {_size(whole)} in all, "
-        f"{_size(share)} on this rank\n"
+        f"state: weights, gradients and {moments} optimizer moments take {in_bytes(whole, 1024)} in all, "
+        f"{in_bytes(share, 1024)} on this rank\n"
         f"{_step_summary(training, mesh.dp_size)}"
     )
 
@@ -120,12 +120,18 @@ def _step_summary(training: schema.Training, dp_size: int) -> str:
     )
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
+UNITS = {1000: ("B", "kB", "MB", "GB", "TB"), 1024: ("B", "KiB", "MiB", "GiB", "TiB")}
+
+
+def in_bytes(count: float, step: int = 1000) -> str:
+    """A number of bytes for a person: in the decimal units in which networks and disks are sold, or (step = 1024) in the
+    binary ones of memory."""
+    *units, largest = UNITS[step]
+    for unit in units:
+        if count < step:
+            return f"{count:.{len(str(step - 1))}g} {unit}"  # all digits of a whole number
+        count /= step
+    return f"{count:.4g} {largest}"
 
 
 class Metrics:

@@ -1,43 +1,134 @@
-"""Sampling text from a model, on any mesh: each rank runs the same forward, and all draw the same token."""
+"""Sampling text from a model, on any mesh: each rank runs the same forward, and all draw the same token.
 
-from collections.abc import Sequence
+Keys and values of earlier tokens are kept, so a token costs the forward of one position. That is exact as long as the text
+fits the context: causal attention never changes what an earlier position has computed. Beyond the context the window moves
+with every token, which gives all its tokens other positions, and then each token costs the forward of a whole window.
+
+Shapes:  B prompts   T positions of a forward   S positions kept   H query heads   K key/value heads   E head_dim   V vocabulary
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+
+class KeyValueCache:
+    """Keys and values of every attention of a model, float [B, S, K, E] each; K is this rank's share.
+
+    `forward` runs the model with the parameter-free cores of its attention replaced: the model knows nothing of it.
+    """
+
+    def __init__(self, model: nn.Module, capacity: int):
+        """capacity: positions to keep of each prompt, S."""
+        self.model, self.capacity = model, capacity
+        self.kept: list[tuple[Tensor, Tensor]] = []  # of each core
+
+    def forward(self, tokens: Tensor, positions: Tensor, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The model's forward of tokens int64 [B, T]. positions: int64 [T] from 0 on in the first forward, which fills the
+        cache, and int64 [B, T] afterwards: what was kept at these positions is replaced."""
+        cores = self.model.cores()
+        first = not self.kept
+        for i, core in enumerate(cores):
+            core.forward = self._begin(core.forward) if first else self._go_on(*self.kept[i], positions)
+        try:
+            return self.model(tokens, positions, head)
+        finally:
+            for core in cores:
+                del core.forward  # the class's again
+
+    def _begin(self, attention: Callable) -> Callable:
+        """The core's own attention, which also keeps keys and values."""
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
+            pair = tuple(x.new_zeros(x.shape[0], self.capacity, *x.shape[2:]) for x in (k, v))
+            for kept, x in zip(pair, (k, v)):
+                kept[:, : x.shape[1]] = x
+            self.kept.append(pair)
+            return attention(q, k, v, documents)
+
+        return forward
+
+    def _go_on(self, keys: Tensor, values: Tensor, positions: Tensor) -> Callable:
+        """Attention of a few new positions to all that is kept up to them."""
+        rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
+        length = int(positions.max()) + 1
+        mask = torch.arange(length, device=positions.device) <= positions[:, None, :, None]  # [B, 1, T, length]
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
+            keys[rows, positions], values[rows, positions] = k, v
+            q, k, v = q.transpose(1, 2), keys[:, :length].transpose(1, 2), values[:, :length].transpose(1, 2)  # [B, heads, ., E]
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+            return o.transpose(1, 2)  # [B, T, H, E]
+
+        return forward
 
 
 def _whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """One of the `top_k` likeliest tokens. logits: float32 [V] on the CPU; temperature 0: the likeliest."""
+    if temperature == 0:
+        return int(logits.argmax())
+    top = logits.topk(min(top_k, len(logits)))
+    probabilities = (top.values / temperature).softmax(dim=0)
+    return int(top.indices[torch.multinomial(probabilities, 1, generator=generator)])
+
+
 @torch.no_grad()
+def sample_stream(
+    model: nn.Module, prompts: Sequence[Sequence[int]], new_tokens: int, context: int, device: torch.device,
+    stop: int | None = None, temperature: float = 0.8, top_k: int = 50, seed: int = 0, multiple: int = 1, cache: bool = True,
+) -> Iterator[list[int | None]]:  # fmt: skip
+    """Continue prompts of any lengths, at least one token each, side by side: yields the next token of every one, or None
+    where a text has ended, before the token `stop`. Each prompt gets the tokens that it would get alone.
+
+    context: positions that the model sees at most (its training length, a multiple of `multiple`). multiple: the length of
+    every forward is a multiple of this; tensor parallelism needs its size here, since it splits the sequence. Inputs are
+    padded on the right, where causal attention does not look. cache: False computes everything anew for every token, which
+    is what tests compare with.
+    """
+    generators = [torch.Generator().manual_seed(seed) for _ in prompts]  # on the CPU, the same on every rank
+    texts, running = [list(prompt) for prompt in prompts], [True] * len(prompts)
+    longest = max(map(len, texts))
+    memory = KeyValueCache(model, min(context, longest + new_tokens) + multiple) if cache and longest <= context else None
+    for _ in range(new_tokens):
+        if memory and max(map(len, texts)) > context:
+            memory = None
+        known = memory is not None and bool(memory.kept)  # all tokens but the last of each text
+        windows = [text[-1:] if known else text[-context:] for text in texts]
+        length = -(-max(map(len, windows)) // multiple) * multiple
+        tokens = torch.tensor([window + [0] * (length - len(window)) for window in windows], device=device)  # [B, T]
+        positions = torch.arange(length, device=device)  # [T]
+        if known:
+            positions = positions + torch.tensor([[len(text) - 1] for text in texts], device=device)  # [B, T]
+        newest = torch.tensor([len(window) - 1 for window in windows], device=device)  # [B], where in this forward
+
+        def logits_of_newest(h: Tensor, weight: Tensor) -> Tensor:
+            return _whole(h)[torch.arange(len(newest), device=device), newest] @ _whole(weight).t()  # [B, V]
+
+        with torch.compiler.set_stance("force_eager"):  # lengths vary, and each would be compiled
+            logits = (memory.forward if memory else model)(tokens, positions, logits_of_newest).float().cpu()
+        drawn: list[int | None] = [None] * len(texts)
+        for i, text in enumerate(texts):
+            if running[i] and (token := draw(logits[i], temperature, top_k, generators[i])) != stop:
+                text.append(token)
+                drawn[i] = token
+            running[i] = drawn[i] is not None
+        if not any(running):
+            return
+        yield drawn
+
+
 def sample(
     model: nn.Module, prompt: Sequence[int], new_tokens: int, context: int, device: torch.device, stop: int | None = None,
-    temperature: float = 0.8, top_k: int = 50, seed: int = 0,
-) -> list[int]:
-    """The prompt continued by up to `new_tokens` token ids, ending early before the token `stop`.
-
-    context: length of the window the model sees (its training length, a multiple of the tensor-parallel size, because
-    sequence parallelism splits it). Shorter inputs are padded on the right, which causal attention cannot see, so every
-    forward has one shape. temperature 0 takes the likeliest token. There is no key/value cache: this is for looking at a
-    model, not for serving one.
-    """
-    generator = torch.Generator().manual_seed(seed)  # on the CPU, the same on every rank
-    ids = list(prompt)
-    positions = torch.arange(context, device=device)
-    for _ in range(new_tokens):
-        seen = ids[-context:]
-        window = torch.zeros(1, context, dtype=torch.int64, device=device)
-        window[0, : len(seen)] = torch.tensor(seen, device=device)
-        logits = model(window, positions, lambda h, w: _whole(h)[0, len(seen) - 1] @ _whole(w).t()).float().cpu()  # [V]
-        if temperature > 0:
-            top = logits.topk(min(top_k, len(logits)))
-            probs = (top.values / temperature).softmax(dim=0)
-            token = top.indices[torch.multinomial(probs, 1, generator=generator)].item()
-        else:
-            token = logits.argmax().item()
-        if token == stop:
-            break
-        ids.append(int(token))
-    return ids
+    **options: Any,
+) -> list[int]:  # fmt: skip
+    """The ids of one prompt and of what follows it; the options are those of `sample_stream`."""
+    stream = sample_stream(model, [prompt], new_tokens, context, device, stop, **options)
+    return [*prompt, *(token for [token] in stream)]

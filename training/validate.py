@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from parallelisms.mesh import Mesh
+from training.feed import Feed
 from training.loss import IGNORE, linear_cross_entropy
 
 
@@ -18,16 +18,12 @@ def validate(model: nn.Module, mesh: Mesh, batches: Iterable[dict], chunk_tokens
     total = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     token_bytes = token_bytes.to(mesh.device)
     for batch in batches:
-        places = batch.get("positions", [None] * len(batch["tokens"]))  # with data.mask_documents only
-        for tokens, labels, within_documents in zip(batch["tokens"].to(mesh.device), batch["labels"].to(mesh.device), places):
-            documents, positions = None, torch.arange(tokens.shape[1], device=mesh.device)
-            if within_documents is not None:
-                documents, positions = model.documents(within_documents, mesh.device), within_documents.to(mesh.device)
-            head = partial(linear_cross_entropy, labels=labels, chunk_tokens=chunk_tokens)  # micro-batches [b, T]
-            total[0] += model(tokens, positions, head, documents)
-            counted = labels[labels != IGNORE]
-            total[1] += len(counted)
-            total[2] += token_bytes[counted].sum()
+        feed = Feed(model, batch, mesh.device, linear_cross_entropy, chunk_tokens)
+        for a in range(len(feed)):
+            total[0] += model(*feed(a))
+        counted = feed.labels[feed.labels != IGNORE]
+        total[1] += len(counted)
+        total[2] += token_bytes[counted].sum()
     return mesh.sum_over_dp(total)
 
 

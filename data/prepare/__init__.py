@@ -32,11 +32,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from configs.schema import Data, InputError
+from configs.schema import Data, InputError, is_prepared
 from data import sources, tokenizer
 from data.prepare.encoding import open_tokenizer
 from data.prepare.job import BPE_CHARACTERS, Job
-from data.tokens import FORMAT, Prepared, is_prepared, open_prepared, read_manifest
+from data.tokens import FORMAT, Prepared, open_prepared, read_manifest
 from reliability.disk import sync
 
 Log = Callable[[str], object]

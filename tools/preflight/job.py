@@ -21,10 +21,10 @@ from data.open import open_corpora
 from data.prepare import kept_in
 from data.sources import find
 from parallelisms import contract
-from tools.preflight.probe import Probe, Row, differences, in_bytes, in_seconds
+from tools.preflight.probe import Probe, Row, differences, in_seconds
 from tools.preflight.machine import checkpoint_bytes, device_table, synchronise
 from tools.preflight.network import limit_collectives
-from training.metrics import memory_gib
+from training.metrics import in_bytes, memory_gib
 from training.optim import learning_rate, set_learning_rate
 
 SMALL_CORPUS = 64_000_000  # bytes that are tokenised here and now if they are not yet: it takes seconds

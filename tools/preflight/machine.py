@@ -29,8 +29,8 @@ from models import MODELS
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from tools.plan.device import MEMORY_EFFICIENCY
-from tools.preflight.probe import SLOW, Probe, Row, differences, in_bytes, in_seconds
-from training.metrics import peak_flops
+from tools.preflight.probe import SLOW, Probe, Row, differences, in_seconds
+from training.metrics import in_bytes, peak_flops
 from training.optim import build_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent

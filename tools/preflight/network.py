@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from parallelisms import dp
 from parallelisms import mesh as meshes
-from tools.preflight.probe import SLOW, Probe, Row, in_bytes, in_seconds
+from tools.preflight.probe import SLOW, Probe, Row, in_seconds
 from tools.preflight.machine import synchronise
+from training.metrics import in_bytes
 
 LEAST_LINKS = 3  # of one kind: among fewer there is no telling which of them is the odd one
 CLOCK_SECONDS = 1.0  # that clocks may differ: logs of several hosts can be read together, certificates hold, `make` works

@@ -120,14 +120,5 @@ def short(value: object) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
-def in_bytes(count: float) -> str:
-    """In the units that networks and disks are sold in."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
-
-
 def in_seconds(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"

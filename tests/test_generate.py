@@ -1,0 +1,148 @@
+"""Sampling with the cache of keys and values gives the tokens that it gives without, and text comes out as valid UTF-8."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import train
+from configs.load import load_config
+from data.tokenizer import byte_tokenizer
+from models import MODELS
+from parallelisms.mesh import world
+from tests.ranks import run_ranks
+from tests.runs import SMALL_MODEL
+from tools.generate import Loaded, show, texts_as_they_come
+from training.sample import KeyValueCache, sample, sample_stream
+
+CPU = torch.device("cpu")
+PROMPTS = [[7, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [250]]
+LLAMA = MODELS["llama"]
+ARGS = LLAMA.Args(**LLAMA.FLAVORS["debug"] | {
+    "dim": 50, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "head_dim": 6, "hidden_dim": 44, "vocab_size": 263,
+})  # fmt: skip
+
+
+def restless(args=ARGS) -> torch.nn.Module:
+    """A model with weights so large that every token depends on all tokens before it."""
+    torch.manual_seed(5)
+    model = LLAMA.build(args)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def texts(model, prompts, new_tokens, context, **options) -> list[list[int]]:
+    made = [list(prompt) for prompt in prompts]
+    for drawn in sample_stream(model, prompts, new_tokens, context, CPU, **options):
+        for text, token in zip(made, drawn, strict=True):
+            text.extend([] if token is None else [token])
+    return made
+
+
+@pytest.mark.parametrize("tied, temperature, context, multiple", [
+    (False, 1.5, 64, 1), (True, 1.5, 64, 4), (False, 0.0, 64, 4), (True, 0.0, 12, 1), (False, 1.5, 12, 3),
+])  # fmt: skip  12: texts grow beyond it
+def test_the_same_tokens_as_without_the_cache(tied, temperature, context, multiple):
+    model = restless(replace(ARGS, tied_embeddings=tied))
+    for prompt in PROMPTS:
+        options = {"temperature": temperature, "top_k": 200}
+        cached = sample(model, prompt, 20, context, CPU, multiple=multiple, **options)
+        assert cached == sample(model, prompt, 20, context, CPU, cache=False, **options)
+        assert len(cached) == len(prompt) + 20 and len(set(cached)) > (10 if temperature else 2), "a text that repeats itself would prove little"
+
+
+def test_logits_are_those_of_the_whole_window():
+    """To rounding, at every position, for rows of different lengths."""
+    model, tokens = restless(), torch.randint(0, 263, (2, 24))
+    whole = model(tokens, torch.arange(24))
+    cache = KeyValueCache(model, 24)
+    logits = cache.forward(tokens[:, :10], torch.arange(10), torch.nn.functional.linear)
+    assert torch.allclose(logits, whole[:, :10], atol=1e-4)
+    begin = torch.tensor([[10], [4]])  # the second row goes back, as if its prompt were shorter
+    for i in range(7):
+        at = begin + i + torch.arange(2)
+        logits = cache.forward(tokens.gather(1, at), at, torch.nn.functional.linear)
+        for row in range(2):
+            assert torch.allclose(logits[row], whole[row, at[row]], atol=1e-4)
+    assert all(core.forward.__func__ is type(core).forward for core in model.cores()), "the model is as it was"
+
+
+def test_prompts_side_by_side_get_what_each_gets_alone():
+    """They end at different steps: a token that one of them draws is the end."""
+    model = restless()
+    free = [sample(model, prompt, 12, 64, CPU, temperature=1.5) for prompt in PROMPTS]
+    stop = free[0][len(PROMPTS[0]) + 5]
+    alone = [sample(model, prompt, 12, 64, CPU, stop, temperature=1.5) for prompt in PROMPTS]
+    assert len(alone[0]) <= len(PROMPTS[0]) + 5 and len(alone[1]) != len(alone[0])
+    for cache, multiple in (True, 1), (True, 4), (False, 1):
+        assert texts(model, PROMPTS, 12, 64, stop=stop, temperature=1.5, cache=cache, multiple=multiple) == alone
+
+
+def test_a_token_costs_one_position():
+    model, lengths = restless(), []
+    model.tok_embeddings.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    sample(model, PROMPTS[1], 5, 64, CPU, multiple=4)
+    assert lengths == [12, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("fault", ["positions", "mask", "not kept"])
+def test_control_a_wrong_cache_gives_other_tokens(fault, monkeypatch):
+    model = restless()
+    right = texts(model, PROMPTS, 12, 64, temperature=1.5)
+    real, begin = KeyValueCache.forward, KeyValueCache._begin
+    if fault == "positions":  # the rotary tables, one too far
+        monkeypatch.setattr(model, "rope", lambda p, rope=model.rope: rope(p + (p.ndim == 2) * torch.arange(3)[:, None]))
+    elif fault == "mask":  # a shorter prompt sees what a longer one has beside it
+        monkeypatch.setattr(KeyValueCache, "forward", lambda self, t, p, head: real(self, t, p.clamp(min=9) if p.ndim == 2 else p, head))
+    else:
+        monkeypatch.setattr(KeyValueCache, "_begin", lambda self, f: begin(self, lambda q, k, v, d: (k.zero_(), f(q, k, v, d))[1]))
+    assert texts(model, PROMPTS, 12, 64, temperature=1.5) != right
+
+
+def sampled_on_a_mesh(options: list[str]) -> list[list[list[int]]]:
+    job = train.build(load_config([*SMALL_MODEL, "--run.device=cpu", *options], world().size, world().local_size))
+    with torch.no_grad():
+        for parameter in job.model.parameters():
+            parameter.mul_(8)
+    made = []
+    for cache in True, False:
+        rows = [list(prompt) for prompt in PROMPTS]
+        for drawn in sample_stream(job.model, PROMPTS, 12, 16, CPU, temperature=1.5, multiple=job.mesh.tp, cache=cache):
+            for text, token in zip(rows, drawn, strict=True):
+                text.append(token)
+        made.append(rows)
+    return made
+
+
+def test_the_same_tokens_on_every_mesh():
+    """16 tokens of context, which the second prompt outgrows; also with blocks that are compiled and checkpointed."""
+    [[alone, uncached]] = run_ranks(1, sampled_on_a_mesh, [])
+    assert alone == uncached and len({token for row in alone for token in row}) > 20
+    for ranks, options in (
+        (2, ["--compile.enabled=true", "--compile.backend=aot_eager"]),
+        (4, ["--parallelism.tensor_parallel=2", "--activation_checkpoint.mode=full"]),
+    ):  # fmt: skip
+        assert run_ranks(ranks, sampled_on_a_mesh, options) == [[alone, alone]] * ranks, options
+
+
+def test_text_grows_by_whole_characters(capsys):
+    """Random bytes, many of which are parts of characters or of none."""
+    loaded = Loaded(restless(replace(ARGS, vocab_size=257)), byte_tokenizer(), 64)
+    steps = [text for [text] in texts_as_they_come(loaded, ["é😀"], 60, temperature=2.0, top_k=257, seed=1)]
+    assert "\ufffd" in steps[-1] and len(steps) > 20
+    for before, after in zip(steps, steps[1:]):
+        assert after.startswith(before)
+    show(iter([[text] for text in steps]), 1, live=True)
+    live = capsys.readouterr().out
+    show(iter([[text] for text in steps]), 1, live=False)
+    assert live == capsys.readouterr().out == steps[-1] + "\n"
+
+
+def test_a_character_of_several_tokens_appears_once_it_is_whole():
+    tokens = iter([[0xF0], [0x9F], [0x98], [0x80], [0x61]])
+    loaded = Loaded(torch.nn.Identity(), byte_tokenizer(), 64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tools.generate.sample_stream", lambda *_, **__: tokens)
+        steps = [text for [text] in texts_as_they_come(loaded, ["x"], 5)]
+    assert steps == ["x", "x", "x", "x😀", "x😀a", "x😀a"]
