@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import configs.cpu  # noqa: F401  how threads wait: it must be known before torch is loaded
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function

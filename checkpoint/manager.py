@@ -97,8 +97,8 @@ class CheckpointManager:
             except (InputError, Damaged) as error:
                 answer[1] = error
             except OSError as error:
-                where = f"{error.filename or self.folder}: {error.strerror or error}"
-                answer[1] = InputError(f"checkpoints cannot be kept in {self.folder}: {where}")
+                failure = f"{error.filename or self.folder}: {error.strerror or error}"
+                answer[1] = InputError(f"checkpoints cannot be kept in {self.folder}: {failure}")
             except Exception:  # any error: the other ranks must not wait for an answer that never comes
                 answer[1] = RuntimeError(traceback.format_exc())
         dist.broadcast_object_list(answer, src=0, group=self.group)

@@ -148,14 +148,16 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
     return json.loads(json.dumps({f"group {i}": group for i, group in enumerate(groups)}))  # lists for tuples
 
 
-def mismatches(there: Any, here: Any, key: str = "") -> list[str]:
+def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:
     """Sentences that say where two JSON values differ. A key that only one of two dicts has is not compared: the code
     that wrote the other did not know it."""
-    if isinstance(there, dict) and isinstance(here, dict):
+    if isinstance(saved, dict) and isinstance(current, dict):
         return [
-            line for k in there if k in here for line in mismatches(there[k], here[k], f"{key}.{k}" if key else k)
+            line for k in saved if k in current for line in mismatches(saved[k], current[k], f"{key}.{k}" if key else k)
         ]
-    return [] if there == here else [f"{key} is {json.dumps(there)} in the checkpoint and {json.dumps(here)} here"]
+    if saved == current:
+        return []
+    return [f"{key} is {json.dumps(saved)} in the checkpoint and {json.dumps(current)} here"]
 
 
 def check_fits(
@@ -171,10 +173,10 @@ def check_fits(
     for name, tensor in wanted.items():
         if name not in stored:
             lines.append(f"{name} is missing from it")
-        elif (there := stored[name]["shape"]) != list(tensor.shape):
-            lines.append(f"{name} has shape {there} there and {list(tensor.shape)} here")
-        elif (there := stored[name]["dtype"]) != CODES[tensor.dtype]:
-            lines.append(f"{name} has type {there} there and {CODES[tensor.dtype]} here")
+        elif (saved := stored[name]["shape"]) != list(tensor.shape):
+            lines.append(f"{name} has shape {saved} there and {list(tensor.shape)} here")
+        elif (saved := stored[name]["dtype"]) != CODES[tensor.dtype]:
+            lines.append(f"{name} has type {saved} there and {CODES[tensor.dtype]} here")
     names = list(select(stored, content, exclude))
     flags = torch.tensor([bool(lines), *(name in wanted for name in names)], dtype=torch.uint8)
     if group is not None:
@@ -249,8 +251,8 @@ def scatter_from_rank_0(whole: dict[str, Tensor] | None, model: nn.Module) -> No
     answer = [""]
     if dist.get_rank() == 0:
         expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
-        given = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
-        wrong = [name for name in expected | given if expected.get(name) != given.get(name)]
+        received = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
+        wrong = [name for name in expected | received if expected.get(name) != received.get(name)]
         answer = [f"these tensors are not the model's: {', '.join(wrong[:4])} ({len(wrong)} in all)" if wrong else ""]
     dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
     if answer[0]:
