@@ -86,9 +86,6 @@ cores=$(lscpu -p=CORE,SOCKET 2>/dev/null | grep -v '^#' | sort -u | wc -l) || tr
 allowed=$(nproc 2>/dev/null) || allowed=1
 ((cores > 0 && cores < allowed)) || cores=$allowed
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
-# A thread that waits spins for some 10 us, then sleeps. If it slept at once, a step would take 9% longer. If it spun for
-# long, as OpenMP does by default, a step would take up to 8 times longer when other work wants the cores.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 export PYTHONUNBUFFERED=1
 if [[ $MOST == 1 && -e /sys/class/net/lo ]]; then
     # the ranks of a single node need not be reachable from outside

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import configs.cpu  # noqa: F401  how threads wait: it must be known before torch is loaded
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
@@ -141,7 +142,7 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
     counted = (feed.labels != IGNORE).sum()
     prepare_seconds = time.monotonic() - began
     counted = mesh.sum_over_dp(counted)
-    total = torch.zeros((), device=mesh.device)
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)  # float32 rounds at every micro-batch
     for a in range(len(feed)):
         dp.synchronise_gradients(model, a == len(feed) - 1, cfg.parallelism.accumulate_gradients)
         inputs = feed(a)
@@ -151,7 +152,7 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
         with record_function("backward"):
             scaled.backward()
         total += loss.detach()
-    return mesh.sum_over_dp(total) / counted, feed.losses, prepare_seconds
+    return (mesh.sum_over_dp(total) / counted).float(), feed.losses, prepare_seconds
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:

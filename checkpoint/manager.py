@@ -97,8 +97,8 @@ class CheckpointManager:
             except (InputError, Damaged) as error:
                 answer[1] = error
             except OSError as error:
-                where = f"{error.filename or self.folder}: {error.strerror or error}"
-                answer[1] = InputError(f"checkpoints cannot be kept in {self.folder}: {where}")
+                failure = f"{error.filename or self.folder}: {error.strerror or error}"
+                answer[1] = InputError(f"checkpoints cannot be kept in {self.folder}: {failure}")
             except Exception:  # any error: the other ranks must not wait for an answer that never comes
                 answer[1] = RuntimeError(traceback.format_exc())
         dist.broadcast_object_list(answer, src=0, group=self.group)
@@ -382,7 +382,7 @@ class CheckpointManager:
         self, path: Path, manifest: dict, live: dict, content: str, exclude: tuple[str, ...] = (), rng: bool = False
     ) -> None:
         wanted = state.select(live, content, exclude)
-        state.check_fits(path, manifest, wanted, content, exclude)
+        state.check_fits(path, manifest, wanted, content, exclude, self.group)
         if rng:
             wanted |= {name: t for name, t in live.items() if name.startswith("rng.") and name in manifest["tensors"]}
         state.read(path, manifest, wanted, self.buffers, self.cfg.verify_on_load, self.group)

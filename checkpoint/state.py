@@ -148,31 +148,45 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
     return json.loads(json.dumps({f"group {i}": group for i, group in enumerate(groups)}))  # lists for tuples
 
 
-def mismatches(there: Any, here: Any, key: str = "") -> list[str]:
+def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:
     """Sentences that say where two JSON values differ. A key that only one of two dicts has is not compared: the code
     that wrote the other did not know it."""
-    if isinstance(there, dict) and isinstance(here, dict):
+    if isinstance(saved, dict) and isinstance(current, dict):
         return [
-            line for k in there if k in here for line in mismatches(there[k], here[k], f"{key}.{k}" if key else k)
+            line for k in saved if k in current for line in mismatches(saved[k], current[k], f"{key}.{k}" if key else k)
         ]
-    return [] if there == here else [f"{key} is {json.dumps(there)} in the checkpoint and {json.dumps(here)} here"]
+    if saved == current:
+        return []
+    return [f"{key} is {json.dumps(saved)} in the checkpoint and {json.dumps(current)} here"]
 
 
-def check_fits(path: Path, manifest: dict, wanted: dict, content: str, exclude: tuple[str, ...] = ()) -> None:
+def check_fits(
+    path: Path, manifest: dict, wanted: dict, content: str, exclude: tuple[str, ...] = (), group: dist.ProcessGroup | None = None
+) -> None:
     """Raises InputError, naming some of the differences, if a checkpoint does not have exactly the `wanted` tensors.
 
     Nothing is cast, cropped or left out silently: a different type or shape, and a missing or superfluous name, all
-    count as differences.
+    count as differences. `wanted` are this rank's tensors. With a group, all its ranks call this and come to the same verdict.
+    A rank may then want a part of the model only, as a stage of a pipeline does: a name is superfluous if no rank wants it.
     """
     lines, stored = [], manifest["tensors"]
     for name, tensor in wanted.items():
         if name not in stored:
             lines.append(f"{name} is missing from it")
-        elif (there := stored[name]["shape"]) != list(tensor.shape):
-            lines.append(f"{name} has shape {there} there and {list(tensor.shape)} here")
-        elif (there := stored[name]["dtype"]) != CODES[tensor.dtype]:
-            lines.append(f"{name} has type {there} there and {CODES[tensor.dtype]} here")
-    lines += [f"{name} is in it and not in this run" for name in select(stored, content, exclude) if name not in wanted]
+        elif (saved := stored[name]["shape"]) != list(tensor.shape):
+            lines.append(f"{name} has shape {saved} there and {list(tensor.shape)} here")
+        elif (saved := stored[name]["dtype"]) != CODES[tensor.dtype]:
+            lines.append(f"{name} has type {saved} there and {CODES[tensor.dtype]} here")
+    names = list(select(stored, content, exclude))
+    flags = torch.tensor([bool(lines), *(name in wanted for name in names)], dtype=torch.uint8)
+    if group is not None:
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group)
+    differs, *is_wanted = flags.tolist()
+    if differs and group is not None:
+        of_ranks: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, lines[:1000], group)
+        lines = list(dict.fromkeys(line for of_rank in of_ranks for line in of_rank))
+    lines += [f"{name} is in it and not in this run" for name, flag in zip(names, is_wanted, strict=True) if not flag]
     if lines:
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise InputError(f"{path} does not fit this model and optimizer: {'; '.join(lines[:4])}{more}")
@@ -237,8 +251,8 @@ def scatter_from_rank_0(whole: dict[str, Tensor] | None, model: nn.Module) -> No
     answer = [""]
     if dist.get_rank() == 0:
         expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
-        given = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
-        wrong = [name for name in expected | given if expected.get(name) != given.get(name)]
+        received = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
+        wrong = [name for name in expected | received if expected.get(name) != received.get(name)]
         answer = [f"these tensors are not the model's: {', '.join(wrong[:4])} ({len(wrong)} in all)" if wrong else ""]
     dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
     if answer[0]:

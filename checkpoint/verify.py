@@ -201,19 +201,19 @@ def nbytes(tensor: dict, part: dict) -> int:
     return math.prod(part["shape"]) * SIZES[tensor["dtype"]]
 
 
-def read_blocks(stream: BinaryIO, what: str, part: dict, first: int, into: memoryview, check: bool = True) -> None:
+def read_blocks(stream: BinaryIO, label: str, part: dict, first: int, into: memoryview, check: bool = True) -> None:
     """Fill `into` with the bytes of a part, beginning at its block number `first`. With `check`, each block is
     verified, and `into` must hold whole blocks (the last one of a part may be shorter).
 
-    what: the tensor's name, for the message. Raises Damaged.
+    label: the tensor's name, for the message. Raises Damaged.
     """
     stream.seek(part["start"] + first * BLOCK)
     for i in range(0, len(into), BLOCK):
         block, position = into[i : i + BLOCK], part["start"] + first * BLOCK + i
         if (count := stream.readinto(block)) != len(block):
-            raise Damaged(f"{stream.name} ({what}): ends at byte {position + count}, {position + len(block)} expected")
+            raise Damaged(f"{stream.name} ({label}): ends at byte {position + count}, {position + len(block)} expected")
         if check and (actual := digest(block)) != (expected := part["hashes"][first + i // BLOCK]):
-            raise Damaged(f"{part['file']} ({what}) at byte {position}: hash {expected} expected, {actual} found")
+            raise Damaged(f"{part['file']} ({label}) at byte {position}: hash {expected} expected, {actual} found")
 
 
 def verify(folder: Path, progress: Callable[[int], object] = lambda n: None) -> dict:

@@ -222,8 +222,8 @@ def _expected(option: dict, value: object, error: dict) -> str:
         return str(error["ctx"]["error"])
     if error["type"] == "string_unicode":
         return "must be UTF-8 text"
-    words = [word for word in _literals(option) if isinstance(word, str)]
-    near = get_close_matches(value.lower(), words, n=1) if isinstance(value, str) else []
+    values = [literal for literal in _literals(option) if isinstance(literal, str)]
+    near = get_close_matches(value.lower(), values, n=1) if isinstance(value, str) else []
     hint = f"; did you mean {_toml(near[0])}?" if near else ""
     if error["type"].endswith("_type") and len(error["loc"]) == 1:
         hint = f", not {KINDS.get(type(value), 'a date or time')}"

@@ -120,17 +120,17 @@ def prove(order: Order, steps: int) -> list[str]:
         for step in range(stage.step, min(end, steps), hop):
             count = min(hop, min(end, steps) - step)
             source, window, epoch = order.rows(step, 0, G, count)
-            where = f"steps {step + 1} to {step + count}"
+            stretch = f"steps {step + 1} to {step + count}"
             for i, s in enumerate(stage.sources):
                 of_source = source == i
                 for line in _mark(s, window[of_source], epoch[of_source], marked[s.key], epochs):
-                    problems.append(f"{where}, source {s.name or 'data.source'}: {line}")
+                    problems.append(f"{stretch}, source {s.name or 'data.source'}: {line}")
             owners = np.concatenate((owners, source))
             while len(owners) >= BLOCK:
                 block, owners = owners[:BLOCK], owners[BLOCK:]
                 counts = np.bincount(block, minlength=len(stage.sources)).tolist()
                 if counts != [s.share for s in stage.sources]:
-                    problems.append(f"{where}: a block has {counts} samples of its sources")
+                    problems.append(f"{stretch}: a block has {counts} samples of its sources")
             if len(problems) > 20:
                 return problems
     return problems

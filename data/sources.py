@@ -322,8 +322,8 @@ def _parquet_batches(piece: Piece, field: str) -> Iterator[tuple[int, float, Any
             for group in range(piece.start, piece.stop):
                 end = row + groups[group]
                 for batch in file.iter_batches(ROWS, row_groups=[group], columns=[field], use_threads=False):
-                    left = (end - row - len(batch)) / max(groups[group], 1)
-                    yield row, (group + 1 - piece.start - left) / (piece.stop - piece.start), batch.column(0)
+                    unread = (end - row - len(batch)) / max(groups[group], 1)
+                    yield row, (group + 1 - piece.start - unread) / (piece.stop - piece.start), batch.column(0)
                     row += len(batch)
     except ArrowException as error:
         raise OSError(str(error).splitlines()[0]) from error

@@ -38,13 +38,13 @@ def train(
     or is too small, or if `out` has something in it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out: {out} exists already: give another folder, or remove it")
-    made = tokenizer.train_bpe(_texts(source, field, characters), vocab_size)
+    tok = tokenizer.train_bpe(_texts(source, field, characters), vocab_size)
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer.write_rank_file(made, str(out / RANKS))
-    for name, document in hf_tokenizer.files(made, 1 << 20).items():
+    tokenizer.write_rank_file(tok, str(out / RANKS))
+    for name, document in hf_tokenizer.files(tok, 1 << 20).items():
         (out / name).write_text(json.dumps(document, ensure_ascii=False, indent=1), encoding="utf-8")
-    verify(made, out, [*_texts(source, field, SAMPLE), *HARD])
-    return made
+    verify(tok, out, [*_texts(source, field, SAMPLE), *HARD])
+    return tok
 
 
 def _texts(source: str, field: str, characters: int) -> Iterator[str]:
@@ -56,12 +56,12 @@ def _texts(source: str, field: str, characters: int) -> Iterator[str]:
             return
 
 
-def verify(made: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
-    """Raises InputError if a written form does not give the ids of `made`, or if ids do not give the text back. If
+def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
+    """Raises InputError if a written form does not give the ids of `tok`, or if ids do not give the text back. If
     `tokenizers` is installed, it is asked too."""
     forms = {RANKS: tokenizer.from_rank_file(str(out / RANKS)), "tokenizer.json": hf_tokenizer.read(out)}
     for name, form in forms.items():
-        if form.fingerprint != made.fingerprint:
+        if form.fingerprint != tok.fingerprint:
             raise InputError(f"{out / name} is not the tokenizer that was trained: please report this as a bug")
     reference = None
     try:
@@ -71,8 +71,8 @@ def verify(made: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
     except ImportError:
         pass
     for text in texts:
-        ids = made.encode(text)
-        if made.decode(ids) != text:
+        ids = tok.encode(text)
+        if tok.decode(ids) != text:
             raise InputError(f"a text of {len(text)} characters does not survive the tokenizer: please report this as a bug")
         # tokenizers differs in two cases, names of special tokens and very long whitespace: see
         # data/hf_tokenizer.py::files.
@@ -94,11 +94,11 @@ def main() -> int:
     try:
         if args.vocab_size < 257:
             raise InputError("--vocab-size: 256 bytes and the end of a text make at least 257")
-        made = train(args.source, args.vocab_size, args.out, args.text_field, args.characters)
+        tok = train(args.source, args.vocab_size, args.out, args.text_field, args.characters)
     except (InputError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{made.n_vocab:,} tokens in {time.monotonic() - began:.1f} s (fingerprint {made.fingerprint}), verified")
+    print(f"{tok.n_vocab:,} tokens in {time.monotonic() - began:.1f} s (fingerprint {tok.fingerprint}), verified")
     print(f"use it with   --data.tokenizer={os.path.join(args.out, RANKS)}")
     return 0
 

@@ -55,7 +55,8 @@ def _broken_here(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh)
             problems.append(f"layers {bare} are no FSDPModule: their weights are gathered for the whole step with the root's")
     elif mesh.dp_size > 1:
         problems.append(f"{mesh.dp_size} data-parallel ranks, but the model is no FSDPModule: gradients are never reduced")
-    plain = [n for n, p in params.items() if not isinstance(p, DTensor)]
+    trained = {n: p for n, p in params.items() if p.requires_grad}  # all others, a router's bias say, are their owner's matter
+    plain = [n for n, p in trained.items() if not isinstance(p, DTensor)]
     if mesh.size > 1 and plain:
         problems.append(f"{len(plain)} parameters are plain tensors on a mesh of {mesh.size}: {plain[0]} ...")
     meta = [n for n, p in params.items() if p.is_meta]
@@ -65,7 +66,8 @@ def _broken_here(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh)
     theirs = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) not in mine for p in theirs):
         problems.append("the optimizer holds tensors that are not the model's parameters: build it after parallelize()")
-    missing = [n for n, p in params.items() if id(p) not in {id(q) for q in theirs}]
+    held = {id(p) for p in theirs}
+    missing = [n for n, p in trained.items() if id(p) not in held]
     if missing:
-        problems.append(f"the optimizer misses {len(missing)} of the model's {len(params)} parameters: {missing[0]} ...")
+        problems.append(f"the optimizer misses {len(missing)} of the model's {len(trained)} parameters: {missing[0]} ...")
     return problems

@@ -7,10 +7,8 @@ With `train.py` this is the only module that reads the environment: RANK, WORLD_
 `torchrun` sets them. Without them a run is one process.
 """
 
-import ctypes
 import logging
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from configs.cpu import cpu_settings
 from configs.schema import InputError, Parallelism, Run
 
 
@@ -112,40 +111,6 @@ def pick_device(run: Run, local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def keep_memory() -> None:
-    """Let this process keep the memory that tensors give back, as the GPU's allocator does.
-
-    glibc returns large pieces to the kernel, and the next tensor touches its pages anew: up to 200,000 faults in a step, and
-    a third of its time or more at the size of a 1B model's layers (docs/performance.md). So nothing is made by mmap, and
-    nothing trimmed; mallopt(3). Where the C library has no mallopt this does nothing.
-    """
-    with suppress(OSError, AttributeError):
-        mallopt, mmap_max, trim_threshold = ctypes.CDLL(None).mallopt, -4, -1
-        mallopt(mmap_max, 0)
-        mallopt(trim_threshold, -1)
-
-
-def float32_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """Let oneDNN multiply float32 matrices where MKL, which PyTorch asks otherwise, does it at half of the rate: on AMD's
-    processors with AVX-512 (340 to 164 GFLOP/s at 2048^3 on two cores of Zen 5, docs/performance.md).
-
-    PyTorch takes oneDNN for float32 only if it may compute in bfloat16 inside. oneDNN does that with AMX alone, which no
-    processor of AMD has: what it runs is its float32 kernel. A product that bfloat16 cannot represent makes sure of it.
-    """
-    if not cpuinfo.exists() or "AuthenticAMD" not in cpuinfo.read_text() or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return
-    torch.set_float32_matmul_precision("medium")
-    fine = torch.full((64, 64), 1 + 2.0**-20)  # bfloat16 ends at 2^-7
-    if not torch.equal(fine @ torch.eye(64), fine):
-        torch.set_float32_matmul_precision("highest")
-
-
-def cpu_settings() -> None:
-    """What a run on a CPU asks of the libraries below PyTorch."""
-    keep_memory()
-    float32_products()
 
 
 def open_group(run: Run) -> torch.device:

@@ -89,8 +89,8 @@ class Checked(Watch):
     def describe(name: str, args: tuple) -> str:
         tensors = () if name in TO_OR_FROM_ONE else [t for t in tree_iter(args) if isinstance(t, Tensor)]
         shapes = " ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
-        kind, where = _call()
-        return f"{name} {shapes}{kind} at {where}"
+        kind, caller = _call()
+        return f"{name} {shapes}{kind} at {caller}"
 
 
 def group_of(args: tuple) -> dist.ProcessGroup:

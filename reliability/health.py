@@ -226,9 +226,9 @@ class Stragglers:
         """Returns (rank, section, seconds per step above the median) of all that are late, the same on every rank, and
         starts counting anew."""
         elapsed = time.monotonic() - self.since
-        mine = torch.tensor([self.seconds[section] for section in self.SECTIONS] + [elapsed])
-        everyone = [torch.empty_like(mine) for _ in range(mesh.size)]
-        dist.all_gather(everyone, mine)
+        own_seconds = torch.tensor([self.seconds[section] for section in self.SECTIONS] + [elapsed])
+        everyone = [torch.empty_like(own_seconds) for _ in range(mesh.size)]
+        dist.all_gather(everyone, own_seconds)
         self.reset()
         table = torch.stack(everyone)  # [ranks, sections + 1]
         median, least = table.median(0).values, self.SHARE * table[:, -1].median()

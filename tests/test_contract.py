@@ -3,6 +3,7 @@
 import io
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import train
+from checkpoint import state
 from configs.load import load_config
 from configs.schema import InputError, Parallelism, Run
 from parallelisms import contract, dp
@@ -170,3 +172,41 @@ def coordinates() -> tuple[int, int]:
 
 def test_tensor_parallel_ranks_are_neighbours_and_share_their_batch():
     assert run_ranks(8, coordinates) == [(r // 2, r % 2) for r in range(8)]
+
+
+def a_parameter_without_gradient() -> None:
+    """A router's bias: a plain tensor on any mesh, and not the optimizer's."""
+    model = job().model
+    model.register_parameter("bias", nn.Parameter(torch.ones(3), requires_grad=False))
+    run = job()
+    optimizer = build_optimizer(model, [("*", True)], run.cfg.optimizer)
+    assert not any(p is model.bias for group in optimizer.param_groups for p in group["params"])
+    contract.verify(model, optimizer, run.mesh, {})
+    model.bias.requires_grad_(True)
+    refused(train.Job(run.cfg, run.mesh, run.args, model, optimizer), "1 parameters are plain tensors.*\n.*misses 1 of")
+
+
+def test_a_parameter_that_is_not_trained_keeps_the_contract():
+    run_ranks(2, a_parameter_without_gradient)
+
+
+def part_of_a_checkpoint(wanted: list[str], with_group: bool) -> str:
+    """What is said of a checkpoint that holds a, b and c, by a rank that wants these of them."""
+    manifest = {"tensors": {f"model.{name}": {"shape": [2], "dtype": "F32"} for name in "abc"}}
+    tensors = {f"model.{name}": torch.ones(2 if name == name.lower() else 3) for name in wanted[dist.get_rank()]}
+    tensors = {name.lower(): tensor for name, tensor in tensors.items()}
+    try:
+        state.check_fits(Path("step"), manifest, tensors, "model", (), dist.group.WORLD if with_group else None)
+    except InputError as error:
+        return str(error).partition(": ")[2]
+    return "fits"
+
+
+def test_a_checkpoint_is_compared_with_what_all_ranks_hold():
+    """Ranks hold parts of the model, as the stages of a pipeline do. A capital letter stands for a tensor of another shape."""
+    assert run_ranks(2, part_of_a_checkpoint, ["ab", "c"], True) == ["fits"] * 2
+    assert run_ranks(2, part_of_a_checkpoint, ["ab", "bc"], True) == ["fits"] * 2
+    assert run_ranks(2, part_of_a_checkpoint, ["a", "b"], True) == ["model.c is in it and not in this run"] * 2
+    assert run_ranks(2, part_of_a_checkpoint, ["ab", "cx"], True) == ["model.x is missing from it"] * 2
+    assert run_ranks(2, part_of_a_checkpoint, ["ab", "C"], True) == ["model.c has shape [2] there and [3] here"] * 2
+    assert "c is in it" in run_ranks(2, part_of_a_checkpoint, ["ab", "c"], False)[0], "the control: one rank by itself"

@@ -24,7 +24,8 @@ from models import layers, llama
 from models.kernels import causal_attention as causal
 from models.kernels.causal_attention import causal_attention
 from parallelisms import ac, dp, float8
-from parallelisms.mesh import float32_products, world
+from configs.cpu import float32_products
+from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tools.bench import curve
 

@@ -2,8 +2,10 @@
 
 import ast
 import io
+import os
 import re
 import subprocess
+import sys
 import tokenize
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -16,11 +18,11 @@ PACKAGES = ("checkpoint", "configs", "data", "models", "parallelisms", "reliabil
 ALLOWED = {  # package -> what of ours it may import (besides itself)
     "configs": {"models"},  # the registry, which imports no torch; test_config.py::test_command_line runs it without
     "models": set(),
-    "data": {"configs.schema", "configs.splitmix", "reliability.disk"},
-    "parallelisms": {"configs.schema"},
+    "data": {"configs.cpu", "configs.schema", "configs.splitmix", "reliability.disk"},
+    "parallelisms": {"configs.cpu", "configs.schema"},
     "training": {"configs", "configs.schema", "configs.splitmix", "parallelisms.mesh"},
     "reliability": {"configs", "configs.schema", "parallelisms.mesh"},
-    "checkpoint": {"configs", "configs.schema", "parallelisms.mesh", "reliability.disk"},
+    "checkpoint": {"configs.cpu", "configs", "configs.schema", "parallelisms.mesh", "reliability.disk"},
 }
 
 
@@ -61,6 +63,36 @@ def test_no_test_file_imports_another_one():
     for path in sorted((ROOT / "tests").glob("*.py")):
         tests = {name for name in imports(path) if name.startswith("tests.test_")}
         assert not tests, f"tests/{path.name} imports {tests}"
+
+
+def first_imports(path: Path) -> list[str]:
+    """The modules that a file imports at its top level, in its order."""
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    return [name for node in nodes for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import)
+            else [node.module or ""] if isinstance(node, ast.ImportFrom) else [])]  # fmt: skip
+
+
+def test_every_program_knows_how_threads_wait_before_it_loads_torch():
+    """OpenMP reads its settings once, when torch loads it. `python -m tools.x` runs tools/__init__.py first."""
+    programs = [ROOT / name for name in tracked() if name.endswith(".py") and not name.startswith("tests/")
+                and '__name__ == "__main__"' in (ROOT / name).read_text(encoding="utf-8")]  # fmt: skip
+    assert len(programs) > 20
+    for path in programs:
+        package = ROOT / path.relative_to(ROOT).parts[0] / "__init__.py"
+        order = (first_imports(package) if package.exists() else []) + first_imports(path)
+        torch_at = next((i for i, name in enumerate(order) if name.split(".")[0] == "torch"), len(order))
+        assert "configs.cpu" in order[:torch_at] or path.parts[-2] == "configs", f"{path.relative_to(ROOT)}: import configs.cpu first"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP shows what it has read")
+@pytest.mark.parametrize("chosen, shown", [({}, "1000"), ({"GOMP_SPINCOUNT": "77"}, "77")])
+def test_a_tool_has_the_settings_of_threads(chosen, shown):
+    """As OpenMP itself says when it is loaded; what the environment chooses counts."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run([sys.executable, "-m", "tools.generate", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100,
+                          env=environment | chosen | {"OMP_DISPLAY_ENV": "VERBOSE"})  # fmt: skip
+    assert done.returncode == 0 and f"GOMP_SPINCOUNT = '{shown}'" in done.stderr, done.stderr
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr, done.stderr
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -94,10 +94,10 @@ def model_summary(
 
     family: the module, with the members of `models/family.py::Family`; args: the model's numbers, its `Args`."""
     parameters = list(model.parameters())
-    mine = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     moments = 2 if "betas" in optimizer.defaults else int(optimizer.defaults.get("momentum", 0) > 0)
     copies = 2 + moments  # weight, gradient, moments: all in the type of the weight
-    whole, share = (copies * sum(p.numel() * p.element_size() for p in some) for some in (parameters, mine))
+    whole, share = (copies * sum(p.numel() * p.element_size() for p in tensors) for tensors in (parameters, shards))
     dimensions = " x ".join(f"{name} {getattr(mesh, name)}" for name in ("dp_replicate", "dp_shard", "tp"))
     return (
         f"model: {family.parameters(args):,} parameters; {family.describe(args)}\n"

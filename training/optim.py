@@ -14,13 +14,14 @@ from configs.schema import LRSchedule, Optimizer
 
 def build_optimizer(model: nn.Module, decay_rows: list[tuple[str, bool]], cfg: Optimizer) -> torch.optim.Optimizer:
     """The optimizer over the model's own (sharded) parameters: call it after `parallelisms.parallelize`, never before,
-    or it would update tensors that the model no longer uses.
+    or it would update tensors that the model no longer uses. Parameters that require no gradient are left out.
 
     decay_rows: (pattern of a parameter's name, weight decay applies); the first that matches counts.
     """
     groups = {True: [], False: []}
     for name, param in model.named_parameters():
-        groups[next(decays for pattern, decays in decay_rows if fnmatchcase(name, pattern))].append(param)
+        if param.requires_grad:
+            groups[next(decays for pattern, decays in decay_rows if fnmatchcase(name, pattern))].append(param)
     rows = [
         {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0}
         for decays, params in groups.items()

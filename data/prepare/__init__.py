@@ -92,9 +92,9 @@ def _open_source(cfg: Data) -> Prepared:
     """A source that is a prepared folder. InputError: data.tokenizer names a tokenizer that did not make its tokens."""
     prepared = open_prepared(os.path.abspath(os.path.expanduser(cfg.source)))
     if cfg.tokenizer != "bpe":  # the default, which accepts the folder's tokenizer
-        asked = open_tokenizer(cfg.tokenizer)
-        if asked.fingerprint != prepared.tokenizer.fingerprint:
-            raise InputError(f"data.tokenizer: {cfg.tokenizer} ({asked.fingerprint}) is not the tokenizer that made the "
+        named = open_tokenizer(cfg.tokenizer)
+        if named.fingerprint != prepared.tokenizer.fingerprint:
+            raise InputError(f"data.tokenizer: {cfg.tokenizer} ({named.fingerprint}) is not the tokenizer that made the "
                              f"tokens in {prepared.folder} ({prepared.tokenizer.fingerprint}): leave the option out, or "
                              "prepare the corpus with this one")
     return prepared

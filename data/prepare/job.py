@@ -76,8 +76,8 @@ class Job:
         with open(os.path.join(folder, "parts", "plan"), encoding="ascii") as file:
             plan = json.load(file)
         files = [sources.File(*row) for row in plan["files"]]
-        made = tokenizer.load_saved(os.path.join(folder, "tokenizer.json"))
-        return Job(folder, Data.model_validate_json(json.dumps(plan["cfg"])), files, plan["parts"], made)
+        tok = tokenizer.load_saved(os.path.join(folder, "tokenizer.json"))
+        return Job(folder, Data.model_validate_json(json.dumps(plan["cfg"])), files, plan["parts"], tok)
 
     # ------------------------------------------------------------------------------------------------- making the parts
 
@@ -261,13 +261,13 @@ def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer
     """The tokenizer that data.tokenizer asks for, trained first if it is a BPE of this source."""
     if cfg.tokenizer == "bpe":
         began = time.monotonic()
-        made = tokenizer.train_bpe(_first_texts(cfg, files), cfg.bpe_vocab_size)
-        log(f"trained a BPE of {made.n_vocab:,} tokens in {time.monotonic() - began:.1f} s")
+        tok = tokenizer.train_bpe(_first_texts(cfg, files), cfg.bpe_vocab_size)
+        log(f"trained a BPE of {tok.n_vocab:,} tokens in {time.monotonic() - began:.1f} s")
     else:
-        made = open_tokenizer(cfg.tokenizer)
-    if cfg.add_bos and made.bos_id is None:
+        tok = open_tokenizer(cfg.tokenizer)
+    if cfg.add_bos and tok.bos_id is None:
         raise InputError(f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text")
-    return made
+    return tok
 
 
 def _first_texts(cfg: Data, files: list[sources.File]) -> Iterator[str]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from models.kernels.causal_attention import causal_attention
 from parallelisms import attention
-from parallelisms.mesh import keep_memory
+from configs.cpu import keep_memory
 from tools.bench import harness
 
 SHAPES = {

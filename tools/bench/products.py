@@ -1,5 +1,5 @@
 """Matrix products on a CPU, at the sizes of a model's layers: float32 as PyTorch comes and as our runs ask for it
-(`parallelisms/mesh.py::float32_products`), and bfloat16.
+(`configs/cpu.py::float32_products`), and bfloat16.
 
     python -m tools.bench.products [--rounds 25] [--shapes 2048,256,704 ...] [--json out.json]
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from parallelisms.mesh import float32_products, keep_memory
+from configs.cpu import float32_products, keep_memory
 from tools.bench import harness
 
 SHAPES = "2048,2048,2048 2048,256,704 2048,704,256 1024,256,4096 4096,512,1536 1024,2048,8192".split()

@@ -15,7 +15,7 @@ With --compile.enabled=true the blocks of all are compiled. What each contender 
   pieces and its activation checkpointing (the others have none here). It has attention for language models on GPUs only (FlexAttention with a mask);
   on a CPU we give it the class that calls PyTorch's kernel.
   The peers are measured where they are installed: they are no requirement of ours, use an environment to throw away.
-- "our settings": on a CPU, the same with what our runs ask of the libraries there (`parallelisms/mesh.py::cpu_settings`).
+- "our settings": on a CPU, the same with what our runs ask of the libraries there (`configs/cpu.py::cpu_settings`).
 """
 
 import argparse
@@ -31,7 +31,8 @@ from configs.load import load_config
 from configs.schema import Config
 from models import llama
 from parallelisms import compile, dp
-from parallelisms.mesh import cpu_settings, pick_device
+from configs.cpu import cpu_settings
+from parallelisms.mesh import pick_device
 from tools.bench import harness
 from training.loss import linear_cross_entropy
 

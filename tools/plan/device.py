@@ -15,7 +15,7 @@ from models import MODELS
 from models.kernels.causal_attention import causal_attention
 from parallelisms import ac
 from parallelisms.dp import param_dtype
-from parallelisms.mesh import float32_products
+from configs.cpu import float32_products
 from tools.plan.step import Op
 from tools.plan.trace import Trace
 from training.metrics import peak_flops
