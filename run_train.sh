@@ -2,22 +2,27 @@
 # Train:  ./run_train.sh [CONFIG.toml] [--table.key=value ...]      (--help lists every option)
 # Check the machines before:  ./run_train.sh --preflight [CONFIG.toml] [...], on the same nodes    (docs/preflight.md)
 #
-# Without a CONFIG: configs/llama_debug.toml. Relative paths, here and in the config, are relative to this folder,
-# wherever the script is called from. If the active environment lacks something, .venv is made in this folder and used.
+# Without a CONFIG it runs configs/llama_debug.toml. Relative paths, here and in the config, are relative to this
+# folder, wherever the script is called from. If the active environment lacks a package, the script makes .venv in this
+# folder and uses that.
 #
 #   NGPU         processes on this node                      default: the visible GPUs, or 1
 #   NNODES       nodes of the job; run this on each of them  default: those of this Slurm step, or 1
-#                MIN:MAX: as many of them as come            (docs/launch.md)
-#   NODE_RANK    which of them this is, from 0               default: Slurm's number, or 0
+#                MIN:MAX: any number of nodes in this range  (docs/launch.md)
+#   NODE_RANK    the number of this node, from 0             default: Slurm's number, or 0
 #   MASTER_ADDR  address of node 0                           default: from Slurm; needed when NNODES > 1
 #   MASTER_PORT  a free port there                           default: 29500
-#   RESTARTS     how often to start again by itself when a rank has failed, or a node; default: 0
-#   OMP_NUM_THREADS  threads of each process                 default: this node's cores shared out
+#   RESTARTS     how often to restart by itself when a rank or a node has failed; default: 0
+#   OMP_NUM_THREADS  threads of each process                 default: this node's cores / NGPU
 #   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds that saving may take after SIGTERM or Ctrl-C, before SIGKILL; default: 30
 #
-# Exit codes: 0 done; 2 wrong configuration or input, nothing was started; 75 stopped on request with a checkpoint, run
-# it again to go on; 76 one step fails again and again; otherwise that of the first rank to fail, 128 + n if signal n
-# killed it (14: the rank hung, its stacks are in the run's folder, logs/).
+# Exit codes:
+#   0      done
+#   2      the configuration or the input is wrong, and nothing was started
+#   75     stopped on request with a checkpoint; run it again to go on
+#   76     the same step fails again and again
+#   other  that of the first rank to fail; 128 + n if signal n killed it (n = 14: the rank hung, and its stacks are in
+#          the run's folder, in logs/)
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source tools/environment.sh
@@ -37,14 +42,14 @@ elif [[ ${SLURM_STEP_NUM_TASKS:-0} -gt ${SLURM_STEP_NUM_NODES:-1} ]]; then
     fail "$SLURM_STEP_NUM_TASKS Slurm tasks on ${SLURM_STEP_NUM_NODES:-1} nodes: use srun --ntasks-per-node=1"
 fi
 if [[ ! ${NGPU-} ]]; then
-    NGPU=$(visible_gpus) || NGPU=1 # grep fails where it counts none
+    NGPU=$(visible_gpus) || NGPU=1 # grep fails if it counts none
 fi
 NNODES=${NNODES:-${SLURM_STEP_NUM_NODES:-1}}
 NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
 MASTER_PORT=${MASTER_PORT:-29500}
 RESTARTS=${RESTARTS:-0}
 [[ $NNODES =~ ^[0-9]{1,6}(:[0-9]{1,6})?$ ]] || fail "NNODES=$NNODES: must be a whole number, or MIN:MAX"
-FEWEST=${NNODES%:*} MOST=${NNODES#*:} # one number is both
+FEWEST=${NNODES%:*} MOST=${NNODES#*:} # a single number is both
 for name in NGPU FEWEST MOST NODE_RANK MASTER_PORT RESTARTS; do
     [[ ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]] || fail "$name=${!name}: must be a whole number"
 done
@@ -69,7 +74,7 @@ if [[ ${1-} == --preflight ]]; then
     done
 fi
 
-# Every mistake in the configuration is told here: all together, within a second, before torch is imported anywhere.
+# All mistakes in the configuration are reported here, together and within a second, before anything imports torch.
 for nodes in $(printf '%s\n' "$FEWEST" "$MOST" | uniq); do
     "$PYTHON" -m configs.load ${config[@]+"${config[@]}"} --world-size=$((NGPU * nodes)) --local-world-size="$NGPU" --quiet || exit $?
 done
@@ -77,22 +82,22 @@ for argument; do
     [[ $argument != --help && $argument != -h ]] || exit 0 # configs.load has printed it
 done
 
-cores=$(lscpu -p=CORE,SOCKET 2>/dev/null | grep -v '^#' | sort -u | wc -l) || true # without hyper-threads
+cores=$(lscpu -p=CORE,SOCKET 2>/dev/null | grep -v '^#' | sort -u | wc -l) || true # real cores, not hyper-threads
 allowed=$(nproc 2>/dev/null) || allowed=1
 ((cores > 0 && cores < allowed)) || cores=$allowed
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
-# A thread that waits spins for some 10 us, then sleeps. To sleep at once makes a step 9% longer; to spin for long, as OpenMP
-# does by itself, up to 8 times longer where other work wants the cores.
+# A thread that waits spins for some 10 us, then sleeps. If it slept at once, a step would take 9% longer. If it spun for
+# long, as OpenMP does by default, a step would take up to 8 times longer when other work wants the cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 export PYTHONUNBUFFERED=1
 if [[ $MOST == 1 && -e /sys/class/net/lo ]]; then
-    # nothing of one node's ranks need be seen outside
+    # the ranks of a single node need not be reachable from outside
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
 fi
-umask "$(printf '%o' $(($(umask) | 2)))" # whatever the shell's: not everyone may write what a run leaves
+umask "$(printf '%o' $(($(umask) | 2)))" # whatever the shell's umask is, others may not write to what a run leaves
 
 if ((NGPU * MOST == 1 && RESTARTS == 0)); then
-    exec "$PYTHON" "${program[@]}" "$@" # one process needs no launcher, and starts a second or two earlier without
+    exec "$PYTHON" "${program[@]}" "$@" # one process needs no launcher, and starts a second or two earlier without it
 fi
 exec "$PYTHON" -m tools.launch --nproc-per-node="$NGPU" --nnodes="$NNODES" --node-rank="$NODE_RANK" \
     --master-addr="${MASTER_ADDR-}" --master-port="$MASTER_PORT" \

@@ -1,18 +1,18 @@
-"""Checkpoints of a run: when they are whole, which one to resume from, which ones to remove.
+"""Checkpoints of a run: saves them whole, chooses the one to resume from, and removes old ones.
 
-A save: a thread copies the state (`state.stage`) while training goes on with the next forward and backward, which only
-read it; the optimizer's next step waits for the copy, if it must. The thread then writes each rank's file into a
-temporary folder and syncs it, rank 0 adds the manifest and renames the folder to `step-00000100`. So at any moment a
-crash leaves the checkpoints that were there, and at most a temporary folder that the next start removes. Ranks talk
-over a gloo group of their own, because the thread's messages and training's would otherwise mix; one save is in
+To save, a thread copies the state (`state.stage`) while training goes on with the next forward and backward, which only
+read it. The optimizer's next step waits until the copy is made. The thread of each rank then writes the rank's file
+into a temporary folder and syncs it, and rank 0 adds the manifest and renames the folder to `step-00000100`. So at any
+moment a crash leaves the earlier checkpoints as they were, and at most a temporary folder that the next start removes.
+The threads use a gloo group of their own, because their messages and training's would otherwise mix. One save is in
 flight at a time.
 
-A thread, because it is simpler than a process and measures no worse: on two cores, with a state of 1.2 GB, steps of
-0.67 s take 0.79 s while the thread writes, and 0.88 s while another process writes as many bytes.
+It is a thread because that is simpler than a process and measures no worse: on two cores, with a state of 1.2 GB, steps
+of 0.67 s take 0.79 s while the thread writes, and 0.88 s while another process writes as many bytes.
 
-A resume: rank 0 chooses, all ranks read into buffers and verify every byte they use, and only when all agree does the
-live state change. A damaged checkpoint is named and the newest good one before it used. Whatever a person must decide
-is an InputError, the same on every rank.
+To resume, rank 0 chooses a checkpoint, all ranks read it into buffers and verify every byte they use, and only when all
+agree does the live state change. A damaged checkpoint is reported, and the newest good one before it is used. Whatever
+a person must decide is an InputError, the same on every rank.
 """
 
 import concurrent.futures
@@ -59,16 +59,16 @@ class CheckpointManager:
 
     def __init__(self, cfg: schema.Checkpoint, folder: Path, mesh: Mesh, facts: dict):
         self.cfg, self.folder, self.mesh = cfg, Path(folder), mesh
-        self.facts = json.loads(json.dumps(facts))  # as it will be read back: lists for tuples
+        self.facts = json.loads(json.dumps(facts))  # as it will be read back, with lists for tuples
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.in_flight: tuple[int, concurrent.futures.Future] | None = None
         self.buffers: dict[str, torch.Tensor] = {}
         self.copied = threading.Event()  # the state that is being saved may change
         self.copied.set()
-        self.on_device: torch.cuda.Event | None = None  # when a GPU's part of that copy is made
+        self.on_device: torch.cuda.Event | None = None  # set when the GPU's part of that copy is made
         self.waits: Any = None  # the handle of the optimizer's hook
-        self.stalled, self.marks = 0.0, []  # seconds it has waited; pairs of GPU events around waits that are not over
+        self.stalled, self.marks = 0.0, []  # seconds it has waited; GPU events around pending waits
         self.attempt = self.saves = self.failures = 0
         self.last_step = -1  # of the checkpoint that was loaded or saved last
         self.ancestors: list[str] = []  # checkpoints that this run's state descends from, oldest first
@@ -77,7 +77,7 @@ class CheckpointManager:
         self.run_id = self._on_rank_0(self._open_folder)
 
     def _open_folder(self) -> str:
-        """Become the only run that writes here, and remove what a run before left unfinished."""
+        """Become the only run that writes here, and remove what an earlier run left unfinished."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lease = Lease(self.folder / ".lease")
         ours = {".lease", *verify.published(self.folder)}
@@ -89,7 +89,7 @@ class CheckpointManager:
         return self.lease.id
 
     def _on_rank_0(self, fn: Callable, *args: object) -> Any:
-        """What fn(*args) returns on rank 0, or the exception it raises there, on every rank."""
+        """Call fn(*args) on rank 0. Every rank returns its result, or raises the exception that it raised."""
         answer: list[Any] = [None, None]
         if self.mesh.rank == 0:
             try:
@@ -97,9 +97,9 @@ class CheckpointManager:
             except (InputError, Damaged) as error:
                 answer[1] = error
             except OSError as error:
-                where = f"{error.filename or self.folder}: {error.strerror or error}"
-                answer[1] = InputError(f"checkpoints cannot be kept in {self.folder}: {where}")
-            except Exception:  # whatever it is, the others must not wait for an answer that does not come
+                failure = f"{error.filename or self.folder}: {error.strerror or error}"
+                answer[1] = InputError(f"checkpoints cannot be kept in {self.folder}: {failure}")
+            except Exception:  # any error: the other ranks must not wait for an answer that never comes
                 answer[1] = RuntimeError(traceback.format_exc())
         dist.broadcast_object_list(answer, src=0, group=self.group)
         if answer[1] is not None:
@@ -109,11 +109,11 @@ class CheckpointManager:
     # Saving
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict) -> None:
-        """Save the state as it is at this call. Returns at once, unless the save before is still being written (or
-        cfg.async_save is off). A step that is saved already is not saved again.
+        """Save the state as it is at this call. Returns at once, unless the previous save is still being written or
+        cfg.async_save is off. A step that is saved already is not saved again.
 
-        From here on `optimizer.step()` waits for the copy of the state by itself. Whoever changes the state in another
-        way must call `wait_for_copy` before. Failures are reported by `poll`. Raises InputError as `poll` does.
+        After this call `optimizer.step()` waits for the copy of the state by itself. Code that changes the state in any
+        other way must call `wait_for_copy` first. `poll` reports failures. Raises InputError as `poll` does.
         """
         began = time.monotonic()
         self._finish(wait=True)
@@ -137,14 +137,14 @@ class CheckpointManager:
             self._finish(wait=True)
 
     def _copy(self, live: dict, computed: torch.cuda.Event | None) -> None:
-        """In the thread: returns when the copy is made; the optimizer may go on as soon as it is queued on the GPU."""
+        """Runs in the thread, and returns when the copy is made. The optimizer may go on once the GPU has it queued."""
         self.on_device = state.stage(live, self.buffers, computed)
         self.copied.set()
         if self.on_device:
             self.on_device.synchronize()
 
     def wait_for_copy(self) -> None:
-        """Until the state that is being saved is copied; on a GPU its stream waits, not the caller."""
+        """Wait until the state that is being saved is copied. On a GPU the stream waits, not the caller."""
         began = time.monotonic()
         self.copied.wait()
         self.stalled += time.monotonic() - began
@@ -156,7 +156,7 @@ class CheckpointManager:
             self.marks.append((before, after))
 
     def stall(self) -> float:
-        """Seconds that `optimizer.step()` has waited for copies since the last call, on a GPU in its stream."""
+        """Seconds that `optimizer.step()` (on a GPU: its stream) has waited for copies since the last call of this."""
         while self.marks and self.marks[0][1].query():
             before, after = self.marks.pop(0)
             self.stalled += before.elapsed_time(after) / 1000
@@ -173,14 +173,14 @@ class CheckpointManager:
         return json.loads(json.dumps(head))  # a copy as it will be read back; what is not JSON fails here, on all ranks
 
     def _write(self, step: int, live: dict, planner: StagedSave, head: dict) -> None:
-        """In the thread, on all ranks: write, publish, remove what has expired. Raises the same kind of error on
-        all."""
+        """Runs in the thread, on all ranks: write, publish, remove what has expired. If it fails, all ranks raise the
+        same kind of error."""
         self.saves += 1
         name = verify.step_name(step, self.attempt)
         temporary = self.folder / f".tmp-{self.run_id}-{self.saves}-{name}"
 
         def publish(tensors: dict, files: dict) -> None:
-            """On rank 0, when every rank's file is written and synced."""
+            """Runs on rank 0 when every rank's file is written and synced."""
             verify.write_manifest(temporary, {**head, "files": files, "tensors": tensors})
             self.lease.check()
             temporary.rename(self.folder / name)
@@ -190,17 +190,18 @@ class CheckpointManager:
         try:
             dcp.save(live, storage_writer=writer, planner=planner, process_group=self.group)
         except BaseException:
-            if self.mesh.rank == 0:  # what is written of it may be what fills the disk
+            if self.mesh.rank == 0:  # what it has written so far may be what fills the disk
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         finally:
-            self.copied.set()  # if it failed before the copy, training must not wait for one
+            self.copied.set()  # if the save failed before the copy, training must not wait for it
         self.ancestors.append(name)
         if self.mesh.rank == 0:
             self._remove_expired()
 
     def _remove_expired(self) -> None:
-        """Rename first: a checkpoint is there or it is not. A failure here costs space, not the save."""
+        """Remove old checkpoints. Each is renamed first, so it is never partly there. A failure here costs disk space,
+        not the save."""
         try:
             self.ancestors = [name for name in self.ancestors if name in verify.published(self.folder)]
             newest_first = (name for name in reversed(self.ancestors) if _is_whole(self.folder / name))
@@ -215,11 +216,11 @@ class CheckpointManager:
             say.warning(f"old checkpoints could not be removed: {error}")
 
     def poll(self) -> None:
-        """Call at every step: tells of a save that ended since. While one is in flight this is a collective of one
-        number.
+        """Report a save that has ended. All ranks call this at every step; while a save is in flight it is a collective
+        of one number.
 
-        After cfg.max_failures failed saves in a row it raises InputError on every rank, at the same step; at once NotFinite
-        if there is no point in training on from the state that was to be saved.
+        Raises InputError after cfg.max_failures failed saves in a row, and NotFinite at once if the state to be saved
+        is not finite, so that training on is pointless: on every rank, at the same step.
         """
         self._finish(wait=False)
 
@@ -237,17 +238,17 @@ class CheckpointManager:
             return
         failures = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
         if any(isinstance(e, NotFinite) for e in failures):
-            raise NotFinite(f"step {step} has left a state that is not finite, which is not saved: {state.cause(error)}")
+            raise NotFinite(f"step {step} left a state that is not finite, so it is not saved: {state.cause(error)}")
         self.failures += 1
         reason = f"the checkpoint of step {step} could not be written to {self.folder}: {state.cause(error)}"
         if any(isinstance(e, Lost) for e in failures):
             raise InputError(reason)
         if self.cfg.max_failures and self.failures >= self.cfg.max_failures:
             raise InputError(f"{reason} ({self.failures} in a row: checkpoint.max_failures); the others are untouched")
-        self._say(logging.ERROR, f"{reason}. Training goes on; the next checkpoint is tried at its time")
+        self._say(logging.ERROR, f"{reason}. Training goes on, and the next checkpoint is tried when it is due")
 
     def wait(self, seconds: float) -> None:
-        """On the way out after an error: let the save in flight end. Asks no other rank, and raises nothing."""
+        """Let the save in flight end, on the way out after an error. It asks no other rank, and raises nothing."""
         if self.in_flight:
             concurrent.futures.wait([self.in_flight[1]], timeout=seconds)
 
@@ -275,11 +276,11 @@ class CheckpointManager:
     # Loading
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict | None:
-        """Resume: the newest whole checkpoint of this run, or that of cfg.load_step; its progress. None for a fresh
-        start, with the weights of cfg.load_path if it is set.
+        """Resume from the newest whole checkpoint of this run, or from that of cfg.load_step, and return its progress.
+        Returns None for a fresh start, which takes the weights of cfg.load_path if it is set.
 
-        Raises InputError where a fresh start would hide something: a step that is missing, nothing readable although
-        there are checkpoints, a checkpoint of another model, data or seed.
+        Raises InputError where a fresh start would hide a mistake: the step is missing, none of the checkpoints can be
+        read, or the checkpoint is of a different model, data or seed.
         """
         state.materialise(optimizer)
         live = state.tensors(model, optimizer, self.mesh.rank)
@@ -292,8 +293,8 @@ class CheckpointManager:
         return manifest["progress"] if names else None
 
     def _choose(self, size: int) -> list[str]:
-        """Names of this run's checkpoints, newest first. size: bytes of one, to refuse a disk that is too full
-        already."""
+        """Names of this run's checkpoints, newest first. size: bytes of one checkpoint. Raises InputError if the disk
+        has no room for one."""
         if (free := shutil.disk_usage(self.folder).free) < size:
             raise InputError(
                 f"{self.folder} has {free / 1e6:,.1f} MB free, one checkpoint of this run takes {size / 1e6:,.1f} MB: "
@@ -306,12 +307,12 @@ class CheckpointManager:
         return names
 
     def _resume(self, names: list[str], live: dict, optimizer: torch.optim.Optimizer) -> dict:
-        """Load the first of `names` that is whole, going back in its own line only, never to a future that was
-        abandoned."""
+        """Load the first of `names` that is whole. If one is damaged, only its ancestors are tried next, never steps of
+        a future that the run had abandoned."""
         step = self.cfg.load_step
-        left = names if step < 0 else [name for name in names if _step(name) == step][:1]
-        while left:
-            name, manifest = left[0], None
+        candidates = names if step < 0 else [name for name in names if _step(name) == step][:1]
+        while candidates:
+            name, manifest = candidates[0], None
             try:
                 manifest = self._on_rank_0(self._manifest_of, name)
                 self._check_same_run(name, manifest, optimizer)
@@ -322,8 +323,8 @@ class CheckpointManager:
                 if step >= 0:
                     raise InputError(f"checkpoint.load_step = {step}, but {name} is damaged: {error}") from None
                 self._say(logging.ERROR, f"{name} is damaged and not used: {error}")
-                before = [n for n in left if _step(n) < _step(name)]
-                left = [n for n in before if not manifest or n in manifest["ancestors"]]
+                earlier = [n for n in candidates if _step(n) < _step(name)]
+                candidates = [n for n in earlier if not manifest or n in manifest["ancestors"]]
         else:
             raise InputError(
                 f"none of the checkpoints in {self.folder} that this run could go on from can be read (see above): "
@@ -339,7 +340,7 @@ class CheckpointManager:
                 "there is a newer checkpoint",
             )
         for line in state.mismatches(manifest["hyperparameters"], state.hyperparameters(optimizer)):
-            self._say(logging.WARNING, f"optimizer {line}: the config's is used")
+            self._say(logging.WARNING, f"optimizer {line}: the config's value is used")
         return manifest
 
     def _start_from(self, live: dict) -> None:
@@ -392,12 +393,12 @@ class CheckpointManager:
 
 
 def expired(ancestors: list[str], whole: list[str], keep_last: int, keep_every: int) -> list[str]:
-    """Which checkpoints to remove; a pure function of names.
+    """Names of the checkpoints to remove: a pure function of names.
 
-    ancestors: the line that the run descends from, oldest first, its newest included; nothing outside of it is ever
-    removed, neither what others put into the folder nor a future that was abandoned. whole: those of them whose files
-    are complete (the newest keep_last suffice); only they count as kept, so the newest of them always stays.
-    keep_last = 0 keeps all; steps that keep_every divides stay.
+    ancestors: the checkpoints that the run descends from, oldest first, its newest included. No other checkpoint is
+    ever removed, neither what others put into the folder nor a future that was abandoned. whole: the ancestors whose
+    files are complete (the newest keep_last are enough). Only these count as kept, so the newest whole one always
+    stays. keep_last = 0 keeps all; a step that keep_every divides stays.
     """
     if keep_last == 0 or len(whole) < keep_last:
         return []

@@ -1,6 +1,6 @@
-"""What a checkpoint holds, and how it goes back into a run on any mesh.
+"""What a checkpoint holds, and how a run on any mesh loads it again.
 
-Tensors only, under flat names: `model.<parameter>`, `optimizer.<parameter>.<key>`, `rng.<device>.<rank>`; everything
+It holds tensors under flat names: `model.<parameter>`, `optimizer.<parameter>.<key>`, `rng.<device>.<rank>`; everything
 else (the step, the samples consumed, the config) is JSON in the manifest. Names and global shapes do not depend on
 the mesh, so any mesh can load what any other saved. Hyperparameters are not state: they always come from the config.
 """
@@ -26,7 +26,7 @@ from configs.schema import InputError
 
 LIKE, SCALAR = "like the parameter", "one float32"
 
-# What each optimizer keeps per parameter, all zero before its first step: key -> its form.
+# What each optimizer keeps per parameter, all of it zero before its first step: key -> LIKE or SCALAR.
 KEPT = {
     "AdamW": {"exp_avg": LIKE, "exp_avg_sq": LIKE, "step": SCALAR},
     "SGD": {"momentum_buffer": LIKE},
@@ -34,10 +34,10 @@ KEPT = {
 
 
 def materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the state that its first step would give it, so that a run has all its memory from the start
-    and a checkpoint of step 0 the same names as any other.
+    """Give every parameter the optimizer state that its first step would give it. A run then has all its memory from
+    the start, and a checkpoint of step 0 has the same names as any other.
 
-    Not by a step with zero gradients, as `get_optimizer_state_dict` does: that leaves AdamW's `step` at 1
+    A step with zero gradients, as `get_optimizer_state_dict` does it, would leave AdamW's `step` at 1
     (pytorch#164929). Raises KeyError for an optimizer without a row in KEPT.
     """
     for group in optimizer.param_groups:
@@ -55,23 +55,23 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, rank: int = 0) -> dict[str, Tensor]:
-    """The live tensors by name; DTensors where they are sharded. Without an optimizer: the model's alone.
+    """The live tensors by name, as DTensors where they are sharded. Without an optimizer, only those of the model.
 
-    `state_dict` first: it makes FSDP re-shard what a forward without backward left gathered. Tied weights appear under
-    each of their names, buffers too unless they are not persistent.
+    `state_dict` comes first: it makes FSDP re-shard what a forward without backward left gathered. Tied weights appear
+    under each of their names. Persistent buffers are included.
     """
-    found = {f"model.{name}": t for name, t in model.state_dict().items()}
+    live = {f"model.{name}": t for name, t in model.state_dict().items()}
     if optimizer is not None:
         names = {id(param): name for name, param in model.named_parameters()}
         for param, state in optimizer.state.items():
-            found |= {f"optimizer.{names[id(param)]}.{key}": t for key, t in state.items() if isinstance(t, Tensor)}
-        found |= {f"rng.{device}.{rank}": t for device, t in _rng().items()}
-    return found
+            live |= {f"optimizer.{names[id(param)]}.{key}": t for key, t in state.items() if isinstance(t, Tensor)}
+        live |= {f"rng.{device}.{rank}": t for device, t in _rng().items()}
+    return live
 
 
 def _rng() -> dict[str, Tensor]:
-    """This rank's generators: for dropout and the like in a model that draws numbers. On another mesh they mean
-    nothing."""
+    """The states of this rank's random generators, for a model that draws numbers (dropout, say). They mean nothing on
+    a different mesh."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -85,10 +85,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def buffers(live: dict[str, Tensor], pin: bool) -> dict[str, Tensor]:
-    """Memory for a copy of every shard, as views into one block of host memory, which is touched here and not during
-    the first save: fresh pages cost several times the copy itself.
+    """Memory for a copy of every shard, as views into one block of host memory. Its pages are touched here and not in
+    the first save, because fresh pages cost several times the copy itself.
 
-    pin: for a GPU to copy into without waiting; then CUDA rounds the block up to a power of two.
+    pin: pin the block, so that a GPU copies into it without waiting. CUDA then rounds its size up to a power of two.
     """
     shards = {name: local(tensor) for name, tensor in live.items()}
     size = sum(_padded(shard.nbytes) for shard in shards.values())
@@ -106,9 +106,9 @@ def _padded(n: int) -> int:
 def stage(live: dict[str, Tensor], into: dict[str, Tensor], computed: torch.cuda.Event | None) -> torch.cuda.Event | None:
     """Copy every shard into its buffer, from a thread beside training.
 
-    computed: on a GPU, when the values to copy exist. The copies are then queued on a stream of their own, beside the
-    kernels of the next step, and the event that tells when they are done is returned; the values must not change
-    before.
+    computed: on a GPU, the event that is set when the values to copy exist. The copies are then queued on a stream of
+    their own, beside the kernels of the next step. The event that is returned is set when they are done; the values
+    must not change before that.
     """
     if computed is None:
         for name, tensor in live.items():
@@ -124,11 +124,11 @@ def stage(live: dict[str, Tensor], into: dict[str, Tensor], computed: torch.cuda
 
 @torch.no_grad()
 def put_back(loaded: dict[str, Tensor], live: dict[str, Tensor]) -> None:
-    """Copy the buffers that were read into the live tensors, and set the generators. The buffers may be reused
-    after."""
+    """Copy the buffers that were read into the live tensors, and set the random generators. The buffers may be reused
+    afterwards."""
     for name, tensor in live.items():
         if name.startswith("rng.cpu."):
-            torch.set_rng_state(loaded[name].clone())  # of a view, torch 2.13 reads from the start of the storage
+            torch.set_rng_state(loaded[name].clone())  # given a view, torch 2.13 reads from the start of its storage
         elif name.startswith("rng.cuda."):
             torch.cuda.set_rng_state(loaded[name].clone())
         else:
@@ -136,41 +136,44 @@ def put_back(loaded: dict[str, Tensor], live: dict[str, Tensor]) -> None:
 
 
 def select(by_name: dict[str, Any], content: str, exclude: tuple[str, ...]) -> dict[str, Any]:
-    """Those of the kinds in `content` ("model+optimizer"), less the excluded names (patterns as in fnmatch)."""
+    """The entries of the kinds in `content` ("model+optimizer") whose names match no pattern (fnmatch) in `exclude`."""
     chosen = {name: value for name, value in by_name.items() if name.partition(".")[0] in content.split("+")}
     return {name: value for name, value in chosen.items() if not any(fnmatchcase(name, pattern) for pattern in exclude)}
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
-    """What the optimizer was told, for the record and for a note when it is told otherwise after a resume: JSON, by
-    group. The learning rate is left out: its schedule changes it at every step."""
+    """The optimizer's options by group, as JSON: for the record, and for a note if they differ after a resume. The
+    learning rate is left out, because its schedule changes it at every step."""
     groups = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
     return json.loads(json.dumps({f"group {i}": group for i, group in enumerate(groups)}))  # lists for tuples
 
 
-def mismatches(there: Any, here: Any, key: str = "") -> list[str]:
-    """Where two JSON values differ, as sentences. Of nested ones, keys that only one of them has are not compared:
-    either was written by code that does not know them."""
-    if isinstance(there, dict) and isinstance(here, dict):
+def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:
+    """Sentences that say where two JSON values differ. A key that only one of two dicts has is not compared: the code
+    that wrote the other did not know it."""
+    if isinstance(saved, dict) and isinstance(current, dict):
         return [
-            line for k in there if k in here for line in mismatches(there[k], here[k], f"{key}.{k}" if key else k)
+            line for k in saved if k in current for line in mismatches(saved[k], current[k], f"{key}.{k}" if key else k)
         ]
-    return [] if there == here else [f"{key} is {json.dumps(there)} in the checkpoint and {json.dumps(here)} here"]
+    if saved == current:
+        return []
+    return [f"{key} is {json.dumps(saved)} in the checkpoint and {json.dumps(current)} here"]
 
 
 def check_fits(path: Path, manifest: dict, wanted: dict, content: str, exclude: tuple[str, ...] = ()) -> None:
-    """Raises InputError, naming some of the differences, if the tensors of a checkpoint are not those that are wanted.
+    """Raises InputError, naming some of the differences, if a checkpoint does not have exactly the `wanted` tensors.
 
-    Nothing is cast, cropped or left out silently: a type, a shape, a name too many or too few is a difference.
+    Nothing is cast, cropped or left out silently: a different type or shape, and a missing or superfluous name, all
+    count as differences.
     """
     lines, stored = [], manifest["tensors"]
     for name, tensor in wanted.items():
         if name not in stored:
             lines.append(f"{name} is missing from it")
-        elif (there := stored[name]["shape"]) != list(tensor.shape):
-            lines.append(f"{name} has shape {there} there and {list(tensor.shape)} here")
-        elif (there := stored[name]["dtype"]) != CODES[tensor.dtype]:
-            lines.append(f"{name} has type {there} there and {CODES[tensor.dtype]} here")
+        elif (saved := stored[name]["shape"]) != list(tensor.shape):
+            lines.append(f"{name} has shape {saved} there and {list(tensor.shape)} here")
+        elif (saved := stored[name]["dtype"]) != CODES[tensor.dtype]:
+            lines.append(f"{name} has type {saved} there and {CODES[tensor.dtype]} here")
     lines += [f"{name} is in it and not in this run" for name in select(stored, content, exclude) if name not in wanted]
     if lines:
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
@@ -178,8 +181,8 @@ def check_fits(path: Path, manifest: dict, wanted: dict, content: str, exclude: 
 
 
 def read(path: Path, manifest: dict, wanted: dict, buffers: dict, check: bool, group: dist.ProcessGroup | None) -> None:
-    """Fill `wanted`, through buffers, when every rank has read all of its part. Raises Damaged on all ranks, with
-    nothing changed; without a process group it reads for this process alone."""
+    """Fill the `wanted` tensors from the buffers, once every rank has read all of its part into them. Raises Damaged on
+    all ranks, with nothing changed. Without a process group, this process reads for itself alone."""
     reader, planner = ShardReader(path, manifest, check), StagedLoad(buffers)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -193,8 +196,9 @@ def read(path: Path, manifest: dict, wanted: dict, buffers: dict, check: bool, g
 
 
 def load_model(folder: Path, model: nn.Module, check: bool = True) -> dict:
-    """The weights of a checkpoint (or the newest in a folder of them, or of a run) into a model on any mesh or none;
-    returns the manifest. For tools; a run resumes with `CheckpointManager.load`. Raises InputError."""
+    """Load the weights of a checkpoint into a model on any mesh or none, and return the manifest. `folder` may also
+    hold several checkpoints, or be a run's folder: the newest is taken. This is for tools; a run resumes with
+    `CheckpointManager.load`. Raises InputError."""
     path = verify.newest(Path(folder))
     try:
         manifest = verify.read_manifest(path)
@@ -207,15 +211,16 @@ def load_model(folder: Path, model: nn.Module, check: bool = True) -> dict:
 
 
 def cause(error: BaseException | None) -> str:
-    """The first error of each of the first ranks, without the traceback that CheckpointException shows."""
+    """The errors of the first three failed ranks, without the tracebacks that CheckpointException shows."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in list(error.failures.items())[:3])
     return f"{type(error).__name__}: {error}" if error else "another rank failed"
 
 
 def gather_to_rank_0(model: nn.Module) -> dict[str, Tensor] | None:
-    """The whole model in the CPU memory of rank 0, by our names; None on the others. Every rank calls it and holds one
-    whole tensor at a time. For people who need one dict: `python -m tools.convert` makes files without it."""
+    """The whole model in the CPU memory of rank 0, by our names; None on the other ranks. Every rank calls it, and
+    holds one whole tensor at a time. It is for code that needs one dict; `python -m tools.convert` makes files without
+    it."""
     whole = {}
     for name, tensor in model.state_dict().items():
         tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
@@ -225,16 +230,17 @@ def gather_to_rank_0(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def scatter_from_rank_0(whole: dict[str, Tensor] | None, model: nn.Module) -> None:
-    """The counterpart: rank 0's dict into the model, on any mesh; the others give None. The dict is not changed.
+    """Load rank 0's dict into the model, on any mesh: the counterpart of `gather_to_rank_0`. The other ranks give None.
+    The dict is not changed.
 
     Raises InputError on all ranks, before anything changes, if names, shapes or types are not the model's.
     """
     live = model.state_dict()
     answer = [""]
     if dist.get_rank() == 0:
-        form = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
-        given = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
-        wrong = [name for name in form | given if form.get(name) != given.get(name)]
+        expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
+        received = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
+        wrong = [name for name in expected | received if expected.get(name) != received.get(name)]
         answer = [f"these tensors are not the model's: {', '.join(wrong[:4])} ({len(wrong)} in all)" if wrong else ""]
     dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
     if answer[0]:

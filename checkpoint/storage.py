@@ -1,11 +1,14 @@
-"""Our file format under torch.distributed.checkpoint: its planner decides who writes and reads what, its storage
-interfaces call this file, and the bytes are raw tensors with a hash per block (the format is described in `verify.py`).
+"""Our file format under torch.distributed.checkpoint (DCP). DCP's planner decides which rank writes and reads what, and
+its storage interfaces call this file. The files hold raw tensors, with a hash per block (`verify.py` describes them).
 
-Why not its own FileSystemWriter: its `.metadata` is a pickle, its items are torch.save archives whose CRC32 nobody
-checks, and an error in one of its writer threads is lost (pytorch#191391). This costs half as much: 1.5 GB took 0.40
-s of processor time and 0.77 s on the clock to save with hashes (raw write + fsync 0.40 and 0.89, `dcp.save` 0.83 and
-1.57), 0.48 and 0.31 to load and verify (`dcp.load`, which verifies nothing, 0.85 and 0.82); best of six on two busy
-cores. Each shard here is also a valid safetensors file that any tool opens.
+DCP's own FileSystemWriter is not used: its `.metadata` is a pickle, its items are torch.save archives whose CRC32
+nobody checks, and an error in one of its writer threads is lost (pytorch#191391). It also costs twice as much. For 1.5
+GB, in seconds of processor time and on the clock, best of six on two busy cores:
+
+    save with hashes   0.40 and 0.77   (raw write + fsync 0.40 and 0.89; `dcp.save` 0.83 and 1.57)
+    load and verify    0.48 and 0.31   (`dcp.load`, which verifies nothing, 0.85 and 0.82)
+
+Each shard is also a valid safetensors file that any tool opens.
 """
 
 import json
@@ -39,10 +42,10 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class StagedSave(DefaultSavePlanner):
-    """Plans with the live tensors, of which it looks at shapes and placements only, and writes their staged copies.
+    """Plans with the shapes and placements of the live tensors, and writes their staged copies.
 
-    staged: name -> this rank's shard; copy: fills them. It is called inside DCP's first common step, so that all ranks
-    learn of an error in it.
+    staged: name -> this rank's shard; copy: fills these. DCP calls it in its first common step, so that all ranks learn
+    of an error in it.
     """
 
     def __init__(self, staged: dict[str, Tensor], copy: Callable[[], object] = lambda: None):
@@ -58,8 +61,8 @@ class StagedSave(DefaultSavePlanner):
 
 
 class StagedLoad(DefaultLoadPlanner):
-    """Plans with the live tensors and fills buffers: nothing live changes before every rank has read and verified
-    all."""
+    """Plans with the live tensors but fills buffers, so that nothing live changes before every rank has read and
+    verified all of its part."""
 
     def __init__(self, buffers: dict[str, Tensor]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -70,11 +73,12 @@ class StagedLoad(DefaultLoadPlanner):
 
 
 class NotFinite(ArithmeticError):
-    """The state is one that no run could go on from: nothing of it is published."""
+    """The state has values that are not finite. No run could go on from it, so none of it is published."""
 
 
 def finite(tensor: Tensor) -> bool:
-    """Its sum tells, at the speed of memory; only one that overflows has to be looked at number by number."""
+    """Whether all values are finite. The sum tells at the speed of memory; only if it overflows is each value looked
+    at."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
@@ -83,9 +87,9 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 class ShardWriter(StorageWriter):
-    """Writes this rank's parts into one new file of `folder`, if they are finite; on the coordinator, `publish(tensors,
-    files)` then makes a checkpoint of the folder. An exception on any rank, in `publish` too, is raised by `dcp.save` on
-    all."""
+    """Writes this rank's parts into one new file of `folder`, if they are finite. On the coordinator, `publish(tensors,
+    files)` then makes the folder a checkpoint. `dcp.save` raises an exception of any rank, also of `publish`, on all
+    ranks."""
 
     def __init__(self, folder: Path, rank: int, ranks: int, publish: Callable[[dict, dict], None]):
         self.folder, self.file, self.ranks, self.publish = folder, f"rank-{rank:05d}.safetensors", ranks, publish
@@ -100,7 +104,7 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if len(plans) != self.ranks:  # after the process group was closed, `dcp.save` takes each rank for the only one
+        if len(plans) != self.ranks:  # once the process group is closed, `dcp.save` takes each rank for the only one
             raise RuntimeError(f"{len(plans)} of {self.ranks} ranks take part in this save")
         self.planned = sum(len(plan.items) for plan in plans)
         return plans
@@ -111,7 +115,7 @@ class ShardWriter(StorageWriter):
         return done
 
     def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        # Largest elements first: every part is then aligned to its element, as safetensors does it.
+        # Largest elements first: every part is then aligned to its element size, as in safetensors.
         items = sorted(items, key=lambda item: -item.tensor_data.properties.dtype.itemsize)
         head, starts = _header(items)
         file = {"name": self.file, "size": 0, "header": len(head), "header_hash": verify.digest(head)}
@@ -134,7 +138,7 @@ class ShardWriter(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: the manifest's tables. A part that was planned and not written is an error."""
+        """Build the manifest's tables, on the coordinator. A part that was planned but not written is an error."""
         written = {r.index: r.storage_data for rank in results for r in rank}
         if len(written) != self.planned:
             raise RuntimeError(f"{self.planned} parts of tensors were planned, {len(written)} written")
@@ -173,8 +177,8 @@ def _header(items: list[WriteItem]) -> tuple[bytes, list[int]]:
 
 
 class PlanReader(StorageReader):
-    """What DCP asks of a reader that takes the planner's plan as it is: a subclass says what there is (`read_metadata`)
-    and reads it (`read_data`)."""
+    """The methods that DCP asks of a reader which takes the planner's plan as it is. A subclass adds `read_metadata`,
+    which says what there is, and `read_data`, which reads it."""
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         pass
@@ -231,17 +235,17 @@ class ShardReader(PlanReader):
         return done
 
     def _read(self, stream: object, item: ReadItem, part: dict) -> Tensor:
-        """The box of `item` out of a part: its rows are read, in whole blocks, and then cut to the box."""
+        """The box of a part that `item` asks for. Its rows are read in whole blocks and then cut to the box."""
         name, shape = item.storage_index.fqn, part["shape"]
         dtype, size = DTYPES[self.tensors[name]["dtype"]], verify.nbytes(self.tensors[name], part)
-        row = size // shape[0] if shape else size
+        row_bytes = size // shape[0] if shape else size
         first_row, rows = (item.storage_offsets[0], item.lengths[0]) if shape else (0, 1)
-        first = first_row * row // verify.BLOCK
-        a = first * verify.BLOCK
-        b = min(-(-(first_row + rows) * row // verify.BLOCK) * verify.BLOCK, size)
-        buffer = torch.empty(b - a, dtype=torch.uint8)
-        verify.read_blocks(stream, name, part, first, memoryview(buffer.numpy()), self.check)
-        box = buffer[first_row * row - a : (first_row + rows) * row - a].view(dtype)
+        first_block = first_row * row_bytes // verify.BLOCK
+        begin = first_block * verify.BLOCK
+        end = min(-(-(first_row + rows) * row_bytes // verify.BLOCK) * verify.BLOCK, size)
+        buffer = torch.empty(end - begin, dtype=torch.uint8)
+        verify.read_blocks(stream, name, part, first_block, memoryview(buffer.numpy()), self.check)
+        box = buffer[first_row * row_bytes - begin : (first_row + rows) * row_bytes - begin].view(dtype)
         if not shape:
             return box[0]
         box = box.view(rows, *shape[1:])

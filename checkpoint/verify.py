@@ -1,19 +1,20 @@
-"""What makes a checkpoint trustworthy: its manifest, the hash of every byte, and reading that believes neither.
+"""What makes a checkpoint trustworthy: a manifest, a hash of every byte, and a reader that checks both.
 
 A checkpoint is a folder `step-00000100` with one file per rank and one manifest:
 
     rank-00000.safetensors   8 bytes of length, a JSON header, then the raw bytes of this rank's parts of the tensors
     manifest.json            where each part of each tensor lies, the hashes of its blocks, and all that is not a tensor
 
-The manifest is written last and carries its own hash, so a folder is a checkpoint when its manifest agrees with itself
-and with the files; that a file exists proves nothing. There is no pickle anywhere, and a name in a manifest can only be
-that of a file `rank-NNNNN.safetensors` beside it: reading a hostile checkpoint can fail, it cannot run code or leave
-the folder. (xxh3 finds accidents, not forgeries: whoever may write the folder decides which numbers it holds.)
+The manifest is written last and carries its own hash. A folder is a checkpoint if its manifest agrees with itself and
+with the files; the existence of a file proves nothing. There is no pickle anywhere, and a manifest can only name files
+called `rank-NNNNN.safetensors` beside it. So reading a hostile checkpoint can fail, but it cannot run code or leave the
+folder. (xxh3 finds accidents, not forgeries: whoever may write the folder decides which numbers it holds.)
 
     python -m checkpoint.verify DIR [--all]
 
-reads every byte of the newest checkpoint (or of all) and exits with 0 when they are those that were written, with 1
-when not, naming file, position, expected and found, and with 2 when there is nothing to verify. It imports no torch.
+reads every byte of the newest checkpoint, or of all. It exits with 0 if these are the bytes that were written; with 1
+if not, naming the file, the position, and what was expected and found; and with 2 if there is nothing to verify. It
+imports no torch.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from reliability import disk
 
 FORMAT = 1  # of the folder as described here; a reader refuses a newer one by name
 MANIFEST = "manifest.json"
-BLOCK = 1 << 24  # bytes under one hash: what a rank reads at least, to trust one row of a large tensor
+BLOCK = 1 << 24  # bytes under one hash: the least that a rank reads to trust one row of a large tensor
 FILE = re.compile(r"rank-[0-9]{5,}\.safetensors")
 NAME = re.compile(r"step-([0-9]{8,})(?:\.([1-9][0-9]*))?")
 HEAD = {  # what every manifest says, beside "files" and "tensors"
@@ -53,8 +54,8 @@ class Damaged(Exception):
 
 
 def digest(data: bytes | memoryview) -> str:
-    """xxh3 (64 bits): the fastest hash that sees the order of bytes, several GB/s on one core, without holding the
-    GIL."""
+    """xxh3 (64 bits): the fastest hash that depends on the order of bytes. It does several GB/s on one core and does
+    not hold the GIL."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
@@ -63,7 +64,7 @@ def step_name(step: int, attempt: int) -> str:
 
 
 def parse_name(name: str) -> tuple[int, int] | None:
-    """(attempt, step) of a checkpoint's folder name, which sorts from oldest to newest; None for any other name.
+    """(attempt, step) of a checkpoint's folder name, None for any other name. The pairs sort from oldest to newest.
 
     The attempt counts how often the run went back to an earlier checkpoint, by `load_step` or because the newest was
     damaged. Everything saved after that carries it (`step-00000200.1`), so no published folder is ever written again
@@ -77,9 +78,9 @@ def parse_name(name: str) -> tuple[int, int] | None:
 
 
 def published(folder: Path) -> list[str]:
-    """Names of the checkpoints in a folder, newest first; whatever else lies there is not ours and not looked at.
+    """Names of the checkpoints in a folder, newest first. Whatever else lies there is not ours, and is not looked at.
 
-    A symbolic link is not a checkpoint: what it points to is not this run's to read or to remove.
+    A symbolic link is not a checkpoint: its target is not this run's to read or to remove.
     """
     with os.scandir(folder) as entries:
         names = [e.name for e in entries if parse_name(e.name) and e.is_dir(follow_symlinks=False)]
@@ -87,17 +88,15 @@ def published(folder: Path) -> list[str]:
 
 
 def find(folder: Path) -> list[Path]:
-    """The checkpoints that a person may mean by `folder`, newest first: itself, or those in it, or in its
-    `checkpoints`.
-
-    Raises InputError when there are none.
+    """The checkpoints that a person may mean by `folder`, newest first: the folder itself, or those in it, or those in
+    its `checkpoints`. Raises InputError if there are none.
     """
     try:
         if (folder / MANIFEST).exists():
             return [folder]
-        for place in (folder, folder / "checkpoints"):
-            if place.is_dir() and (names := published(place)):
-                return [place / name for name in names]
+        for parent in (folder, folder / "checkpoints"):
+            if parent.is_dir() and (names := published(parent)):
+                return [parent / name for name in names]
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise InputError(f"{str(folder)!r} cannot be read: {error}") from None
     raise InputError(f"there is no checkpoint in {str(folder)!r} (looked for {MANIFEST}, step-*, checkpoints/step-*)")
@@ -109,7 +108,7 @@ def newest(folder: Path) -> Path:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Write and fsync the manifest, and fsync the folder, which makes the names in it durable too.
+    """Write and fsync the manifest, and fsync the folder, so that the names in it are durable too.
 
     Raises ValueError for a manifest that `read_manifest` would refuse.
     """
@@ -123,12 +122,12 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def _manifest_hash(manifest: dict) -> str:
-    """Of its content, not of its bytes: a person may reformat the file."""
+    """A hash of the manifest's content, not of its bytes: a person may reformat the file."""
     return digest(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open for reading what is a file itself: a link could lead out of the folder, a pipe would block for ever."""
+    """Open a regular file for reading: a link could lead out of the folder, and a pipe would block for ever."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -137,17 +136,17 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest, whose hash and inner consistency have been checked, and whose files exist in their full size.
+    """The manifest, after checking its hash, its inner consistency, and that its files exist in their full size.
 
-    Reads no tensor. Raises Damaged; InputError where the checkpoint is whole but of a format newer than this code.
+    Reads no tensor. Raises Damaged, or InputError if the checkpoint is whole but of a format newer than this code.
     """
     try:
         with open_regular(folder / MANIFEST) as stream:
             outer = json.loads(stream.read())
         manifest = outer["manifest"]
-        found = _manifest_hash(manifest)
-        if found != outer["hash"]:
-            raise Damaged(f"{folder / MANIFEST}: hash {outer['hash']} expected, {found} found")
+        actual_hash = _manifest_hash(manifest)
+        if actual_hash != outer["hash"]:
+            raise Damaged(f"{folder / MANIFEST}: hash {outer['hash']} expected, {actual_hash} found")
         if manifest["format"] > FORMAT:
             raise InputError(f"{folder} has format {manifest['format']}, this code reads up to {FORMAT}: update it")
         _check_layout(manifest)
@@ -164,7 +163,8 @@ def read_manifest(folder: Path) -> dict:
 
 
 def _check_layout(manifest: dict) -> None:
-    """Every part lies inside its tensor and its file, the parts fill the tensor, and no other file can be named."""
+    """Raises ValueError, KeyError, TypeError or AttributeError unless every part lies inside its tensor and its file,
+    the parts fill the tensors, and only shard files are named."""
     for key, kind in HEAD.items():
         if type(manifest[key]) is not kind:
             raise ValueError(f"{key} is {manifest[key]!r}")
@@ -197,29 +197,28 @@ def _is_sizes(value: object) -> bool:
 
 
 def nbytes(tensor: dict, part: dict) -> int:
-    """Bytes of one part of a tensor of the manifest."""
+    """The size in bytes of one part of a tensor in the manifest."""
     return math.prod(part["shape"]) * SIZES[tensor["dtype"]]
 
 
-def read_blocks(stream: BinaryIO, what: str, part: dict, first: int, into: memoryview, check: bool = True) -> None:
-    """Fill `into` from block number `first` of a part on; with `check` it holds whole blocks, each of which is
-    verified.
+def read_blocks(stream: BinaryIO, label: str, part: dict, first: int, into: memoryview, check: bool = True) -> None:
+    """Fill `into` with the bytes of a part, beginning at its block number `first`. With `check`, each block is
+    verified, and `into` must hold whole blocks (the last one of a part may be shorter).
 
-    what: the tensor's name, for the message. Raises Damaged.
+    label: the tensor's name, for the message. Raises Damaged.
     """
     stream.seek(part["start"] + first * BLOCK)
     for i in range(0, len(into), BLOCK):
-        block, where = into[i : i + BLOCK], part["start"] + first * BLOCK + i
-        if (n := stream.readinto(block)) != len(block):
-            raise Damaged(f"{stream.name} ({what}): ends at byte {where + n}, {where + len(block)} expected")
-        if check and (found := digest(block)) != (expected := part["hashes"][first + i // BLOCK]):
-            raise Damaged(f"{part['file']} ({what}) at byte {where}: hash {expected} expected, {found} found")
+        block, position = into[i : i + BLOCK], part["start"] + first * BLOCK + i
+        if (count := stream.readinto(block)) != len(block):
+            raise Damaged(f"{stream.name} ({label}): ends at byte {position + count}, {position + len(block)} expected")
+        if check and (actual := digest(block)) != (expected := part["hashes"][first + i // BLOCK]):
+            raise Damaged(f"{part['file']} ({label}) at byte {position}: hash {expected} expected, {actual} found")
 
 
 def verify(folder: Path, progress: Callable[[int], object] = lambda n: None) -> dict:
-    """Read every byte of a checkpoint and compare; returns its manifest. `progress` is told the bytes as they are read.
-
-    Raises Damaged at the first difference.
+    """Read every byte of a checkpoint, compare the hashes, and return its manifest. `progress` is called with the
+    number of bytes of each block that was read. Raises Damaged at the first difference.
     """
     manifest = read_manifest(folder)
     buffer = memoryview(bytearray(BLOCK))
@@ -231,8 +230,8 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda n: None) -> 
         for name, file in manifest["files"].items():
             with open_regular(folder / name) as stream:
                 head = stream.read(file["header"])
-                if (found := digest(head)) != file["header_hash"]:
-                    raise Damaged(f"{folder / name} at byte 0: hash {file['header_hash']} expected, {found} found")
+                if (actual := digest(head)) != file["header_hash"]:
+                    raise Damaged(f"{folder / name} at byte 0: hash {file['header_hash']} expected, {actual} found")
                 for label, part, size in parts[name]:
                     for i in range(len(part["hashes"])):
                         block = buffer[: min(BLOCK, size - i * BLOCK)]
@@ -246,9 +245,9 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda n: None) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m checkpoint.verify", description="Verify every byte of it.")
+    parser = argparse.ArgumentParser(prog="python -m checkpoint.verify", description="Verify every byte of a checkpoint.")
     parser.add_argument("folder", type=Path, help="a checkpoint, a folder of checkpoints, or a run's folder")
-    parser.add_argument("--all", action="store_true", help="all checkpoints of the folder, not only the newest")
+    parser.add_argument("--all", action="store_true", help="verify all checkpoints, not only the newest")
     args = parser.parse_args(argv)
     try:
         paths = find(args.folder)[: None if args.all else 1]

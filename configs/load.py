@@ -1,7 +1,8 @@
-"""From `[CONFIG.toml] [--table.key=value ...]` to a checked Config: defaults < TOML < command line.
+"""Turns `[CONFIG.toml] [--table.key=value ...]` into a checked Config. The TOML overrides the defaults, and the command
+line overrides both.
 
-Everything that is wrong is reported at once, each mistake as one line that names the option, where it was set, what was
-found and what is allowed. Nothing is written and torch is not imported, so a mistake costs a fraction of a second:
+All mistakes are reported at once. Each is one line that names the option, where it was set, what was found and what is
+allowed. Nothing is written and torch is not imported, so a mistake costs a fraction of a second:
 
     python -m configs.load configs/llama_8b.toml --training.seq_len=4096 --world-size=64 --local-world-size=8
 
@@ -27,20 +28,20 @@ from configs.check import broken_rules, derive
 from configs.schema import Config, Derived, InputError, redact
 
 HERE = Path(__file__).resolve().parent
-MAX_BYTES = 1_000_000  # a configuration has a few kB: more is some other file
+MAX_BYTES = 1_000_000  # a configuration has a few kB; a larger file is something else
 MAX_SHOWN = 50  # mistakes printed
 COMMAND_LINE = "command line"
 
 
 def _plain(schema: Any, definitions: dict[str, dict]) -> Any:
-    """A JSON schema without titles, with the definitions of tables inside tables written out where they stand."""
+    """A JSON schema without titles, in which each reference to a definition is replaced by the definition."""
     if isinstance(schema, list):
         return [_plain(part, definitions) for part in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         return _plain(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    return {word: _plain(part, definitions) for word, part in schema.items() if word != "title"}
+    return {keyword: _plain(part, definitions) for keyword, part in schema.items() if keyword != "title"}
 
 
 # Everything below is derived from the schema. table -> its model; "table.key" -> its JSON schema: type, bounds, default
@@ -67,25 +68,25 @@ class ConfigError(InputError):
 
 
 def load_config(argv: list[str], world_size: int | None = None, local_world_size: int | None = None) -> Config:
-    """The configuration of the run that `argv` describes; without a file in it, that of configs/llama_debug.toml.
+    """The configuration of the run that `argv` describes. If it names no file, configs/llama_debug.toml is taken.
 
-    With the number of processes (of the run, of this host) the rules of the mesh are checked too. Options that were not
-    set and follow from others, such as training.local_batch_size, have their number. Raises ConfigError.
+    With the number of processes (of the run, of this host) the rules of the mesh are checked too. An option that was
+    not set and follows from others, such as training.local_batch_size, gets its number. Raises ConfigError.
     """
     path, overrides, problems, doubtful = _arguments(argv)
     given = {}  # "table.key" -> (value, where it was set)
     try:
         tables = _read(path)
     except ConfigError as error:
-        tables, doubtful = {}, set(OPTIONS)  # what the file wanted to say is unknown: no rule can be checked
+        tables, doubtful = {}, set(OPTIONS)  # nobody knows what the file was to say, so no rule can be checked
         problems += error.problems
-    where = _printable(str(path))
+    file_label = _printable(str(path))
     for table, options in tables.items():
         if table in TABLES and isinstance(options, dict):
-            given |= {f"{table}.{key}": (value, where) for key, value in options.items()}
+            given |= {f"{table}.{key}": (value, file_label) for key, value in options.items()}
         else:
             problem, meant = _not_a_table(table, options)
-            problems.append(f"{where}: {problem}")
+            problems.append(f"{file_label}: {problem}")
             doubtful |= meant
     given |= {name: (value, COMMAND_LINE) for name, value in overrides.items()}
 
@@ -116,27 +117,27 @@ def load_config(argv: list[str], world_size: int | None = None, local_world_size
 
 
 def as_given(argv: list[str]) -> tuple[Path, dict[str, object]]:
-    """The file that `argv` names, or the one taken without a name, and the overrides by option."""
+    """The file that `argv` names, or the default file, and the overrides by option."""
     return _arguments(argv)[:2]
 
 
 def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set[str]]:
     """The file, the overrides by option, what is wrong with the arguments, and the options left in doubt."""
     files, overrides, problems, doubtful = [], {}, [], set()
-    rest = list(argv)
-    while rest:
-        argument = rest.pop(0)
+    remaining = list(argv)
+    while remaining:
+        argument = remaining.pop(0)
         if not argument.startswith("-"):
             files.append(argument)
             continue
         name, equals, text = argument.removeprefix("--").partition("=")
         option = OPTIONS.get(name, {})
         if not equals:
-            follows = bool(rest) and not rest[0].startswith("--")
-            if option.get("type") == "boolean" and not (follows and rest[0] in ("true", "false")):
+            follows = bool(remaining) and not remaining[0].startswith("--")
+            if option.get("type") == "boolean" and not (follows and remaining[0] in ("true", "false")):
                 text = "true"
-            elif follows and (option or not rest[0].endswith(".toml")):
-                text = rest.pop(0)
+            elif follows and (option or not remaining[0].endswith(".toml")):
+                text = remaining.pop(0)
             elif option:
                 problems.append(f"{COMMAND_LINE}: --{name} needs a value: {allowed(option)}")
                 continue
@@ -155,44 +156,44 @@ def _toml_or_text(text: str) -> object:
     try:
         parsed = tomli.loads(f"value = {text}")
     except (ValueError, RecursionError):
-        return text  # no TOML value: validation will say what is expected instead
+        return text  # not a TOML value: validation will say what is expected
     return parsed["value"] if len(parsed) == 1 else text
 
 
 def _read(path: Path) -> dict[str, object]:
     """The tables of a TOML file. A byte order mark, which some editors write, is skipped. Raises ConfigError."""
-    where = _printable(str(path))
+    label = _printable(str(path))
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError([f"{where}: a {'folder' if path.is_dir() else 'special file'}; give a TOML file"])
+            raise ConfigError([f"{label}: a {'folder' if path.is_dir() else 'special file'}; give a TOML file"])
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         known = [str(other) for folder in (path.parent, HERE) for other in sorted(folder.glob("*.toml"))]
         near = get_close_matches(path.name, [Path(other).name for other in known], n=1)
         hints = [f"; did you mean {_printable(other)}?" for other in known if Path(other).name in near]
-        raise ConfigError([f"{where}: no such file{''.join(hints[:1])}"]) from None
+        raise ConfigError([f"{label}: no such file{''.join(hints[:1])}"]) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise ConfigError([f"{where}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
+        raise ConfigError([f"{label}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
     if len(content) > MAX_BYTES:
-        raise ConfigError([f"{where}: larger than {MAX_BYTES:,} bytes, so not a configuration"])
+        raise ConfigError([f"{label}: larger than {MAX_BYTES:,} bytes, so not a configuration"])
     try:
         text = content.decode("utf-8-sig")
         tables = tomli.loads(text)
     except UnicodeDecodeError as error:
         line, byte = content[: error.start].count(b"\n") + 1, content[error.start]
-        raise ConfigError([f"{where}: line {line} is not UTF-8 (byte 0x{byte:02x}): save it as UTF-8"]) from None
+        raise ConfigError([f"{label}: line {line} is not UTF-8 (byte 0x{byte:02x}): save it as UTF-8"]) from None
     except RecursionError:
-        raise ConfigError([f"{where}: nested too deeply; options are [table] and key = value"]) from None
+        raise ConfigError([f"{label}: nested too deeply; options are [table] and key = value"]) from None
     except ValueError as error:
-        raise ConfigError([f"{where}: not valid TOML: {_syntax_error(text, str(error))}"]) from None
+        raise ConfigError([f"{label}: not valid TOML: {_syntax_error(text, str(error))}"]) from None
     if not tables:
-        raise ConfigError([f"{where}: sets nothing; leave the argument out to run configs/llama_debug.toml"])
+        raise ConfigError([f"{label}: sets nothing; leave the argument out to run configs/llama_debug.toml"])
     return tables
 
 
 def _syntax_error(text: str, message: str) -> str:
-    """The parser's message with the line that it means, and with a plainer word for the commonest mistake."""
+    """The parser's message with the line that it means, and with plainer words for the commonest mistake."""
     lines = text.rstrip().split("\n")
     number = re.search(r"at line (\d+)", message)
     lines = lines[: int(number[1])] if number else lines
@@ -202,7 +203,7 @@ def _syntax_error(text: str, message: str) -> str:
 
 
 def _errors(model: type, values: dict[str, object]) -> dict[str, dict]:
-    """key -> pydantic's error about it (the last, where an option of several types has several)."""
+    """key -> pydantic's error about it (the last one, if an option that allows several types has several errors)."""
     try:
         model.model_validate(values)
     except ValidationError as error:
@@ -221,8 +222,8 @@ def _expected(option: dict, value: object, error: dict) -> str:
         return str(error["ctx"]["error"])
     if error["type"] == "string_unicode":
         return "must be UTF-8 text"
-    words = [word for word in _literals(option) if isinstance(word, str)]
-    near = get_close_matches(value.lower(), words, n=1) if isinstance(value, str) else []
+    values = [literal for literal in _literals(option) if isinstance(literal, str)]
+    near = get_close_matches(value.lower(), values, n=1) if isinstance(value, str) else []
     hint = f"; did you mean {_toml(near[0])}?" if near else ""
     if error["type"].endswith("_type") and len(error["loc"]) == 1:
         hint = f", not {KINDS.get(type(value), 'a date or time')}"
@@ -230,7 +231,7 @@ def _expected(option: dict, value: object, error: dict) -> str:
 
 
 def _expected_in_row(fields: dict[str, dict], error: dict) -> str:
-    """The same for a list of tables: what is allowed for one key of one of them."""
+    """What is allowed for one key of one table, in an option that is a list of tables."""
     row, key = error["loc"][1] + 1, str(error["loc"][2])
     if error["type"] == "missing":
         return f"table {row} needs {key}, {allowed(fields[key])}"
@@ -257,7 +258,7 @@ def _no_such_option(name: str) -> tuple[str, set[str]]:
 
 
 def _not_a_table(name: str, value: object) -> tuple[str, set[str]]:
-    """The problem with what stands where a table should, and the options that may have been meant."""
+    """The problem with something else in the place of a table, and the options that may have been meant."""
     meant = [option for option in OPTIONS if option.split(".")[0] == name]
     if meant:
         return f"{name} = {_shown(value)}: a table is needed, as in {meant[0]} = {_default(meant[0])}", set(meant)
@@ -266,8 +267,8 @@ def _not_a_table(name: str, value: object) -> tuple[str, set[str]]:
         return f"{name}: stands in no table; did you mean {_either(meant)}?", set(meant)
     near = get_close_matches(name.lower().replace("-", "_"), TABLES, n=1)
     hint = f"did you mean [{near[0]}]?" if near else f"the tables are {', '.join(TABLES)}"
-    what = "table" if isinstance(value, dict) else "table or option"
-    return f"{_printable(name)}: no such {what}; {hint}", {option for option in OPTIONS if option.split(".")[0] in near}
+    kind = "table" if isinstance(value, dict) else "table or option"
+    return f"{_printable(name)}: no such {kind}; {hint}", {option for option in OPTIONS if option.split(".")[0] in near}
 
 
 def _either(names: Iterable[str]) -> str:
@@ -275,7 +276,7 @@ def _either(names: Iterable[str]) -> str:
 
 
 def _printable(text: str) -> str:
-    """On one line whatever it contains."""
+    """The text on one line, whatever it contains, and not too long."""
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= 300 else text[:297] + "..."
 
@@ -295,7 +296,7 @@ def _literals(option: dict) -> list[object]:
 
 
 def allowed(option: dict) -> str:
-    """The values that an option's JSON schema allows, in words: "an integer >= 1", '"adamw" or "sgd"'."""
+    """A description of the values that an option's JSON schema allows: "an integer >= 1", '"adamw" or "sgd"'."""
     if "anyOf" in option:
         return _either(allowed(alternative) for alternative in option["anyOf"] if alternative.get("type") != "null")
     if _literals(option):
@@ -373,7 +374,7 @@ def help_text() -> str:
 def json_schema() -> str:
     """The JSON schema of the TOML file, for editors (`#:schema schema.json` as a preset's first line).
 
-    Tables are written out where they stand and the dialect is draft 7: the TOML editors know no later one.
+    It has no references, and its dialect is draft 7, because the TOML editors know no later one.
     """
     tables = {table: {"type": "object", "additionalProperties": False, "properties": {}} for table in TABLES}
     for name, option in OPTIONS.items():
@@ -385,14 +386,14 @@ def json_schema() -> str:
 
 
 def main(argv: list[str]) -> int:
-    """The command line in this file's first lines. Returns the exit code."""
+    """Run the command line that this file's first lines show. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m configs.load", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--write-schema", action="store_true")
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--local-world-size", type=int)
-    flags, rest = parser.parse_known_args(argv)
+    flags, run_arguments = parser.parse_known_args(argv)
     if any(size is not None and size < 1 for size in (flags.world_size, flags.local_world_size)):
         parser.error("--world-size and --local-world-size are numbers of processes, at least 1")
     if flags.help:
@@ -402,7 +403,7 @@ def main(argv: list[str]) -> int:
         (HERE / "schema.json").write_text(json_schema(), encoding="utf-8")
         return 0
     try:
-        cfg = load_config(rest, flags.world_size, flags.local_world_size)
+        cfg = load_config(run_arguments, flags.world_size, flags.local_world_size)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,13 +1,14 @@
-"""Which documents did a run see, and when? Answered from the order, which is a function, not from a log.
+"""Tells which documents a run saw, and when: from the order of its data, which is a function, not from a log.
 
-    python -m data.audit runs/mine --steps 1:10            what the rows of steps 1 to 10 were made of (--json: for machines)
-    python -m data.audit runs/mine --prove                 no sample repeated or skipped in any epoch, up to where the run is
-    python -m data.audit runs/mine --find web:1234         in which steps a document was or will be seen
-    python -m data.audit runs/mine --find "some text"      the same, of every document with that text in it
+    python -m data.audit runs/mine --steps 1:10            list what the rows of steps 1 to 10 were made of (--json: as
+    JSON) python -m data.audit runs/mine --prove                 prove that so far no epoch has repeated or skipped a
+    sample python -m data.audit runs/mine --find web:1234         list the steps in which a document was or will be seen
+    python -m data.audit runs/mine --find "some text"      the same for every document that contains the text
 
-Steps are counted as in the log: the first is 1. A document is SOURCE:NUMBER as printed here (without a mixture NUMBER
-alone suffices), or its name; anything else is searched as text, through all documents. What a run saw stands in its
-`data.json`; the tokens are read from where they were prepared, and must be the same. Exit code 1: the proof failed.
+Steps are counted as in the log: the first is 1. A document is given as SOURCE:NUMBER, as printed here (without a
+mixture as NUMBER), or by its name. Anything else is searched as text in all documents. The run's `data.json` says which
+order it used. The tokens are read from where they were prepared, and must not have changed. Exit code 1: the proof
+failed.
 """
 
 import argparse
@@ -28,19 +29,19 @@ from data.order import BLOCK, Order, Source, Stage
 from data.tokens import Prepared, open_prepared
 
 
-CHUNK = 1 << 16  # samples that are computed at a time
+CHUNK = 1 << 16  # samples that are computed at once
 
 
 @dataclass(frozen=True)
 class Audited:
     order: Order
-    done: int  # steps that are in the newest checkpoint
+    done: int  # steps up to the newest checkpoint
     steps: int  # of the whole run
     corpora: dict[str, Prepared]  # by fingerprint
 
 
 def open_run(folder: str) -> Audited:
-    """InputError: it is not the folder of a run, or its data is gone or has changed."""
+    """Raises InputError if this is not the folder of a run, or if its data is gone or has changed."""
     path = os.path.join(folder, "data.json")
     try:
         with open(path, encoding="utf-8") as file:
@@ -54,16 +55,16 @@ def open_run(folder: str) -> Audited:
                          "started") from error
     corpora = {}
     for source in {source.fingerprint: source for stage in order.stages for source in stage.sources}.values():
-        where = folders.get(source.fingerprint)
-        if where is None:  # a source that an earlier splice has ended
+        prepared_folder = folders.get(source.fingerprint)
+        if prepared_folder is None:  # a source that an earlier splice has ended
             continue
-        if not os.path.isdir(where):
-            raise InputError(f"the tokens of source {source.name or 'data.source'} are gone from {where}: prepare them "
-                             "there again")
-        corpora[source.fingerprint] = found = open_prepared(where)
-        if found.fingerprint != source.fingerprint:
-            raise InputError(f"{where} has changed since this run read it ({source.fingerprint} then, "
-                             f"{found.fingerprint} now): what the run saw can no longer be told")
+        if not os.path.isdir(prepared_folder):
+            raise InputError(f"the tokens of source {source.name or 'data.source'} are gone from {prepared_folder}: "
+                             "prepare them there again")
+        corpora[source.fingerprint] = corpus = open_prepared(prepared_folder)
+        if corpus.fingerprint != source.fingerprint:
+            raise InputError(f"{prepared_folder} has changed since this run read it ({source.fingerprint} then, "
+                             f"{corpus.fingerprint} now): what the run saw can no longer be told")
     saved = [re.fullmatch(r"step-(\d{8,})(\.\d+)?", os.path.basename(p)) for p in glob.glob(f"{folder}/checkpoints/step-*")]
     return Audited(order, max((int(match[1]) for match in saved if match), default=0), steps, corpora)
 
@@ -72,8 +73,9 @@ def open_run(folder: str) -> Audited:
 
 
 def seen(run: Audited, first: int, last: int) -> Iterator[dict]:
-    """One dict for each row of the steps `first` to `last` (counted from 1): step, row, source, epoch, window, and its
-    documents: number, name, the tokens [start, stop) of the document that are in the window, inputs and labels."""
+    """One dict for each row of the steps `first` to `last` (counted from 1): step, row, source, epoch, window,
+    documents. Each document has number, name, and [start, stop): which of its tokens are in the window, as inputs or
+    labels."""
     for step in range(first - 1, last):
         stage = run.order.stage(step)
         for row, (s, window, epoch) in enumerate(zip(*run.order.rows(step, 0, stage.global_batch_size), strict=True)):
@@ -87,16 +89,16 @@ def documents(run: Audited, stage: Stage, source: Source, window: int) -> list[d
         raise InputError(f"the tokens of source {source.name} are not known any more: a splice has ended it")
     tokens = run.corpora[source.fingerprint].train
     begin, end = window * stage.seq_len, window * stage.seq_len + stage.seq_len + 1
-    found = []
+    pieces = []
     for number in tokens.documents(begin, end).tolist():
         start, stop = extent(tokens, number)
         piece = {"start": max(begin, start) - start, "stop": min(end, stop) - start}
-        found.append({"number": number, "name": tokens.name(number)} | piece)
-    return found
+        pieces.append({"number": number, "name": tokens.name(number)} | piece)
+    return pieces
 
 
 def extent(tokens, number: int) -> tuple[int, int]:
-    """Where a document begins and ends in its split."""
+    """[start, stop) of a document in its split."""
     starts = tokens.document_starts
     return int(starts[number]), int(starts[number + 1]) if number + 1 < len(starts) else len(tokens)
 
@@ -105,10 +107,10 @@ def extent(tokens, number: int) -> tuple[int, int]:
 
 
 def prove(order: Order, steps: int) -> list[str]:
-    """Walk every sample of the first `steps` steps; what is wrong, as sentences, none if nothing is.
+    """Walk through every sample of the first `steps` steps, and return a sentence for each problem.
 
-    Wrong is: a window twice in an epoch of its source; an epoch that begins before every window of the one before has
-    been seen; a block without exactly its shares. Memory: one bool for each window."""
+    A problem is a window that comes twice in an epoch of its source, an epoch that begins before every window of the
+    previous one was seen, or a block that does not have exactly its shares. It takes one bool of memory per window."""
     problems = []
     marked = {s.key: np.zeros(s.windows, bool) for stage in order.stages for s in stage.sources}  # seen in this epoch
     epochs = dict.fromkeys(marked, 0)
@@ -118,60 +120,61 @@ def prove(order: Order, steps: int) -> list[str]:
         for step in range(stage.step, min(end, steps), hop):
             count = min(hop, min(end, steps) - step)
             source, window, epoch = order.rows(step, 0, G, count)
-            where = f"steps {step + 1} to {step + count}"
+            stretch = f"steps {step + 1} to {step + count}"
             for i, s in enumerate(stage.sources):
-                mine = source == i
-                for line in _mark(s, window[mine], epoch[mine], marked[s.key], epochs):
-                    problems.append(f"{where}, source {s.name or 'data.source'}: {line}")
+                of_source = source == i
+                for line in _mark(s, window[of_source], epoch[of_source], marked[s.key], epochs):
+                    problems.append(f"{stretch}, source {s.name or 'data.source'}: {line}")
             owners = np.concatenate((owners, source))
             while len(owners) >= BLOCK:
                 block, owners = owners[:BLOCK], owners[BLOCK:]
                 counts = np.bincount(block, minlength=len(stage.sources)).tolist()
                 if counts != [s.share for s in stage.sources]:
-                    problems.append(f"{where}: a block has {counts} samples of its sources")
+                    problems.append(f"{stretch}: a block has {counts} samples of its sources")
             if len(problems) > 20:
                 return problems
     return problems
 
 
 def _mark(source: Source, window: np.ndarray, epoch: np.ndarray, bits: np.ndarray, epochs: dict[int, int]) -> Iterator[str]:
-    """The next samples of a source, in order."""
+    """Mark the next samples of a source, which come in order, in `bits`; yields a sentence for each problem."""
     for part in np.split(np.arange(len(epoch)), np.flatnonzero(np.diff(epoch)) + 1):
         if not len(part):
             continue
-        e, now = int(epoch[part[0]]), window[part]
-        if not (0 <= now.min() and now.max() < source.windows):
+        e, windows = int(epoch[part[0]]), window[part]
+        if not (0 <= windows.min() and windows.max() < source.windows):
             yield f"a window of epoch {e} is beyond the {source.windows} that there are"
             return
         if e != epochs[source.key]:
             if e != epochs[source.key] + 1 or not bits.all():
                 yield f"epoch {e} follows {epochs[source.key]}, of which {np.count_nonzero(~bits)} windows were not seen"
             bits[:], epochs[source.key] = False, e
-        if again := int(bits[now].sum()) + len(now) - len(np.unique(now)):
-            yield f"{again} windows of epoch {e} come again"
-        bits[now] = True
+        if repeated := int(bits[windows].sum()) + len(windows) - len(np.unique(windows)):
+            yield f"{repeated} windows of epoch {e} come again"
+        bits[windows] = True
 
 
 # --------------------------------------------------------------------------------------------------------------- finding
 
 
-def find(run: Audited, what: str) -> list[tuple[Source, int]]:
-    """The documents that `what` means: [(source, number)]."""
+def find(run: Audited, wanted: str) -> list[tuple[Source, int]]:
+    """[(source, number)] of the documents that `wanted` means: a number, a name or a text."""
     sources = {s.fingerprint: s for stage in run.order.stages for s in stage.sources if s.fingerprint in run.corpora}
-    name, _, number = what.rpartition(":")
-    found = []
+    name, _, number = wanted.rpartition(":")
+    documents = []
     for source in sources.values():
         tokens = run.corpora[source.fingerprint].train
         if number.isdecimal() and name == source.name:
             if int(number) >= len(tokens.document_starts):
-                raise InputError(f"{what}: the source has {len(tokens.document_starts):,} documents, from 0")
+                raise InputError(f"{wanted}: the source has {len(tokens.document_starts):,} documents, from 0")
             return [(source, int(number))]
-        found += [(source, i) for i in range(len(tokens.document_starts)) if tokens.name(i) == what]
-    return found or [(source, i) for source in sources.values() for i in _with_text(run, source, what)]
+        documents += [(source, i) for i in range(len(tokens.document_starts)) if tokens.name(i) == wanted]
+    return documents or [(source, i) for source in sources.values() for i in _with_text(run, source, wanted)]
 
 
 def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
-    """Documents that contain the text. Decoded, because the tokens of a piece of text depend on what is around it."""
+    """Numbers of the documents that contain the text. They are decoded, because the tokens of a piece of text depend on
+    what is around it."""
     corpus = run.corpora[source.fingerprint]
     for number in range(len(corpus.train.document_starts)):
         if text in corpus.tokenizer.decode(corpus.train.read(*extent(corpus.train, number))):
@@ -179,10 +182,11 @@ def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
 
 
 def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
-    """In which steps (from 1) and rows windows with a token of this document are, up to the end of the run, in order."""
+    """The steps (counted from 1) and rows whose windows have a token of this document, up to the end of the run, in
+    order."""
     tokens = run.corpora[source.fingerprint].train
     start, stop = extent(tokens, number)
-    found, order = [], run.order
+    rows, order = [], run.order
     ends = [stage.step for stage in order.stages[1:]] + [max(run.steps, order.last.step)]
     for stage, end in zip(order.stages, ends, strict=True):
         for i, s in enumerate(stage.sources):
@@ -196,8 +200,8 @@ def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
                 for window, k in zip(windows.tolist(), sample.tolist(), strict=True):
                     if s.consumed <= k < consumed:
                         step, row = divmod(stage.position(i, k - s.consumed), stage.global_batch_size)
-                        found.append({"step": stage.step + step + 1, "row": row, "epoch": epoch, "window": window})
-    return sorted(found, key=lambda entry: (entry["step"], entry["row"]))
+                        rows.append({"step": stage.step + step + 1, "row": row, "epoch": epoch, "window": window})
+    return sorted(rows, key=lambda entry: (entry["step"], entry["row"]))
 
 
 def _id(source: str, number: int) -> str:
@@ -220,9 +224,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", help="a run's folder")
     parser.add_argument("--steps", help="FIRST:LAST, both included: list what they saw")
-    parser.add_argument("--prove", action="store_true", help="walk all samples so far (the default)")
-    parser.add_argument("--find", metavar="TEXT|DOCUMENT", help="when a document was or will be seen")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
+    parser.add_argument("--prove", action="store_true", help="check all samples so far (the default)")
+    parser.add_argument("--find", metavar="TEXT|DOCUMENT", help="tell when a document was or will be seen")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of tables")
     args = parser.parse_args(argv)
     try:
         run = open_run(args.run)
@@ -249,11 +253,11 @@ def _print_steps(run: Audited, first: int, last: int, as_json: bool) -> None:
             head = " " * len(head)
 
 
-def _print_found(run: Audited, what: str, as_json: bool) -> None:
-    found = find(run, what)
-    if not found and not as_json:
-        print(f"no training document is called or contains {what!r} (what is held out is in no training sample)")
-    for source, number in found:
+def _print_found(run: Audited, wanted: str, as_json: bool) -> None:
+    documents = find(run, wanted)
+    if not documents and not as_json:
+        print(f"no training document is called or contains {wanted!r} (what is held out is in no training sample)")
+    for source, number in documents:
         name, rows = run.corpora[source.fingerprint].train.name(number), occurrences(run, source, number)
         if as_json:
             print(json.dumps({"source": source.name, "number": number, "name": name, "done": run.done, "seen": rows}))

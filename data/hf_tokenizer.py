@@ -1,14 +1,14 @@
-"""A `Tokenizer` as the files of Hugging Face's `tokenizers`, and back, without that library.
+"""Writes a `Tokenizer` as the files of Hugging Face's `tokenizers`, and reads them, without that library.
 
-Both run byte-level BPE, described differently. tiktoken (and `Tokenizer`) keeps ranks: two neighbours may merge
-whenever their concatenation is a token, lowest rank first. `tokenizers` keeps a list of merges: pairs, earliest in the
-list first. `merges` derives that list, so that both do the same to every text.
+Both run byte-level BPE, but they describe it differently. tiktoken (and `Tokenizer`) keeps ranks: two neighbours may
+merge whenever their concatenation is a token, the lowest rank first. `tokenizers` keeps a list of merges: pairs, the
+earliest in the list first. `merges` derives that list, so that both do the same to every text.
 
-Why it is the same: consider a token T and what merging does inside the bytes that become T, in any text. No merge
-crosses the borders of T, and of those inside the lowest rank comes first, leftmost among equals; so they are the
-merges, in the order, that T's bytes alone would get. The last pair before T is therefore the same wherever T is made,
-and the list of these pairs, in the order of ranks, allows exactly the merges that happen by rank. `_ranks` reads a list
-the other way round.
+Why it is the same: consider a token T, and what merging does in any text inside the bytes that become T. No merge
+crosses the borders of T. Of the merges inside, the lowest rank comes first, and the leftmost among equals. So they are
+the merges, in the same order, that the bytes of T alone would get. The last pair before T is therefore the same
+wherever T is made, and the list of these pairs, in the order of ranks, allows exactly the merges that happen by rank.
+`_ranks` goes from such a list back to ranks.
 """
 
 import json
@@ -17,21 +17,21 @@ from pathlib import Path
 from configs.schema import InputError
 from data.tokenizer import NO_SPLIT, SPLIT, SPLIT_CL100K, SPLIT_GPT2, SPLIT_O200K, SPLIT_QWEN2, Tokenizer, gpt2_bytes
 
-# Patterns that tiktoken's and tokenizers' regular expressions understand alike, and that match every text from end to
-# end (tiktoken drops what lies between two matches). Others are refused: nobody has compared them.
+# Patterns that mean the same in the regular expressions of tiktoken and tokenizers, and that match every text from end
+# to end (tiktoken drops what lies between two matches). Other patterns are refused, because nobody has compared them.
 SPLITS = (SPLIT, SPLIT_CL100K, SPLIT_GPT2, SPLIT_O200K, SPLIT_QWEN2)
-# What ends a text where nothing says so, in this order.
+# Tokens that may end a text if no file says which one does, in this order.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 def merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """For each token that merging can make, in the order of ranks, the two that it is made of.
+    """The two tokens that each token is made of, in the order of ranks, for all tokens that merging can make.
 
-    A token that is not here is one that tiktoken finds only by looking up a whole piece of text (Llama 3 has some).
+    tiktoken finds the other tokens only by looking up a whole piece of text (Llama 3 has some).
     """
     rank_of = {token: rank for rank, token in enumerate(ranks)}
     none = len(ranks)
-    found = []
+    pairs = []
     for token in ranks:
         parts = [token[i : i + 1] for i in range(len(token))]
         scores = [rank_of.get(token[i : i + 2], none) for i in range(len(token) - 1)]  # of each part with the next
@@ -44,23 +44,24 @@ def merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
             if i > 0:
                 scores[i - 1] = rank_of.get(parts[i - 1] + parts[i], none)
         if len(parts) == 2:
-            found.append((parts[0], parts[1]))
-    return found
+            pairs.append((parts[0], parts[1]))
+    return pairs
 
 
 def characters() -> list[str]:
-    """The printable character that stands for each byte in a vocabulary of `tokenizers`: itself where it is printable
-    in Latin-1, otherwise the next one from U+0100 on (GPT-2's invention: openai/gpt-2, encoder.py)."""
+    """The printable character that stands for each byte in a vocabulary of `tokenizers`: the byte itself if it is
+    printable in Latin-1, otherwise the next character from U+0100 on (as in GPT-2: openai/gpt-2, encoder.py)."""
     order = [token[0] for token in gpt2_bytes()]
     letter_of = {byte: chr(byte) if i < 188 else chr(256 + i - 188) for i, byte in enumerate(order)}
     return [letter_of[byte] for byte in range(256)]
 
 
 def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
-    """What `AutoTokenizer` and `generate` read, by file name; the ids are those of `Tokenizer.encode`.
+    """The files that `AutoTokenizer` and `generate` read, by name. They give the ids of `Tokenizer.encode`.
 
-    Two things differ: a special token's name in a text is that token (the convention of `tokenizers`), and a run of
-    more than 100,000 whitespace characters is not cut. longest: tokens of the longest text that the model was made for.
+    There are two differences: the name of a special token in a text becomes that token (the convention of
+    `tokenizers`), and a run of more than 100,000 whitespace characters is not cut. longest: the length in tokens of the
+    longest text that the model was made for.
     """
     letters = characters()
 
@@ -72,10 +73,10 @@ def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
          "special": True}
         for id, token in zip(tokenizer.special_ids, tokenizer.special_tokens, strict=True)
     ]  # fmt: skip
-    begin = tokenizer.begin_of_text or tokenizer.end_of_text  # without one, a text begins after the end of another
+    begin = tokenizer.begin_of_text or tokenizer.end_of_text  # without it, a text begins after the end of the previous one
     ids = {row["content"]: row["id"] for row in added}
     vocabulary = {word(token): id for id, token in zip(tokenizer.ids or range(len(tokenizer.ranks)), tokenizer.ranks)}
-    if tokenizer.ids:  # special tokens that are not numbered right after the vocabulary keep their ids in it alone
+    if tokenizer.ids:  # special tokens that do not follow the vocabulary keep ids only in it
         vocabulary |= ids
     return {
         "tokenizer.json": {
@@ -108,14 +109,14 @@ def _pre_tokenizer(split: str) -> dict:
 
 
 def read(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder. Raises InputError for any kind that ours cannot reproduce exactly (Llama
-    2's SentencePiece), and for a folder that has none."""
+    """The tokenizer of a Hugging Face folder. Raises InputError for any kind that ours cannot reproduce exactly (such
+    as Llama 2's SentencePiece), and for a folder without a tokenizer."""
     return read_file(folder / "tokenizer.json")
 
 
 def read_file(path: Path) -> Tokenizer:
-    """The same of a tokenizer.json; the files next to it say how a text begins and ends. Same ids for every text that
-    has no name of a special token in it (which we take as text)."""
+    """The tokenizer of a tokenizer.json. The files beside it say how a text begins and ends. It gives the same ids for
+    every text that has no name of a special token in it (which we take as ordinary text)."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is not a regular file")
     try:
@@ -124,12 +125,13 @@ def read_file(path: Path) -> Tokenizer:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise InputError(f"{path} is not a tokenizer that can be converted: {what}") from None
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise InputError(f"{path} is not a tokenizer that can be converted: {reason}") from None
 
 
 def _begin_and_end(folder: Path, document: dict) -> tuple[str | None, str]:
-    """The names of the tokens that begin and end a text: by tokenizer_config.json, by the ids in config.json, or ENDS."""
+    """The names of the tokens that begin and end a text, from tokenizer_config.json, from the ids in config.json, or
+    from ENDS."""
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     begin, end = (
@@ -147,7 +149,7 @@ def _begin_and_end(folder: Path, document: dict) -> tuple[str | None, str]:
 
 
 def _read(document: dict, begin: str | None, end: str) -> Tokenizer:
-    """Raises ValueError, with the reason, where ours would not give the same ids."""
+    """Raises ValueError, with the reason, if ours would not give the same ids."""
     model = document["model"]
     if model.get("type", "BPE") != "BPE":
         raise ValueError(f"it is a {model['type']} model, not a byte-level BPE")
@@ -172,13 +174,13 @@ def _read(document: dict, begin: str | None, end: str) -> Tokenizer:
     vocabulary = {token(word): id for word, id in model["vocab"].items() if special.get(word) != id}
     ids = [*vocabulary.values(), *special.values()]
     if len(set(ids)) != len(ids) or len(special) != len(added) or min(ids) < 0:
-        raise ValueError("several of its tokens have one id")
+        raise ValueError("several of its tokens have the same id")
     if max(ids) > 2 * len(ids) + 1000:
         raise ValueError(f"its ids have gaps: {len(ids)} tokens, the highest id is {max(ids)}")
     if not {bytes([byte]) for byte in range(256)} <= vocabulary.keys():
         raise ValueError("its vocabulary lacks some of the 256 bytes")
     following = len(model["vocab"])
-    for name, id in special.items():  # what tokenizers does, whatever the file says
+    for name, id in special.items():  # tokenizers numbers them so, whatever the file says
         if model["vocab"].get(name, following) != id:
             raise ValueError(f"its added token {name!r} has the id {id}, but tokenizers makes it "
                              f"{model['vocab'].get(name, following)}")
@@ -192,7 +194,8 @@ def _read(document: dict, begin: str | None, end: str) -> Tokenizer:
 
 
 def _split_of(pre: dict) -> str:
-    """The pattern of a pre-tokenizer that is a pattern and then bytes, as `_pre_tokenizer` writes it, or GPT-2's."""
+    """The pattern of a pre-tokenizer that splits by a pattern and then into bytes (as `_pre_tokenizer` writes it, or
+    GPT-2's)."""
     parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     to_bytes = parts[-1]
     if to_bytes["type"] != "ByteLevel":
@@ -209,25 +212,26 @@ def _split_of(pre: dict) -> str:
 
 
 def _ranks(vocabulary: dict[bytes, int], pairs: list[tuple[bytes, bytes]], look_up: bool) -> list[bytes]:
-    """An order of the vocabulary in which merging by rank is merging by the list of pairs: that of the ids if possible,
-    otherwise that of the list. By the argument at the top, it is the same if the pair that each token is made of by
-    rank is in the list, and these pairs are in order there; other pairs never meet (Llama 3's file has them).
+    """An order of the vocabulary in which merging by rank equals merging by the list of pairs: the order of the ids if
+    possible, otherwise that of the list. By the argument at the top, both are equal if the pair that each token is made
+    of by rank is in the list, and these pairs are in order there. Other pairs in the list never meet (Llama 3's file
+    has some).
 
-    look_up: a whole piece of text that is a token becomes it even where merging would not make it (ignore_merges).
-    Without it, such tokens are left out: nothing makes them. Raises ValueError where there is no such order."""
+    look_up: a whole piece of text that is a token becomes that token even if merging would not make it (ignore_merges).
+    Without it, such tokens are left out, because nothing makes them. Raises ValueError if there is no such order."""
     by_id = sorted(vocabulary, key=vocabulary.__getitem__)
-    position = {pair: i for i, pair in reversed(list(enumerate(pairs)))}  # of two equal pairs the first counts
+    position = {pair: i for i, pair in reversed(list(enumerate(pairs)))}  # of equal pairs the first counts
     made = dict.fromkeys(left + right for left, right in pairs)
     if not made.keys() <= vocabulary.keys():
         raise ValueError("its merges make tokens that are not in its vocabulary")
     letters = [token for token in by_id if len(token) == 1]
-    rest = [token for token in by_id if len(token) > 1 and token not in made]
-    by_list = [*letters, *made, *(rest if look_up else [])]
+    unmade = [token for token in by_id if len(token) > 1 and token not in made]
+    by_list = [*letters, *made, *(unmade if look_up else [])]
     for ranks in [by_id] if by_list == by_id else [by_id, by_list]:
         needed = merges(ranks)
         places = [position.get(pair, -1) for pair in needed]
         if -1 not in places and places == sorted(places) and (look_up or len(needed) + 256 == len(ranks)):
             return ranks
-    if not look_up and rest:
+    if not look_up and unmade:
         raise ValueError("it has tokens that its merges cannot make, or its merges are not in the order of its vocabulary")
     raise ValueError("its merges are not in the order of its vocabulary, nor of their own")

@@ -1,6 +1,7 @@
-"""Tokens to batches: batch = f(seed, step), so any rank of any mesh computes its own rows and a resume needs no replay.
+"""Makes batches of tokens. A batch is a function of (seed, step), so any rank of any mesh computes its own rows, and a
+resume needs no replay.
 
-`data/order.py` decides which windows a step consists of. This file reads them, for one rank, in this process or ahead of
+`data/order.py` decides which windows a step consists of. This file reads them for one rank, in this process or ahead of
 time in worker processes. The number of workers cannot change a batch.
 """
 
@@ -25,22 +26,22 @@ from configs.schema import Data, InputError
 from data.order import Order
 from data.tokens import Tokens
 
-AHEAD = 512  # rows whose source and window are computed at a time
-IGNORE = -100  # the label of a token that does not count: torch's own convention, and training/loss.py's
+AHEAD = 512  # rows whose source and window are computed at once
+IGNORE = -100  # the label of a token that does not count: torch's own convention, and that of training/loss.py
 LOOK_SECONDS = 0.1  # between two looks at the worker processes while the trainer waits for a batch
 
 Batch = dict[str, torch.Tensor]
 
 
 class LoaderError(Exception):
-    """A batch did not come. The message is a sentence that names the step, its sources and the worker."""
+    """A batch did not come. The message names the step, its sources and the worker."""
 
 
 class Batches:
-    """`batches[step]`: this rank's rows of the global batch of any step, the first as fast as the millionth.
+    """`batches[step]` gives this rank's rows of the global batch of any step, the millionth as fast as the first.
 
-    Rank r of n holds the contiguous rows [r*G/n, (r+1)*G/n), as micro-batches of `local_batch_size`: the ranks' rows,
-    one after another, are the one-rank batch, order included.
+    Of G rows, rank r of n holds the contiguous rows [r*G/n, (r+1)*G/n), as micro-batches of `local_batch_size`. The
+    rows of all ranks, one after another, are the batch of a single rank in the same order.
     """
 
     def __init__(
@@ -53,17 +54,17 @@ class Batches:
         mask_documents: bool = False,
         vocab_size: int = 2**32,
     ) -> None:
-        """`sources`: one split of each source, as they stand in `order.last`, whose steps this is for. A token that is
-        not below `vocab_size` is a ValueError when it is read. InputError: ranks and micro-batches do not divide the
-        global batch."""
-        now = order.last
-        if now.global_batch_size % (dp_size * local_batch_size):
-            raise InputError(f"training.global_batch_size = {now.global_batch_size} is not a multiple of {dp_size} "
+        """`sources`: one split of each source, in the order of `order.last`, the stage whose steps are read. Reading a
+        token that is not below `vocab_size` raises ValueError. Raises InputError if ranks and micro-batches do not
+        divide the global batch."""
+        stage = order.last
+        if stage.global_batch_size % (dp_size * local_batch_size):
+            raise InputError(f"training.global_batch_size = {stage.global_batch_size} is not a multiple of {dp_size} "
                              f"data-parallel ranks x {local_batch_size} sequences (training.local_batch_size)")
         self.sources = tuple(sources)
         self.order = order
-        self.seq_len = now.seq_len
-        self.rows = now.global_batch_size // dp_size
+        self.seq_len = stage.seq_len
+        self.rows = stage.global_batch_size // dp_size
         self.first_row = dp_rank * self.rows
         self.mask_documents = mask_documents
         self.vocab_size = vocab_size
@@ -71,24 +72,24 @@ class Batches:
         self.shapes = shapes_of(self.rows, local_batch_size, self.seq_len, mask_documents)
 
     def __getitem__(self, step: int) -> Batch:
-        """All int64. tokens, labels [A, b, T], A the accumulation steps; sample [A*b], the windows' numbers in their
-        source; source [A*b], its index. With mask_documents also positions [A, b, T], of each token in its document as
-        far as it is in this window (so 0 at the window's first token too), and a label that is the first token of
-        another document than its input's is IGNORE."""
+        """A dict of int64 tensors: tokens and labels [A, b, T], for A accumulation steps; sample [A*b], the number of
+        each window in its source; source [A*b], the index of the source. With mask_documents also positions [A, b, T]:
+        the position of each token in its document, counted from the beginning of the window if the document began
+        before. A label that is the first token of the next document is then IGNORE."""
         source, sample = self._rows(step)
         start, window = sample * self.seq_len, np.empty((self.rows, self.seq_len + 1), np.int64)
         for row, s, first in zip(window, source.tolist(), start.tolist(), strict=True):
             row[:] = self.sources[s].read(first, first + self.seq_len + 1)
         if (highest := window.max()) >= self.vocab_size:
-            wrong = self.sources[source[window.max(axis=1).argmax()]]
-            raise ValueError(f"{wrong.folder} has token {highest}, the model's vocabulary {self.vocab_size}: this tokenised "
-                             "corpus is damaged (data.verify = true finds where)")
+            corpus = self.sources[source[window.max(axis=1).argmax()]]
+            raise ValueError(f"{corpus.folder} has token {highest}, the model's vocabulary {self.vocab_size}: this "
+                             "tokenised corpus is damaged (data.verify = true finds where)")
         begins = self._document_begins(source, start) if self.mask_documents else None
         return as_batch(window, begins, {"sample": sample, "source": source}, self.shapes)
 
     def _rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and window of each of this rank's rows. As a call of numpy costs more than what it computes on a few
-        numbers, some steps are computed at a time and kept until another is asked for."""
+        """Source and window of each of this rank's rows. A call of numpy costs more than its work on a few numbers, so
+        several steps are computed at once, and kept until a step outside of them is asked for."""
         if step not in self.known:
             ahead = max(1, AHEAD // self.rows)
             first = max(step - step % ahead, self.order.stage(step).step)
@@ -98,33 +99,33 @@ class Batches:
         return self.known[step]
 
     def _document_begins(self, source: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """bool [A*b, T + 1]: which tokens of the windows that begin at `start` are the first of a document."""
+        """bool [A*b, T + 1]: whether a token of the windows that begin at `start` is the first of a document."""
         begins = np.zeros((self.rows, self.seq_len + 1), bool)
         for i in np.unique(source):
             rows = np.flatnonzero(source == i)
             starts = self.sources[i].document_starts
-            low, high = (np.searchsorted(starts, start[rows] + more) for more in (0, self.seq_len + 1))
+            low, high = (np.searchsorted(starts, start[rows] + offset) for offset in (0, self.seq_len + 1))
             for row, a, b in zip(rows, low, high, strict=True):
                 begins[row, starts[a:b] - start[row]] = True
         return begins
 
     def describe(self, step: int) -> str:
-        """The step (counted as in the log, from 1) and its sources, for an error message."""
+        """The step (counted from 1, as in the log) and its sources, for an error message."""
         stage = self.order.stage(step)
         names = [stage.sources[i].name for i in np.unique(self._rows(step)[0])]
         return f"step {step + 1}" + (f" (of sources {', '.join(names)})" if any(names) else "")
 
 
 def shapes_of(rows: int, local_batch_size: int, seq_len: int, mask_documents: bool) -> dict[str, tuple[int, ...]]:
-    """What a rank's batch of so many rows consists of; see `Batches.__getitem__`."""
+    """The shape of each tensor in a batch of `rows` rows; see `Batches.__getitem__`."""
     row = (rows // local_batch_size, local_batch_size, seq_len)  # [A, b, T]
     shapes = {"tokens": row, "labels": row, "sample": (rows,), "source": (rows,)}
     return shapes | ({"positions": row} if mask_documents else {})
 
 
 def as_batch(window: np.ndarray, begins: np.ndarray | None, more: dict[str, np.ndarray], shapes: dict) -> Batch:
-    """From windows, int64 [A*b, T + 1], and with masked documents which of their tokens are the first of a document, bool
-    [A*b, T + 1] (is changed)."""
+    """The batch of these windows, int64 [A*b, T + 1]. begins: with masked documents, whether a token is the first of
+    its document, bool [A*b, T + 1] (overwritten); more: further arrays by name."""
     batch = {"tokens": window[:, :-1].copy(), "labels": window[:, 1:].copy()}
     batch |= {name: array.copy() for name, array in more.items()}
     if begins is not None:
@@ -140,9 +141,9 @@ def loader(
 ) -> Iterator[Batch]:
     """The batches of steps `start_step` .. `steps - 1`, the same for any number of workers.
 
-    With `cfg.workers` = 0 they are read in this process. Workers pay where the file system is slow, as they read ahead.
-    The loader has no state to save, since a resume begins at its step. LoaderError: a batch cannot be read, or its worker
-    died or sent nothing for `cfg.timeout_seconds`."""
+    With `cfg.workers` = 0 they are read in this process. Workers read ahead, which pays if the file system is slow. The
+    loader has no state to save, since a resume begins at its step. Raises LoaderError if a batch cannot be read, or if
+    its worker died or sent nothing for `cfg.timeout_seconds`."""
     order = range(start_step, steps)
     source = _read_by_workers(batches, order, cfg) if cfg.workers and order else _read_here(batches, order)
     with closing(source):
@@ -175,15 +176,15 @@ def _cannot_read(batches: Batches, step: int, error: Exception) -> str:
 class _Workers:
     """torchdata's StatefulDataLoader, in a thread that may block so that the trainer does not.
 
-    Two things are wrong with the loader in the main thread. When a worker dies, its handler of SIGCHLD raises in the middle
-    of whatever the trainer is doing. And to receive a batch it asks the worker for a file descriptor, so a stopped worker
-    blocks it without a limit and without a name. Here the trainer waits for a queue, with a limit, and looks at the
-    processes. The thread also takes over the milliseconds that it costs to receive a batch.
+    In the main thread the loader has two faults. When a worker dies, its handler of SIGCHLD raises in the middle of
+    whatever the trainer is doing. And to receive a batch it asks the worker for a file descriptor, so a stopped worker
+    blocks it without a limit and without being named. Here the trainer waits for a queue, with a limit, and looks at
+    the processes. The thread also spends the milliseconds that it takes to receive a batch.
 
-    Workers are forked, while the trainer waits for its first batch. A fork takes some milliseconds and shares what the
-    trainer has mapped; a fresh interpreter would import torch first. A forked process must neither use CUDA nor wait for a
-    lock that a thread of the trainer held: a worker copies numbers with numpy, on one thread, and touches nothing else.
-    Should it hang all the same, it is named like any other worker that hangs."""
+    Workers are forked while the trainer waits for its first batch. A fork takes some milliseconds and shares what the
+    trainer has mapped; a fresh interpreter would have to import torch first. A forked process must neither use CUDA nor
+    wait for a lock that a thread of the trainer held. A worker copies numbers with numpy, on one thread, and touches
+    nothing else. Should it hang all the same, it is named like any other worker that hangs."""
 
     def __init__(self, batches: Batches, order: range, cfg: Data) -> None:
         self.batches, self.order, self.cfg = batches, order, cfg
@@ -195,10 +196,10 @@ class _Workers:
         threading.Thread(target=self._receive, args=(count,), name="data workers", daemon=True).start()
 
     def _receive(self, count: int) -> None:
-        """The thread: from the workers into `ready`."""
+        """Runs in the thread: moves batches from the workers into `ready`."""
         try:
             before = set(multiprocessing.active_children())
-            with warnings.catch_warnings():  # about a function that torchdata calls, about few cores, about the fork
+            with warnings.catch_warnings():  # they are about a call of torchdata's, few cores, the fork
                 warnings.simplefilter("ignore")
                 received = iter(StatefulDataLoader(
                     self.served, batch_size=None, sampler=self.order, num_workers=count, prefetch_factor=self.cfg.prefetch,
@@ -222,7 +223,7 @@ class _Workers:
                 continue
 
     def take(self, step: int) -> Batch:
-        """The next batch, which is that of `step`."""
+        """The next batch, which must be that of `step`."""
         limit = time.monotonic() + self.cfg.timeout_seconds
         while True:
             try:
@@ -235,23 +236,24 @@ class _Workers:
                     raise LoaderError(self._silent(step)) from None
         if isinstance(item, str):
             raise LoaderError(item)
-        if isinstance(item, BaseException):  # what the loader makes of a worker that died, most likely
+        if isinstance(item, BaseException):  # most likely how the loader reports a worker that died
             time.sleep(LOOK_SECONDS)
-            said = f"the data workers failed while {self.batches.describe(step)} was waited for: {type(item).__name__}: {item}"
-            raise LoaderError(self._died(step) or said) from item
+            failure = (f"the data workers failed while {self.batches.describe(step)} was waited for: "
+                       f"{type(item).__name__}: {item}")  # fmt: skip
+            raise LoaderError(self._died(step) or failure) from item
         return item
 
     def _died(self, step: int) -> str:
         """The sentence for a worker that has died; "" if none has."""
         for process in self.processes:
             if (code := process.exitcode) is not None:
-                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                return f"data worker {process.pid} died ({how}), while {self._busy_with(process.pid, step)}"
+                end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                return f"data worker {process.pid} died ({end}), while {self._busy_with(process.pid, step)}"
         return ""
 
     def _silent(self, step: int) -> str:
-        """The sentence for workers of which none has died, and none sends anything: one is stopped, or the one whose turn
-        it is hangs."""
+        """The sentence for the case that no worker has died and none sends anything: either one is stopped, or the one
+        whose turn it is hangs."""
         pids = self.served.table[:, 0].tolist()
         stopped = [pid for pid in pids if pid and _is_stopped(pid)]
         pid = stopped[0] if stopped else pids[(step - self.order.start) % len(pids)]
@@ -265,7 +267,7 @@ class _Workers:
         return f"it read {self.batches.describe(reading)}"
 
     def stop(self) -> None:
-        """End the workers at once, whatever they are doing: they only read. The thread ends with them."""
+        """End the workers at once, whatever they are doing, because they only read. The thread ends with them."""
         if self.stopped.is_set():
             return
         self.stopped.set()
@@ -276,17 +278,17 @@ class _Workers:
 
 
 class _Served:
-    """The batches as a worker serves them. A step that cannot be read gives the sentence that says so."""
+    """The batches as a worker serves them. If a step cannot be read, it serves the sentence that says so."""
 
     IDLE = -1
 
     def __init__(self, batches: Batches, table: torch.Tensor) -> None:
-        """table: int64 [workers, 2], shared with the trainer: each worker's process id, and the step that it is reading."""
+        """table: int64 [workers, 2], shared with the trainer: each worker's process id, and the step it is reading."""
         self.batches, self.table = batches, table
 
     def start(self, worker: int) -> None:
-        """In a new worker. It ignores the signals that ask a run to stop: the trainer acts on them, and it needs batches
-        until it has saved."""
+        """Runs in a new worker. The worker ignores the signals that ask a run to stop: the trainer acts on them, and it
+        needs batches until it has saved."""
         self.state = self.table[worker]
         self.state[:] = torch.tensor([os.getpid(), self.IDLE])
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):

@@ -1,4 +1,4 @@
-"""Where text comes from: `documents(source)` yields (name, text), in an order that depends on names alone.
+"""Where text comes from: `documents(source)` yields (name, text) in an order that depends on names only.
 
 | source                        | documents                                                                      | name      |
 |-------------------------------|--------------------------------------------------------------------------------|-----------|
@@ -14,13 +14,14 @@
 |                               | `datasets` can load                                                            |           |
 | `hf:NAME[/CONFIG][@SPLIT]`    | one per row of a dataset of the Hugging Face Hub, streamed shard by shard      | path:row  |
 
-Lines count from 1, rows from 0. Text is UTF-8, taken byte for byte (no newline translation, a BOM stays). What cannot be
-read (bytes that are not UTF-8, a line that is not JSON, a truncated .gz) stops everything with its name, unless
-`data.skip_failed` allows so many: to guess would train on garbage, to skip would change the corpus in silence. The
-standard library alone has such a file skipped, since nobody chose it (CPython 3.10 to 3.13 have none outside their tests).
+Lines count from 1, rows from 0. Text is UTF-8, taken byte for byte (no newline translation, a BOM stays). If something
+cannot be read (bytes that are not UTF-8, a line that is not JSON, a truncated .gz), everything stops with its name,
+unless `data.skip_failed` allows as many failures: guessing would train on garbage, and skipping would change the corpus
+in silence. Only for the standard library is such a file skipped, since nobody chose it (CPython 3.10 to 3.13 have none
+outside their tests).
 
-A file is read in `Piece`s, so that several processes can share a large one: ranges of bytes of JSON lines, of row groups
-of Parquet, of rows of a saved dataset. What is compressed has one piece.
+A file is read in `Piece`s, so that several processes can share a large one. A piece is a range of bytes (JSON lines),
+of row groups (Parquet) or of rows (a saved dataset). A compressed file is one piece.
 """
 
 from __future__ import annotations
@@ -45,39 +46,40 @@ TEXT = (
 JSON_LINES = (".jsonl", ".ndjson")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffix -> pyarrow's name of the codec
 SUFFIXES = (*TEXT, *JSON_LINES, ".parquet", *(kind + packed for kind in (*TEXT, *JSON_LINES) for packed in COMPRESSED))
-# Not learnt from: tests (odd on purpose, and larger than the rest together) and whatever was installed later.
+# Left out: tests (odd on purpose, and larger than all the rest) and whatever was installed later.
 STDLIB_LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "idlelib", "__pycache__"}
 HUGGING_FACE = "hf:"
 BUFFER = 1 << 20  # bytes read at a time
-ROWS = 256  # read at a time from columns
-WHOLE = -1  # the number of a document that is all of its file
-TOO_LONG = "too long"  # the one problem that is an option's wish and no failure
-UNREADABLE = "cannot be read: "  # what a problem begins with that may be gone when it is read again
+ROWS = 256  # rows of a column that are read at a time
+WHOLE = -1  # the number of a document that is its whole file
+TOO_LONG = "too long"  # the one problem that an option asks for, so that it is no failure
+UNREADABLE = "cannot be read: "  # a problem that begins so may be gone at the next attempt
 
 
 class File(NamedTuple):
     name: str  # relative to the source, with forward slashes: the same on every machine
-    path: str  # absolute; of a Hugging Face dataset what `data.source` says
-    size: int  # bytes; 0 where nobody can tell (a stream)
+    path: str  # absolute; for a Hugging Face dataset what `data.source` says
+    size: int  # bytes; 0 if nobody can tell (a stream)
     mtime_ns: int
 
 
 class Piece(NamedTuple):
     file: File
-    start: int  # of JSON lines bytes, of Parquet row groups, of a saved dataset rows, of a streamed one shards; or 0
+    start: int  # in bytes (JSON lines), row groups (Parquet), rows (a saved dataset) or shards (a stream); otherwise 0
     stop: int
-    size: int  # bytes of the file, about: for even shares of the work, and for progress
+    size: int  # bytes of the file, about: to share the work evenly, and to show progress
 
 
 class Document(NamedTuple):
-    number: int  # its line in the piece, counting from 1, or its row in the file, counting from 0; WHOLE
+    number: int  # its line in the piece, counted from 1; or its row in the file, counted from 0; or WHOLE
     text: str
-    problem: str  # empty; TOO_LONG; or why it cannot be read
-    done: int  # bytes of the piece, about, that are read with this document
+    problem: str  # "", TOO_LONG, or why it cannot be read
+    done: int  # bytes of the piece, about, that have been read after this document
 
 
 def documents(source: str, files: list[File] | None = None, field: str = "text") -> Iterator[tuple[str, str]]:
-    """(name, text) of every document. `files`: what `find(source)` returned, to look once. InputError: see above."""
+    """(name, text) of every document. `files`: what `find(source)` returned, if it was called already. Raises
+    InputError as described above."""
     for file in find(source) if files is None else files:
         for piece in pieces(file):
             for document in read(piece, field):
@@ -92,7 +94,7 @@ def name(file: str, number: int) -> str:
 
 
 def failure(piece: Piece, document: Document) -> InputError:
-    """The sentence for a document that cannot be read; counts the lines before a piece, to name the right one."""
+    """The error for a document that cannot be read. It counts the lines before the piece, to name the right line."""
     return InputError(f"data.source: {piece.file.path}{_place(piece, document.number)} {document.problem}")
 
 
@@ -104,21 +106,22 @@ def _place(piece: Piece, number: int) -> str:
 
 
 def lines_before(piece: Piece) -> int:
-    """Lines of the file that begin before the piece (its documents count from there); reads up to it."""
+    """How many lines of the file begin before the piece, whose documents are numbered from there. Reads up to the
+    piece."""
     if not piece.start or not _is(piece.file, JSON_LINES):
         return 0
     with open(piece.file.path, "rb") as file:
-        left, lines, last = piece.start, 0, b""
-        while block := file.read(min(left, BUFFER)):
-            lines, left, last = lines + block.count(b"\n"), left - len(block), block[-1:]
-    return lines + (last != b"\n")
+        bytes_left, lines, last_byte = piece.start, 0, b""
+        while block := file.read(min(bytes_left, BUFFER)):
+            lines, bytes_left, last_byte = lines + block.count(b"\n"), bytes_left - len(block), block[-1:]
+    return lines + (last_byte != b"\n")
 
 
 # ---------------------------------------------------------------------------------------------------- which files
 
 
 def find(source: str) -> list[File]:
-    """The files of a source, sorted by name. InputError when there are none or the source cannot be read."""
+    """The files of a source, sorted by name. Raises InputError if there are none, or if it cannot be read."""
     if source.startswith(HUGGING_FACE):
         return [_hugging_face_file(source)]
     path = os.path.expanduser(source)
@@ -135,8 +138,8 @@ def find(source: str) -> list[File]:
         root, paths = os.path.dirname(path) or ".", [path]
     files = sorted(_file(path, root) for path in paths)
     if not files:
-        what = f"no file with a text suffix ({' '.join(SUFFIXES[:4])} ...)" if os.path.isdir(path) else "no file"
-        raise InputError(f'data.source = "{source}": {what} found there; name a file, a folder or a glob')
+        nothing = f"no file with a text suffix ({' '.join(SUFFIXES[:4])} ...)" if os.path.isdir(path) else "no file"
+        raise InputError(f'data.source = "{source}": {nothing} found there; name a file, a folder or a glob')
     return files
 
 
@@ -146,14 +149,14 @@ def _file(path: str, root: str) -> File:
     except OSError as error:
         raise InputError(f"data.source: {path} cannot be read: {error.strerror}; name a file, a folder, a glob or "
                          '"stdlib"') from error
-    if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever, and be empty the second time
+    if not stat.S_ISREG(status.st_mode):  # a pipe would block for ever, and be empty the second time
         raise InputError(f"data.source: {path} is not a regular file: write its content to one first")
     relative = os.path.relpath(path, root).replace(os.sep, "/")
     return File(relative, os.path.abspath(path), status.st_size, status.st_mtime_ns)
 
 
 def _walk(root: str, left_out: set[str]) -> Iterator[str]:
-    """Every file under `root`, without hidden files and folders; links to folders are not followed."""
+    """Every file under `root` but hidden files and what is in hidden folders. Links to folders are not followed."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"data.source: {error.filename} cannot be read: {error.strerror}") from error
@@ -164,8 +167,8 @@ def _walk(root: str, left_out: set[str]) -> Iterator[str]:
 
 
 def _is_build_record(path: str) -> bool:
-    """_sysconfigdata_*.py and config-3.x-*/ tell how this very Python was compiled; without them the corpus is the same
-    on every machine with the same Python version."""
+    """Whether a file tells how this very Python was compiled (_sysconfigdata_*.py, config-3.x-*/). Without these files
+    the corpus is the same on every machine with the same Python version."""
     return "_sysconfigdata" in path or f"{os.sep}config-" in path
 
 
@@ -177,8 +180,8 @@ def _is(file: File, suffixes: tuple[str, ...]) -> bool:
 
 
 def pieces(file: File, size: int = 1 << 62) -> list[Piece]:
-    """The file in pieces of about `size` bytes where its kind allows it, in order. Never raises for a damaged file:
-    reading its piece will say what is wrong."""
+    """The file in pieces of about `size` bytes, if its kind allows it, in order. It never raises for a damaged file:
+    reading the piece will say what is wrong."""
     if file.path.startswith(HUGGING_FACE):
         stop = _hugging_face_parts(file)
         step = max(1, stop * size // file.size) if file.size else 1
@@ -190,13 +193,14 @@ def pieces(file: File, size: int = 1 << 62) -> list[Piece]:
     else:
         return [Piece(file, 0, 0, file.size)]
     ranges = [(start, min(start + step, stop)) for start in range(0, stop, step)]
-    # Of a shard whose size nobody knows this says that it is as much as a piece should be, so that each is one.
+    # A shard of unknown size is said to be as large as a piece should be, so that each shard becomes a piece.
     return [Piece(file, start, end, file.size * (end - start) // stop if file.size else size) for start, end in ranges]
 
 
 def read(piece: Piece, field: str = "text", longest: int = 0) -> Generator[Document, None, int]:
-    """The documents of a piece; those with a problem have no text. A problem of the file itself comes last, as WHOLE.
-    longest: bytes of a text file from which on it is TOO_LONG unread, 0: none. Returns the lines that it passed."""
+    """The documents of a piece; a document with a problem has no text. A problem of the file itself comes last, as
+    WHOLE. longest: a text file of more bytes is TOO_LONG and not read further; 0: no limit. Returns the number of lines
+    read."""
     path = piece.file.path.lower()
     inner, packed = os.path.splitext(path)
     try:
@@ -208,7 +212,7 @@ def read(piece: Piece, field: str = "text", longest: int = 0) -> Generator[Docum
             with open(piece.file.path, "rb", BUFFER) as file:
                 return (yield from _json_lines(file, file, piece, field))
         elif packed in COMPRESSED:
-            import pyarrow  # it names every damage, a truncated .zst too; here and below: a tenth of a second
+            import pyarrow  # it reports every damage, also a truncated .zst. The import takes a tenth of a second
 
             with pyarrow.OSFile(piece.file.path) as raw:
                 file = io.BufferedReader(pyarrow.CompressedInputStream(raw, COMPRESSED[packed]), BUFFER)
@@ -218,7 +222,7 @@ def read(piece: Piece, field: str = "text", longest: int = 0) -> Generator[Docum
         else:
             with open(piece.file.path, "rb") as file:
                 yield _text(file, piece, longest)
-    except OSError as error:  # pyarrow's have no strerror
+    except OSError as error:  # those of pyarrow have no strerror
         yield Document(WHOLE, "", f"{UNREADABLE}{error.strerror or error}", piece.size)
     return 0
 
@@ -235,14 +239,15 @@ def _text(file: IO[bytes], piece: Piece, longest: int) -> Document:
 
 
 def _json_lines(file: IO[bytes], raw: Any, piece: Piece, field: str) -> Generator[Document, None, int]:
-    """The lines that begin in the piece; `raw` tells how far the file is read. Its last line may end in the next."""
-    at = piece.start
-    if at:  # the line that holds the byte before belongs to the piece before
-        file.seek(at - 1)
-        at += len(file.readline()) - 1
+    """The lines that begin in the piece. The last one may end in the next piece. `raw` tells how far the file is
+    read."""
+    position = piece.start
+    if position:  # the line that holds the byte before it belongs to the previous piece
+        file.seek(position - 1)
+        position += len(file.readline()) - 1
     divided = raw is file
     number = 0
-    while not divided or at < piece.stop:
+    while not divided or position < piece.stop:
         try:
             line = file.readline()
         except OSError as error:  # a damaged or truncated archive
@@ -250,11 +255,11 @@ def _json_lines(file: IO[bytes], raw: Any, piece: Piece, field: str) -> Generato
             break
         if not line:
             break
-        at += len(line)
+        position += len(line)
         number += 1
         if not line.strip():
             continue
-        done = at - piece.start if divided else raw.tell()
+        done = position - piece.start if divided else raw.tell()
         try:
             text = json.loads(line.decode("utf-8-sig" if number == 1 and not piece.start else "utf-8"))[field]
             text.encode("utf-8")  # refuses what is not a string, and escapes of half a character (lone surrogates)
@@ -267,7 +272,8 @@ def _json_lines(file: IO[bytes], raw: Any, piece: Piece, field: str) -> Generato
 
 
 def _rows(piece: Piece, field: str, batches: Iterator[tuple[int, float, Any]]) -> Iterator[Document]:
-    """From (row of its first, share of the piece that is read with it, column of strings) of each batch."""
+    """The documents of batches: (row of the first, share of the piece that has been read with it, column of
+    strings)."""
     for first, share, column in batches:
         done = round(share * piece.size)
         try:
@@ -278,8 +284,8 @@ def _rows(piece: Piece, field: str, batches: Iterator[tuple[int, float, Any]]) -
             try:
                 text.encode("utf-8")
             except (AttributeError, ValueError) as error:
-                what = "is not UTF-8 text" if isinstance(text, bytes) else f"has no string ({error})"
-                yield Document(row, "", f'{what} in the column "{field}"', done)
+                problem = "is not UTF-8 text" if isinstance(text, bytes) else f"has no string ({error})"
+                yield Document(row, "", f'{problem} in the column "{field}"', done)
             else:
                 yield Document(row, text, "", done)
 
@@ -316,8 +322,8 @@ def _parquet_batches(piece: Piece, field: str) -> Iterator[tuple[int, float, Any
             for group in range(piece.start, piece.stop):
                 end = row + groups[group]
                 for batch in file.iter_batches(ROWS, row_groups=[group], columns=[field], use_threads=False):
-                    left = (end - row - len(batch)) / max(groups[group], 1)
-                    yield row, (group + 1 - piece.start - left) / (piece.stop - piece.start), batch.column(0)
+                    unread = (end - row - len(batch)) / max(groups[group], 1)
+                    yield row, (group + 1 - piece.start - unread) / (piece.stop - piece.start), batch.column(0)
                     row += len(batch)
     except ArrowException as error:
         raise OSError(str(error).splitlines()[0]) from error
@@ -327,7 +333,8 @@ def _parquet_batches(piece: Piece, field: str) -> Iterator[tuple[int, float, Any
 
 
 def _hugging_face_file(source: str) -> File:
-    """Rows of what is saved on this disk count as their files do; a dataset of the Hub by the hash of its builder."""
+    """A dataset as a `File`. On this disk it has the size and time of its files; on the Hub the hash of its builder
+    takes the place of the time."""
     path, split = _hugging_face_name(source)
     if _is_saved(path):
         files = sorted(f for f in _walk(path, set()) if f.endswith(".arrow"))
@@ -336,7 +343,7 @@ def _hugging_face_file(source: str) -> File:
         return File(f"{os.path.basename(path)}@{split}", f"{HUGGING_FACE}{os.path.abspath(path)}@{split}", size, time)
     try:
         builder = _datasets().load_dataset_builder(*_hub_name(path))
-    except Exception as error:  # whatever of the many libraries below it
+    except Exception as error:  # the many libraries below raise all kinds
         raise InputError(f'data.source = "{source}" cannot be opened by datasets: {str(error).splitlines()[0]}') from error
     size = builder.info.download_size or builder.info.dataset_size or 0
     return File(f"{os.path.basename(path)}@{split}", f"{HUGGING_FACE}{path}@{split}", size, int(builder.hash[:15], 16))
@@ -348,7 +355,7 @@ def _hugging_face_name(source: str) -> tuple[str, str]:
 
 
 def _hub_name(path: str) -> list[str]:
-    """A name, and a configuration where there is one: org/name/configuration."""
+    """[name], or [name, configuration] if there are three parts: org/name/configuration."""
     return [path] if os.path.exists(path) or path.count("/") < 2 else path.rsplit("/", 1)
 
 
@@ -365,7 +372,7 @@ def _datasets() -> Any:
 
 
 def _hugging_face(file: File) -> tuple[Any, bool]:
-    """(the dataset, whether it is a stream)"""
+    """(the dataset, whether it is a stream)."""
     datasets = _datasets()
     path, split = _hugging_face_name(file.path)
     try:
@@ -383,7 +390,8 @@ def _hugging_face_parts(file: File) -> int:
 
 
 def _hugging_face_batches(piece: Piece, field: str) -> Iterator[tuple[int, float, Any]]:
-    """The numbers of a stream's rows count from (shard << 32), since nobody knows how many the shards before have."""
+    """(row of the first, share of the piece, column) of each batch. The rows of a streamed shard count from shard <<
+    32, since nobody knows how many rows the shards before it have."""
     dataset, streamed = _hugging_face(piece.file)
     columns = dataset.column_names
     if columns is not None and field not in columns:

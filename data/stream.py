@@ -1,23 +1,25 @@
-"""Text that is tokenised while the run trains on it: no preparation, nothing on the disk, any size.
+"""Tokenises text while the run trains on it: no preparation, nothing on the disk, any size.
 
-What a prepared corpus gives by arithmetic (data/order.py) is given here by state, and the state belongs to neither a rank
-nor a worker but to one of `data.streams` logical streams, whose number is part of the run like its seed:
+With a prepared corpus, arithmetic tells what a step sees (data/order.py). Here it depends on state. The state belongs
+to neither a rank nor a worker but to one of `data.streams` logical streams, whose number is part of the run like its
+seed:
 
-1. The source is cut into units (files, ranges of bytes of JSON lines, row groups, shards: data/sources.py::pieces; where
-   there are fewer of them than streams, every n-th document of one). Number the units of all epochs one after another,
-   each epoch in its own order, a permutation keyed by (seed, epoch): unit q belongs to stream q % streams.
-2. A stream is the tokens of its units' documents, one after another, and its windows are those of a prepared corpus.
+1. The source is cut into units: files, ranges of bytes of JSON lines, row groups, shards (data/sources.py::pieces), or
+every
+   n-th document of one of these if there are fewer of them than streams. The units of all epochs are numbered one after
+   another, each epoch in its own order (a permutation keyed by seed and epoch). Unit q belongs to stream q % streams.
+2. A stream is the tokens of its units' documents, one after another. It is cut into windows like a prepared corpus.
 3. Rows and streams are both cut into gcd(global_batch_size, streams) equal groups, and the rows of a group take windows
-   from its streams in turn. A data-parallel rank has some whole groups, whatever their number is.
+   from the group's streams in turn. A data-parallel rank has one or more whole groups.
 
-So batch(step) is the same, order included, on every number of ranks that divides both, and a stream's whole state is the
-`Place` of its next token. A resume opens the unit again and passes over the documents before, whose checksum must be the
-one that was saved. No token is dropped between documents, units or epochs.
+So batch(step) is the same, order included, on every number of ranks that divides both, and the whole state of a stream
+is the `Place` of its next token. A resume opens the unit again and passes over the documents before that place; their
+checksum must be the one that was saved. No token is dropped between documents, units or epochs.
 
-Reading and tokenising are done by one thread, `data.prefetch` batches ahead: some two million tokens per second and rank,
-while tiktoken releases the GIL. Threads of the libraries for Hugging Face and Parquet would not survive a fork. torchdata's
-StatefulDataLoader has nothing left to do here: its state is that of its workers, so it ends where their number or that of
-the ranks changes.
+One thread reads and tokenises, `data.prefetch` batches ahead. It does some two million tokens per second and rank, and
+tiktoken releases the GIL meanwhile. (Worker processes are no option: threads of the libraries for Hugging Face and
+Parquet would not survive a fork. And the state of torchdata's StatefulDataLoader is that of its workers, so it is lost
+when the number of workers or of ranks changes.)
 """
 
 from __future__ import annotations
@@ -43,15 +45,15 @@ from data.order import permute
 from data.prepare.encoding import encode, open_tokenizer
 from data.tokenizer import Tokenizer
 
-LEAST, MOST = 1 << 18, 64_000_000  # bytes of a unit, about: opening one costs little, reading one again some seconds
-UNITS = 8  # for each stream, if there is text enough: the more of them, the more even the streams
-BARREN = 16  # epochs' worth of units without a token, of a stream, mean that there is no text
+LEAST, MOST = 1 << 18, 64_000_000  # bytes of a unit, about: it is cheap to open, and takes seconds to read again
+UNITS = 8  # for each stream, if there is enough text: the more units, the more even the streams
+BARREN = 16  # after so many epochs' worth of units without a token, a stream concludes that there is no text
 LONGEST_PAUSE = 30.0  # seconds between attempts
 say = logging.getLogger("plumbline")
 
 
 class Exhausted(InputError):
-    """data.stream_epochs are over."""
+    """The run has read the text data.stream_epochs times."""
 
 
 class Changed(InputError):
@@ -67,20 +69,20 @@ class Unit:
 
 @dataclass(frozen=True)
 class Source:
-    """What is read, how it is cut, and how it becomes tokens. Equal `fingerprint`s: the same names, sizes and options;
-    that the text is the same too is seen where it is read again."""
+    """What is read, how it is cut, and how it becomes tokens. Equal `fingerprint`s mean the same names, sizes and
+    options. Whether the text is the same too is only seen when it is read again."""
 
     cfg: Data
     tokenizer: Tokenizer
     units: tuple[Unit, ...]
     fingerprint: str
     folder: str  # the source
-    train: tuple = ()  # as of a prepared corpus, of which these are the tokens: here nobody knows them
+    train: tuple = ()  # the tokens, in a prepared corpus; here nobody knows them
     validation: tuple = ()
 
 
 def open_source(cfg: Data, log: Callable[[str], object] = print) -> Source:
-    """`cfg.source`, of which names and sizes alone are read. InputError: it cannot be streamed."""
+    """Open `cfg.source`: only names and sizes are read. Raises InputError if it cannot be streamed."""
     if is_prepared(cfg.source):
         raise InputError(f"data.source: {cfg.source} is prepared already, so there is nothing to stream: data.stream = false")
     tok, files = open_tokenizer(cfg.tokenizer), sources.find(cfg.source)
@@ -112,17 +114,17 @@ def describe(source: Source, seed: int, seq_len: int, global_batch_size: int) ->
 
 @dataclass(frozen=True)
 class Place:
-    """A place in a stream: before a token. All of it counts from 0."""
+    """A place in a stream, before a token. All numbers count from 0."""
 
     unit: int = 0  # of this stream
-    document: int = 0  # of the unit's piece, whatever becomes of it
-    checksum: int = 0  # crc32 of the unit's texts before
-    failed: int = 0  # documents of this stream before that could not be read and were left out
+    document: int = 0  # of the unit's piece, including documents that are left out
+    checksum: int = 0  # crc32 of the unit's texts before this place
+    failed: int = 0  # earlier documents of this stream that could not be read and were left out
     token: int = 0  # of the document
 
 
 class Order:
-    """Which stream has which row, and where the streams stand."""
+    """Which row comes from which stream, and how far each stream is."""
 
     def __init__(self, description: dict, places: list[Place]) -> None:
         """places: of all streams."""
@@ -131,7 +133,7 @@ class Order:
         self.groups = math.gcd(self.rows, len(places))
 
     def row(self, step: int, row: int) -> tuple[int, int]:
-        """Of a row of the global batch of `step`: its stream, and which window of that."""
+        """The stream of a row in the global batch of `step`, and the number of the row's window in that stream."""
         per_step, per_group = self.rows // self.groups, len(self.places) // self.groups
         group, index = divmod(row, per_step)
         window, stream = divmod(step * per_step + index, per_group)
@@ -142,7 +144,7 @@ class Order:
         return step * self.rows
 
     def tokens(self, step: int) -> int:
-        """Labels of the run before `step`, those that do not count included."""
+        """Labels of the run before `step`, including those that do not count."""
         return self.samples(step) * self.seq_len
 
 
@@ -152,21 +154,22 @@ def begin(description: dict) -> Order:
 
 
 def resume(progress: dict, description: dict, allow_splice: bool = False) -> tuple[Order, list[str]]:
-    """The order of a run that goes on from a checkpoint's progress, and no changes, as data/order.py::resume. InputError:
-    something has changed, which cannot be allowed."""
+    """The order of a run that goes on from a checkpoint's progress, and an empty list of changes (as
+    data/order.py::resume). Raises InputError for any change, since a stream cannot go on with different data."""
     step, saved = progress["step"], progress.get("data")
     if not step and saved is None:
         return begin(description), []
     instead = "restore it, or start from the weights in another run.folder, with checkpoint.load_path"
     if not saved or "streams" not in saved:
         raise InputError(f"the checkpoint of step {step} is of a run that did not stream (data.stream = true does): {instead}")
-    words = {"fingerprint": "the files of data.source, or how they are read,", "tokenizer": "data.tokenizer",
+    option_of = {"fingerprint": "the files of data.source, or how they are read,", "tokenizer": "data.tokenizer",
              "streams": "data.streams", "seed": "run.seed", "seq_len": "training.seq_len",
              "global_batch_size": "training.global_batch_size"}  # fmt: skip
-    there = saved["description"]
-    if there["streams"] != description["streams"]:
-        del words["fingerprint"]  # how the files are cut follows from it
-    lines = [f"{words[key]} was {there[key]} and is {description[key]}" for key in words if there[key] != description[key]]
+    before = saved["description"]
+    if before["streams"] != description["streams"]:
+        del option_of["fingerprint"]  # how the files are cut follows from it
+    lines = [f"{option} was {before[key]} and is {description[key]}"
+             for key, option in option_of.items() if before[key] != description[key]]  # fmt: skip
     if lines:
         raise InputError(f"the data would change at step {step}, which a stream cannot: {'; '.join(lines)}: {instead}")
     return Order(description, [Place(**place) for place in saved["streams"]]), []
@@ -181,31 +184,31 @@ def state(order: Order, description: dict) -> dict:
 
 
 class Stream:
-    """One logical stream, from a place on."""
+    """One logical stream, beginning at a place."""
 
     def __init__(self, source: Source, order: Order, number: int, stop: threading.Event) -> None:
         self.source, self.cfg, self.number, self.stop = source, source.cfg, number, stop
         self.streams, self.seed, self.seq_len = len(order.places), order.seed, order.seq_len
         self.place = order.places[number]  # of the next window's first token
-        self.waiting: deque[tuple[Place, np.ndarray]] = deque()  # documents of which a token is not in a window yet
-        self.held = -self.place.token  # tokens in them that are not
+        self.waiting: deque[tuple[Place, np.ndarray]] = deque()  # documents with tokens that are in no window yet
+        self.held = -self.place.token  # how many such tokens they have
         self.documents = self._documents(replace(self.place, token=0))
 
     def window(self) -> tuple[np.ndarray, np.ndarray]:
-        """The next window, int64 [T + 1], and which of its tokens are the first of a document, bool
-        [T + 1]; `place` moves on by T. Exhausted, Changed, LoaderError."""
+        """The next window, int64 [T + 1], and whether a token is the first of a document, bool [T + 1]. `place` moves
+        on by T tokens. Raises Exhausted, Changed or LoaderError."""
         T = self.seq_len
         while self.held < T + 1:
             place, ids = next(self.documents)
             self.waiting.append((place, ids))
             self.held += len(ids)
         tokens, begins = np.empty(T + 1, np.int64), np.zeros(T + 1, bool)
-        at = -self.place.token  # of the document in the window
-        for _, ids in self.waiting:  # the last of them is the only one that may reach beyond it
-            if at >= 0:
-                begins[at] = True
-            tokens[max(at, 0) : at + len(ids)] = ids[max(-at, 0) : T + 1 - at]
-            at += len(ids)
+        start = -self.place.token  # of the document, counted from the window's first token
+        for _, ids in self.waiting:  # only the last of them may reach beyond the window
+            if start >= 0:
+                begins[start] = True
+            tokens[max(start, 0) : start + len(ids)] = ids[max(-start, 0) : T + 1 - start]
+            start += len(ids)
         self.held -= T
         token = self.place.token + T
         while token >= len(self.waiting[0][1]):
@@ -214,7 +217,7 @@ class Stream:
         return tokens, begins
 
     def _documents(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """(its place, its tokens) of each document to train on, from a place on; documents without a token are passed."""
+        """(place, tokens) of each document to train on, from `place` on. Documents without a token are passed over."""
         units, cfg = self.source.units, self.cfg
         allowed = math.inf if cfg.source == "stdlib" else cfg.skip_failed
         barren = 0  # units in a row without a token to train on
@@ -231,7 +234,7 @@ class Stream:
                 if document.text and not problem:
                     _, _, rows = encode(cfg, self.source.tokenizer, document.text, {})
                     problem, rows = (rows, []) if isinstance(rows, str) else ("", rows)
-                for split, ids in rows:  # one
+                for split, ids in rows:  # a single row
                     if split == "train" and len(ids):
                         barren = 0
                         yield place, ids
@@ -248,12 +251,13 @@ class Stream:
                 raise InputError(f"data.source: {cfg.source} has no text to train on (data stream {self.number})")
 
     def _read(self, unit: Unit, place: Place) -> Iterator[tuple[int, sources.Document, int]]:
-        """(number in its piece, document, checksum after it) of a unit from a place on. What cannot be read is opened
-        again `data.retries` times, and goes on behind the last document that came."""
+        """(number in its piece, document, checksum after it) of a unit's documents, from `place` on. If the piece
+        cannot be read, it is opened again up to `data.retries` times, and reading goes on after the last document that
+        came."""
         done, checksum, attempt = place.document, place.checksum, 0
         while True:
             try:
-                passed, number = 0, -1  # the checksum of what came before; a document of the piece
+                passed, number = 0, -1  # the checksum of the documents so far; the number of the last one
                 for number, document in enumerate(sources.read(unit.piece, self.cfg.text_field, self.cfg.max_document_bytes)):
                     if document.problem.startswith(sources.UNREADABLE):
                         raise OSError(document.problem.removeprefix(sources.UNREADABLE))
@@ -274,14 +278,14 @@ class Stream:
                 return
             except Changed:
                 raise
-            except Exception as error:  # whatever of the many libraries below
+            except Exception as error:  # the many libraries below raise all kinds
                 attempt += 1
-                what = (f"data stream {self.number}: {unit.piece.file.path}, after document {done}, cannot be read: "
+                failure = (f"data stream {self.number}: {unit.piece.file.path}, after document {done}, cannot be read: "
                         f"{type(error).__name__}: {error}")  # fmt: skip
                 if attempt > self.cfg.retries:
-                    raise LoaderError(f"{what} (attempt {attempt} of {attempt}: data.retries)") from error
+                    raise LoaderError(f"{failure} (attempt {attempt} of {attempt}: data.retries)") from error
                 pause = min(self.cfg.retry_seconds * 2 ** (attempt - 1), LONGEST_PAUSE)
-                say.warning(f"{what} (attempt {attempt} of {self.cfg.retries + 1}; the next in {pause:g} s)")
+                say.warning(f"{failure} (attempt {attempt} of {self.cfg.retries + 1}; the next in {pause:g} s)")
                 if self.stop.wait(pause):
                     raise
 
@@ -290,17 +294,17 @@ class Stream:
 
 
 class Batches:
-    """An iterator of this rank's batches, from a step on, in step with all other ranks.
+    """An iterator of this rank's batches, in lockstep with all other ranks.
 
-    `problem` is why there are no more, the same on every rank: Exhausted, Changed or a LoaderError. `state` is always that
-    of the last batch that every rank has been given."""
+    When it ends early, `problem` says why: Exhausted, Changed or a LoaderError, the same on every rank. `state` is
+    always that after the last batch that every rank was given."""
 
     def __init__(
         self, source: Source, order: Order, steps: range, local_batch_size: int, dp_rank: int, dp_size: int,
         any_rank: Callable[[bool], bool], gather: Callable[[object], list], vocab_size: int = 2**32, pin_memory: bool = False,
     ) -> None:  # fmt: skip
-        """any_rank: of a bool, whether it is true on any rank; gather: of an object, those of all ranks (a list). Both are
-        called by all ranks at the same step. InputError: the ranks do not divide streams and rows."""
+        """any_rank: tells whether a bool is true on any rank; gather: returns the objects of all ranks, as a list. All
+        ranks call both at the same step. Raises InputError if the ranks do not divide streams and rows."""
         if order.groups % dp_size:
             raise InputError(f"{dp_size} data-parallel ranks must divide data.streams = {len(order.places)} and "
                              f"training.global_batch_size = {order.rows}")  # fmt: skip
@@ -321,44 +325,46 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch, as data/loader.py::Batches has it; `sample` is stream + streams * window of that stream."""
+        """The next batch, as in data/loader.py::Batches; `sample` is stream + streams * (number of its window
+        there)."""
         item = self._take()
         if self.any_rank(isinstance(item, Exception)):
-            found = [problem for problem in self.gather(item if isinstance(item, Exception) else None) if problem]
-            self.problem = next((p for p in found if not isinstance(p, Exhausted)), found[0])
+            problems = [problem for problem in self.gather(item if isinstance(item, Exception) else None) if problem]
+            self.problem = next((p for p in problems if not isinstance(p, Exhausted)), problems[0])
             self.close()
             raise StopIteration
         batch, self.places = item
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
 
     def state(self) -> dict:
-        """JSON for a checkpoint: where all streams stand. All ranks call it."""
+        """JSON for a checkpoint: the places of all streams. All ranks call it."""
         places = list(self.order.places)
-        for first, part in self.gather((self.mine.start, self.places)):  # ranks of a tensor-parallel group have the same
+        for first, part in self.gather((self.mine.start, self.places)):  # ranks of a tensor-parallel group send the same
             places[first : first + len(part)] = part
         description = self.order.description
         return state(Order(description, places), description)
 
     def close(self) -> None:
-        """The thread ends with what it is reading; a read that hangs does not keep the run from ending."""
+        """Tell the thread to end when it has read its current batch. A read that hangs does not keep the run from
+        ending."""
         self.stop.set()
         while not self.ready.empty():
             self.ready.get_nowait()
 
     def _take(self) -> tuple[Batch, list[Place]] | Exception:
-        patience = time.monotonic() + self.cfg.timeout_seconds
+        deadline = time.monotonic() + self.cfg.timeout_seconds
         while True:
             try:
-                return self.ready.get(timeout=min(1.0, max(patience - time.monotonic(), 0.01)))
+                return self.ready.get(timeout=min(1.0, max(deadline - time.monotonic(), 0.01)))
             except queue.Empty:
                 if not self.thread.is_alive() and self.ready.empty():
-                    return LoaderError("the data thread died without a word")
-                if time.monotonic() > patience:
+                    return LoaderError("the data thread died without an error message")
+                if time.monotonic() > deadline:
                     return LoaderError(f"data streams {self.mine.start} to {self.mine.stop - 1} gave nothing for "
                                        f"{self.cfg.timeout_seconds} s (data.timeout_seconds): reading hangs")  # fmt: skip
 
     def _work(self) -> None:
-        """The thread."""
+        """Runs in the thread: puts batches, or the reason why there are no more, into `ready`."""
         try:
             streams = {number: Stream(self.source, self.order, number, self.stop) for number in self.mine}
             for step in self.steps:

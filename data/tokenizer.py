@@ -1,13 +1,13 @@
-"""Text to token ids and back, through one class: bytes, a BPE trained on the corpus, or anyone's byte-level BPE.
+"""Turns text into token ids and back. One class serves bytes, a BPE trained on the corpus, or anyone's byte-level BPE.
 
 A byte-level BPE is fully defined by a list of byte strings (the position of each is its rank), the pattern that splits
 text before merging, special tokens, and the ids of all these (mostly the ranks, and then the special tokens in order).
-`Tokenizer` holds these things, tiktoken runs them, and `fingerprint` is their hash, so that tokens and tokenizer can be
+`Tokenizer` holds this definition, and tiktoken runs it. `fingerprint` is its hash, so that tokens and tokenizer can be
 checked against each other.
 
-Training is rustbpe's: wheels for CPython 3.10 to 3.14, four times as fast as Hugging Face's `tokenizers` (4096 tokens
-from 11 MB in 0.9 s on two cores) with the same compression, the same result on any number of threads, and its ranks
-are tiktoken's as they stand.
+rustbpe does the training. It has wheels for CPython 3.10 to 3.14, is four times as fast as Hugging Face's `tokenizers`
+(4096 tokens from 11 MB in 0.9 s on two cores) with the same compression, gives the same result on any number of
+threads, and tiktoken takes its ranks as they are.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import tiktoken
 
 from configs.schema import InputError
 
-# How text is cut before merging. cl100k_base's as it was when Llama 3 took it (meta-llama/llama3, llama/tokenizer.py):
-# contractions | words | up to 3 digits | punctuation | line breaks | other whitespace.
+# How text is cut before merging: the pattern of cl100k_base when Llama 3 took it (meta-llama/llama3,
+# llama/tokenizer.py): contractions | words | up to 3 digits | punctuation | line breaks | other whitespace.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Those of openai/tiktoken, tiktoken_ext/openai_public.py. It writes the first two with possessive quantifiers, which cut
-# the same, take longer here (1.4 times, tiktoken 0.14) and mean something else in the regular expressions of `tokenizers`.
-# cl100k_base has since had another alternative, whitespace up to the end of the text, where SPLIT would end after a line
-# break; `\z` is what `$` means in tiktoken, in `tokenizers` that would be the end of a line.
+# The patterns of openai/tiktoken (tiktoken_ext/openai_public.py). That file writes the first two with possessive
+# quantifiers. These cut the same, but they take longer here (1.4 times, tiktoken 0.14) and mean something else in
+# `tokenizers`. cl100k_base has since gained an alternative: whitespace up to the end of the text, where SPLIT would end
+# after a line break. `\z` is what `$` means in tiktoken; in `tokenizers` `$` would be the end of a line.
 SPLIT_CL100K = SPLIT.replace(r"|\s*[\r\n]+", r"|\s++\z|\s*[\r\n]+")
 SPLIT_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPLIT_O200K = (  # o200k_base's: words begin at a change from lower to upper case
@@ -47,7 +47,7 @@ SPLIT_O200K = (  # o200k_base's: words begin at a change from lower to upper cas
 SPLIT_QWEN2 = SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # digits one by one (Qwen/Qwen2-7B, tokenizer.json)
 NO_SPLIT = ""  # every byte is a token: nothing to split, nothing to merge
 END_OF_TEXT = "<|endoftext|>"
-BEGIN_OF_TEXT = "<|begin_of_text|>"  # Llama 3's; what a vocabulary with this special token begins a text with
+BEGIN_OF_TEXT = "<|begin_of_text|>"  # of Llama 3; begins a text in every vocabulary that has this special token
 
 # Llama 3's 256 special tokens, in the order of their ids from 128000 (meta-llama/llama3, llama/tokenizer.py).
 # Llama 3.1 gave names to some of the reserved ones; their ids, and the meaning of all others, stayed.
@@ -63,7 +63,8 @@ LLAMA3_SPECIAL_TOKENS = [
 ]
 
 class RankFile(NamedTuple):
-    """What a published rank file does not say. Source, but for Llama 3: openai/tiktoken, tiktoken_ext/openai_public.py."""
+    """What a published rank file does not say. Source, except for Llama 3: openai/tiktoken,
+    tiktoken_ext/openai_public.py."""
 
     name: str
     split: str
@@ -71,8 +72,8 @@ class RankFile(NamedTuple):
     end_of_text: str
 
 
-# By number of ranks. All four number the 256 bytes as GPT-2 did, the printable ones first (`gpt2_bytes`), which a file
-# of somebody else's that happens to have as many ranks does not (rustbpe's and `tokenizers`' begin with byte 0).
+# By number of ranks. All four number the 256 bytes as GPT-2 did, the printable ones first (`gpt2_bytes`). A file of
+# another origin that happens to have as many ranks does not (those of rustbpe and `tokenizers` begin with byte 0).
 KNOWN_RANK_FILES = {
     50_256: RankFile("GPT-2 (r50k_base)", SPLIT_GPT2, {END_OF_TEXT: 50_256}, END_OF_TEXT),
     100_256: RankFile("cl100k_base", SPLIT_CL100K, {
@@ -96,8 +97,8 @@ class Tokenizer:
         self, ranks: list[bytes], split: str, special_tokens: list[str], end_of_text: str, ids: list[int] | None = None,
         begin_of_text: str | None = None,
     ) -> None:  # fmt: skip
-        """ids: of the ranks and then of the special tokens; None: 0, 1, 2, ... begin_of_text: one of the special tokens;
-        None: Llama 3's, if it is one of them."""
+        """ids: those of the ranks, then those of the special tokens; None: 0, 1, 2, ... begin_of_text: one of the
+        special tokens; None: that of Llama 3, if it is one of them."""
         count = len(ranks) + len(special_tokens)
         self.ranks = ranks
         self.split = split
@@ -137,7 +138,7 @@ class Tokenizer:
 
     @property
     def byte_lengths(self) -> list[int]:
-        """Bytes of text that each id stands for, 0 for special tokens: with them a loss is counted per byte."""
+        """How many bytes of text each id stands for, 0 for special tokens: needed to count a loss per byte."""
         lengths = [0] * self.n_vocab
         for id, token in zip(self.ids or range(len(self.ranks)), self.ranks):
             lengths[id] = len(token)
@@ -146,24 +147,25 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Ids [n] of `dtype`. "<|endoftext|>" in a text is ordinary text: only code that knows a document's end makes
         special tokens. The GIL is released, so threads encode in parallel. Lone surrogates: UnicodeEncodeError."""
-        data = text.encode()  # raises, where tiktoken would put another character in its place
+        data = text.encode()  # raises for what tiktoken would replace by a different character
         if self.split == NO_SPLIT:  # a hundred times faster than tiktoken with 256 ranks
             return np.frombuffer(data, np.uint8).astype(self.dtype)
-        # Through a list: with tiktoken 0.14 twice as fast as its encode_to_numpy, which looks for special tokens. And
-        # through an array of Python's, which takes a third of the time of NumPy's to read a list.
+        # With tiktoken 0.14 a list is twice as fast as its encode_to_numpy, which looks for special tokens. And
+        # Python's array reads a list in a third of the time that NumPy takes.
         pieces = [np.frombuffer(array("I", self._bpe.encode_ordinary(piece)), np.uint32) for piece in _pieces(text)]
         ranks = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return self._id_of_rank[ranks] if self.ids else ranks.astype(self.dtype)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Special tokens appear by name. Bytes that are not UTF-8 (half a character) and ids beyond the vocabulary (a
-        model may have more rows than the tokenizer has tokens) become U+FFFD: a sample is shown, not refused."""
+        """The text of these ids. Special tokens appear by name. Bytes that are not UTF-8 (half a character) and ids
+        beyond the vocabulary (a model may have more rows than the tokenizer has tokens) become U+FFFD, so that any
+        sample can be shown."""
         unknown = "\ufffd".encode()
         tokens = (self._bytes_of_id.get(i, unknown) for i in np.asarray(ids).tolist())
         return b"".join(tokens).decode("utf-8", errors="replace")
 
     def save(self, path: str) -> None:
-        """One JSON file; `load_saved` makes the same tokenizer of it, fingerprint included."""
+        """Write one JSON file, from which `load_saved` makes the same tokenizer, with the same fingerprint."""
         with open(path, "w", encoding="ascii") as file:
             json.dump(
                 {
@@ -180,7 +182,7 @@ class Tokenizer:
 
 
 def load_saved(path: str) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote. InputError when the file is missing or something else."""
+    """The tokenizer that `Tokenizer.save` wrote. Raises InputError if the file is missing or something else."""
     try:
         with open(path, encoding="ascii") as file:
             saved = json.load(file)
@@ -192,12 +194,12 @@ def load_saved(path: str) -> Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """256 bytes and the end of text: 257 ids, nothing to train, and the slowest sequences to learn from."""
+    """256 bytes and the end of text: 257 ids, nothing to train, and the longest sequences."""
     return Tokenizer([bytes([i]) for i in range(256)], NO_SPLIT, [END_OF_TEXT], END_OF_TEXT)
 
 
 def read_rank_file(path: str) -> bytes:
-    """Its content, not looked at yet: enough to tell whether it is the file that made the tokens in a cache."""
+    """The content of the file, not parsed: enough to tell whether this file made the tokens in a cache."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -207,8 +209,9 @@ def read_rank_file(path: str) -> bytes:
 
 
 def from_rank_file(path: str) -> Tokenizer:
-    """A tiktoken rank file: one `<base64 of the token> <rank>` per line. InputError when it is not one. What the file does
-    not say is taken from KNOWN_RANK_FILES; of any other file: Llama 3's pattern, one special token."""
+    """The tokenizer of a tiktoken rank file, which has one `<base64 of the token> <rank>` per line. Raises InputError
+    if it is not one. KNOWN_RANK_FILES has what the file does not say; any other file gets Llama 3's pattern and one
+    special token."""
     lines = [line.split() for line in read_rank_file(path).splitlines() if line.strip()]
     try:
         tokens = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
@@ -218,7 +221,7 @@ def from_rank_file(path: str) -> Tokenizer:
     ranks = [tokens.get(rank, b"") for rank in range(len(lines))]
     if len(set(ranks) - {b""}) != len(lines) or not {bytes([i]) for i in range(256)} <= set(ranks):
         raise InputError(f"data.tokenizer: {path} is damaged: {len(lines)} ranks must be 0 to {len(lines) - 1}, each "
-                         "of another token, all 256 single bytes among them")
+                         "of a different token, all 256 single bytes among them")
     known = KNOWN_RANK_FILES.get(len(ranks))
     if not known or ranks[:256] != gpt2_bytes():
         return Tokenizer(ranks, SPLIT, [END_OF_TEXT], END_OF_TEXT)
@@ -233,14 +236,16 @@ def gpt2_bytes() -> list[bytes]:
 
 
 def write_rank_file(tok: Tokenizer, path: str) -> None:
-    """The ranks as a tiktoken file; `from_rank_file` of it is the same tokenizer where it was trained here."""
+    """Write the ranks as a tiktoken file. If the tokenizer was trained here, `from_rank_file` reads the same one
+    back."""
     with open(path, "wb") as file:
         file.writelines(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tok.ranks))
 
 
 def train_bpe(texts: Iterable[str], n_vocab: int) -> Tokenizer:
-    """A BPE of exactly `n_vocab` ids, the end of text included: the same for the same texts, whatever the threads."""
-    import rustbpe  # here alone, so that every other use of this package works without it
+    """A BPE of exactly `n_vocab` ids, including the end of text. The same texts give the same BPE on any number of
+    threads."""
+    import rustbpe  # imported only here, so that everything else works without it
 
     trainer = rustbpe.Tokenizer()
     pieces = (piece for text in texts for piece in _pieces(text))

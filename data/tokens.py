@@ -1,12 +1,12 @@
-"""A tokenised corpus, opened: a folder of flat token arrays that every rank maps into memory.
+"""Opens a tokenised corpus: a folder of flat token arrays that every rank maps into memory.
 
-`data/prepare/` makes such a folder. All numbers in it are little-endian and no file has a header. There is one of each of
-the first four for `train` and one for `validation`:
+`data/prepare/` makes such a folder. All numbers in it are little-endian, and no file has a header. Each of the first
+four exists once for `train` and once for `validation`:
 
     train-00000.bin ...  shards: the documents' tokens one after another, uint16 or uint32
     train.starts         int64 [documents]: where each document begins, counted over all shards
     train.files          int32 [documents]: the index of the file that it came from
-    train.numbers        int64 [documents]: its line or row in that file; -1 when it is the whole file
+    train.numbers        int64 [documents]: its line or row in that file; -1 if it is the whole file
     names, names.starts  the files' names in UTF-8, one after another, and int64 [files + 1]: where each name begins
     tokenizer.json       the tokenizer (data/tokenizer.py), so that the folder explains itself
     manifest.json        the report, counts, size and SHA-256 of each file, fingerprints of tokenizer and corpus
@@ -33,10 +33,11 @@ TABLES = {"starts": np.dtype("<i8"), "files": np.dtype("<i4"), "numbers": np.dty
 
 
 class Tokens:
-    """One split of a corpus, mapped read-only: ranks and workers of a host share one copy in the page cache."""
+    """One split of a corpus, mapped read-only, so that the ranks and workers of a host share one copy in the page
+    cache."""
 
     def __init__(self, folder: str, split: str, dtype: np.dtype, tail: str = "") -> None:
-        """`tail` ends the name of every document; it says so when each of them is the tail of a text."""
+        """`tail` is appended to the name of every document, to say that it is the tail of a text."""
         self.folder, self.split, self.dtype, self.tail = folder, split, np.dtype(dtype), tail
         names = os.listdir(folder)
         self.shards = sorted(name for name in names if name.startswith(split) and name.endswith(".bin"))
@@ -53,7 +54,7 @@ class Tokens:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the split, [stop - start] of its dtype; a view when they lie in one shard."""
+        """Tokens [start, stop) of the split, as an array of its dtype; a view if they lie in one shard."""
         stop = min(stop, len(self))
         if start >= stop:
             return np.zeros(0, self.dtype)
@@ -97,7 +98,7 @@ class Tokens:
         return text, _mapped(os.path.join(self.folder, "names.starts"), np.dtype("<i8"))
 
     def name(self, document: int) -> str:
-        """The name of a document: its file, and its line or row when the file has several."""
+        """The name of a document: its file, and its line or row if the file has several documents."""
         names, starts = self._names
         file = int(self._files[document])
         text = names[starts[file] : starts[file + 1]].tobytes().decode("utf-8", errors="surrogateescape")
@@ -113,7 +114,7 @@ class Tokens:
 
 
 def _mapped(path: str, dtype: np.dtype) -> np.ndarray:
-    """The whole file as it lies on the disk. The result is a plain array over the map, as slices of a memmap object are
+    """The whole file as it lies on the disk, mapped. The result is a plain array, as slices of a memmap object are
     slow."""
     if os.path.getsize(path) < dtype.itemsize:  # an empty file cannot be mapped
         return np.zeros(0, dtype)

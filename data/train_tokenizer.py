@@ -1,9 +1,9 @@
-"""A tokenizer of one's own: `python -m data.train_tokenizer --source corpus/ --vocab-size 32000 --out tokenizer/`.
+"""Trains a tokenizer: `python -m data.train_tokenizer --source corpus/ --vocab-size 32000 --out tokenizer/`.
 
-It is trained by rustbpe (data/tokenizer.py) on the first BPE_CHARACTERS of the source, and written in the two forms that
+rustbpe trains it (data/tokenizer.py) on the first BPE_CHARACTERS of the source. It is written in the two forms that
 others read: `tokenizer.tiktoken` (ranks, for data.tokenizer and tiktoken) and Hugging Face's `tokenizer.json` with the
-files that belong to it. Then both are read back, and every form must give the same ids, and every text itself, on the
-texts it was trained on (a sample of them) and on text that is hard: all planes of Unicode, long runs, no text at all.
+files that belong to it. Then both are read back. Both must give the same ids, and the ids must give the text back, on a
+sample of the texts it was trained on and on hard text: all planes of Unicode, long runs, no text at all.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ HARD = (
 def train(
     source: str, vocab_size: int, out: Path, field: str = "text", characters: int = BPE_CHARACTERS
 ) -> tokenizer.Tokenizer:
-    """The tokenizer, written to the folder `out` and verified. InputError: the source cannot be read or is too small, or
-    `out` has something in it."""
+    """Train the tokenizer, write it to the folder `out` and verify it. Raises InputError if the source cannot be read
+    or is too small, or if `out` has something in it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out: {out} exists already: give another folder, or remove it")
-    made = tokenizer.train_bpe(_texts(source, field, characters), vocab_size)
+    tok = tokenizer.train_bpe(_texts(source, field, characters), vocab_size)
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer.write_rank_file(made, str(out / RANKS))
-    for name, document in hf_tokenizer.files(made, 1 << 20).items():
+    tokenizer.write_rank_file(tok, str(out / RANKS))
+    for name, document in hf_tokenizer.files(tok, 1 << 20).items():
         (out / name).write_text(json.dumps(document, ensure_ascii=False, indent=1), encoding="utf-8")
-    verify(made, out, [*_texts(source, field, SAMPLE), *HARD])
-    return made
+    verify(tok, out, [*_texts(source, field, SAMPLE), *HARD])
+    return tok
 
 
 def _texts(source: str, field: str, characters: int) -> Iterator[str]:
-    """The first texts of the source, the last of them cut."""
+    """The first texts of the source, up to `characters` characters; the last text is cut."""
     for _, text in sources.documents(source, field=field):
         yield text[:characters]
         characters -= len(text)
@@ -56,28 +56,30 @@ def _texts(source: str, field: str, characters: int) -> Iterator[str]:
             return
 
 
-def verify(made: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
-    """Raises InputError where a form that was written does not give the ids of `made`, or ids do not give the text.
-    `tokenizers` itself is asked too where it is installed."""
+def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
+    """Raises InputError if a written form does not give the ids of `tok`, or if ids do not give the text back. If
+    `tokenizers` is installed, it is asked too."""
     forms = {RANKS: tokenizer.from_rank_file(str(out / RANKS)), "tokenizer.json": hf_tokenizer.read(out)}
     for name, form in forms.items():
-        if form.fingerprint != made.fingerprint:
+        if form.fingerprint != tok.fingerprint:
             raise InputError(f"{out / name} is not the tokenizer that was trained: please report this as a bug")
-    theirs = None
+    reference = None
     try:
         import tokenizers
 
-        theirs = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+        reference = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
     except ImportError:
         pass
     for text in texts:
-        ids = made.encode(text)
-        if made.decode(ids) != text:
+        ids = tok.encode(text)
+        if tok.decode(ids) != text:
             raise InputError(f"a text of {len(text)} characters does not survive the tokenizer: please report this as a bug")
-        # What tokenizers does otherwise, see data/hf_tokenizer.py::files: names of special tokens, very long whitespace.
+        # tokenizers differs in two cases, names of special tokens and very long whitespace: see
+        # data/hf_tokenizer.py::files.
         plain = tokenizer.END_OF_TEXT not in text and len(list(tokenizer._pieces(text))) == 1
-        if theirs and plain and theirs.encode(text, add_special_tokens=False).ids != ids.tolist():
-            raise InputError(f"tokenizers gives other ids for a text of {len(text)} characters: please report this as a bug")
+        if reference and plain and reference.encode(text, add_special_tokens=False).ids != ids.tolist():
+            raise InputError(f"tokenizers gives different ids for a text of {len(text)} characters: "
+                             "please report this as a bug")  # fmt: skip
 
 
 def main() -> int:
@@ -92,11 +94,11 @@ def main() -> int:
     try:
         if args.vocab_size < 257:
             raise InputError("--vocab-size: 256 bytes and the end of a text make at least 257")
-        made = train(args.source, args.vocab_size, args.out, args.text_field, args.characters)
+        tok = train(args.source, args.vocab_size, args.out, args.text_field, args.characters)
     except (InputError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{made.n_vocab:,} tokens in {time.monotonic() - began:.1f} s (fingerprint {made.fingerprint}), verified")
+    print(f"{tok.n_vocab:,} tokens in {time.monotonic() - began:.1f} s (fingerprint {tok.fingerprint}), verified")
     print(f"use it with   --data.tokenizer={os.path.join(args.out, RANKS)}")
     return 0
 

@@ -1,8 +1,8 @@
 """Activation checkpointing (Chen et al., arXiv:1604.06174): what backward recomputes instead of keeping.
 
-A block's `forward` is replaced by its checkpointed self. Unlike a wrapper module this changes no parameter's name, and
-the hooks of FSDP (on the block) and of tensor parallelism (on the modules inside) stay where they belong: gathering the
-weights outside the recomputed region, moving activations inside it.
+A block's `forward` is replaced by a checkpointed version of it. Unlike a wrapper module this changes no parameter's
+name, and hooks stay where they belong: those of FSDP (on the block) gather weights outside the recomputed region, those
+of tensor parallelism (on the modules inside) move activations inside it.
 """
 
 from functools import partial
@@ -12,9 +12,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from configs.schema import ActivationCheckpoint
 
-# Mode "selective" keeps the results of these and recomputes everything else (norms, rotary positions, SiLU, casts):
-# cheap to redo, large to keep. The sets are those operators whose time does not shrink to memory traffic.
-# By name, because a model brings operators of its own; tests/test_masking.py checks that each name exists.
+# Mode "selective" keeps the results of these operators and recomputes everything else (norms, rotary positions, SiLU,
+# casts), which is large to keep and cheap to redo. These are the operators whose time is more than memory traffic. They
+# are listed by name, because a model brings operators of its own; tests/test_masking.py checks that each name exists.
 KEEP = {
     "aten.mm.default",
     "aten.addmm.default",
@@ -23,9 +23,9 @@ KEEP = {
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",  # without it the CPU recomputes its attention too
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",  # otherwise a CPU would recompute its attention
     "torch_attn._varlen_attn.default",  # document masking on CUDA
-    "plumbline.document_attention.default",  # and on CPU (models/kernels/document_attention.py)
+    "plumbline.document_attention.default",  # the same on a CPU (models/kernels/document_attention.py)
     "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_reduce.default",
@@ -41,10 +41,10 @@ def apply(model: nn.Module, cfg: ActivationCheckpoint) -> nn.Module:
     if cfg.mode == "none":
         return model
     every = cfg.every_n if cfg.mode == "every_n" else 1
-    how = {"use_reentrant": False, "preserve_rng_state": False}
+    options = {"use_reentrant": False, "preserve_rng_state": False}
     if cfg.mode == "selective":
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for number, block in model.layers.items():
         if int(number) % every == 0:
-            block.forward = partial(checkpoint, block.forward, **how)
+            block.forward = partial(checkpoint, block.forward, **options)
     return model

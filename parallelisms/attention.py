@@ -1,7 +1,8 @@
-"""Which of PyTorch's kernels causal attention runs on a GPU (`training.attention`).
+"""Chooses which of PyTorch's kernels causal attention uses on a GPU (`training.attention`).
 
-Document masking is not asked: `models/kernels/document_attention.py` calls varlen_attn, which is FlashAttention, of the generation
-that is chosen here. `python -m tools.bench.attention` measures the kernels for a model's heads on the GPU at hand.
+With document masking there is no such choice: `models/kernels/document_attention.py` always calls varlen_attn, which is
+FlashAttention, of the generation that is chosen here. `python -m tools.bench.attention` measures the kernels for a
+model's heads on the GPU at hand.
 """
 
 import torch
@@ -10,8 +11,9 @@ from configs.schema import InputError
 
 
 def choose(kernel: str, device: torch.device) -> None:
-    """For the whole process, from now on; "auto" changes nothing. A kernel that cannot run a shape is then an error, not a
-    slower kernel. Raises InputError without a GPU, or without the package that has FlashAttention-3."""
+    """Choose the kernel for the whole process; "auto" changes nothing. A shape that the kernel cannot run is then an
+    error instead of falling back to a slower kernel. Raises InputError without a GPU, or if FlashAttention-3's package
+    is missing."""
     if kernel == "auto":
         return
     if device.type != "cuda":
@@ -21,7 +23,7 @@ def choose(kernel: str, device: torch.device) -> None:
             from torch.nn.attention import activate_flash_attention_impl
 
             activate_flash_attention_impl("FA3")
-        except (ImportError, ValueError) as error:  # ValueError: a torch that does not know it
+        except (ImportError, ValueError) as error:  # ValueError: this torch does not know FA3
             raise InputError(f'training.attention = "flash3" needs the package flash_attn_3, or set it to "flash": {error}') from None
     torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")
     torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")

@@ -7,7 +7,8 @@ from configs.schema import Compile
 
 
 def apply(model: nn.Module, cfg: Compile) -> nn.Module:
-    """Compile the forward of every block of `model.layers`, in place. fullgraph: a graph break is an error, not a slow run."""
+    """Compile the forward of every block of `model.layers`, in place. With fullgraph a graph break is an error, not a
+    slow run."""
     if not cfg.enabled:
         return model
     for block in model.layers.values():

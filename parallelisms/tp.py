@@ -1,9 +1,9 @@
 """Tensor parallelism (Shoeybi et al., arXiv:1909.08053) with sequence parallelism (Korthikanti et al., arXiv:2205.05198).
 
-A model's TP_PLAN says which style each of its modules gets; this file says what the styles are. Between blocks a hidden
-state is split over the *sequence*; inside attention and MLP over *heads* and *hidden units*. So a block costs two
-all-gathers and two reduce-scatters in forward, the same bytes as the two all-reduces of plain tensor parallelism, and
-norms and residuals are computed once, not on every rank.
+A model's TP_PLAN says which style each of its modules gets; this file defines the styles. Between blocks a hidden state
+is split over the *sequence*, inside attention and MLP over *heads* and *hidden units*. So a block costs two all-gathers
+and two reduce-scatters in forward: the same bytes as the two all-reduces of plain tensor parallelism. And norms and
+residuals are computed once, not on every rank.
 """
 
 import warnings
@@ -26,7 +26,7 @@ SYMMETRIC_MEMORY = ("cuda",)  # devices whose ranks can read each other's memory
 
 
 class VocabEmbedding(RowwiseParallel):
-    """An embedding whose vocabulary rows are split; its output is this rank's slice of the sequence, as a plain tensor.
+    """Splits the vocabulary rows of an embedding. The output is this rank's slice of the sequence, as a plain tensor.
 
     The output is exchanged synchronously. RowwiseParallel's asynchronous exchange hands the first block a tensor that
     torch 2.13 unwraps without its gradient when the block is compiled: the embedding would silently not be trained.
@@ -41,7 +41,7 @@ class VocabEmbedding(RowwiseParallel):
 
 
 class VocabWeight(ParallelStyle):
-    """Splits the vocabulary rows of a weight and leaves the arithmetic to whoever uses it (training/loss.py)."""
+    """Splits the vocabulary rows of a weight, and leaves the arithmetic to the code that uses it (training/loss.py)."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -52,8 +52,9 @@ class VocabWeight(ParallelStyle):
 
 
 class GatherSequence(ParallelStyle):
-    """Gathers the first input, which its norm left split over the sequence; the other inputs (rotary tables, documents) are
-    whole already. It stays a DTensor: three projections share the one gather, and the sum of their gradients is one scatter."""
+    """Gathers the first input, which the norm before it left split over the sequence. The other inputs (rotary tables,
+    documents) are whole already. The result stays a DTensor, so that three projections share one gather, and the sum of
+    their gradients is one scatter."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, inputs: (inputs[0].redistribute(placements=[Replicate()]), *inputs[1:]))
@@ -74,10 +75,11 @@ STYLES = {
 
 
 def apply(model: nn.Module, tp_mesh: DeviceMesh, plan: dict[str, str]) -> nn.Module:
-    """Shard the modules that `plan` (pattern of the module's name -> key of STYLES) matches, in place; on `meta`, so free.
+    """Shard the modules that `plan` (pattern of the module's name -> key of STYLES) matches, in place. The model is on
+    `meta`, so this costs nothing.
 
-    Raises ValueError when a row of the plan matches nothing but `output` of a tied model: a misspelt row would leave a
-    module whole on every rank.
+    Raises ValueError if a row of the plan matches no module: a misspelt row would leave a module whole on every rank.
+    Only `output` may be missing, as in a tied model.
     """
     if tp_mesh.size() == 1:
         return model
@@ -95,16 +97,18 @@ def apply(model: nn.Module, tp_mesh: DeviceMesh, plan: dict[str, str]) -> nn.Mod
 
 
 def overlap(tp_mesh: DeviceMesh) -> None:
-    """Asynchronous tensor parallelism (Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959), by inductor: in blocks that are
-    compiled from now on, a gather before products and a product before a scatter become one operator each, in which pieces
-    travel over NVLink while others are multiplied. Raises InputError on a device that has no such memory."""
+    """Asynchronous tensor parallelism (Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959), by inductor. In blocks
+    that are compiled after this call, a gather before products and a product before a scatter become one operator each,
+    in which pieces travel over NVLink while others are multiplied. Raises InputError if ranks cannot read each other's
+    memory."""
     if tp_mesh.device_type not in SYMMETRIC_MEMORY:
         raise InputError("parallelism.async_tensor_parallel = true needs GPUs that are connected by NVLink, this is a "
                          f"{tp_mesh.device_type}: set it to false")  # fmt: skip
-    from torch._inductor import config  # takes two seconds, which is why it is here
+    from torch._inductor import config  # imported here because it takes two seconds
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     config._micro_pipeline_tp = True
-    with warnings.catch_warnings():  # said to be superfluous; without it torch 2.13 fuses nothing, in silence (pytorch #193027)
+    # torch 2.13 warns that this call is superfluous, but without it fuses nothing, in silence (pytorch #193027).
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(tp_mesh.get_group().group_name)

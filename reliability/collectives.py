@@ -1,7 +1,9 @@
-"""What the ranks say to each other, watched: compared before it is said, or remembered and said again.
+"""Watches the collectives of a run: `Checked` compares them between ranks before they run, `twice` computes a gradient
+twice and compares what this rank put into them.
 
-gloo and NCCL match collectives by their order alone. Where ranks come with another type, another shape of as many bytes, or
-one of them leaves one out, both return wrong sums in silence, or hang (docs/reliability.md has what was measured).
+gloo and NCCL match collectives by their order alone. If the ranks call one with different types, or with different
+shapes of equal size, or if one rank leaves a call out, both return wrong sums in silence, or hang (measured:
+docs/reliability.md).
 """
 
 import hashlib
@@ -23,10 +25,10 @@ from parallelisms.mesh import Mesh
 from reliability.health import odd_ones
 
 NAMESPACES = ("c10d", "_c10d_functional")
-# Those of them that move nothing, and those between two ranks only.
+# Operators of these namespaces that are not watched: they move nothing, or only two ranks take part.
 SILENT = ("wait_tensor", "_wrap_tensor_autograd", "send", "recv_", "recv_any_source_")
-TO_OR_FROM_ONE = ("gather_", "scatter_")  # whose other ranks come without the list
-IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")  # the others of c10d have their result first
+TO_OR_FROM_ONE = ("gather_", "scatter_")  # the other ranks call these without the list
+IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")  # the others of c10d take the result first
 HERE, TORCH = Path(__file__).resolve().parent.parent, Path(torch.__file__).parent
 IN_BETWEEN = (
     "_ops.py", "_compile.py", "eval_frame.py", "c10d_logger.py", "distributed_c10d.py", "_functional_collectives.py",
@@ -34,15 +36,15 @@ IN_BETWEEN = (
 
 
 class Watch(TorchDispatchMode):
-    """A context: `see` is called with each collective of this thread before it runs. Around forward and backward, which
-    run under it too; not around a thread that writes checkpoints, whose collectives have a group of their own."""
+    """A context manager that calls `see` with each collective of this thread before it runs. Put it around forward and
+    backward: a backward runs under it too. The thread that writes checkpoints is not watched, and has its own group."""
 
     def see(self, name: str, func: Callable, args: tuple) -> None:
         raise NotImplementedError
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
-            return NotImplemented  # their own dispatch brings it back with plain tensors
+            return NotImplemented  # their own dispatch calls this again with plain tensors
         if func.namespace in NAMESPACES and (name := func._schema.name.partition("::")[2]) not in SILENT:
             self.see(name, func, args)
         return func(*args, **(kwargs or {}))
@@ -53,11 +55,11 @@ class Drift(RuntimeError):
 
 
 class Checked(Watch):
-    """Raises Drift on every rank of a group, before the collective runs, when theirs are not the same: operation, types,
-    shapes, kind of reduction, and the line that called it. (The line finds a collective that one rank has left out and whose
-    next one is of the same kind.)
+    """Raises Drift on every rank of a group, before a collective runs, if the ranks do not call the same one: the same
+    operation, types, shapes, kind of reduction and calling line. (Without the line, a rank that leaves one call out
+    would go unnoticed if its next call is of the same kind.)
 
-    Each costs one more: an all-gather of WIDTH bytes of text over the CPU, on the same group.
+    Each collective costs one more: an all-gather of WIDTH bytes of text over the CPU, on the same group.
     """
 
     WIDTH = 512
@@ -66,29 +68,29 @@ class Checked(Watch):
         group = group_of(args)
         if group.size() == 1:
             return
-        mine = self.words(name, args)
-        text = (hashlib.sha256(mine.encode()).hexdigest()[:16] + mine).encode()[: self.WIDTH]
+        description = self.describe(name, args)
+        text = (hashlib.sha256(description.encode()).hexdigest()[:16] + description).encode()[: self.WIDTH]
         row = torch.zeros(self.WIDTH, dtype=torch.uint8)
         row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = [torch.empty_like(row) for _ in range(group.size())]
         try:
             group.allgather([rows], [row]).wait()
         except RuntimeError as error:
-            raise Drift(f"a rank of {_named(group)} did not come to {mine}: {error}") from error
-        said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
-        if odd := odd_ones(said):
+            raise Drift(f"a rank of {_named(group)} did not come to {description}: {error}") from error
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+        if odd := odd_ones(texts):
             ranks = dist.get_process_group_ranks(group)
-            usual = [i for i in range(len(said)) if i not in odd]
-            lines = [f"rank {ranks[i]}: {said[i][16:]}" for i in odd[:8]]
-            lines += [f"ranks {', '.join(str(ranks[i]) for i in usual[:8])}: {said[usual[0]][16:]}"] if usual else []
+            usual = [i for i in range(len(texts)) if i not in odd]
+            lines = [f"rank {ranks[i]}: {texts[i][16:]}" for i in odd[:8]]
+            lines += [f"ranks {', '.join(str(ranks[i]) for i in usual[:8])}: {texts[usual[0]][16:]}"] if usual else []
             raise Drift(f"the ranks of {_named(group)} do not run the same collective:\n  " + "\n  ".join(lines))
 
     @staticmethod
-    def words(name: str, args: tuple) -> str:
+    def describe(name: str, args: tuple) -> str:
         tensors = () if name in TO_OR_FROM_ONE else [t for t in tree_iter(args) if isinstance(t, Tensor)]
         shapes = " ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
-        kind, where = _call()
-        return f"{name} {shapes}{kind} at {where}"
+        kind, caller = _call()
+        return f"{name} {shapes}{kind} at {caller}"
 
 
 def group_of(args: tuple) -> dist.ProcessGroup:
@@ -109,8 +111,9 @@ def _named(group: dist.ProcessGroup) -> str:
 
 
 def _call() -> tuple[str, str]:
-    """The kind of reduction, where the caller gave one; and who called: the innermost line of torch and the two innermost of
-    ours, as far as there are any (on a GPU backward runs in a thread of its own, and begins with a hook of FSDP's)."""
+    """The kind of reduction, if the caller gave one, and the calling lines: the innermost of torch and the two
+    innermost of this repository. There may be fewer: on a GPU backward runs in a thread of its own, which begins with a
+    hook of FSDP."""
     kind, of_torch, ours, frame = "", [], [], sys._getframe(1)
     while frame and len(ours) < 2:
         path = Path(frame.f_code.co_filename)
@@ -127,7 +130,7 @@ def _call() -> tuple[str, str]:
 
 
 class Remembered(Watch):
-    """Hashes of all that this rank says: what it puts into each collective, in order, and then whatever `add` is given."""
+    """Hashes of what this rank puts into each collective, in order, and then of whatever `add` is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,29 +141,30 @@ class Remembered(Watch):
         self.add(args[0 if inplace else 1])
 
     def add(self, tensors: Any) -> None:
-        """exclusive or of all bits of each: a single flipped one always shows."""
+        """Hash each tensor by the exclusive or of its elements' bits, which changes with every single flipped bit."""
         self.hashes += [torch.hash_tensor(t.detach()) for t in tree_iter(tensors) if isinstance(t, Tensor) and t.numel()]
 
 
 def twice(gradients: Callable[[], Any], optimizer: torch.optim.Optimizer, mesh: Mesh) -> tuple[Any, list[int]]:
-    """gradients() computed twice from the same weights, batch and random numbers: what it returned the second time, and the
-    ranks of which the two are not bitwise the same, alike on all ranks.
+    """Call gradients() twice with the same weights, batch and random numbers. Returns what the second call returned,
+    and the ranks that computed something else the second time, bit for bit; the list is the same on all ranks.
 
-    One wrong gradient is in everybody's weights after the reduction. So compared is what each rank puts into every
-    collective: the first to part from itself is the rank that computes wrong, those after it have only heard of it.
+    After the reduction a wrong gradient is on every rank. So what each rank puts *into* every collective is compared:
+    the rank that differs from itself at the earliest collective computes wrong, and those that differ later have
+    received its result.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     passes = []
-    for again in (False, True):
-        with torch.random.fork_rng([mesh.device] if mesh.device.type == "cuda" else [], enabled=not again):
-            with Remembered() as one:
+    for is_second in (False, True):
+        with torch.random.fork_rng([mesh.device] if mesh.device.type == "cuda" else [], enabled=not is_second):
+            with Remembered() as remembered:
                 result = gradients()
-            one.add([w.grad.to_local() if isinstance(w.grad, DTensor) else w.grad for w in weights])
-        passes.append(torch.stack([value.to(mesh.device).view(torch.int64) for value in one.hashes]).tolist())
-        if not again:
+            remembered.add([w.grad.to_local() if isinstance(w.grad, DTensor) else w.grad for w in weights])
+        passes.append(torch.stack([value.to(mesh.device).view(torch.int64) for value in remembered.hashes]).tolist())
+        if not is_second:
             optimizer.zero_grad(set_to_none=True)
     first, second = passes
-    parts = next((i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
-    everyone = mesh.gather((parts, len(first))) if mesh.any_rank(parts < len(first)) else []
-    earliest = min((parts for parts, _ in everyone), default=0)
-    return result, [rank for rank, (parts, _) in enumerate(everyone) if parts == earliest]
+    first_difference = next((i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
+    everyone = mesh.gather((first_difference, len(first))) if mesh.any_rank(first_difference < len(first)) else []
+    earliest = min((first_difference for first_difference, _ in everyone), default=0)
+    return result, [rank for rank, (first_difference, _) in enumerate(everyone) if first_difference == earliest]

@@ -1,8 +1,9 @@
-"""Where the seconds of a run go: the clock that writes them down in each start, and their account over all starts.
+"""Where the seconds of a run go: a clock writes them down during each start, and `account` adds up all starts.
 
-Goodput is productive seconds over all seconds, without those between an orderly end and the next start. Inside a start
-seconds are monotonic; the wall clock only tells how long nothing ran between two starts, and one that goes backwards
-makes that 0, never negative. This file imports no torch, so tools that read a run start at once.
+Goodput is the productive share of all seconds, not counting those between an orderly end and the next start. Seconds
+inside a start come from the monotonic clock. The wall clock only tells how long nothing ran between two starts; if it
+was set back, that time counts as 0, never as negative. This file imports no torch, so tools that read a run start at
+once.
 """
 
 import contextlib
@@ -17,10 +18,10 @@ from pathlib import Path
 
 from configs.schema import InputError
 
-LINE_BYTES = 256  # every line of time.jsonl, so that the last can be written over
+LINE_BYTES = 256  # of every line of time.jsonl: with a fixed length the last line can be written over
 
-# What the seconds of a run go into -> the words for it. The first six are measured inside a start; the others follow
-# from several starts.
+# What the seconds of a run go into, and its description. The first six are measured inside a start; the others follow
+# from comparing several starts.
 KINDS = {
     "productive": "productive: steps that count",
     "starting": "starting: from the process's birth to the end of its first step",
@@ -37,14 +38,15 @@ ORDERLY = (0, 75, 76)  # exit codes: done, stopped on request, not tried again
 
 
 class Clock:
-    """Every second of this start, by kind. In a forked or a restarted process it counts from that process's birth."""
+    """Counts every second of this start, by kind, beginning when this process was born (also a forked or restarted
+    one)."""
 
     def __init__(self, path: Path | None):
-        """path: the folder of this start, on the rank that writes."""
+        """path: the folder of this start on the rank that writes, None on the others."""
         age = _process_age()
         self.born = self.since = time.monotonic() - age
         self.seconds = dict.fromkeys(MEASURED, 0.0)
-        self.at: int | None = None  # the last step that is finished
+        self.at: int | None = None  # the last finished step
         self.saves, self.started = 0, False
         self.before = dict.fromkeys(KINDS, 0.0)  # seconds of earlier starts, as they count since this one resumed
         self.file, self.place = None, 0
@@ -53,20 +55,21 @@ class Clock:
             self.write(stays=True, ago=age)
 
     def lap(self, kind: str) -> float:
-        """The seconds since the lap before were spent on `kind`: returns them. Up to the first step all are `starting`."""
+        """Count the seconds since the last lap as `kind`, and return them. Until the first step is done they are
+        `starting`."""
         now = time.monotonic()
         seconds, self.since = now - self.since, now
         self.seconds[kind if self.started else "starting"] += seconds
         return seconds
 
     def move(self, seconds: float, source: str, kind: str) -> None:
-        """So many of the `source` seconds were spent on `kind`."""
+        """Count this many of the `source` seconds as `kind` instead."""
         seconds = min(seconds, self.seconds[source])
         self.seconds[source] -= seconds
         self.seconds[kind] += seconds
 
     def resume(self, step: int) -> None:
-        """The loop goes on after this step; what was reached before, in this start too, stays on record."""
+        """The loop goes on after this step. What was reached before, also in this start, stays on record."""
         self.lap("other")
         if self.at is not None:
             self.write(stays=True)
@@ -74,22 +77,23 @@ class Clock:
         self.write(stays=True)
 
     def step(self, step: int) -> None:
-        """This step is finished: a sign of life, written over the one of the step before."""
+        """This step is finished. Its line, a sign of life, is written over the line of the step before."""
         self.at, self.started = step, True
         self.write()
 
     def saved(self) -> None:
-        """A save was begun. A resume may go on from here, so the line stays."""
+        """A save has begun. A resume may go on from here, so the line stays."""
         self.saves += 1
         self.write(stays=True)
 
     def write(self, stays: bool = False, ago: float = 0.0) -> None:
-        """The last line as it is now, `ago` seconds earlier; it stays if the next is to be another one."""
+        """Write the last line of the file, dated `ago` seconds back. If it `stays`, the next write adds a line after
+        it."""
         if self.file is None:
             return
         line = {"step": self.at, "time": round(time.time() - ago, 3), "saves": self.saves}
         line |= {kind: round(seconds, 4) for kind, seconds in self.seconds.items()}
-        with contextlib.suppress(OSError):  # a disk that is full costs this line, not the run
+        with contextlib.suppress(OSError):  # a full disk costs this line, not the run
             os.pwrite(self.file, json.dumps(line).ljust(LINE_BYTES - 1).encode() + b"\n", self.place)
         self.place += LINE_BYTES * stays
 
@@ -99,7 +103,7 @@ class Clock:
             self.file = None
 
     def metrics(self) -> dict[str, float]:
-        """The run's goodput so far, over all its starts, and the seconds it consists of; nothing on ranks but 0."""
+        """The run's goodput so far, over all its starts, and the seconds by kind; {} on every rank but 0."""
         if self.file is None:
             return {}
         seconds = {kind: self.before[kind] + self.seconds.get(kind, 0.0) for kind in KINDS}
@@ -107,13 +111,13 @@ class Clock:
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
-    """The productive share of the seconds in which the run was meant to run; 0 of none."""
+    """The productive share of the seconds in which the run was meant to run; 0 if there are none."""
     counted = sum(value for kind, value in seconds.items() if kind != "paused")
     return seconds["productive"] / counted if counted > 0 else 0.0
 
 
 def _process_age() -> float:
-    """Seconds since this process was born, what its imports took included; 0 where the system does not tell (proc(5))."""
+    """Seconds since this process was born, imports included; 0 where the system does not tell (proc(5))."""
     try:
         born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - born)
@@ -126,7 +130,7 @@ def _process_age() -> float:
 
 @dataclass(frozen=True)
 class Past:
-    """One start as its folder tells it. A file that is missing or not whole counts as empty."""
+    """One start, as read from its folder. A file that is missing or not whole counts as empty."""
 
     number: int
     about: dict  # start.json
@@ -139,14 +143,15 @@ class Past:
 
     @property
     def refused(self) -> bool:
-        """It ended with a sentence about its input before its first step: no interruption, and none of the run's time."""
+        """Whether it ended before its first step because its input was wrong. Such a start is no interruption, and its
+        seconds are not the run's."""
         return self.ended.get("exit_code") == 2 and not self.steps
 
 
 def folders(folder: Path) -> list[Path]:
-    """Of all starts of a run, oldest first: by number, never by time."""
-    found = [path for path in (folder / "starts").glob("*") if re.fullmatch("[0-9]{4,}", path.name)]
-    return sorted(found, key=lambda path: int(path.name))
+    """The folders of all starts of a run, oldest first: by number, never by time."""
+    paths = [path for path in (folder / "starts").glob("*") if re.fullmatch("[0-9]{4,}", path.name)]
+    return sorted(paths, key=lambda path: int(path.name))
 
 
 def read(folder: Path) -> list[Past]:
@@ -157,7 +162,7 @@ def read(folder: Path) -> list[Past]:
         with contextlib.suppress(OSError):
             for text in (path / "time.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
                 with contextlib.suppress(ValueError, KeyError, TypeError):
-                    line = json.loads(text.strip("\0"))  # zeros: lines that a full disk has cost
+                    line = json.loads(text.strip("\0"))  # zeros: lines that a full disk did not take
                     lines.append({name: line[name] for name in ("step", "time", "saves", *MEASURED)})
         starts.append(Past(int(path.name), read_json(path / "start.json"), read_json(path / "end.json"), lines))
     if not starts:
@@ -167,10 +172,10 @@ def read(folder: Path) -> list[Past]:
 
 def read_json(path: Path) -> dict:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 @dataclass
@@ -181,7 +186,7 @@ class Account:
     steps: int = 0  # that count
     redone: int = 0  # that a resume threw away
     saves: int = 0
-    interruptions: list[dict] = field(default_factory=list)  # one for each start but the last, and that if it failed
+    interruptions: list[dict] = field(default_factory=list)  # one per start but the last; one for the last if it failed
 
     @property
     def goodput(self) -> float:
@@ -189,11 +194,11 @@ class Account:
 
     @property
     def total(self) -> float:
-        """Seconds from the first process's birth to the last sign of life: the sum of all kinds."""
+        """Seconds from the birth of the first process to the last sign of life: the sum of all kinds."""
         return sum(self.seconds.values())
 
     def per_event(self) -> dict[str, float]:
-        """Means: seconds stalled per save; seconds to detect and to restart, and steps redone, per interruption."""
+        """Means: seconds stalled per save; seconds to detect, seconds to restart and steps redone per interruption."""
         failed = [row for row in self.interruptions if row["how"] == "failed"]
         mean = {name: sum(row[name] for row in failed) / max(len(failed), 1) for name in ("detecting", "starting", "redone")}
         return {"stall": self.seconds["save"] / max(self.saves, 1), "detect": mean["detecting"],
@@ -207,7 +212,7 @@ class Account:
 
 
 def account(starts: list[Past]) -> Account:
-    """Adds up what the starts of a run have written."""
+    """Add up what the starts of a run have written."""
     result, alive, before = Account(), 0.0, None
     counted = [start for start in starts if start.lines and not start.refused]
     redone = _redone([_segments(start) for start in counted])
@@ -222,7 +227,7 @@ def account(starts: list[Past]) -> Account:
             result.seconds[kind] += last[kind]
         result.seconds["productive"] -= seconds
         result.seconds["redone"] += seconds
-        result.steps += sum(here["last"] - here["first"] for here in _segments(start)) - steps
+        result.steps += sum(segment["last"] - segment["first"] for segment in _segments(start)) - steps
         result.redone += steps
         result.saves += last["saves"]
         how = "stopped" if start.ended.get("exit_code") in ORDERLY else "failed" if start.ended else "no end"
@@ -241,32 +246,34 @@ def account(starts: list[Past]) -> Account:
 
 
 def _segments(start: Past) -> list[dict]:
-    """Stretches of a start in which steps only went up: first (resumed after), last, and productive seconds by step."""
-    found: list[dict] = []
+    """The stretches of a start in which steps only went up. Each has `first` (the step it resumed after), `last`, and
+    `seconds`: the productive seconds by step."""
+    segments: list[dict] = []
     for line in start.steps:
-        if not found or line["step"] < found[-1]["last"]:
-            found.append({"first": line["step"], "seconds": {}})
-        found[-1]["last"] = line["step"]
-        found[-1]["seconds"][line["step"]] = line["productive"]
-    return found
+        if not segments or line["step"] < segments[-1]["last"]:
+            segments.append({"first": line["step"], "seconds": {}})
+        segments[-1]["last"] = line["step"]
+        segments[-1]["seconds"][line["step"]] = line["productive"]
+    return segments
 
 
 def _redone(starts: list[list[dict]]) -> list[tuple[int, float]]:
-    """For each start: how many of its steps a later resume threw away, and the seconds that they had taken."""
-    result, resumed = [], float("inf")  # the lowest step from which a later stretch went on
+    """For each start: how many of its steps a later resume threw away, and the seconds they had taken."""
+    result, resumed = [], float("inf")  # resumed: the lowest step from which a later stretch went on
     for segments in reversed(starts):
         steps, seconds = 0, 0.0
-        for here in reversed(segments):
-            kept = max(here["first"], min(here["last"], resumed))
-            steps += here["last"] - kept
-            seconds += _at(here["seconds"], here["last"]) - _at(here["seconds"], kept)
-            resumed = min(resumed, here["first"])
+        for segment in reversed(segments):
+            kept = max(segment["first"], min(segment["last"], resumed))
+            steps += segment["last"] - kept
+            seconds += _seconds_at(segment["seconds"], segment["last"]) - _seconds_at(segment["seconds"], kept)
+            resumed = min(resumed, segment["first"])
         result.append((steps, seconds))
     return result[::-1]
 
 
-def _at(seconds: dict[int, float], step: int) -> float:
-    """Productive seconds up to a step: known at every save and at the last step, in between in proportion."""
+def _seconds_at(seconds: dict[int, float], step: int) -> float:
+    """Productive seconds up to a step. They are known at every save and at the last step, and interpolated in
+    between."""
     below, above = max(s for s in seconds if s <= step), min(s for s in seconds if s >= step)
     if below == above:
         return seconds[step]

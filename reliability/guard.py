@@ -38,7 +38,7 @@ class Guard:
         return self.spikes.limit("grad_norm") if self.cfg.training.skip_spikes else math.inf
 
     def check_replay(self, step: int, ranks: Sequence[int]) -> None:
-        """Raises Diverged if any `ranks` have computed the gradient twice with different results."""
+        """Raises Diverged if there are `ranks` whose gradient differed when it was computed a second time."""
         if ranks:
             raise Diverged(f"step {step}: recomputing the gradient gave a different result on {named(ranks)}: a device computes "
                            "wrong, or not deterministically; nothing of it is saved")  # fmt: skip

@@ -1,4 +1,4 @@
-"""What tells that a run is not well: a rank that hangs, numbers that jump, replicas that part, ranks that are slow."""
+"""Detects what goes wrong in a run: a rank that hangs, numbers that jump, replicas that differ, ranks that are slow."""
 
 import faulthandler
 import logging
@@ -27,14 +27,15 @@ say = logging.getLogger("plumbline")
 class Watchdog:
     """Ends a rank that hangs, and leaves the stacks of all its threads in <folder>/logs/rank-00000.stacks.
 
-    It is a timer of the kernel's and a signal handler in C, so it needs neither the main thread nor Python's lock (a GIL
-    that C code does not give back stops every thread of Python's). The process dies of SIGALRM. Around a run, as a context
-    manager; a run that ends by an exception leaves its stacks too, so that those of all ranks can be laid side by side.
+    It consists of a timer of the kernel and a signal handler in C, so it needs neither the main thread nor Python's
+    global lock (C code that does not release the lock stops every Python thread). The process dies of SIGALRM. It is a
+    context manager around a run. A run that ends with an exception leaves its stacks too, so that all ranks can be
+    compared.
     """
 
-    GRACE = 4.0  # seconds beyond the limit: those who wait for a hung rank shall end before it, with torch's own words
+    GRACE = 4.0  # seconds beyond the limit: ranks that wait for a hung one end before it, with torch's own message
     DYING = 90.0  # seconds that a failed run may take to end, its last save included
-    STORAGE = 1860.0  # seconds that reading or writing a checkpoint may take: checkpoint/manager.py::PATIENCE, and a little
+    STORAGE = 1860.0  # seconds to read or write a checkpoint: a little more than checkpoint/manager.py::PATIENCE
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / "logs" / f"rank-{rank:05d}.stacks"
@@ -43,11 +44,11 @@ class Watchdog:
         self.file = self.path.open("a")
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        faulthandler.register(signal.SIGALRM, self.file, all_threads=True, chain=True)  # chain: then die of it
+        faulthandler.register(signal.SIGALRM, self.file, all_threads=True, chain=True)  # chain: it then dies of it
         return self
 
     def arm(self, seconds: float) -> None:
-        """From now on, until it is armed again: so long, and GRACE. 10 us."""
+        """The process has `seconds` + GRACE from now on, until the next call of `arm`. A call takes 10 us."""
         signal.setitimer(signal.ITIMER_REAL, seconds + self.GRACE)
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
@@ -61,15 +62,16 @@ class Watchdog:
             self.arm(self.DYING)
 
     def stacks(self) -> None:
-        """Write those of all threads; by Python, which knows when a thread of C++'s is just becoming one of its own.
-        `faulthandler.dump_traceback` does not, and a rank whose save had failed died of that (SIGSEGV, Python 3.11)."""
+        """Write the stacks of all threads. Python does it itself because it knows when a C++ thread is just becoming a
+        Python thread; `faulthandler.dump_traceback` does not, and a rank whose save had failed died of it (SIGSEGV,
+        3.11)."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for number, frame in sys._current_frames().items():
             self.file.write(f"\nThread {number:#018x} {names.get(number, '')}:\n{''.join(traceback.format_stack(frame))}")
         self.file.flush()
 
     def rest(self) -> None:
-        """It is over; a file without a stack goes."""
+        """Disarm the timer, and remove the file if no stack was written."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         if not self.file.closed:
             faulthandler.unregister(signal.SIGALRM)
@@ -79,11 +81,12 @@ class Watchdog:
 
 
 class Spikes:
-    """Loss and gradient norm of the last WINDOW steps, and what would be a spike among them: a value that is more than
-    `threshold` standard deviations above the median, the deviation estimated from the median of the absolute deviations
-    (1.4826 of it for a normal distribution: Rousseeuw and Croux, 1993), so that a spike does not hide the next one.
+    """Finds spikes of the loss and the gradient norm among the last WINDOW steps. A spike is more than `threshold`
+    standard deviations above the median. The deviation is estimated as 1.4826 times the median absolute deviation
+    (exact for a normal distribution: Rousseeuw and Croux, 1993), so that one spike does not hide the next.
 
-    All numbers are global, so every rank comes to the same verdict; they are part of a checkpoint, so a resumed run does too.
+    All numbers are global, so every rank comes to the same verdict. They are in the checkpoint, so a resumed run does
+    too.
     """
 
     WINDOW, LEAST = 128, 20  # steps; with fewer than LEAST nothing is a spike
@@ -102,42 +105,44 @@ class Spikes:
         return median + self.threshold * max(deviation, 0.01 * abs(median))
 
     def add(self, **step: float) -> str:
-        """One step's values by name; what is a spike in them, in words, or nothing. Values that are not finite are left out."""
-        words = []
+        """Take one step's values by name. Returns a description of the spikes in them, "" if there are none. Values
+        that are not finite are left out."""
+        spikes = []
         for name, value in step.items():
             if math.isfinite(value):
                 if value > (limit := self.limit(name)):
                     median = statistics.median(self.values[name])
-                    words.append(f"{name} {value:.4g} (the median is {median:.4g}, a spike begins at {limit:.4g})")
+                    spikes.append(f"{name} {value:.4g} (the median is {median:.4g}, a spike begins at {limit:.4g})")
                 self.values[name].append(value)
-        return ", ".join(words)
+        return ", ".join(spikes)
 
     def state(self) -> dict[str, list[float]]:
         return {name: list(values) for name, values in self.values.items()} if self.threshold else {}
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, replicated_over: str = "") -> dict[str, Tensor]:
-    """This rank's part of the weights and of the optimizer's state, by name; replicated_over: only what the ranks of that
-    mesh dimension all have."""
-    found = {}
+    """This rank's part of the weights and of the optimizer's state, by name. replicated_over: return only the tensors
+    that all ranks of this mesh dimension have."""
+    parts = {}
     for name, weight in model.named_parameters():
         state = optimizer.state.get(weight, {})
         for key, tensor in {"": weight, **{f".{key}": value for key, value in state.items()}}.items():
             if not isinstance(tensor, DTensor):
-                found[name + key] = tensor.detach() if isinstance(tensor, Tensor) else torch.tensor(tensor)
+                parts[name + key] = tensor.detach() if isinstance(tensor, Tensor) else torch.tensor(tensor)
                 continue
             placements = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
             if not replicated_over or placements.get(replicated_over) is None or placements[replicated_over].is_replicate():
-                found[name + key] = tensor.detach().to_local()
-    return found
+                parts[name + key] = tensor.detach().to_local()
+    return parts
 
 
 def unlike_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, **numbers: float) -> list[str]:
-    """Sentences about state that several ranks have and that is not the same on all of them, alike on every rank.
+    """Sentences about state that should be the same on several ranks and is not. Every rank returns the same sentences.
 
-    Compared are hashes (exclusive or of all bits, so that a single flipped one always shows) of the weights and optimizer
-    state that FSDP replicates (dp_replicate) or that tensor parallelism does (norms), and `numbers`, which must be the same on
-    every rank. The odd one of three or more is named, of two both. What is one rank's alone cannot be compared.
+    Compared are `numbers` and the hashes of the weights and optimizer state that are replicated, by FSDP (dp_replicate)
+    or by tensor parallelism (norms). A hash is the exclusive or of all elements' bits, which changes with every single
+    flipped bit. Of three or more ranks the one that differs is named, of two both. State that only one rank has cannot
+    be compared.
     """
     problems = []
     for dim in ("dp_replicate", "tp"):
@@ -147,31 +152,31 @@ def unlike_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Me
         tensors = _state(model, optimizer, replicated_over=dim)
         none = torch.zeros((), dtype=torch.uint64)
         hashes = [torch.hash_tensor(tensor) if tensor.numel() else none for tensor in tensors.values()]
-        mine = torch.stack([value.to(mesh.device).view(torch.int64) for value in hashes])
-        theirs = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(theirs, mine, group=group)
+        own_hashes = torch.stack([value.to(mesh.device).view(torch.int64) for value in hashes])
+        all_hashes = [torch.empty_like(own_hashes) for _ in range(group.size())]
+        dist.all_gather(all_hashes, own_hashes, group=group)
         ranks = dist.get_process_group_ranks(group)
-        for name, values in zip(tensors, torch.stack(theirs, 1).tolist(), strict=True):
+        for name, values in zip(tensors, torch.stack(all_hashes, 1).tolist(), strict=True):
             if odd := odd_ones(values):
                 problems.append((name, dim, tuple(ranks[i] for i in odd)))
     everyone = mesh.gather((problems, numbers)) if mesh.any_rank(bool(problems)) or _differ(mesh, numbers) else []
-    found: dict[tuple, set[str]] = {}
-    for theirs, _ in everyone:
-        for name, dim, odd in theirs:
-            found.setdefault((dim, odd), set()).add(name)
+    names_by_ranks: dict[tuple, set[str]] = {}
+    for rank_problems, _ in everyone:
+        for name, dim, odd in rank_problems:
+            names_by_ranks.setdefault((dim, odd), set()).add(name)
     sentences = [
         f"{named(odd)} of {dim}: {len(names)} tensors, {min(names)} among them"
-        for (dim, odd), names in sorted(found.items())
+        for (dim, odd), names in sorted(names_by_ranks.items())
     ]
     for name in numbers:
-        values = [theirs[name] for _, theirs in everyone]
+        values = [rank_numbers[name] for _, rank_numbers in everyone]
         if odd := odd_ones(values):
             sentences.append(f"{named(odd)}: {name} {values[odd[0]]!r}")
     return sentences
 
 
 def _differ(mesh: Mesh, numbers: dict[str, float]) -> bool:
-    """Whether any number is another one on another rank: where all are alike the largest is the smallest."""
+    """Whether any number differs between ranks: if not, the largest equals the smallest."""
     if mesh.size == 1:
         return False
     x = torch.tensor([[value, -value] for value in numbers.values()], dtype=torch.float64)
@@ -180,7 +185,7 @@ def _differ(mesh: Mesh, numbers: dict[str, float]) -> bool:
 
 
 def odd_ones(values: list) -> list[int]:
-    """Which differ from the majority; all where there is none."""
+    """Indices of the values that differ from the majority; all indices if there is no majority."""
     if len(set(values)) < 2:
         return []
     common, count = Counter(values).most_common(1)[0]
@@ -192,19 +197,20 @@ def named(ranks: Sequence[int]) -> str:
 
 
 class Stragglers:
-    """Which rank the others wait for. Steps are in lockstep, so that every rank takes the same time for one; what differs is
-    how long each works before it meets the others again. Measured is that, in seconds of the host:
+    """Finds the rank that the others wait for. Steps are in lockstep, so a step takes every rank the same time. What
+    differs is how long each rank works before it meets the others again. Three sections are measured, in seconds of the
+    host:
 
         data       waiting for the batch
-        prepare    from there to the first collective of the step: the batch's way to the device
-        optimizer  its step, with the wait for a copy that a save makes; on a GPU only what the host has to do with it
+        prepare    from there to the first collective of the step: the batch is moved to the device
+        optimizer  its step, including the wait for the copy that a save makes; on a GPU only the host's part of it
 
-    In forward and backward ranks meet at every layer; who is late there is not seen here (a profile shows it, and
-    tools/preflight which device is slow).
+    In forward and backward the ranks meet at every layer, so a rank that is late there is not seen here. A profile
+    shows it, and tools/preflight finds a slow device.
     """
 
     SECTIONS = ("data", "prepare", "optimizer")
-    RATIO, SHARE = 1.3, 0.1  # late: more than RATIO times the median of all ranks, and SHARE of the whole time beyond it
+    RATIO, SHARE = 1.3, 0.1  # late: above RATIO times the median of all ranks, and by more than SHARE of the whole time
 
     def __init__(self) -> None:
         self.reset()
@@ -217,11 +223,12 @@ class Stragglers:
             self.seconds[section] += value
 
     def report(self, mesh: Mesh, steps: int) -> list[tuple[int, str, float]]:
-        """(rank, section, seconds per step beyond the median) of all that are late, the same on every rank; and begins anew."""
+        """Returns (rank, section, seconds per step above the median) of all that are late, the same on every rank, and
+        starts counting anew."""
         elapsed = time.monotonic() - self.since
-        mine = torch.tensor([self.seconds[section] for section in self.SECTIONS] + [elapsed])
-        everyone = [torch.empty_like(mine) for _ in range(mesh.size)]
-        dist.all_gather(everyone, mine)
+        own_seconds = torch.tensor([self.seconds[section] for section in self.SECTIONS] + [elapsed])
+        everyone = [torch.empty_like(own_seconds) for _ in range(mesh.size)]
+        dist.all_gather(everyone, own_seconds)
         self.reset()
         table = torch.stack(everyone)  # [ranks, sections + 1]
         median, least = table.median(0).values, self.SHARE * table[:, -1].median()

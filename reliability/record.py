@@ -1,12 +1,13 @@
 """What a run writes about itself, once for each start, in `<run.folder>/starts/0001/`, `0002/`, ...
 
     start.json     command, overrides, code, versions, environment, hosts and devices, mesh
-    given.toml     the configuration file as it was given; `config.toml` is the configuration as it was resolved
-    changes.diff   what the code has beyond its commit (sources alone, at most DIFF_BYTES)
-    time.jsonl     what the seconds went into: one line for each save, and a last one that is rewritten at every step
-    end.json       exit code, step and reason. A start without it was killed, or is still running
+    given.toml     the configuration file as it was given
+    config.toml    all options, resolved
+    changes.diff   how the source files differ from the commit (at most DIFF_BYTES)
+    time.jsonl     what the seconds went into: a line for each save, and a last line that every step rewrites
+    end.json       exit code, step and reason; a start without this file was killed, or is still running
 
-A restart adds a folder and changes none, so every interruption of a run is on record. Rank 0 writes; the steps of all
+A restart adds a folder and changes none, so every interruption of a run is on record. Rank 0 writes. The steps of all
 ranks are in lockstep, so its clock is the run's (reliability/goodput.py).
 """
 
@@ -47,16 +48,16 @@ SECRET_NAME = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIV
 
 
 class Start:
-    """This start of the run; a context manager around all of it. Every rank has one, only rank 0's writes.
+    """This start of the run: a context manager around all of it. Every rank has one, but only that of rank 0 writes.
 
-    code: set it to the exit code before leaving; an exception that passes gives its own. reason: a few words for
-    end.json. Raises InputError if the folder cannot be written.
+    code: set it to the exit code before leaving; an exception that leaves the `with` sets its own. reason: a few words
+    for end.json. Raises InputError if the folder cannot be written.
     """
 
     def __init__(
         self, folder: Path, rank: int, argv: list[str], given: Path, overrides: dict, resolved: str, environ: Mapping
     ):
-        """given: the configuration file; overrides: by option, from argv; resolved: all options as TOML."""
+        """given: the configuration file; overrides: from argv, by option; resolved: all options as TOML."""
         self.folder, self.code, self.reason = folder, 1, ""
         secrets = {value for name, value in environ.items() if SECRET_NAME.search(name) and len(value) >= 6}
         self.secrets = sorted(secrets | {json.dumps(value)[1:-1] for value in secrets}, key=len, reverse=True)
@@ -77,7 +78,7 @@ class Start:
         self.add()
 
     def _describe_changes(self, before: Path | None) -> None:
-        """changes.diff, or the name of an earlier start's that is the same."""
+        """Write changes.diff, or record the name of an earlier start's if the code is the same."""
         earlier = read_json(before / "start.json") if before else {}
         if earlier.get("code", {}) | {"changes": ""} == self.facts["code"] | {"changes": ""} and earlier.get("code"):
             self.facts["code"]["changes"] = earlier["code"]["changes"]
@@ -86,7 +87,7 @@ class Start:
             self.facts["code"]["changes"] = f"{self.path.name}/changes.diff"
 
     def add(self, **facts: object) -> None:
-        """More about this start, known only later."""
+        """Record facts about this start that are known only now."""
         if self.path:
             self.facts |= facts
             self.clock.lap("other")
@@ -94,7 +95,7 @@ class Start:
             self._write("start.json", json.dumps(self.facts, indent=1, default=str) + "\n")
 
     def _write(self, name: str, text: str) -> None:
-        """Without secrets; whole or not at all."""
+        """Write a file of this start without secrets, whole or not at all."""
         text = redact(text)
         for secret in self.secrets:
             text = text.replace(secret, "***")
@@ -103,24 +104,25 @@ class Start:
         new.replace(self.path / name)
 
     def resume(self, step: int) -> None:
-        """The loop goes on after this step: at the start, and where a run goes back to a checkpoint by itself."""
+        """The loop goes on after this step. Called at the start, and when a run goes back to a checkpoint by itself."""
         self.clock.resume(step)
         if self.path:
             total = account(read(self.folder)).seconds
             self.clock.before = {kind: total[kind] - self.clock.seconds.get(kind, 0.0) for kind in KINDS}
 
     def failures(self) -> tuple[int, int, str]:
-        """How the starts just before this one failed: (the step that none of them came beyond, how many in a row, the reason
-        of the last). Only those with the options and the code of this one count, so a change of either is another try, and
-        only those that had begun to train: others say nothing about a step. On rank 0; elsewhere (-1, 0, "")."""
+        """How the starts just before this one failed: (the step that none of them got past, how many in a row, the
+        reason of the last). A start counts only if it had the same options and code as this one, so that a change of
+        either is a new try, and only if it had begun to train, since others say nothing about a step. (-1, 0, "") if
+        there is none, and on every rank but 0."""
         step, times, reason = -1, 0, ""
         before = [past for past in read(self.folder) if past.number < int(self.path.name)] if self.path else []
         for past in reversed(before):
             orderly, steps = past.ended.get("exit_code") in ORDERLY, past.steps
             if not steps or (orderly and steps[0]["step"] == steps[-1]["step"]):
                 continue
-            theirs = self.path.with_name(f"{past.number:04d}") / "config.toml"
-            same = _set_options(theirs) == _set_options(self.path / "config.toml")
+            config = self.path.with_name(f"{past.number:04d}") / "config.toml"
+            same = _set_options(config) == _set_options(self.path / "config.toml")
             if not same or past.about.get("code", {}).get("files") != self.facts["code"]["files"]:
                 break
             if orderly or step not in (-1, steps[-1]["step"]):
@@ -129,16 +131,17 @@ class Start:
         return step, times, reason
 
     def summary(self) -> str:
-        """One line about where the time of the whole run went, for a person. On rank 0."""
+        """One line for a person about where the time of the whole run went. Only rank 0 calls it."""
         self.clock.lap("other")
         self.clock.write()
         return account(read(self.folder)).line()
 
     def end(self, code: int, reason: str) -> None:
-        """The last word of this start. Called by `with`; by hand before an exit that unwinds no stack."""
+        """Write end.json and close the clock. `with` calls it; call it by hand before an exit that unwinds no stack."""
         if self.path:
-            with contextlib.suppress(OSError):  # a full disk has had its sentence
-                if code in ORDERLY or not self.clock.started:  # else it waited in vain: from the last step on that is detecting
+            with contextlib.suppress(OSError):  # a full disk has been reported already
+                # After a failure the seconds since the last step count as detecting: the run waited in vain.
+                if code in ORDERLY or not self.clock.started:
                     self.clock.lap("other")
                     self.clock.write()
                 about = {"ended": _utc(), "exit_code": code, "step": self.clock.at, "reason": reason}
@@ -164,7 +167,7 @@ class Start:
 
 
 def code() -> dict:
-    """The commit (empty outside of a git checkout) and a hash of each source file, so that code can be compared anywhere."""
+    """The commit ("" outside a git checkout) and a hash of each source file, so that code can be compared anywhere."""
     return {"commit": _git("rev-parse", "HEAD").strip(), "changes": "", "files": source_files()}
 
 
@@ -175,12 +178,12 @@ def source_files() -> dict[str, str]:
 
 
 def source_hash() -> str:
-    """One for all source files: what every rank of a run must have alike."""
+    """One hash over all source files, which must be the same on every rank of a run."""
     return hashlib.sha256(json.dumps(source_files()).encode()).hexdigest()[:12]
 
 
 def changes() -> str:
-    """What the sources have beyond the commit, new files included, as a diff of at most DIFF_BYTES characters."""
+    """How the source files, new ones included, differ from the commit: a diff of at most DIFF_BYTES characters."""
     sources = ("--", ".", ":!tests", ":!tools", ":!docs")
     diff = _git("diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", *sources)
     for name in _git("ls-files", "--others", "--exclude-standard", "--", "*.py", ":!tests", ":!tools").splitlines():
@@ -192,7 +195,7 @@ def changes() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git says about this checkout; nothing if there is no git, no checkout, or no answer within seconds."""
+    """What git prints about this checkout; "" if there is no git, no checkout, or no answer within 20 seconds."""
     command = ["git", "--no-optional-locks", "-C", str(ROOT), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, timeout=20, stdin=subprocess.DEVNULL)
@@ -202,43 +205,43 @@ def _git(*arguments: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": platform.platform(), "cuda": torch.version.cuda or ""}
+    installed = {"python": platform.python_version(), "platform": platform.platform(), "cuda": torch.version.cuda or ""}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
     if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        installed["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return installed
 
 
 def hosts(mesh: Mesh) -> list[dict]:
-    """Each host with its ranks and their kind of device. Called by all ranks."""
+    """Each host with its ranks and their kind of device. All ranks call it."""
     name = "cpu" if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
-    found: dict[tuple, list[int]] = {}
-    for rank, who in enumerate(mesh.gather((socket.gethostname(), name))):
-        found.setdefault(who, []).append(rank)
-    return [{"host": host, "device": device, "ranks": ranks} for (host, device), ranks in found.items()]
+    ranks_by_host: dict[tuple, list[int]] = {}
+    for rank, host_and_device in enumerate(mesh.gather((socket.gethostname(), name))):
+        ranks_by_host.setdefault(host_and_device, []).append(rank)
+    return [{"host": host, "device": device, "ranks": ranks} for (host, device), ranks in ranks_by_host.items()]
 
 
 def _new_folder(folder: Path) -> tuple[Path, Path | None]:
-    """The folder of this start, made here, and that of the start before."""
+    """Make the folder of this start; returns it and the folder of the start before."""
     try:
         (folder / "starts").mkdir(parents=True, exist_ok=True)
         while True:
             others = folders(folder)
             path = folder / "starts" / f"{int(others[-1].name) + 1 if others else 1:04d}"
-            with contextlib.suppress(FileExistsError):  # two runs that start at once: one of them will be refused
+            with contextlib.suppress(FileExistsError):  # two runs started at once: one of them will be refused
                 path.mkdir()
                 return path, others[-1] if others else None
     except OSError as error:
         raise InputError(
-            f"run.folder = {str(folder)!r} cannot be written ({error.filename}: {error.strerror}): choose another one"
+            f"run.folder = {str(folder)!r} cannot be written ({error.filename}: {error.strerror}): choose another"
         ) from None
 
 
 def _set_options(config: Path) -> list[str]:
-    """The lines of a resolved configuration that set something. Its comments have numbers that follow from the mesh, and
-    another mesh is not another configuration."""
+    """The lines of a resolved configuration that set something. Its comments are left out: they have numbers that
+    follow from the mesh, and a run on a different mesh has the same configuration."""
     return [line for line in config.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
 
 

@@ -1,10 +1,10 @@
-"""Stopping on request: a signal or the time limit, and what is left to do when it comes.
+"""Stops a run on request: after a signal, or when its time limit is over.
 
-Before the first step is done there is nothing new to save, so the process ends at once. From then on the loop is told, and
-all ranks stop at the end of the same step with a checkpoint. The same signal once more ends the process at once.
+Before the first step is done there is nothing new to save, so the process ends at once. After it the loop is told, and
+all ranks stop at the end of the same step with a checkpoint. If the same signal comes again, the process ends at once.
 
-Python runs its handlers on the main thread, and only between two of its instructions: a main thread that waits for another
-rank would never hear a signal. So a thread hears them as well, through the pipe that C's handler writes to.
+Python runs signal handlers on the main thread, and only between two Python instructions: a main thread that waits for
+another rank would never run one. So a second thread listens too, on the pipe that Python's C handler writes to.
 """
 
 import logging
@@ -18,24 +18,24 @@ from collections.abc import Callable
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again to go on
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-ECHO = 2.0  # seconds in which the same signal is one request: under Slurm it comes from srun and from the launcher
+ECHO = 2.0  # seconds in which a repeated signal is the same request: Slurm's srun and the launcher both send it
 say = logging.getLogger("plumbline")
 
 
 class Stop:
     """A context manager around a run, on the main thread.
 
-    at_once: nothing to save yet; the loop sets it to False when its first step is done.
+    at_once: whether to end at once because there is nothing to save. The loop sets it to False after its first step.
     """
 
     def __init__(self, born: float, max_minutes: float, end: Callable[[int, str], object]) -> None:
-        """born: when the process was, on the monotonic clock; max_minutes: its time limit since then, 0 for none; end: of
-        (exit code, reason), the last words of a process that ends without unwinding its stack."""
+        """born: when the process was born, on the monotonic clock; max_minutes: its time limit since then, 0 for none;
+        end(exit code, reason): called before the process ends without unwinding its stack."""
         self.at_once, self.end, self.heard = True, end, False
         self.deadline = born + 60 * max_minutes if max_minutes else math.inf
 
     def asked(self) -> bool:
-        """Whether this process has been asked to stop, or its time is over."""
+        """Whether this process was asked to stop, or its time is over."""
         return self.heard or time.monotonic() > self.deadline
 
     def __enter__(self) -> "Stop":
@@ -44,7 +44,7 @@ class Stop:
             os.set_blocking(fd, False)
         self.before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         for number, handler in self.before.items():
-            if handler != signal.SIG_IGN:  # nohup ignores SIGHUP, and so do we then
+            if handler != signal.SIG_IGN:  # under nohup SIGHUP is ignored, and stays ignored
                 signal.signal(number, self._on_signal)
         self.wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
         self.thread = threading.Thread(target=self._listen, name="stop", daemon=True)
@@ -55,40 +55,40 @@ class Stop:
         signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        os.write(self.pipe[1], b"\0")  # closing would not do: a loader worker may have a copy of it
+        os.write(self.pipe[1], b"\0")  # closing it is not enough: a loader worker may have a copy
         self.thread.join()
         for fd in self.pipe:
             os.close(fd)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self.heard = True  # here, so that a step in which a signal comes is the one that it stops
+        self.heard = True  # set on the main thread too, so that the run stops at the step in which the signal came
 
     def _listen(self) -> None:
-        """The thread, until a 0 comes through the pipe."""
-        first: dict[int, float] = {}  # signal -> when it came
+        """Runs in the thread until a 0 comes through the pipe."""
+        first_heard: dict[int, float] = {}  # signal -> when it came
         limited = math.isfinite(self.deadline)
         while True:
-            left = max(0.0, self.deadline - time.monotonic()) if limited else None
-            if select.select([self.pipe[0]], [], [], left)[0]:
+            seconds_left = max(0.0, self.deadline - time.monotonic()) if limited else None
+            if select.select([self.pipe[0]], [], [], seconds_left)[0]:
                 numbers = os.read(self.pipe[0], 4096)
                 if 0 in numbers:
                     return
                 for number in sorted(set(numbers) & set(STOP_SIGNALS)):
                     name, now = signal.Signals(number).name, time.monotonic()
-                    if now - first.setdefault(number, now) > ECHO:
+                    if now - first_heard.setdefault(number, now) > ECHO:
                         self._leave(128 + number, f"{name} a second time: ended without waiting for a checkpoint")
                     self._heard(name)
             else:
                 limited = False
                 self._heard("the time limit (run.max_minutes)")
 
-    def _heard(self, what: str) -> None:
+    def _heard(self, request: str) -> None:
         if self.at_once:
-            self._leave(STOPPED, f"stopped by {what} before the first step was done: nothing to save")
+            self._leave(STOPPED, f"stopped by {request} before the first step was done: nothing to save")
         self.heard = True
 
-    def _leave(self, code: int, words: str) -> None:
-        """Whatever the main thread is doing or waiting for."""
-        say.warning(words)
-        self.end(code, words)
+    def _leave(self, code: int, reason: str) -> None:
+        """End the process, whatever the main thread is doing or waiting for."""
+        say.warning(reason)
+        self.end(code, reason)
         os._exit(code)

@@ -18,15 +18,14 @@ from training.sample import KeyValueCache, sample, sample_stream
 CPU = torch.device("cpu")
 PROMPTS = [[7, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [250]]
 LLAMA = MODELS["llama"]
-ARGS = LLAMA.Args(**LLAMA.FLAVORS["debug"] | {
-    "dim": 50, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "head_dim": 6, "hidden_dim": 44, "vocab_size": 263,
-})  # fmt: skip
+SIZES = {"dim": 50, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "head_dim": 6, "hidden_dim": 44, "vocab_size": 263}
+ARGS = LLAMA.Args(**LLAMA.FLAVORS["debug"] | SIZES)
 
 
-def restless(args=ARGS) -> torch.nn.Module:
+def restless(args=ARGS, family=LLAMA) -> torch.nn.Module:
     """A model with weights so large that every token depends on all tokens before it."""
     torch.manual_seed(5)
-    model = LLAMA.build(args)
+    model = family.build(args)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     return model
@@ -50,6 +49,14 @@ def test_the_same_tokens_as_without_the_cache(tied, temperature, context, multip
         cached = sample(model, prompt, 20, context, CPU, multiple=multiple, **options)
         assert cached == sample(model, prompt, 20, context, CPU, cache=False, **options)
         assert len(cached) == len(prompt) + 20 and len(set(cached)) > (10 if temperature else 2), "a text that repeats itself would prove little"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_can_be_sampled_with_the_cache(name):
+    family = MODELS[name]
+    model = restless(family.Args(**family.FLAVORS["debug"] | SIZES), family)
+    cached = sample(model, PROMPTS[1], 15, 64, CPU, temperature=1.5)
+    assert cached == sample(model, PROMPTS[1], 15, 64, CPU, temperature=1.5, cache=False) and len(set(cached)) > 10
 
 
 def test_logits_are_those_of_the_whole_window():

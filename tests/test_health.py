@@ -189,7 +189,7 @@ def spoilt(options: list[str], folder: Path) -> str:
 
 def test_n2_a_state_that_is_not_finite_is_never_published(options, tmp_path):
     options = [*options, "--training.max_skipped_steps=99"]  # the losses that follow shall not end it before the writer does
-    assert all("not finite, which is not saved: rank 1: NotFinite: model." in end for end in run_ranks(2, spoilt, options, tmp_path))
+    assert all("not finite, so it is not saved: rank 1: NotFinite: model." in end for end in run_ranks(2, spoilt, options, tmp_path))
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 

@@ -336,7 +336,7 @@ def test_what_changes_on_resume_is_named_and_refused() -> None:
         "source c is gone": mixture(weights=WEIGHTS[:2], names="ab"),
         "the text of source b or how it is tokenised has changed": before
         | {"sources": [s | {"fingerprint": "new"} if s["name"] == "b" else s for s in before["sources"]]},
-        "the sources stand in another order": before | {"sources": before["sources"][::-1]},
+        "the order of the sources has changed": before | {"sources": before["sources"][::-1]},
     }.items():
         with pytest.raises(InputError, match=f"the data would change at step 40: .*{words}.*data.allow_splice"):
             orders.resume(progress, now, False)

@@ -34,7 +34,7 @@ from tests.runs import environment
 from tools.plan.device import load_device
 from tools.preflight import __main__ as preflight
 from tools.preflight import answers, job, machine, network
-from tools.preflight.here import Here, differences, spans
+from tools.preflight.probe import Probe, differences, spans
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = (
@@ -263,15 +263,15 @@ def play_badly(name: str, place: Path, how: Callable, only: str, timeout: int) -
     return play(name, place, timeout)
 
 
-def die(here: Here) -> None:
+def die(probe: Probe) -> None:
     os._exit(0)
 
 
-def hang(here: Here) -> None:
+def hang(probe: Probe) -> None:
     time.sleep(600)
 
 
-def fail(here: Here) -> None:
+def fail(probe: Probe) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
@@ -308,10 +308,10 @@ def test_a_rank_lost_in_the_middle_of_a_collective_is_named(place, name):
 
 def test_a_crash_of_rank_0_is_told_by_another(capfd):
     """Rank 0 reads no answers and gives no verdict: the others end by themselves."""
-    here = Here([], World(1, 2, 1, 2), "a", "0", 1)
+    probe = Probe([], World(1, 2, 1, 2), "a", "0", 1)
     preflight_slack, preflight.SLACK = preflight.SLACK, 0.1
     try:
-        assert preflight.fly(here, answers.Desk(dist.HashStore(), 1, 2), ["ranks"], None) == 1
+        assert preflight.fly(probe, answers.Desk(dist.HashStore(), 1, 2), ["ranks"], None) == 1
     finally:
         preflight.SLACK = preflight_slack
     assert "rank 0 gave no verdict on ranks" in capfd.readouterr().err
@@ -320,10 +320,10 @@ def test_a_crash_of_rank_0_is_told_by_another(capfd):
 # Judging, without ranks -----------------------------------------------------------------------------------------------
 
 
-def host_of(ranks: int, device: str = "cuda") -> Here:
+def host_of(ranks: int, device: str = "cuda") -> Probe:
     """Rank 0 of a run on hosts of 8 GPUs."""
     hosts = {r: f"node{r // 8}" for r in range(ranks)}
-    return Here([], World(0, ranks, 0, 8), "node0", "0", None, hosts=hosts, device=torch.device(device), dtype=torch.bfloat16)
+    return Probe([], World(0, ranks, 0, 8), "node0", "0", None, hosts=hosts, device=torch.device(device), dtype=torch.bfloat16)
 
 
 def test_a_slow_gpu_fails_and_says_why():
@@ -338,10 +338,10 @@ def test_a_slow_gpu_fails_and_says_why():
 def test_gpus_that_are_all_too_slow_have_no_median_but_the_table():
     """Negative control: without --device nothing is wrong with them."""
     rows = [{"flops": 400e12, "bytes": 1.5e12, "hint": "", "shape": [8, 8, 8], "peak": 989e12}] * 16
-    here = host_of(16)
-    assert {row.result for row in machine.judge_compute(here, rows)} == {"ok"}
-    here.table = load_device("h100")
-    bad = [row.detail for row in machine.judge_compute(here, rows) if row.result == "FAIL"]
+    probe = host_of(16)
+    assert {row.result for row in machine.judge_compute(probe, rows)} == {"ok"}
+    probe.table = load_device("h100")
+    bad = [row.detail for row in machine.judge_compute(probe, rows) if row.result == "FAIL"]
     assert len(bad) == 2 and "median 400 TFLOP/s, but 593 are expected of NVIDIA H100" in bad[0] and "1.5e+03 GB/s" in bad[1]
 
 
@@ -350,13 +350,13 @@ def test_links_that_are_all_too_slow_have_no_median_but_the_table():
     said = bandwidths()
     for answer in said:
         answer["dims"]["dp_shard"] |= {"bytes": 1 << 30, "all-gather": 5e9, "all-reduce": 5e9}
-    here = host_of(24)
-    assert {row.result for row in network.judge_bandwidth(here, said)} == {"ok"}
-    here.table = load_device("h100")
-    bad = [row.detail for row in network.judge_bandwidth(here, said) if row.result == "FAIL"]
+    probe = host_of(24)
+    assert {row.result for row in network.judge_bandwidth(probe, said)} == {"ok"}
+    probe.table = load_device("h100")
+    bad = [row.detail for row in network.judge_bandwidth(probe, said) if row.result == "FAIL"]
     assert len(bad) == 2 and all(text.startswith("dp_shard: ") and "5 GB/s, but NVIDIA H100 80GB HBM3 should make 40:" in text for text in bad)
-    here.expect = {"dp_shard": 6}  # says otherwise
-    assert not [row for row in network.judge_bandwidth(here, said) if row.result == "FAIL"]
+    probe.expect = {"dp_shard": 6}  # says otherwise
+    assert not [row for row in network.judge_bandwidth(probe, said) if row.result == "FAIL"]
 
 
 def bandwidths(slow_link: tuple | None = None, slow_group: int = -1) -> list[dict]:
@@ -374,9 +374,9 @@ def bandwidths(slow_link: tuple | None = None, slow_group: int = -1) -> list[dic
 
 def test_the_slow_link_and_the_slow_group_are_named():
     assert {row.result for row in network.judge_bandwidth(host_of(24), bandwidths())} == {"ok"}
-    here = host_of(24)
-    here.expect = {"tp": 400, "dp_shard": 450}  # 300 are 0.75 and 0.67 of these
-    bad = [row.detail for row in network.judge_bandwidth(here, bandwidths()) if row.result == "FAIL"]
+    probe = host_of(24)
+    probe.expect = {"tp": 400, "dp_shard": 450}  # 300 are 0.75 and 0.67 of these
+    bad = [row.detail for row in network.judge_bandwidth(probe, bandwidths()) if row.result == "FAIL"]
     assert len(bad) == 2 and all("300 GB/s, but --expect=dp_shard:450" in text for text in bad)
     bad = [row.detail for row in network.judge_bandwidth(host_of(24), bandwidths((8, 16), 3)) if row.result == "FAIL"]
     assert len(bad) == 3 and all("ranks 3, 11, 19 (hosts node0, node1, node2)" in text for text in bad[:2])
@@ -388,7 +388,7 @@ def test_bus_bandwidth_is_what_nccl_tests_call_so(monkeypatch):
     doc/PERFORMANCE.md)."""
     monkeypatch.setattr(network, "collective_seconds", lambda *args: 0.5)
     monkeypatch.setattr(network, "neighbours", lambda *args: [])
-    monkeypatch.setattr(network, "messages", lambda here: {"tp": (4000, torch.float32)})
+    monkeypatch.setattr(network, "messages", lambda probe: {"tp": (4000, torch.float32)})
     monkeypatch.setattr(network.dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3, 4])
     mesh = SimpleNamespace(device=torch.device("cpu"), device_mesh=SimpleNamespace(get_group=lambda dim: None))
     found = network.measure_bandwidth(SimpleNamespace(job=SimpleNamespace(mesh=mesh)))["dims"]["tp"]
@@ -408,9 +408,9 @@ def test_no_rank_is_in_two_pairs_at_once(n):
 def test_losses_that_differ_are_named():
     same = {"losses": [1.5.hex(), 2.0.hex()], "finite": True, "skipped": False, "seconds": [2.0, 1.0, 1.0, 1.0], "total": MEMORY,
             "tensors": 1e9, "reserved": 2e9, "left": 9e9, "retries": 0}  # fmt: skip
-    here = host_of(16)
-    here.cfg, here.args = load_config(TINY), SimpleNamespace(vocab_size=263)
-    rows = job.judge_step(here, [same] * 15 + [same | {"losses": [1.25.hex(), 2.0.hex()], "retries": 3}])
+    probe = host_of(16)
+    probe.cfg, probe.args = load_config(TINY), SimpleNamespace(vocab_size=263)
+    rows = job.judge_step(probe, [same] * 15 + [same | {"losses": [1.25.hex(), 2.0.hex()], "retries": 3}])
     assert [row.result for row in rows] == ["FAIL", "warn"]
     assert "are 1.5 2 on ranks 0-14 (hosts node0, node1), but 1.25 2 on rank 15 (host node1)" in rows[0].detail
     assert "the allocator had to start over on rank 15" in rows[1].detail

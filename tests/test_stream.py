@@ -251,7 +251,7 @@ def test_a_read_that_hangs_and_a_thread_that_dies_are_errors(corpus, monkeypatch
         take(source, stream.begin(description), 0, 2)
     release.set()
     monkeypatch.setattr(Batches, "_work", lambda self: None)
-    with pytest.raises(LoaderError, match="died without a word"):
+    with pytest.raises(LoaderError, match="died without an error message"):
         take(source, stream.begin(description), 0, 2)
 
 

@@ -1,9 +1,9 @@
 # Sourced by run_train.sh and run_tests.sh, from the repository's folder.
 # shellcheck shell=bash disable=SC2034
 #
-# `find_python requirements.txt ...` sets PYTHON to an interpreter that has what these files list:
-#   1. the python3 (or python) of the active environment, if it has everything, recent enough;
-#   2. otherwise .venv in this folder, which is made, or brought up to date, when the files have changed.
+# `find_python requirements.txt ...` sets PYTHON to an interpreter that has the packages these files list:
+#   1. the python3 (or python) of the active environment, if it has all of them and they are recent enough;
+#   2. otherwise that of .venv in this folder, which is made first, or updated if the files have changed.
 # It never touches the active environment. A failure is one sentence and exit code 2.
 
 find_python() {
@@ -35,9 +35,9 @@ is_made() {
     [[ -f .venv/made-from ]] && changed=$(cksum "$@" | grep -vxFf .venv/made-from; true) && [[ ! $changed ]]
 }
 
-make_venv() (  # a subshell: its end gives the lock back
+make_venv() (  # a subshell: when it ends, the lock is released
     exec 9<"$1"
-    ! command -v flock >/dev/null || flock 9  # two at once: the second waits, then finds it made
+    ! command -v flock >/dev/null || flock 9  # if two run at once, the second waits and then finds .venv made
     is_made "$@" && exit
 
     if ! .venv/bin/python -m pip --version &>/dev/null; then
@@ -48,7 +48,7 @@ make_venv() (  # a subshell: its end gives the lock back
     log=$PWD/.venv/install.log
     say "installing ${*} into .venv ($(.venv/bin/python --version)); this happens once and takes a few minutes"
     .venv/bin/python -m pip install --no-input "${@/#/--requirement=}" </dev/null &>"$log" ||
-        fail "pip could not install ${*}: $(grep -m1 '^ERROR' "$log" || tail -n1 "$log") (all it said: $log)"
+        fail "pip could not install ${*}: $(grep -m1 '^ERROR' "$log" || tail -n1 "$log") (its whole output: $log)"
     cksum "$@" >.venv/made-from
 )
 

@@ -35,7 +35,7 @@ class Feed:
         def head(h: Tensor, weight: Tensor) -> Tensor:
             """The model calls it inside its forward, where FSDP has gathered `weight`."""
             with record_function("loss"):
-                return self.loss(h, weight, self.labels[a], self.chunk_tokens, self.losses[a])
+                return self.loss(h, weight, self.labels[a], self.chunk_tokens, each=self.losses[a])
 
         if self.within_documents is None:
             return self.tokens[a], self.positions, head, None

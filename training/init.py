@@ -1,13 +1,13 @@
 """Initial values as a pure function of (seed, parameter name, global index): bitwise the same on every mesh.
 
-A rank computes the values of its own shard and nothing else, from the global index of each of its elements, so neither
+A rank computes the values of its own shard and nothing else, from the global index of each of its elements. So neither
 the mesh, nor uneven shards, nor the order in which parameters are visited can change a bit. There is no generator state,
-no communication and no full tensor anywhere: 405B parameters on 1,024 ranks cost each rank its 400 million values.
+no communication and no full tensor: of 405B parameters on 1,024 ranks, each rank computes its 400 million values.
 
 Only integer arithmetic, a table look-up and one float32 multiply-add per element are used. These are exact or correctly
-rounded on every device, where a logarithm or cosine differs between vector widths, devices and versions. (torch's own
-random functions were not an option: DTensor's give every rank of a CPU mesh the same numbers, and `trunc_normal_`
-changed between torch 2.11 and 2.13. `docs/LOG.md` has the comparison.)
+rounded on every device. A logarithm or a cosine is not: it differs between vector widths, devices and versions.
+(torch's own random functions were not an option: DTensor's give every rank of a CPU mesh the same numbers, and
+`trunc_normal_` changed between torch 2.11 and 2.13. `docs/LOG.md` has the comparison.)
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from configs import splitmix
 
-CELL_BITS = 14  # the quantile function is tabulated on 2^14 cells and linear inside one: max error 2e-5 of a deviation
+CELL_BITS = 14  # the quantile function is tabulated on 2^14 cells and linear inside one: max error 2e-5 deviations
 CUTOFF = 3.0  # deviations; values beyond are not drawn (truncated normal, as Llama's and GPT's initialisers do)
 CHUNK = 1 << 18  # elements at a time: the 64-bit temporaries stay in the processor's cache
 
@@ -51,8 +51,8 @@ def hash64(index: Tensor, key: int) -> Tensor:
 
 @cache
 def _quantiles() -> tuple[Tensor, Tensor]:
-    """Value at the start of each cell, and the step to its end, of the normal quantile function cut at +-CUTOFF and
-    scaled to a standard deviation of 1: two float32 [2^CELL_BITS]."""
+    """The quantile function of the normal distribution, cut at +-CUTOFF and scaled to a standard deviation of 1.
+    Returns two float32 [2^CELL_BITS]: its value at the start of each cell, and the step to the cell's end."""
     n, normal = 1 << CELL_BITS, NormalDist()
     low, high = normal.cdf(-CUTOFF), normal.cdf(CUTOFF)
     # Variance of the truncated normal (Johnson, Kotz, Balakrishnan: Continuous univariate distributions, 13.10.1).
@@ -74,8 +74,8 @@ def normal_values(index: Tensor, key: int, std: float) -> Tensor:
 def _global_ids(param: Tensor) -> list[Tensor]:
     """For each dimension, the global indices that this rank's shard holds: int64 [local size].
 
-    Shards are cut as torch.chunk cuts. Where FSDP shards what tensor parallelism has already cut, the placement of the
-    former is a `_StridedShard`, whose cut comes second although its mesh dimension comes first.
+    Shards are cut as by torch.chunk. If FSDP shards what tensor parallelism has already cut, FSDP's placement is a
+    `_StridedShard`, whose cut comes second although its mesh dimension comes first.
     """
     if not isinstance(param, DTensor):
         return [torch.arange(n, device=param.device) for n in param.shape]
@@ -106,17 +106,17 @@ def fill(param: Tensor, name: str, kind: str, std: float, seed: int) -> None:
     for dim in range(1, param.ndim):
         inside = (inside[:, None] + (ids[dim] * strides[dim])[None, :]).flatten()
     step = max(1, CHUNK // max(1, row_length))
-    for a in range(0, len(rows), step):
-        part = local[a : a + step]
-        index = rows[a : a + step, None] * strides[0] + inside[None, :]
+    for first in range(0, len(rows), step):
+        part = local[first : first + step]
+        index = rows[first : first + step, None] * strides[0] + inside[None, :]
         part.copy_(normal_values(index, key, std).view(part.shape))
 
 
 def initialise(model: nn.Module, rows: list[tuple[str, str, float]], seed: int) -> None:
-    """Fill every parameter by the first row (pattern, kind, std) that its name matches.
+    """Fill every parameter as the first row (pattern, kind, std) says whose pattern its name matches.
 
     `model` is materialised (`to_empty`) and may be sharded in any way. Raises ValueError for a parameter that no row
-    matches: memory that nobody initialised must not train.
+    matches: no run may train on uninitialised memory.
     """
     for name, param in model.named_parameters():
         for pattern, kind, std in rows:

@@ -1,7 +1,7 @@
-"""Where words go: rank 0 to the console, every rank to a file of its own, and known harmless noise nowhere.
+"""Where log records go: rank 0's to the console, every rank's to a file of its own, and known harmless noise nowhere.
 
-Any module may say something with `logging.getLogger("plumbline")`; before `setup` (in tests, in tools) those records go
-where Python's logging sends them by default.
+Any module may log with `logging.getLogger("plumbline")`. Before `setup` (in tests, in tools) these records go where
+Python's logging sends them by default.
 """
 
 import logging
@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from configs.schema import InputError, redact
 
-# Rows: the logger that says it ("py.warnings": Python's warnings), words of it, and why it is dropped.
+# Rows: the logger ("py.warnings": Python's warnings), a part of the message, and why the message is dropped.
 HARMLESS = (
     ("torch.distributed.tensor._redistribute", "While redistributing from", "once per gradient norm, of a few numbers"),
     ("py.warnings", "DTensor random operators may not have", "training/init.py draws initial values without them"),
@@ -21,7 +21,7 @@ HARMLESS = (
 
 
 class _AboveBar(logging.StreamHandler):
-    """Lines appear above the progress bar instead of through it. A console that goes away (`| head`) stops nothing."""
+    """Writes lines above the progress bar instead of through it. A console that goes away (`| head`) stops nothing."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -32,18 +32,18 @@ class _AboveBar(logging.StreamHandler):
 
 
 class _Formatter(logging.Formatter):
-    """Without the secrets that an exception's text may quote."""
+    """Leaves out the secrets that an exception's text may quote."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 def setup(folder: str | Path, rank: int) -> logging.Logger:
-    """Send log records to the console and to `<folder>/logs/rank-00000.log`; returns the logger to speak with.
+    """Send log records to the console and to `<folder>/logs/rank-00000.log`; returns the logger to use.
 
-    The console shows rank 0, and errors of any rank; records with `extra={"console": False}` go to the file only (what
-    the progress bar already shows). The file is appended to, so a resumed run continues its own history. A crash is in
-    the file too. Raises InputError if the folder cannot be written.
+    The console shows the records of rank 0, and errors of any rank. Records with `extra={"console": False}` go to the
+    file only: the progress bar already shows them. The file is appended to, so a resumed run continues its own history.
+    A crash is in the file too. Raises InputError if the folder cannot be written.
     """
     path = Path(folder) / "logs" / f"rank-{rank:05d}.log"
     try:
@@ -51,7 +51,7 @@ def setup(folder: str | Path, rank: int) -> logging.Logger:
         file = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise InputError(
-            f"run.folder = {str(folder)!r} cannot be written ({error.filename}: {error.strerror}): choose another one"
+            f"run.folder = {str(folder)!r} cannot be written ({error.filename}: {error.strerror}): choose another"
         ) from None
     file.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
 
@@ -71,12 +71,12 @@ def setup(folder: str | Path, rank: int) -> logging.Logger:
         say.critical("crashed", exc_info=exception, extra={"console": False})
         sys.__excepthook__(*exception)
 
-    sys.excepthook = crashed  # so that the file, which the launcher points to, holds the traceback as well as stderr
+    sys.excepthook = crashed  # the launcher points to the file, so it holds the traceback as well as stderr
     return say
 
 
 def leave_out_harmless() -> None:
-    """Of all that torch logs and warns of, the rows of HARMLESS."""
+    """Drop the log records and warnings that match a row of HARMLESS."""
     logging.captureWarnings(True)
-    for name, words, _ in HARMLESS:
-        logging.getLogger(name).addFilter(lambda record, words=words: words not in record.getMessage())
+    for name, part, _ in HARMLESS:
+        logging.getLogger(name).addFilter(lambda record, part=part: part not in record.getMessage())

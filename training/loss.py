@@ -1,9 +1,9 @@
 """The output projection and cross-entropy as one function that works through the sequence in pieces.
 
-[B, T, V] logits never exist: at most `chunk_tokens` rows of them do. The gradient is computed in the forward pass, while a
-piece's logits are at hand, so nothing is recomputed: the products are those of the plain loss, no more.
-The vocabulary may be sharded over tensor-parallel ranks; then three numbers per token cross the ranks (its maximum, its
-sum of exponentials, its label's logit: Megatron-LM, arXiv:1909.08053 section 3), never logits.
+The [B, T, V] logits never exist as a whole, only `chunk_tokens` rows of them at a time. The gradient is computed in the
+forward pass, while a piece's logits are at hand. So nothing is recomputed, and there are no more matrix products than
+in the plain loss. The vocabulary may be sharded over tensor-parallel ranks. Then three numbers per token cross the
+ranks (its maximum, its sum of exponentials, its label's logit: Megatron-LM, arXiv:1909.08053 section 3), never logits.
 
 Shapes:  N tokens (B*T)   C tokens of a piece   D width   V vocabulary (this rank's rows of it)
 """
@@ -23,48 +23,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """h [N, D], weight [V, D] of one dtype, labels int64 [N] -> sum of the losses, float32 scalar.
 
         group: ranks that hold the other rows of the vocabulary, or None; first_row: global number of weight's row 0;
-        each: float32 [N] to put the tokens' losses in, or None.
+        each: float32 [N] that receives the tokens' losses, or None.
         """
         need_h, need_w = ctx.needs_input_grad[:2]
         total = torch.zeros((), device=h.device, dtype=torch.float64)  # a float32 total of many pieces is off by 1e-6
         grad_h = torch.empty_like(h) if need_h else None
         grad_w = None
-        whole = len(h) <= chunk_tokens
+        one_piece = len(h) <= chunk_tokens
         narrow = h.new_empty(min(len(h), chunk_tokens), len(weight))  # a piece's logits, then their gradient
-        wide = narrow.float()  # itself, if h is float32; both serve every piece: fresh pages cost a CPU a tenth of the loss
-        for a in range(0, len(h), chunk_tokens):
-            hc, label = h[a : a + chunk_tokens], labels[a : a + chunk_tokens]
+        wide = narrow.float()  # the same if h is float32. Both are reused: fresh pages cost a CPU a tenth of the loss
+        for first in range(0, len(h), chunk_tokens):
+            hc, label = h[first : first + chunk_tokens], labels[first : first + chunk_tokens]
             product = torch.mm(hc, weight.t(), out=narrow[: len(hc)])  # [C, V]
             logits = product if wide is narrow else wide[: len(hc)].copy_(product)
             counts = label != IGNORE
             row = label - first_row
-            mine = counts & (row >= 0) & (row < len(weight))  # labels whose logit this rank holds
-            row = row.where(mine, 0)[:, None]
+            is_local = counts & (row >= 0) & (row < len(weight))  # labels whose logit this rank holds
+            row = row.where(is_local, 0)[:, None]
 
             top = logits.amax(dim=1)
             if group is not None:
                 dist.all_reduce(top, dist.ReduceOp.MAX, group)
             logits.sub_(top[:, None])
-            at_label = logits.gather(1, row).squeeze(1).where(mine, 0)
+            at_label = logits.gather(1, row).squeeze(1).where(is_local, 0)
             probs = logits.exp_()  # [C, V], not yet divided by its sum
             sums = probs.sum(dim=1)
             if group is not None:
-                both = torch.stack((sums, at_label))
-                dist.all_reduce(both, dist.ReduceOp.SUM, group)
-                sums, at_label = both
+                sums_and_logits = torch.stack((sums, at_label))
+                dist.all_reduce(sums_and_logits, dist.ReduceOp.SUM, group)
+                sums, at_label = sums_and_logits
             losses = (sums.log() - at_label).where(counts, 0)  # [C]
             total += losses.sum()
             if each is not None:
-                each[a : a + chunk_tokens] = losses
+                each[first : first + chunk_tokens] = losses
 
             if need_h or need_w:  # d loss / d logits = softmax - one_hot(label), 0 where the label does not count
                 scale = counts / sums
                 d_logits = probs.mul_(scale[:, None])
-                d_logits.scatter_add_(1, row, -mine.float()[:, None])
+                d_logits.scatter_add_(1, row, -is_local.float()[:, None])
                 d_logits = d_logits if wide is narrow else product.copy_(d_logits)
                 if need_h:
-                    torch.mm(d_logits, weight, out=grad_h[a : a + chunk_tokens])
-                if need_w and whole:
+                    torch.mm(d_logits, weight, out=grad_h[first : first + chunk_tokens])
+                if need_w and one_piece:
                     grad_w = d_logits.t() @ hc
                 elif need_w:  # summed over pieces in float32
                     grad_w = torch.zeros_like(weight, dtype=torch.float32) if grad_w is None else grad_w
@@ -87,11 +87,11 @@ def linear_cross_entropy(
     """Sum over tokens of -log softmax(h @ weight.T)[label], float32 scalar, equal on all tensor-parallel ranks.
 
     h [B, T, D], weight [V, D], labels int64 [B, T] with -100 where a token does not count. With tensor parallelism h
-    and weight arrive as DTensors, split over the sequence and over the vocabulary: all that this function knows of the
-    mesh it reads from them. A sum, not a mean: the caller divides by the tokens of the *global* batch, so that the
-    number does not depend on how that batch was split.
+    and weight arrive as DTensors, split over the sequence and over the vocabulary, from which this function reads all
+    that it knows of the mesh. It returns a sum, not a mean: the caller divides by the tokens of the *global* batch, so
+    that the number does not depend on how that batch was split.
 
-    each: float32 [B, T], contiguous, in which every token's loss is noted (0 where it does not count), for statistics.
+    each: contiguous float32 [B, T] that receives every token's loss (0 where it does not count), for statistics.
     """
     group, first_row = None, 0
     if isinstance(weight, DTensor):
@@ -107,5 +107,6 @@ def linear_cross_entropy(
 
 
 def plain_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """What `linear_cross_entropy` must equal, from whole logits [B, T, V]: the oracle of the tests and benchmarks."""
+    """What `linear_cross_entropy` must equal, computed from whole logits [B, T, V]. Tests and benchmarks compare with
+    it."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")

@@ -1,7 +1,7 @@
-"""What a run tells: a line for a person, `metrics.jsonl`, TensorBoard, Weights & Biases; and the numbers behind them.
+"""What a run reports: a line for a person, `metrics.jsonl`, TensorBoard, Weights & Biases; and the numbers behind them.
 
-`metrics.jsonl` holds one JSON object per logged step and is one consistent series, also after a restart: what a killed
-run wrote after the checkpoint that is resumed is dropped. Python writes floats so that they read back bitwise equal.
+`metrics.jsonl` holds one JSON object per logged step. It stays one consistent series after a restart: what a killed run
+wrote after the checkpoint it resumes from is dropped. Python writes floats so that they read back bitwise equal.
 """
 
 import json
@@ -26,8 +26,8 @@ from configs import schema
 from configs.schema import InputError
 from parallelisms.mesh import Mesh
 
-# Rows: the whole of torch.cuda.get_device_name() as a regular expression, dense bfloat16 TFLOP/s of one device, source.
-# The whole name, so that a slice of a GPU (MIG) or a laptop's variant is unknown rather than wrong.
+# Rows: a regular expression, dense bfloat16 TFLOP/s of one device, source. The expression must match the whole of
+# torch.cuda.get_device_name(), so that a slice of a GPU (MIG) or a laptop's variant is unknown rather than wrong.
 PEAK_TFLOPS = (
     (r"NVIDIA A100[- ](SXM4|SXM|PCIE)-(40|80)GB|NVIDIA A100 80GB PCIe", 312, "NVIDIA A100 data sheet"),
     (r"NVIDIA H100 80GB HBM3", 989, "NVIDIA H100 data sheet, SXM: half of 1979 with sparsity"),
@@ -47,7 +47,7 @@ PEAK_TFLOPS = (
     (r"NVIDIA GeForce RTX 3090", 71, "NVIDIA GA102 white paper, accumulating in float32"),
 )
 
-# Rows of the line for a person: a key of the logged values and how it reads.
+# Rows of the line for a person: a key of the logged values, and its format.
 LINE = (
     ("loss", "loss {:.4f}"),
     ("validation_loss", "validation loss {:.4f}"),
@@ -63,9 +63,9 @@ LINE = (
 
 
 def peak_flops(device_name: str, override_tflops: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> float | None:
-    """Peak FLOP/s of one device for MFU: the override if given, else the table's, which holds for bfloat16 alone.
+    """Peak FLOP/s of one device for MFU: the override if given, else that of the table, which is for bfloat16 only.
 
-    None for any other dtype and for a device that is not in the table: no MFU rather than a wrong one.
+    None for any other dtype and for a device that is not in the table: no MFU is better than a wrong one.
     """
     if override_tflops:
         return override_tflops * 1e12
@@ -77,7 +77,7 @@ def peak_flops(device_name: str, override_tflops: float = 0.0, dtype: torch.dtyp
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory in GiB: on CUDA what the allocator held since the last call, on CPU of this process in its life."""
+    """Peak memory in GiB: on CUDA what the allocator held since the last call, on CPU what this process ever held."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -94,10 +94,10 @@ def model_summary(
 
     family: the module, with the members of `models/family.py::Family`; args: the model's numbers, its `Args`."""
     parameters = list(model.parameters())
-    mine = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     moments = 2 if "betas" in optimizer.defaults else int(optimizer.defaults.get("momentum", 0) > 0)
     copies = 2 + moments  # weight, gradient, moments: all in the type of the weight
-    whole, share = (copies * sum(p.numel() * p.element_size() for p in some) for some in (parameters, mine))
+    whole, share = (copies * sum(p.numel() * p.element_size() for p in tensors) for tensors in (parameters, shards))
     dimensions = " x ".join(f"{name} {getattr(mesh, name)}" for name in ("dp_replicate", "dp_shard", "tp"))
     return (
         f"model: {family.parameters(args):,} parameters; {family.describe(args)}\n"
@@ -135,15 +135,15 @@ def in_bytes(count: float, step: int = 1000) -> str:
 
 
 class Metrics:
-    """The writers of one run, opened after the step to resume from is known; a context manager that closes them.
+    """The writers of one run: a context manager that closes them. Make it when the step to resume from is known.
 
-    On rank 0 `log` writes everywhere; on the other ranks it only writes the line to that rank's log file.
+    On rank 0 `log` writes everywhere. On another rank it only writes the line, to that rank's log file.
     """
 
     def __init__(
         self, cfg: schema.Metrics, folder: Path, rank0: bool, start: int, steps: int, peak: float | None = None
     ) -> None:
-        """`start`: the step that was loaded, 0 for a fresh start; everything logged later than that is forgotten.
+        """`start`: the step that was loaded, 0 for a fresh start. Everything logged for later steps is dropped.
 
         `peak`: FLOP/s of one device, from peak_flops. Raises InputError if wandb is asked for and not installed.
         """
@@ -162,7 +162,7 @@ class Metrics:
             self.bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Report values measured at the end of `step`: every key to the writers, those in LINE to the person."""
+        """Report values measured at the end of `step`: every key to the writers, the keys in LINE to the person."""
         if self.peak and "tflops_per_device" in values:
             values = values | {"mfu": values["tflops_per_device"] * 1e12 / self.peak}
         if "tokens_per_second" in values:
@@ -187,18 +187,18 @@ class Metrics:
             self.wandb.log(values, step=step)
 
     def _line(self, step: int, values: dict[str, float]) -> str:
-        words = [
-            words.format(values[key])
-            for key, words in LINE
+        parts = [
+            form.format(values[key])
+            for key, form in LINE
             if key in values and not (key == "tflops_per_device" and "mfu" in values)
         ]
         if "step_seconds" in values:
-            left = (self.steps - step) * values["step_seconds"]
-            words.append(f"ETA {timedelta(seconds=math.ceil(left))}")
-        return "  ".join(words)
+            seconds_left = (self.steps - step) * values["step_seconds"]
+            parts.append(f"ETA {timedelta(seconds=math.ceil(seconds_left))}")
+        return "  ".join(parts)
 
     def summary(self) -> str:
-        """The run's speed in a few words: the median of the logged rates, without the first (start-up, compilation)."""
+        """The run's speed for a person: the median of the logged rates but the first (start-up, compilation)."""
         if not self.rates:
             return "no steps"
         return f"{statistics.median(self.rates[1:] or self.rates):,.0f} tokens/s"
@@ -223,7 +223,7 @@ def _json_number(value: float) -> float | str:
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and one cut off by a crash; a crash in here leaves the old file or the new."""
+    """Drop the lines of later steps, and a line cut off by a crash. A crash in here leaves the old file or the new."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -239,7 +239,7 @@ def _forget_after(path: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line of metrics.jsonl; infinite for one that is not whole."""
+    """The step of a line of metrics.jsonl; infinite if the line is not whole."""
     try:
         return json.loads(line)["step"] if line.endswith("\n") else math.inf
     except (json.JSONDecodeError, KeyError, TypeError):
@@ -247,22 +247,22 @@ def _step_of(line: str) -> float:
 
 
 def _open_tensorboard(folder: Path, start: int):
-    """TensorBoard hides what an earlier process wrote from step `start` + 1 on. Imported here: it takes 0.15 s."""
+    """A writer that hides what an earlier process wrote from step `start` + 1 on. The import takes 0.15 s."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=start + 1, flush_secs=20)
 
 
 def _open_wandb(project: str, folder: Path):
-    """One W&B run per run folder: a restart goes on with it. W&B itself ignores steps that it has seen before."""
+    """The W&B run of this run folder, which a restart continues. W&B itself ignores steps that it has seen before."""
     try:
         import wandb
     except ImportError:
         raise InputError(
             f'metrics.wandb_project = "{project}" needs the wandb package: pip install wandb, or leave the option empty'
         ) from None
-    remembered = folder / "wandb_id.txt"
-    if not remembered.exists():
-        remembered.write_text(f"{time.time_ns():x}\n", encoding="utf-8")
-    name = remembered.read_text(encoding="utf-8").strip()
+    id_file = folder / "wandb_id.txt"
+    if not id_file.exists():
+        id_file.write_text(f"{time.time_ns():x}\n", encoding="utf-8")
+    name = id_file.read_text(encoding="utf-8").strip()
     return wandb.init(project=project, name=folder.name, id=name, resume="allow", dir=str(folder))

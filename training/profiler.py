@@ -18,10 +18,10 @@ def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
     """Yields an object on which the loop calls step() after every training step. It does nothing if `enabled` is false.
 
     After the steps that were asked for it writes `<folder>/profile/rank-00000.json.gz`, for chrome://tracing and
-    ui.perfetto.dev. Steps are counted from the start of this process, so a resumed run can be profiled like a fresh one. A
-    run that ends before the last of them writes those that it has. `memory_snapshot` adds `rank-00000.memory.pickle` for
-    pytorch.org/memory_viz, written at the same time or when memory runs out. A CPU's memory has no such history, and the
-    log says so.
+    ui.perfetto.dev. Steps are counted from the start of this process, so a resumed run is profiled like a fresh one. If
+    the run ends before the last of these steps, it writes those that it has. `memory_snapshot` adds
+    `rank-00000.memory.pickle` for pytorch.org/memory_viz, written at the same time or when memory runs out. A CPU's
+    memory has no such history, and the log says so.
     """
     if not cfg.enabled:
         yield SimpleNamespace(step=lambda: None)

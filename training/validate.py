@@ -13,8 +13,8 @@ from training.loss import IGNORE, linear_cross_entropy
 
 @torch.no_grad()
 def validate(model: nn.Module, mesh: Mesh, batches: Iterable[dict], chunk_tokens: int, token_bytes: Tensor) -> Tensor:
-    """Sums over all ranks' `batches` (dicts as data/loader.py makes them), float64 [3]: loss in nats, tokens predicted,
-    bytes of those tokens. token_bytes: int64 [vocabulary], the bytes of text that each token stands for."""
+    """Sums over the `batches` of all ranks (dicts as data/loader.py makes them), float64 [3]: loss in nats, tokens
+    predicted, bytes of those tokens. token_bytes: int64 [vocabulary], the bytes of text that each token stands for."""
     total = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     token_bytes = token_bytes.to(mesh.device)
     for batch in batches:
@@ -28,13 +28,13 @@ def validate(model: nn.Module, mesh: Mesh, batches: Iterable[dict], chunk_tokens
 
 
 def scores(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Metrics from the `validate` sums of each set: over all sets together, and of each where there are several (the
-    one without a name is the held-out part of the only source)."""
+    """Metrics from the `validate` sums of each set: over all sets together, and of each set if there are several. (The
+    set without a name is the held-out part of the only source.)"""
     together = {"validation_" + key: value for key, value in _scores(sum(sums.values())).items()}
     if len(sums) == 1:
         return together
     each = {name or "held_out": _scores(total) for name, total in sums.items()}
-    return together | {f"validation/{name}/{key}": value for name, of in each.items() for key, value in of.items()}
+    return together | {f"validation/{name}/{key}": value for name, own in each.items() for key, value in own.items()}
 
 
 def _scores(total: Tensor) -> dict[str, float]:

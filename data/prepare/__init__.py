@@ -63,8 +63,8 @@ def prepare(cfg: Data, log: Log = print, out: str = "", workers: int = 0) -> Pre
                 if not _is_there(folder):  # nobody made it while we waited for the lock
                     _make(folder, key, cfg, files, log, workers or len(os.sched_getaffinity(0)), lock)
         except OSError as error:
-            what, option = ("--out", "--out") if out else ("data.cache", "--data.cache")
-            raise InputError(f"{what}: {parent} cannot be written: {error.strerror}; give another folder with "
+            label, option = ("--out", "--out") if out else ("data.cache", "--data.cache")
+            raise InputError(f"{label}: {parent} cannot be written: {error.strerror}; give another folder with "
                              f"{option}=FOLDER") from error
     if out and (not is_prepared(folder) or read_manifest(folder)["key"] != key):
         raise InputError(f"--out: {folder} has something else, or was made with other options or from files that have "
@@ -92,9 +92,9 @@ def _open_source(cfg: Data) -> Prepared:
     """A source that is a prepared folder. InputError: data.tokenizer names a tokenizer that did not make its tokens."""
     prepared = open_prepared(os.path.abspath(os.path.expanduser(cfg.source)))
     if cfg.tokenizer != "bpe":  # the default, which accepts the folder's tokenizer
-        asked = open_tokenizer(cfg.tokenizer)
-        if asked.fingerprint != prepared.tokenizer.fingerprint:
-            raise InputError(f"data.tokenizer: {cfg.tokenizer} ({asked.fingerprint}) is not the tokenizer that made the "
+        named = open_tokenizer(cfg.tokenizer)
+        if named.fingerprint != prepared.tokenizer.fingerprint:
+            raise InputError(f"data.tokenizer: {cfg.tokenizer} ({named.fingerprint}) is not the tokenizer that made the "
                              f"tokens in {prepared.folder} ({prepared.tokenizer.fingerprint}): leave the option out, or "
                              "prepare the corpus with this one")
     return prepared
@@ -143,7 +143,7 @@ def _make(folder: str, key: str, cfg: Data, files: list[sources.File], log: Log,
             job.finish(job.run(workers, lock, log), key, log)
         if sources.find(cfg.source) != files:
             shutil.rmtree(temporary)
-            raise InputError(f"data.source: {cfg.source} changed while it was read: run again when it is at rest")
+            raise InputError(f"data.source: {cfg.source} changed while it was read: run again when nothing changes it")
         shutil.rmtree(os.path.join(temporary, "parts"), ignore_errors=True)
         os.rename(temporary, folder)
         sync(os.path.dirname(folder))

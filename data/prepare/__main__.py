@@ -29,9 +29,9 @@ def main() -> int:
         field = Data.model_fields[name]
         parser.add_argument(f"--{name.replace('_', '-')}", default=field.default, help=field.description,
                             action=argparse.BooleanOptionalAction)  # fmt: skip
-    parser.add_argument("--out", default="", help="the folder to make, for data.source; without it: one in the cache")
+    parser.add_argument("--out", default="", help="the folder to make, for data.source; default: one in the cache")
     parser.add_argument("--workers", type=int, default=0, help="processes to use at most; 0: one per core [0]")
-    parser.add_argument("--verify", action="store_true", help="read every byte of it again and compare the hashes")
+    parser.add_argument("--verify", action="store_true", help="read every byte again and compare the hashes")
     arguments = vars(parser.parse_args())
     check, out, workers = (arguments.pop(name) for name in ("verify", "out", "workers"))
     try:
@@ -52,8 +52,8 @@ def main() -> int:
 def _print_report(prepared: Prepared, checked: bool) -> None:
     manifest = read_manifest(prepared.folder)
     report = manifest["report"]
-    print("\n" + "".join(f"{what.replace('_', ' '):>14}" for what in (*COUNTS, "tokens")))
-    print("".join(f"{report[what]:>14,}" for what in (*COUNTS, "tokens")))
+    print("\n" + "".join(f"{count.replace('_', ' '):>14}" for count in (*COUNTS, "tokens")))
+    print("".join(f"{report[count]:>14,}" for count in (*COUNTS, "tokens")))
     print(f"\n{'split':<12}{'documents':>12}{'tokens':>16}{'MB of text':>14}{'bytes/token':>14}")
     for split, row in manifest["splits"].items():
         ratio = row["bytes"] / max(row["tokens"], 1)

@@ -1,4 +1,4 @@
-"""One document to tokens, and many documents by several threads."""
+"""Turns one document into tokens, and many documents with several threads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from configs.schema import Data, InputError
 from data import hf_tokenizer, sources, tokenizer
 from data.tokens import SPLITS
 
-BATCH_BYTES = 256_000  # text that is handed to a thread at a time; at this size the handing over costs nothing measurable
+BATCH_BYTES = 256_000  # text that a thread gets at a time; at this size handing it over costs nothing measurable
 
 
-def open_tokenizer(asked: str) -> tokenizer.Tokenizer:
+def open_tokenizer(name: str) -> tokenizer.Tokenizer:
     """The tokenizer that `data.tokenizer` names, which must not be "bpe". InputError: it cannot be read."""
-    if asked == "bytes":
+    if name == "bytes":
         return tokenizer.byte_tokenizer()
-    path = os.path.expanduser(asked)
+    path = os.path.expanduser(name)
     return hf_tokenizer.read_file(Path(path)) if path.endswith(".json") else tokenizer.from_rank_file(path)
 
 
@@ -47,7 +47,8 @@ def encode(cfg: Data, tok: tokenizer.Tokenizer, text: str, change: dict) -> tupl
 
 
 def _cut(text: str, fraction: float) -> tuple[str, str]:
-    """The only text of a corpus in two parts: about 1 - fraction of it, up to the end of a line, and the held-out tail."""
+    """Cut the only text of a corpus in two: about 1 - fraction of it, up to the end of a line, and the held-out
+    tail."""
     if len(text) < 2:
         raise InputError("data.source: its only text has 1 character: too little to train on")
     wanted = min(max(round(len(text) * (1 - fraction)), 1), len(text) - 1)

@@ -1,7 +1,7 @@
 """The whole of one preparation: how the source is divided into parts, which parts are finished, and their merged folder.
 
-While the work goes on, the folder has a folder `parts`: `plan` (the job as JSON), and of each finished part its record
-(`00000.json`, written last) and its tables. It is removed when all is merged.
+While the work goes on, the folder has a subfolder `parts`. It holds `plan` (the job as JSON) and, for each finished
+part, its tables and its record (`00000.json`, written last). It is removed when all parts are merged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reliability.disk import sync, write_whole
 BPE_CHARACTERS = 64_000_000  # a BPE is trained on the first documents, up to here: more text hardly changes its merges
 PART_BYTES = 64_000_000  # of the source: a core tokenises this in some seconds, which is what a kill costs
 MOST_PARTS = 4096  # a corpus that would have more of them has larger parts
-COUNTS = ("documents", "kept", "empty", "too_long", "failed")  # of a report: the first is the sum of the others
+COUNTS = ("documents", "kept", "empty", "too_long", "failed")  # in a report; the first is the sum of the others
 
 Log = Callable[[str], object]
 
@@ -41,7 +41,7 @@ class Job:
     folder: str
     cfg: Data
     files: list[sources.File]
-    parts: list[list]  # of each part its pieces: [index of the file, start, stop, bytes]
+    parts: list[list]  # the pieces of each part: [index of the file, start, stop, bytes]
     tokenizer: tokenizer.Tokenizer
 
     @staticmethod
@@ -54,7 +54,7 @@ class Job:
                     job.cfg = cfg  # skip_failed is not part of the key and may have changed
                     job.save(key)
                     for path in [*Path(folder).glob("*.tmp*"), *Path(folder, "parts").glob("*.tmp*")]:
-                        path.unlink()  # half a part
+                        path.unlink()  # of an unfinished part
                     return job
         shutil.rmtree(folder, ignore_errors=True)
         os.makedirs(os.path.join(folder, "parts"))
@@ -76,13 +76,13 @@ class Job:
         with open(os.path.join(folder, "parts", "plan"), encoding="ascii") as file:
             plan = json.load(file)
         files = [sources.File(*row) for row in plan["files"]]
-        made = tokenizer.load_saved(os.path.join(folder, "tokenizer.json"))
-        return Job(folder, Data.model_validate_json(json.dumps(plan["cfg"])), files, plan["parts"], made)
+        tok = tokenizer.load_saved(os.path.join(folder, "tokenizer.json"))
+        return Job(folder, Data.model_validate_json(json.dumps(plan["cfg"])), files, plan["parts"], tok)
 
     # ------------------------------------------------------------------------------------------------- making the parts
 
     def run(self, processes: int, lock: int, log: Log) -> list[dict]:
-        """The records of all parts. Those that are missing are made, so that no split is empty if that can be."""
+        """The records of all parts. Missing parts are made, and documents change sides if a split would be empty."""
         records = self._run({}, (), processes, lock, log)
         change = change_of_sides(records, self.cfg.validation_fraction)
         if change:
@@ -91,10 +91,10 @@ class Job:
             records = self._run(change, touched, processes, lock, log)
         return records
 
-    def _run(self, change: dict, again: Iterable[int], processes: int, lock: int, log: Log) -> list[dict]:
-        """All records. Made are the parts without one, and the parts of `again` that were made without this change."""
+    def _run(self, change: dict, touched: Iterable[int], processes: int, lock: int, log: Log) -> list[dict]:
+        """All records. Makes the parts without a record, and those in `touched` that were made without this change."""
         records = {i: self.record(i) for i in range(len(self.parts))}
-        todo = [i for i, record in records.items() if record is None or (i in again and record["change"] != change)]
+        todo = [i for i, record in records.items() if record is None or (i in touched and record["change"] != change)]
         sizes = [sum(size for *_, size in part) for part in self.parts]
         progress = workers.Progress(sum(sizes), sum(sizes[i] for i in records if i not in todo), log)
         failures: list[list] = []
@@ -123,7 +123,7 @@ class Job:
         return record
 
     def record(self, part: int) -> dict | None:
-        """What is known about a finished part."""
+        """The record of a finished part, None if it is not finished."""
         try:
             with open(os.path.join(self.folder, "parts", f"{part:05}.json"), encoding="ascii") as file:
                 return json.load(file)
@@ -147,10 +147,10 @@ class Job:
 
     def finish(self, records: list[dict], key: str, log: Log) -> None:
         """Write the tables of the whole corpus, and the manifest last. InputError: no document has a text."""
-        report = {what: sum(record[what] for record in records) for what in COUNTS}
+        report = {count: sum(record[count] for record in records) for count in COUNTS}
         if not report["kept"]:
             shutil.rmtree(self.folder)
-            others = ", ".join(f"{report[what]} {what.replace('_', ' ')}" for what in COUNTS[2:] if report[what])
+            others = ", ".join(f"{report[count]} {count.replace('_', ' ')}" for count in COUNTS[2:] if report[count])
             raise InputError(f"data.source: {self.cfg.source} has no text: {len(self.files)} files, "
                              f"{report['documents']} documents ({others or 'none'})")
         continued = self._continued(records)
@@ -159,7 +159,7 @@ class Job:
             if name not in files and name != "parts":
                 os.remove(os.path.join(self.folder, name))
         counts = ("documents", "tokens", "bytes")
-        splits = {s: {what: sum(record["splits"][s][what] for record in records) for what in counts} for s in SPLITS}
+        splits = {s: {count: sum(record["splits"][s][count] for record in records) for count in counts} for s in SPLITS}
         report["tokens"] = sum(row["tokens"] for row in splits.values())
         report["failures"] = self._failures(records, continued)
         cut = any(record["change"].get("cut") for record in records)
@@ -170,8 +170,8 @@ class Job:
         write_whole(os.path.join(self.folder, "manifest.json"), json.dumps(manifest, indent=1).encode("ascii"))
 
     def _continued(self, records: list[dict]) -> list[tuple[int, int]]:
-        """[parts]: the file that the part's first piece continues, and how many lines of it earlier parts have; (-1, 0) when
-        the part begins with a new file. A part numbers the lines of such a file from its own first one."""
+        """For each part: the file that its first piece continues, and how many lines of it earlier parts have; (-1, 0)
+        if the part begins with a new file. A part numbers the lines of a continued file from its own first line."""
         before: dict[int, int] = {}  # file -> lines in the parts so far
         continued = []
         for pieces, record in zip(self.parts, records, strict=True):
@@ -182,7 +182,8 @@ class Job:
         return continued
 
     def _write_tables(self, records: list[dict], continued: list[tuple[int, int]]) -> dict[str, dict]:
-        """Write every file but the shards, which are there, and the manifest. Returns {name: {bytes, sha256}} of all."""
+        """Write every file but the manifest and the shards, which are there already. Returns {name: {bytes, sha256}} of
+        all files."""
         files = {}
         for split in SPLITS:
             for table in TABLES:
@@ -202,7 +203,8 @@ class Job:
         return files
 
     def _merge(self, split: str, table: str, records: list[dict], continued: list[tuple[int, int]]) -> None:
-        """One table of all parts: starts count from the split's first token, lines from the first of their file."""
+        """Merge one table of all parts. Starts then count from the split's first token, lines from the first of the
+        file."""
         path = os.path.join(self.folder, f"{split}.{table}")
         tokens = 0
         with open(f"{path}.tmp", "wb") as out:
@@ -224,12 +226,12 @@ class Job:
 
     def _failures(self, records: list[dict], continued: list[tuple[int, int]]) -> list[str]:
         """A line for each document that was left out because it cannot be read."""
-        said = []
+        failures = []
         for record, (continued_file, lines) in zip(records, continued, strict=True):
             for (file, *_), number, problem in record["failures"]:
                 number += lines if file == continued_file and number != sources.WHOLE else 0
-                said.append(f"{sources.name(self.files[file].name, number)} {problem}")
-        return said
+                failures.append(f"{sources.name(self.files[file].name, number)} {problem}")
+        return failures
 
     def _manifest(self, key: str, cut: bool, report: dict, splits: dict, files: dict[str, dict]) -> dict:
         tok, cfg = self.tokenizer, self.cfg
@@ -256,20 +258,21 @@ class Job:
 
 
 def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer.Tokenizer:
-    """The tokenizer that is asked for, trained first if it is a BPE of this source."""
+    """The tokenizer that data.tokenizer asks for, trained first if it is a BPE of this source."""
     if cfg.tokenizer == "bpe":
         began = time.monotonic()
-        made = tokenizer.train_bpe(_first_texts(cfg, files), cfg.bpe_vocab_size)
-        log(f"trained a BPE of {made.n_vocab:,} tokens in {time.monotonic() - began:.1f} s")
+        tok = tokenizer.train_bpe(_first_texts(cfg, files), cfg.bpe_vocab_size)
+        log(f"trained a BPE of {tok.n_vocab:,} tokens in {time.monotonic() - began:.1f} s")
     else:
-        made = open_tokenizer(cfg.tokenizer)
-    if cfg.add_bos and made.bos_id is None:
+        tok = open_tokenizer(cfg.tokenizer)
+    if cfg.add_bos and tok.bos_id is None:
         raise InputError(f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text")
-    return made
+    return tok
 
 
 def _first_texts(cfg: Data, files: list[sources.File]) -> Iterator[str]:
-    """Texts until there are BPE_CHARACTERS; the last one may exceed it. Documents that cannot be read are judged later."""
+    """The first texts, until they have BPE_CHARACTERS together (the last one is not cut). Unreadable documents are
+    dealt with later."""
     taken = 0
     for file in files:
         for piece in sources.pieces(file):
@@ -281,7 +284,8 @@ def _first_texts(cfg: Data, files: list[sources.File]) -> Iterator[str]:
 
 
 def _divide(files: list[sources.File], size: int) -> list[list[tuple]]:
-    """The pieces of all files (index of the file, start, stop, bytes), in order, gathered to parts of about `size` bytes."""
+    """The pieces of all files (index of the file, start, stop, bytes), in order, gathered into parts of about `size`
+    bytes."""
     parts: list[list[tuple]] = [[]]
     filled = 0
     for index, file in enumerate(files):

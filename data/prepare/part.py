@@ -1,4 +1,5 @@
-"""One part of a corpus: its documents are read, tokenised and written, for each split one shard and its tables."""
+"""Makes one part of a corpus: reads and tokenises its documents, and writes one shard with its tables for each
+split."""
 
 from __future__ import annotations
 
@@ -23,16 +24,17 @@ class PartMaker:
     """Makes one part of a job. `make` returns the part's record, which the job keeps as JSON."""
 
     def __init__(self, job: Job, part: int, change: dict, progress: Callable[[int], object]) -> None:
-        """`change`: see job.change_of_sides; `progress` is called with the bytes of the source that have been read since."""
+        """`change`: see job.change_of_sides; `progress` is called with the bytes of the source read since its last
+        call."""
         self.job, self.pieces, self.change, self.progress = job, job.parts[part], change, progress
         self.counts = dict.fromkeys(("kept", "empty", "too_long", "failed"), 0)
         self.failures: list[list] = []  # [piece, number of the document in it, problem]
-        self.lines: list[int] = []  # of each piece: how many lines it has, 0 unless it is of JSON lines
+        self.lines: list[int] = []  # how many lines each piece has; 0 unless it is JSON lines
         self.lowest, self.highest = 2.0, -1.0  # scores of the documents that are kept
         self.writers = {split: SplitWriter(job.folder, split, part) for split in SPLITS}
 
     def make(self, threads: int) -> dict:
-        """Write the part's files. InputError: more documents than are allowed cannot be read."""
+        """Write the part's files. Raises InputError if more documents than allowed cannot be read."""
         job = self.job
         try:
             for file, document, size, score, rows in encode_all(
@@ -56,8 +58,8 @@ class PartMaker:
     def _documents(self) -> Iterator[tuple[int, sources.Document]]:
         """(index of the file, document) for each document that has a text."""
         for piece in self.pieces:
-            file, *rest = piece
-            source_piece = sources.Piece(self.job.files[file], *rest)
+            file, *extent = piece
+            source_piece = sources.Piece(self.job.files[file], *extent)
             reader = sources.read(source_piece, self.job.cfg.text_field, self.job.cfg.max_document_bytes)
             done = 0  # bytes of the piece
             while True:
@@ -102,7 +104,8 @@ class SplitWriter:
         self.documents = self.tokens = self.bytes = self.token_bytes = 0
 
     def add(self, file: int, number: int, size: int, ids: np.ndarray) -> None:
-        """A document: the index of its file, its number in it, its bytes of text, its tokens."""
+        """Add a document. file: the index of its file; number: its number in there; size: its bytes of text; ids: its
+        tokens."""
         data = ids.tobytes()
         self.files["tokens"].write(data)
         self.sha256.update(data)
@@ -121,7 +124,7 @@ class SplitWriter:
             del column[:]
 
     def close(self) -> dict:
-        """What the record says about the split."""
+        """Close the files. Returns what the record says about the split."""
         try:
             self._write_columns()
         finally:

@@ -1,4 +1,4 @@
-"""Several processes that make parts, and how much of the source they have read."""
+"""Makes parts with several processes, and shows how much of the source they have read."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def in_processes(
     folder: str, todo: list[int], change: dict, workers: int, lock: int, progress: Callable[[int], object],
     add: Callable[[int, dict], None],
 ) -> None:  # fmt: skip
-    """Make the parts `todo` by at most `workers` processes; each takes the next part when it is free. They inherit the lock:
-    no other process begins while one of them still writes after its parent has died. Threads in one process would not do,
-    as reading JSON and Parquet holds the GIL. `add` receives each part and its record."""
+    """Make the parts `todo` with at most `workers` processes, each of which takes the next part when it is free. They
+    inherit the lock, so no other process begins while one of them still writes after its parent has died. Threads in
+    one process would not do, as reading JSON and Parquet holds the GIL. `add` receives each part and its record."""
     waiting = deque(todo)
     count = min(workers, len(todo))
     command = [sys.executable, "-m", "data.prepare", "--work", folder, str(max(1, workers // count))]
@@ -82,7 +82,8 @@ def _next(waiting: deque[int]) -> int | None:
 
 
 def _ask(process: subprocess.Popen, part: list, progress: Callable[[int], object], guard: threading.Lock) -> dict | None:
-    """The record of a part ([number, change]) that a process makes; None: the process died. Raises the process's error."""
+    """Have a process make a part ([number, change]). Returns the record, or None if the process died. Raises the
+    process's error."""
     line = ""
     with suppress(BrokenPipeError):
         process.stdin.write(json.dumps(part) + "\n")
@@ -152,7 +153,7 @@ class Progress:
         now = time.monotonic()
         if self.bar.disable and now - self.reported > 5:
             rate = (self.done - self.before) / (now - self.began)
-            left = f", {(self.total - self.done) / rate:,.0f} s left" if self.total and rate else ""
+            time_left = f", {(self.total - self.done) / rate:,.0f} s left" if self.total and rate else ""
             share = f"{self.done / self.total:.0%}" if self.total else f"{self.done / 1e6:,.0f} MB"
-            self.log(f"tokenised {share}, {rate / 1e6:.1f} MB/s{left}")
+            self.log(f"tokenised {share}, {rate / 1e6:.1f} MB/s{time_left}")
             self.reported = now

@@ -23,7 +23,7 @@ def traced(cfg: Config, world_size: int, per_host: int, on_gpu: bool) -> Step:
     edge = 1 + cfg.parallelism.prefetch + cfg.parallelism.keep_gathered
     few = 2 * edge + 2 * period
     few += (layers - few) % period
-    data_parallel = world_size > cfg.parallelism.tensor_parallel  # without FSDP, clipping runs a collective for each norm
+    data_parallel = world_size > cfg.parallelism.tensor_parallel  # without FSDP the two ways were never compared
     if few < layers and data_parallel:
         model = cfg.model.model_copy(update={"n_layers": few})
         shallow = trace_step(cfg.model_copy(update={"model": model}), world_size, per_host, on_gpu)
@@ -142,16 +142,12 @@ class Repetition:
 
 def _scale(step: Step, traced: Step) -> None:
     """Enlarge clipping and the optimizer, which work on all parameters in one go: their traffic grows with the number of
-    elements, the message that completes the norms with the number of tensors."""
-    elements, tensors = (
-        [sum(getattr(p, name) for p in s.parameters.values()) for s in (traced, step)] for name in ("local_bytes", "tensors")
-    )
+    elements. Their messages do not grow: clipping sends one number for all tensors."""
+    before, after = (sum(p.local_bytes for p in s.parameters.values()) for s in (traced, step))
     for stretch in step.stretches:
         if stretch.where.phase not in ("clip", "optimizer"):
             continue
         for i, row in enumerate(stretch.rows):
             if isinstance(row, Op) and row.traffic:
-                traffic = row.traffic * elements[1] // elements[0]
+                traffic = row.traffic * after // before
                 stretch.rows[i] = replace(row, traffic=traffic, fused=traffic)
-            elif isinstance(row, Op) and row.message == 4 * tensors[0]:
-                stretch.rows[i] = replace(row, message=4 * tensors[1])

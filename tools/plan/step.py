@@ -77,7 +77,6 @@ class Stretch:
 class Parameters:
     """Totals of one block, or (block -1) of everything outside the blocks."""
 
-    tensors: int = 0
     elements: int = 0
     local_bytes: int = 0
 

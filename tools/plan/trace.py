@@ -376,7 +376,7 @@ class Trace(TorchDispatchMode):
         parameters: dict[int, Parameters] = {}
         for name, p in job.model.named_parameters():
             block = parameters.setdefault(block_of(name), Parameters())
-            block.tensors, block.elements = block.tensors + 1, block.elements + p.numel()
+            block.elements += p.numel()
             block.local_bytes += nbytes(local(p))
         mesh = job.mesh.device_mesh
         groups = {dim: dist.get_process_group_ranks(mesh.get_group(dim)) for dim in mesh.mesh_dim_names}

@@ -38,7 +38,7 @@ from parallelisms import mesh as meshes
 from tools.plan.device import Device, load_device
 from tools.preflight import job, machine, network
 from tools.preflight.answers import Desk, Stopped, Worker, judge_trouble
-from tools.preflight.here import LONG, SLOW, TIMEOUT, Here, Row, in_seconds, spans
+from tools.preflight.probe import LONG, SLOW, TIMEOUT, Probe, Row, in_seconds, spans
 from training import log
 
 SLACK = 5  # seconds from a collective's limit to that of its check: so a rank that waits for another can say it
@@ -46,8 +46,8 @@ SLACK = 5  # seconds from a collective's limit to that of its check: so a rank t
 
 @dataclass(frozen=True)
 class Check:
-    measure: Callable[[Here], dict]  # on every rank; what it returns is JSON
-    judge: Callable[[Here, list[dict]], list[Row]]  # on rank 0, of the answers of all ranks
+    measure: Callable[[Probe], dict]  # on every rank; what it returns is JSON
+    judge: Callable[[Probe, list[dict]], list[Row]]  # on rank 0, of the answers of all ranks
     needs: tuple[str, ...] = ()  # left out if one of these failed
 
 
@@ -129,9 +129,9 @@ class Page:
 
     def close(self, json_path: str) -> None:
         counts = Counter(row.result for row in self.rows)
-        words = ", ".join(f"{n} {result}" for result, n in sorted(counts.items()))
+        summary = ", ".join(f"{n} {result}" for result, n in sorted(counts.items()))
         verdict = {0: "fit for this run", 1: "NOT fit for this run", 2: "wrong configuration or input"}[self.code]
-        print(f"preflight: {verdict}: {words}; {in_seconds(time.monotonic() - self.began)}", flush=True)
+        print(f"preflight: {verdict}: {summary}; {in_seconds(time.monotonic() - self.began)}", flush=True)
         if not json_path:
             return
         rows = [asdict(row) for row in self.rows]
@@ -142,11 +142,11 @@ class Page:
             print(f"--json={json_path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
-def fly(here: Here, desk: Desk, names: list[str], page: Page | None) -> int:
+def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
     """Every check in its turn, on this rank; `page` on rank 0. Returns the exit code."""
     worker, blocked, code = Worker(), {}, train.FAILED  # blocked: check -> the one that failed
     for name in names:
-        check, limit = CHECKS[name], here.limit(name)
+        check, limit = CHECKS[name], probe.limit(name)
         if cause := next((n for n in check.needs if n in blocked), None):
             blocked[name] = blocked[cause]
             if page:
@@ -154,25 +154,25 @@ def fly(here: Here, desk: Desk, names: list[str], page: Page | None) -> int:
             continue
         stopped = None
         try:
-            answer = worker.ask(check.measure, here, limit + SLACK)
+            answer = worker.ask(check.measure, probe, limit + SLACK)
         except Stopped as signalled:
             stopped, answer = signalled, {"stopped": f"was told to stop ({signalled})"}
         desk.answer(name, answer)
         try:
             if page:
-                verdict = _judge(here, desk, page, name, 3 if stopped else limit + 2 * SLACK)
+                verdict = _judge(probe, desk, page, name, 3 if stopped else limit + 2 * SLACK)
             else:
                 verdict = None if stopped else desk.verdict(name, limit + 4 * SLACK)
         except Stopped as signalled:
-            stopped, verdict = signalled, _judge(here, desk, page, name, 3) if page else None
+            stopped, verdict = signalled, _judge(probe, desk, page, name, 3) if page else None
         if stopped and page:
             page.add("all else", [Row("FAIL", f"stopped by {stopped}: a rank has ended, or someone wants it")])
         elif not stopped and verdict is None:
-            who = spans([here.world.rank])
+            who = spans([probe.world.rank])
             print(f"preflight: {who}: rank 0 gave no verdict on {name}: it died or hangs", file=sys.stderr)
         if stopped or verdict is None:
             return train.FAILED
-        here.id, code = verdict["id"], verdict["code"]
+        probe.id, code = verdict["id"], verdict["code"]
         if verdict["blocks"]:
             blocked[name] = name
         if verdict["end"]:
@@ -183,55 +183,55 @@ def fly(here: Here, desk: Desk, names: list[str], page: Page | None) -> int:
     return code
 
 
-def _judge(here: Here, desk: Desk, page: Page, name: str, seconds: float) -> dict:
+def _judge(probe: Probe, desk: Desk, page: Page, name: str, seconds: float) -> dict:
     """On rank 0: the rows of a check, and what all ranks make of it, which they are told."""
     answers = page.answers[name] = desk.collect(name, seconds)
     if name == "ranks":
-        here.hosts = machine.host_names({r: a["value"] for r, a in enumerate(answers) if "value" in a})
+        probe.hosts = machine.host_names({r: a["value"] for r, a in enumerate(answers) if "value" in a})
     if all("value" in a for a in answers):
-        rows, end = CHECKS[name].judge(here, [a["value"] for a in answers]), False
+        rows, end = CHECKS[name].judge(probe, [a["value"] for a in answers]), False
     else:
-        rows = judge_trouble(here, name, answers)
+        rows = judge_trouble(probe, name, answers)
         end = any(not a or "hangs" in a or "stopped" in a or a.get("kind") == "wait" for a in answers)
         page.wrong_input = page.wrong_input or all(a.get("kind") == "input" for a in answers)
     page.add(name, rows)
     blocks = any(row.result == "FAIL" and row.blocks for row in rows)
-    verdict = {"id": here.id, "blocks": blocks, "end": end, "code": page.code}
+    verdict = {"id": probe.id, "blocks": blocks, "end": end, "code": page.code}
     desk.decide(name, verdict)
     return verdict
 
 
-def clean(here: Here) -> None:
+def clean(probe: Probe) -> None:
     """Remove what was written: rank 0 all of it, and where the folder turned out not to be shared, each host its own."""
     with suppress(Exception):
-        if here.lease:
-            here.lease.release()
-    if here.place and (here.world.rank == 0 or here.world.local_rank == 0):
-        shutil.rmtree(here.place, ignore_errors=True)
+        if probe.lease:
+            probe.lease.release()
+    if probe.place and (probe.world.rank == 0 or probe.world.local_rank == 0):
+        shutil.rmtree(probe.place, ignore_errors=True)
 
 
 def run(options: argparse.Namespace, argv: list[str], store: dist.Store | None = None) -> int:
     """The preflight of this rank. store: reaches all ranks; without one that of the launcher. Raises InputError."""
     names, world = chosen(options.only, options.skip), meshes.world()
     host = socket.gethostname()
-    here = Here(argv, world, host, os.environ.get("GROUP_RANK", host), options.timeout, expected(options.expect),
+    probe = Probe(argv, world, host, os.environ.get("GROUP_RANK", host), options.timeout, expected(options.expect),
                 promised(options.device))  # fmt: skip
     page = None
     if world.rank == 0:
-        here.id = os.urandom(6).hex()
+        probe.id = os.urandom(6).hex()
         page = Page(f"preflight of {' '.join(argv) or 'configs/llama_debug.toml'}, world size {world.size}")
     for number in train.STOP_SIGNALS:
         signal.signal(number, _stop)
     log.leave_out_harmless()
-    desk = Desk(store or launcher_store(world, here.limit("ranks")), world.rank, world.size)
+    desk = Desk(store or launcher_store(world, probe.limit("ranks")), world.rank, world.size)
     try:
-        code = fly(here, desk, names, page)
+        code = fly(probe, desk, names, page)
         if page:
             page.close(options.json)
     except Stopped:  # between two checks
         code = train.FAILED
     finally:
-        clean(here)
+        clean(probe)
     return code
 
 

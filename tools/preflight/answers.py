@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from configs.schema import InputError
-from tools.preflight.here import Here, Row, short
+from tools.preflight.probe import Probe, Row, short
 from tools.preflight.machine import ROOT
 
 
@@ -111,24 +111,24 @@ def _in_our_code(stack: Sequence[traceback.FrameSummary]) -> str:
     return f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno} ({ours[-1].name})"
 
 
-def judge_trouble(here: Here, check: str, answers: list[dict]) -> list[Row]:
+def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[Row]:
     """Rows about the ranks that have no value to give: first those at whom the others may only have waited."""
-    said: dict[str, list[int]] = {}
+    troubles: dict[str, list[int]] = {}
     waits: dict[str, list[int]] = {}
     for r, a in enumerate(answers):
         if "hangs" in a:
-            said.setdefault(f"did not finish within {here.limit(check)} s; it is in {a['hangs']}", []).append(r)
+            troubles.setdefault(f"did not finish within {probe.limit(check)} s; it is in {a['hangs']}", []).append(r)
         elif not a:
-            said.setdefault("gave no answer: it died, hangs or was never started; see its log and its host", []).append(r)
+            troubles.setdefault("gave no answer: it died, hangs or was never started; see its log and its host", []).append(r)
         elif a.get("kind") in ("error", "input"):
-            said.setdefault(a["error"], []).append(r)
+            troubles.setdefault(a["error"], []).append(r)
         elif "error" in a or "stopped" in a:
             waits.setdefault(a.get("error", a.get("stopped")), []).append(r)
-    if len(said) > 1:  # of those that hang in the same place many, the odd ones first
-        said = dict(sorted(said.items(), key=lambda row: len(row[1])))
-    rows = [Row("FAIL", f"{here.named(ranks)}: {text}") for text, ranks in said.items()]
+    if len(troubles) > 1:  # of those that hang in the same place many, the odd ones first
+        troubles = dict(sorted(troubles.items(), key=lambda row: len(row[1])))
+    rows = [Row("FAIL", f"{probe.named(ranks)}: {text}") for text, ranks in troubles.items()]
     others = [r for ranks in waits.values() for r in ranks]
     if rows and others:
-        rows.append(Row("FAIL", f"{here.named(others)} waited for {'it' if len(rows) == 1 else 'them'} in vain"))
+        rows.append(Row("FAIL", f"{probe.named(others)} waited for {'it' if len(rows) == 1 else 'them'} in vain"))
     hint = "what it waited for was another rank: see how hosts reach each other (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
-    return rows or [Row("FAIL", f"{here.named(ranks)}: {text}; {hint}") for text, ranks in waits.items()]
+    return rows or [Row("FAIL", f"{probe.named(ranks)}: {text}; {hint}") for text, ranks in waits.items()]

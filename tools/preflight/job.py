@@ -21,7 +21,7 @@ from data.open import open_corpora
 from data.prepare import kept_in
 from data.sources import find
 from parallelisms import contract
-from tools.preflight.here import Here, Row, differences, in_seconds
+from tools.preflight.probe import Probe, Row, differences, in_seconds
 from tools.preflight.machine import checkpoint_bytes, device_table, synchronise
 from tools.preflight.network import limit_collectives
 from training.metrics import in_bytes, memory_gib
@@ -33,9 +33,9 @@ SMALL_CORPUS = 64_000_000  # bytes that are tokenised here and now if they are n
 # data: the same tokens for all ----------------------------------------------------------------------------------------
 
 
-def measure_data(here: Here) -> dict:
+def measure_data(probe: Probe) -> dict:
     """Open the corpora as the run does and read batches of the beginning and the end. Raises InputError as it does."""
-    cfg, ranks = here.cfg, here.world.size
+    cfg, ranks = probe.cfg, probe.world.size
     if cfg.data.stream:
         raise InputError("data.stream = true: what a stream will read cannot be checked beforehand; check the cluster with "
                          "--data.stream=false and a prepared part of the source")
@@ -43,14 +43,14 @@ def measure_data(here: Here) -> dict:
     if size > SMALL_CORPUS:
         return {"absent": absent, "size": size}
     began = time.perf_counter()
-    here.corpora = corpora = open_corpora(cfg, log=lambda line: None, verifies=here.world.local_rank == 0)
+    probe.corpora = corpora = open_corpora(cfg, log=lambda line: None, verifies=probe.world.local_rank == 0)
     opened = time.perf_counter() - began
-    here.order = corpora.order({})
+    probe.order = corpora.order({})
     shared = cfg.parallelism.tensor_parallel
     digests, seconds, count = [], [], 0
-    for dp_rank in (0, here.world.rank // shared):  # what all ranks read alike, then this rank's own
+    for dp_rank in (0, probe.world.rank // shared):  # what all ranks read alike, then this rank's own
         mesh = SimpleNamespace(dp_rank=dp_rank, dp_size=ranks // shared)
-        rows = corpora.rows(here.order, mesh, here.args.vocab_size)
+        rows = corpora.rows(probe.order, mesh, probe.args.vocab_size)
         for step in sorted({0, 1, cfg.training.steps - 1}):
             began = time.perf_counter()
             batch = rows[step]
@@ -80,49 +80,49 @@ def not_tokenised(cfg: Config) -> tuple[list[str], float]:
     return absent, size
 
 
-def judge_data(here: Here, answers: list[dict]) -> list[Row]:
+def judge_data(probe: Probe, answers: list[dict]) -> list[Row]:
     rows = []
     if lacking := [r for r, a in enumerate(answers) if "absent" in a]:
         a = answers[lacking[0]]
         much = in_bytes(a["size"]) if math.isfinite(a["size"]) else "nobody knows how large"
         return [Row("FAIL", f"{', '.join(a['absent'])} ({much}) is not tokenised yet where "
-                    f"{here.named(lacking)} can see it: the run would begin with that; do it once before, with "
+                    f"{probe.named(lacking)} can see it: the run would begin with that; do it once before, with "
                     "python -m data.prepare, into a folder that all hosts share")]  # fmt: skip
     for what in "tokenizer", "corpora", "description", "held_out", "digests":
         name = {"digests": "batch content", "description": "order of the data"}.get(what, what)
-        if text := differences(here, [json.dumps(a[what]) for a in answers]):
+        if text := differences(probe, [json.dumps(a[what]) for a in answers]):
             rows.append(Row("FAIL", f"{name}: {text}; all hosts must read the same files (share one data.cache)"))
             break
     a = answers[0]
-    if a["n_vocab"] > here.args.vocab_size:
-        rows.append(Row("FAIL", f"the tokenizer {here.cfg.data.tokenizer!r} has {a['n_vocab']} tokens, the model's "
-                        f"vocabulary only {here.args.vocab_size}: raise model.vocab_size"))  # fmt: skip
+    if a["n_vocab"] > probe.args.vocab_size:
+        rows.append(Row("FAIL", f"the tokenizer {probe.cfg.data.tokenizer!r} has {a['n_vocab']} tokens, the model's "
+                        f"vocabulary only {probe.args.vocab_size}: raise model.vocab_size"))  # fmt: skip
     if rows:
         return rows
     low = min(range(len(answers)), key=lambda r: answers[r]["rate"])
     made = f" (tokenised now: {', '.join(a['made'])})" if any(a["made"] for a in answers) else ""
-    said = f"{a['tokens']:,} tokens in {', '.join(a['folders'][:3])}{made}, the same for all, "
-    said += f"tokenizer {a['tokenizer'][:12]}; "
-    said += f"slowest reader {answers[low]['rate'] / 1e6:.3g} M tokens/s, {here.named([low])}, opened within "
-    return [Row("ok", said + in_seconds(max(a["opened"] for a in answers)))]
+    detail = f"{a['tokens']:,} tokens in {', '.join(a['folders'][:3])}{made}, the same for all, "
+    detail += f"tokenizer {a['tokenizer'][:12]}; "
+    detail += f"slowest reader {answers[low]['rate'] / 1e6:.3g} M tokens/s, {probe.named([low])}, opened within "
+    return [Row("ok", detail + in_seconds(max(a["opened"] for a in answers)))]
 
 
 # build: the sharded model ---------------------------------------------------------------------------------------------
 
 
-def measure_build(here: Here) -> dict:
+def measure_build(probe: Probe) -> dict:
     began = time.perf_counter()
-    run = here.cfg.run.model_copy(update={"init_timeout_seconds": here.limit("build")})
-    here.job = train.build(here.cfg.model_copy(update={"run": run}))
-    limit_collectives(here, here.limit("build"))
-    contract.verify(here.job.model, here.job.optimizer, here.job.mesh, {})
+    run = probe.cfg.run.model_copy(update={"init_timeout_seconds": probe.limit("build")})
+    probe.job = train.build(probe.cfg.model_copy(update={"run": run}))
+    limit_collectives(probe, probe.limit("build"))
+    contract.verify(probe.job.model, probe.job.optimizer, probe.job.mesh, {})
     seconds = time.perf_counter() - began
-    mine = sum(state.local(p).nbytes for p in here.job.model.parameters())
+    mine = sum(state.local(p).nbytes for p in probe.job.model.parameters())
     return {"seconds": seconds, "weights": mine}
 
 
-def judge_build(here: Here, answers: list[dict]) -> list[Row]:
-    mesh = here.job.mesh
+def judge_build(probe: Probe, answers: list[dict]) -> list[Row]:
+    mesh = probe.job.mesh
     sizes = " x ".join(f"{name} {getattr(mesh, name)}" for name in mesh.device_mesh.mesh_dim_names)
     most = max(a["weights"] for a in answers)
     return [Row("ok", f"mesh {sizes}; initial weights in {in_seconds(max(a['seconds'] for a in answers))}, at most "
@@ -132,11 +132,11 @@ def judge_build(here: Here, answers: list[dict]) -> list[Row]:
 # step: the real one ---------------------------------------------------------------------------------------------------
 
 
-def measure_step(here: Here) -> dict:
+def measure_step(probe: Probe) -> dict:
     """Steps of the run on its own batches: the first, and three more to be timed."""
-    cfg, job = here.cfg, here.job
-    limit_collectives(here, here.limit("step"))
-    batches = here.corpora.rows(here.order, job.mesh, here.args.vocab_size)
+    cfg, job = probe.cfg, probe.job
+    limit_collectives(probe, probe.limit("step"))
+    batches = probe.corpora.rows(probe.order, job.mesh, probe.args.vocab_size)
     losses, seconds, finite, skipped = [], [], True, False
     if job.mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # what the checks before have left is none of the run's
@@ -168,49 +168,49 @@ def memory(device: torch.device) -> dict[str, float]:
     return {"total": table["total"], "tensors": peak, "reserved": peak, "left": table["free"], "retries": 0}
 
 
-def judge_step(here: Here, answers: list[dict]) -> list[Row]:
+def judge_step(probe: Probe, answers: list[dict]) -> list[Row]:
     rows = []
     bad = [r for r, a in enumerate(answers) if not a["finite"]]
     losses = [float.fromhex(a["losses"][0]) for a in answers]
     if bad:
-        rows.append(Row("FAIL", f"the loss of the tokens of {here.named(bad)} is not finite: compute there what another "
+        rows.append(Row("FAIL", f"the loss of the tokens of {probe.named(bad)} is not finite: compute there what another "
                         "rank computes (a bad device?), or look at its data"))  # fmt: skip
     elif any(a["skipped"] for a in answers):
         rows.append(Row("FAIL", f"the gradient is not finite (loss {losses[0]:.4f}), though the loss of each rank is"))
-    elif text := differences(here, [" ".join(f"{float.fromhex(x):.9g}" for x in a["losses"]) for a in answers]):
+    elif text := differences(probe, [" ".join(f"{float.fromhex(x):.9g}" for x in a["losses"]) for a in answers]):
         rows.append(Row("FAIL", f"loss and gradient norm must be the same on all ranks, but are {text}"))
-    first, *again = (max(column) for column in zip(*(a["seconds"] for a in answers), strict=True))
-    usual = statistics.median(again) if again else first
-    t = here.cfg.training
+    first, *later_steps = (max(column) for column in zip(*(a["seconds"] for a in answers), strict=True))
+    usual = statistics.median(later_steps) if later_steps else first
+    t = probe.cfg.training
     rate = t.global_batch_size * t.seq_len / usual
     if not rows:
-        expected = math.log(here.args.vocab_size)
+        expected = math.log(probe.args.vocab_size)
         rows.append(Row("ok", f"loss {losses[0]:.3f} on all ranks (of random weights {expected:.3f} is expected); the "
                         f"first takes {in_seconds(first)}, then {in_seconds(usual)}: {rate:,.0f} tokens/s"))  # fmt: skip
     most = max(range(len(answers)), key=lambda r: answers[r]["reserved"])
     a = answers[most]
-    said = f"memory: at most {in_bytes(a['reserved'])} of {in_bytes(a['total'])}, on {here.named([most])}"
-    if here.device.type == "cuda":
+    detail = f"memory: at most {in_bytes(a['reserved'])} of {in_bytes(a['total'])}, on {probe.named([most])}"
+    if probe.device.type == "cuda":
         least = min(range(len(answers)), key=lambda r: answers[r]["left"])
-        said += f" ({in_bytes(a['tensors'])} in tensors); least left {in_bytes(answers[least]['left'])} on "
-        said += here.named([least])
+        detail += f" ({in_bytes(a['tensors'])} in tensors); least left {in_bytes(answers[least]['left'])} on "
+        detail += probe.named([least])
     tight = [r for r, a in enumerate(answers) if a["retries"]]
     if tight:
-        said += f"; the allocator had to start over on {here.named(tight)}: too tight, so steps will be slow"
-    rows.append(Row("warn" if tight else "ok", said))
+        detail += f"; the allocator had to start over on {probe.named(tight)}: too tight, so steps will be slow"
+    rows.append(Row("warn" if tight else "ok", detail))
     return rows
 
 
 # save: a checkpoint and back ------------------------------------------------------------------------------------------
 
 
-def measure_save(here: Here) -> dict:
+def measure_save(probe: Probe) -> dict:
     """A checkpoint of the job, as the run writes it, into the temporary folder; read back into the emptied weights."""
-    job = here.job
-    limit_collectives(here, here.limit("save"))
+    job = probe.job
+    limit_collectives(probe, probe.limit("save"))
     fresh = {"load_step": -1, "load_path": "", "load_hf": "", "exclude_from_loading": ()}
-    cfg = here.cfg.checkpoint.model_copy(update=fresh)
-    facts, folder = {"family": here.cfg.model.family, "must_match": {"model": asdict(here.args)}}, here.place / "checkpoints"
+    cfg = probe.cfg.checkpoint.model_copy(update=fresh)
+    facts, folder = {"family": probe.cfg.model.family, "must_match": {"model": asdict(probe.args)}}, probe.place / "checkpoints"
     seconds = {}
     writer = CheckpointManager(cfg, folder, job.mesh, facts)
     writer.load(job.model, job.optimizer)
@@ -243,14 +243,14 @@ def fingerprints(job: train.Job) -> dict[str, int]:
     return {name: torch.hash_tensor(t).view(torch.int64).item() for name, t in kept.items()}
 
 
-def judge_save(here: Here, answers: list[dict]) -> list[Row]:
+def judge_save(probe: Probe, answers: list[dict]) -> list[Row]:
     wrong = [r for r, a in enumerate(answers) if a["wrong"]]
     if wrong:
         name = answers[wrong[0]]["wrong"][0]
-        return [Row("FAIL", f"{here.named(wrong)} read back other values than were saved ({name} ...): the file system "
+        return [Row("FAIL", f"{probe.named(wrong)} read back other values than were saved ({name} ...): the file system "
                     "or the memory of that host is not to be trusted")]  # fmt: skip
     worst = {key: max(a[key] for a in answers) for key in ("stall", "save", "load")}
-    size = checkpoint_bytes(here.cfg, here.args)
-    said = f"{in_bytes(size)} saved in {in_seconds(worst['save'])} ({in_bytes(size / worst['save'])}/s), of which "
-    said += f"{in_seconds(worst['stall'])} before the next step may begin; read back whole in {in_seconds(worst['load'])}"
-    return [Row("ok", said)]
+    size = checkpoint_bytes(probe.cfg, probe.args)
+    detail = f"{in_bytes(size)} saved in {in_seconds(worst['save'])} ({in_bytes(size / worst['save'])}/s), of which "
+    detail += f"{in_seconds(worst['stall'])} before the next step may begin; read back whole in {in_seconds(worst['load'])}"
+    return [Row("ok", detail)]

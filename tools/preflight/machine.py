@@ -29,7 +29,7 @@ from models import MODELS
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from tools.plan.device import MEMORY_EFFICIENCY
-from tools.preflight.here import SLOW, Here, Row, differences, in_seconds
+from tools.preflight.probe import SLOW, Probe, Row, differences, in_seconds
 from training.metrics import in_bytes, peak_flops
 from training.optim import build_optimizer
 
@@ -44,8 +44,8 @@ NOT_SETTINGS = re.compile(r"CUDA_VISIBLE_DEVICES|TORCH_ELASTIC_\w+|\w*(TOKEN|SEC
 # ranks: all are there -------------------------------------------------------------------------------------------------
 
 
-def measure_ranks(here: Here) -> dict:
-    return {"host": here.host, "node": here.node, "pid": os.getpid(), **asdict(here.world)}
+def measure_ranks(probe: Probe) -> dict:
+    return {"host": probe.host, "node": probe.node, "pid": os.getpid(), **asdict(probe.world)}
 
 
 def host_names(answers: dict[int, dict]) -> dict[int, str]:
@@ -56,23 +56,23 @@ def host_names(answers: dict[int, dict]) -> dict[int, str]:
     return {r: a["host"] if len(nodes[a["host"]]) == 1 else f"{a['host']}/{a['node']}" for r, a in answers.items()}
 
 
-def judge_ranks(here: Here, answers: list[dict]) -> list[Row]:
+def judge_ranks(probe: Probe, answers: list[dict]) -> list[Row]:
     nodes: dict[str, list[int]] = {}
     for r, a in enumerate(answers):
         nodes.setdefault(a["node"], []).append(r)
-    here.leaders = [ranks[0] for ranks in nodes.values()]
+    probe.leaders = [ranks[0] for ranks in nodes.values()]
     wrong = []
-    if text := differences(here, [a["size"] for a in answers]):
+    if text := differences(probe, [a["size"] for a in answers]):
         wrong.append(f"WORLD_SIZE is {text}: start all hosts with the same NNODES and NGPU")
-    if text := differences(here, [len(nodes[a["node"]]) for a in answers]):
+    if text := differences(probe, [len(nodes[a["node"]]) for a in answers]):
         wrong.append(f"the number of ranks on a host is {text}: start as many on each (NGPU)")
-    elif text := differences(here, [a["local_size"] for a in answers]):
+    elif text := differences(probe, [a["local_size"] for a in answers]):
         wrong.append(f"LOCAL_WORLD_SIZE is {text}: start as many ranks on each host (NGPU)")
     for ranks in nodes.values():
         for number, count in Counter(answers[r]["local_rank"] for r in ranks).items():
             if count > 1:
                 same = [r for r in ranks if answers[r]["local_rank"] == number]
-                wrong.append(f"LOCAL_RANK {number} was given to {here.named(same)}: each rank of a host needs its own")
+                wrong.append(f"LOCAL_RANK {number} was given to {probe.named(same)}: each rank of a host needs its own")
     if wrong:
         return [Row("FAIL", text) for text in wrong]
     each = len(answers) // len(nodes)
@@ -82,18 +82,18 @@ def judge_ranks(here: Here, answers: list[dict]) -> list[Row]:
 # config: alike on all ranks -------------------------------------------------------------------------------------------
 
 
-def measure_config(here: Here) -> dict:
+def measure_config(probe: Probe) -> dict:
     """Raises InputError for a configuration that the run would refuse."""
-    here.cfg = load_config(here.argv, here.world.size, here.world.local_size)
-    _, here.args = train.architecture(here.cfg)
-    values = {f"{t}.{k}": v for t, options in here.cfg.model_dump(mode="json").items() for k, v in options.items()}
-    return {"hash": hashlib.sha256(dump(here.cfg).encode()).hexdigest()[:12], "options": values}
+    probe.cfg = load_config(probe.argv, probe.world.size, probe.world.local_size)
+    _, probe.args = train.architecture(probe.cfg)
+    values = {f"{t}.{k}": v for t, options in probe.cfg.model_dump(mode="json").items() for k, v in options.items()}
+    return {"hash": hashlib.sha256(dump(probe.cfg).encode()).hexdigest()[:12], "options": values}
 
 
-def judge_config(here: Here, answers: list[dict]) -> list[Row]:
+def judge_config(probe: Probe, answers: list[dict]) -> list[Row]:
     rows = []
     for name in answers[0]["options"]:
-        if text := differences(here, [json.dumps(a["options"][name]) for a in answers]):
+        if text := differences(probe, [json.dumps(a["options"][name]) for a in answers]):
             rows.append(Row("FAIL", f"{name} is {text}: give all ranks the same file and options"))
     return rows or [Row("ok", f"the same on all ranks ({answers[0]['hash']})")]
 
@@ -101,11 +101,11 @@ def judge_config(here: Here, answers: list[dict]) -> list[Row]:
 # devices: each rank has its own ---------------------------------------------------------------------------------------
 
 
-def measure_devices(here: Here) -> dict:
+def measure_devices(probe: Probe) -> dict:
     """Raises InputError where this rank has no device."""
-    here.device = meshes.pick_device(here.cfg.run, here.world.local_rank)
-    here.dtype = dp.param_dtype(here.cfg.training, here.device)
-    return device_table(here.device)
+    probe.device = meshes.pick_device(probe.cfg.run, probe.world.local_rank)
+    probe.dtype = dp.param_dtype(probe.cfg.training, probe.device)
+    return device_table(probe.device)
 
 
 def device_table(device: torch.device) -> dict:
@@ -141,34 +141,34 @@ def nvidia_smi(device: torch.device, *fields: str) -> list[str]:
     return [""] * len(fields)
 
 
-def judge_devices(here: Here, answers: list[dict]) -> list[Row]:
+def judge_devices(probe: Probe, answers: list[dict]) -> list[Row]:
     rows, nodes = [], {}
     for uuid in sorted({a["uuid"] for a in answers} - {""}):
         users = [r for r, a in enumerate(answers) if a["uuid"] == uuid]
         if len(users) > 1:
-            rows.append(Row("FAIL", f"{here.named(users)} share GPU {uuid}: start one process per GPU, "
+            rows.append(Row("FAIL", f"{probe.named(users)} share GPU {uuid}: start one process per GPU, "
                             "and give all of them the same CUDA_VISIBLE_DEVICES"))  # fmt: skip
     for r in range(len(answers)):
-        nodes.setdefault(here.hosts[r], []).append(r)
+        nodes.setdefault(probe.hosts[r], []).append(r)
     for ranks in nodes.values():
-        if text := differences(here, [answers[r]["visible"] for r in ranks]):
-            text = f"CUDA_VISIBLE_DEVICES differs within a host ({here.named(ranks)}): {text.split(' on ')[0]} and others"
+        if text := differences(probe, [answers[r]["visible"] for r in ranks]):
+            text = f"CUDA_VISIBLE_DEVICES differs within a host ({probe.named(ranks)}): {text.split(' on ')[0]} and others"
             rows.append(Row("FAIL", f"{text}; each rank takes the GPU of its LOCAL_RANK from the same list"))
         buses = [answers[r]["bus"] for r in ranks]
         if "" not in buses and buses != sorted(buses):
-            rows.append(Row("FAIL", f"the GPUs of {here.named(ranks)} are permuted (PCI {', '.join(buses)}): "
+            rows.append(Row("FAIL", f"the GPUs of {probe.named(ranks)} are permuted (PCI {', '.join(buses)}): "
                             "ranks then meet the wrong network card and neighbour; list CUDA_VISIBLE_DEVICES in ascending "
                             "order, with CUDA_DEVICE_ORDER=PCI_BUS_ID", blocks=False))  # fmt: skip
-    if text := differences(here, [a["name"] for a in answers]):
+    if text := differences(probe, [a["name"] for a in answers]):
         rows.append(Row("FAIL", f"not all are of one kind: {text}; all would wait for the slowest", blocks=False))
     for r, a in enumerate(answers):
         if a["uuid"] and a["total"] - a["free"] > OTHERS_BYTES:
             taken = f"{in_bytes(a['total'] - a['free'])} of {in_bytes(a['total'])} are taken before the start"
-            rows.append(Row("FAIL", f"{here.named([r])}: {taken}, by another process: see nvidia-smi there", blocks=False))
+            rows.append(Row("FAIL", f"{probe.named([r])}: {taken}, by another process: see nvidia-smi there", blocks=False))
     low = min(range(len(answers)), key=lambda r: answers[r]["free"])
     free, total = (in_bytes(answers[low][key]) for key in ("free", "total"))
-    least = f"least free memory {free} of {total} on {here.named([low])}"
-    each = "each rank its own" if here.device.type == "cuda" else "ranks of a host share it"
+    least = f"least free memory {free} of {total} on {probe.named([low])}"
+    each = "each rank its own" if probe.device.type == "cuda" else "ranks of a host share it"
     return rows or [Row("ok", f"{answers[0]['name']}, {each}; {least}")]
 
 
@@ -178,17 +178,17 @@ def judge_devices(here: Here, answers: list[dict]) -> list[Row]:
 BLOCKING = ("torch", "nccl", "files", "param_dtype")  # ranks that differ in these may hang or abort together
 
 
-def measure_same(here: Here) -> dict:
-    return {"versions": versions(here), "settings": settings()}
+def measure_same(probe: Probe) -> dict:
+    return {"versions": versions(probe), "settings": settings()}
 
 
-def versions(here: Here) -> dict[str, str]:
-    cuda = here.device.type == "cuda"
+def versions(probe: Probe) -> dict[str, str]:
+    cuda = probe.device.type == "cuda"
     return {
         "torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda or "none",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
-        "driver": nvidia_smi(here.device, "driver_version")[0] if cuda else "none",
-        "param_dtype": str(here.dtype).removeprefix("torch."), "commit": commit(), "files": files(),
+        "driver": nvidia_smi(probe.device, "driver_version")[0] if cuda else "none",
+        "param_dtype": str(probe.dtype).removeprefix("torch."), "commit": commit(), "files": files(),
     }  # fmt: skip
 
 
@@ -213,39 +213,39 @@ def settings() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if SETTINGS.fullmatch(k) and not NOT_SETTINGS.fullmatch(k)}
 
 
-def judge_same(here: Here, answers: list[dict]) -> list[Row]:
+def judge_same(probe: Probe, answers: list[dict]) -> list[Row]:
     rows = []
-    for what, words in ("versions", "install the same everywhere"), ("settings", "set it alike for all ranks"):
+    for what, remedy in ("versions", "install the same everywhere"), ("settings", "set it alike for all ranks"):
         for name in sorted({name for a in answers for name in a[what]}):
-            if text := differences(here, [a[what].get(name) for a in answers]):
-                rows.append(Row("FAIL", f"{name} is {text}: {words}", blocks=name in BLOCKING))
-    said = ", ".join(f"{name} {value}" for name, value in answers[0]["versions"].items() if value != "none")
-    return rows or [Row("ok", f"{said}; {len(answers[0]['settings'])} settings of the environment alike")]
+            if text := differences(probe, [a[what].get(name) for a in answers]):
+                rows.append(Row("FAIL", f"{name} is {text}: {remedy}", blocks=name in BLOCKING))
+    versions = ", ".join(f"{name} {value}" for name, value in answers[0]["versions"].items() if value != "none")
+    return rows or [Row("ok", f"{versions}; {len(answers[0]['settings'])} settings of the environment alike")]
 
 
 # compute: arithmetic and memory of each device ------------------------------------------------------------------------
 
 
-def measure_compute(here: Here) -> dict:
+def measure_compute(probe: Probe) -> dict:
     """The model's largest product in its own type and shapes, and a copy of much memory; on all ranks at once."""
-    cuda, cfg = here.device.type == "cuda", here.cfg
+    cuda, cfg = probe.device.type == "cuda", probe.cfg
     tokens = min(cfg.training.local_batch_size * cfg.training.seq_len, 8192 if cuda else 512)
-    k, n = MODELS[cfg.model.family].largest_product(here.args)
+    k, n = MODELS[cfg.model.family].largest_product(probe.args)
     n = max(1, n // cfg.parallelism.tensor_parallel)
-    a, b = (torch.ones(shape, dtype=here.dtype, device=here.device) for shape in ((tokens, k), (k, n)))
-    seconds = best(lambda: multiply(a, b), here.device)
-    block = torch.ones((1 << 28) if cuda else (1 << 24), dtype=torch.float32, device=here.device)  # 1 GB, 64 MB
+    a, b = (torch.ones(shape, dtype=probe.dtype, device=probe.device) for shape in ((tokens, k), (k, n)))
+    seconds = best(lambda: multiply(a, b), probe.device)
+    block = torch.ones((1 << 28) if cuda else (1 << 24), dtype=torch.float32, device=probe.device)  # 1 GB, 64 MB
     other = torch.empty_like(block)
-    copied = best(lambda: other.copy_(block), here.device)
+    copied = best(lambda: other.copy_(block), probe.device)
     hint = ""
     if cuda:
-        degrees, reasons = nvidia_smi(here.device, "temperature.gpu", "clocks_throttle_reasons.active")
+        degrees, reasons = nvidia_smi(probe.device, "temperature.gpu", "clocks_throttle_reasons.active")
         hint = f"{degrees} °C" if degrees else ""
         with suppress(ValueError):  # bits: 8 hardware, 20 and 40 heat, 80 power brake (NVML, nvmlClocksEventReasons)
             hint += ", slowed down by heat or power" if int(reasons, 16) & 0xE8 else ""
-    name = torch.cuda.get_device_name(here.device) if cuda else "cpu"
+    name = torch.cuda.get_device_name(probe.device) if cuda else "cpu"
     return {"shape": [tokens, k, n], "flops": 2 * tokens * k * n / seconds, "bytes": 2 * block.nbytes / copied,
-            "hint": hint, "peak": peak_flops(name, cfg.metrics.peak_tflops, here.dtype)}  # fmt: skip
+            "hint": hint, "peak": peak_flops(name, cfg.metrics.peak_tflops, probe.dtype)}  # fmt: skip
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -271,10 +271,10 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def judge_compute(here: Here, answers: list[dict]) -> list[Row]:
+def judge_compute(probe: Probe, answers: list[dict]) -> list[Row]:
     rows = []
     shape = " x ".join(map(str, answers[0]["shape"]))
-    what = f"{str(here.dtype).removeprefix('torch.')} product [{shape}]"
+    what = f"{str(probe.dtype).removeprefix('torch.')} product [{shape}]"
     for kind, key, unit, scale in ("matmul", "flops", "TFLOP/s", 1e12), ("memory", "bytes", "GB/s copied", 1e9):
         rates = [a[key] / scale for a in answers]
         middle = statistics.median(rates)
@@ -282,58 +282,58 @@ def judge_compute(here: Here, answers: list[dict]) -> list[Row]:
         slow = [r for r, rate in enumerate(rates) if rate < SLOW[kind] * middle]
         for r in slow[:8]:
             hint = f", {answers[r]['hint']}" if answers[r]["hint"] else ""
-            text = f"{here.named([r])}: {rates[r]:.3g} {unit}, {rates[r] / middle:.2f} of the median {middle:.3g}{hint}"
-            rows.append(Row(here.slow, f"{kind}: {text}; take that device out, or see what else runs on it", False))
-        wanted = _wanted(here, kind) / scale
+            text = f"{probe.named([r])}: {rates[r]:.3g} {unit}, {rates[r] / middle:.2f} of the median {middle:.3g}{hint}"
+            rows.append(Row(probe.slow, f"{kind}: {text}; take that device out, or see what else runs on it", False))
+        wanted = _wanted(probe, kind) / scale
         if middle < SLOW[kind] * wanted:
-            text = f"{kind}: median {middle:.3g} {unit}, but {wanted:.3g} are expected of {here.table.name or 'the device'}: see clocks, power limit"
+            text = f"{kind}: median {middle:.3g} {unit}, but {wanted:.3g} are expected of {probe.table.name or 'the device'}: see clocks, power limit"
             rows.append(Row("FAIL", f"{text} and MIG with nvidia-smi -q", False))
         if not slow:
             peak = answers[0]["peak"] if kind == "matmul" else None
-            of = f", {middle * scale / peak:.0%} of its peak" if peak else ""
-            text = f"{what if kind == 'matmul' else kind}: median {middle:.3g} {unit}{of}"
-            rows.append(Row("ok", f"{text}, least {rates[low]:.3g} on {here.named([low])}"))
+            share_of_peak = f", {middle * scale / peak:.0%} of its peak" if peak else ""
+            text = f"{what if kind == 'matmul' else kind}: median {middle:.3g} {unit}{share_of_peak}"
+            rows.append(Row("ok", f"{text}, least {rates[low]:.3g} on {probe.named([low])}"))
     return rows
 
 
-def _wanted(here: Here, kind: str) -> float:
+def _wanted(probe: Probe, kind: str) -> float:
     """FLOP/s or bytes per second that --device promises; 0: it was not given, or promises nothing for this type."""
-    if not here.table or here.dtype != torch.bfloat16:
+    if not probe.table or probe.dtype != torch.bfloat16:
         return 0.0
     if kind == "matmul":
-        return here.table.peak * here.table.matmul_efficiency
-    return here.table.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY
+        return probe.table.peak * probe.table.matmul_efficiency
+    return probe.table.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY
 
 
 # folder: where checkpoints go -----------------------------------------------------------------------------------------
 
 
-def measure_folder(here: Here) -> dict:
+def measure_folder(probe: Probe) -> dict:
     """Write into a temporary folder beside the run's, all ranks at once, as a save does, and see what others wrote."""
-    here.place = temporary_place(Path(here.cfg.run.folder), here.id)
+    probe.place = temporary_place(Path(probe.cfg.run.folder), probe.id)
     try:
-        here.place.mkdir(exist_ok=True)
+        probe.place.mkdir(exist_ok=True)
     except OSError as error:
-        why = f"{here.place.parent} cannot be written ({error.strerror})"
-        raise InputError(f"run.folder = {here.cfg.run.folder!r}: {why}: choose another") from None
-    free = shutil.disk_usage(here.place).free
-    if here.world.rank == 0:
-        here.lease = Lease(here.place / ".lease")  # before its token: who sees that one must be refused the lease
-    share = checkpoint_bytes(here.cfg, here.args) / here.world.size
-    size = int(max(1 << 22, min(share, 1 << 28, free / 20 / here.world.size)))
+        why = f"{probe.place.parent} cannot be written ({error.strerror})"
+        raise InputError(f"run.folder = {probe.cfg.run.folder!r}: {why}: choose another") from None
+    free = shutil.disk_usage(probe.place).free
+    if probe.world.rank == 0:
+        probe.lease = Lease(probe.place / ".lease")  # before its token: who sees that one must be refused the lease
+    share = checkpoint_bytes(probe.cfg, probe.args) / probe.world.size
+    size = int(max(1 << 22, min(share, 1 << 28, free / 20 / probe.world.size)))
     data = os.urandom(1 << 20) * -(-size // (1 << 20))
     began = time.perf_counter()
-    write(here.place / f"data-{here.world.rank}", data)
+    write(probe.place / f"data-{probe.world.rank}", data)
     seconds = time.perf_counter() - began
-    (here.place / f"token-{here.world.rank}").touch()
-    (here.place / f"data-{here.world.rank}").unlink()
-    unseen, deadline = set(range(here.world.size)), time.monotonic() + here.limit("folder") / 2
+    (probe.place / f"token-{probe.world.rank}").touch()
+    (probe.place / f"data-{probe.world.rank}").unlink()
+    unseen, deadline = set(range(probe.world.size)), time.monotonic() + probe.limit("folder") / 2
     while unseen and time.monotonic() < deadline:
-        names = os.listdir(here.place)
+        names = os.listdir(probe.place)
         unseen -= {int(name.removeprefix("token-")) for name in names if name.startswith("token-")}
         time.sleep(0.02 if unseen else 0)
-    return {"place": str(here.place), "free": free, "rate": len(data) / seconds, "unseen": sorted(unseen),
-            "lock": _lock(here) if not unseen else ""}  # fmt: skip
+    return {"place": str(probe.place), "free": free, "rate": len(data) / seconds, "unseen": sorted(unseen),
+            "lock": _lock(probe) if not unseen else ""}  # fmt: skip
 
 
 def temporary_place(run_folder: Path, name: str) -> Path:
@@ -352,12 +352,12 @@ def write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _lock(here: Here) -> str:
+def _lock(probe: Probe) -> str:
     """On the last rank, which is on another host than rank 0 if there is one: what came of trying to take its lease."""
-    if here.world.rank == 0 or here.world.rank < here.world.size - 1:
+    if probe.world.rank == 0 or probe.world.rank < probe.world.size - 1:
         return ""
     try:
-        Lease(here.place / ".lease").release()
+        Lease(probe.place / ".lease").release()
     except InputError:
         return "refused"
     return "given twice"
@@ -380,35 +380,35 @@ def checkpoints_kept(cfg: Config) -> int:
     return min(saves, c.keep_last + (steps // c.keep_every if c.keep_every else 0) if c.keep_last else saves) + 1
 
 
-def judge_folder(here: Here, answers: list[dict]) -> list[Row]:
+def judge_folder(probe: Probe, answers: list[dict]) -> list[Row]:
     apart = {r: a["unseen"] for r, a in enumerate(answers) if a["unseen"]}
     if apart:
         (r, unseen), *_ = apart.items()
-        where = differences(here, [a["place"] for a in answers])
-        seen = f"{here.named([r])} does not see in {answers[r]['place']} what {here.named(unseen)} wrote"
+        where = differences(probe, [a["place"] for a in answers])
+        seen = f"{probe.named([r])} does not see in {answers[r]['place']} what {probe.named(unseen)} wrote"
         return [Row("FAIL", f"{seen}{f' (the folder is {where})' if where else ''}: run.folder must be one "
                     f"folder on a file system that all hosts share; {len(apart)} ranks miss files of others")]  # fmt: skip
     rows = []
-    size, kept = checkpoint_bytes(here.cfg, here.args), checkpoints_kept(here.cfg)
+    size, kept = checkpoint_bytes(probe.cfg, probe.args), checkpoints_kept(probe.cfg)
     free = min(a["free"] for a in answers)
     folder = Path(answers[0]["place"]).parent
     need = f"{kept} checkpoints of {in_bytes(size)} (checkpoint.keep_last + 1) need {in_bytes(kept * size)}"
     if free < kept * size:
         few = [r for r, a in enumerate(answers) if a["free"] < kept * size]
-        rows.append(Row("FAIL", f"{folder} has {in_bytes(free)} free ({here.named(few)}), but {need}: make room or "
+        rows.append(Row("FAIL", f"{folder} has {in_bytes(free)} free ({probe.named(few)}), but {need}: make room or "
                         "keep fewer", blocks=free < 2 * size))  # fmt: skip
     else:
         rows.append(Row("ok", f"{folder} is shared by all ranks, with {in_bytes(free)} free: {need}"))
     if answers[-1]["lock"] == "given twice":
-        rows.append(Row("FAIL", f"{here.named([len(answers) - 1])} was given the lease that rank 0 holds: file locks "
+        rows.append(Row("FAIL", f"{probe.named([len(answers) - 1])} was given the lease that rank 0 holds: file locks "
                         f"do not work in {folder}, so two runs could write into one folder", blocks=False))  # fmt: skip
     rates = [a["rate"] for a in answers]
     middle, low = statistics.median(rates), min(range(len(rates)), key=rates.__getitem__)
     slow = [r for r, rate in enumerate(rates) if rate < SLOW["write"] * middle]
     seconds = size / len(rates) / rates[low]
-    said = f"a rank writes and syncs {in_bytes(middle)}/s (median), {in_bytes(rates[low])}/s at least, on "
-    said += f"{here.named([low])}: a save of {in_bytes(size)} takes about {in_seconds(seconds)}"
+    detail = f"a rank writes and syncs {in_bytes(middle)}/s (median), {in_bytes(rates[low])}/s at least, on "
+    detail += f"{probe.named([low])}: a save of {in_bytes(size)} takes about {in_seconds(seconds)}"
     if slow:
-        said += f"; {here.named(slow)} below {SLOW['write']} of the median: see how that host reaches {folder}"
-    rows.append(Row(here.slow if slow else "ok", said, blocks=False))
+        detail += f"; {probe.named(slow)} below {SLOW['write']} of the median: see how that host reaches {folder}"
+    rows.append(Row(probe.slow if slow else "ok", detail, blocks=False))
     return rows

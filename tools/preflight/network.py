@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from parallelisms import dp
 from parallelisms import mesh as meshes
-from tools.preflight.here import SLOW, Here, Row, in_seconds
+from tools.preflight.probe import SLOW, Probe, Row, in_seconds
 from tools.preflight.machine import synchronise
 from training.metrics import in_bytes
 
@@ -25,39 +25,39 @@ ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # 
 # connect, clock: ranks reach each other -------------------------------------------------------------------------------
 
 
-def measure_connect(here: Here) -> dict:
+def measure_connect(probe: Probe) -> dict:
     """Start the process group, and sum something on the CPU and on the device."""
     began = time.perf_counter()
-    run = here.cfg.run.model_copy(update={"init_timeout_seconds": here.limit("connect")})
+    run = probe.cfg.run.model_copy(update={"init_timeout_seconds": probe.limit("connect")})
     meshes.open_group(run)
-    limit_collectives(here, here.limit("connect"))
-    for device in {torch.device("cpu"), here.device}:
+    limit_collectives(probe, probe.limit("connect"))
+    for device in {torch.device("cpu"), probe.device}:
         count = torch.ones(1, device=device)
         dist.all_reduce(count)
-        if count.item() != here.world.size:
-            raise RuntimeError(f"the sum of 1 over {here.world.size} ranks was {count.item():g} on {device}")
+        if count.item() != probe.world.size:
+            raise RuntimeError(f"the sum of 1 over {probe.world.size} ranks was {count.item():g} on {device}")
     return {"seconds": time.perf_counter() - began}
 
 
-def limit_collectives(here: Here, seconds: int) -> None:
+def limit_collectives(probe: Probe, seconds: int) -> None:
     """So that a rank that waits in vain can say so before its check's time is over."""
-    seconds += NCCL_MARGIN if here.device.type == "cuda" else 0
-    if here.job:
-        here.job.mesh.set_timeout(seconds)
+    seconds += NCCL_MARGIN if probe.device.type == "cuda" else 0
+    if probe.job:
+        probe.job.mesh.set_timeout(seconds)
     else:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
 
-def judge_connect(here: Here, answers: list[dict]) -> list[Row]:
-    backend = "NCCL and gloo" if here.device.type == "cuda" else "gloo"
+def judge_connect(probe: Probe, answers: list[dict]) -> list[Row]:
+    backend = "NCCL and gloo" if probe.device.type == "cuda" else "gloo"
     return [Row("ok", f"{backend}: all ranks reach each other, within {in_seconds(max(a['seconds'] for a in answers))}")]
 
 
-def measure_clock(here: Here) -> dict:
+def measure_clock(probe: Probe) -> dict:
     """Offsets of the hosts' clocks from rank 0's: the answer's time against the middle between question and answer, of
     the fastest of ten rounds; wrong by at most half that round (Cristian's estimate, doi:10.1007/BF01784024)."""
-    found, leaders = {}, here.leaders if here.world.rank == 0 else [here.world.rank]
-    if here.world.rank and here.world.local_rank:
+    offsets, leaders = {}, probe.leaders if probe.world.rank == 0 else [probe.world.rank]
+    if probe.world.rank and probe.world.local_rank:
         return {}
     now = torch.zeros(1, dtype=torch.float64)
     for leader in leaders:
@@ -65,7 +65,7 @@ def measure_clock(here: Here) -> dict:
             continue
         rounds = []
         for _ in range(10):
-            if here.world.rank:
+            if probe.world.rank:
                 dist.recv(now, 0)
                 dist.send(torch.tensor([wall_clock()], dtype=torch.float64), 0)
                 continue
@@ -75,15 +75,15 @@ def measure_clock(here: Here) -> dict:
             ended = wall_clock()
             rounds.append((ended - began, now.item() - (began + ended) / 2))
         if rounds:
-            found[str(leader)] = min(rounds)
-    return {"offsets": found}
+            offsets[str(leader)] = min(rounds)
+    return {"offsets": offsets}
 
 
 def wall_clock() -> float:
     return time.time()
 
 
-def judge_clock(here: Here, answers: list[dict]) -> list[Row]:
+def judge_clock(probe: Probe, answers: list[dict]) -> list[Row]:
     offsets = {0: (0.0, 0.0)} | {int(r): tuple(pair) for r, pair in answers[0]["offsets"].items()}
     if len(offsets) == 1:
         return [Row("ok", "one host, one clock")]
@@ -91,36 +91,36 @@ def judge_clock(here: Here, answers: list[dict]) -> list[Row]:
     odd = max(offsets, key=lambda r: abs(offsets[r][1] - middle))
     skew = max(o for _, o in offsets.values()) - min(o for _, o in offsets.values())
     error = max(seconds for seconds, _ in offsets.values()) / 2
-    said = f"the hosts' clocks differ by {in_seconds(skew)} (known to {in_seconds(error)}; limit {CLOCK_SECONDS:g} s)"
+    detail = f"the hosts' clocks differ by {in_seconds(skew)} (known to {in_seconds(error)}; limit {CLOCK_SECONDS:g} s)"
     if skew - error <= CLOCK_SECONDS:
-        return [Row("ok", said)]
-    said += f", most on {here.named([odd])}: {offsets[odd][1] - middle:+.3g} s from the median"
-    return [Row("FAIL", f"{said}; start its time service (chrony, NTP)", blocks=False)]
+        return [Row("ok", detail)]
+    detail += f", most on {probe.named([odd])}: {offsets[odd][1] - middle:+.3g} s from the median"
+    return [Row("FAIL", f"{detail}; start its time service (chrony, NTP)", blocks=False)]
 
 
 # bandwidth: of each mesh dimension, and of each link ------------------------------------------------------------------
 
 
-def messages(here: Here) -> dict[str, tuple[int, torch.dtype]]:
+def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
     """By mesh dimension: bytes (at most 1 GiB, where any link is at its full rate) and type of its typical message.
 
     dp_shard gathers a block's weights, of which tensor parallelism leaves a share; dp_replicate sums the shards of their
     gradients; tp gathers the activations of a micro-batch, [b, T, dim].
     """
-    mesh, t = here.job.mesh, here.cfg.training
+    mesh, t = probe.job.mesh, probe.cfg.training
     reduced = dp.DTYPES[t.reduce_dtype]
-    block = sum(p.numel() for p in here.job.model.layers["0"].parameters()) / mesh.tp
+    block = sum(p.numel() for p in probe.job.model.layers["0"].parameters()) / mesh.tp
     elements = {
-        "dp_shard": (block, here.dtype),
+        "dp_shard": (block, probe.dtype),
         "dp_replicate": (block / mesh.dp_shard, reduced),
-        "tp": (t.local_batch_size * t.seq_len * here.args.dim, here.dtype),
+        "tp": (t.local_batch_size * t.seq_len * probe.args.dim, probe.dtype),
     }
     return {dim: (int(min(count * dtype.itemsize, 1 << 30)), dtype) for dim, (count, dtype) in elements.items()}
 
 
-def measure_bandwidth(here: Here) -> dict:
-    mesh, found, links = here.job.mesh, {}, []
-    for dim, (size, dtype) in messages(here).items():
+def measure_bandwidth(probe: Probe) -> dict:
+    mesh, by_dimension, links = probe.job.mesh, {}, []
+    for dim, (size, dtype) in messages(probe).items():
         group = mesh.device_mesh.get_group(dim)
         ranks = dist.get_process_group_ranks(group)
         n = len(ranks)
@@ -135,11 +135,11 @@ def measure_bandwidth(here: Here) -> dict:
         def reduce(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
             dist.all_reduce(whole, group=group)
 
-        found[dim] = {"ranks": ranks, "bytes": whole.nbytes}
+        by_dimension[dim] = {"ranks": ranks, "bytes": whole.nbytes}
         for name, fn, factor in ("all-gather", gather, (n - 1) / n), ("all-reduce", reduce, 2 * (n - 1) / n):
-            found[dim][name] = whole.nbytes * factor / collective_seconds(fn, mesh.device, group)
-        links += neighbours(here, dim, group, ranks, part[: max(1, (64 << 20) // dtype.itemsize)])
-    return {"dims": found, "links": links}
+            by_dimension[dim][name] = whole.nbytes * factor / collective_seconds(fn, mesh.device, group)
+        links += neighbours(probe, dim, group, ranks, part[: max(1, (64 << 20) // dtype.itemsize)])
+    return {"dims": by_dimension, "links": links}
 
 
 def collective_seconds(fn: Callable[[], None], device: torch.device, group: dist.ProcessGroup) -> float:
@@ -156,13 +156,13 @@ def collective_seconds(fn: Callable[[], None], device: torch.device, group: dist
     return statistics.median(seconds)
 
 
-def neighbours(here: Here, dim: str, group: dist.ProcessGroup, ranks: list[int], data: torch.Tensor) -> list[list]:
+def neighbours(probe: Probe, dim: str, group: dist.ProcessGroup, ranks: list[int], data: torch.Tensor) -> list[list]:
     """Bytes per second between neighbours of a group's ring, pair by pair: [dim, from, to, rate], told by the first.
 
     A small message there and back before each measurement: so none counts the time that the partner spent elsewhere.
     """
-    n, me, found = len(ranks), ranks.index(here.world.rank), []
-    small, device = data[:1].clone(), here.job.mesh.device
+    n, me, links = len(ranks), ranks.index(probe.world.rank), []
+    small, device = data[:1].clone(), probe.job.mesh.device
     pairs = [(i, (i + 1) % n) for i in range(n if n > 2 else 1)]
     for number in range(3):
         for a, b in (pair for pair in pairs if phase(pair, n) == number and me in pair):
@@ -176,8 +176,8 @@ def neighbours(here: Here, dim: str, group: dist.ProcessGroup, ranks: list[int],
                     seconds = time.perf_counter() - began
                 rates.append(2 * data.nbytes / seconds)
             if me == a:
-                found.append([dim, here.world.rank, other, max(rates)])
-    return found
+                links.append([dim, probe.world.rank, other, max(rates)])
+    return links
 
 
 def phase(pair: tuple[int, int], n: int) -> int:
@@ -195,40 +195,40 @@ def exchange(message: torch.Tensor, other: int, first: bool, group: dist.Process
             dist.recv(message, other, group=group)
 
 
-def judge_bandwidth(here: Here, answers: list[dict]) -> list[Row]:
+def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[Row]:
     rows = []
     for dim in answers[0]["dims"]:
         groups: dict[tuple, list[dict]] = {}
         for a in answers:
             groups.setdefault(tuple(a["dims"][dim]["ranks"]), []).append(a["dims"][dim])
-        said, size = [], answers[0]["dims"][dim]["bytes"]
+        summary, size = [], answers[0]["dims"][dim]["bytes"]
         for name in "all-gather", "all-reduce":
             rates = {ranks: min(row[name] for row in members) / 1e9 for ranks, members in groups.items()}
             middle, low = statistics.median(rates.values()), min(rates, key=rates.__getitem__)
             slow = [ranks for ranks, rate in rates.items() if rate < SLOW["group"] * middle]
             for ranks in slow[:8]:
                 share = f"{rates[ranks] / middle:.2f} of the median {middle:.3g} of the {len(rates)} groups"
-                text = f"{dim}: {name} of {here.named(ranks)}: {rates[ranks]:.3g} GB/s, {share}"
-                rows.append(Row(here.slow, text, blocks=False))
-            wanted, source = here.wanted(dim, name, low, size)
+                text = f"{dim}: {name} of {probe.named(ranks)}: {rates[ranks]:.3g} GB/s, {share}"
+                rows.append(Row(probe.slow, text, blocks=False))
+            wanted, source = probe.wanted(dim, name, low, size)
             if middle < SLOW["group"] * wanted:
                 text = f"{dim}: {name} {middle:.3g} GB/s, but {source}: see with NCCL_DEBUG=INFO"
                 rows.append(Row("FAIL", f"{text} which network and protocol are used", blocks=False))
-            least = f" (least {rates[low]:.3g}, {here.named(low)})" if len(rates) > 1 else ""
-            said.append(f"{name} {middle:.3g} GB/s{least}")
+            least = f" (least {rates[low]:.3g}, {probe.named(low)})" if len(rates) > 1 else ""
+            summary.append(f"{name} {middle:.3g} GB/s{least}")
         groups_of = f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {len(answers[0]['dims'][dim]['ranks'])}"
-        rows.append(Row("ok", f"{dim}, {groups_of}, {in_bytes(size)}: {', '.join(said)} (bus bandwidth)", False))
+        rows.append(Row("ok", f"{dim}, {groups_of}, {in_bytes(size)}: {', '.join(summary)} (bus bandwidth)", False))
     kinds: dict[tuple, list[list]] = {}
     for link in (link for a in answers for link in a["links"]):
-        kinds.setdefault((link[0], here.hosts[link[1]] != here.hosts[link[2]]), []).append(link)
+        kinds.setdefault((link[0], probe.hosts[link[1]] != probe.hosts[link[2]]), []).append(link)
     for (dim, between), links in kinds.items():
         middle = statistics.median(rate for *_, rate in links)
         kind = f"{dim} {'between' if between else 'within'} hosts"
         slow = [link for link in links if link[3] < SLOW["link"] * middle] if len(links) >= LEAST_LINKS else []
         for _, a, b, rate in slow[:8]:
             share = f"{rate / 1e9:.3g} GB/s, {rate / middle:.2f} of the median of {kind}"
-            text = f"link {here.named([a])} - {here.named([b])}: {share}; see cable, card and NCCL_* there"
-            rows.append(Row(here.slow, text, blocks=False))
+            text = f"link {probe.named([a])} - {probe.named([b])}: {share}; see cable, card and NCCL_* there"
+            rows.append(Row(probe.slow, text, blocks=False))
         if not slow:
             _, a, b, least = min(links, key=lambda link: link[3])
             text = f"links {kind}: {len(links)}, median {middle / 1e9:.3g} GB/s, least {least / 1e9:.3g}"

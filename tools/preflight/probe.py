@@ -1,4 +1,4 @@
-"""What a check knows of its rank, what it has to say, and how ranks and numbers read on the page."""
+"""What the checks of one rank know and share, the lines of the page, and how ranks and numbers are written there."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from parallelisms.mesh import World
 from tools.plan.device import Device
 from tools.plan.estimate import Ring
 
-# What is slow: below this share of the median of all ranks (of all links of a kind). Healthy machines of one kind are
-# within a few per cent of each other in arithmetic, less alike on a network and on a shared file system.
+# A rate below this share of the median of all ranks (or of all links of a kind) is slow. Healthy machines of one kind are
+# within a few per cent of each other in arithmetic, and further apart on a network and on a shared file system.
 SLOW = {"matmul": 0.8, "memory": 0.8, "group": 0.7, "link": 0.5, "write": 0.25}
-TIMEOUT = 120  # seconds of a check, unless --timeout says so; of those in LONG what the run itself allows its first step
+TIMEOUT = 120  # seconds that a check may take without --timeout; those in LONG get what the run allows its first step
 LONG = ("build", "step", "save")
 
 
 @dataclass
 class Row:
-    """A line of the page. result: ok, warn, FAIL or left out. A failure that `blocks` leaves out what needs the check."""
+    """A line of the page. result: ok, warn, FAIL or left out. After a failure that `blocks`, the checks that need this one are
+    left out."""
 
     result: str
     detail: str
@@ -37,16 +38,16 @@ class Row:
 
 
 @dataclass
-class Here:
-    """This rank, and what the checks have found out and built so far."""
+class Probe:
+    """One rank's preflight: what it was told, and what its checks have found out and built so far."""
 
     argv: list[str]
     world: World
     host: str
-    node: str  # which host of the run; two may have the same name
+    node: str  # number of the host in the run; two hosts may have the same name
     seconds: int | None  # --timeout
     expect: dict[str, float] = field(default_factory=dict)  # --expect: GB/s by mesh dimension
-    table: Device | None = None  # --device: what the machines should be, as tools/plan/device.py knows it
+    table: Device | None = None  # --device: what the machines should be, as tools/plan/device.py describes it
     id: str = ""  # of this preflight, the same on all ranks
     hosts: dict[int, str] = field(default_factory=dict)  # on rank 0: rank -> host
     leaders: list[int] = field(default_factory=list)  # on rank 0: the first rank of each host
@@ -78,7 +79,7 @@ class Here:
 
     @property
     def slow(self) -> str:
-        """What a slow rank is: where the ranks of a host share its cores, rates tell as much about what else runs."""
+        """The result of a slow rank. Where the ranks of a host share its cores, a rate tells as much about what else runs there."""
         return "FAIL" if self.device.type == "cuda" else "warn"
 
     def named(self, ranks: Iterable[int]) -> str:
@@ -97,21 +98,21 @@ def spans(ranks: Sequence[int]) -> str:
             runs[-1][1:] = [r]
         else:
             runs.append([r])
-    words = ["-".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words[:12])}{', ...' if len(words) > 12 else ''}"
+    texts = ["-".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts[:12])}{', ...' if len(texts) > 12 else ''}"
 
 
-def differences(here: Here, values: Sequence[object]) -> str:
-    """Who has another value than most, in words; "" if nobody has. values: of each rank, None: not set."""
+def differences(probe: Probe, values: Sequence[object]) -> str:
+    """A sentence about the ranks whose value differs from that of most; "" if none does. values: by rank, None: not set."""
     counts = Counter(values)
     if len(counts) == 1:
         return ""
     usual = max(counts, key=counts.__getitem__)  # of equally many ranks' the lowest rank's
-    said = []
+    parts = []
     for value in [usual, *(value for value, _ in counts.most_common() if value != usual)][:4]:
         ranks = [r for r, v in enumerate(values) if v == value]
-        said.append(f"{'not set' if value is None else short(value)} on {here.named(ranks)}")
-    return f"{said[0]}, but {'; '.join(said[1:])}"
+        parts.append(f"{'not set' if value is None else short(value)} on {probe.named(ranks)}")
+    return f"{parts[0]}, but {'; '.join(parts[1:])}"
 
 
 def short(value: object) -> str:
