@@ -1,9 +1,11 @@
 """The loader: tokens/s, the first batch after a resume at step 10^6, and memory, beside torchdata and HF datasets.
 
-    python -m tools.bench.data [--batches 200] [--tokens 20_000_000] [--resume-step 1_000_000] [--json out.json]
+    python -m tools.bench.data [--batches 200] [--tokens 20_000_000] [--resume-step 1_000_000] [--step-seconds 0.1]
+                               [--json out.json]
 
 All read the same random tokens from one file in a temporary folder (so, from the page cache), in shuffled windows. Each
 contender has a process of its own; its memory is what that process has written to (Private_Dirty) since the fork.
+"data wait" is the share of the time that a loop waits for its batches when each step sleeps for `--step-seconds`.
 torchdata: a map-style dataset, RandomSampler, StatefulDataLoader. Hugging Face `datasets`: the windows as an Arrow
 dataset in torch format, shuffled, through the same StatefulDataLoader; a row only where it is installed.
 """
@@ -99,8 +101,9 @@ def hugging_face(tokens: Tokens, T: int, folder: str) -> torch.utils.data.Datase
     return datasets.load_from_disk(f"{folder}/arrow-{T}").with_format("torch")
 
 
-def measure(make: Callable[[], Callable], start: int, count: int) -> tuple[float, float, float]:
-    """(seconds to the first batch, mean seconds of a batch, MB written to), in a process of its own."""
+def measure(make: Callable[[], Callable], start: int, count: int, step_seconds: float = 0.0) -> tuple[float, float, float]:
+    """(seconds to the first batch, mean seconds of waiting for a later one, MB written to), in a process of its own.
+    step_seconds: how long the process sleeps between two batches, as a training step would let it."""
 
     def child(pipe) -> None:
         torch.set_num_threads(1)
@@ -110,6 +113,7 @@ def measure(make: Callable[[], Callable], start: int, count: int) -> tuple[float
         for _ in range(count):
             next(stream)
             times.append(time.perf_counter() - began)
+            time.sleep(step_seconds)
             began = time.perf_counter()
         pipe.send((times[0], statistics.fmean(times[1:] or times), private_mb() - before))
 
@@ -129,6 +133,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--resume-step", type=int, default=1_000_000)
+    parser.add_argument("--step-seconds", type=float, default=0.1)
     parser.add_argument("--json")
     args = parser.parse_args()
     rows = []
@@ -151,11 +156,13 @@ def main() -> None:
             for name, make in contenders.items():
                 first, mean, memory = measure(make, 0, args.batches)
                 resumed = "" if (size, T) != RESUMED else f"{measure(make, args.resume_step, 1)[0] * 1e3:,.1f} ms"
+                wait = measure(make, 0, 30, args.step_seconds)[1]
+                share = f"{wait / (wait + args.step_seconds):.2%}"
                 rate = f"{size * T / mean / 1e6:,.1f} M/s"
-                cells = [f"{mean * 1e3:.3f} ms", rate, f"{first * 1e3:.1f} ms", resumed, f"{memory:,.1f} MB"]
+                cells = [f"{mean * 1e3:.3f} ms", rate, share, f"{first * 1e3:.1f} ms", resumed, f"{memory:,.1f} MB"]
                 rows.append([f"{size} x {T}, {name}", *cells])
     notes = f"{args.tokens:,} tokens, {args.batches} batches of one rank each, nothing else running."
-    columns = ["what", "batch", "tokens", "first batch", f"first after step {args.resume_step:,}", "memory"]
+    columns = ["what", "batch", "tokens", f"data wait, {args.step_seconds:g} s a step", "first batch", f"first after step {args.resume_step:,}", "memory"]
     harness.report("Data loader", columns, rows, notes, args.json)
 
 
