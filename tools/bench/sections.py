@@ -132,7 +132,11 @@ def on_fake_group(options: list[str], rounds: int, size: int) -> dict:
     with pretend(size, min(size, 8)):
         cfg = load_config(options, size, min(size, 8))
         job = train.build(cfg)
-        job.optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.found_inf.zero_())
+
+        def all_is_well(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            optimizer.found_inf.zero_()
+
+        job.optimizer.register_step_pre_hook(all_is_well)
         shape = (1, cfg.training.local_batch_size, cfg.training.seq_len)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
         seconds = harness.alternate({"step": lambda: train.train_step(job, batch)}, 5 * rounds, clock=time.process_time)["step"]
