@@ -43,6 +43,7 @@ class Memory:
     kind: str = ""
     order: int = 0  # number among the storages born in the same stretch
     died: Where | None = None
+    shape: tuple[int, ...] = ()  # of the first tensor in it
 
 
 @dataclass(slots=True)

@@ -129,6 +129,7 @@ class Trace(TorchDispatchMode):
         number = self.numbers[address] = next(self.counter)
         self.alive[number] = weakref.ref(storage, lambda _: self.add_death(address, number))
         self.add_birth(number, storage.nbytes())
+        self.memory[number].shape = tuple(tensor.shape)
         return number
 
     def add_birth(self, number: int, size: int) -> None:
@@ -510,6 +511,6 @@ def run_step(trace: Trace, job: train.Job, batch: dict[str, torch.Tensor], micro
     if micro_batches > traced:
         step.repeats = micro_batches - 2
         for memory in step.memory.values():
-            if memory.kind == "batch" and memory.size >= traced * t.local_batch_size * t.seq_len:
+            if memory.kind == "batch" and memory.shape == (traced, t.local_batch_size, t.seq_len):
                 memory.size = memory.size // traced * micro_batches
     return step
