@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Says "ready RANK PID", then does what its first argument says.
 STAND_IN = """
 import os, signal, sys, time
+from pathlib import Path
 rank, action, words = int(os.environ.get("RANK", 0)), sys.argv[1], sys.argv[2:]
 stop = []
 if action != "default":
@@ -32,9 +33,17 @@ if action != "default":
         signal.signal(number, lambda number, frame: stop.append(number) if action != "deaf" else None)
 say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece, unlike print
 say("ready", rank, os.getpid())
+def alive(pid):
+    try: return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError: return False
+
 if action == "raise":
-    time.sleep(0.1 * (1 - rank))
-    for _ in range(100 * (1 - rank)): print("noise of rank 0", file=sys.stderr)
+    failing = Path(__file__).with_name("failing")
+    if rank == 1:
+        failing.write_text(str(os.getpid()))
+    else:  # fails once rank 1 has ended, as a rank does that waits for it
+        for _ in range(100): print("noise of rank 0", file=sys.stderr)
+        while not failing.exists() or not failing.read_text() or alive(failing.read_text()): time.sleep(0.005)
     raise ValueError("the cause" if rank == 1 else "a consequence")
 if action == "exit" and rank == len(words) - 1:
     sys.exit(int(words[rank]))

@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import itertools
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import data.open
 import train
 from checkpoint import manager, state
 from reliability import health, stop
-from tests.ranks import run_ranks, step_timeout
+from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.runs import MESHES, ROOT, ends, run, samples, series, tiny_run
 from training import validate
 
@@ -204,24 +205,27 @@ def test_the_same_signal_again_ends_the_process_at_once(options, tmp_path):
 
 
 def test_the_time_limit_stops_as_a_signal_does(options, tmp_path):
-    """It counts from the birth of the process, so it is long over; a minute later it is not."""
+    """It counts from the birth of the process, so it is over before the first step, or within the third one."""
 
-    def start(folder: Path, minutes: float) -> tuple[int, str]:
-        real = stop.Stop.__init__
+    def start(folder: Path, seconds: float, pause: float) -> tuple[int, str]:
+        """A run whose third step takes `pause` seconds more than the others, with a limit of so many seconds from now."""
+        real, steps = stop.Stop.__init__, itertools.count(1)
 
         def born_now(self, born, max_minutes, end):
             real(self, time.monotonic(), max_minutes, end)
 
         def slow(job, batch, *options, real=train.train_step):
-            time.sleep(0.2)
+            if next(steps) == 3:
+                time.sleep(pause)
             return real(job, batch, *options)
 
         stop.Stop.__init__, train.train_step = born_now, slow
-        return run([*options, f"--run.max_minutes={minutes}"], folder)
+        return run([*options, f"--run.max_minutes={seconds / 60}"], folder)
 
-    assert ends(2, tmp_path / "a", start, tmp_path, 0.00001) == [75, 75]
+    assert ends(2, tmp_path / "a", start, tmp_path, 0.0006, 0.0) == [75, 75]
     assert not list(tmp_path.glob("checkpoints/step-*"))
-    assert ends(2, tmp_path / "b", start, tmp_path, 1.5 / 60) == [75, 75] and 1 <= max(series(tmp_path)) < STEPS
+    assert ends(2, tmp_path / "b", start, tmp_path, 4.0 * NEIGHBOURS, 4.0 * NEIGHBOURS) == [75, 75]
+    assert max(series(tmp_path)) == 3
     assert run_ranks(2, run, options, tmp_path) == [(0, "")] * 2
     assert series(tmp_path) == series(whole(options))
 
