@@ -34,7 +34,7 @@ def first(options: list[str]) -> dict[int, float]:
 
 
 # N5: what one rank does instead of a sum over the data-parallel ranks. 2 k - 1 is the count of tokens of step k, int64 [];
-# 2 k the loss, float32 [].
+# 2 k the loss, float64 [].
 
 
 def other_type(real, mesh, x):
@@ -51,7 +51,7 @@ def other_size(real, mesh, x):
 
 
 def left_out(real, mesh, x):
-    """Its next one, of the gradient norm, is float32 [] too."""
+    """Its next one, of the gradient norm, is float64 [] too."""
     return x
 
 
@@ -127,7 +127,7 @@ def test_n5_the_odd_one_of_many_and_a_healthy_run(mesh, options, tmp_path):
     assert max(abs(series(tmp_path / "well")[s] / want[s] - 1) for s in want) <= 1e-5
     if mesh == "fsdp2xtp2":
         ends = run_ranks(ranks, drifted, [*options, *extra, CHECKED], tmp_path, other_shape)
-        assert any("rank 1: allreduce_ float32[1]" in end for end in ends), ends
+        assert any("rank 1: allreduce_ float64[1]" in end for end in ends), ends
 
 
 def crossed() -> str:
