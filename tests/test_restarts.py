@@ -123,7 +123,8 @@ def test_a_node_that_does_not_come_back_leaves_a_smaller_run_and_a_returned_one_
     """1:2 nodes of two ranks each: two, then node 0 alone, and after the next failure two again. The same batches: equal to
     rounding."""
     folder, port = tmp_path / "run", free_port()
-    longer = [*options, "--training.steps=60", "--lr_schedule.kind=constant", "--training.local_batch_size=1"]
+    # With Adam's default epsilon, rounding alone grows to 1.4e-3 in 60 steps between meshes; with this one to 7e-5.
+    longer = [*options, "--training.steps=60", "--lr_schedule.kind=constant", "--training.local_batch_size=1", "--optimizer.eps=1e-3"]
     flags = ["--max-restarts=2", "--last-call=5", "--join-timeout=60", *two(port, least=1)]
     first = nodes(longer, folder, "0 SIGKILL 40 2", *flags)
     metrics = folder / "metrics.jsonl"
@@ -147,7 +148,7 @@ def test_a_node_that_does_not_come_back_leaves_a_smaller_run_and_a_returned_one_
     whole.mkdir()
     assert run_ranks(2, run, longer, whole) == [(0, "")] * 2
     want, got = series(whole), series(folder)
-    assert want.keys() == got.keys() and max(abs(got[s] / want[s] - 1) for s in want) < 1e-3
+    assert want.keys() == got.keys() and max(abs(got[s] / want[s] - 1) for s in want) < 3e-4
     print("\n" + how_it_went(folder))
 
 
