@@ -424,7 +424,7 @@ TOKENIZERS = {  # what is done to a tokenizer.json -> the reason why it is refus
         lambda d: d["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Digits"}),
         "cuts texts in another way",
     ),
-    "special tokens first": (lambda d: d["added_tokens"][0].update(id=0), "have one id"),
+    "special tokens first": (lambda d: d["added_tokens"][0].update(id=0), "have the same id"),
     "a gap": (lambda d: d["model"]["vocab"].update({"Ġdef": 9999}), "gaps"),
     "a letter that is no byte": (lambda d: d["model"]["vocab"].update({"語": 1499}), "is missing"),
     "no model": (lambda d: d.pop("model"), "'model' is missing"),
