@@ -34,7 +34,7 @@ STEPS, SEQ, BATCH, VOCAB = 5, 16, 24, 263
 OPTIONS = [
     *SMALL_MODEL, f"--training.global_batch_size={BATCH}", f"--training.steps={STEPS}", "--lr_schedule.warmup_steps=0",
 ]  # fmt: skip
-SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.5"]
+SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.2", "--optimizer.momentum=0.9"]
 TWO_MICRO_BATCHES = "two micro-batches"  # trajectory() makes the option: it depends on the mesh
 
 # factor -> {setting: options}. The first setting of a factor is the plain model's.
