@@ -116,7 +116,7 @@ class CheckpointManager:
         other way must call `wait_for_copy` first. `poll` reports failures. Raises InputError as `poll` does.
         """
         began = time.monotonic()
-        self._finish(wait=True)
+        self._finish()
         if (waited := time.monotonic() - began) > 1:
             self._say(logging.WARNING, f"step {step} waited {waited:.1f} s for the checkpoint before it to be written")
         if step == self.last_step:
@@ -134,7 +134,7 @@ class CheckpointManager:
         head = self._manifest_head(step, optimizer, progress)
         self.in_flight = step, self.thread.submit(self._write, step, live, planner, head)
         if not self.cfg.async_save:
-            self._finish(wait=True)
+            self._finish()
 
     def _copy(self, live: dict, computed: torch.cuda.Event | None) -> None:
         """Runs in the thread, and returns when the copy is made. The optimizer may go on once the GPU has it queued."""
@@ -215,23 +215,30 @@ class CheckpointManager:
         except (OSError, InputError) as error:
             say.warning(f"old checkpoints could not be removed: {error}")
 
-    def poll(self) -> None:
-        """Report a save that has ended. All ranks call this at every step; while a save is in flight it is a collective
-        of one number.
+    def writing(self) -> bool:
+        """Whether this rank has not finished its part of the save in flight."""
+        return self.in_flight is not None and not self.in_flight[1].done()
+
+    def poll(self, any_rank_writing: bool | None = None) -> None:
+        """Report a save that has ended. All ranks call this after every step, and before the next `save`.
+
+        any_rank_writing: whether `writing()` was true on any rank when they last told each other (`train.Flags`); if
+        None, this asks all ranks, which is a collective.
 
         Raises InputError after cfg.max_failures failed saves in a row, and NotFinite at once if the state to be saved
         is not finite, so that training on is pointless: on every rank, at the same step.
         """
-        self._finish(wait=False)
+        if self.in_flight is not None:
+            writing = self.mesh.any_rank(self.writing()) if any_rank_writing is None else any_rank_writing
+            if not writing:
+                self._finish()
 
-    def _finish(self, wait: bool) -> None:
+    def _finish(self) -> None:
+        """Wait for the save in flight, and report it. All ranks call it."""
         if self.in_flight is None:
             return
         step, future = self.in_flight
-        if wait:
-            concurrent.futures.wait([future])
-        elif self.mesh.any_rank(not future.done()):
-            return
+        concurrent.futures.wait([future])
         self.in_flight, error = None, future.exception()
         if not self.mesh.any_rank(error is not None):
             self.failures, self.last_step = 0, step
@@ -255,7 +262,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the save in flight, and give the folder back. Raises InputError if the last save failed."""
         try:
-            self._finish(wait=True)
+            self._finish()
         finally:
             self.thread.shutdown()
             if self.lease:
