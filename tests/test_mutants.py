@@ -55,9 +55,9 @@ def test_a_sample_is_that_of_its_seed_and_every_mutant_is_a_program_of_its_own()
 
 
 def test_every_test_that_is_named_exists():
-    for path, arguments in mutants.TESTS.items():
+    for path, tests in mutants.TESTS.items():
         assert (mutants.ROOT / path).exists()
-        for argument in arguments.split():
+        for argument in mutants.arguments_of(tests):
             name, _, function = argument.partition("::")
             text = Path(mutants.ROOT / name).read_text()
             assert f"def {function.partition('[')[0]}" in text, argument

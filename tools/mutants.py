@@ -30,43 +30,67 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("checkpoint", "configs", "data", "models", "parallelisms", "reliability", "tests", "tools", "train", "training")
-LIMIT = 60, 3  # a mutant's tests may take so many seconds more than this multiple of what they take without a mutant
-UNHARMED = 600  # seconds that they may take without one
+LIMIT = 300  # seconds that the tests of a mutant may take; a mutant that takes longer is killed
 
-MODEL = "tests/test_models.py tests/test_hf_parity.py tests/test_training.py::test_every_parameter_of_llama_is_filled_and_norms_are_ones"
-CONVERT = "tests/test_config.py tests/test_convert.py::test_metas_files tests/test_convert.py::test_in_and_out_again " \
-          "tests/test_convert.py::test_bad_hugging_face_folder tests/test_convert.py::test_bad_folder_of_meta " \
-          "tests/test_convert.py::test_what_transformers_does_not_read_either_is_left_out"
-MESH = "tests/test_parallelisms.py tests/test_contract.py"
-MATRIX = "tests/test_parallel.py::test_mesh_equals_the_plain_model[fsdp2] tests/test_parallel.py::test_mesh_equals_the_plain_model[tp2]"
-# File -> arguments of pytest, the quickest tests first. A test stops the run of its mutant when it fails.
+MODEL = ["models", "hf_parity::test_equals_hugging_face"]
+FILES_OF_OTHERS = [
+    "convert::test_metas_files", "convert::test_bad_folder_of_meta", "convert::test_bad_hugging_face_folder",
+    "convert::test_what_transformers_does_not_read_either_is_left_out", "convert::test_in_and_out_again[llama3.1]",
+    "convert::test_in_and_out_again[qwen3]",
+]  # fmt: skip
+RULES = ["config::test_rule", "config::test_architecture_of_a_flavor_with_overrides", "config::test_every_option_can_be_set_and_reads_back"]
+FSDP, TP, HSDP = (f"parallel::test_mesh_equals_the_plain_model[{mesh}]" for mesh in ("fsdp2", "tp2", "hsdp2x2"))
+CONTRACT = "contract::test_broken_contracts_are_named_on_every_rank"
+# File -> its tests, the quickest first: a file of tests/, or one function of it. The first failure ends a mutant's run.
 TESTS = {
-    "models/__init__.py": f"{MODEL} tests/test_config.py",
-    "models/dense.py": f"{MODEL} {CONVERT}",
-    "models/layers.py": f"{MODEL} tests/test_masking.py::test_equals_hugging_face_on_each_document {MATRIX}",
-    "models/llama.py": f"{MODEL} {CONVERT}",
-    "models/qwen3.py": f"{MODEL} {CONVERT}",
-    "models/kernels/causal_attention.py": "tests/test_hf_parity.py tests/test_speed.py",
-    "models/kernels/document_attention.py": "tests/test_masking.py",
-    "parallelisms/__init__.py": f"{MESH} tests/test_speed.py::test_float8_learns_what_bfloat16_learns {MATRIX}",
-    "parallelisms/ac.py": "tests/test_parallel.py::test_checkpointing_recomputes_what_it_says_and_keeps_less "
-                          "tests/test_masking.py::test_selective_checkpointing_keeps_attention_and_full_recomputes_it "
-                          f"tests/test_masking.py::test_the_names_that_selective_checkpointing_keeps_exist {MATRIX}",
-    "parallelisms/attention.py": "tests/test_parallelisms.py tests/test_parallel.py::test_what_needs_a_gpu_says_so",
-    "parallelisms/compile.py": MESH,
-    "parallelisms/contract.py": "tests/test_contract.py tests/test_health.py::test_c3_ranks_that_are_not_alike_do_not_start",
-    "parallelisms/dp.py": f"{MESH} tests/test_speed.py {MATRIX} tests/test_parallel.py::test_mesh_equals_the_plain_model[hsdp2x2]",
-    "parallelisms/float8.py": "tests/test_parallelisms.py tests/test_speed.py",
-    "parallelisms/mesh.py": f"{MESH} {MATRIX} tests/test_parallel.py::test_mesh_equals_the_plain_model[hsdp2x2]",
-    "parallelisms/tp.py": f"{MESH} {MATRIX} tests/test_parallel.py::test_compiled_mesh_equals_the_plain_model",
-    "training/init.py": "tests/test_training.py tests/test_models.py",
-    "training/loss.py": f"tests/test_training.py {MATRIX}",
-    "training/optim.py": "tests/test_training.py tests/test_speed.py",
-    "data/order.py": "tests/test_loader.py tests/test_mixture.py",
-    "data/loader.py": "tests/test_loader.py tests/test_mixture.py",
-    "checkpoint/state.py": "tests/test_checkpoint.py tests/test_golden.py tests/test_resume.py",
-    "checkpoint/verify.py": "tests/test_checkpoint.py tests/test_golden.py",
+    "models/__init__.py": [*RULES, "models"],
+    "models/dense.py": [*MODEL, *RULES, "training::test_every_parameter_of_llama_is_filled_and_norms_are_ones", *FILES_OF_OTHERS],
+    "models/layers.py": [*MODEL, "masking::test_equals_hugging_face_on_each_document", TP],
+    "models/llama.py": [*MODEL, *RULES, *FILES_OF_OTHERS],
+    "models/qwen3.py": [*MODEL, *RULES, *FILES_OF_OTHERS],
+    "models/kernels/causal_attention.py": [
+        "speed::test_attention_on_cpu_is_as_near_to_float64_as_pytorchs", "speed::test_sharp_attention_has_the_gradient_of_the_plain_one",
+        "speed::test_attention_compiles_whole", "hf_parity::test_equals_hugging_face",
+    ],
+    "models/kernels/document_attention.py": [
+        "masking::test_documents_are_found_in_positions", "masking::test_one_by_one_equals_each_document_alone",
+        "masking::test_long_documents_on_a_cpu_equal_one_by_one", "masking::test_the_operator_keeps_pytorchs_contracts",
+        "masking::test_bfloat16_is_near_float32", "masking::test_packed_documents_equal_each_document_alone[one]",
+        "masking::test_the_cuda_path_with_stand_in_kernels",
+    ],
+    "parallelisms/__init__.py": ["parallelisms", FSDP, "parallel::test_float8_on_two_ranks_is_near_one_rank"],
+    "parallelisms/ac.py": ["parallel::test_checkpointing_recomputes_what_it_says_and_keeps_less",
+                           "masking::test_the_names_that_selective_checkpointing_keeps_exist", FSDP],
+    "parallelisms/attention.py": ["parallelisms", "parallel::test_what_needs_a_gpu_says_so"],
+    "parallelisms/compile.py": ["parallelisms"],
+    "parallelisms/contract.py": ["contract", "health::test_c3_ranks_that_are_not_alike_do_not_start"],
+    "parallelisms/dp.py": ["parallelisms", "speed::test_masters_of_one_rank_are_bitwise_those_of_fsdp2",
+                           "contract::test_gradients_reach_the_shards_with_the_last_micro_batch_only", FSDP, HSDP,
+                           "parallel::test_cpu_offload_equals_the_plain_model", "train::test_validation_leaves_the_shards_in_place"],
+    "parallelisms/float8.py": ["speed::test_float8_needs_its_gpu_and_whole_tiles", "speed::test_without_torchao_float8_is_a_sentence",
+                               "check::test_what_needs_a_gpu_is_a_sentence_also_with_device_auto",
+                               "speed::test_float8_learns_what_bfloat16_learns"],
+    "parallelisms/mesh.py": ["contract", FSDP, HSDP],
+    "parallelisms/tp.py": [CONTRACT, TP, "parallel::test_compiled_mesh_equals_the_plain_model"],
+    "training/init.py": ["training::test_initial_values_never_change", "training::test_initial_values_are_a_truncated_normal",
+                         "training::test_initial_values_differ_by_name_and_seed", "training::test_shards_equal_slices_of_the_whole",
+                         "training::test_a_parameter_that_no_row_matches_is_an_error",
+                         "training::test_every_parameter_of_llama_is_filled_and_norms_are_ones"],
+    "training/loss.py": ["training", TP],
+    "training/optim.py": ["training", "health::test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights"],
+    "data/order.py": ["loader", "audit"],
+    "data/loader.py": ["loader"],
+    "checkpoint/state.py": ["golden", "checkpoint"],
+    "checkpoint/verify.py": ["checkpoint"],
 }  # fmt: skip
+
+
+def arguments_of(tests: list[str]) -> list[str]:
+    """pytest's: "loader" and "loader::test_x" are in tests/test_loader.py."""
+    return [f"tests/test_{file}.py{mark}{function}" for file, mark, function in (test.partition("::") for test in tests)]
+
+
+UNHARMED = "without a mutant"
 
 
 class Mutant(NamedTuple):
@@ -271,16 +295,16 @@ def main() -> int:
     import_heavy()
     with tempfile.TemporaryDirectory() as folder:
         place = copied(Path(folder))
+        if UNHARMED not in done:  # the tests must pass without a mutant, or they would kill every one
+            every = list(dict.fromkeys(test for mutant in mutants for test in TESTS[mutant.path]))
+            verdict, seconds, said = outcome(None, place, arguments_of(every), 10 * LIMIT)
+            if verdict != "lived":
+                sys.exit(f"the tests fail without a mutant: {said}")
+            keep({"name": UNHARMED, "verdict": "passed", "seconds": seconds, "said": said})
         for mutant in [mutant for mutant in mutants if mutant.name not in done][: options.most]:
-            if mutant.path not in done:  # the tests must pass without a mutant, or they would kill every one
-                verdict, seconds, said = outcome(None, place, TESTS[mutant.path].split(), UNHARMED)
-                keep({"name": mutant.path, "verdict": verdict, "seconds": seconds, "said": said})
-            if done[mutant.path]["verdict"] != "lived":
-                sys.exit(f"the tests of {mutant.path} fail without a mutant: {done[mutant.path]['said']}")
-            limit = LIMIT[0] + LIMIT[1] * done[mutant.path]["seconds"]
-            verdict, seconds, said = outcome(mutant, place, TESTS[mutant.path].split(), limit)
+            verdict, seconds, said = outcome(mutant, place, arguments_of(TESTS[mutant.path]), LIMIT)
             keep({"name": mutant.name, "verdict": verdict, "seconds": seconds, "said": said, "difference": mutant.difference()})
-    verdicts = [row["verdict"] for name, row in done.items() if name not in TESTS]
+    verdicts = [row["verdict"] for name, row in done.items() if name != UNHARMED]
     killed = len(verdicts) - verdicts.count("lived")
     print(f"{killed} of {len(verdicts)} mutants killed" + (f": {killed / len(verdicts):.1%}" if verdicts else ""))
     return 0
