@@ -1,6 +1,8 @@
 """The driver of mutation testing: its own mutants, its verdicts, and the tests that it names."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,23 +27,29 @@ def test_statements_and_arguments_are_left_out():
     assert not mutants.changes_code(SOURCE + "# a comment\n", SOURCE) and not mutants.changes_code("x = (", SOURCE)
 
 
-def test_a_mutant_is_killed_by_a_test_that_fails_or_does_not_end(tmp_path, monkeypatch):
+VERDICTS = """
+import sys
+from pathlib import Path
+from tools import mutants
+mutants.ROOT, copy, source = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[2], "half.py").read_text()
+print(mutants.outcome(None, copy, ["test_half.py"], 100)[0])
+for old, new, limit in ("x += 1", "pass", 100), (", ndigits=1", "", 100), ("x += 1", "while True: pass", 3):
+    print(mutants.outcome(mutants.Mutant(0, "half.py", 1, "", source.replace(old, new)), copy, ["test_half.py"], limit)[0])
+"""
+
+
+def test_a_mutant_is_killed_by_a_test_that_fails_or_does_not_end(tmp_path):
     """In the copy, which has the file as it was afterwards."""
-    original, copy = tmp_path / "original", tmp_path / "copy"
-    for folder in original, copy:
-        folder.mkdir()
-        (folder / "half.py").write_text(SOURCE)
-        (folder / "test_half.py").write_text("from half import half\n\ndef test_half():\n    assert half(3) == 2\n")
-    monkeypatch.setattr(mutants, "ROOT", original)
-
-    def verdict(source: str, limit: float = 100) -> str:
-        return mutants.outcome(mutants.Mutant(0, "half.py", 1, "", source), copy, ["test_half.py"], limit)[0]
-
-    assert mutants.outcome(None, copy, ["test_half.py"], 100)[0] == "lived"
-    assert verdict(SOURCE.replace("x += 1", "pass")) == "killed"
-    assert verdict(SOURCE.replace(", ndigits=1", "")) == "lived"
-    assert verdict(SOURCE.replace("x += 1", "while True: pass"), limit=4) == "killed (time)"
-    assert (copy / "half.py").read_text() == SOURCE
+    for name in "original", "copy":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half.py").write_text(SOURCE)
+        (tmp_path / name / "test_half.py").write_text("from half import half\n\ndef test_half():\n    assert half(3) == 2\n")
+    done = subprocess.run(
+        [sys.executable, "-c", VERDICTS, tmp_path / "original", tmp_path / "copy"], cwd=mutants.ROOT, capture_output=True, text=True,
+        timeout=110,
+    )  # fmt: skip
+    assert done.stdout.split("\n") == ["lived", "killed", "lived", "killed (time)", ""], done.stdout + done.stderr
+    assert (tmp_path / "copy" / "half.py").read_text() == SOURCE
 
 
 def test_a_sample_is_that_of_its_seed_and_every_mutant_is_a_program_of_its_own():

@@ -2,6 +2,7 @@
 does nothing computes the same numbers."""
 
 import gc
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.load import load_config
-from configs.schema import Compile
+from configs.schema import Compile, Training
 from models import llama
-from parallelisms import attention, compile
+from parallelisms import attention, compile, dp, mesh
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL, run, tiny_run
 from tools.plan import trace
@@ -128,6 +129,56 @@ def test_prefetch_gathers_so_many_blocks_ahead():
     without, two_ahead = run_ranks(1, both_prefetches)[0]
     assert without == ([2, 3, 4, 5], [3, 4, 5, 5])
     assert two_ahead == ([4, 5, 5, 5], [4, 5, 5, 5])
+
+
+# option -> gathers of the forward pass, and of the backward pass after it: the root, 4 blocks, the output.
+GATHERS = {
+    "default": (6, 4),  # the output keeps its weights, because backward needs them at once
+    "true": (6, 5),
+    "false": (6, 0),
+    "default --parallelism.keep_gathered=3": (6, 1),
+}
+
+
+def gathers_of_each_option() -> list[tuple[int, int]]:
+    dist.destroy_process_group()
+    counts = []
+    for words in GATHERS:
+        with trace.pretend(2, 2):
+            options = f"--parallelism.reshard_after_forward={words}".split()
+            job = train.build(load_config([*SMALL_MODEL, "--model.n_layers=4", *options], 2, 2))
+            with Gathers() as seen:
+                loss = job.model(torch.zeros(1, 16, dtype=torch.int64), torch.arange(16), lambda h, weight: (h @ weight.t()).sum())
+                forward = seen.gathers
+                loss.backward()
+            counts.append((forward, seen.gathers - forward))
+    return counts
+
+
+def test_weights_that_are_freed_after_forward_are_gathered_again():
+    assert run_ranks(1, gathers_of_each_option)[0] == list(GATHERS.values())
+
+
+@pytest.mark.parametrize("kind, hardware, dtype", [
+    ("cuda", (7, 5), torch.float32), ("cuda", (8, 0), torch.bfloat16), ("cuda", (9, 0), torch.bfloat16),
+    ("cpu", (False, False), torch.float32), ("cpu", (True, False), torch.bfloat16), ("cpu", (False, True), torch.bfloat16),
+])  # fmt: skip
+def test_the_type_of_the_weights_follows_the_hardware(kind, hardware, dtype, monkeypatch):
+    """hardware: the compute capability of a GPU, or whether a CPU has AMX, AVX512-BF16."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: hardware)
+    for probe, answer in zip(("_is_amx_tile_supported", "_is_avx512_bf16_supported"), hardware):
+        monkeypatch.setattr(torch.cpu, probe, lambda answer=answer: answer, raising=False)
+    assert dp.param_dtype(Training(), torch.device(kind)) == dtype
+    assert dp.param_dtype(Training(param_dtype="float32"), torch.device(kind)) == torch.float32
+    assert dp.param_dtype(Training(param_dtype="bfloat16"), torch.device(kind)) == torch.bfloat16
+
+
+def test_nccls_flight_recorder_is_on_unless_the_environment_says_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"TORCH_FR_BUFFER_SIZE": "7"})
+    mesh.record_flights(tmp_path)
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7" and os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{tmp_path}/nccl-"
 
 
 def watched_run(options: list[str], folder: Path) -> dict:
