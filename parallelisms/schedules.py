@@ -1,6 +1,6 @@
 """Pipeline schedules: in which order each rank works on which micro-batch of which stage.
 
-A schedule is a table of actions, one list for each rank. `parallelisms/pp.py` plays the table on real tensors, and
+A schedule is a table of actions, one list for each rank. The runtime plays the table on real tensors, and
 `tools/plan` plays the same table on planned seconds, so that the bubble in a plan is that of the schedule that runs.
 Plain Python on numbers. What distinguishes the schedules is the table `configs/schema.py::SCHEDULES`.
 

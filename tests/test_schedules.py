@@ -104,7 +104,7 @@ def test_activations_held_are_those_of_the_papers(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_transfers_can_be_started_in_one_order_by_all_ranks(ranks):
-    """As parallelisms/pp.py does it on NCCL: where a rank's next action needs a result, everything that comes before that in
+    """As the runtime does it on NCCL: where a rank's next action needs a result, everything that comes before that in
     the list has been started, and a rank starts a send only after it has made what it sends."""
     for name, stages, micro_batches in cases(ranks, 7):
         rank_of = placement(name, ranks, stages)
