@@ -31,6 +31,7 @@ NEEDS = (
     (r"\bNNODES=", "several hosts (tests/test_restarts.py, tests/test_two_hosts.py)"),
     (r"run_train\.sh .*configs/(?!llama_debug)\w+\.toml", "GPUs and a corpus"),
     (r"^(export .*; )?python -m tools\.bench\.", "an idle machine for minutes, or GPUs: it measures"),
+    (r"^python -m tools\.mutants ", "cosmic-ray, and minutes to hours of processor time (tests/test_mutants.py)"),
     (r"^python -m tools\.plan .*--device cpu", "an idle machine: it measures (tests/test_plan.py)"),
     (r"^python -m tools\.plan .*--search", "minutes of processor time (tests/test_plan.py searches fewer meshes)"),
     (r"^export \w+=", "a shell that goes on"),
