@@ -35,6 +35,7 @@ NEEDS = (
     (r"^python -m tools\.plan .*--device cpu", "an idle machine: it measures (tests/test_plan.py)"),
     (r"^python -m tools\.plan .*--search", "minutes of processor time (tests/test_plan.py searches fewer meshes)"),
     (r"^export \w+=", "a shell that goes on"),
+    (r"^pip ", "a download"),
     (r"\bmodels/[\w.-]*(Llama|Qwen)", "published weights (tests/test_convert.py makes small ones)"),
     (r"\bmodels/[\w.-]*tokenizer", "a published tokenizer (tests/test_prepare.py)"),
     (r"^python -m data\.audit .*--find web:", "a run on a mixture with a source called web (tests/test_audit.py)"),
