@@ -41,6 +41,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--storage-gb-per-s", type=float, default=10, help="of the checkpoint folder, all ranks together (10)")
     parser.add_argument("--search", action="store_true",
                         help="try meshes, checkpointing modes and micro-batches; rank those that fit")  # fmt: skip
+    parser.add_argument("--stages", action="store_true", help="of a pipeline show every rank")
     parser.add_argument("--write", metavar="OUT.toml", help="the configuration planned, or with --search the best found")
     parser.add_argument("--html", metavar="OUT.html", help="one page with the memory curve, the time line and the mesh")
     flags, rest = parser.parse_known_args(argv)
@@ -60,7 +61,8 @@ def question(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Questi
     """The checked configuration and the question. Raises InputError, ConfigError with every rule that is broken."""
     per_host, device = min(flags.gpus, flags.gpus_per_node), load_device(flags.device)
     if flags.search:  # the search chooses the mesh: what the file says about it must not stand in the way
-        one_process = ("data_parallel_shard=-1", "data_parallel_replicate=1", "tensor_parallel=1")
+        one_process = ("data_parallel_shard=-1", "data_parallel_replicate=1", "tensor_parallel=1", "pipeline_parallel=1",
+                       "pipeline_schedule=1f1b", "pipeline_stages_per_rank=0", "pipeline_layers=[]")
         cfg = load_config([*rest, *(f"--parallelism.{option}" for option in one_process)])
     else:
         cfg = load_config(rest, flags.gpus, per_host)
@@ -90,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    text = report(plan)
+    text = report(plan, flags.stages)
     print(text)
     if flags.write:
         Path(flags.write).write_text(dump(plan.cfg), encoding="utf-8")

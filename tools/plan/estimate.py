@@ -7,7 +7,7 @@ configuration. `docs/planning.md` has the formulas and how far off they were.
 from dataclasses import dataclass, field
 
 from tools.plan.device import MEMORY_EFFICIENCY, Device
-from tools.plan.step import Op, Step, Stretch, Where
+from tools.plan.step import IN_BLOCKS, Op, Step, Stretch, Where
 
 NCCL_BASE_US = 6.6  # of starting any collective: NCCL's cost model (src/graph/tuning.cc, ring, LL)
 
@@ -36,6 +36,9 @@ class Ring:
         count it: every rank sends (n-1)/n of it, twice for an all-reduce (nccl-tests, doc/PERFORMANCE.md)."""
         if self.ranks == 1:
             return 0.0
+        if kind in ("send", "receive"):
+            latency = device.fabric_latency_us if self.hosts > 1 else device.link_latency_us
+            return message / self.bandwidth(device) + (latency + NCCL_BASE_US) * 1e-6
         rounds = 2 if kind == "all-reduce" else 1
         between = self.hosts if self.hosts > 1 else 0
         hops = (self.ranks - 1 - between) * device.link_latency_us + between * device.fabric_latency_us
@@ -152,6 +155,8 @@ class Playback:
         line.largest = max(line.largest, op.message)
         line.count, line.sent = line.count + times, line.sent + times * op.message
         line.seconds += times * seconds
+        if op.kind in ("send", "receive"):
+            return  # beside the action; tools/plan/pipeline.py lets the rank that receives wait for it
         stream = f"{op.dimension} {op.kind}"
         if not op.background:
             self.end_bar(where)
@@ -188,4 +193,4 @@ class Playback:
 
 def place(where: Where) -> str:
     """Where in the step, as a bar of the page names it."""
-    return f"{where.phase} {where.block}, {where.micro}" if where.phase in ("forward", "backward") else where.phase
+    return f"{where.phase} {where.block}, {where.micro}" if where.phase in IN_BLOCKS else where.phase

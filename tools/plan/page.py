@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from html import escape
 
 from tools.plan.plan import Plan
-from tools.plan.step import GIB, KINDS
+from tools.plan.step import GIB, IN_BLOCKS, KINDS
 
 COLORS = {  # by kind of memory, from the bottom up: all kinds of tools/plan/step.py::KINDS
     "parameters": "#264653",
@@ -25,6 +25,9 @@ COLORS = {  # by kind of memory, from the bottom up: all kinds of tools/plan/ste
     "other": "#cccccc",
 }
 STREAMS = {"compute": "#264653", "all-gather": "#2a9d8f", "reduce-scatter": "#e76f51", "all-reduce": "#e9c46a"}
+ACTIONS = {  # of a pipeline, by kind (parallelisms/schedules.py)
+    "forward": "#2a9d8f", "backward": "#e76f51", "backward_input": "#f4a261", "backward_weight": "#e9c46a",
+}  # fmt: skip
 WIDTH, LEFT, POINTS = 1100, 90, 700
 
 STYLE = """body{font:14px/1.5 system-ui,sans-serif;max-width:1140px;margin:2em auto;padding:0 1em;color:#222;background:#fff}
@@ -35,10 +38,14 @@ text{font:12px system-ui,sans-serif;fill:#222}text.dim{fill:#777}figcaption{colo
 def page(plan: Plan, report: str) -> str:
     """The page as HTML."""
     title = f"{plan.cfg.model.flavor} on {plan.ask.gpus:,} x {plan.ask.device.name}"
+    rank = plan.step.number if plan.pipeline else 0
     figures = (
-        ("Memory over a step", memory(plan), "Live bytes of rank 0 in the order of the operators, one after the other; of more "
+        ("Memory over a step", memory(plan), f"Live bytes of rank {rank} in the order of the operators, one after the other; of more "
          "than three micro-batches the first, one and the last. The dashed line is what the device leaves to live bytes under "
          "the stated margin."),
+        ("Who works when", stages(plan), "A row for each rank of the pipeline, from the first forward to the last backward, on "
+         "the device's numbers. Where a row is empty, the rank waits for another. Of a rank with several stages, later ones are "
+         "paler. Point at a bar to see its stage and micro-batch.") if plan.pipeline else
         ("What runs beside what", timeline(plan), "The traced step on the device's numbers: computing waits where a bar of "
          "another row has nothing below it."),
         ("The mesh on its hosts", hosts(plan), "Rank 0 and the groups that it talks to. A tensor-parallel group stays inside a host."),
@@ -80,7 +87,7 @@ def _samples(plan: Plan) -> tuple[list[tuple[int, dict[str, int]]], list[tuple[i
     live, samples, phases = plan.step.before(), [], []
     last_phase, last_part, fullest = None, -1, 0
     for i, (where, kind, change) in enumerate(changes):
-        if (where.micro, where.phase) != last_phase and where.phase in ("forward", "backward", "clip", "optimizer"):
+        if (where.micro, where.phase) != last_phase and where.phase in (*IN_BLOCKS, "clip", "optimizer"):
             last_phase = (where.micro, where.phase)
             phases.append((i, where.phase))
         live[kind] = live.get(kind, 0) + change
@@ -195,10 +202,33 @@ def timeline(plan: Plan) -> str:
     return "".join(figures)
 
 
+def stages(plan: Plan) -> str:
+    """The time line of a pipeline: a row for each rank, a bar for each action of its schedule."""
+    pipeline, row = plan.pipeline, 22
+    end = max(stop for actions in pipeline.played for _, _, stop in actions)
+    scale = (WIDTH - LEFT - 10) / end
+    parts = []
+    for rank, actions in zip(pipeline.ranks, pipeline.played):
+        y = 6 + row * rank.number
+        parts.append(_text(LEFT - 8, y + 13, f"rank {rank.number}", "end"))
+        own = list(rank.stages)
+        for action, start, stop in actions:
+            label = f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}: {start:.3f} to {stop:.3f} s"
+            pale = "" if len(own) == 1 else f"{255 - 150 * own.index(action.stage) // (len(own) - 1):02x}"
+            parts.append(_rect(LEFT + start * scale, y, (stop - start) * scale, row - 4, ACTIONS[action.kind] + pale, label, "#fff"))
+    bottom = 6 + row * len(pipeline.ranks)
+    for value in _ticks(end):
+        x = LEFT + value * scale
+        parts += [f'<line x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{bottom + 2}" stroke="#0002"/>',
+                  _text(x, bottom + 16, f"{value:g} s", "middle" if x < WIDTH - 40 else "end", "dim")]  # fmt: skip
+    kinds = dict.fromkeys(action.kind for actions in pipeline.played for action, _, _ in actions)
+    return _svg(bottom + 24, parts) + _legend([(kind.replace("_", " of the "), ACTIONS[kind]) for kind in ACTIONS if kind in kinds])
+
+
 def hosts(plan: Plan, shown: int = 32) -> str:
     """Hosts as boxes of devices; rank 0's groups in color. Of many hosts the first."""
-    groups = {dim: set(ranks) for dim, ranks in plan.step.groups.items() if len(ranks) > 1}
-    colors = {"tp": "#e76f51", "dp_shard": "#2a9d8f", "dp_replicate": "#e9c46a"}
+    groups = {dim: set(ranks) for dim, ranks in plan.ranks[0].groups.items() if len(ranks) > 1}
+    colors = {"tp": "#e76f51", "dp_shard": "#2a9d8f", "dp_replicate": "#e9c46a", "pp": "#577590"}
     per_host, count = plan.ask.per_host, plan.ask.gpus // plan.ask.per_host
     across = 8 if count > 4 else max(1, count)
     columns = per_host if per_host <= 4 else -(-per_host // 2)
@@ -212,7 +242,7 @@ def hosts(plan: Plan, shown: int = 32) -> str:
         for g in range(per_host):
             rank = h * per_host + g
             dims = [dim for dim, ranks in groups.items() if rank in ranks]
-            color = "#264653" if rank == 0 else next((colors[d] for d in ("tp", "dp_shard", "dp_replicate") if d in dims), "#ddd")
+            color = "#264653" if rank == 0 else next((colors[d] for d in ("tp", "dp_shard", "dp_replicate", "pp") if d in dims), "#ddd")
             x, y = left + 8 + (g % columns) * (cell + 4), top + 22 + (g // columns) * (cell + 4)
             parts.append(_rect(x, y, cell, cell, color, f"rank {rank}{': with rank 0 in ' + ', '.join(dims) if dims else ''}"))
     bottom = 6 + -(-min(count, shown) // across) * (height + 8)

@@ -11,6 +11,7 @@ from parallelisms.dp import DTYPES
 from tools.goodput import best_interval, expected
 from tools.plan.device import Device
 from tools.plan.estimate import Estimate, estimate
+from tools.plan.pipeline import Machine, Pipeline, Rank, Stages, make_pipeline
 from tools.plan.repeat import traced
 from tools.plan.step import GIB, Step, Where
 from tools.plan.trace import accumulation
@@ -43,8 +44,19 @@ class Question:
 class Plan:
     cfg: Config
     ask: Question
-    step: Step
+    step: Step | Rank  # of rank 0; in a pipeline of the rank that needs the most memory
     time: Estimate
+    pipeline: Pipeline | None = None
+
+    @property
+    def ranks(self) -> list[Step] | list[Rank]:
+        """Those that together work on the same sequences with the whole model; of tensor parallelism one stands for all."""
+        return self.pipeline.ranks if self.pipeline else [self.step]
+
+    @cached_property
+    def parameters(self) -> int:
+        """Numbers that are trained."""
+        return sum(p.elements for rank in self.ranks for p in rank.parameters.values())
 
     @cached_property
     def peak(self) -> tuple[int, Where, dict[str, int]]:
@@ -75,7 +87,7 @@ class Plan:
     def room_for_gathered(self) -> int:
         """Blocks whose weights have room to stay gathered from forward to backward (parallelism.keep_gathered)."""
         p, layers = self.cfg.parallelism, self.step.layers
-        if not self.fits or p.reshard_after_forward is False or len(self.step.groups["dp_shard"]) == 1:
+        if not self.fits or self.pipeline or p.reshard_after_forward is False or len(self.step.groups["dp_shard"]) == 1:
             return 0
         bytes_per_weight = DTYPES.get(self.cfg.training.param_dtype, torch.bfloat16).itemsize
         block = self.step.parameters[layers - 1].elements // p.tensor_parallel * bytes_per_weight
@@ -91,16 +103,17 @@ class Plan:
 
     @property
     def micro_batches(self) -> int:
-        return accumulation(self.cfg, self.ask.gpus // self.cfg.parallelism.tensor_parallel)
+        return accumulation(self.cfg, self.data_parallel)
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that share the sequences of a batch."""
+        return self.ask.gpus // (self.cfg.parallelism.tensor_parallel * self.cfg.parallelism.pipeline_parallel)
 
     def flops(self) -> tuple[float, float, float]:
         """FLOPs per token: derived from the model's sizes; counted in the step; and recomputed, beside the counted ones."""
-        counted = recomputed = 0
-        for _, times, op in self.step.ops():
-            counted += times * (op.product_flops + op.attention_flops - op.recomputed)
-            recomputed += times * op.recomputed
-        tokens_of_rank = self.tokens_per_step * self.cfg.parallelism.tensor_parallel / self.ask.gpus
-        per_token = self.cfg.parallelism.tensor_parallel / tokens_of_rank  # all ranks of a tp group work on these tokens
+        counted, recomputed = (sum(flops) for flops in zip(*(rank.flops() for rank in self.ranks)))
+        per_token = self.data_parallel * self.cfg.parallelism.tensor_parallel / self.tokens_per_step
         family, args = train.architecture(self.cfg)
         derived = family.flops_per_token(args, self.cfg.training.seq_len)
         return derived, counted * per_token, recomputed * per_token
@@ -119,7 +132,7 @@ class Plan:
         """Weights and optimizer state of the whole model, float32."""
         o = self.cfg.optimizer
         moments = 2 if o.kind == "adamw" else int(o.momentum > 0)
-        return sum(p.elements for p in self.step.parameters.values()) * 4 * (1 + moments)
+        return self.parameters * 4 * (1 + moments)
 
     def saving(self) -> tuple[float, float, float]:
         """Seconds of a save: to copy one rank's share to host memory, to write everything, and that training stands still."""
@@ -144,8 +157,13 @@ class Plan:
         return max(best_interval(self.mtbf, stall), write)
 
 
-def make_plan(cfg: Config, ask: Question) -> Plan:
-    """Trace one step of this configuration and estimate its time. `cfg` has been checked for `ask.gpus` processes."""
+def make_plan(cfg: Config, ask: Question, stages: Stages | None = None) -> Plan:
+    """Trace one step of this configuration and estimate its time. `cfg` has been checked for `ask.gpus` processes. stages:
+    those of earlier plans, which are not traced again where they are alike."""
+    compiled, selective = cfg.compile.enabled and ask.on_gpu, cfg.activation_checkpoint.mode == "selective"
+    if cfg.parallelism.pipeline_parallel > 1:
+        machine = Machine(ask.device, ask.per_host, compiled, selective)
+        pipeline = make_pipeline(cfg, ask.gpus, ask.on_gpu, machine, stages or Stages())
+        return Plan(cfg, ask, pipeline.worst, pipeline.time(pipeline.worst), pipeline)
     step = traced(cfg, ask.gpus, ask.per_host, ask.on_gpu)
-    selective = cfg.activation_checkpoint.mode == "selective"
-    return Plan(cfg, ask, step, estimate(step, ask.device, ask.per_host, cfg.compile.enabled and ask.on_gpu, selective))
+    return Plan(cfg, ask, step, estimate(step, ask.device, ask.per_host, compiled, selective))

@@ -9,20 +9,14 @@ from dataclasses import replace
 
 from configs import check
 from configs.schema import Config
-from tools.plan.step import Memory, Op, Step, Stretch, Where
+from tools.plan.step import IN_BLOCKS, Memory, Op, Step, Stretch, Where
 from tools.plan.trace import trace_step
-
-IN_BLOCKS = ("forward", "backward")  # phases whose stretches belong to blocks
 
 
 def traced(cfg: Config, world_size: int, per_host: int, on_gpu: bool) -> Step:
     """The step of rank 0, which has the largest shards. It is put together from a few layers where that is exact."""
     layers = check.architecture(cfg.model)["n_layers"]
-    period = cfg.activation_checkpoint.every_n if cfg.activation_checkpoint.mode == "every_n" else 1
-    # Blocks at either end that may differ from the middle: FSDP gathers ahead, and the last blocks may stay gathered.
-    edge = 1 + cfg.parallelism.prefetch + cfg.parallelism.keep_gathered
-    few = 2 * edge + 2 * period
-    few += (layers - few) % period
+    few, edge, period = few_layers(cfg, layers)
     data_parallel = world_size > cfg.parallelism.tensor_parallel  # without FSDP the two ways were never compared
     if few < layers and data_parallel:
         model = cfg.model.model_copy(update={"n_layers": few})
@@ -31,6 +25,16 @@ def traced(cfg: Config, world_size: int, per_host: int, on_gpu: bool) -> Step:
         if step is not None:
             return step
     return trace_step(cfg, world_size, per_host, on_gpu)
+
+
+def few_layers(cfg: Config, layers: int) -> tuple[int, int, int]:
+    """With how many layers to trace what has `layers`; and the blocks at either end that stand for themselves, and the period
+    of those in between, for `with_layers`."""
+    period = cfg.activation_checkpoint.every_n if cfg.activation_checkpoint.mode == "every_n" else 1
+    # Blocks at either end that may differ from the middle: FSDP gathers ahead, and the last blocks may stay gathered.
+    edge = 1 + cfg.parallelism.prefetch + cfg.parallelism.keep_gathered
+    few = 2 * edge + 2 * period
+    return few + (layers - few) % period, edge, period
 
 
 def with_layers(step: Step, layers: int, edge: int, period: int) -> Step | None:

@@ -1,7 +1,7 @@
 """A plan as text for a person."""
 
 from tools.plan.plan import CONTEXT_GIB, Plan
-from tools.plan.step import GIB, KINDS, Step, Where
+from tools.plan.step import GIB, KINDS
 
 
 def size_text(count: float) -> str:
@@ -26,23 +26,9 @@ def token_text(count: float) -> str:
     raise AssertionError
 
 
-def place_text(where: Where, step: Step) -> str:
-    """Where in the step."""
-    if where.phase not in ("forward", "backward"):
-        return {"start": "before the first forward", "clip": "clipping", "optimizer": "the optimizer"}[where.phase]
-    block = f"block {where.block + 1} of {step.layers}"
-    if not 0 <= where.block < step.layers:
-        block = "the embedding" if where.block < 0 else "the output and loss"
-    micro = ""
-    if step.micro_batches > 1:
-        last = where.micro == step.micro_batches - 1
-        micro = f", {'last' if last else 'first' if where.micro == 0 else 'a middle'} micro-batch"
-    return f"{where.phase} of {block}{micro}"
-
-
-def report(plan: Plan) -> str:
-    """The whole plan."""
-    lines = [*heading(plan), "", *memory(plan), *communication(plan), "", *speed(plan), *run(plan)]
+def report(plan: Plan, all_stages: bool = False) -> str:
+    """The whole plan. all_stages: with every rank of a pipeline, and not only the first, the last and the fullest."""
+    lines = [*heading(plan), "", *stages(plan, all_stages), *memory(plan), *communication(plan), "", *speed(plan), *run(plan)]
     if plan.cfg.data.mask_documents:
         lines.append("  data.mask_documents computes less attention than this: the time is an upper bound.")
     if not plan.fits:
@@ -53,11 +39,10 @@ def report(plan: Plan) -> str:
 def heading(plan: Plan) -> list[str]:
     """The model, the machines, the mesh and the batch."""
     cfg, ask, micro_batches = plan.cfg, plan.ask, plan.micro_batches
-    total = sum(p.elements for p in plan.step.parameters.values())
     mesh = " x ".join(f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items())
     kept = f", gradients kept {cfg.parallelism.accumulate_gradients} in between" if micro_batches > 1 else ""
     return [
-        f"{cfg.model.family} {cfg.model.flavor}, {total / 1e9:,.2f}B parameters, on {ask.gpus:,} x {ask.device.name} "
+        f"{cfg.model.family} {cfg.model.flavor}, {plan.parameters / 1e9:,.2f}B parameters, on {ask.gpus:,} x {ask.device.name} "
         f"({ask.gpus // ask.per_host:,} host{'s' * (ask.gpus > ask.per_host)} of {ask.per_host})",
         f"mesh {mesh}; sequences {cfg.training.global_batch_size:,} x "
         f"{cfg.training.seq_len:,} tokens = {micro_batches} micro-batch{'es' * (micro_batches > 1)} of "
@@ -66,18 +51,41 @@ def heading(plan: Plan) -> list[str]:
     ]
 
 
+def stages(plan: Plan, all_stages: bool) -> list[str]:
+    """The ranks of a pipeline, with the layers, the memory and the work of each; and what the schedule costs."""
+    pipeline, p = plan.pipeline, plan.cfg.parallelism
+    if not pipeline:
+        return []
+    ranks = pipeline.ranks
+    shown = ranks if all_stages or len(ranks) <= 4 else sorted({0, plan.step.number, len(ranks) - 1})
+    shown = [ranks[i] for i in shown] if shown is not ranks else ranks
+    lines = [f"Pipeline {p.pipeline_schedule}, {len(ranks)} ranks of {len(ranks[0].stages)} stage"
+             f"{'s' * (len(ranks[0].stages) > 1)}".ljust(48) + f"{'parameters':>14}{'live at the peak':>20}{'works for':>14}"]  # fmt: skip
+    for rank in shown:
+        layers = ", ".join(f"{layers.start + 1}-{layers.stop}" for layers in rank.layers_of.values())
+        layers = layers if len(layers) < 30 else f"{rank.layers} in all"
+        total = sum(p.elements for p in rank.parameters.values())
+        lines.append(f"  {f'rank {rank.number}: layers {layers}':46}{f'{total / 1e9:,.2f}B':>14}"
+                     f"{size_text(rank.peak()[0]):>20}{time_text(rank.busy):>14}")  # fmt: skip
+    if len(shown) < len(ranks):
+        lines.append(f"  (--stages shows all {len(ranks)} ranks)")
+    return [*lines, f"  bubble {pipeline.bubble:.1%} of the ranks' time; messages between stages make the step "
+            f"{time_text(pipeline.p2p)} longer, reductions after the last backward {time_text(pipeline.reduction)}", ""]  # fmt: skip
+
+
 def memory(plan: Plan) -> list[str]:
     """Bytes by kind at the peak and at most, what they come to with the allocator's share, and whether they fit."""
     ask, step = plan.ask, plan.step
     live, place, at_peak = plan.peak
     at_most = step.highest_by_kind()
-    lines = ["Memory of rank 0, which has the largest shards".ljust(48) + "at the peak".rjust(14) + "at most".rjust(14)]
+    which = f"rank {step.number}, which needs the most" if plan.pipeline else "rank 0, which has the largest shards"
+    lines = [f"Memory of {which}".ljust(48) + "at the peak".rjust(14) + "at most".rjust(14)]
     lines += [
         f"  {name:44}{size_text(at_peak.get(kind, 0)):>16}{size_text(at_most[kind]):>14}"
         for kind, name in KINDS.items()
         if at_most.get(kind)
     ]
-    lines += [f"  {'live at the peak':44}{size_text(live):>16}   in {place_text(place, step)}"]
+    lines += [f"  {'live at the peak':44}{size_text(live):>16}   in {step.place(place)}"]
     if ask.on_gpu:
         lines += [
             f"  {f'+ {ask.margin:.0%} that the caching allocator holds idle':44}{size_text(live * ask.margin):>16}"
@@ -111,6 +119,7 @@ def speed(plan: Plan) -> list[str]:
     """FLOPs, the time of a step and what it goes into, tokens per second."""
     t, d = plan.time, plan.ask.device
     derived, counted, recomputed = plan.flops()
+    waits = f"; rank {plan.step.number} waits for other stages {time_text(max(0.0, t.seconds - t.computing - t.exposed))}" if plan.pipeline else ""
     return [
         f"FLOPs per token  {derived:.4g} derived (6N + 12LHET), {counted:.4g} counted ({counted / derived - 1:+.2%}); "
         f"recomputed beside those {recomputed:.3g} ({recomputed / derived:.1%})",
@@ -118,7 +127,7 @@ def speed(plan: Plan) -> list[str]:
         f"{d.peak / 1e12:,.{0 if d.peak > 1e13 else 2}f} TFLOP/s, "
         f"attention {time_text(t.attention)} at {d.attention_efficiency:.0%} (causal: half), "
         f"memory-bound {time_text(t.memory_bound)}, "
-        f"of which recomputed {time_text(t.recomputed)}; communication exposed {time_text(t.exposed)}",
+        f"of which recomputed {time_text(t.recomputed)}; communication exposed {time_text(t.exposed)}{waits}",
         f"Speed            {plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second / plan.ask.gpus:,.0f} per GPU; "
         f"MFU {plan.mfu:.1%}",
     ]

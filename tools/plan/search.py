@@ -1,8 +1,5 @@
 """All meshes, checkpointing modes and micro-batches that a number of GPUs allows, traced and ranked by speed."""
 
-import multiprocessing
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -10,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from configs import check
-from configs.schema import Config, InputError
+from configs.schema import SCHEDULES, Config, InputError
+from tools.plan.pipeline import Stages, in_processes
 from tools.plan.plan import Question, make_plan
 from tools.plan.step import GIB
 
@@ -25,12 +23,17 @@ class Choice(NamedTuple):
     mode: str  # activation_checkpoint.mode
     local_batch_size: int
     accumulate: str  # parallelism.accumulate_gradients
+    pipeline_parallel: int = 1
+    schedule: str = "1f1b"  # parallelism.pipeline_schedule
+    stages_per_rank: int = 0
 
     def applied_to(self, cfg: Config) -> Config:
         return cfg.model_copy(update={
             "parallelism": cfg.parallelism.model_copy(update={
                 "tensor_parallel": self.tensor_parallel, "data_parallel_replicate": self.replicas,
-                "data_parallel_shard": -1, "accumulate_gradients": self.accumulate}),
+                "data_parallel_shard": -1, "accumulate_gradients": self.accumulate, "pipeline_layers": (),
+                "pipeline_parallel": self.pipeline_parallel, "pipeline_schedule": self.schedule,
+                "pipeline_stages_per_rank": self.stages_per_rank}),
             "activation_checkpoint": cfg.activation_checkpoint.model_copy(update={"mode": self.mode}),
             "training": cfg.training.model_copy(update={"local_batch_size": self.local_batch_size}),
         })  # fmt: skip
@@ -38,7 +41,9 @@ class Choice(NamedTuple):
     def __str__(self) -> str:
         replicas = f", data_parallel_replicate = {self.replicas}" if self.replicas > 1 else ""
         sharded = ", accumulate_gradients = sharded" if self.accumulate == "sharded" else ""
-        return (f"tensor_parallel = {self.tensor_parallel}{replicas}, activation_checkpoint.mode = {self.mode}, "
+        pipeline = (f", pipeline_parallel = {self.pipeline_parallel}, pipeline_schedule = {self.schedule}, pipeline_stages_per_rank = "
+                    f"{self.stages_per_rank}" if self.pipeline_parallel > 1 else "")  # fmt: skip
+        return (f"tensor_parallel = {self.tensor_parallel}{replicas}{pipeline}, activation_checkpoint.mode = {self.mode}, "
                 f"local_batch_size = {self.local_batch_size}{sharded}")  # fmt: skip
 
 
@@ -54,18 +59,20 @@ class Candidate:
     tokens_per_second: float
     mfu: float
     exposed: float  # seconds of a step that wait for communication
+    bubble: float = 0.0  # share of the ranks' time that waits for other stages
 
 
 def legal(cfg: Config, ask: Question) -> bool:
     return not check.broken_rules(cfg, ask.gpus, ask.per_host)
 
 
-def candidate(choice: Choice, cfg: Config, ask: Question) -> Candidate:
+def candidate(choice: Choice, cfg: Config, ask: Question, stages: Stages | None = None) -> Candidate:
     torch.set_num_threads(1)
-    plan = make_plan(choice.applied_to(cfg), ask)
+    plan = make_plan(choice.applied_to(cfg), ask, stages)
     return Candidate(
-        choice, plan.micro_batches, plan.needed, plan.fits, plan.time.seconds, plan.tokens_per_second, plan.mfu, plan.time.exposed
-    )
+        choice, plan.micro_batches, plan.needed, plan.fits, plan.time.seconds, plan.tokens_per_second, plan.mfu, plan.time.exposed,
+        plan.pipeline.bubble if plan.pipeline else 0.0,
+    )  # fmt: skip
 
 
 def candidates(tensor_parallel: int, cfg: Config, ask: Question) -> list[Candidate]:
@@ -95,13 +102,34 @@ def candidates(tensor_parallel: int, cfg: Config, ask: Question) -> list[Candida
     return tried
 
 
+def pipelines(tensor_parallel: list[int], cfg: Config, ask: Question) -> list[Candidate]:
+    """The choices with pipelines of 2 to 16 ranks and every schedule. Here micro-batches are small, since the bubble is smaller
+    the more there are; and only the leanest mode that fits is compared with the next, since each needs traces of its own."""
+    stages, tried = Stages(), []
+    depths = [depth for depth in (2, 4, 8, 16) if ask.gpus % depth == 0]
+    per_rank = [(name, v) for name, row in SCHEDULES.items() for v in (1, 2, 4) if row.stages_per_rank[0] <= v <= row.stages_per_rank[1]]
+    for tp, depth, accumulate in product(tensor_parallel, depths, ("whole", "sharded")):
+        if accumulate == "sharded" and any(c.fits for c in tried if c.choice[0] == tp and c.choice.pipeline_parallel == depth):
+            continue
+        for mode in MODES:
+            choices = [Choice(tp, 1, mode, 1, accumulate, depth, *schedule) for schedule in per_rank]
+            choices = [choice for choice in choices if legal(choice.applied_to(cfg), ask)]
+            of_mode = [candidate(choice, cfg, ask, stages) for choice in choices]
+            tried += of_mode
+            if not any(c.fits for c in of_mode):
+                break
+    return tried
+
+
 def search(cfg: Config, ask: Question) -> list[Candidate]:
     """The choices that fit, fastest first. Raises InputError where none does; it names the nearest."""
     degrees = [tp for tp in range(1, ask.per_host + 1) if ask.per_host % tp == 0 and ask.gpus % tp == 0]
-    tried = [c for column in _in_processes(candidates, [(tp, cfg, ask) for tp in degrees]) for c in column]
+    tried = [c for column in in_processes(candidates, [(tp, cfg, ask) for tp in degrees]) for c in column]
+    promising = sorted(tried, key=lambda c: (not c.fits, -c.tokens_per_second if c.fits else c.needed))
+    tried += pipelines(list(dict.fromkeys(c.choice.tensor_parallel for c in promising))[:2] or degrees[-1:], cfg, ask)
     if not tried:
         raise InputError(f"no mesh of {ask.gpus} GPUs is legal, training.global_batch_size = {cfg.training.global_batch_size}: "
-                         f"it must be a multiple of the data-parallel ranks, {ask.gpus} / tensor_parallel")  # fmt: skip
+                         f"it must be a multiple of the data-parallel ranks, {ask.gpus} / tensor_parallel / pipeline_parallel")  # fmt: skip
     fitting = [c for c in tried if c.fits]
     if not fitting:
         nearest = min(tried, key=lambda c: c.needed)
@@ -111,19 +139,11 @@ def search(cfg: Config, ask: Question) -> list[Candidate]:
         )
     # Replicas on top of shards (HSDP), for the best three.
     replicas = [2**i for i in range(1, 12) if 2**i <= ask.gpus // ask.per_host and ask.gpus % 2**i == 0][:3]
-    best = [c.choice for c in sorted(fitting, key=lambda c: -c.tokens_per_second)[:3]]
+    best = [c.choice for c in sorted(fitting, key=lambda c: -c.tokens_per_second) if c.choice.pipeline_parallel == 1][:3]
     hybrids = [choice._replace(replicas=count) for choice in best for count in replicas]
     hybrids = [choice for choice in hybrids if legal(choice.applied_to(cfg), ask)]
-    fitting += [c for c in _in_processes(candidate, [(choice, cfg, ask) for choice in hybrids]) if c.fits]
+    fitting += [c for c in in_processes(candidate, [(choice, cfg, ask) for choice in hybrids]) if c.fits]
     return sorted(fitting, key=lambda c: -c.tokens_per_second)
-
-
-def _in_processes(function: Callable, calls: list[tuple]) -> list:
-    """function(*call) for each call, in a process of its own: PyTorch keeps what belongs to a mesh while a process lives."""
-    if not calls:
-        return []
-    with multiprocessing.get_context("fork").Pool(min(len(calls), os.cpu_count() or 1), maxtasksperchild=1) as pool:
-        return pool.starmap(function, calls, chunksize=1)
 
 
 def what_would_do(cfg: Config, ask: Question, nearest: Candidate) -> str:
@@ -132,7 +152,8 @@ def what_would_do(cfg: Config, ask: Question, nearest: Candidate) -> str:
     for _ in range(6):
         gpus *= 2
         more = replace(ask, gpus=gpus)
-        sizes = {1, cfg.training.global_batch_size * nearest.choice.tensor_parallel // gpus} - {0}
+        depth = nearest.choice.pipeline_parallel
+        sizes = {1, cfg.training.global_batch_size * nearest.choice.tensor_parallel // gpus} - {0} if depth == 1 else {1}
         choices = [nearest.choice._replace(mode="full", local_batch_size=size) for size in sizes]
         fitting = [c for c in choices if legal(c.applied_to(cfg), more) and make_plan(c.applied_to(cfg), more).fits]
         if fitting:
@@ -143,12 +164,14 @@ def what_would_do(cfg: Config, ask: Question, nearest: Candidate) -> str:
 
 
 def table(ranking: list[Candidate], shown: int = 20) -> str:
-    rows = [f"{'tp':>4}{'replicas':>10}{'checkpointing':>15}{'micro-batch':>13}{'accumulation':>14}{'memory GiB':>12}"
-            f"{'s/step':>9}{'exposed':>9}{'tokens/s':>14}{'MFU':>7}"]  # fmt: skip
+    rows = [f"{'tp':>4}{'replicas':>10}{'pipeline':>24}{'checkpointing':>15}{'micro-batch':>13}{'accumulation':>14}{'memory GiB':>12}"
+            f"{'s/step':>9}{'exposed':>9}{'bubble':>8}{'tokens/s':>14}{'MFU':>7}"]  # fmt: skip
     for c in ranking[:shown]:
         accumulation = f"{c.micro_batches} {c.choice.accumulate}" if c.micro_batches > 1 else "1"
-        rows.append(f"{c.choice.tensor_parallel:>4}{c.choice.replicas:>10}{c.choice.mode:>15}{c.choice.local_batch_size:>13}"
-                    f"{accumulation:>14}{c.needed / GIB:>12.1f}{c.seconds:>9.2f}{c.exposed / c.seconds:>9.0%}"
+        depth, stages = c.choice.pipeline_parallel, f" x {c.choice.stages_per_rank}" if c.choice.stages_per_rank > 1 else ""
+        pipeline = f"{depth}{stages} {c.choice.schedule}" if depth > 1 else "-"
+        rows.append(f"{c.choice.tensor_parallel:>4}{c.choice.replicas:>10}{pipeline:>24}{c.choice.mode:>15}{c.choice.local_batch_size:>13}"
+                    f"{accumulation:>14}{c.needed / GIB:>12.1f}{c.seconds:>9.2f}{c.exposed / c.seconds:>9.0%}{c.bubble:>8.0%}"
                     f"{c.tokens_per_second:>14,.0f}{c.mfu:>7.1%}")  # fmt: skip
     if len(ranking) > shown:
         rows.append(f"and {len(ranking) - shown} more that fit")

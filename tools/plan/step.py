@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 GIB = 2**30
 
+# Phases that belong to blocks. A pipeline may split the backward (parallelisms/schedules.py).
+IN_BLOCKS = ("forward", "backward", "backward_input", "backward_weight")
+
 KINDS = {  # of memory, in the order in which a report lists them -> what a person reads
     "parameters": "parameters (float32 shards)",
     "optimizer state": "optimizer state",
@@ -30,7 +33,7 @@ class Where(NamedTuple):
     """A stretch of the step. Blocks are numbered from 0; -1 is what comes before them, `Step.layers` what comes after."""
 
     micro: int  # number of the micro-batch; -1 before the first
-    phase: str  # build (before the step), start, forward, backward, clip, optimizer
+    phase: str  # build (before the step), start, one of IN_BLOCKS, clip, optimizer
     block: int
 
 
@@ -82,8 +85,34 @@ class Parameters:
     local_bytes: int = 0
 
 
+class Curve:
+    """Memory over a step, for classes that know `before`, the bytes by kind before the step, and `curve`: (place, kind, bytes
+    more or less) in order."""
+
+    def peak(self) -> tuple[int, Where, dict[str, int]]:
+        """The most bytes that live at one time, where in the step that is, and those bytes by kind."""
+        live = self.before()
+        total = highest = sum(live.values())
+        place, at_peak = Where(-1, "start", -1), dict(live)
+        for where, kind, change in self.curve():
+            live[kind] = live.get(kind, 0) + change
+            total += change
+            if total > highest:
+                highest, place, at_peak = total, where, dict(live)
+        return highest, place, {kind: size for kind, size in at_peak.items() if size}
+
+    def highest_by_kind(self) -> dict[str, int]:
+        """The most bytes of each kind that live at one time. The times may differ between kinds."""
+        live = self.before()
+        highest = dict(live)
+        for _, kind, change in self.curve():
+            live[kind] = live.get(kind, 0) + change
+            highest[kind] = max(highest.get(kind, 0), live[kind])
+        return highest
+
+
 @dataclass
-class Step:
+class Step(Curve):
     """A whole step of one rank. `memory` also holds what existed before it, whose birth is in the phase "build"."""
 
     stretches: list[Stretch]
@@ -96,7 +125,7 @@ class Step:
 
     def times(self, where: Where) -> int:
         """How often a stretch happens in the real step."""
-        return self.repeats if where.micro == 1 and where.phase in ("forward", "backward") else 1
+        return self.repeats if where.micro == 1 and where.phase in IN_BLOCKS else 1
 
     def ops(self) -> Iterator[tuple[Where, int, Op]]:
         """Every operator, with its place and how often it happens."""
@@ -122,26 +151,26 @@ class Step:
                     memory = self.memory[row[1]]
                     yield stretch.where, memory.kind, memory.size if row[0] == "+" else -memory.size
 
-    def peak(self) -> tuple[int, Where, dict[str, int]]:
-        """The most bytes that live at one time, where in the step that is, and those bytes by kind."""
-        live = self.before()
-        total = highest = sum(live.values())
-        place, at_peak = Where(-1, "start", -1), dict(live)
-        for where, kind, change in self.curve():
-            live[kind] = live.get(kind, 0) + change
-            total += change
-            if total > highest:
-                highest, place, at_peak = total, where, dict(live)
-        return highest, place, {kind: size for kind, size in at_peak.items() if size}
+    def flops(self) -> tuple[int, int]:
+        """FLOPs of the rank: those that are needed, and those that repeat what was computed before."""
+        counted = recomputed = 0
+        for _, times, op in self.ops():
+            counted += times * (op.product_flops + op.attention_flops - op.recomputed)
+            recomputed += times * op.recomputed
+        return counted, recomputed
 
-    def highest_by_kind(self) -> dict[str, int]:
-        """The most bytes of each kind that live at one time. The times may differ between kinds."""
-        live = self.before()
-        highest = dict(live)
-        for _, kind, change in self.curve():
-            live[kind] = live.get(kind, 0) + change
-            highest[kind] = max(highest.get(kind, 0), live[kind])
-        return highest
+    def place(self, where: Where) -> str:
+        """Where in the step, for a person."""
+        if where.phase not in IN_BLOCKS:
+            return {"start": "before the first forward", "clip": "clipping", "optimizer": "the optimizer"}[where.phase]
+        block = f"block {where.block + 1} of {self.layers}"
+        if not 0 <= where.block < self.layers:
+            block = "the embedding" if where.block < 0 else "the output and loss"
+        micro = ""
+        if self.micro_batches > 1:
+            last = where.micro == self.micro_batches - 1
+            micro = f", {'last' if last else 'first' if where.micro == 0 else 'a middle'} micro-batch"
+        return f"{where.phase} of {block}{micro}"
 
 
 def fuse(step: Step) -> None:

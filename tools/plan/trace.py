@@ -1,7 +1,7 @@
 """One training step seen operator by operator: every storage that is made and freed, every product, every collective.
 
 `trace_step` runs the same `train.build` and `train.train_step` as a run does, on PyTorch's fake process group with fake
-tensors: shapes and lifetimes without memory and without time, for rank 0 of any world. `Trace` keeps the accounts. It also
+tensors: shapes and lifetimes without memory and without time, for one rank of any world. `Trace` keeps the accounts. It also
 accounts real steps on real ranks, and the tests compare the two.
 """
 
@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from itertools import count
 from unittest import mock
 
@@ -35,11 +36,14 @@ from torch.utils._pytree import tree_iter
 import train
 from configs.schema import Config, InputError
 from models.kernels import causal_attention
+from parallelisms import pp
+from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
-from tools.plan.step import Memory, Op, Parameters, Step, Stretch, Where, fuse
+from tools.plan.step import IN_BLOCKS, Memory, Op, Parameters, Step, Stretch, Where, fuse
 from training import init
 
 PHASES = ("forward", "loss", "backward", "clip", "optimizer")  # labels in train.train_step; the loss is inside forward
+ACTION = re.compile(r"(\w+) of stage \d+, micro-batch (\d+)")  # label of an action in parallelisms/pp.py::Step.play
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 
 # Operator -> kind of collective, and where its message is: the larger side, which NCCL's tests call a collective's size.
@@ -47,6 +51,8 @@ COLLECTIVES = {
     c10d._allgather_base_.default: ("all-gather", lambda args, out: args[0]),
     c10d._reduce_scatter_base_.default: ("reduce-scatter", lambda args, out: args[1]),
     c10d.allreduce_.default: ("all-reduce", lambda args, out: args[0][0]),
+    c10d.send.default: ("send", lambda args, out: args[0][0]),
+    c10d.recv_.default: ("receive", lambda args, out: args[0][0]),
     functional.all_gather_into_tensor.default: ("all-gather", lambda args, out: out),
     functional.all_gather_into_tensor_out.default: ("all-gather", lambda args, out: out),
     functional.reduce_scatter_tensor.default: ("reduce-scatter", lambda args, out: args[0]),
@@ -84,12 +90,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def block_of(name: str) -> int:
-    """The block that a parameter belongs to; -1: none."""
-    layer = re.match(r"layers\.(\d+)\.", name)
-    return int(layer[1]) if layer else -1
-
-
 class Trace(TorchDispatchMode):
     """Keeps the accounts of what runs under it. The operators still run.
 
@@ -109,6 +109,7 @@ class Trace(TorchDispatchMode):
         self.labels: list[str] = []  # labels that are open now, of whatever code
         self.phases: set[str] = set()  # labels that have been seen
         self.job: train.Job | None = None  # whose step is followed
+        self.backward = "backward"  # phase of the backward that runs: in a pipeline it may be half of one
         self.propagating = 0  # DTensor is finding shapes, so many calls deep
         self.dimensions: dict[str, str] = {}  # name of a process group -> mesh dimension
         self.patches = ExitStack()
@@ -208,7 +209,7 @@ class Trace(TorchDispatchMode):
         kind, message = COLLECTIVES[func]
         op = Op(str(func), kind=kind, message=nbytes(message(args, out)))
         op.dimension = self.dimension(group_of(args).group_name)
-        in_blocks = self.where.phase in ("forward", "backward") and "loss" not in self.labels
+        in_blocks = self.where.phase in IN_BLOCKS and "loss" not in self.labels
         op.background = func.namespace == "c10d" and in_blocks and op.message > 8  # the sum of the loss is waited for
         return op
 
@@ -298,7 +299,8 @@ class Trace(TorchDispatchMode):
 
     # The place in the step.
     def label(self, func, args: tuple) -> None:
-        """A `record_function` begins or ends. Those of `train.train_step` are the phases; others do not matter."""
+        """A `record_function` begins or ends. Those of `train.train_step`, and in a pipeline the actions of its schedule, are
+        the phases. Others do not matter."""
         if "enter" not in func._schema.name:
             self.labels.pop()
             return
@@ -307,7 +309,13 @@ class Trace(TorchDispatchMode):
         self.phases.add(phase)
         if self.job is None:
             return
-        if phase == "forward":
+        if action := ACTION.fullmatch(phase):
+            phase, self.backward = action[1], action[1]
+            block = -1 if phase == "forward" else self.where.block
+            self.where = Where(int(action[2]), phase, block)
+        elif any(ACTION.fullmatch(label) for label in self.labels):
+            return  # the labels inside an action say nothing more
+        elif phase == "forward":
             self.where = Where(self.where.micro + 1, "forward", -1)
         elif phase == "backward":
             self.where = self.where._replace(phase="backward")
@@ -324,10 +332,12 @@ class Trace(TorchDispatchMode):
         self.dimensions[dist.group.WORLD.group_name] = "all ranks"
         for dim in mesh.device_mesh.mesh_dim_names:
             self.dimensions[mesh.device_mesh.get_group(dim).group_name] = dim
+        if mesh.to_lower is not None:
+            self.dimensions[mesh.to_lower.group_name] = "pp"
 
         def move_to(phase: str, block: int):
             def hook(*_):
-                self.where = self.where._replace(phase=phase, block=block)
+                self.where = self.where._replace(phase=phase or self.backward, block=block)
 
             return hook
 
@@ -335,7 +345,7 @@ class Trace(TorchDispatchMode):
             def hook(_, inputs, outputs=None):
                 tensor = inputs[0] if outputs is None else outputs
                 if tensor.requires_grad:
-                    tensor.register_hook(move_to("backward", block))
+                    tensor.register_hook(move_to("", block))
 
             return hook
 
@@ -345,23 +355,31 @@ class Trace(TorchDispatchMode):
             block.register_forward_hook(backward_begins_at(i), prepend=True)  # before FSDP's, which gathers for backward
         layers[-1].register_forward_hook(move_to("forward", len(layers)))
 
+    @staticmethod
+    def block_of(name: str, job: train.Job) -> int:
+        """The block that a parameter belongs to, from 0 in this rank's part of the model; -1: none."""
+        layer = re.match(r"layers\.(\d+)\.", name)
+        return list(job.model.layers).index(layer[1]) if layer else -1
+
     # Before and after the step.
     def settle(self, job: train.Job) -> None:
         """Call before the step: what exists now is parameters and optimizer state. Forgets how it came to be."""
         gc.collect()
-        kinds = [(name, p, "parameters") for name, p in job.model.named_parameters()]
+        # Of a pipeline each stage is asked, because the copy of a tied weight is no parameter of the whole.
+        stages = pp.stages_of(job.model)
+        kinds = [(name, p, "parameters") for stage in stages for name, p in stage.named_parameters()]
         names = {id(p): name for name, p, _ in kinds}
         for p, state in job.optimizer.state.items():
             kinds += [(names[id(p)], t, "optimizer state") for t in state.values()]
-        copies = getattr(job.model, "working_copies", {})  # parallelisms/dp.py::keep_masters
-        kinds += [(names[id(p)], copy, "working weights") for p, copy in copies.items()]
+        copies = [c for stage in stages for c in getattr(stage, "working_copies", {}).items()]  # parallelisms/dp.py::keep_masters
+        kinds += [(names[id(p)], copy, "working weights") for p, copy in copies]
         self.stretches, self.births = [], {}
         alive = set(self.numbers.values())
         self.memory = {number: memory for number, memory in self.memory.items() if number in alive}
         for memory in self.memory.values():
             memory.born, memory.kind = Where(-1, "build", -1), memory.kind or "other"
         for name, tensor, kind in kinds:
-            self.where = Where(-1, "build", block_of(name))
+            self.where = Where(-1, "build", self.block_of(name, job))
             self.tag(tensor, kind)
             self.memory[self.number(local(tensor))].born = self.where
         self.stretches, self.births = [], {}
@@ -369,7 +387,8 @@ class Trace(TorchDispatchMode):
 
     def step(self, job: train.Job) -> Step:
         """What was traced since `settle`, with the kind of every storage. Raises InputError where a phase has no label."""
-        if missing := [phase for phase in PHASES if phase not in self.phases]:
+        has_loss = any(stage.last for stage in pp.stages_of(job.model))
+        if missing := [phase for phase in PHASES if phase not in self.phases and (has_loss or phase != "loss")]:
             raise InputError(f"train.train_step has no record_function({missing[0]!r}): the planner finds the phases of a step "
                              f"by the labels {', '.join(PHASES)}; put them around the code that they name")  # fmt: skip
         self.alive.clear()  # what dies with the job is no part of the step
@@ -377,7 +396,7 @@ class Trace(TorchDispatchMode):
             memory.kind = memory.kind or kind_by_life(memory)
         parameters: dict[int, Parameters] = {}
         for name, p in job.model.named_parameters():
-            block = parameters.setdefault(block_of(name), Parameters())
+            block = parameters.setdefault(self.block_of(name, job), Parameters())
             block.elements += p.numel()
             block.local_bytes += nbytes(local(p))
         mesh = job.mesh.device_mesh
@@ -395,7 +414,7 @@ def kind_by_life(memory: Memory) -> str:
         return "batch"
     if memory.born.phase == "forward" and kept:
         return "activations"
-    return "backward's temporaries" if memory.born.phase == "backward" else "temporaries"
+    return "backward's temporaries" if memory.born.phase in IN_BLOCKS[1:] else "temporaries"
 
 
 # A run that does not exist.
@@ -415,18 +434,18 @@ class AsOnGPU(TorchFunctionMode):
 
 
 @contextmanager
-def pretend(world_size: int, per_host: int) -> Iterator[None]:
-    """This process as rank 0 of a world that does not exist: PyTorch's fake process group, and torchrun's environment.
+def pretend(world_size: int, per_host: int, rank: int = 0) -> Iterator[None]:
+    """This process as a rank of a world that does not exist: PyTorch's fake process group, and torchrun's environment.
 
     Without PyTorch's warnings about such a mesh: its groups have no time limit, for example.
     """
-    names = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": per_host}
+    names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % per_host, "LOCAL_WORLD_SIZE": per_host}
     log = logging.getLogger("torch.distributed")
     with mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         level = log.level
         log.setLevel(logging.ERROR)
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         try:
             yield
         finally:
@@ -460,21 +479,22 @@ def batch_of(job: train.Job, micro_batches: int) -> dict[str, torch.Tensor]:
 def prepare(job: train.Job) -> None:
     """Bring the job to its state after a first step, without taking one: FSDP's buffers padded, or on one rank the weights
     copied to the type of forward; and the optimizer's state there."""
-    if isinstance(job.model, FSDPModule):
-        job.model._get_fsdp_state()._lazy_init()
-    else:
-        for hook in job.model._forward_pre_hooks.values():
-            hook(job.model, ())
+    for stage in pp.stages_of(job.model):
+        if isinstance(stage, FSDPModule):
+            stage._get_fsdp_state()._lazy_init()
+        else:
+            for hook in stage._forward_pre_hooks.values():
+                hook(stage, ())
     for p in job.model.parameters():
         p.grad = torch.zeros_like(p)
     job.optimizer.step()
     job.optimizer.zero_grad(set_to_none=True)
 
 
-def trace_step(cfg: Config, world_size: int, per_host: int, on_gpu: bool, most: int = 3) -> Step:
-    """The step of rank 0 with all its layers, but with at most `most` micro-batches: first, last and one in between."""
+def trace_step(cfg: Config, world_size: int, per_host: int, on_gpu: bool, most: int = 3, rank: int = 0) -> Step:
+    """The step of a rank with all its layers, but with at most `most` micro-batches: first, last and one in between."""
     cfg = tracing(cfg)
-    with pretend(world_size, per_host), ExitStack() as stack:
+    with pretend(world_size, per_host, rank), ExitStack() as stack:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         trace = Trace()
         to_empty = nn.Module.to_empty
@@ -485,6 +505,7 @@ def trace_step(cfg: Config, world_size: int, per_host: int, on_gpu: bool, most: 
 
         stack.enter_context(mock.patch.object(nn.Module, "to_empty", fake_to_empty))
         stack.enter_context(mock.patch.object(init, "fill", lambda *_: None))
+        stack.enter_context(mock.patch.object(Mesh, "timeout", lambda _: timedelta(0)))  # the fake group has none
         job = train.build(cfg)
         stack.enter_context(fake)
         if on_gpu:

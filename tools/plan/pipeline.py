@@ -1,0 +1,340 @@
+"""A pipeline as a plan: each kind of stage is traced alone, and the schedule that runs is played with what its actions cost.
+
+A stage does the same work for every micro-batch but the first and the last, so three micro-batches show the cost of every
+action: its seconds, the memory that it needs while it runs, and the memory that it leaves more or less. Playing the table of
+`parallelisms/schedules.py` with these gives each rank's memory and the time of the step, bubbles included. The stages are
+traced in a pipeline of three, of which the first, the middle or the last one is the stage in question.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+import train
+from configs.schema import Config
+from parallelisms import pp, schedules
+from parallelisms.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Table, Timeline
+from tools.plan.device import Device
+from tools.plan.estimate import Estimate, Line, Playback, Ring
+from tools.plan.repeat import few_layers, with_layers
+from tools.plan.step import IN_BLOCKS, Curve, Parameters, Step, Where
+from tools.plan.trace import accumulation, trace_step
+
+ALONE = 3  # stages of the pipeline in which one is traced: first, middle, last
+Sizes = dict[str, int]  # bytes by kind of memory
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a time depends on beside the step."""
+
+    device: Device
+    per_host: int
+    compiled: bool
+    selective: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """One action of a stage, or one of the other phases of its step."""
+
+    time: Estimate
+    tail: float  # seconds for which FSDP's transfers go on when it has ended
+    flops: tuple[int, int]  # needed, recomputed
+    change: Sizes  # what it leaves more or less
+    peak: Sizes  # more or less than at its begin, when it needs most
+    most: Sizes  # each kind by itself, at most
+
+
+class Stage:
+    """A traced stage and the costs of its actions."""
+
+    def __init__(self, step: Step, machine: Machine) -> None:
+        self.step, self.machine = step, machine
+        self.parts: dict[tuple[str, int], Part] = {}  # (phase, micro-batch as traced; -1 outside forward and backward)
+        keys = dict.fromkeys(self.key(stretch.where) for stretch in step.stretches)
+        for key in keys:
+            stretches = [stretch for stretch in step.stretches if self.key(stretch.where) == key]
+            self.parts[key] = self.part(replace(step, stretches=stretches, repeats=1))
+
+    @staticmethod
+    def key(where: Where) -> tuple[str, int]:
+        return where.phase, where.micro if where.phase in IN_BLOCKS else -1
+
+    def part(self, step: Step) -> Part:
+        """step: the whole one with the stretches of this part alone."""
+        m = self.machine
+        playback = Playback(step, m.device, m.per_host, m.compiled, m.selective)
+        time = playback.play()
+        live: Sizes = {}
+        most: Sizes = {}
+        peak: Sizes = {}
+        total = highest = 0
+        for _, kind, change in step.curve():
+            live[kind] = live.get(kind, 0) + change
+            most[kind] = max(most.get(kind, 0), live[kind])
+            total += change
+            if total > highest:
+                highest, peak = total, dict(live)
+        return Part(time, max(0.0, playback.link_free - playback.now), step.flops(), live, peak, most)
+
+    def action(self, action: Action, micro_batches: int) -> Part:
+        traced = self.step.micro_batches
+        micro = action.micro_batch if micro_batches <= traced else {0: 0, micro_batches - 1: traced - 1}.get(action.micro_batch, 1)
+        return self.parts.get((action.kind, micro), NOTHING)  # the first stage has no first half of a split backward
+
+
+NOTHING = Part(Estimate(), 0.0, (0, 0), {}, {}, {})
+
+
+@dataclass
+class Rank(Curve):
+    """One rank of a pipeline: its stages, and its step as the schedule has it. Like a `tools/plan/step.py::Step` for what
+    reports it."""
+
+    number: int
+    stages: dict[int, Stage]  # by number, as for their layers
+    layers_of: dict[int, range]
+    actions: list[Action]
+    micro_batches: int
+    groups: dict[str, list[int]]
+    costs: dict[Action, Part]
+    busy: float = 0.0  # seconds in which it works on micro-batches
+
+    @property
+    def first(self) -> int:
+        return min(self.stages)
+
+    def seconds(self, action: Action) -> float:
+        return self.costs[action].time.seconds
+
+    @property
+    def layers(self) -> int:
+        return sum(map(len, self.layers_of.values()))
+
+    @property
+    def parameters(self) -> dict[int, Parameters]:
+        """By stage; of a tied weight the first stage's alone."""
+        totals = {}
+        for number, stage in self.stages.items():
+            blocks = stage.step.parameters.values()
+            totals[number] = Parameters(sum(p.elements for p in blocks), sum(p.local_bytes for p in blocks))
+        return totals
+
+    def parts(self) -> Iterator[tuple[Where, Part]]:
+        """Everything of the step in order. A place has the number of the stage where a Step's has that of a block."""
+        yield Where(-1, "start", self.first), self.stages[self.first].parts["start", -1]
+        for action in self.actions:
+            yield Where(action.micro_batch, action.kind, action.stage), self.costs[action]
+        for phase in ("clip", "optimizer"):
+            for number, stage in self.stages.items():
+                yield Where(self.micro_batches - 1, phase, number), stage.parts.get((phase, -1), NOTHING)
+
+    def before(self) -> Sizes:
+        total: Sizes = {}
+        for number, stage in self.stages.items():
+            for kind, size in stage.step.before().items():
+                if kind != "batch" or number == self.first:  # the batch is there once
+                    total[kind] = total.get(kind, 0) + size
+        return total
+
+    def curve(self) -> Iterator[tuple[Where, str, int]]:
+        for where, part in self.parts():
+            rest = {kind: part.change.get(kind, 0) - part.peak.get(kind, 0) for kind in part.change | part.peak}
+            for sizes in part.peak, rest:
+                for kind, size in sorted(sizes.items(), key=lambda item: item[1]):  # what becomes less comes first: it was one moment
+                    yield where, kind, size
+
+    def highest_by_kind(self) -> Sizes:
+        live = self.before()
+        highest = dict(live)
+        for _, part in self.parts():
+            for kind, size in part.most.items():
+                highest[kind] = max(highest.get(kind, 0), live.get(kind, 0) + size)
+            for kind, size in part.change.items():
+                live[kind] = live.get(kind, 0) + size
+        return highest
+
+    def flops(self) -> tuple[int, int]:
+        counted, recomputed = zip(*(part.flops for _, part in self.parts()))
+        return sum(counted), sum(recomputed)
+
+    def place(self, where: Where) -> str:
+        if where.phase not in IN_BLOCKS:
+            return {"start": "before the first forward", "clip": "clipping", "optimizer": "the optimizer"}[where.phase]
+        return f"{where.phase} of stage {where.block + 1}, micro-batch {where.micro + 1} of {self.micro_batches}"
+
+    def total(self) -> Estimate:
+        """What the seconds of its step go into, but for those in which it waits for others."""
+        total = Estimate()
+        for _, part in self.parts():
+            t = part.time
+            total.products, total.attention = total.products + t.products, total.attention + t.attention
+            total.memory_bound, total.recomputed = total.memory_bound + t.memory_bound, total.recomputed + t.recomputed
+            for key, line in t.lines.items():
+                add(total.lines.setdefault(key, Line()), line)
+        return total
+
+    @cached_property
+    def clip_and_optimizer(self) -> float:
+        return sum(part.time.seconds for where, part in self.parts() if where.phase in ("clip", "optimizer"))
+
+
+def add(total: Line, line: Line) -> None:
+    total.smallest = min(total.smallest or line.smallest, line.smallest)
+    total.largest = max(total.largest, line.largest)
+    total.count, total.sent = total.count + line.count, total.sent + line.sent
+    total.seconds, total.exposed = total.seconds + line.seconds, total.exposed + line.exposed
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The step of all ranks of one pipeline."""
+
+    ranks: list[Rank]
+    played: Timeline
+    bubble: float  # share of the ranks' time that is spent waiting, from the first forward to the last backward
+    p2p: float  # seconds by which messages between stages make the step longer
+    reduction: float  # and by which reductions of gradients do, which go on when the last backward has ended
+    seconds: float  # of the whole step
+
+    @property
+    def worst(self) -> Rank:
+        """The rank that needs the most memory."""
+        return max(self.ranks, key=lambda rank: rank.peak()[0])
+
+    def time(self, rank: Rank) -> Estimate:
+        """The step as one rank sees it."""
+        estimate = rank.total()
+        estimate.seconds = self.seconds
+        for (dimension, kind), line in estimate.lines.items():
+            if kind == "send":
+                line.exposed += self.p2p
+        return estimate
+
+
+class Alone(NamedTuple):
+    """What the trace of a stage depends on, beside the configuration."""
+
+    position: int  # among ALONE stages
+    layers: int
+    split: bool  # backwards in two halves
+    data_parallel: int
+    per_host: int
+    on_gpu: bool
+
+    def trace(self, cfg: Config) -> Step:
+        """The step of this stage. It is put together from a few layers where that is exact."""
+        few, edge, period = few_layers(cfg, self.layers)
+        # Nothing tells in the second half of a backward to which block its operators belong.
+        if few < self.layers and self.data_parallel > 1 and not self.split:
+            if step := with_layers(self._replace(layers=few).trace_whole(cfg), self.layers, edge, period):
+                return step
+        return self.trace_whole(cfg)
+
+    def trace_whole(self, cfg: Config) -> Step:
+        torch.set_num_threads(1)
+        parallelism = cfg.parallelism.model_copy(update={"pipeline_layers": (self.layers,) * ALONE})
+        model = cfg.model.model_copy(update={"n_layers": self.layers * ALONE})
+        cfg = cfg.model_copy(update={"parallelism": parallelism, "model": model})
+        ranks = self.data_parallel * cfg.parallelism.tensor_parallel
+        table = one_by_one(min(3, accumulation(cfg, self.data_parallel)), self.split)
+        with mock.patch.object(schedules, "table", lambda *_: table):
+            return trace_step(cfg, ALONE * ranks, self.per_host, self.on_gpu, rank=self.position * ranks)
+
+
+class Stages:
+    """Traces the stages of pipelines. Stages of several plans that are alike are traced once."""
+
+    def __init__(self) -> None:
+        self.traced: dict[tuple[str, Alone], Step] = {}
+
+    def steps(self, cfg: Config, wanted: Iterable[Alone]) -> dict[Alone, Step]:
+        parallelism = cfg.parallelism.model_copy(update={
+            "pipeline_parallel": ALONE, "data_parallel_shard": -1, "pipeline_schedule": "1f1b", "pipeline_stages_per_rank": 0,
+            "pipeline_layers": ()})  # fmt: skip
+        cfg = cfg.model_copy(update={"parallelism": parallelism})
+        name, wanted = cfg.model_dump_json(), set(wanted)
+        missing = [alone for alone in wanted if (name, alone) not in self.traced]
+        steps = in_processes(Alone.trace, [(alone, cfg) for alone in missing])
+        self.traced |= {(name, alone): step for alone, step in zip(missing, steps)}
+        return {alone: self.traced[name, alone] for alone in wanted}
+
+
+def in_processes(function: Callable, calls: list[tuple]) -> list:
+    """function(*call) for each call, in a process of its own: PyTorch keeps what belongs to a mesh while a process lives."""
+    if not calls:
+        return []
+    with multiprocessing.get_context("fork").Pool(min(len(calls), os.cpu_count() or 1), maxtasksperchild=1) as pool:
+        return pool.starmap(function, calls, chunksize=1)
+
+
+def one_by_one(micro_batches: int, split: bool) -> Table:
+    """A schedule without anything at the same time, so that the cost of each action shows."""
+    kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if split else (FORWARD, BACKWARD)
+    return [[Action(kind, stage, m) for m in range(micro_batches) for kind in kinds] for stage in range(ALONE)]
+
+
+def make_pipeline(cfg: Config, gpus: int, on_gpu: bool, machine: Machine, stages: Stages) -> Pipeline:
+    """Trace the stages of the configuration, which has been checked, and play its schedule."""
+    p = cfg.parallelism
+    data_parallel = gpus // (p.tensor_parallel * p.pipeline_parallel)
+    micro_batches = accumulation(cfg, data_parallel)
+    placement = schedules.placement(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank)
+    table = schedules.table(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank, micro_batches)
+    layers = pp.layers_of_stages(cfg, *train.architecture(cfg))
+
+    split = {(a.stage, a.micro_batch) for actions in table for a in actions if a.kind == BACKWARD_INPUT}
+    last = len(placement) - 1
+    alone = {  # (stage, whether its backward is in two halves)
+        (s, halves): Alone({0: 0, last: 2}.get(s, 1), len(layers[s]), halves, data_parallel, machine.per_host, on_gpu)
+        for s, halves in {(a.stage, (a.stage, a.micro_batch) in split) for actions in table for a in actions}
+    }
+    steps = stages.steps(cfg, alone.values())
+    traced = {key: Stage(replace(step, groups=groups(cfg, 0, data_parallel)), machine) for key, step in steps.items()}
+    ranks = []
+    for number, actions in enumerate(table):
+        own = {s: traced[key] for (s, _), key in alone.items() if placement[s] == number}
+        costs = {a: traced[alone[a.stage, (a.stage, a.micro_batch) in split]].action(a, micro_batches) for a in actions}
+        ranks.append(Rank(number, own, {s: layers[s] for s in own}, actions, micro_batches, groups(cfg, number, data_parallel), costs))
+    return played(ranks, table, placement, machine, data_parallel * p.tensor_parallel)
+
+
+def played(ranks: list[Rank], table: Table, placement: list[int], machine: Machine, ranks_of_stage: int) -> Pipeline:
+    message = max((line.largest for rank in ranks for (_, kind), line in rank.total().lines.items() if kind == "send"), default=0)
+
+    def travel(sender: int, receiver: int) -> float:
+        ring = Ring.of([sender * ranks_of_stage, receiver * ranks_of_stage], machine.per_host)
+        return ring.seconds("send", message, machine.device)
+
+    def seconds(action: Action) -> float:
+        return ranks[placement[action.stage]].seconds(action)
+
+    at_once, real = schedules.timeline(table, placement, seconds), schedules.timeline(table, placement, seconds, travel)
+    ends = [actions[-1][2] for actions in real]
+    reduced = [max([end, *(stop + rank.costs[a].tail for a, _, stop in actions)]) for end, rank, actions in zip(ends, ranks, real)]
+    for rank, actions in zip(ranks, real):
+        rank.busy = sum(stop - start for _, start, stop in actions)
+    start = max(rank.stages[rank.first].parts["start", -1].time.seconds for rank in ranks)
+    rest = max(rank.clip_and_optimizer for rank in ranks)
+    p2p = max(ends) - max(actions[-1][2] for actions in at_once)
+    return Pipeline(ranks, real, schedules.bubble(real), p2p, max(reduced) - max(ends), start + max(reduced) + rest)
+
+
+def groups(cfg: Config, number: int, data_parallel: int) -> dict[str, list[int]]:
+    """Mesh dimension -> ranks of the group of the first of the ranks that work on stage `number`."""
+    p, tp = cfg.parallelism, cfg.parallelism.tensor_parallel
+    shard = data_parallel // p.data_parallel_replicate
+    begin = number * data_parallel * tp
+    return {
+        "pp": [i * data_parallel * tp for i in range(p.pipeline_parallel)],
+        "dp_replicate": [begin + i * shard * tp for i in range(p.data_parallel_replicate)],
+        "dp_shard": [begin + i * tp for i in range(shard)],
+        "tp": [begin + i for i in range(tp)],
+    }
