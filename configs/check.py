@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import models
-from configs.schema import Config, Data, Derived, InputError, Model, is_prepared
+from configs.schema import SCHEDULES, Config, Data, Derived, InputError, Model, is_prepared
 
 
 def architecture(model: Model, folder: Path = models.HERE) -> dict:
@@ -51,7 +51,7 @@ def data_parallel_shard(cfg: Config, world_size: int | None) -> int:
     p = cfg.parallelism
     if p.data_parallel_shard != -1:
         return p.data_parallel_shard
-    others = p.data_parallel_replicate * p.tensor_parallel
+    others = p.data_parallel_replicate * p.tensor_parallel * p.pipeline_parallel
     if world_size is None or world_size % others:
         raise InputError(f"parallelism.data_parallel_shard = -1: {others} does not divide {world_size} processes")
     return world_size // others
@@ -60,12 +60,15 @@ def data_parallel_shard(cfg: Config, world_size: int | None) -> int:
 def derive(cfg: Config, world_size: int | None) -> Config:
     """The configuration with a `Derived` number in place of every option that was not set and follows from others.
 
-    Without a world size it is that of the smallest mesh with these replicas and this tensor parallelism.
+    Without a world size it is that of the smallest mesh with these replicas, this tensor and this pipeline parallelism.
     """
     p, training, schedule = cfg.parallelism, cfg.training, cfg.lr_schedule
     if training.local_batch_size is None:
-        shard = data_parallel_shard(cfg, world_size or p.data_parallel_replicate * p.tensor_parallel)
+        smallest = p.data_parallel_replicate * p.tensor_parallel * p.pipeline_parallel
+        shard = data_parallel_shard(cfg, world_size or smallest)
         rows = training.global_batch_size // (p.data_parallel_replicate * shard)  # the rule batch_ranks: nothing is left
+        if p.pipeline_parallel > 1:  # the bubble is smallest with as many micro-batches as possible
+            rows = 1
         training = training.model_copy(update={"local_batch_size": Derived(max(1, rows))})
     if schedule.warmup_steps is None:
         schedule = schedule.model_copy(update={"warmup_steps": Derived(_warmup_steps(cfg))})
@@ -114,8 +117,12 @@ def _is_number(value: object) -> bool:
 DERIVED = {
     "shard": lambda c: data_parallel_shard(c, getattr(c, "world", None)),
     "dp": lambda c: c.parallelism.data_parallel_replicate * c.shard,
-    "product": lambda c: c.dp * c.parallelism.tensor_parallel,
+    "product": lambda c: c.dp * c.parallelism.tensor_parallel * c.parallelism.pipeline_parallel,
     "micro": lambda c: c.dp * (c.training.local_batch_size or 1),
+    "schedule": lambda c: SCHEDULES[c.parallelism.pipeline_schedule],
+    "stages": lambda c: c.parallelism.pipeline_parallel * (c.parallelism.pipeline_stages_per_rank or c.schedule.default_stages),
+    "least_micro_batches": lambda c: c.schedule.micro_batches_per_rank * c.parallelism.pipeline_parallel,
+    "least_batch": lambda c: c.least_micro_batches * c.micro,
     "batch_repair": lambda c: _batch_repair(c.training.global_batch_size, c.dp, c.training.local_batch_size),
     "warmup": lambda c: _warmup_steps(c),
     "decay": lambda c: int(c.lr_schedule.decay_fraction * c.training.steps),
@@ -128,16 +135,15 @@ RULES = {
     # The mesh.
     "mesh_product": (
         lambda c: c.parallelism.data_parallel_shard != -1 and c.product != c.world,
-        "{parallelism.data_parallel_replicate}, {parallelism.data_parallel_shard} and {parallelism.tensor_parallel} "
-        "multiply to {product}, but the run has {world} processes: make the two equal, "
+        "{parallelism.data_parallel_replicate}, {parallelism.data_parallel_shard}, {parallelism.tensor_parallel} and "
+        "{parallelism.pipeline_parallel} multiply to {product}, but the run has {world} processes: make the two equal, "
         "or set data_parallel_shard = -1 to take what is left",
     ),
     "mesh_rest": (
         lambda c: c.parallelism.data_parallel_shard == -1
-        and c.world % (c.parallelism.data_parallel_replicate * c.parallelism.tensor_parallel) != 0,
-        "{parallelism.data_parallel_shard} leaves no whole number of ranks: "
-        "{parallelism.data_parallel_replicate} times {parallelism.tensor_parallel} must divide the {world} processes "
-        "of the run",
+        and c.world % (c.parallelism.data_parallel_replicate * c.parallelism.tensor_parallel * c.parallelism.pipeline_parallel) != 0,
+        "{parallelism.data_parallel_shard} leaves no whole number of ranks: {parallelism.data_parallel_replicate} times "
+        "{parallelism.tensor_parallel} times {parallelism.pipeline_parallel} must divide the {world} processes of the run",
     ),
     "tp_host": (
         lambda c: not c.parallelism.tensor_parallel_across_hosts and c.local_world % c.parallelism.tensor_parallel != 0,
@@ -167,9 +173,10 @@ RULES = {
         'above 1, compile.enabled = true, compile.backend = "inductor", and tensor_parallel_across_hosts = false',
     ),
     "tp_reshard": (  # FSDP2 makes the groups of N from each rank's slice of the mesh; the slices wait for each other
-        lambda c: _is_number(c.parallelism.reshard_after_forward) and c.parallelism.tensor_parallel > 1,
-        "{parallelism.reshard_after_forward}, a number of ranks, together with {parallelism.tensor_parallel} would "
-        'hang: use true, false or "default", or tensor_parallel = 1',
+        lambda c: _is_number(c.parallelism.reshard_after_forward)
+        and c.parallelism.tensor_parallel * c.parallelism.pipeline_parallel > 1,
+        "{parallelism.reshard_after_forward}, a number of ranks, together with {parallelism.tensor_parallel} and "
+        '{parallelism.pipeline_parallel} would hang: use true, false or "default", or set both to 1',
     ),
     "reshard_ranks": (
         lambda c: _is_number(c.parallelism.reshard_after_forward)
@@ -181,6 +188,52 @@ RULES = {
         lambda c: c.parallelism.keep_gathered > (0 if c.parallelism.reshard_after_forward is False else c.model.n_layers),
         "{parallelism.keep_gathered} is for blocks whose weights would be freed after forward, and there are {model.n_layers} "
         "blocks and {parallelism.reshard_after_forward}: lower it",
+    ),
+    # The pipeline. Several rules ask for pipeline_parallel > 1, because its other options have no effect without it.
+    "pipeline_unused": (
+        lambda c: c.parallelism.pipeline_parallel == 1
+        and (c.parallelism.pipeline_schedule != "1f1b" or c.parallelism.pipeline_stages_per_rank or c.parallelism.pipeline_layers),
+        "{parallelism.pipeline_schedule}, {parallelism.pipeline_stages_per_rank} and {parallelism.pipeline_layers} have no effect "
+        "with {parallelism.pipeline_parallel}: remove them, or set pipeline_parallel above 1",
+    ),
+    "pipeline_stages_per_rank": (
+        lambda c: c.parallelism.pipeline_parallel > 1 and c.parallelism.pipeline_stages_per_rank != 0
+        and not c.schedule.stages_per_rank[0] <= c.parallelism.pipeline_stages_per_rank <= c.schedule.stages_per_rank[1],
+        "{parallelism.pipeline_stages_per_rank}, but {parallelism.pipeline_schedule} has {schedule.stages_per_rank[0]} to "
+        "{schedule.stages_per_rank[1]} stages on each rank: remove it (then there are {schedule.default_stages}), or choose "
+        "another schedule",
+    ),
+    "pipeline_stages": (
+        lambda c: c.parallelism.pipeline_parallel > 1 and c.stages > c.model.n_layers,
+        "{parallelism.pipeline_parallel} and {parallelism.pipeline_schedule} make {stages} stages, but there are only "
+        "{model.n_layers} and every stage needs a layer: lower pipeline_parallel or pipeline_stages_per_rank",
+    ),
+    "pipeline_layers": (
+        lambda c: c.parallelism.pipeline_parallel > 1 and c.parallelism.pipeline_layers
+        and (len(c.parallelism.pipeline_layers) != c.stages or sum(c.parallelism.pipeline_layers) != c.model.n_layers),
+        "{parallelism.pipeline_layers} must have one number for each of the {stages} stages, and together they must be "
+        "{model.n_layers}: change it, or remove it to divide the layers by their cost",
+    ),
+    "pipeline_micro_batches": (
+        lambda c: c.parallelism.pipeline_parallel > 1 and c.training.global_batch_size < c.least_batch,
+        "{parallelism.pipeline_schedule} on {parallelism.pipeline_parallel} ranks needs at least {least_micro_batches} "
+        "micro-batches: set training.global_batch_size to {least_batch} or more (now {training.global_batch_size}, with "
+        "{training.local_batch_size} on {dp} data-parallel ranks), lower local_batch_size, or choose another schedule",
+    ),
+    "pipeline_offload": (
+        lambda c: c.parallelism.cpu_offload and c.parallelism.pipeline_parallel > 1,
+        "{parallelism.cpu_offload} together with {parallelism.pipeline_parallel} is not supported: use one of the two",
+    ),
+    "pipeline_selective": (  # the second half of a backward pass would recompute what the first one has recomputed
+        lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward
+        and c.activation_checkpoint.mode == "selective",
+        "{parallelism.pipeline_schedule} splits the backward pass, which PyTorch cannot do with {activation_checkpoint.mode}: "
+        'use the mode "none", "full" or "every_n", or the schedule "1f1b" or "interleaved_1f1b"',
+    ),
+    "pipeline_compile": (  # AOTAutograd makes one node of a compiled block, whose backward gives all gradients at once
+        lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward and c.compile.enabled,
+        "{parallelism.pipeline_schedule} splits the backward pass, which PyTorch cannot do with {compile.enabled}: set that "
+        'to false, or use the schedule "1f1b" or "interleaved_1f1b"',
     ),
     # The batch and the model.
     "batch": (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator
 
@@ -250,7 +250,7 @@ class Training(Table):
     global_batch_size: int = Field(8, ge=1)
     """Sequences per optimizer step, over all ranks and micro-batches."""
     local_batch_size: int | None = Field(None, ge=1)
-    """Sequences per data-parallel rank and micro-batch; the rest accumulates. Not set: one micro-batch per step."""
+    """Sequences per data-parallel rank and micro-batch; the rest accumulates. Not set: all of them; 1 in a pipeline."""
     param_dtype: DType = "auto"
     """Dtype of weights in forward and backward (float32 in the optimizer); auto: bfloat16 if the hardware has it."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -299,6 +299,35 @@ class LRSchedule(Table):
     """Share of the run over which wsd decays."""
 
 
+class Schedule(NamedTuple):
+    """What distinguishes a pipeline schedule. `parallelisms/schedules.py` makes its table of actions."""
+
+    shape: Literal["loop", "v"]
+    """How stages go to three ranks, for example: 0 1 2, 0 1 2, or 0 1 2, 2 1 0."""
+    stages_per_rank: tuple[int, int]
+    """The least and the most."""
+    default_stages: int
+    """Stages per rank where parallelism.pipeline_stages_per_rank is 0."""
+    splits_backward: bool
+    """Whether the gradients of inputs and those of weights are computed apart."""
+    micro_batches_per_rank: int
+    """This times the ranks of a pipeline is the least number of micro-batches; 0: any number will do."""
+
+
+SCHEDULES = {
+    # PipeDream-Flush: Narayanan et al., arXiv:2104.04473, section 2.2.1.
+    "1f1b": Schedule("loop", (1, 1), 1, False, 0),
+    # The same paper, section 2.2.2. More stages per rank make the bubble smaller, and more is sent between ranks.
+    "interleaved_1f1b": Schedule("loop", (2, 1000), 2, False, 0),
+    # ZB-H1: Qi et al., arXiv:2401.10241, section 3.1. With several stages per rank it is interleaved as above.
+    "zero_bubble": Schedule("loop", (1, 1000), 2, True, 0),
+    # ZB-V: the same paper, section 6. The first and the last stage are on the same rank.
+    "zbv": Schedule("v", (2, 2), 2, True, 0),
+    # DualPipe cut in half: github.com/deepseek-ai/DualPipe, after DeepSeek-V3 (arXiv:2412.19437, section 3.2.1).
+    "dualpipe_v": Schedule("v", (2, 2), 2, True, 2),
+}
+
+
 class Parallelism(Table):
     data_parallel_replicate: int = Field(1, ge=1)
     """Replicas of the model; with data_parallel_shard = 1 this is plain data parallelism, otherwise HSDP."""
@@ -314,6 +343,14 @@ class Parallelism(Table):
     """Free gathered weights after forward; default: except the output projection's; N: keep sharded over N ranks."""
     keep_gathered: int = Field(0, ge=0)
     """Number of last blocks that keep gathered weights until backward; `tools.plan` says for how many there is room."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Ranks that share the layers: each has one or several stages of the model, and micro-batches pass through them."""
+    pipeline_schedule: Literal[tuple(SCHEDULES)] = "1f1b"
+    """Order in which ranks work on micro-batches; zero_bubble, zbv and dualpipe_v split the backward pass."""
+    pipeline_stages_per_rank: int = Field(0, ge=0)
+    """Stages of each rank; 0: the schedule's own number (1 with 1f1b, otherwise 2)."""
+    pipeline_layers: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_as_tuple)] = ()
+    """Number of layers of each stage, as [3, 4, 4, 3]; empty: equal cost, where embedding and output count as well."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory and stream them to the GPU."""
     accumulate_gradients: Literal["whole", "sharded"] = "whole"

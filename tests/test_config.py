@@ -70,9 +70,13 @@ BAD_FILES = {
         "steps = 5",
         "steps: stands in no table|training.steps or profiler.steps or validation.steps",
     ),
-    "pipeline parallelism": (
-        "[parallelism]\npipeline_parallel = 2",
-        "pipeline_parallel: no such option; [parallelism] has data_par",
+    "context parallelism": (
+        "[parallelism]\ncontext_parallel = 2",
+        "context_parallel: no such option; [parallelism] has data_par",
+    ),
+    "unknown schedule": (
+        "[parallelism]\npipeline_schedule = 'gpipe'",
+        'pipeline_schedule = "gpipe": must be|"1f1b"|"interleaved_1f1b"|"zero_bubble"|"zbv"|"dualpipe_v"',
     ),
     "part of a name": (
         "[training]\nbatch_size = 2",
@@ -316,7 +320,7 @@ RULE_CASES = {
         "parallelism.data_parallel_replicate=2 parallelism.tensor_parallel=4",
         12, 4,
         "parallelism.data_parallel_shard = -1|parallelism.data_parallel_replicate = 2 times "
-        "parallelism.tensor_parallel = 4 must divide the 12 processes",
+        "parallelism.tensor_parallel = 4 times parallelism.pipeline_parallel = 1 must divide the 12 processes",
         "parallelism.data_parallel_replicate=1 training.global_batch_size=24",
     ),
     "tp_host": (
@@ -365,7 +369,7 @@ RULE_CASES = {
     "tp_reshard": (
         "parallelism.tensor_parallel=2 parallelism.reshard_after_forward=2 training.local_batch_size=2",
         8, 8,
-        'parallelism.reshard_after_forward = 2|parallelism.tensor_parallel = 2 would hang|"default"',
+        'parallelism.reshard_after_forward = 2|parallelism.tensor_parallel = 2 and parallelism.pipeline_parallel = 1 would hang|"default"',
         "parallelism.reshard_after_forward=true",
     ),
     "reshard_ranks": (
@@ -404,6 +408,55 @@ RULE_CASES = {
         1, 1,
         "model.head_dim would be 37.5|whole even number|model.dim = 300|model.n_heads = 8",
         "model.dim=304",
+    ),
+    "pipeline_unused": (
+        "parallelism.pipeline_schedule=zbv",
+        1, 1,
+        'parallelism.pipeline_schedule = "zbv"|have no effect with parallelism.pipeline_parallel = 1',
+        "parallelism.pipeline_schedule=1f1b",
+    ),
+    "pipeline_stages_per_rank": (
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_stages_per_rank=3 parallelism.pipeline_schedule=zbv",
+        2, 2,
+        'parallelism.pipeline_stages_per_rank = 3, but parallelism.pipeline_schedule = "zbv" has 2 to 2 stages|there are 2',
+        "parallelism.pipeline_schedule=interleaved_1f1b",
+    ),
+    "pipeline_stages": (
+        "parallelism.pipeline_parallel=4 parallelism.pipeline_schedule=zbv",
+        4, 4,
+        'pipeline_parallel = 4|pipeline_schedule = "zbv" make 8 stages|only model.n_layers = 6|lower pipeline_parallel',
+        "model.n_layers=8",
+    ),
+    "pipeline_layers": (
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_layers=[3,4]",
+        2, 2,
+        "parallelism.pipeline_layers = [3, 4] must have one number for each of the 2 stages|model.n_layers = 6",
+        "parallelism.pipeline_layers=[4,2]",
+    ),
+    "pipeline_micro_batches": (
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=dualpipe_v training.local_batch_size=4",
+        4, 4,
+        'pipeline_schedule = "dualpipe_v" on parallelism.pipeline_parallel = 2 ranks needs at least 4 micro-batches'
+        "|global_batch_size to 32 or more|training.global_batch_size = 8|training.local_batch_size = 4 on 2 data-parallel ranks",
+        "training.global_batch_size=32",
+    ),
+    "pipeline_offload": (
+        "parallelism.pipeline_parallel=2 parallelism.cpu_offload=true",
+        2, 2,
+        "parallelism.cpu_offload = true together with parallelism.pipeline_parallel = 2 is not supported",
+        "parallelism.cpu_offload=false",
+    ),
+    "pipeline_selective": (
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble activation_checkpoint.mode=selective",
+        2, 2,
+        'pipeline_schedule = "zero_bubble" splits the backward pass|activation_checkpoint.mode = "selective"|"full"',
+        "parallelism.pipeline_schedule=1f1b",
+    ),
+    "pipeline_compile": (
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zbv compile.enabled=true",
+        2, 2,
+        'pipeline_schedule = "zbv" splits the backward pass|compile.enabled = true',
+        "compile.enabled=false",
     ),
     "bpe_vocabulary": (
         "data.bpe_vocab_size=5000",
@@ -672,7 +725,8 @@ IMPOSSIBLE_MESHES = [
     ("training.local_batch_size=3", 2, 2, ["training.global_batch_size = 8 is not a multiple of 6"]),
     ("training.local_batch_size=16", 1, 1, ["training.global_batch_size = 8 is not a multiple of 16"]),
     ("training.global_batch_size=2", 4, 4, ["set training.global_batch_size to 4"]),
-    ("parallelism.pipeline_parallel=2", 2, 2, ["parallelism.pipeline_parallel: no such option"]),
+    ("parallelism.pipeline_parallel=2", 3, 3, ["leaves no whole number of ranks"]),
+    ("parallelism.pipeline_parallel=4 parallelism.data_parallel_shard=2", 12, 4, ["multiply to 8, but the run has 12"]),
     ("parallelism.context_parallel=2", 1, 1, ["parallelism.context_parallel: no such option"]),
     ("parallelism.reshard_after_forward=8 training.local_batch_size=1", 8, 8, ["less than the 8 ranks"]),
     ("parallelism.reshard_after_forward=2 parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=1 "
