@@ -258,6 +258,7 @@ class Step:
         x, h = self.in_flight[action.stage, action.micro_batch]
         gradient = self.gradient(action, stage)
         dp.synchronise_gradients(stage, False, "whole")
+        dp.keep_gathered(stage, True)
         with record_function("backward"):
             [gradient], rest = stage_backward_input([h], None if gradient is None else [gradient], [x], trained(stage))
         self.in_flight[action.stage, action.micro_batch] = rest
@@ -274,9 +275,12 @@ class Step:
             dp.end_backward(stage)
 
     def synchronise(self, number: int, stage: nn.Module) -> None:
-        """Before the end of a backward: the last one of a stage reduces the gradients over the data-parallel ranks."""
+        """Before the end of a backward. The last one of a stage reduces the gradients over the data-parallel ranks, and frees
+        the weights. They stay gathered until then, unless every forward frees them too."""
         self.left[number] -= 1
-        dp.synchronise_gradients(stage, self.left[number] == 0, self.model.cfg.accumulate_gradients)
+        is_last = self.left[number] == 0
+        dp.synchronise_gradients(stage, is_last, self.model.cfg.accumulate_gradients)
+        dp.keep_gathered(stage, not is_last and self.model.cfg.reshard_after_forward in ("default", False))
 
 
 def trained(stage: nn.Module) -> Iterator[nn.Parameter]:
