@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import configs.cpu  # noqa: F401  how threads wait: it must be known before torch is loaded
 import torch
@@ -95,6 +95,14 @@ def build(cfg: Config) -> Job:
     return Job(cfg, mesh, args, model, optimizer)
 
 
+class Flags(NamedTuple):
+    """What one rank has to tell all others in a step. The flags travel with the loss, so they cost no message of their own."""
+
+    stop: bool = False  # it was asked to stop
+    saving: bool = False  # it has not finished its part of the checkpoint that is being written
+    no_data: bool = False  # its stream of text has ended, so its batch is empty and the step must not count
+
+
 @dataclass(frozen=True)
 class StepResult:
     loss: float  # nats per token, mean over the global batch
@@ -104,38 +112,45 @@ class StepResult:
     prepare_seconds: float  # this rank's, up to the first collective
     optimizer_seconds: float
     unlike: list[int]  # ranks on which recomputing the gradient gave a different result; then no weight changed
+    flags: Flags  # whether each was raised on any rank: the same on all ranks
 
 
-def train_step(job: Job, batch: dict[str, Tensor], skip_above: float = math.inf, replay: bool = False) -> StepResult:
+def train_step(
+    job: Job, batch: dict[str, Tensor], skip_above: float = math.inf, replay: bool = False, flags: Callable[[], Flags] = Flags
+) -> StepResult:
     """One optimizer step on this rank's share of the global batch: tokens and labels, int64 [A, b, T] in A micro-batches.
 
     A gradient whose norm is above `skip_above` changes no weight (training.skip_spikes). With `replay` the gradient is
-    computed twice and compared with itself (debug.replay_interval).
+    computed twice and compared with itself (debug.replay_interval). `flags()`, what this rank has to tell the others, is
+    called after the backward pass, so that a signal counts in the step in which it came.
 
     `record_function` names the phases of a step: forward, loss (in training/feed.py), backward, clip, optimizer. The
     profiler shows these names, and tools/plan and tools/bench/sections.py find the phases by them alone.
     """
     if replay:
-        (loss, losses, prepare_seconds), unlike = collectives.twice(lambda: gradients(job, batch), job.optimizer, job.mesh)
+        flags_now = flags()  # what is sent must be the same both times
+        passes = collectives.twice(lambda: gradients(job, batch, lambda: flags_now), job.optimizer, job.mesh)
+        (loss, raised, losses, prepare_seconds), unlike = passes
     else:
-        (loss, losses, prepare_seconds), unlike = gradients(job, batch), []
+        (loss, raised, losses, prepare_seconds), unlike = gradients(job, batch, flags), []
     with record_function("clip"):
         grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm, job.mesh.sum_over_pp).to(loss.device)
     fine = grad_norm.isfinite() & loss.isfinite() & (grad_norm <= skip_above)  # the same on every rank: all are global
-    fine &= not unlike
-    numbers = read_later(torch.stack((loss, grad_norm, fine)))
+    fine &= (raised[Flags._fields.index("no_data")] == 0) & (not unlike)
+    numbers = read_later(torch.cat((torch.stack((loss, grad_norm, fine)), raised)))
     began = time.monotonic()
     with record_function("optimizer"):
         step_if(fine, job.optimizer)
     optimizer_seconds = time.monotonic() - began
     job.optimizer.zero_grad(set_to_none=True)
-    loss, grad_norm, stepped = numbers()  # a GPU has the optimizer's step to do meanwhile
-    return StepResult(loss, grad_norm, not stepped, losses, prepare_seconds, optimizer_seconds, unlike)
+    loss, grad_norm, stepped, *raised = numbers()  # a GPU has the optimizer's step to do meanwhile
+    any_rank = Flags(*map(bool, raised))
+    return StepResult(loss, grad_norm, not stepped, losses, prepare_seconds, optimizer_seconds, unlike, any_rank)
 
 
-def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float]:
+def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = Flags) -> tuple[Tensor, Tensor, Tensor, float]:
     """Compute the gradient of the mean loss over the global batch, in the weights' `.grad`. Returns `loss` (a scalar),
-    `losses` and `prepare_seconds` of StepResult.
+    on how many ranks each of `flags()` is raised (float64 [flags]), and `losses` and `prepare_seconds` of StepResult.
 
     The loss is a sum over tokens, divided by the tokens of the *global* batch, which are counted first. So loss and
     gradient do not depend on how the batch is split over ranks and micro-batches, not even where it is split unevenly.
@@ -147,13 +162,20 @@ def gradients(job: Job, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float
     prepare_seconds = time.monotonic() - began
     counted = mesh.sum_over_dp(counted)
     scale = mesh.dp_size / counted  # FSDP averages over dp_size ranks; this makes it the sum
-    total = model.gradients(feed, scale) if mesh.pp > 1 else one_after_another(job, feed, scale)
-    return (mesh.sum_over_dp(mesh.sum_over_pp(total)) / counted).float(), feed.losses, prepare_seconds
+    sums = torch.zeros(1 + len(Flags._fields), dtype=torch.float64, device=mesh.device)  # of the losses, then of each flag
+    total, raised = sums[0], sums[1:]
+    total += model.gradients(feed, scale) if mesh.pp > 1 else one_after_another(job, feed, scale)
+    for i, flag in enumerate(flags()):
+        if flag:
+            raised[i] = 1.0  # a kernel that fills: nothing is copied to the device, so nobody waits for it
+    mesh.sum_over_ranks(sums)
+    loss = total / (mesh.tp * counted)  # the ranks of a tp group have the same loss
+    return loss.float(), raised, feed.losses, prepare_seconds
 
 
 def one_after_another(job: Job, feed: Feed, scale: Tensor) -> Tensor:
     """Compute the gradient of `scale` times the summed loss of all micro-batches. Returns that sum, a float64 scalar."""
-    total = torch.zeros((), dtype=torch.float64, device=job.mesh.device)  # float32 rounds at every micro-batch
+    total = torch.zeros((), dtype=torch.float64, device=job.mesh.device)  # float32 would round at every micro-batch
     for a in range(len(feed)):
         dp.synchronise_gradients(job.model, a == len(feed) - 1, job.cfg.parallelism.accumulate_gradients)
         inputs = feed(a)
@@ -207,9 +229,9 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     guard = Guard(cfg, mesh, model, optimizer, progress.get("spikes", {}))
     say.info("a fresh start" if not progress else f"resumed after step {start} of {steps}")
 
-    def asked() -> bool:
-        """Whether any rank has been asked to stop. All ranks call it."""
-        return mesh.any_rank(stop.asked())
+    def flags() -> Flags:
+        """What this rank has to tell the others in this step."""
+        return Flags(stop.asked(), checkpoints.writing(), batches.problem is not None)
 
     def save() -> None:
         """The state after this step. One that is not finite is not published (checkpoint/storage.py::NotFinite)."""
@@ -226,14 +248,15 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
         while step < steps and not stopping:
             clock.lap("other")
             watchdog.arm(patience + cfg.data.timeout_seconds)
-            batch = next(batches, None)
+            batch = next(batches)
             meter.waited += (data_seconds := clock.lap("data"))
             watchdog.arm(patience)
-            if batch is None:  # a stream has ended, for all ranks at this step
-                break
             lr = learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule)
             set_learning_rate(optimizer, lr)
-            result = train_step(job, batch, guard.skip_above(), every(step + 1, cfg.debug.replay_interval))
+            result = train_step(job, batch, guard.skip_above(), every(step + 1, cfg.debug.replay_interval), flags)
+            if result.flags.no_data:  # the stream of some rank has ended: no weight has changed
+                batches.end()
+                break
             step += 1
             guard.check_replay(step, result.unlike)
             meter.add(batch, result.losses, result.loss, result.skipped)
@@ -241,7 +264,8 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             clock.move(checkpoints.stall(), "productive", "save")
             clock.step(step)
             profile.step()
-            first, last, stopping = step == start + 1, step == steps, asked()
+            first, last, stopping = step == start + 1, step == steps, result.flags.stop
+            checkpoints.poll(result.flags.saving)
             if first:
                 mesh.set_timeout(patience := cfg.run.step_timeout_seconds)
                 stop.at_once = False  # from now on there is something to save
@@ -257,13 +281,12 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
                 metrics.log(step, meter.line(step, order, result.loss, result.grad_norm, lr) | clock.metrics())
             clock.lap("other")
             if held_out and (every(step, cfg.validation.interval) or last):
-                stopping = run_validation(job, held_out, corpora.tokenizer, metrics, step, asked, watchdog)
+                stopping = run_validation(job, held_out, corpora.tokenizer, metrics, step, stop, watchdog) or stopping
                 clock.lap("validation")
             if every(step, cfg.checkpoint.interval) or last or stopping:
                 save()
                 clock.lap("save")
                 clock.saved()
-            checkpoints.poll()
             if every(step, cfg.run.gc_interval):
                 gc.collect()
         batches.close()
@@ -335,11 +358,15 @@ def open_metrics(job: Job, start: int, sources: int) -> tuple[Metrics, Meter]:
 
 
 def run_validation(
-    job: Job, held_out: dict[str, Batches], tokenizer: Tokenizer, metrics: Metrics, step: int, asked: Callable[[], bool],
+    job: Job, held_out: dict[str, Batches], tokenizer: Tokenizer, metrics: Metrics, step: int, stop: Stop,
     watchdog: health.Watchdog,
 ) -> bool:  # fmt: skip
-    """Log the scores on the held-out sets after `step`, unless the run is asked to stop meanwhile. Returns whether it is."""
+    """Log the scores on the held-out sets after `step`, unless a rank is asked to stop meanwhile. Returns whether one is."""
     cfg, sums = job.cfg, {}
+
+    def asked() -> bool:
+        """Whether any rank has been asked to stop. All ranks call it."""
+        return job.mesh.any_rank(stop.asked())
 
     def until_asked(batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:

@@ -18,7 +18,6 @@ a person must decide is an InputError, the same on every rank.
 import concurrent.futures
 import datetime
 import fnmatch
-import itertools
 import json
 import logging
 import re
@@ -38,6 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoint import state, verify
 from checkpoint.lease import Lease, Lost
+from checkpoint.retention import Retention
 from checkpoint.storage import NotFinite, ShardWriter, StagedSave
 from checkpoint.verify import Damaged
 from configs import schema
@@ -73,19 +73,22 @@ class CheckpointManager:
         self.last_step = -1  # of the checkpoint that was loaded or saved last
         self.ancestors: list[str] = []  # checkpoints that this run's state descends from, oldest first
         self.origin = ""  # the checkpoint of another run that this one started from
-        self.lease: Lease | None = None  # rank 0 only
+        self.lease: Lease | None = None  # rank 0 only, as is the next
+        self.retention: Retention | None = None
         self.run_id = self._on_rank_0(self._open_folder)
 
     def _open_folder(self) -> str:
-        """Become the only run that writes here, and remove what an earlier run left unfinished."""
+        """Become the only run that writes here, and have the thread remove what an earlier run left unfinished."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lease = Lease(self.folder / ".lease")
-        ours = {".lease", *verify.published(self.folder)}
+        self.retention = Retention(self.folder, self.lease, self.cfg)
+        ours, leftovers = {".lease", *verify.published(self.folder)}, []
         for path in self.folder.iterdir():
             if TEMPORARY.fullmatch(path.name) and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
+                leftovers.append(path)
             elif path.name not in ours:
                 say.warning(f"{path} is not a checkpoint of this run and is left alone")
+        self.retention.remove_leftovers(leftovers)
         return self.lease.id
 
     def _on_rank_0(self, fn: Callable, *args: object) -> Any:
@@ -116,7 +119,7 @@ class CheckpointManager:
         other way must call `wait_for_copy` first. `poll` reports failures. Raises InputError as `poll` does.
         """
         began = time.monotonic()
-        self._finish(wait=True)
+        self._finish()
         if (waited := time.monotonic() - began) > 1:
             self._say(logging.WARNING, f"step {step} waited {waited:.1f} s for the checkpoint before it to be written")
         if step == self.last_step:
@@ -134,7 +137,7 @@ class CheckpointManager:
         head = self._manifest_head(step, optimizer, progress)
         self.in_flight = step, self.thread.submit(self._write, step, live, planner, head)
         if not self.cfg.async_save:
-            self._finish(wait=True)
+            self._finish()
 
     def _copy(self, live: dict, computed: torch.cuda.Event | None) -> None:
         """Runs in the thread, and returns when the copy is made. The optimizer may go on once the GPU has it queued."""
@@ -173,8 +176,8 @@ class CheckpointManager:
         return json.loads(json.dumps(head))  # a copy as it will be read back; what is not JSON fails here, on all ranks
 
     def _write(self, step: int, live: dict, planner: StagedSave, head: dict) -> None:
-        """Runs in the thread, on all ranks: write, publish, remove what has expired. If it fails, all ranks raise the
-        same kind of error."""
+        """Runs in the thread, on all ranks: write and publish, then ask for the removal of what has expired. If it fails,
+        all ranks raise the same kind of error."""
         self.saves += 1
         name = verify.step_name(step, self.attempt)
         temporary = self.folder / f".tmp-{self.run_id}-{self.saves}-{name}"
@@ -196,42 +199,34 @@ class CheckpointManager:
         finally:
             self.copied.set()  # if the save failed before the copy, training must not wait for it
         self.ancestors.append(name)
-        if self.mesh.rank == 0:
-            self._remove_expired()
+        if self.retention:
+            self.ancestors = [name for name in self.ancestors if name not in self.retention.gone]
+            self.retention.remove_expired(self.ancestors, self.saves)
 
-    def _remove_expired(self) -> None:
-        """Remove old checkpoints. Each is renamed first, so it is never partly there. A failure here costs disk space,
-        not the save."""
-        try:
-            self.ancestors = [name for name in self.ancestors if name in verify.published(self.folder)]
-            newest_first = (name for name in reversed(self.ancestors) if _is_whole(self.folder / name))
-            whole = list(itertools.islice(newest_first, self.cfg.keep_last))[::-1]
-            for name in expired(self.ancestors, whole, self.cfg.keep_last, self.cfg.keep_every):
-                self.lease.check()
-                trash = self.folder / f".del-{self.run_id}-{self.saves}-{name}"
-                (self.folder / name).rename(trash)
-                self.ancestors.remove(name)
-                shutil.rmtree(trash)
-        except (OSError, InputError) as error:
-            say.warning(f"old checkpoints could not be removed: {error}")
+    def writing(self) -> bool:
+        """Whether this rank has not finished its part of the save in flight."""
+        return self.in_flight is not None and not self.in_flight[1].done()
 
-    def poll(self) -> None:
-        """Report a save that has ended. All ranks call this at every step; while a save is in flight it is a collective
-        of one number.
+    def poll(self, any_rank_writing: bool | None = None) -> None:
+        """Report a save that has ended. All ranks call this after every step, and before the next `save`.
+
+        any_rank_writing: whether `writing()` was true on any rank when they last told each other (`train.Flags`); if
+        None, this asks all ranks, which is a collective.
 
         Raises InputError after cfg.max_failures failed saves in a row, and NotFinite at once if the state to be saved
         is not finite, so that training on is pointless: on every rank, at the same step.
         """
-        self._finish(wait=False)
+        if self.in_flight is not None:
+            writing = self.mesh.any_rank(self.writing()) if any_rank_writing is None else any_rank_writing
+            if not writing:
+                self._finish()
 
-    def _finish(self, wait: bool) -> None:
+    def _finish(self) -> None:
+        """Wait for the save in flight, and report it. All ranks call it."""
         if self.in_flight is None:
             return
         step, future = self.in_flight
-        if wait:
-            concurrent.futures.wait([future])
-        elif self.mesh.any_rank(not future.done()):
-            return
+        concurrent.futures.wait([future])
         self.in_flight, error = None, future.exception()
         if not self.mesh.any_rank(error is not None):
             self.failures, self.last_step = 0, step
@@ -255,10 +250,11 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the save in flight, and give the folder back. Raises InputError if the last save failed."""
         try:
-            self._finish(wait=True)
+            self._finish()
         finally:
             self.thread.shutdown()
             if self.lease:
+                self.retention.close()
                 self.lease.release()
         if self.failures:
             raise InputError(f"the run has ended, but its last checkpoint could not be written to {self.folder}")
@@ -295,6 +291,8 @@ class CheckpointManager:
     def _choose(self, size: int) -> list[str]:
         """Names of this run's checkpoints, newest first. size: bytes of one checkpoint. Raises InputError if the disk
         has no room for one."""
+        if shutil.disk_usage(self.folder).free < size:
+            self.retention.wait(PATIENCE.total_seconds() / 2)  # what an earlier run left may be what fills the disk
         if (free := shutil.disk_usage(self.folder).free) < size:
             raise InputError(
                 f"{self.folder} has {free / 1e6:,.1f} MB free, one checkpoint of this run takes {size / 1e6:,.1f} MB: "
@@ -390,28 +388,6 @@ class CheckpointManager:
     def _say(self, level: int, text: str) -> None:
         if self.mesh.rank == 0:
             say.log(level, text)
-
-
-def expired(ancestors: list[str], whole: list[str], keep_last: int, keep_every: int) -> list[str]:
-    """Names of the checkpoints to remove: a pure function of names.
-
-    ancestors: the checkpoints that the run descends from, oldest first, its newest included. No other checkpoint is
-    ever removed, neither what others put into the folder nor a future that was abandoned. whole: the ancestors whose
-    files are complete (the newest keep_last are enough). Only these count as kept, so the newest whole one always
-    stays. keep_last = 0 keeps all; a step that keep_every divides stays.
-    """
-    if keep_last == 0 or len(whole) < keep_last:
-        return []
-    older = ancestors[: ancestors.index(whole[-keep_last])]
-    return [name for name in older if not (keep_every and _step(name) % keep_every == 0)]
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        verify.read_manifest(path)
-    except (Damaged, InputError):
-        return False
-    return True
 
 
 def _step(name: str) -> int:

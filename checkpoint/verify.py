@@ -162,6 +162,15 @@ def read_manifest(folder: Path) -> dict:
     return manifest
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a checkpoint has all its files in their full size. Reads no tensor, so damaged bytes do not show."""
+    try:
+        read_manifest(folder)
+    except (Damaged, InputError):
+        return False
+    return True
+
+
 def _check_layout(manifest: dict) -> None:
     """Raises ValueError, KeyError, TypeError or AttributeError unless every part lies inside its tensor and its file,
     the parts fill the tensors, and only shard files are named."""

@@ -28,8 +28,6 @@ class Ranks(Protocol):
     dp_rank: int  # which share of each global batch is this rank's
     dp_size: int
 
-    def any_rank(self, flag: bool) -> bool: ...
-
     def gather(self, value: object) -> list: ...
 
 
@@ -129,7 +127,7 @@ class PreparedCorpora(Corpora):
 
 
 class PreparedBatches:
-    """The iterator of data/loader.py, with what a stream has too: `state`, `close` and `problem`."""
+    """The iterator of data/loader.py, with what a stream has too: `state`, `end`, `close` and `problem`."""
 
     problem: Exception | None = None  # why there are no more batches: here a failure is raised at once instead
 
@@ -145,6 +143,9 @@ class PreparedBatches:
     def state(self) -> dict:
         """JSON for a checkpoint. It is the same at every step, because a step's batch follows from the order."""
         return self.position
+
+    def end(self) -> None:
+        """Nothing to do: there is a batch for every step."""
 
     def close(self) -> None:
         """End the worker processes."""
@@ -163,7 +164,7 @@ class StreamedCorpora(Corpora):
     def batches(self, order, steps, ranks, vocab_size, pin_memory=False) -> streams.Batches:
         return streams.Batches(
             self.sources[""], order, steps, self.cfg.training.local_batch_size, ranks.dp_rank, ranks.dp_size,
-            ranks.any_rank, ranks.gather, vocab_size, pin_memory,
+            ranks.gather, vocab_size, pin_memory,
         )  # fmt: skip
 
     def whereabouts(self, step: int, samples: list[list[int]]) -> str:

@@ -37,10 +37,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+import torch
 
 from configs.schema import Data, InputError, is_prepared
 from data import sources
-from data.loader import Batch, LoaderError, as_batch, shapes_of
+from data.loader import IGNORE, Batch, LoaderError, as_batch, shapes_of
 from data.order import permute
 from data.prepare.encoding import encode, open_tokenizer
 from data.tokenizer import Tokenizer
@@ -296,26 +297,28 @@ class Stream:
 class Batches:
     """An iterator of this rank's batches, in lockstep with all other ranks.
 
-    When it ends early, `problem` says why: Exhausted, Changed or a LoaderError, the same on every rank. `state` is
-    always that after the last batch that every rank was given."""
+    Where this rank's streams end, `problem` says why: Exhausted, Changed or a LoaderError. From then on its batches are
+    empty: no label counts. The rank tells the others so with the loss of that step (`train.Flags`), which then changes
+    no weight, and all ranks call `end`."""
 
     def __init__(
         self, source: Source, order: Order, steps: range, local_batch_size: int, dp_rank: int, dp_size: int,
-        any_rank: Callable[[bool], bool], gather: Callable[[object], list], vocab_size: int = 2**32, pin_memory: bool = False,
+        gather: Callable[[object], list], vocab_size: int = 2**32, pin_memory: bool = False,
     ) -> None:  # fmt: skip
-        """any_rank: tells whether a bool is true on any rank; gather: returns the objects of all ranks, as a list. All
-        ranks call both at the same step. Raises InputError if the ranks do not divide streams and rows."""
+        """gather: returns the objects of all ranks, as a list; all ranks call it at the same step. Raises InputError if
+        the ranks do not divide streams and rows."""
         if order.groups % dp_size:
             raise InputError(f"{dp_size} data-parallel ranks must divide data.streams = {len(order.places)} and "
                              f"training.global_batch_size = {order.rows}")  # fmt: skip
         self.source, self.order, self.cfg, self.steps = source, order, source.cfg, steps
-        self.gather, self.any_rank, self.vocab_size, self.pin_memory = gather, any_rank, vocab_size, pin_memory
+        self.gather, self.vocab_size, self.pin_memory = gather, vocab_size, pin_memory
         rows, streams = order.rows // dp_size, len(order.places) // dp_size
         self.rows = range(dp_rank * rows, (dp_rank + 1) * rows)
         self.mine = range(dp_rank * streams, (dp_rank + 1) * streams)
         self.shapes = shapes_of(rows, local_batch_size, order.seq_len, self.cfg.mask_documents)
         self.problem: Exception | None = None
-        self.places = order.places[self.mine.start : self.mine.stop]
+        self.places = order.places[self.mine.start : self.mine.stop]  # after the batch that was given last
+        self.places_before = self.places  # before that batch
         self.ready: queue.Queue[tuple[Batch, list[Place]] | Exception] = queue.Queue(self.cfg.prefetch)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._work, name="data stream", daemon=True)
@@ -327,14 +330,28 @@ class Batches:
     def __next__(self) -> Batch:
         """The next batch, as in data/loader.py::Batches; `sample` is stream + streams * (number of its window
         there)."""
-        item = self._take()
-        if self.any_rank(isinstance(item, Exception)):
-            problems = [problem for problem in self.gather(item if isinstance(item, Exception) else None) if problem]
-            self.problem = next((p for p in problems if not isinstance(p, Exhausted)), problems[0])
-            self.close()
-            raise StopIteration
+        item, self.places_before = self.problem or self._take(), self.places
+        if isinstance(item, Exception):
+            self.problem = item
+            return self._empty()
         batch, self.places = item
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
+
+    def _empty(self) -> Batch:
+        """A batch that takes part in a step and counts for nothing."""
+        values = {"tokens": 0, "labels": IGNORE, "sample": 0, "source": 0}
+        batch = {name: torch.full(self.shapes[name], value) for name, value in values.items()}
+        if self.cfg.mask_documents:
+            batch["positions"] = torch.arange(self.order.seq_len).expand(self.shapes["positions"]).clone()
+        return batch
+
+    def end(self) -> None:
+        """Go back to before the last batch, because some rank had none. From now on `problem` is the same on all ranks,
+        which all call this."""
+        self.places = self.places_before
+        problems = [problem for problem in self.gather(self.problem) if problem]
+        self.problem = next((p for p in problems if not isinstance(p, Exhausted)), problems[0])
+        self.close()
 
     def state(self) -> dict:
         """JSON for a checkpoint: the places of all streams. All ranks call it."""

@@ -88,8 +88,15 @@ class Mesh:
                 dist.all_reduce(x, group=self.device_mesh.get_group(dim))
         return x
 
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, in place, by one collective. Every rank of the mesh must call it."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank: how all ranks agree to stop at the same step. A CPU collective (gloo)."""
+        """Whether the flag is set on any rank. A CPU collective (gloo): what the ranks must agree on in every step travels
+        with the loss instead (`train.Flags`)."""
         if self.size == 1:
             return flag
         x = torch.tensor(int(flag))

@@ -16,7 +16,7 @@ import torch._dynamo  # noqa: F401  what building a model imports later: here on
 import torch._refs  # noqa: F401
 
 import train
-from checkpoint import state, storage, verify
+from checkpoint import retention, state, storage, verify
 from checkpoint.manager import CheckpointManager
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
@@ -28,6 +28,7 @@ MODEL = (
     "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
     "--training.global_batch_size=8 --training.local_batch_size=1"
 ).split()
+retention.GRACE = 60.0  # a test that looks into the folder at the end of a run does so when all is removed
 FACTS = {"must_match": {"data": "abc", "run.seed": 0, "model": {"n_heads": 8}}}
 # data parallel x tensor parallel
 MESHES = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2), "4x1": (4, 1), "4x2": (4, 2)}

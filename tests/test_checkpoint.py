@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import train
 from checkpoint import lease, manager, state, storage, verify
-from checkpoint.manager import expired
+from checkpoint.retention import expired
 from checkpoint.verify import Damaged
 from configs.load import load_config
 from configs.schema import InputError

@@ -33,8 +33,8 @@ def first(options: list[str]) -> dict[int, float]:
     return series(Path(cache).parent / "first")
 
 
-# N5: what one rank does instead of a sum over the data-parallel ranks. 2 k - 1 is the count of tokens of step k, int64 [];
-# 2 k the loss, float64 [].
+# N5: what one rank does instead of a sum over ranks. Call 2 k - 1 is the count of tokens of step k, int64 []; call 2 k is the
+# loss with the flags, float64 [4].
 
 
 def other_type(real, mesh, x):
@@ -43,15 +43,20 @@ def other_type(real, mesh, x):
 
 
 def other_shape(real, mesh, x):
-    return real(mesh, x.view(1)).view(())
+    return real(mesh, x.view(1, -1)).view(-1)
 
 
 def other_size(real, mesh, x):
-    return real(mesh, x.repeat(2))[0]
+    return real(mesh, x.repeat(2))[: len(x)]
 
 
 def left_out(real, mesh, x):
-    """Its next one, of the gradient norm, is float64 [] too."""
+    return x
+
+
+def other_line(real, mesh, x):
+    """The same collective in everything but the line that calls it, as after one that was left out."""
+    dist.all_reduce(x)
     return x
 
 
@@ -61,26 +66,29 @@ def one_more(real, mesh, x):
 
 
 def other_kind(real, mesh, x):
-    dist.all_reduce(x, dist.ReduceOp.MAX, group=mesh.device_mesh.get_group("dp_shard"))
+    dist.all_reduce(x, dist.ReduceOp.MAX)
     return x
 
 
 FAULTS = {  # what, and the number of the call
     other_type: 2 * BAD - 1, other_shape: 2 * BAD, other_size: 2 * BAD, left_out: 2 * BAD, one_more: 2 * BAD,
-    other_kind: 2 * BAD,
+    other_kind: 2 * BAD, other_line: 2 * BAD,
 }  # fmt: skip
-QUICK = (other_type, left_out)
+QUICK = (other_type, other_line)
 
 
 def drifted(options: list[str], folder: Path, fault) -> str:
     """How the run ends in which rank 1 does that once."""
-    real, calls = Mesh.sum_over_dp, []
+    calls = []
 
-    def sum_over_dp(mesh, x):
-        calls.append(1)
-        return fault(real, mesh, x) if mesh.rank == 1 and len(calls) == FAULTS[fault] else real(mesh, x)
+    def faulty(real):
+        def sum_over(mesh, x):
+            calls.append(1)
+            return fault(real, mesh, x) if mesh.rank == 1 and len(calls) == FAULTS[fault] else real(mesh, x)
 
-    Mesh.sum_over_dp = sum_over_dp
+        return sum_over
+
+    Mesh.sum_over_dp, Mesh.sum_over_ranks = faulty(Mesh.sum_over_dp), faulty(Mesh.sum_over_ranks)
     try:
         return f"exit code {run(options, folder)[0]}"
     except RuntimeError as error:
@@ -96,7 +104,7 @@ def test_n5_a_rank_that_drifts_is_named_before_a_sum_is_wrong(fault, options, tm
         assert end.startswith("Drift: the ranks of group default_pg (ranks [0, 1]) do not run the same collective:"), end
         zero, one = end.splitlines()[1:]
         assert zero.startswith("  rank 0: ") and one.startswith("  rank 1: ")
-        assert "sum_over_dp" in zero and ("clip_grad_norm" if fault is left_out else fault.__name__) in one, end
+        assert "sum_over_" in zero and ("clip_grad_norm" if fault is left_out else fault.__name__) in one, end
     assert max(series(tmp_path)) == BAD - 1 and not list(tmp_path.glob("checkpoints/step-*"))
 
 
@@ -127,7 +135,7 @@ def test_n5_the_odd_one_of_many_and_a_healthy_run(mesh, options, tmp_path):
     assert max(abs(series(tmp_path / "well")[s] / want[s] - 1) for s in want) <= 1e-5
     if mesh == "fsdp2xtp2":
         ends = run_ranks(ranks, drifted, [*options, *extra, CHECKED], tmp_path, other_shape)
-        assert any("rank 1: allreduce_ float64[1]" in end for end in ends), ends
+        assert any("rank 1: allreduce_ float64[1, 4]" in end for end in ends), ends
 
 
 def crossed() -> str:

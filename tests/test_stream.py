@@ -66,7 +66,7 @@ def opened(cfg: Data, seed: int = 3) -> tuple[stream.Source, dict]:
 
 def take(source, order: Order, first: int, steps: int, dp: int = 1, local: int = 1) -> tuple[list[dict], Order]:
     """The global batches of some steps, put together from the shares of dp ranks, and where the streams then are."""
-    ranks = [Batches(source, order, range(first, first + steps), local, r, dp, lambda x: x, lambda x: [x]) for r in range(dp)]
+    ranks = [Batches(source, order, range(first, first + steps), local, r, dp, lambda x: [x]) for r in range(dp)]
     shares = [[batch for _, batch in zip(range(steps), rank)] for rank in ranks]
     for rank in ranks:
         rank.close()

@@ -34,13 +34,13 @@ import torch.distributed.checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 import train
-from checkpoint import lease, manager, storage, verify
+from checkpoint import lease, manager, retention, storage, verify
 from checkpoint.manager import CheckpointManager
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from reliability import disk
 from tests import ranks
-from tests.ranks import run_ranks
+from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.checkpoints import (
     MESHES,
     Attack,
@@ -61,7 +61,7 @@ from tests.checkpoints import (
     zeros,
 )
 from tests.checkpoints import saved  # noqa: F401  a fixture
-from tests.runs import ROOT, run, series, tiny_run
+from tests.runs import ROOT, run, series, stopped_at, tiny_run
 from tools import convert, generate
 
 
@@ -207,6 +207,7 @@ POINTS = {  # where a rank dies, in the order of a save: (whose attribute, its n
     "load": (storage.StagedLoad, "lookup_tensor", 10, BEFORE),
 }
 BY_RANK_0 = list(POINTS)[list(POINTS).index("all shards") : list(POINTS).index("load")]
+REMOVAL = ["old one renamed", "old one half removed"]  # rank 0's alone: the other rank is done when these are reached
 
 SHORT = ["half a shard", "half the manifest", "old one half removed"]
 
@@ -251,7 +252,8 @@ def die_at(place: Path, folder: Path, point: str, victim: int) -> None:
     try:
         checkpoints.save(3, job.model, job.optimizer, {"step": 3})
         checkpoints.close()
-        time.sleep(30)  # a rank that was done before the other died; killed at the end of the trial
+        if point not in REMOVAL:
+            time.sleep(30)  # a rank that was done before the other died; killed at the end of the trial
     finally:
         checkpoints.thread.shutdown()
 
@@ -259,7 +261,7 @@ def die_at(place: Path, folder: Path, point: str, victim: int) -> None:
 @short_and_long("point", SHORT, [point for point in POINTS if point not in SHORT])
 def test_k3_killed_at_every_point_of_a_save(point, tmp_path):
     run_ranks(2, save_all, tmp_path / "first" / "checkpoints", [1, 2])
-    for victim in (0, 1):
+    for victim in (0,) if point in REMOVAL else (0, 1):
         folder = copy_of(tmp_path / "first" / "checkpoints", tmp_path / f"copy{victim}")
         killed_run(tmp_path / f"trial{victim}", victim, None, die_at, folder, point, victim)
         _, newest = check_whole(folder, lambda attempt, step: step)
@@ -522,6 +524,32 @@ def test_d10_training_goes_on_while_slow_files_are_written(seconds, tmp_path):
     assert verify.published(tmp_path) == [verify.step_name(step, 0) for step in (3, 2, 1)]
     for name in verify.published(tmp_path):
         verify.verify(tmp_path / name)
+
+
+def stopped_while_removing(options: list[str], folder: Path, seconds: float) -> tuple[int, float]:
+    """The exit code of a run that is asked to stop while rank 0 takes `seconds` to remove an old checkpoint, and how
+    long the run took after that."""
+    began, rmtree = [], shutil.rmtree
+
+    def slow_rmtree(path: Path, **how: object) -> None:
+        began.append(time.monotonic())
+        time.sleep(seconds)
+        rmtree(path, **how)
+
+    retention.GRACE, retention.shutil.rmtree = 1.0, slow_rmtree
+    code = stopped_at(8, options, folder)
+    assert os.environ["RANK"] != "0" or began, "nothing was removed, so the test shows nothing"
+    return code, time.monotonic() - began[0] if began else 0.0
+
+
+def test_no_rank_waits_for_the_removal_of_old_checkpoints(tmp_path):
+    """However slow the file system is: the removal takes longer than a step may, and a stop still ends as a stop."""
+    options = [*tiny_run(tmp_path), "--checkpoint.interval=1", "--checkpoint.keep_last=1", step_timeout(3)]
+    removal = 8 * NEIGHBOURS
+    results = run_ranks(2, stopped_while_removing, options, tmp_path, removal)
+    assert [code for code, _ in results] == [75, 75]
+    assert results[0][1] < removal, "the run waited for the removal"
+    assert "step-00000008" in verify.published(tmp_path / "checkpoints")
 
 
 def hide(hidden: Path, seconds: float) -> None:

@@ -321,6 +321,7 @@ class Trace(TorchDispatchMode):
         """Follow the step of this job: its phases by their labels, its blocks by hooks on them."""
         self.job = job
         mesh, layers = job.mesh, list(job.model.layers.values())
+        self.dimensions[dist.group.WORLD.group_name] = "all ranks"
         for dim in mesh.device_mesh.mesh_dim_names:
             self.dimensions[mesh.device_mesh.get_group(dim).group_name] = dim
 
