@@ -70,7 +70,7 @@ def run(options: list[str], folder: Path) -> tuple[int, str]:
 
     def noting(job, batch, *options):
         result = real(job, batch, *options)
-        if job.mesh.device_mesh.get_local_rank("tp") == 0 and not result.flags.no_data:
+        if job.mesh.pp_rank == job.mesh.device_mesh.get_local_rank("tp") == 0 and not result.flags.no_data:
             with open(folder / f"samples-{job.mesh.dp_rank}.jsonl", "a") as file:
                 file.write(json.dumps(batch["sample"].tolist()) + "\n")
         return result
