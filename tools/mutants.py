@@ -38,7 +38,8 @@ FILES_OF_OTHERS = [
     "convert::test_what_transformers_does_not_read_either_is_left_out", "convert::test_in_and_out_again[llama3.1]",
     "convert::test_in_and_out_again[qwen3]",
 ]  # fmt: skip
-RULES = ["config::test_rule", "config::test_architecture_of_a_flavor_with_overrides", "config::test_every_option_can_be_set_and_reads_back"]
+RULES = ["config::test_rule", "config::test_architecture_of_a_flavor_with_overrides",
+         "config::test_the_width_of_a_head_follows_from_that_of_the_model", "config::test_every_option_can_be_set_and_reads_back"]
 FSDP, TP, HSDP = (f"parallel::test_mesh_equals_the_plain_model[{mesh}]" for mesh in ("fsdp2", "tp2", "hsdp2x2"))
 CONTRACT = "contract::test_broken_contracts_are_named_on_every_rank"
 # File -> its tests, the quickest first: a file of tests/, or one function of it. The first failure ends a mutant's run.
