@@ -446,6 +446,12 @@ RULE_CASES = {
         "parallelism.cpu_offload = true together with parallelism.pipeline_parallel = 2 is not supported",
         "parallelism.cpu_offload=false",
     ),
+    "pipeline_reshard": (
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble parallelism.reshard_after_forward=true",
+        2, 2,
+        'pipeline_schedule = "zero_bubble" splits the backward pass|reshard_after_forward = true|"default"',
+        "parallelism.pipeline_schedule=1f1b",
+    ),
     "pipeline_selective": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble activation_checkpoint.mode=selective",
         2, 2,
@@ -1070,6 +1076,13 @@ def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
     finally:
         for path in models.iterdir():
             path.unlink()
+
+
+@pytest.mark.parametrize("dim, heads, width", [(252, 6, 42), (256, 8, 32), (300, 8, 37.5)])
+def test_the_width_of_a_head_follows_from_that_of_the_model(dim, heads, width):
+    """A whole number is one: checkpoints record it, and shapes are made of it. A fraction is refused by a rule."""
+    number = check.architecture(Model(dim=dim, n_heads=heads))["head_dim"]
+    assert number == width and type(number) is type(width)
 
 
 def test_data_parallel_shard():
