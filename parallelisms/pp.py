@@ -211,10 +211,11 @@ class Step:
                 BACKWARD_WEIGHT: self.backward_weight}  # fmt: skip
         stages = len(self.model.placement)
         for i, action in enumerate(self.actions):
-            for soon in self.actions[i : i + 2]:
-                for key in schedules.needs(soon, stages):
-                    self.messages.ask(key)
-            play[action.kind](action, self.model.stages[action.stage])
+            with record_function(f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"):  # tools/plan reads it
+                for soon in self.actions[i : i + 2]:
+                    for key in schedules.needs(soon, stages):
+                        self.messages.ask(key)
+                play[action.kind](action, self.model.stages[action.stage])
         self.messages.release()
 
     def forward(self, action: Action, stage: nn.Module) -> None:

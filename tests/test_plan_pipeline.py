@@ -1,5 +1,6 @@
 """`tools.plan` of pipelines: memory and time of every rank against real pipelines, and the page, the report and the search."""
 
+import math
 import re
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from configs.load import load_config
 from configs.schema import SCHEDULES
 from parallelisms import pp, schedules
 from parallelisms.mesh import open_mesh
-from parallelisms.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+from parallelisms.schedules import BACKWARD
 from tests.ranks import run_ranks
 from tools.plan import pipeline, trace
 from tools.plan.__main__ import main
@@ -35,8 +36,8 @@ MODEL = (
 FULL, TIED, TP2 = "--activation_checkpoint.mode=full", "--model.tied_embeddings=true", "--parallelism.tensor_parallel=2"
 SHARDED = "--parallelism.accumulate_gradients=sharded"
 CASES = {  # name: (ranks, (schedule, options) of each case)
-    "2 ranks": (2, [("1f1b", FULL, TIED), ("zero_bubble",)]),
-    "other schedules": (2, [("1f1b",), ("interleaved_1f1b",), ("zbv", TIED), ("dualpipe_v",)]),
+    "2 ranks": (2, [("1f1b", TIED), ("zero_bubble",)]),
+    "other schedules": (2, [("1f1b", FULL), ("interleaved_1f1b",), ("zbv", TIED), ("dualpipe_v",)]),
     "4 ranks": (4, [("1f1b", SHARDED), ("interleaved_1f1b", TP2)]),
 }
 
@@ -76,7 +77,7 @@ def test_memory_of_every_rank_is_that_of_a_real_step(name, monkeypatch):
             same_stages = of_ranks[number * ranks // 2 : (number + 1) * ranks // 2]
             assert rank.peak()[0] == pytest.approx(max(peaks[i] for peaks in same_stages), rel=0.01), (case, number)
         derived, counted, _ = plan.flops()
-        if not SCHEDULES[case[0]].splits_backward:  # PyTorch computes attention's backward again for the second half
+        if FULL not in case and not SCHEDULES[case[0]].splits_backward:  # PyTorch computes attention's backward again for the second half
             assert counted == pytest.approx(derived, rel=2e-3)  # under tp rank 0 has one row of the vocabulary more than the other
 
     peak = planned(ranks, *cases[0], stages=stages).live
@@ -153,32 +154,31 @@ class Feed:
         return self.tokens[a], None, None, None
 
 
-def all_asleep(micro_batches: int) -> list[list[tuple[float, float]]]:
-    return [asleep(schedule, micro_batches) for schedule in SCHEDULES]
-
-
-def sleeping_seconds(action: Action) -> float:
-    """The first stage does the whole backward in its second half: nobody waits for the gradient of tokens."""
-    if action.stage == 0:
-        return {FORWARD: UNIT, BACKWARD: 2 * UNIT, BACKWARD_INPUT: 0.0, BACKWARD_WEIGHT: 2 * UNIT}[action.kind]
-    return 2 * UNIT if action.kind == BACKWARD else UNIT
+def all_asleep(names: list[str], micro_batches: int) -> list[list[tuple[float, float]]]:
+    return [asleep(schedule, micro_batches) for schedule in names]
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_bubble_of_sleeping_stages_is_the_planned_one(ranks):
-    """Processors have nothing to do here, so the time of the step is that of the schedule: within 5% of the plan's."""
-    micro_batches = 2 * ranks
-    measured = run_ranks(ranks, all_asleep, micro_batches)
-    for i, schedule in enumerate(SCHEDULES):
-        steps = zip(*(times[i] for times in measured))
-        seconds = min(max(end for _, end in step) - min(begin for begin, _ in step) for step in steps)  # of the least disturbed
-        table, rank_of = schedules.table(schedule, ranks, 0, micro_batches), schedules.placement(schedule, ranks)
-        played = schedules.timeline(table, rank_of, sleeping_seconds)
-        end = max(actions[-1][2] for actions in played)
-        bubble = 1 - (1 - schedules.bubble(played)) * end / seconds
-        print(f"{ranks} ranks, {schedule}: bubble planned {schedules.bubble(played):.1%}, measured {bubble:.1%}")
-        assert end * 0.999 < seconds < 1.05 * end, (schedule, seconds, end)
+    """Processors have nothing to do here, so the time of the step is that of the schedule: within 5% of the plan's. What else
+    runs on the machine can only make a step longer, so the shortest of several counts."""
+    micro_batches, shortest = 2 * ranks, dict.fromkeys(SCHEDULES, math.inf)
+    ends = {schedule: planned_end(schedule, ranks, micro_batches) for schedule in SCHEDULES}
+    for _ in range(3):
+        late = [schedule for schedule in SCHEDULES if shortest[schedule] > 1.05 * ends[schedule]]
+        measured = run_ranks(ranks, all_asleep, late, micro_batches) if late else []
+        for i, schedule in enumerate(late):
+            for step in zip(*(times[i] for times in measured)):
+                shortest[schedule] = min(shortest[schedule], max(end for _, end in step) - min(begin for begin, _ in step))
+    for schedule, end in ends.items():
+        assert 0.999 * end < shortest[schedule] < 1.05 * end, (schedule, shortest[schedule], end)
+
+
+def planned_end(schedule: str, ranks: int, micro_batches: int) -> float:
+    table = schedules.table(schedule, ranks, 0, micro_batches)
+    played = schedules.timeline(table, schedules.placement(schedule, ranks), lambda a: 2 * UNIT if a.kind == BACKWARD else UNIT)
+    return max(actions[-1][2] for actions in played)
 
 
 # What people see ---------------------------------------------------------------------------------------------------------
