@@ -124,7 +124,10 @@ def open_group(run: Run) -> torch.device:
     """Start the process group, or use the one that is running; returns this rank's device.
 
     CUDA runs get NCCL for GPU tensors and gloo for CPU ones, so that flags and checkpoints need no GPU synchronisation.
+    gloo connects two ranks when they first have something to send. Otherwise each of its groups would be a socket from
+    every rank to every other, and two groups of 512 ranks are more files than a process may usually have open.
     """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     here = world()
     device = pick_device(run, here.local_rank)
     if device.type == "cpu":

@@ -1,18 +1,27 @@
 """What grows with the number of ranks: messages of a step, process groups, sockets."""
 
 import itertools
+import os
+import stat
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
 
 import train
 from checkpoint.storage import ShardWriter
+from configs.schema import Run
+from parallelisms import dp, mesh as meshes
 from reliability.collectives import Watch
 from tests.ranks import run_ranks
-from tests.runs import MESHES, run, tiny_run
+from tests.runs import MESHES, free_port, run, tiny_run
 
 
 class Collectives(Watch):
@@ -79,3 +88,78 @@ def replayed(options: list[str]) -> tuple[list[int], train.Flags]:
 def test_a_signal_between_two_passes_is_no_difference_of_the_gradient(tmp_path):
     options = [*tiny_run(tmp_path), *MESHES["fsdp2"][1]]
     assert run_ranks(2, replayed, options) == [([], train.Flags())] * 2
+
+
+# ------------------------------------------------------------------------------------------------- groups and sockets
+
+
+@contextmanager
+def groups_opened() -> Iterator[list[int]]:
+    """The size of each process group that is opened inside, by this rank or by others."""
+    opened, real = [], dist.new_group
+
+    def new_group(ranks, *args, **kwargs):
+        opened.append(len(ranks))
+        return real(ranks, *args, **kwargs)
+
+    with mock.patch.object(device_mesh, "new_group", new_group):
+        yield opened
+
+
+def first_steps(options: list[str], shared: bool = True) -> list[tuple[int, float]]:
+    """For models of 2 and of 5 layers: the number of groups that each opens, and the loss of its first step."""
+    seen, size = [], dist.get_world_size()
+    if not shared:
+        dp.apply = dp.apply.__wrapped__
+    for layers in 2, 5:
+        with groups_opened() as opened:
+            job = train.build(train.load_config([*options, f"--model.n_layers={layers}"], size, size))
+        window = torch.arange(17).expand(1, 1, 17)
+        batch = {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
+        seen.append((len(opened), train.train_step(job, batch).loss))
+    return seen
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(4, []), (8, ["--parallelism.data_parallel_replicate=2"])], ids=["FSDP", "HSDP"])
+def test_the_number_of_groups_does_not_grow_with_the_layers(ranks, options, tmp_path):
+    """All blocks keep their weights over the same groups of 2 ranks. The loss is that of weights that are freed."""
+    options = [*tiny_run(tmp_path), *options, "--training.local_batch_size=1"]
+    freed = run_ranks(ranks, first_steps, options)[0]
+    kept = run_ranks(ranks, first_steps, [*options, "--parallelism.reshard_after_forward=2"])[0]
+    for (groups, loss), (more_groups, other_loss) in zip(freed, kept, strict=True):
+        assert loss == pytest.approx(other_loss, rel=1e-6) and more_groups == groups + ranks // 2 + 2
+
+
+def test_negative_control_each_block_opens_its_own_groups(tmp_path):
+    options = [*tiny_run(tmp_path), "--training.local_batch_size=1", "--parallelism.reshard_after_forward=2"]
+    (few, _), (many, _) = run_ranks(4, first_steps, options, False)[0]
+    assert many - few == 3 * 4
+
+
+def open_files() -> list[str]:
+    """Their numbers, except that of the folder which is read here."""
+    return [number for number in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{number}").exists()]
+
+
+def sockets(ports: list[int]) -> list[int]:
+    """The sockets of this rank after a sum and a gathered object: in groups as `torch` opens them, and as a run does."""
+    counts = []
+    for port, lazy in zip(ports, "01", strict=True):
+        dist.destroy_process_group()
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_GLOO_LAZY_INIT=lazy)
+        if lazy == "1":
+            del os.environ["TORCH_GLOO_LAZY_INIT"]
+        meshes.open_group(Run(device="cpu"))
+        dist.new_group(backend="gloo")
+        dist.all_reduce(torch.ones(3))
+        dist.all_gather_object([None] * dist.get_world_size(), "an object")
+        counts.append(sum(stat.S_ISSOCK(os.fstat(int(number)).st_mode) for number in open_files()))
+        dist.barrier()
+    return counts
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the open files of Linux")
+def test_a_rank_has_no_socket_to_every_other():
+    """In two groups of 10 ranks: 18 sockets if all are connected, and only those that are used if not."""
+    everyone, used = zip(*run_ranks(10, sockets, [free_port(), free_port()]), strict=True)
+    assert min(everyone) >= 18 and max(used) <= max(everyone) - 10, (everyone, used)
