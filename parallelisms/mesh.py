@@ -8,8 +8,10 @@ With `train.py` this is the only module that reads the environment: RANK, WORLD_
 """
 
 import logging
+import mmap
 import os
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,6 +39,33 @@ def world() -> World:
     return World(*(int(os.environ.get(name, default)) for name, default in names))
 
 
+class Begun:
+    """Counts the exchanges that this rank has begun, in memory that outlives it.
+
+    Under NCCL all ranks of a run that hangs may die at the same second. The one that they waited for has begun fewer
+    exchanges than the others, and its launcher reads that from the file (tools/launch). Memory that is mapped to a file
+    needs no call when it changes, and no Python lock when it is read.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        """path: of the file to make, 8 bytes on a disk of this host; None to count for nobody."""
+        self.count, self.memory = 0, bytearray(8)
+        if path:
+            with open(path, "wb+") as file:
+                file.truncate(8)
+                self.memory = mmap.mmap(file.fileno(), 8)
+
+    def another(self) -> None:
+        self.count += 1
+        struct.pack_into("<q", self.memory, 0, self.count)
+
+
+def begun_file() -> str | None:
+    """Beside the file into which this rank writes its exception for the launcher; None where no launcher started it."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return error_file and f"{error_file}.begun"
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Where this rank stands. `device_mesh` has the dimensions dp_replicate, dp_shard, tp, each of at least 1."""
@@ -48,6 +77,7 @@ class Mesh:
     dp_shard: int
     tp: int
     dp_rank: int
+    begun: Begun = field(default_factory=lambda: Begun(begun_file()), compare=False)
 
     @property
     def size(self) -> int:
@@ -72,6 +102,7 @@ class Mesh:
 
     def sum_over_dp(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the data-parallel ranks, in place. Every rank of the mesh must call it."""
+        self.begun.another()
         for dim in ("dp_shard", "dp_replicate"):
             if self.sizes[dim] > 1:
                 dist.all_reduce(x, group=self.device_mesh.get_group(dim))
@@ -79,6 +110,7 @@ class Mesh:
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place, by one collective. Every rank of the mesh must call it."""
+        self.begun.another()
         if self.size > 1:
             dist.all_reduce(x)
         return x
@@ -86,6 +118,7 @@ class Mesh:
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. A CPU collective (gloo): what the ranks must agree on in every step travels
         with the loss instead (`train.Flags`)."""
+        self.begun.another()
         if self.size == 1:
             return flag
         x = torch.tensor(int(flag))
@@ -94,6 +127,7 @@ class Mesh:
 
     def gather(self, value: object) -> list:
         """What each rank has, by rank; every rank of the mesh must call it. Small objects over the CPU (gloo)."""
+        self.begun.another()
         values: list = [None] * self.size
         dist.all_gather_object(values, value)
         return values

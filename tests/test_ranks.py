@@ -2,7 +2,9 @@
 
 import itertools
 import os
+import socket
 import stat
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +24,8 @@ from parallelisms import dp, mesh as meshes
 from reliability.collectives import Watch
 from tests.ranks import run_ranks
 from tests.runs import MESHES, free_port, run, tiny_run
+from tools.bench import ranks as bench
+from tools.launch import __main__ as launch
 
 
 class Collectives(Watch):
@@ -163,3 +167,45 @@ def test_a_rank_has_no_socket_to_every_other():
     """In two groups of 10 ranks: 18 sockets if all are connected, and only those that are used if not."""
     everyone, used = zip(*run_ranks(10, sockets, [free_port(), free_port()]), strict=True)
     assert min(everyone) >= 18 and max(used) <= max(everyone) - 10, (everyone, used)
+
+
+# ------------------------------------------------------------------------------------------------ who is behind in a hang
+
+
+def test_launchers_tell_each_other_which_rank_is_behind(capfd):
+    """Three nodes of two ranks. Rank 3 had begun 7 exchanges, all others 9; every node says so. The launcher of a fourth is
+    gone, and is not waited for long."""
+    store = dist.HashStore()
+    store.set("members", "[0, 1, 2, 3]")
+    began = {0: {0: 9, 1: 9}, 1: {2: 9, 3: 7}, 2: {4: 9, 5: 9}}
+    with mock.patch.object(launch, "COMPARED", 0.5):
+        nodes = [threading.Thread(target=launch.say_who_is_behind, args=(counts, store, node)) for node, counts in began.items()]
+        for node in nodes:
+            node.start()
+        for node in nodes:
+            node.join()
+    said = capfd.readouterr().err.splitlines()
+    host = socket.gethostname()
+    assert said == [f"launch: rank 3 on {host} is behind: it had begun 7 exchanges with the others, which had begun 9"] * 3
+    launch.say_who_is_behind({0: 9, 1: 9}, None, 0)
+    launch.say_who_is_behind({}, None, 0)
+    assert capfd.readouterr().err == "", "nobody is behind"
+
+
+# ---------------------------------------------------------------------------------------------------- what is counted
+
+CONTROL = {  # phase -> how often rank 0 calls each collective, whatever the number of ranks
+    "start": {"all_gather": 5},  # hosts and earlier failures (sizes and objects), and 16 bytes of what must be alike
+    "step": {"all_reduce": 4},  # the count of tokens over both dimensions of HSDP, the loss with the flags, the norm
+    "log": {"all_gather": 1},  # how long each rank worked alone
+    "stop (in a validation)": {"all_reduce": 1},
+    "stop (in a step)": {}, "retention": {}, "fault": {"store": 1},
+}  # fmt: skip
+
+
+def test_the_collectives_of_each_phase_are_as_many_on_128_ranks_as_on_512():
+    for n in 128, 512:
+        phases = bench.phases_of([], n)
+        assert {name: Counter(c.kind for c in phase.collectives) for name, phase in phases.items()} == CONTROL
+        assert phases["step"].bytes < 400, "a few numbers"
+        assert phases["start"].bytes < 600 * n, "no text of the configuration"
