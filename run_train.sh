@@ -74,12 +74,15 @@ if [[ ${1-} == --preflight ]]; then
     done
 fi
 
-# All mistakes in the configuration are reported here, together and within a second, before anything imports torch.
+# All mistakes in the configuration are reported here, together and before anything starts, and for a run so is everything that
+# it names and that this node lacks: text, tokenizer, packages, GPUs.
+checks=(tools.check)
+[[ ${program[0]} == train.py ]] || checks=(configs.load --quiet)
 for nodes in $(printf '%s\n' "$FEWEST" "$MOST" | uniq); do
-    "$PYTHON" -m configs.load ${config[@]+"${config[@]}"} --world-size=$((NGPU * nodes)) --local-world-size="$NGPU" --quiet || exit $?
+    "$PYTHON" -m "${checks[@]}" ${config[@]+"${config[@]}"} --world-size=$((NGPU * nodes)) --local-world-size="$NGPU" || exit $?
 done
 for argument; do
-    [[ $argument != --help && $argument != -h ]] || exit 0 # configs.load has printed it
+    [[ $argument != --help && $argument != -h ]] || exit 0 # the check has printed it
 done
 
 cores=$(lscpu -p=CORE,SOCKET 2>/dev/null | grep -v '^#' | sort -u | wc -l) || true # real cores, not hyper-threads

@@ -9,9 +9,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-# A thread that waits spins for some 10 us, then sleeps. If it slept at once, a step would take 9% longer. If it spun for
-# long, as OpenMP does by default, a step would take up to 8 times longer when other work wants the cores
-# (docs/performance.md).
+# A thread that waits spins for some 10 us, then sleeps. If it slept at once, a step would take longer. If it spun for long, as
+# OpenMP does by default, a step would take several times longer when other work wants the cores (docs/performance.md).
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 for _name, _value in THREADS.items():
@@ -21,9 +20,9 @@ for _name, _value in THREADS.items():
 def keep_memory() -> None:
     """Let this process keep the memory that tensors give back, as the GPU's allocator does.
 
-    glibc returns large pieces to the kernel, and the next tensor touches its pages again: up to 200,000 page faults in a step,
-    and a third of its time or more at the size of a 1B model's layers (docs/performance.md). With these settings of mallopt(3)
-    nothing is made by mmap and nothing is trimmed. Where the C library has no mallopt, this does nothing.
+    glibc returns large pieces to the kernel, and the next tensor touches its pages again, which takes a good part of a step
+    where layers are large (docs/performance.md). With these settings of mallopt(3) nothing is made by mmap and nothing is
+    trimmed. Where the C library has no mallopt, this does nothing.
     """
     with suppress(OSError, AttributeError):
         mallopt, mmap_max, trim_threshold = ctypes.CDLL(None).mallopt, -4, -1

@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import ClassVar, Protocol
 
-from configs.schema import Config, InputError, is_prepared
-from data import order as orders, stream as streams
+from configs.schema import Config, InputError
+from data import inputs, order as orders, stream as streams
 from data.loader import Batch, Batches, loader
 from data.order import Order
 from data.prepare import prepare
@@ -53,11 +53,7 @@ class Corpora:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InputError if the tokenizer has ids that a model of `vocab_size` tokens does not know."""
-        if self.tokenizer.n_vocab > vocab_size:
-            raise InputError(
-                f"the tokenizer {self.cfg.data.tokenizer!r} has {self.tokenizer.n_vocab} tokens, the model's vocabulary only "
-                f"{vocab_size}: set model.vocab_size to at least {self.tokenizer.n_vocab}"
-            )
+        inputs.check_vocabulary(self.tokenizer, self.cfg, vocab_size)
 
     def order(self, progress: dict) -> Order | streams.Order:
         """The order of the batches, of a new run or as the `progress` of a checkpoint goes on with it ({} for a new run).
@@ -183,14 +179,8 @@ def open_corpora(cfg: Config, log: Callable[[str], object], verifies: bool = Tru
     log receives lines for a person. verifies: with data.verify, whether this rank hashes the files; one on each host does.
     Raises InputError: text that cannot be used, sources of different tokenizers, validation without a set.
     """
-    rows = {row.name: row.source for row in cfg.data.mixture} or {"": cfg.data.source}
-    further = {row.name: row.source for row in cfg.validation.sets}
-    unprepared = [source for source in (rows | further).values() if not is_prepared(source)]
-    if cfg.data.tokenizer == "bpe" and len(rows | further) > 1 and unprepared:
-        raise InputError(
-            f'data.tokenizer = "bpe" is trained on one source, but there are several, and {unprepared[0]} is not prepared '
-            'yet: give the path of a tokenizer (python -m data.train_tokenizer makes one), or "bytes"'
-        )
+    rows, further = inputs.sources_of(cfg)
+    inputs.check_bpe(cfg)
 
     def prepared(source: str, fraction: float) -> Prepared:
         return prepare(cfg.data.model_copy(update={"source": source, "validation_fraction": fraction}), log=log)

@@ -19,6 +19,24 @@ CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}  # the first GPUs whose t
 MULTIPLE = 16  # torch._scaled_mm only takes matrices whose sides are multiples of this
 
 
+def check(recipe: str, device: torch.device, emulate: bool) -> None:
+    """Raises InputError if torchao is missing, or if `device` cannot multiply so and the products are not emulated.
+    recipe: a key of CAPABILITY."""
+    try:
+        import torchao.float8  # noqa: F401
+    except ImportError as error:
+        raise InputError(f'training.float8 = "{recipe}" needs torchao (pip install torchao), or set it to "none": {error}') from None
+    if emulate:
+        return
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if capability < CAPABILITY[recipe]:
+        raise InputError(
+            f'training.float8 = "{recipe}" needs a GPU of compute capability {"{}.{}".format(*CAPABILITY[recipe])}, this is '
+            f'{"{}.{}".format(*capability) if any(capability) else "a CPU"}: set it to "none", or '
+            'debug.emulate_float8 = true to see its rounding'
+        )
+
+
 def apply(model: nn.Module, mesh: Mesh, recipe: str, emulate: bool) -> nn.Module:
     """Replace the linear layers of `model.layers`, in place; recipe: a key of CAPABILITY, or "none".
 
@@ -28,18 +46,9 @@ def apply(model: nn.Module, mesh: Mesh, recipe: str, emulate: bool) -> nn.Module
     """
     if recipe == "none":
         return model
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise InputError(f'training.float8 = "{recipe}" needs torchao (pip install torchao), or set it to "none": {error}') from None
-    if not emulate:
-        capability = torch.cuda.get_device_capability(mesh.device) if mesh.device.type == "cuda" else (0, 0)
-        if capability < CAPABILITY[recipe]:
-            raise InputError(
-                f'training.float8 = "{recipe}" needs a GPU of compute capability {"{}.{}".format(*CAPABILITY[recipe])}, this is '
-                f'{"{}.{}".format(*capability) if any(capability) else "a CPU"}: set it to "none", or '
-                'debug.emulate_float8 = true to see its rounding'
-            )
+    check(recipe, mesh.device, emulate)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     odd = [name for name, layer in model.layers.named_modules() if isinstance(layer, nn.Linear)
            and (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]  # fmt: skip
     if odd:

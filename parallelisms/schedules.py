@@ -1,12 +1,13 @@
 """Pipeline schedules: in which order each rank works on which micro-batch of which stage.
 
-A schedule is a table of actions, one list for each rank. `parallelisms/pp.py` plays the table on real tensors, and
+A schedule is a table of actions, one list for each rank. The runtime plays the table on real tensors, and
 `tools/plan` plays the same table on planned seconds, so that the bubble in a plan is that of the schedule that runs.
 Plain Python on numbers. What distinguishes the schedules is the table `configs/schema.py::SCHEDULES`.
 
 The words. A model is cut into stages, numbered from 0; a rank has one or several of them. Backward gives the gradient
 of a stage's input and the gradients of its weights. A split backward does these two one after the other: other ranks
 wait for the first one only, so the second one can fill the time in which a rank would otherwise wait (arXiv:2401.10241).
+The first stage never splits: nobody waits for a gradient of tokens, so its whole backward can fill such time.
 """
 
 from collections.abc import Callable
@@ -82,9 +83,9 @@ def needs(action: Action, stages: int) -> list[Result]:
 class _Scheduler:
     """Makes a table by playing the pipeline in ticks: a forward takes one tick, a whole backward two, half a backward one.
 
-    Whenever a rank is free, it takes the first of these that can be done: a forward, for which there is room; a backward,
-    or its first half; the second half of a backward. Only the room and the order of the forwards differ between schedules.
-    The tests compare the bubbles with the published ones.
+    Whenever a rank is free, it takes the first of these that can be done: a forward, for which there is room; a backward for
+    which another rank waits, or its first half; the rest of backwards. Only the room and the order of the forwards differ
+    between schedules. The tests compare the bubbles with the published ones.
     """
 
     def __init__(self, schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> None:
@@ -93,14 +94,23 @@ class _Scheduler:
         self.stages = len(self.rank_of)
         self.round = 1 if self.row.shape == "v" else ranks  # micro-batches that pass one stage before any passes the next
         self.own = [[s for s in range(self.stages) if self.rank_of[s] == rank] for rank in range(ranks)]
-        self.backward = BACKWARD_INPUT if self.row.splits_backward else BACKWARD
-        self.kinds = (FORWARD, self.backward) + ((BACKWARD_WEIGHT,) if self.row.splits_backward else ())
-        self.begun = {kind: [0] * self.stages for kind in self.kinds}  # micro-batches of every stage
+        self.orders = [self.order(stage) for stage in range(self.stages)]
+        self.begun = {kind: [0] * self.stages for kind in RESULTS}  # micro-batches of every stage
         self.ready_at: dict[Result, int] = {}  # tick
+
+    def splits(self, stage: int) -> bool:
+        return self.row.splits_backward and stage > 0
+
+    def order(self, stage: int) -> tuple[str, ...]:
+        """The kinds of a stage's actions by their urgency; "" where the stage has none."""
+        if self.splits(stage):
+            return FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
+        return (FORWARD, "", BACKWARD) if self.row.splits_backward else (FORWARD, BACKWARD, "")
 
     def table(self) -> Table:
         actions: Table = [[] for _ in range(self.ranks)]
-        busy_until, left, tick = [0] * self.ranks, len(self.kinds) * self.stages * self.micro_batches, 0
+        busy_until, tick = [0] * self.ranks, 0
+        left = self.micro_batches * sum(kind != "" for kinds in self.orders for kind in kinds)
         while left:
             free = [rank for rank in range(self.ranks) if busy_until[rank] <= tick]
             taken = 0
@@ -118,19 +128,25 @@ class _Scheduler:
 
     def choose(self, rank: int, tick: int) -> Action | None:
         """What this rank begins at this tick, if anything."""
-        forwards = [a for a in self.possible(FORWARD, rank, tick) if self.has_room(rank, a.stage)]
+        forwards = [a for a in self.possible(0, rank, tick) if self.has_room(rank, a.stage)]
         if forwards:
             return min(forwards, key=self.forward_order)
-        for kind in self.kinds[1:]:
-            if possible := self.possible(kind, rank, tick):
+        for urgency in 1, 2:
+            if possible := self.possible(urgency, rank, tick):
                 return min(possible, key=lambda a: (a.micro_batch // self.round, -a.stage))
         return None
 
-    def possible(self, kind: str, rank: int, tick: int) -> list[Action]:
-        """The next action of this kind for each stage of the rank, where what it needs is there."""
-        counts = self.begun[kind]
-        following = [Action(kind, s, counts[s]) for s in self.own[rank] if counts[s] < self.micro_batches]
-        return [a for a in following if all(self.ready_at.get(r, tick + 1) <= tick for r in needs(a, self.stages))]
+    def possible(self, urgency: int, rank: int, tick: int) -> list[Action]:
+        """The next action of this urgency for each stage of the rank, where what it needs is there."""
+        actions = []
+        for stage in self.own[rank]:
+            kind = self.orders[stage][urgency]
+            if not kind or (micro_batch := self.begun[kind][stage]) == self.micro_batches:
+                continue
+            action = Action(kind, stage, micro_batch)
+            if all(self.ready_at.get(needed, tick + 1) <= tick for needed in needs(action, self.stages)):
+                actions.append(action)
+        return actions
 
     def forward_order(self, action: Action) -> tuple[int, int]:
         """Loop: as many micro-batches as there are ranks go through one stage, then through the next. V: back home first."""
@@ -145,17 +161,20 @@ class _Scheduler:
         rank, and one place stays free for the second stage, without which the pipeline would stand still.
         """
         own, ranks, each = self.own[rank], self.ranks, len(self.own[rank])
-        held = sum(self.held(s, self.kinds[-1]) for s in own)
-        if held >= each * ranks and self.row.splits_backward:
+        if self.row.splits_backward and sum(self.held(s) for s in own) >= each * ranks:
             return False
         if self.row.shape == "v":
-            return stage != own[0] or self.held(stage, self.kinds[-1]) < each * ranks - 1
+            return stage != own[0] or self.held(stage) < each * ranks - 1
         hops = (ranks - 1 - rank) * (1 if each == 1 or self.row.splits_backward else 2)
-        return sum(self.held(s, self.backward) for s in own) < (each - 1) * ranks + 1 + hops
+        return sum(self.ahead(s) for s in own) < (each - 1) * ranks + 1 + hops
 
-    def held(self, stage: int, until: str) -> int:
-        """Micro-batches of a stage that have begun forward and not yet this kind of action."""
-        return self.begun[FORWARD][stage] - self.begun[until][stage]
+    def held(self, stage: int) -> int:
+        """Micro-batches of a stage whose activations are held: from the begin of forward to that of the end of backward."""
+        return self.begun[FORWARD][stage] - self.begun[BACKWARD_WEIGHT if self.splits(stage) else BACKWARD][stage]
+
+    def ahead(self, stage: int) -> int:
+        """Micro-batches of a stage that have begun forward and not yet backward."""
+        return self.begun[FORWARD][stage] - self.begun[BACKWARD_INPUT if self.splits(stage) else BACKWARD][stage]
 
 
 def _dualpipe_v(ranks: int, rank: int, micro_batches: int) -> list[Action]:
@@ -184,8 +203,11 @@ def _dualpipe_v(ranks: int, rank: int, micro_batches: int) -> list[Action]:
     split: list[Action] = []  # first halves whose second half is still to come
     for name in (name for times, names in phases for _ in range(times) for name in names):
         if name == "w":
-            actions.append(split.pop(0)._replace(kind=BACKWARD_WEIGHT))
+            if split:
+                actions.append(split.pop(0)._replace(kind=BACKWARD_WEIGHT))
             continue
+        if name == "i0" and rank == 0:
+            name = "b0"  # the first stage of all
         counter = name.replace("i", "b")
         actions.append(Action(kinds[name[0]], stages[int(name[1])], count[counter]))
         count[counter] += 1
@@ -197,9 +219,12 @@ def _dualpipe_v(ranks: int, rank: int, micro_batches: int) -> list[Action]:
 # Playing a table ------------------------------------------------------------------------------------------------------
 
 
-def timeline(table: Table, placement: list[int], seconds: Callable[[Action], float], p2p: float = 0.0) -> Timeline:
-    """When every action begins and ends, if each takes `seconds(action)` and what comes from another rank travels for
-    `p2p` seconds. Raises ValueError for a table in which ranks wait for each other for ever."""
+def timeline(
+    table: Table, placement: list[int], seconds: Callable[[Action], float], travel: Callable[[int, int], float] = lambda *_: 0.0
+) -> Timeline:
+    """When every action begins and ends, if each takes `seconds(action)`, and a result that another rank needs travels for
+    `travel(sender, receiver)` seconds, during which both work on. Raises ValueError for a table in which ranks wait for each
+    other for ever."""
     ended: dict[Result, float] = {}
     played: Timeline = [[] for _ in table]
     left = sum(map(len, table))
@@ -210,7 +235,8 @@ def timeline(table: Table, placement: list[int], seconds: Callable[[Action], flo
                 needed = needs(action, len(placement))
                 if any(r not in ended for r in needed):
                     break
-                arrived = [ended[r] + p2p * (placement[r[1]] != rank) for r in needed]
+                senders = [placement[stage] for _, stage, _ in needed]
+                arrived = [ended[r] + (travel(sender, rank) if sender != rank else 0.0) for r, sender in zip(needed, senders)]
                 begin = max([played[rank][-1][2] if played[rank] else 0.0, *arrived])
                 played[rank].append((action, begin, begin + seconds(action)))
                 ended[result(action)] = played[rank][-1][2]

@@ -96,14 +96,19 @@ def apply(model: nn.Module, tp_mesh: DeviceMesh, plan: dict[str, str]) -> nn.Mod
     return model
 
 
+def check_overlap(device_type: str) -> None:
+    """Raises InputError if the ranks of a host cannot read each other's memory."""
+    if device_type not in SYMMETRIC_MEMORY:
+        raise InputError("parallelism.async_tensor_parallel = true needs GPUs that are connected by NVLink, this is a "
+                         f"{device_type}: set it to false")  # fmt: skip
+
+
 def overlap(tp_mesh: DeviceMesh) -> None:
     """Asynchronous tensor parallelism (Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959), by inductor. In blocks
     that are compiled after this call, a gather before products and a product before a scatter become one operator each,
     in which pieces travel over NVLink while others are multiplied. Raises InputError if ranks cannot read each other's
     memory."""
-    if tp_mesh.device_type not in SYMMETRIC_MEMORY:
-        raise InputError("parallelism.async_tensor_parallel = true needs GPUs that are connected by NVLink, this is a "
-                         f"{tp_mesh.device_type}: set it to false")  # fmt: skip
+    check_overlap(tp_mesh.device_type)
     from torch._inductor import config  # imported here because it takes two seconds
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from models import llama, qwen3
 
-ROPE_31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 16}
+# Of the seven wavelengths at a head of 14 and a base of 500,000, two are short for 512 tokens, one is between, four are long.
+ROPE_31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 512}
 LLAMA = llama.Args(
     dim=42, n_layers=3, n_heads=6, n_kv_heads=6, head_dim=14, hidden_dim=53, vocab_size=97, rope_theta=10000.0,
     rope_scaling=None, norm_eps=1e-5, max_seq_len=64, tied_embeddings=False,
@@ -22,11 +23,13 @@ QWEN3 = qwen3.Args(
 SHAPES = {  # name -> the family and its numbers
     "llama2": (llama, LLAMA),
     "llama3": (llama, LLAMA3),
-    "llama3.1": (llama, replace(LLAMA3, n_kv_heads=3, rope_scaling=ROPE_31)),
-    "llama3.2": (llama, replace(LLAMA3, rope_scaling=ROPE_31 | {"factor": 32.0}, tied_embeddings=True)),
+    "llama3.1": (llama, replace(LLAMA3, n_kv_heads=3, max_seq_len=1024, rope_scaling=ROPE_31)),
+    "llama3.2": (
+        llama, replace(LLAMA3, max_seq_len=1024, rope_scaling=ROPE_31 | {"factor": 32.0}, tied_embeddings=True),
+    ),
     "qwen3": (qwen3, QWEN3),
     "qwen3 tied": (qwen3, replace(QWEN3, tied_embeddings=True)),
-}
+}  # fmt: skip
 
 
 def hugging_face(family: Any, args: Any) -> nn.Module:

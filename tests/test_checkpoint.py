@@ -180,11 +180,14 @@ def test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch(saved, tmp_path
 
     status, output = verify_folder(saved, "--all")
     assert status == 0 and output.count(" ok") == 3
+    size = sum(path.stat().st_size for path in (saved / "step-00000030").iterdir()) / 2**20
+    assert f" {size:.1f} MiB " in output, output
     run = copy_of(saved, tmp_path).parent
     flip(run / "checkpoints" / "step-00000020" / "rank-00000.safetensors", 30000)
     assert verify_folder(run)[0] == 0  # the newest, which is whole
     status, output = verify_folder(run, "--all")
     assert status == 1 and "DAMAGED rank-00000.safetensors" in output and "expected" in output
+    assert output.count(f" {size:.1f} MiB ") == 3, "of damaged ones too"
     status, output = verify_folder(run / "nothing")
     assert status == 2 and "no checkpoint" in output
 

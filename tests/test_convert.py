@@ -913,22 +913,12 @@ def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_is_that_of_one_tensor(tmp_path):
-    """A model of 0.39 GB, whose largest tensor has 67 MB."""
-    source, _ = write_large(tmp_path, 1)
-    assert growth("all at once", *source.glob("*.safetensors")) > 380
-    assert growth("hf-to-dcp", source, tmp_path / "run") < 200
-    assert growth("dcp-to-hf", tmp_path / "run", tmp_path / "back") < 200
-
-
-@pytest.mark.slow
 @pytest.mark.cap(400)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """A model of 1.48 GB, in each direction. What is measured is one or two tensors (67 MB each) and the allocator's slack,
-    and mapped pages that the kernel has not taken back yet; the bounds leave room for its mood, far from the 1480 MB."""
-    source, meta = write_large(tmp_path, 5)
+    """A model of 0.94 GB, in each direction. What is measured is one or two tensors (67 MB each), the allocator's slack, and
+    mapped pages that the kernel has not taken back yet. The bounds leave room for these, far from the 940 MB."""
+    source, meta = write_large(tmp_path, 3)
     limits = {
         ("hf-to-dcp", source, tmp_path / "run"): 200,
         ("dcp-to-hf", tmp_path / "run", tmp_path / "back"): 200,
@@ -938,7 +928,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     }
     grown = {argv: growth(*argv) for argv in limits}
     assert all(grown[argv] < limit for argv, limit in limits.items()), grown
-    assert growth("all at once", *source.glob("*.safetensors")) > 1400
+    assert growth("all at once", *source.glob("*.safetensors")) > 900
 
 
 def test_x1_code_in_a_hugging_face_folder_is_not_run(hf_folder, tmp_path):

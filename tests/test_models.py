@@ -1,10 +1,15 @@
-"""What every family's model promises to those who place it on machines: stages of a pipeline, and a core that can be replaced."""
+"""What every family's model promises: the published numbers, the rotary positions of transformers, and, to those who place it on
+machines, stages of a pipeline and a core that can be replaced."""
+
+import importlib
+import math
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from models import MODELS, family as families
+from models import MODELS, family as families, layers, llama
 from models.layers import AttentionCore
 from training import init
 
@@ -42,6 +47,91 @@ def test_the_parameters_that_a_family_counts_are_those_of_the_model(name, tied):
     assert MODELS[name].parameters(args) == sum(p.numel() for p in model.parameters())
     assert MODELS[name].hf_names(args).keys() == dict(model.named_parameters()).keys()
     assert "3 layers" in MODELS[name].describe(args)
+
+
+# The config.json of each repository on the Hugging Face hub, except for what the classes and the sizes below have in common.
+# The 405B is that of the later revision, whose key/value heads are not duplicated (8, not 16).
+FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim", "tie_word_embeddings")
+PUBLISHED = {
+    "llama": {
+        "meta-llama/Llama-3.2-1B": (2048, 16, 32, 8192, 64, True),
+        "meta-llama/Llama-3.2-3B": (3072, 28, 24, 8192, 128, True),
+        "meta-llama/Llama-3.1-8B": (4096, 32, 32, 14336, None, False),
+        "meta-llama/Llama-3.1-70B": (8192, 80, 64, 28672, None, False),
+        "meta-llama/Llama-3.1-405B": (16384, 126, 128, 53248, None, False),
+    },
+    "qwen3": {
+        "Qwen/Qwen3-0.6B": (1024, 28, 16, 3072, 128, True),
+        "Qwen/Qwen3-1.7B": (2048, 28, 16, 6144, 128, True),
+        "Qwen/Qwen3-4B": (2560, 36, 32, 9728, 128, True),
+        "Qwen/Qwen3-8B": (4096, 36, 32, 12288, 128, False),
+        "Qwen/Qwen3-14B": (5120, 40, 40, 17408, 128, False),
+        "Qwen/Qwen3-32B": (5120, 64, 64, 25600, 128, False),
+    },
+}
+COMMON = {
+    "llama": {"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-05,
+              "max_position_embeddings": 131072},
+    "qwen3": {"num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1000000, "rms_norm_eps": 1e-06,
+              "max_position_embeddings": 40960, "rope_scaling": None},
+}  # fmt: skip
+STRETCHED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def published() -> list:
+    """(family, flavor, the fields of its config.json)"""
+    rows = []
+    for name in PUBLISHED:
+        for repository, values in PUBLISHED[name].items():
+            config = COMMON[name] | {key: value for key, value in zip(FIELDS, values, strict=True) if value is not None}
+            if name == "llama":
+                config["rope_scaling"] = STRETCHED | {"factor": 32.0 if "3.2" in repository else 8.0}
+            rows.append(pytest.param(name, repository.split("-")[-1], config, id=repository))
+    return rows
+
+
+@pytest.mark.parametrize("name, flavor, config", published())
+def test_every_number_of_a_flavor_is_the_published_one(name, flavor, config):
+    family = MODELS[name]
+    assert family.Args(**family.FLAVORS[flavor]) == family.args_from_hf(config)
+
+
+def test_every_flavor_is_compared_with_what_was_published():
+    compared = {(row.values[0], row.values[1]) for row in published()}
+    assert compared == {(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS if flavor != "debug"}
+
+
+@pytest.mark.parametrize("name, flavor", [(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS])
+def test_rotary_positions_are_those_of_transformers(name, flavor):
+    """At position 1 the sines are nearly the frequencies themselves, so each frequency is compared to 1e-5 of its size."""
+    transformers = pytest.importorskip("transformers")
+    family = MODELS[name]
+    args = family.Args(**family.FLAVORS[flavor])
+    config = transformers.AutoConfig.for_model(**family.hf_config(args))
+    module = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
+    (rotary,) = (value for key, value in vars(module).items() if key.endswith("RotaryEmbedding"))
+    with torch.device("meta"):
+        model = family.build(args)
+    positions = torch.tensor([0, 1, 2, 77, 1000])
+    theirs = rotary(config)(torch.zeros(1), positions[None])
+    for ours, want in zip(model.rope(positions), theirs, strict=True):
+        torch.testing.assert_close(ours, want[0], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(ours[:2], want[0, :2], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("low, high, factor", list(product([1.0, 2.0], [4.0, 8.0], [8.0, 32.0])))
+def test_long_wavelengths_are_stretched_and_short_ones_are_not(low, high, factor):
+    """Written out for each frequency, beside the vectorised code. The original context is 8,192 tokens, so all three kinds of
+    wavelength occur among the 64 frequencies of a head."""
+    frequencies = layers.rope_frequencies(128, 500000.0, torch.device("cpu"))
+    scaling = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high, "original_max_seq_len": 8192}
+    got, kinds = llama.scaled_frequencies(frequencies, scaling).tolist(), set()
+    for frequency, stretched in zip(frequencies.tolist(), got, strict=True):
+        turns = 8192 * frequency / (2 * math.pi)  # in the original context
+        kept = min(1.0, max(0.0, (turns - low) / (high - low)))  # the share of the frequency that is not stretched
+        assert stretched == pytest.approx(frequency * (kept + (1 - kept) / factor), rel=1e-5)
+        kinds.add("all" if kept == 1 else "nothing" if kept == 0 else "a part")
+    assert len(kinds) == 3
 
 
 @pytest.mark.parametrize("name, flavor, billions", [

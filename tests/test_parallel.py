@@ -10,6 +10,7 @@ settings meet, so a mesh more costs four runs, and a model more costs none. `-m 
 """
 
 import functools
+import importlib.util
 import itertools
 import shutil
 import warnings
@@ -34,7 +35,7 @@ STEPS, SEQ, BATCH, VOCAB = 5, 16, 24, 263
 OPTIONS = [
     *SMALL_MODEL, f"--training.global_batch_size={BATCH}", f"--training.steps={STEPS}", "--lr_schedule.warmup_steps=0",
 ]  # fmt: skip
-SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.5"]
+SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.2", "--optimizer.momentum=0.9"]
 TWO_MICRO_BATCHES = "two micro-batches"  # trajectory() makes the option: it depends on the mesh
 
 # factor -> {setting: options}. The first setting of a factor is the plain model's.
@@ -341,10 +342,14 @@ def test_same_mesh_twice_is_bitwise_equal():
         assert all(np.array_equal(first[key][n], second[key][n]) for n in first[key])
 
 
-def test_weights_kept_sharded_over_some_ranks_equal_the_plain_model():
-    ranks, options, dp_size = MESHES["fsdp4"]
-    seen = run_ranks(ranks, trajectory, [*ADAMW, "--parallelism.reshard_after_forward=2", *options], dp_size)[0]
-    problems = compare("reshard over 2", seen, plain())
+@pytest.mark.parametrize("mesh, more", [
+    ("fsdp4", []),
+    pytest.param("hsdp2x4", ["--parallelism.data_parallel_replicate=2"], marks=pytest.mark.slow),
+])  # fmt: skip
+def test_weights_kept_sharded_over_some_ranks_equal_the_plain_model(mesh, more):
+    ranks = 8 if more else 4
+    seen = run_ranks(ranks, trajectory, [*ADAMW, "--parallelism.reshard_after_forward=2", *more], ranks, timeout=110)[0]
+    problems = compare(f"{mesh}, resharded over 2", seen, plain())
     assert not problems, "\n".join(problems)
 
 
@@ -380,8 +385,9 @@ def offloaded(options: list[str], dp_size: int) -> dict:
     return trajectory([*options, "--parallelism.cpu_offload=true"], dp_size)
 
 
-def test_cpu_offload_equals_the_plain_model():
-    ranks, options, dp_size = MESHES["fsdp2"]
+@pytest.mark.parametrize("mesh", ["fsdp2", "hsdp2x2"])
+def test_cpu_offload_equals_the_plain_model(mesh):
+    ranks, options, dp_size = MESHES[mesh]
     problems = compare("offload", run_ranks(ranks, offloaded, [*ADAMW, *options], dp_size)[0], plain())
     assert not problems, "\n".join(problems)
 
@@ -401,3 +407,19 @@ def test_bfloat16_is_near_float32_and_keeps_float32_masters(mesh):
     for n, want in oracle["grad"].items():
         assert np.linalg.norm(seen["grad"][n] - want) / np.linalg.norm(want) < 0.05, n
     assert all(w.dtype == np.float32 for w in seen["weights"].values())
+
+
+FLOAT8 = [  # sides that are multiples of 16
+    *SGD, "--model.dim=48", "--model.n_kv_heads=8", "--model.hidden_dim=64", "--training.param_dtype=bfloat16",
+    "--training.float8=rowwise", "--debug.emulate_float8=true",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (an optional extra)")
+def test_float8_on_two_ranks_is_near_one_rank():
+    """Each rank has scales of its own for its tokens, so the two agree as the roundings to 8 bits do: 3 bits of mantissa."""
+    alone, shared = (run_ranks(n, trajectory, FLOAT8, n)[0] for n in (1, 2))
+    assert np.max(np.abs(np.array(shared["loss"]) / np.array(alone["loss"]) - 1)) < 2**-8
+    for n, want in alone["grad"].items():
+        assert np.linalg.norm(shared["grad"][n] - want) < 2**-4 * np.linalg.norm(want), n
+    assert all(np.array_equal(w, shared["init"][n]) for n, w in alone["init"].items())

@@ -772,8 +772,8 @@ def test_a_line_of_50_mb(tmp_path: Path) -> None:
     assert len(text) > 45_000_000
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "first"}) + "\n" + json.dumps({"text": text}) + "\n"
                                       + json.dumps({"text": "last"}))  # fmt: skip
-    cfg = data(tmp_path / "a.jsonl", tmp_path, tokenizer="bpe", bpe_vocab_size=400, validation_fraction=0)
-    for part_bytes in (64_000_000, 5_000_000):
+    for part_bytes, tokenizer in ((64_000_000, "bytes"), (5_000_000, "bpe")):
+        cfg = data(tmp_path / "a.jsonl", tmp_path, tokenizer=tokenizer, bpe_vocab_size=400, validation_fraction=0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("data.prepare.job.PART_BYTES", part_bytes)
             prepared = prepare(cfg, out=str(tmp_path / f"out{part_bytes}"), workers=2)

@@ -28,16 +28,14 @@ NEEDS = (
     (r"^\./run_tests\.sh", "the time of this whole suite"),
     (r"^tensorboard ", "somebody who stops it: it serves for ever"),
     (r"^(srun|sbatch) ", "Slurm (tests/test_launchers.py runs the real thing)"),
-    (r"^kubectl |^envsubst ", "Kubernetes"),
-    (r"^sky ", "a cloud"),
-    (r"^python -m tools\.launch\.ray_train ", "Ray (tests/test_launchers.py)"),
     (r"\bNNODES=", "several hosts (tests/test_restarts.py, tests/test_two_hosts.py)"),
     (r"run_train\.sh .*configs/(?!llama_debug)\w+\.toml", "GPUs and a corpus"),
     (r"^(export .*; )?python -m tools\.bench\.", "an idle machine for minutes, or GPUs: it measures"),
+    (r"^python -m tools\.mutants ", "cosmic-ray, and minutes to hours of processor time (tests/test_mutants.py)"),
     (r"^python -m tools\.plan .*--device cpu", "an idle machine: it measures (tests/test_plan.py)"),
     (r"^python -m tools\.plan .*--search", "minutes of processor time (tests/test_plan.py searches fewer meshes)"),
     (r"^export \w+=", "a shell that goes on"),
-    (r"^(pip|hf|huggingface-cli) ", "a download"),
+    (r"^pip ", "a download"),
     (r"\bmodels/[\w.-]*(Llama|Qwen)", "published weights (tests/test_convert.py makes small ones)"),
     (r"\bmodels/[\w.-]*tokenizer", "a published tokenizer (tests/test_prepare.py)"),
     (r"^python -m data\.audit .*--find web:", "a run on a mixture with a source called web (tests/test_audit.py)"),
@@ -100,6 +98,11 @@ def test_a_command_is_run_or_listed(command):
         f"{documents}: `{command}` is neither run by this test nor listed in NEEDS in {Path(__file__).name}: give it a row "
         "there that says what it takes"
     )
+
+
+@pytest.mark.parametrize("pattern", [row[0] for row in (*NEEDS, *SAYS)])
+def test_a_row_has_a_command(pattern):
+    assert any(re.search(pattern, command) for _, command in ALL), f"no document has such a command: delete the row {pattern!r}"
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(command for _, command in ALL if re.search(r"run_train\.sh|slurm\.sh", command)))

@@ -39,9 +39,11 @@ def test_every_table_is_complete_and_never_stands_still(ranks):
         assert by_kind[FORWARD] == every
         assert by_kind[BACKWARD] | by_kind[BACKWARD_INPUT] == every
         assert not by_kind[BACKWARD] & by_kind[BACKWARD_INPUT] and by_kind[BACKWARD_INPUT] == by_kind[BACKWARD_WEIGHT]
-        assert bool(by_kind[BACKWARD_INPUT]) == SCHEDULES[name].splits_backward
+        if ranks > 1:
+            assert bool(by_kind[BACKWARD_INPUT]) == SCHEDULES[name].splits_backward
+        assert 0 not in {stage for stage, _ in by_kind[BACKWARD_INPUT]}  # nobody waits for a gradient of tokens
         assert all(rank_of[a.stage] == rank for rank, of_rank in enumerate(actions) for a in of_rank)
-        timeline(actions, rank_of, ticks, 0.5)  # raises where ranks wait for each other
+        timeline(actions, rank_of, ticks, lambda *_: 0.5)  # raises where ranks wait for each other
 
 
 def test_placement():
@@ -102,7 +104,7 @@ def test_activations_held_are_those_of_the_papers(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_transfers_can_be_started_in_one_order_by_all_ranks(ranks):
-    """As parallelisms/pp.py does it on NCCL: where a rank's next action needs a result, everything that comes before that in
+    """As the runtime does it on NCCL: where a rank's next action needs a result, everything that comes before that in
     the list has been started, and a rank starts a send only after it has made what it sends."""
     for name, stages, micro_batches in cases(ranks, 7):
         rank_of = placement(name, ranks, stages)
@@ -135,7 +137,7 @@ def test_negative_controls_a_wrong_table_is_seen():
 
 def test_p2p_seconds_and_unequal_stages():
     """Two ranks, one micro-batch: nothing overlaps, so all times add up."""
-    played = timeline(table("1f1b", 2, 1, 1), [0, 1], lambda a: 3.0 if a.stage else 1.0, 0.25)
+    played = timeline(table("1f1b", 2, 1, 1), [0, 1], lambda a: 3.0 if a.stage else 1.0, lambda *_: 0.25)
     assert [(begin, end) for _, begin, end in played[0]] == [(0, 1), (7.5, 8.5)]
     assert [(begin, end) for _, begin, end in played[1]] == [(1.25, 4.25), (4.25, 7.25)]
     assert bubble(played) == pytest.approx(1 - 8 / (2 * 8.5))

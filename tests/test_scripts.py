@@ -114,7 +114,7 @@ def repository(tmp_path: Path) -> Path:
     for name in ("run_train.sh", "run_tests.sh", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "requirements-test.txt").write_text("pytest==8\n")  # so that the environment of these tests will do
-    for name in ("configs", "models", "tools", ".ci"):
+    for name in ("configs", "models", "data", "reliability", "tools", ".ci"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests" / "conftest.py")

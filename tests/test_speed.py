@@ -27,7 +27,7 @@ from parallelisms import ac, dp, float8
 from configs.cpu import float32_products
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tools.bench import curve
+from tools.bench import curve, sections
 
 DEBUG = Path(__file__).resolve().parent.parent / "configs" / "llama_debug.toml"
 SMALL = (
@@ -495,6 +495,12 @@ def test_the_fast_path_learns_within_the_spread_of_seeds():
     usual = (sum(spread**2 for *_, spread in seen) / len(seen)) ** 0.5
     assert seen[-1][0] < 0.75 * seen[0][0], "the plain model does not learn"
     assert max(abs(apart) for _, apart, _ in seen) < usual, seen
+
+
+def test_every_section_of_a_step_is_timed():
+    """tools/bench/sections.py finds the sections by names that train.py gives them: a name that changes would leave a 0."""
+    seen = run_ranks(1, sections.one, [*SMALL, "--training.local_batch_size=8"], 1)[0]["sections"]
+    assert seen.keys() == set(sections.SECTIONS) and all(seconds > 0 for seconds in seen.values()), seen
 
 
 # ------------------------------------------------------------------------------------------------------- float8

@@ -195,6 +195,14 @@ def test_schedules(kind):
         assert np.allclose(got[10:80], 2.0) and got[80] < 2.0  # the last 20% of the run decay
 
 
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 1.0])
+def test_wsd_decays_over_the_share_of_the_run_that_is_asked_for(fraction):
+    decay = round(100 * fraction)
+    got = rates("wsd", decay_fraction=fraction, min_ratio=0.25, warmup_steps=0)
+    np.testing.assert_allclose(got[: 100 - decay], 2.0)
+    np.testing.assert_allclose(got[100 - decay :], 2.0 - 1.5 * np.arange(1, decay + 1) / decay)
+
+
 def test_schedule_without_warm_up_starts_below_the_peak_and_warm_up_may_fill_the_run():
     assert rates("linear", warmup_steps=0, min_ratio=0.0)[0] == pytest.approx(2.0 * 99 / 100)
     assert rates("cosine", warmup_steps=100)[-1] == 2.0
@@ -347,3 +355,22 @@ def test_norms_are_not_decayed():
     decay = {names[id(p)]: g["weight_decay"] for g in build_optimizer(model, llama.DECAY, Optimizer()).param_groups for p in g["params"]}
     assert decay.keys() == set(names.values())
     assert {n for n, d in decay.items() if d == 0} == {n for n in decay if "norm" in n}
+
+
+def test_sgd_keeps_its_momentum():
+    """The heavy ball: v <- 0.9 v + g, w <- w - lr v. With a gradient of 1 the weight moves by 1, 1.9 and 2.71 of lr."""
+    layer = nn.Linear(3, 2, bias=False)
+    start = layer.weight.detach().clone()
+    optimizer = build_optimizer(layer, [("*", True)], Optimizer(kind="sgd", lr=0.1, momentum=0.9, weight_decay=0.0))
+    for moved in 1.0, 2.9, 5.61:
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()
+        torch.testing.assert_close(start - layer.weight, torch.full_like(start, 0.1 * moved))
+
+
+def test_each_option_of_the_optimizer_reaches_it():
+    cfg = Optimizer(lr=0.07, betas=(0.8, 0.7), eps=1e-3, weight_decay=0.3)
+    adamw = build_optimizer(nn.Linear(3, 2, bias=False), [("*", True)], cfg)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert {key: adamw.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay", "fused")} == {
+        "lr": 0.07, "betas": (0.8, 0.7), "eps": 1e-3, "weight_decay": 0.3, "fused": True}  # fmt: skip

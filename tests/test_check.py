@@ -1,0 +1,113 @@
+"""`run_train.sh` says what this machine lacks before it starts a rank: text, tokenizer, packages, GPUs; all at once."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.load import load_config
+from data.prepare import prepare
+from data.tokenizer import train_bpe, write_rank_file
+from tests.runs import ROOT, environment
+from tools import check
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, a tokenizer of 300 tokens, and the text prepared with it."""
+    place = tmp_path_factory.mktemp("inputs")
+    text = " ".join(f"{n} and {n * n % 97}," for n in range(3000))
+    (place / "text.txt").write_text(text)
+    write_rank_file(train_bpe([text], 300), str(place / "t.tiktoken"))
+    cfg = load_config([f"--data.source={place}/text.txt", f"--data.tokenizer={place}/t.tiktoken"])
+    prepare(cfg.data, out=str(place / "prepared"), log=lambda line: None, workers=1)
+    (place / "empty").mkdir()
+    return place
+
+
+# (options, the words of the one problem). PLACE is the folder above.
+LACKING = {
+    "no such corpus": ("data.source=PLACE/nowhere", "data.source: PLACE/nowhere cannot be read: No such file"),
+    "a corpus without text": ("data.source=PLACE/empty", "no file with a text suffix"),
+    "a glob that matches nothing": ("data.source=PLACE/*.jsonl", "no file found there"),
+    "a source of a mixture": (
+        'data.mixture=[{name="a",source="PLACE/text.txt",weight=1},{name="b",source="PLACE/nowhere",weight=1}]', "PLACE/nowhere"),
+    "a set to validate on": ('validation.sets=[{name="a",source="PLACE/nowhere"}]', "PLACE/nowhere cannot be read"),
+    "no such tokenizer": ("data.tokenizer=PLACE/nowhere.json", "PLACE/nowhere.json"),
+    "a tokenizer that is none": ("data.tokenizer=PLACE/text.txt", "is not a tiktoken rank file"),
+    "a tokenizer that is too large": (
+        "data.tokenizer=PLACE/t.tiktoken model.vocab_size=299", "has 300 tokens|only 299: set model.vocab_size to at least 300"),
+    "a prepared folder whose tokenizer is too large": (
+        "data.source=PLACE/prepared data.tokenizer=bpe model.vocab_size=299", "has 300 tokens|only 299"),
+    "a prepared folder of a different tokenizer": ("data.source=PLACE/prepared", "is not the tokenizer that made the tokens"),
+    "weights of another run": ("checkpoint.load_path=PLACE/nowhere", 'checkpoint.load_path = "PLACE/nowhere" does not exist'),
+    "weights of Hugging Face": ("checkpoint.load_hf=PLACE/nowhere", 'checkpoint.load_hf = "PLACE/nowhere" does not exist'),
+}  # fmt: skip
+LACKING_GPU = {
+    "CUDA": ("run.device=cuda", "torch sees no GPU here"),
+    "a kernel": ("training.attention=flash model.head_dim=32 training.param_dtype=bfloat16", "is a kernel for GPUs, this is a cpu"),
+    "float8's products": ("training.float8=rowwise", "needs a GPU of compute capability 9.0, this is a CPU"),
+    "asynchronous tensor parallelism": (
+        "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2 compile.enabled=true", "needs GPUs that are connected"),
+}  # fmt: skip
+
+
+def problems(place: Path, options: str) -> list[str]:
+    words = f"data.source=PLACE/text.txt data.tokenizer=bytes {options}".replace("PLACE", str(place)).split()
+    given = dict(word.split("=", 1) for word in words)
+    if "data.mixture" in given:
+        del given["data.source"]
+    return list(check.problems(load_config([f"--{name}={value}" for name, value in given.items()]), 1))
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_what_is_not_there_is_a_sentence(name, place):
+    options, words = LACKING[name]
+    (problem,) = problems(place, options)
+    assert all(fragment.replace("PLACE", str(place)) in problem for fragment in words.split("|")), problem
+
+
+@NO_GPU
+@pytest.mark.parametrize("name", LACKING_GPU)
+def test_what_needs_a_gpu_is_a_sentence_also_with_device_auto(name, place):
+    options, words = LACKING_GPU[name]
+    (problem,) = problems(place, options)
+    assert words in problem
+
+
+@pytest.mark.parametrize("package, options", [
+    ("wandb", "metrics.wandb_project=x"), ("torchao", "training.float8=rowwise debug.emulate_float8=true"),
+    ("datasets", "data.source=hf:c4"),
+])  # fmt: skip
+def test_a_package_that_is_missing_is_a_sentence(package, options, place, monkeypatch):
+    real = check.importlib.util.find_spec
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None if name == package else real(name))
+    (problem,) = problems(place, options)
+    assert f"needs the package {package}: pip install {package}" in problem
+
+
+def test_nothing_is_said_where_nothing_is_missing(place):
+    assert not problems(place, "")
+    assert not problems(place, "data.tokenizer=PLACE/t.tiktoken model.vocab_size=300")
+    assert not problems(place, "data.source=PLACE/prepared data.tokenizer=PLACE/t.tiktoken model.vocab_size=300")
+
+
+def test_a_run_that_has_a_checkpoint_needs_no_weights_to_start_from(place, tmp_path):
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert not problems(place, f"checkpoint.load_path=PLACE/nowhere run.folder={tmp_path}")
+
+
+def test_run_train_says_it_all_at_once_and_starts_nothing(tmp_path):
+    """And without torch, whose import would take seconds."""
+    options = ["--data.source=nowhere.txt", "--data.tokenizer=none.json", f"--run.folder={tmp_path}/run", "--checkpoint.load_hf=no"]
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    done = subprocess.run(
+        [str(ROOT / "run_train.sh"), *options], env=environment(NGPU="2", PYTHONPATH=str(tmp_path)), capture_output=True, text=True,
+        timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.startswith("3 mistakes in the configuration:\n"), done.stderr
+    assert all(word in done.stderr for word in ("nowhere.txt", "none.json", "checkpoint.load_hf")), done.stderr
+    assert "torch was imported" not in done.stderr and not (tmp_path / "run").exists()

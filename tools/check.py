@@ -1,0 +1,87 @@
+"""Is on this machine what a configuration names? `run_train.sh` asks on each node before it starts a rank.
+
+    python -m tools.check configs/llama_8b.toml [--table.key=value ...] [--world-size=64 --local-world-size=8]
+
+`configs/load.py` reads the configuration alone, on any machine. This looks at the machine: the text, the tokenizer and its
+size, the checkpoints to start from, optional packages, and a GPU where an option needs one. All mistakes are reported at once,
+with exit code 2. Nothing is written or downloaded. Torch, which takes seconds to import, is imported only for a question that
+nothing else can answer.
+"""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs import check
+from configs.load import ConfigError, help_text, load_config
+from configs.schema import Config, InputError
+from data import inputs
+
+PACKAGES = {  # package -> (options that need it: whether they do; the option in words)
+    "wandb": (lambda c: c.metrics.wandb_project, 'metrics.wandb_project = "{c.metrics.wandb_project}"'),
+    "torchao": (lambda c: c.training.float8 != "none", 'training.float8 = "{c.training.float8}"'),
+}
+
+
+def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
+    """One sentence for each thing that this machine lacks."""
+    for package, (is_needed, option) in PACKAGES.items():
+        if is_needed(cfg) and importlib.util.find_spec(package) is None:
+            yield f"{option.format(c=cfg)} needs the package {package}: pip install {package}, or remove the option"
+    yield from inputs.problems(cfg, check.architecture(cfg.model)["vocab_size"])
+    fresh = not any(Path(cfg.run.folder, "checkpoints").glob("step-*"))
+    for option in ("load_path", "load_hf"):
+        place = getattr(cfg.checkpoint, option)
+        if place and fresh and not Path(place).exists():
+            yield f'checkpoint.{option} = "{place}" does not exist here: name the folder to start from, or remove the option'
+    yield from gpu_problems(cfg, local_world_size)
+
+
+def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
+    """The same for options that need a GPU. They are asked of the code that a rank will run, so the sentences are its own."""
+    float8 = cfg.training.float8 != "none" and importlib.util.find_spec("torchao") is not None
+    questions = [cfg.run.device == "cuda", cfg.training.attention != "auto", float8, cfg.parallelism.async_tensor_parallel]
+    if not any(questions):
+        return
+    from parallelisms import attention, float8 as float8_layers, mesh, tp
+
+    try:
+        device = mesh.pick_device(cfg.run, local_world_size - 1)
+    except InputError as error:
+        yield str(error)
+        return
+    _, choose, layers, overlap = questions
+    checks = [
+        (choose, lambda: attention.choose(cfg.training.attention, device)),
+        (layers, lambda: float8_layers.check(cfg.training.float8, device, cfg.debug.emulate_float8)),
+        (overlap, lambda: tp.check_overlap(device.type)),
+    ]
+    for is_asked, ask in checks:
+        try:
+            ask() if is_asked else None
+        except InputError as error:
+            yield str(error)
+
+
+def main(argv: list[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        return 0
+    parser = argparse.ArgumentParser(prog="python -m tools.check", add_help=False, allow_abbrev=False)
+    parser.add_argument("--world-size", type=int)
+    parser.add_argument("--local-world-size", type=int, default=1)
+    sizes, arguments = parser.parse_known_args(argv)
+    try:
+        cfg = load_config(arguments, sizes.world_size, sizes.local_world_size)
+        if found := list(dict.fromkeys(problems(cfg, sizes.local_world_size))):
+            raise ConfigError(found)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

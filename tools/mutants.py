@@ -1,0 +1,314 @@
+"""Mutation testing: does a test notice when a line of the reading core is wrong?
+
+    pip install cosmic-ray                                        # its operators make most of the mutants
+    python -m tools.mutants [--count 200] [--seed 0] [--part 1/4] [--list] [--only NUMBER,...] [--results results.jsonl]
+
+A mutant is one small mistake in one file: a comparison turned round, a number off by one, a call or an argument left out. The
+seed draws `--count` places of TESTS' files, each place with the same chance, and one mistake for each. Every mutant is run
+against the tests that TESTS names for its file, in a copy of this repository. It is killed when a test fails, or does not end
+in time. docs/mutants.md has the score, and an explanation of each mutant that lived.
+
+Torch is imported once, and every mutant gets a fork of this process: a mutant costs the seconds of its tests and no more.
+`--results` appends a line for each mutant and leaves out those that the file has already, so that a run can be continued.
+"""
+
+import argparse
+import ast
+import difflib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("checkpoint", "configs", "data", "models", "parallelisms", "reliability", "tests", "tools", "train", "training")
+LIMIT = 300  # seconds that the tests of a mutant may take; a mutant that takes longer is killed
+
+MODEL = ["models", "hf_parity::test_equals_hugging_face"]
+FILES_OF_OTHERS = [
+    "convert::test_metas_files", "convert::test_bad_folder_of_meta", "convert::test_bad_hugging_face_folder",
+    "convert::test_what_transformers_does_not_read_either_is_left_out", "convert::test_in_and_out_again[llama3.1]",
+    "convert::test_in_and_out_again[qwen3]",
+]  # fmt: skip
+RULES = ["config::test_rule", "config::test_architecture_of_a_flavor_with_overrides", "config::test_every_option_can_be_set_and_reads_back"]
+FSDP, TP, HSDP = (f"parallel::test_mesh_equals_the_plain_model[{mesh}]" for mesh in ("fsdp2", "tp2", "hsdp2x2"))
+CONTRACT = "contract::test_broken_contracts_are_named_on_every_rank"
+# File -> its tests, the quickest first: a file of tests/, or one function of it. The first failure ends a mutant's run.
+TESTS = {
+    "models/__init__.py": [*RULES, "models"],
+    "models/dense.py": [*MODEL, *RULES, "training::test_every_parameter_of_llama_is_filled_and_norms_are_ones", *FILES_OF_OTHERS],
+    "models/layers.py": [*MODEL, "masking::test_equals_hugging_face_on_each_document", TP],
+    "models/llama.py": [*MODEL, *RULES, *FILES_OF_OTHERS],
+    "models/qwen3.py": [*MODEL, *RULES, *FILES_OF_OTHERS],
+    "models/kernels/causal_attention.py": [
+        "speed::test_attention_on_cpu_is_as_near_to_float64_as_pytorchs", "speed::test_sharp_attention_has_the_gradient_of_the_plain_one",
+        "speed::test_attention_compiles_whole", "hf_parity::test_equals_hugging_face",
+    ],
+    "models/kernels/document_attention.py": [
+        "masking::test_documents_are_found_in_positions", "masking::test_one_by_one_equals_each_document_alone",
+        "masking::test_long_documents_on_a_cpu_equal_one_by_one", "masking::test_the_operator_keeps_pytorchs_contracts",
+        "masking::test_bfloat16_is_near_float32", "masking::test_packed_documents_equal_each_document_alone[one]",
+        "masking::test_the_cuda_path_with_stand_in_kernels",
+    ],
+    "parallelisms/__init__.py": ["parallelisms", FSDP, "parallel::test_float8_on_two_ranks_is_near_one_rank"],
+    "parallelisms/ac.py": ["parallel::test_checkpointing_recomputes_what_it_says_and_keeps_less",
+                           "masking::test_the_names_that_selective_checkpointing_keeps_exist", FSDP],
+    "parallelisms/attention.py": ["parallelisms", "parallel::test_what_needs_a_gpu_says_so"],
+    "parallelisms/compile.py": ["parallelisms"],
+    "parallelisms/contract.py": ["contract", "health::test_c3_ranks_that_are_not_alike_do_not_start"],
+    "parallelisms/dp.py": ["parallelisms", "speed::test_masters_of_one_rank_are_bitwise_those_of_fsdp2",
+                           "contract::test_gradients_reach_the_shards_with_the_last_micro_batch_only", FSDP, HSDP,
+                           "parallel::test_cpu_offload_equals_the_plain_model", "train::test_validation_leaves_the_shards_in_place"],
+    "parallelisms/float8.py": ["speed::test_float8_needs_its_gpu_and_whole_tiles", "speed::test_without_torchao_float8_is_a_sentence",
+                               "check::test_what_needs_a_gpu_is_a_sentence_also_with_device_auto",
+                               "speed::test_float8_learns_what_bfloat16_learns"],
+    "parallelisms/mesh.py": ["parallelisms", "contract", FSDP, HSDP],
+    "parallelisms/tp.py": [CONTRACT, "parallel::test_what_needs_a_gpu_says_so", TP, "parallel::test_compiled_mesh_equals_the_plain_model"],
+    "training/init.py": ["training::test_initial_values_never_change", "training::test_initial_values_are_a_truncated_normal",
+                         "training::test_initial_values_differ_by_name_and_seed", "training::test_shards_equal_slices_of_the_whole",
+                         "training::test_a_parameter_that_no_row_matches_is_an_error",
+                         "training::test_every_parameter_of_llama_is_filled_and_norms_are_ones"],
+    "training/loss.py": ["training", TP],
+    "training/optim.py": ["training", "health::test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights"],
+    "data/order.py": ["loader", "audit"],
+    "data/loader.py": ["loader"],
+    "checkpoint/state.py": ["golden", "checkpoint"],
+    "checkpoint/verify.py": ["checkpoint"],
+}  # fmt: skip
+
+
+def arguments_of(tests: list[str]) -> list[str]:
+    """pytest's: "loader" and "loader::test_x" are in tests/test_loader.py."""
+    return [f"tests/test_{file}.py{mark}{function}" for file, mark, function in (test.partition("::") for test in tests)]
+
+
+UNHARMED = "without a mutant"
+
+
+class Mutant(NamedTuple):
+    number: int
+    path: str  # of the file, in the repository
+    line: int
+    kind: str  # what was done, in the words of cosmic-ray or of `left_out`
+    source: str  # the whole file with the mistake in it
+
+    @property
+    def name(self) -> str:
+        return f"{self.number} {self.path}:{self.line} {self.kind}"
+
+    def difference(self) -> str:
+        """The lines that changed, as a diff without its head."""
+        old, new = (ROOT / self.path).read_text(encoding="utf-8"), self.source
+        lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
+        return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+
+
+def sample(files: list[str], count: int, seed: int) -> list[Mutant]:
+    """`count` mutants of these files, fewer if there are not as many places. A place is drawn first, then one of the mistakes
+    that can be made there: otherwise an operator that can be replaced in twelve ways would be drawn twelve times as often."""
+    places: dict[tuple[str, int, int, str], list] = {}
+    for path in files:
+        source = (ROOT / path).read_text(encoding="utf-8")
+        for line, column, kind, make in [*left_out(source), *by_cosmic_ray(source)]:
+            places.setdefault((path, line, column, kind.split("_")[0]), []).append((kind, make))
+    generator, mutants, order = random.Random(seed), [], sorted(places)
+    generator.shuffle(order)
+    for place in order:
+        if len(mutants) == count:
+            break
+        kind, make = generator.choice(places[place])
+        source = make()
+        if source is not None and changes_code(source, (ROOT / place[0]).read_text(encoding="utf-8")):
+            mutants.append(Mutant(len(mutants), place[0], place[1], kind, source))
+    return mutants
+
+
+def changes_code(mutant: str, original: str) -> bool:
+    """Whether the mutant is Python, and another program than the original."""
+    try:
+        return ast.dump(ast.parse(mutant)) != ast.dump(ast.parse(original))
+    except SyntaxError:
+        return False
+
+
+def left_out(source: str) -> Iterator[tuple]:
+    """(line, column, kind, function that makes the source) for every statement that is a call or adds to a variable, which is
+    replaced by `pass`, and for every keyword argument of a call, which is removed. cosmic-ray has neither."""
+    lines = source.encode().splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+
+    def cut(node: ast.AST, instead: bytes, after: bytes = b"") -> str:
+        text = b"".join(lines)
+        begin = starts[node.lineno - 1] + node.col_offset
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        rest = text[end:]
+        return (text[:begin] + instead + (rest.lstrip()[1:] if after and rest.lstrip().startswith(after) else rest)).decode()
+
+    for node in ast.walk(ast.parse(source)):
+        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        if is_call or isinstance(node, ast.AugAssign):
+            yield node.lineno, node.col_offset, "statement left out", lambda node=node: cut(node, b"pass")
+        if isinstance(node, ast.Call):
+            for keyword in node.keywords:
+                if keyword.arg:
+                    yield keyword.lineno, keyword.col_offset, "argument left out", lambda node=keyword: cut(node, b"", b",")
+
+
+def by_cosmic_ray(source: str) -> Iterator[tuple]:
+    """The same for the operators of cosmic-ray, but not inside annotations, which no run evaluates."""
+    try:
+        from cosmic_ray import plugins
+        from cosmic_ray.ast import ast_nodes, get_ast
+        from cosmic_ray.mutating import mutate_code
+    except ImportError:
+        sys.exit("tools.mutants needs cosmic-ray: pip install cosmic-ray")
+    annotations = set()
+    for node in ast.walk(ast.parse(source)):
+        for part in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            if part is not None:
+                annotations |= {(inner.lineno, inner.col_offset) for inner in ast.walk(part) if hasattr(inner, "lineno")}
+                annotations |= {(part.lineno, column) for column in range(part.col_offset, part.end_col_offset)}
+    tree = get_ast(source)
+    for name in sorted(plugins.operator_names()):
+        if name.startswith("core/Variable"):  # they need arguments
+            continue
+        operator, occurrence = plugins.get_operator(name)(), 0
+        for node in ast_nodes(tree):
+            for (line, column), _ in operator.mutation_positions(node):
+                if (line, column) not in annotations:
+                    make = lambda operator=operator, occurrence=occurrence: mutate_code(source, operator, occurrence)  # noqa: E731
+                    yield line, column, name.removeprefix("core/"), make
+                occurrence += 1
+
+
+# Running them ---------------------------------------------------------------------------------------------------------
+
+
+def import_heavy() -> None:
+    """What every mutant's tests import and no mutant can change."""
+    import numpy  # noqa: F401
+    import pyarrow  # noqa: F401
+    import pydantic  # noqa: F401
+    import pytest  # noqa: F401
+    import safetensors  # noqa: F401
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+    import torch.utils.checkpoint  # noqa: F401
+    import transformers.models.llama.modeling_llama
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+
+def copied(place: Path) -> Path:
+    """A copy of the files that git knows."""
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for name in names:
+        if (ROOT / name).exists():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, place / name)
+    return place
+
+
+def outcome(mutant: Mutant | None, place: Path, arguments: list[str], limit: float) -> tuple[str, float, str]:
+    """Whether the tests killed the mutant, their seconds, and the last lines of what pytest said. None: without a mutant."""
+    path = place / mutant.path if mutant else None
+    if path:
+        path.write_text(mutant.source, encoding="utf-8")
+    began, log = time.monotonic(), place / "pytest.log"
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os._exit(tests_pass(place, arguments))
+    code = None
+    while code is None and time.monotonic() < began + limit:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if ended else None
+        time.sleep(0.01)
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    if code is None:
+        os.waitpid(pid, 0)
+    if path:
+        shutil.copy(ROOT / mutant.path, path)
+    said = log.read_text(errors="replace").splitlines()
+    verdict = {0: "lived", None: "killed (time)"}.get(code, "killed")
+    failed = [line for line in said if line.startswith(("FAILED", "ERROR"))]
+    return verdict, time.monotonic() - began, (failed or said or [""])[-1][:200]
+
+
+def tests_pass(place: Path, arguments: list[str]) -> int:
+    """pytest's exit code, in this process, with the modules of the copy."""
+    import pytest
+
+    for name in list(sys.modules):
+        if name.split(".")[0] in PACKAGES:
+            del sys.modules[name]
+    os.chdir(place)
+    sys.path[:] = [str(place), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    return int(pytest.main(["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", *arguments]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--files", nargs="*", default=list(TESTS), help="files of TESTS")
+    parser.add_argument("--only", default="", help="numbers of mutants, with commas")
+    parser.add_argument("--part", default="1/1", help="I/N: every N-th mutant, from the I-th")
+    parser.add_argument("--list", action="store_true", help="show the mutants and run none")
+    parser.add_argument("--results", default="", help="append the results to this file; those it has are not run again")
+    parser.add_argument("--most", type=int, default=10**9, help="run at most this many mutants now")
+    options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    mutants = [mutant for mutant in sample(options.files, options.count, options.seed) if mutant.number % parts == part - 1]
+    if options.only:
+        mutants = [mutant for mutant in mutants if str(mutant.number) in options.only.split(",")]
+    if options.list:
+        for mutant in mutants:
+            print(f"{mutant.name}\n{mutant.difference()}")
+        return 0
+    results = Path(options.results) if options.results else None
+    done = {row["name"]: row for row in map(json.loads, results.read_text().splitlines())} if results and results.exists() else {}
+
+    def keep(row: dict) -> None:
+        done[row["name"]] = row
+        print(f"{row['name']}: {row['verdict']} in {row['seconds']:.0f} s  {row['said']}", flush=True)
+        if results:
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    import_heavy()
+    with tempfile.TemporaryDirectory() as folder:
+        place = copied(Path(folder))
+        if UNHARMED not in done:  # the tests must pass without a mutant, or they would kill every one
+            every = list(dict.fromkeys(test for mutant in mutants for test in TESTS[mutant.path]))
+            verdict, seconds, said = outcome(None, place, arguments_of(every), 10 * LIMIT)
+            if verdict != "lived":
+                sys.exit(f"the tests fail without a mutant: {said}")
+            keep({"name": UNHARMED, "verdict": "passed", "seconds": seconds, "said": said})
+        for mutant in [mutant for mutant in mutants if mutant.name not in done][: options.most]:
+            verdict, seconds, said = outcome(mutant, place, arguments_of(TESTS[mutant.path]), LIMIT)
+            keep({"name": mutant.name, "verdict": verdict, "seconds": seconds, "said": said, "difference": mutant.difference()})
+    verdicts = [row["verdict"] for name, row in done.items() if name != UNHARMED]
+    killed = len(verdicts) - verdicts.count("lived")
+    print(f"{killed} of {len(verdicts)} mutants killed" + (f": {killed / len(verdicts):.1%}" if verdicts else ""))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
