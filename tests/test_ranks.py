@@ -26,6 +26,7 @@ from tests.ranks import run_ranks
 from tests.runs import MESHES, free_port, run, tiny_run
 from tools.bench import ranks as bench
 from tools.launch import __main__ as launch
+from training import log
 
 
 class Collectives(Watch):
@@ -167,6 +168,35 @@ def test_a_rank_has_no_socket_to_every_other():
     """In two groups of 10 ranks: 18 sockets if all are connected, and only those that are used if not."""
     everyone, used = zip(*run_ranks(10, sockets, [free_port(), free_port()]), strict=True)
     assert min(everyone) >= 18 and max(used) <= max(everyone) - 10, (everyone, used)
+
+
+# -------------------------------------------------------------------------------------------------------------- logs
+
+
+def logged(folder: Path) -> list[str]:
+    """What a rank has in its file that writes none: after 300 records, after an error, and after one more record."""
+    say, path, seen = log.setup(folder, 7, writes=False), folder / "logs" / "rank-00007.log", []
+    for i in range(300):
+        say.info(f"record {i}")
+    seen.append(path.read_text() if path.exists() else "no file")
+    say.error("it fails", extra={"console": False})
+    seen.append(path.read_text())
+    say.info("the end")
+    return [*seen, path.read_text()]
+
+
+def test_a_rank_without_a_log_leaves_its_last_lines_when_it_fails(tmp_path):
+    before, failed, after = run_ranks(1, logged, tmp_path)[0]
+    assert before == "no file" and "record 100" not in failed and failed.count("record") == log._OnceItFails.RECORDS - 1
+    assert failed.splitlines()[-1].endswith("ERROR it fails") and after.splitlines()[-1].endswith("INFO the end")
+
+
+def test_which_ranks_write_a_log():
+    writing = [
+        [log.writes_log(logs, ranks, local_rank) for local_rank in (0, 3)]
+        for logs, ranks in (("auto", 1023), ("auto", 1024), ("hosts", 8), ("all", 16384))
+    ]
+    assert writing == [[True, True], [True, False], [True, False], [True, True]]
 
 
 # ------------------------------------------------------------------------------------------------ who is behind in a hang

@@ -11,6 +11,7 @@ Processor time is that of rank 0's Python process.
 """
 
 import argparse
+import io
 import math
 import os
 import pickle
@@ -18,8 +19,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -137,13 +140,15 @@ def recorded(phases: dict[str, Phase], name: str, on_device: bool = False) -> It
     phases[name] = Phase(control, time.process_time() - began, on_device)
 
 
+def mesh_options(ranks: int) -> list[str]:
+    return [f"--parallelism.data_parallel_replicate={max(1, ranks // 64)}", f"--training.global_batch_size={ranks}"]
+
+
 def phases_of(options: list[str], ranks: int) -> dict[str, Phase]:
     """The phases of a run on so many ranks."""
-    replicate = max(1, ranks // 64)
-    mesh_options = [f"--parallelism.data_parallel_replicate={replicate}", f"--training.global_batch_size={ranks}"]
     phases: dict[str, Phase] = {}
-    with pretend(ranks, min(ranks, RANKS_PER_HOST)) if ranks > 1 else nullcontext(), everyone_is_like_rank_0():
-        cfg = load_config([*TINY, *mesh_options, *options], ranks, min(ranks, RANKS_PER_HOST))
+    with pretend(ranks, min(ranks, RANKS_PER_HOST)), everyone_is_like_rank_0():
+        cfg = load_config([*TINY, *mesh_options(ranks), *options], ranks, min(ranks, RANKS_PER_HOST))
         with recorded(phases, "start"):
             job = start(cfg)
         batch = batch_of(job, 1)
@@ -168,6 +173,36 @@ def start(cfg: Config) -> train.Job:
     job.mesh.gather((-1, 0, ""))  # train.fails_again_and_again
     contract.verify(job.model, job.optimizer, job.mesh, {"config": "x" * 6000, "code": "0" * 12, "torch": torch.__version__})
     return job
+
+
+STEPS, WARM = 24, 8  # of the loop that is measured; the first of them are left out
+
+
+def loop(options: list[str], ranks: int) -> Phase:
+    """A step of the whole loop of `train.train`, with its data and everything that it does after a step, but for saves."""
+    began, train_step, new_group = [], train.train_step, dist.new_group
+
+    def noting(*args: object) -> train.StepResult:
+        began.append(time.process_time())
+        return train_step(*args)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(40):
+            Path(folder, f"{i}.txt").write_text(f"document {i} " * 200)
+        arguments = [
+            *TINY, *mesh_options(ranks), f"--data.source={folder}", f"--data.cache={folder}/cache", f"--run.folder={folder}/run",
+            f"--training.steps={STEPS}", "--checkpoint.interval=0", "--validation.interval=0", "--metrics.tensorboard=false",
+            "--metrics.progress=off", "--debug.sample_tokens=0", *options,
+        ]  # fmt: skip
+        with (
+            pretend(ranks, min(ranks, RANKS_PER_HOST)), everyone_is_like_rank_0(), redirect_stdout(io.StringIO()),
+            mock.patch.object(train, "train_step", noting), mock.patch.object(train.meshes, "close_mesh", lambda: None),
+            mock.patch.object(train.CheckpointManager, "save", lambda *_: None),
+            mock.patch.object(dist, "new_group", lambda *args, backend=None, **how: new_group(*args, backend="fake", **how)),
+        ):  # fmt: skip
+            if code := train.main(arguments):
+                raise RuntimeError(f"the run ended with exit code {code}")
+    return Phase([], statistics.median(after - before for before, after in pairwise(began[WARM:])))
 
 
 def hop_seconds(sizes: tuple[int, ...] = (2, 4, 6), rounds: int = 300) -> float:
@@ -202,7 +237,7 @@ def _sum_seconds(ranks: int, rounds: int) -> float:
 def table(ranks: list[int], options: list[str], hop: float) -> list[list[str]]:
     rows = []
     for n in ranks:
-        for name, phase in phases_of(options, n).items():
+        for name, phase in (phases_of(options, n) | {"loop, beside the step's collectives": loop(options, n)}).items():
             kinds = [f"{[c.kind for c in phase.collectives].count(kind)} {kind}" for kind in ALGORITHMS
                      if kind in [c.kind for c in phase.collectives]]  # fmt: skip
             rows.append([
