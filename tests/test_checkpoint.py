@@ -192,6 +192,11 @@ def test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch(saved, tmp_path
     assert status == 2 and "no checkpoint" in output
 
 
+def test_the_manifest_knows_how_many_bytes_a_number_has():
+    """checkpoint/verify.py cannot ask PyTorch, which it does not import."""
+    assert {code: dtype.itemsize for dtype, code in state.CODES.items()} == verify.SIZES
+
+
 def _tool(folder: Path, *options: str) -> tuple[int, list[float]]:
     """As a tool does: one process, with a process group or without."""
     model = build(*options).model

@@ -1072,6 +1072,13 @@ def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
             path.unlink()
 
 
+@pytest.mark.parametrize("dim, heads, width", [(252, 6, 42), (256, 8, 32), (300, 8, 37.5)])
+def test_the_width_of_a_head_follows_from_that_of_the_model(dim, heads, width):
+    """A whole number is one: checkpoints record it, and shapes are made of it. A fraction is refused by a rule."""
+    number = check.architecture(Model(dim=dim, n_heads=heads))["head_dim"]
+    assert number == width and type(number) is type(width)
+
+
 def test_data_parallel_shard():
     cfg = lambda **given: SimpleNamespace(parallelism=Parallelism(**given))  # noqa: E731
     assert check.data_parallel_shard(cfg(data_parallel_replicate=2, tensor_parallel=4), 64) == 8

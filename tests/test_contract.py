@@ -56,11 +56,34 @@ def broken_rules() -> None:
 
     whole_model = family.build(good.args)  # never sharded
     optimizer = build_optimizer(whole_model, family.DECAY, good.cfg.optimizer)
-    refused(train.Job(good.cfg, good.mesh, good.args, whole_model, optimizer), "gradients are never reduced")
+    never_sharded = train.Job(good.cfg, good.mesh, good.args, whole_model, optimizer)
+    refused(never_sharded, r"gradients are never reduced \(ranks 0 to 1: 2 of 2\)\n +30 parameters are plain tensors on a mesh of 2")
 
 
 def test_broken_contracts_are_named_on_every_rank():
     run_ranks(2, broken_rules)
+
+
+def talk() -> dict:
+    """What the ranks tell each other over the mesh, and what opening and closing it does besides."""
+    seen = {"settings": 0}
+
+    def settings() -> None:
+        seen["settings"] += 1
+
+    meshes.cpu_settings = settings
+    mesh = job().mesh
+    seen["any"] = [mesh.any_rank(mesh.rank == 1), mesh.any_rank(False)]
+    seen["gather"] = mesh.gather(f"rank {mesh.rank}")
+    seen["sum"] = mesh.sum_over_dp(torch.tensor([mesh.rank + 1.0])).item()
+    meshes.close_mesh()
+    meshes.close_mesh()
+    return seen | {"open": dist.is_initialized()}
+
+
+def test_what_one_rank_knows_all_ranks_can_know():
+    said = {"settings": 1, "any": [True, False], "gather": ["rank 0", "rank 1"], "sum": 3.0, "open": False}
+    assert run_ranks(2, talk) == [said, said]
 
 
 def forward_called_directly() -> str:

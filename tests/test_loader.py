@@ -431,6 +431,17 @@ def test_what_batches_cannot_do_is_a_sentence(tmp_path: Path) -> None:
         single(tokens, 10, 6, 2, 0, 2, seed=0)
 
 
+def test_a_token_beyond_the_vocabulary_is_an_error_that_names_its_corpus() -> None:
+    sources = [Places(13 * 40 + 1, source) for source in (0, 1)]  # the ids of the second begin at a million
+    for tokens in sources:
+        tokens.folder = f"corpus {tokens.source}"
+    order = orders.begin(orders.describe([(name, name, t, ONCE) for name, t in zip("ab", sources)], 0, 13, 8))
+    highest = Batches(sources, order, 4, 0, 1, vocab_size=2 * 10**6)[0]["tokens"].max().item()
+    assert highest >= 10**6
+    with pytest.raises(ValueError, match=r"^corpus 1 has token 1\d{6}, the model's vocabulary 1000000: .* damaged"):
+        Batches(sources, order, 4, 0, 1, vocab_size=10**6)[0]
+
+
 class Failing(Batches):
     """Step 6 cannot be read, in one of four ways."""
 

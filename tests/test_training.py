@@ -139,6 +139,21 @@ def test_loss_equals_the_plain_one_and_never_holds_all_logits(chunk):
     assert seen.largest <= max(V * D, min(chunk, B * T) * V)
 
 
+@pytest.mark.parametrize("of_h, of_weight", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("chunk", [5, 100])
+def test_the_loss_has_the_gradients_that_are_asked_for(of_h, of_weight, chunk):
+    """Of the hidden states alone where the output projection is frozen, of the weight alone, or none, as in validation."""
+    torch.manual_seed(0)
+    h, w = torch.randn(2, 7, 5, requires_grad=of_h), torch.randn(11, 5, requires_grad=of_weight)
+    labels = torch.randint(0, 11, (2, 7))
+    loss, want = linear_cross_entropy(h, w, labels, chunk), plain_cross_entropy(h @ w.t(), labels)
+    torch.testing.assert_close(loss, want)
+    asked = [t for t in (h, w) if t.requires_grad]
+    assert loss.requires_grad == bool(asked)
+    for got, expected in zip(torch.autograd.grad(loss, asked), torch.autograd.grad(want, asked)) if asked else ():
+        torch.testing.assert_close(got, expected)
+
+
 def test_the_loss_of_every_token_can_be_had():
     torch.manual_seed(0)
     h, w, labels, each = torch.randn(3, 7, 5), torch.randn(11, 5), torch.randint(0, 11, (3, 7)), torch.full((3, 7), math.nan)

@@ -19,17 +19,12 @@ from configs.load import ConfigError, help_text, load_config
 from configs.schema import Config, InputError
 from data import inputs
 
-PACKAGES = {  # package -> (options that need it: whether they do; the option in words)
-    "wandb": (lambda c: c.metrics.wandb_project, 'metrics.wandb_project = "{c.metrics.wandb_project}"'),
-    "torchao": (lambda c: c.training.float8 != "none", 'training.float8 = "{c.training.float8}"'),
-}
-
 
 def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
-    """One sentence for each thing that this machine lacks."""
-    for package, (is_needed, option) in PACKAGES.items():
-        if is_needed(cfg) and importlib.util.find_spec(package) is None:
-            yield f"{option.format(c=cfg)} needs the package {package}: pip install {package}, or remove the option"
+    """One sentence for each thing that this machine lacks. local_world_size: ranks that will run on it."""
+    if cfg.metrics.wandb_project and importlib.util.find_spec("wandb") is None:
+        yield (f'metrics.wandb_project = "{cfg.metrics.wandb_project}" needs the package wandb: pip install wandb, or leave the '
+               "option empty")  # fmt: skip
     yield from inputs.problems(cfg, check.architecture(cfg.model)["vocab_size"])
     fresh = not any(Path(cfg.run.folder, "checkpoints").glob("step-*"))
     for option in ("load_path", "load_hf"):
@@ -41,26 +36,22 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
 
 def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     """The same for options that need a GPU. They are asked of the code that a rank will run, so the sentences are its own."""
-    float8 = cfg.training.float8 != "none" and importlib.util.find_spec("torchao") is not None
-    questions = [cfg.run.device == "cuda", cfg.training.attention != "auto", float8, cfg.parallelism.async_tensor_parallel]
-    if not any(questions):
+    kernel, recipe, overlapped = cfg.training.attention, cfg.training.float8, cfg.parallelism.async_tensor_parallel
+    if cfg.run.device != "cuda" and kernel == "auto" and recipe == "none" and not overlapped:
         return
-    from parallelisms import attention, float8 as float8_layers, mesh, tp
+    from parallelisms import attention, float8, mesh, tp  # here, because they import torch
 
     try:
         device = mesh.pick_device(cfg.run, local_world_size - 1)
     except InputError as error:
         yield str(error)
         return
-    _, choose, layers, overlap = questions
-    checks = [
-        (choose, lambda: attention.choose(cfg.training.attention, device)),
-        (layers, lambda: float8_layers.check(cfg.training.float8, device, cfg.debug.emulate_float8)),
-        (overlap, lambda: tp.check_overlap(device.type)),
-    ]
-    for is_asked, ask in checks:
+    checks = [lambda: attention.choose(kernel, device)]
+    checks += [lambda: float8.check(recipe, device, cfg.debug.emulate_float8)] if recipe != "none" else []
+    checks += [lambda: tp.check_overlap(device.type)] if overlapped else []
+    for ask in checks:
         try:
-            ask() if is_asked else None
+            ask()
         except InputError as error:
             yield str(error)
 

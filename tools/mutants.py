@@ -38,7 +38,8 @@ FILES_OF_OTHERS = [
     "convert::test_what_transformers_does_not_read_either_is_left_out", "convert::test_in_and_out_again[llama3.1]",
     "convert::test_in_and_out_again[qwen3]",
 ]  # fmt: skip
-RULES = ["config::test_rule", "config::test_architecture_of_a_flavor_with_overrides", "config::test_every_option_can_be_set_and_reads_back"]
+RULES = ["config::test_rule", "config::test_architecture_of_a_flavor_with_overrides",
+         "config::test_the_width_of_a_head_follows_from_that_of_the_model", "config::test_every_option_can_be_set_and_reads_back"]
 FSDP, TP, HSDP = (f"parallel::test_mesh_equals_the_plain_model[{mesh}]" for mesh in ("fsdp2", "tp2", "hsdp2x2"))
 CONTRACT = "contract::test_broken_contracts_are_named_on_every_rank"
 # File -> its tests, the quickest first: a file of tests/, or one function of it. The first failure ends a mutant's run.
@@ -76,12 +77,41 @@ TESTS = {
                          "training::test_initial_values_differ_by_name_and_seed", "training::test_shards_equal_slices_of_the_whole",
                          "training::test_a_parameter_that_no_row_matches_is_an_error",
                          "training::test_every_parameter_of_llama_is_filled_and_norms_are_ones"],
-    "training/loss.py": ["training", TP],
-    "training/optim.py": ["training", "health::test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights"],
+    "training/loss.py": [
+        "training::test_loss_equals_the_plain_one_and_never_holds_all_logits", "training::test_the_loss_of_every_token_can_be_had",
+        "training::test_the_loss_has_the_gradients_that_are_asked_for",
+        "training::test_the_loss_of_many_pieces_is_exact", "training::test_loss_of_large_logits_is_finite",
+        "training::test_loss_of_a_batch_without_labels_is_zero_with_zero_gradient", TP,
+    ],
+    "training/optim.py": [
+        "training::test_schedules", "training::test_wsd_decays_over_the_share_of_the_run_that_is_asked_for",
+        "training::test_schedule_without_warm_up_starts_below_the_peak_and_warm_up_may_fill_the_run",
+        "training::test_sgd_keeps_its_momentum", "training::test_each_option_of_the_optimizer_reaches_it",
+        "training::test_norms_are_not_decayed", "training::test_clipping_scales_to_the_norm_and_reports_the_one_before",
+        "training::test_the_norm_of_odd_gradients", "training::test_the_norm_of_a_long_gradient_is_exact",
+        "training::test_a_gradient_that_is_still_to_be_summed_is_an_error", "training::test_the_norm_is_exact_on_any_mesh",
+        "health::test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights", FSDP,
+    ],
     "data/order.py": ["loader", "audit"],
     "data/loader.py": ["loader"],
-    "checkpoint/state.py": ["golden", "checkpoint"],
-    "checkpoint/verify.py": ["checkpoint"],
+    "checkpoint/state.py": [
+        "golden::test_r6_an_old_checkpoint_loads", "checkpoint::test_hyperparameters_are_the_configs_and_the_difference_is_said",
+        "checkpoint::test_a_planned_part_that_was_not_written_is_an_error", "checkpoint::test_state_made_in_advance_changes_no_step",
+        "checkpoint::test_state_is_bitwise_the_same_on_another_mesh", "checkpoint::test_generators_go_on_where_they_were_on_the_same_mesh",
+        "checkpoint::test_a_tool_loads_the_weights_alone", "checkpoint::test_a_checkpoint_of_another_run_is_refused_by_name",
+        "checkpoint::test_a_new_run_starts_from_the_weights_of_another", "checkpoint::test_a_save_holds_the_state_of_its_call",
+        "convert::test_into_a_live_mesh_and_out_of_its_checkpoint", "convert::test_a_live_mesh_refuses_another_model_on_every_rank",
+        "contract::test_a_checkpoint_is_compared_with_what_all_ranks_hold",
+    ],
+    "checkpoint/verify.py": [
+        "checkpoint::test_the_manifest_knows_how_many_bytes_a_number_has",
+        "checkpoint::test_a_manifest_that_contradicts_itself_is_damaged", "checkpoint::test_a_newer_format_is_refused_by_name",
+        "checkpoint::test_what_is_not_a_checkpoint_is_ignored", "checkpoint::test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch",
+        "checkpoint::test_no_file_of_a_checkpoint_can_run_code_or_leave_the_folder",
+        "checkpoint::test_a_damaged_checkpoint_is_named_and_the_one_before_used",
+        "checkpoint::test_going_back_starts_an_attempt_that_is_newer_than_the_future_it_replaces",
+        "golden::test_r6_an_old_checkpoint_loads",
+    ],
 }  # fmt: skip
 
 
