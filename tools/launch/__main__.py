@@ -267,6 +267,9 @@ class Agent(LocalElasticAgent):
                     say(f"rank {rank} on {socket.gethostname()} is frozen (SIGSTOP, or a debugger), so the others waited for it")
             self._send(signal.SIGCONT)  # it would not hear that it is to end
         result = super()._monitor_workers(worker_group)
+        for local_rank, error_file in self._pcontext.error_files.items():
+            if failure := result.failures.get(worker_group.workers[local_rank].global_rank):
+                failure.begun = _read_begun(f"{error_file}.begun")
         over = self.told and time.monotonic() > self.heard + (FAREWELL if self.told in QUIET_CODES else 0)
         if result.state == WorkerState.HEALTHY and over:
             return RunResult(state=WorkerState.UNHEALTHY)  # run() ends the ranks and returns
@@ -379,12 +382,15 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
 
 
 def begun(failures: dict[int, ProcessFailure]) -> dict[int, int]:
-    """How many exchanges each rank had begun (parallelisms/mesh.py::Begun), of the ranks that got as far as a mesh."""
-    counts = {}
-    for rank, failure in failures.items():
-        with contextlib.suppress(OSError, struct.error):
-            counts[rank] = struct.unpack("<q", Path(f"{failure.error_file}.begun").read_bytes())[0]
-    return counts
+    """How many exchanges with others each rank had begun; without the ranks that had not come to the first."""
+    return {rank: count for rank, failure in failures.items() if (count := getattr(failure, "begun", 0))}
+
+
+def _read_begun(path: str) -> int:
+    """What a rank has left there (parallelisms/mesh.py::Begun); 0 if it did not get as far as that."""
+    with contextlib.suppress(OSError, struct.error):
+        return struct.unpack("<q", Path(path).read_bytes())[0]
+    return 0
 
 
 def say_who_is_behind(counts: dict[int, int], store: TCPStore | None, node: int) -> None:
