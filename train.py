@@ -34,7 +34,7 @@ from data.open import Corpora, open_corpora
 from data.tokenizer import Tokenizer
 from models import MODELS
 from models.family import Family
-from parallelisms import contract, dp, mesh as meshes, parallelize
+from parallelisms import contract, dp, mesh as meshes, parallelize, pp
 from parallelisms.mesh import Mesh
 from reliability import collectives, health
 from reliability.guard import Guard
@@ -77,15 +77,19 @@ def build(cfg: Config) -> Job:
     """The mesh, the model sharded over it with its initial values, and the optimizer. The only way to build them.
 
     A parameter's life: meta constructor -> tensor parallel -> checkpointing, compile -> FSDP shard -> memory -> initial
-    value -> optimizer. Nothing is allocated before it is sharded, so the whole model never exists anywhere.
+    value -> optimizer. Nothing is allocated before it is sharded, so the whole model never exists anywhere. Without a
+    pipeline there is one stage, the model itself.
     """
     family, args = architecture(cfg)
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, check.data_parallel_shard(cfg, meshes.world().size))
     torch.manual_seed(cfg.run.seed + mesh.dp_rank)  # for a model that draws numbers: alike within a tp group, else not
-    with torch.device("meta"):
-        model = family.build(args)
-    parallelize(model, mesh, cfg, family.TP_PLAN)
-    model.to_empty(device="cpu" if cfg.parallelism.cpu_offload else mesh.device)
+    stages = {}
+    for number, layers in pp.own_stages(cfg, family, args, mesh.pp_rank).items():
+        with torch.device("meta"):
+            stages[number] = family.build(args, layers)
+        parallelize(stages[number], mesh, cfg, family.TP_PLAN)
+        stages[number].to_empty(device="cpu" if cfg.parallelism.cpu_offload else mesh.device)
+    model = pp.Pipeline(stages, mesh, cfg) if mesh.pp > 1 else stages[0]
     init.initialise(model, family.initial_values(args), cfg.run.seed)
     optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
     return Job(cfg, mesh, args, model, optimizer)
@@ -130,7 +134,7 @@ def train_step(
     else:
         (loss, raised, losses, prepare_seconds), unlike = gradients(job, batch, flags), []
     with record_function("clip"):
-        grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm).to(loss.device)
+        grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm, job.mesh.sum_over_pp).to(loss.device)
     fine = grad_norm.isfinite() & loss.isfinite() & (grad_norm <= skip_above)  # the same on every rank: all are global
     fine &= (raised[Flags._fields.index("no_data")] == 0) & (not unlike)
     numbers = read_later(torch.cat((torch.stack((loss, grad_norm, fine)), raised)))
@@ -157,24 +161,31 @@ def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = F
     counted = (feed.labels != IGNORE).sum()
     prepare_seconds = time.monotonic() - began
     counted = mesh.sum_over_dp(counted)
-    # The sum of the losses, then of each flag. float32 would round the loss at every micro-batch.
-    sums = torch.zeros(1 + len(Flags._fields), dtype=torch.float64, device=mesh.device)
+    scale = mesh.dp_size / counted  # FSDP averages over dp_size ranks; this makes it the sum
+    sums = torch.zeros(1 + len(Flags._fields), dtype=torch.float64, device=mesh.device)  # of the losses, then of each flag
     total, raised = sums[0], sums[1:]
-    for a in range(len(feed)):
-        dp.synchronise_gradients(model, a == len(feed) - 1, cfg.parallelism.accumulate_gradients)
-        inputs = feed(a)
-        with record_function("forward"):
-            loss = model(*inputs)
-            scaled = loss * (mesh.dp_size / counted)  # FSDP averages over dp_size ranks; this makes it the sum
-        with record_function("backward"):
-            scaled.backward()
-        total += loss.detach()
+    total += model.gradients(feed, scale) if mesh.pp > 1 else one_after_another(job, feed, scale)
     for i, flag in enumerate(flags()):
         if flag:
             raised[i] = 1.0  # a kernel that fills: nothing is copied to the device, so nobody waits for it
     mesh.sum_over_ranks(sums)
     loss = total / (mesh.tp * counted)  # the ranks of a tp group have the same loss
     return loss.float(), raised, feed.losses, prepare_seconds
+
+
+def one_after_another(job: Job, feed: Feed, scale: Tensor) -> Tensor:
+    """Compute the gradient of `scale` times the summed loss of all micro-batches. Returns that sum, a float64 scalar."""
+    total = torch.zeros((), dtype=torch.float64, device=job.mesh.device)  # float32 would round at every micro-batch
+    for a in range(len(feed)):
+        dp.synchronise_gradients(job.model, a == len(feed) - 1, job.cfg.parallelism.accumulate_gradients)
+        inputs = feed(a)
+        with record_function("forward"):
+            loss = job.model(*inputs)
+            scaled = loss * scale
+        with record_function("backward"):
+            scaled.backward()
+        total += loss.detach()
+    return total
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:
@@ -368,7 +379,8 @@ def run_validation(
     for name, rows in held_out.items():
         batches = until_asked(loader(rows, 0, cfg.validation.steps, cfg.data))
         sums[name] = validate(job.model, job.mesh, batches, cfg.training.loss_chunk_tokens, token_bytes)
-    dp.reshard(job.model)
+    for stage in pp.stages_of(job.model):
+        dp.reshard(stage)
     if stopping := asked():
         say.warning(f"step {step}: no validation, since the run is to stop")
     else:

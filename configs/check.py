@@ -224,6 +224,12 @@ RULES = {
         lambda c: c.parallelism.cpu_offload and c.parallelism.pipeline_parallel > 1,
         "{parallelism.cpu_offload} together with {parallelism.pipeline_parallel} is not supported: use one of the two",
     ),
+    "pipeline_reshard": (  # the second half of a backward needs the weights that the first one would free
+        lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward
+        and c.parallelism.reshard_after_forward is True,
+        "{parallelism.pipeline_schedule} splits the backward pass and needs the weights between its halves, so they cannot be "
+        'freed with {parallelism.reshard_after_forward}: set it to "default", or use the schedule "1f1b" or "interleaved_1f1b"',
+    ),
     "pipeline_selective": (  # the second half of a backward pass would recompute what the first one has recomputed
         lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward
         and c.activation_checkpoint.mode == "selective",

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError
 from parallelisms.mesh import Mesh
+from parallelisms.pp import stages_of
 
 
 def verify(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, same_on_all_ranks: dict[str, str]) -> None:
@@ -74,7 +75,7 @@ def _shared_devices(devices: list[str]) -> list[str]:
 def _broken_here(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> list[str]:
     problems = []
     params = dict(model.named_parameters())
-    if isinstance(model, FSDPModule):
+    if all(isinstance(stage, FSDPModule) for stage in stages_of(model)):
         bare = [int(i) for i, block in model.layers.items() if not isinstance(block, FSDPModule)]
         if bare:
             problems.append(f"layers {bare} are no FSDPModule: their weights are gathered for the whole step with the root's")

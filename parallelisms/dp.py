@@ -76,8 +76,8 @@ def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) ->
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if cfg.cpu_offload else OffloadPolicy()
     how = {"mesh": mesh.fsdp_mesh, "mp_policy": policy, "offload_policy": offload}
     reshard = cfg.reshard_after_forward
-    if mesh.dp_shard == 1:
-        reshard = False  # nothing is sharded, nothing to free
+    if mesh.dp_shard == 1 or (mesh.pp > 1 and reshard == "default"):
+        reshard = False  # nothing is sharded, nothing to free; a stage would gather again for every micro-batch
     blocks = list(model.layers.values())
     freed = len(blocks) - cfg.keep_gathered  # of the blocks the first ones: backward begins with the others
     for i, block in enumerate(blocks):
@@ -175,6 +175,24 @@ def synchronise_gradients(model: nn.Module, last: bool, accumulate: str) -> None
         model.set_requires_gradient_sync(scatter)
         model.set_requires_all_reduce(last)
         model.set_is_last_backward(scatter)
+
+
+def keep_gathered(model: nn.Module, keep: bool) -> None:
+    """Whether the backwards of a stage of a pipeline leave its weights gathered, for the forwards that come after them."""
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(not keep)
+
+
+def end_backward(model: nn.Module) -> None:
+    """What FSDP does at the end of a backward, for one whose gradients of weights were computed apart from those of the
+    inputs. FSDP would do it when it sees the input's gradient, which is too early then. Private, as PyTorch's own pipeline."""
+    if isinstance(model, FSDPModule):
+        root = model._get_fsdp_state()
+        for state in reversed(root._state_ctx.all_states):
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, 2.11
+            for group in filter(None, groups):
+                group.post_backward()
+        root._root_post_backward_final_callback()
 
 
 def reshard(model: nn.Module) -> None:

@@ -1,7 +1,8 @@
-"""The process group and the one DeviceMesh of a run: (dp_replicate, dp_shard, tp), and the few reductions the loop needs.
+"""The process group and the one DeviceMesh of a run: (pp, dp_replicate, dp_shard, tp), and the few reductions the loop needs.
 
-`tp` is innermost, so that the ranks of one tensor-parallel group are neighbours on one host (NVLink) and data parallelism
-is what crosses hosts. Each rank trains on the batch rows of its data-parallel rank; the ranks of a tp group share them.
+`tp` is innermost, so that the ranks of one tensor-parallel group are neighbours on one host (NVLink). `pp` is outermost:
+the stages of a pipeline exchange the least, so the slowest links are theirs. Each rank trains on the batch rows of its
+data-parallel rank. The ranks of a tp group share these rows, and so do the ranks of a pipeline.
 
 With `train.py` this is the only module that reads the environment: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, as
 `torchrun` sets them. Without them a run is one process.
@@ -68,20 +69,23 @@ def begun_file() -> str | None:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands. `device_mesh` has the dimensions dp_replicate, dp_shard, tp, each of at least 1."""
+    """Where this rank stands. `device_mesh` has the dimensions pp, dp_replicate, dp_shard, tp, each of at least 1."""
 
     device_mesh: DeviceMesh
     device: torch.device
     rank: int
+    pp: int
     dp_replicate: int
     dp_shard: int
     tp: int
     dp_rank: int
+    pp_rank: int = 0
+    to_lower: dist.ProcessGroup | None = None  # the ranks of this pipeline again: `open_mesh` says what for
     begun: Begun = field(default_factory=lambda: Begun(begun_file()), compare=False)
 
     @property
     def size(self) -> int:
-        return self.dp_size * self.tp
+        return self.pp * self.dp_size * self.tp
 
     @property
     def dp_size(self) -> int:
@@ -89,7 +93,7 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
 
     @property
     def tp_mesh(self) -> DeviceMesh:
@@ -102,8 +106,15 @@ class Mesh:
 
     def sum_over_dp(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the data-parallel ranks, in place. Every rank of the mesh must call it."""
+        return self._sum_over(x, "dp_shard", "dp_replicate")
+
+    def sum_over_pp(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks of the pipeline, in place. Every rank of the mesh must call it."""
+        return self._sum_over(x, "pp")
+
+    def _sum_over(self, x: torch.Tensor, *dims: str) -> torch.Tensor:
         self.begun.another()
-        for dim in ("dp_shard", "dp_replicate"):
+        for dim in dims:
             if self.sizes[dim] > 1:
                 dist.all_reduce(x, group=self.device_mesh.get_group(dim))
         return x
@@ -135,8 +146,13 @@ class Mesh:
     def set_timeout(self, seconds: int) -> None:
         """Limit every collective. The mesh's groups do not inherit the default group's limit, so each is set."""
         groups = [dist.group.WORLD] + [self.device_mesh.get_group(d) for d in self.device_mesh.mesh_dim_names]
-        for group in groups:
+        for group in groups + [self.to_lower] * (self.to_lower is not None):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+    def timeout(self) -> timedelta:
+        """The limit that `set_timeout` set, on a CPU."""
+        return self.device_mesh.get_group("pp")._get_backend(torch.device("cpu")).options._timeout
 
 
 def pick_device(run: Run, local_rank: int) -> torch.device:
@@ -190,12 +206,23 @@ def record_flights(folder: Path) -> None:
 
 
 def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int) -> Mesh:
-    """Lay the mesh over the process group; the sizes are already checked."""
+    """Lay the mesh over the process group; the sizes are already checked.
+
+    Every pipeline gets a second group. One carries what goes to a higher rank, the other what goes to a lower one. NCCL
+    runs what two ranks of a group send each other one after another, so with one group for both directions two ranks
+    that send at the same time would wait for each other for ever.
+    """
     device = open_group(run)
-    sizes = (parallelism.data_parallel_replicate, dp_shard, parallelism.tensor_parallel)
-    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
-    replicate, shard, _ = device_mesh.get_coordinate()
-    mesh = Mesh(device_mesh, device, dist.get_rank(), *sizes, dp_rank=replicate * dp_shard + shard)
+    pp = parallelism.pipeline_parallel
+    sizes = (pp, parallelism.data_parallel_replicate, dp_shard, parallelism.tensor_parallel)
+    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
+    stage, replicate, shard, _ = device_mesh.get_coordinate()
+    rank, to_lower = dist.get_rank(), None
+    if pp > 1:
+        for ranks in device_mesh.mesh.view(pp, -1).t().tolist():  # all ranks make all groups, in the same order
+            group = dist.new_group(ranks)
+            to_lower = group if rank in ranks else to_lower
+    mesh = Mesh(device_mesh, device, rank, *sizes, replicate * dp_shard + shard, stage, to_lower)
     mesh.set_timeout(run.init_timeout_seconds)
     return mesh
 

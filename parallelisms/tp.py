@@ -79,14 +79,15 @@ def apply(model: nn.Module, tp_mesh: DeviceMesh, plan: dict[str, str]) -> nn.Mod
     `meta`, so this costs nothing.
 
     Raises ValueError if a row of the plan matches no module: a misspelt row would leave a module whole on every rank.
-    Only `output` may be missing, as in a tied model.
+    Only `output` may be missing, as in a tied model, and in a stage of a pipeline what stands outside of the layers.
     """
     if tp_mesh.size() == 1:
         return model
     names = [name for name, _ in model.named_modules()]
     for pattern, style in plan.items():
         matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched and pattern != "output":
+        is_optional = pattern == "output" if model.first and model.last else not pattern.startswith("layers.")
+        if not matched and not is_optional:
             raise ValueError(f"TP_PLAN: no module is called {pattern}")
         for name in matched:
             parallelize_module(model.get_submodule(name), tp_mesh, STYLES[style]())

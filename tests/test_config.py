@@ -446,6 +446,12 @@ RULE_CASES = {
         "parallelism.cpu_offload = true together with parallelism.pipeline_parallel = 2 is not supported",
         "parallelism.cpu_offload=false",
     ),
+    "pipeline_reshard": (
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble parallelism.reshard_after_forward=true",
+        2, 2,
+        'pipeline_schedule = "zero_bubble" splits the backward pass|reshard_after_forward = true|"default"',
+        "parallelism.pipeline_schedule=1f1b",
+    ),
     "pipeline_selective": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble activation_checkpoint.mode=selective",
         2, 2,

@@ -165,14 +165,15 @@ def test_fsdp_over_tensor_parallel_shards_a_matrix_over_both():
 
 def group_timeouts() -> list[float]:
     """Seconds that a collective of each group of the mesh may take, after set_timeout(7)."""
-    run = job("--parallelism.tensor_parallel=2")
+    run = job("--parallelism.tensor_parallel=2", "--parallelism.pipeline_parallel=2")
     run.mesh.set_timeout(7)
-    groups = [dist.group.WORLD, *(run.mesh.device_mesh.get_group(d) for d in run.mesh.device_mesh.mesh_dim_names)]
+    groups = [dist.group.WORLD, *(run.mesh.device_mesh.get_group(d) for d in run.mesh.device_mesh.mesh_dim_names), run.mesh.to_lower]
+    assert run.mesh.timeout().total_seconds() == 7
     return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
 
 
 def test_the_timeout_reaches_every_group_of_the_mesh():
-    assert run_ranks(4, group_timeouts)[0] == [7.0] * 4
+    assert run_ranks(4, group_timeouts) == [[7.0] * 6] * 4
 
 
 def test_cuda_that_is_not_there_is_a_sentence():
@@ -188,13 +189,14 @@ def test_without_torchrun_a_run_is_one_process(monkeypatch):
     assert meshes.world() == meshes.World(0, 1, 0, 1)
 
 
-def coordinates() -> tuple[int, int]:
-    mesh = meshes.open_mesh(Run(), Parallelism(tensor_parallel=2, data_parallel_replicate=2), 2)
-    return mesh.dp_rank, mesh.device_mesh.get_local_rank("tp")
+def coordinates() -> tuple[int, int, int]:
+    mesh = meshes.open_mesh(Run(), Parallelism(tensor_parallel=2, pipeline_parallel=2), 2)
+    return mesh.pp_rank, mesh.dp_rank, mesh.device_mesh.get_local_rank("tp")
 
 
-def test_tensor_parallel_ranks_are_neighbours_and_share_their_batch():
-    assert run_ranks(8, coordinates) == [(r // 2, r % 2) for r in range(8)]
+def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart():
+    """The ranks of a tensor-parallel group and those of a pipeline share their batch."""
+    assert run_ranks(8, coordinates) == [(r // 4, r // 2 % 2, r % 2) for r in range(8)]
 
 
 def a_parameter_without_gradient() -> None:

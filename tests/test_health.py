@@ -66,7 +66,7 @@ def poisoned(options: list[str], folder: Path, where, value: float, gate: bool =
     train.linear_cross_entropy, train.train_step = loss, step
     if not gate:
         real_clip = train.clip_grad_norm
-        train.clip_grad_norm = lambda params, max_norm: real_clip(params, max_norm).nan_to_num(1.0)
+        train.clip_grad_norm = lambda *args: real_clip(*args).nan_to_num(1.0)
         train.step_if = lambda fine, optimizer: optimizer.step()
         storage.finite = lambda _: True
     return run(options, folder)

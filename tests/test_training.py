@@ -328,11 +328,11 @@ def losses_and_norms(options: list[str], dp_size: int) -> np.ndarray:
     cfg = load_config([*REAL_SIZES, f"--training.local_batch_size={24 // dp_size}", *options], world().size, world().local_size)
     job, seen = train.build(cfg), []
 
-    def clip_and_compare(params, max_norm):
+    def clip_and_compare(params, max_norm, *rest):
         params = list(params)
         theirs = torch.nn.utils.get_total_norm([p.grad for p in params], foreach=True)
         seen.append((theirs.full_tensor() if isinstance(theirs, DTensor) else theirs).item())
-        return clip_grad_norm(params, max_norm)
+        return clip_grad_norm(params, max_norm, *rest)
 
     train.clip_grad_norm = clip_and_compare
     ids = np.random.default_rng(0).integers(0, job.args.vocab_size, 9000).astype(np.uint16)

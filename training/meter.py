@@ -54,6 +54,7 @@ class Meter:
         """For each source of a mixture: its mean loss since the last line (none if it had no token), the tokens seen of it
         in the whole run, and how often it has been read."""
         stage, values = order.stage(step), {}
+        self.mesh.sum_over_pp(self.by_source[0])  # the losses are 0 but in the last stage; all stages count the same tokens
         sums = self.mesh.sum_over_dp(self.by_source).tolist()
         for source, consumed, loss, tokens in zip(stage.sources, order.consumed(step), *sums, strict=True):
             values |= {f"loss/{source.name}": loss / tokens} if tokens else {}

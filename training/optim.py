@@ -77,9 +77,13 @@ def step_if(fine: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_grad_norm(
+    params: Iterable[nn.Parameter], max_norm: float, sum_over_stages: Callable[[Tensor], Tensor] = lambda x: x
+) -> Tensor:
     """Scale the gradients so that their global 2-norm is at most max_norm (0: leave them). Returns the norm before scaling,
     a float32 scalar.
+
+    sum_over_stages: sums a scalar over the ranks of a pipeline, each of which has other parameters (Mesh.sum_over_pp).
 
     The norm is that of the whole, unsharded gradient (Pascanu et al., arXiv:1211.5063, for the clipping itself). It is exact
     to a few 1e-8, so that every mesh reports the same norm and scales by the same factor. No host waits for a GPU here.
@@ -96,7 +100,7 @@ def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         for dim in dims:
             dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares
-    norm = total.sqrt().float()
+    norm = sum_over_stages(total).sqrt().float()
     if max_norm > 0 and local:
         # The formula of torch.nn.utils.clip_grads_with_norm_, whose arithmetic would mix Tensor and DTensor.
         torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -19,11 +19,11 @@ def validate(model: nn.Module, mesh: Mesh, batches: Iterable[dict], chunk_tokens
     token_bytes = token_bytes.to(mesh.device)
     for batch in batches:
         feed = Feed(model, batch, mesh.device, linear_cross_entropy, chunk_tokens)
-        for a in range(len(feed)):
-            total[0] += model(*feed(a))
+        total[0] += model.losses(feed) if mesh.pp > 1 else sum(model(*feed(a)) for a in range(len(feed)))
         counted = feed.labels[feed.labels != IGNORE]
         total[1] += len(counted)
         total[2] += token_bytes[counted].sum()
+    mesh.sum_over_pp(total[0])  # only the ranks of the last stage have a loss; all ranks of a pipeline count the same tokens
     return mesh.sum_over_dp(total)
 
 

@@ -187,10 +187,12 @@ def loop(options: list[str], ranks: int) -> Phase:
         return train_step(*args)
 
     with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder, "corpus")
+        corpus.mkdir()
         for i in range(40):
-            Path(folder, f"{i}.txt").write_text(f"document {i} " * 200)
+            (corpus / f"{i}.txt").write_text(f"document {i} " * 200)
         arguments = [
-            *TINY, *mesh_options(ranks), f"--data.source={folder}", f"--data.cache={folder}/cache", f"--run.folder={folder}/run",
+            *TINY, *mesh_options(ranks), f"--data.source={corpus}", f"--data.cache={folder}/cache", f"--run.folder={folder}/run",
             f"--training.steps={STEPS}", "--checkpoint.interval=0", "--validation.interval=0", "--metrics.tensorboard=false",
             "--metrics.progress=off", "--debug.sample_tokens=0", *options,
         ]  # fmt: skip

@@ -1,0 +1,346 @@
+"""Pipeline parallelism: the model is cut by depth into stages, and ranks work on different micro-batches at the same time.
+
+A schedule (`parallelisms/schedules.py`) is a table of actions for each rank; this file plays it. The micro-batches are those
+of gradient accumulation. Every rank computes the batch itself, so only hidden states and their gradients travel, and their
+shape is known: [b, T / tp, D] in the type of the weights. The loss of a micro-batch is divided by the tokens of the global
+batch before its backward, as without a pipeline.
+
+PyTorch's own runtime (torch.distributed.pipelining) is not used: it loses gradients in silence where a schedule splits the
+backward and FSDP frees weights, ignores `accumulate_gradients = "sharded"`, needs as many micro-batches as stages, runs
+additional forwards to learn shapes, and cannot be traced by the planner. Only its split of one backward into two halves is.
+
+A tied weight is a parameter of the first stage alone. The last stage works on a copy, which gets the values before each step
+and gives its gradient to the first stage afterwards. So the weight counts once in the norm, the optimizer and a checkpoint.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
+
+from configs.schema import Config
+from parallelisms import dp, schedules
+from parallelisms.mesh import Mesh
+from parallelisms.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Result, Table, Transfer, result
+
+HIDDEN, GRADIENT = schedules.RESULTS[FORWARD], schedules.RESULTS[BACKWARD]
+ENDS_BACKWARD = (BACKWARD, BACKWARD_WEIGHT)
+Inputs = Callable[[int], tuple[Tensor, Tensor, Callable, Any]]  # micro-batch -> what the model takes, as of training/feed.py
+
+
+def layers_of_stages(cfg: Config, family: Any, args: Any) -> list[range]:
+    """The layers of every stage, as `parallelism.pipeline_layers` says or else by cost. Without a pipeline there is one stage."""
+    p = cfg.parallelism
+    if p.pipeline_layers:
+        return schedules.consecutive(p.pipeline_layers)
+    stages = len(schedules.placement(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank))
+    weights = schedules.end_weights(args, replace(args, n_layers=args.n_layers + 1), family.parameters,
+                                    lambda args: family.flops_per_token(args, cfg.training.seq_len))  # fmt: skip
+    return schedules.stage_layers(args.n_layers, stages, *weights)
+
+
+def own_stages(cfg: Config, family: Any, args: Any, rank: int) -> dict[int, range]:
+    """The stages of this rank of a pipeline, by number, with their layers."""
+    p = cfg.parallelism
+    placement = schedules.placement(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank)
+    return {number: layers for number, layers in enumerate(layers_of_stages(cfg, family, args)) if placement[number] == rank}
+
+
+def stages_of(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that this rank runs one by one: the stages of a pipeline, or the model itself."""
+    return list(model.stages.values()) if isinstance(model, Pipeline) else [model]
+
+
+class Pipeline(nn.Module):
+    """This rank's stages as one model, whose parameters have the names that they have in the whole model.
+
+    The stages themselves are not submodules, their children are. Layers have their numbers in the whole model as names, and
+    no two stages have anything else in common but a tied weight, of which only the first stage's is a parameter here.
+    """
+
+    def __init__(self, stages: dict[int, nn.Module], mesh: Mesh, cfg: Config) -> None:
+        """stages: this rank's by number, sharded and with memory."""
+        super().__init__()
+        self.stages, self.mesh, self.cfg = stages, mesh, cfg.parallelism
+        self.placement = schedules.placement(self.cfg.pipeline_schedule, mesh.pp, len(stages))
+        self.dtype = dp.param_dtype(cfg.training, mesh.device)  # of hidden states
+        self.tables: dict[tuple[int, bool], tuple[Table, list[Transfer]]] = {}
+        self.layers = nn.ModuleDict()
+        for stage in stages.values():
+            self.layers.update(stage.layers)
+            for name, child in stage.named_children():
+                if name != "layers" and not (name == "tok_embeddings" and not stage.first):
+                    self.add_module(name, child)
+        any_stage = next(iter(stages.values()))
+        self.documents, self.args = any_stage.documents, any_stage.args
+        ends = (stages.get(0), stages.get(len(self.placement) - 1)) if self.args.tied_embeddings else (None, None)
+        self.tied = tuple(stage and stage.tok_embeddings.weight for stage in ends)  # the weight and its copy, if they are here
+
+    def cores(self) -> list[nn.Module]:
+        return [core for stage in self.stages.values() for core in stage.cores()]
+
+    def forward(self, x: Tensor, positions: Tensor, head: Callable, documents: Any = None) -> Tensor:
+        """As that of `models/layers.py::Decoder`, without a backward. Every rank of the pipeline calls it, and every one returns
+        what the head returned in the last stage. One stage works at a time: this is for sampling."""
+        with torch.no_grad():
+            outputs = self._play(1, True, lambda _: (x, positions, head, documents), x.shape).outputs
+        answer = [outputs[0].cpu() if outputs else None]
+        dist.broadcast_object_list(answer, group=self._group(), group_src=self.placement[-1], device=torch.device("cpu"))
+        return answer[0].to(self.mesh.device)
+
+    def losses(self, feed: Any) -> Tensor:
+        """The summed loss of all micro-batches, a float64 scalar: 0 on the ranks that have not the last stage. Without a
+        backward: for validation."""
+        with torch.no_grad():
+            return self._total(self._play(len(feed), True, feed, feed.tokens.shape[1:]))
+
+    def gradients(self, feed: Any, scale: Tensor) -> Tensor:
+        """Compute the gradient of `scale` times the summed loss of all micro-batches. Returns that sum, a float64 scalar: 0
+        on the ranks that have not the last stage. feed: a training/feed.py::Feed."""
+        step = self._play(len(feed), False, feed, feed.tokens.shape[1:], scale)
+        self._add_tied_gradient()
+        if missing := [name for name, p in self.named_parameters() if p.requires_grad and p.grad is None]:
+            raise RuntimeError(f"the schedule {self.cfg.pipeline_schedule} left {len(missing)} parameters without a gradient: "
+                               f"{', '.join(missing[:3])} ...")  # fmt: skip
+        if not step.outputs:
+            feed.losses.zero_()
+        return self._total(step)
+
+    def _total(self, step: "Step") -> Tensor:
+        return torch.stack(step.outputs).double().sum() if step.outputs else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+
+    def _play(self, micro_batches: int, forward_only: bool, inputs: Inputs, shape: torch.Size, scale: Tensor | None = None) -> "Step":
+        """shape: [b, T] of a micro-batch."""
+        self._copy_tied()
+        key = micro_batches, forward_only
+        if key not in self.tables:
+            ranks, stages_per_rank = self.mesh.pp, len(self.stages)
+            table = (forward_table(self.placement, ranks, micro_batches) if forward_only else
+                     schedules.table(self.cfg.pipeline_schedule, ranks, stages_per_rank, micro_batches))  # fmt: skip
+            self.tables[key] = table, schedules.transfers(table, self.placement)
+        table, transfers = self.tables[key]
+        hidden = (shape[0], shape[1] // self.mesh.tp, self.args.dim)
+        messages = Messages(self.mesh, self._group(), table, transfers, hidden, self.dtype)
+        step = Step(self, table[self.mesh.pp_rank], messages, inputs, scale)
+        step.play()
+        return step
+
+    def _group(self) -> dist.ProcessGroup:
+        return self.mesh.device_mesh.get_group("pp")
+
+    # The tied weight. Its two places have the same shards, since the ranks of a pipeline differ in nothing else.
+
+    @torch.no_grad()
+    def _copy_tied(self) -> None:
+        """Give the last stage the values of the first stage's weight."""
+        original, copy = self.tied
+        if original is not None and copy is not None:
+            local(copy).copy_(local(original))
+        elif original is not None:
+            self._send(local(original), self.placement[-1], self._group())
+        elif copy is not None:
+            self._receive(local(copy), self.placement[0], self._group())
+
+    @torch.no_grad()
+    def _add_tied_gradient(self) -> None:
+        """Add the gradient of the last stage's copy to that of the first stage's weight."""
+        original, copy = self.tied
+        if original is not None:
+            gradient = local(original.grad)
+            other = local(copy.grad) if copy is not None else torch.empty_like(gradient)
+            if copy is None:
+                self._receive(other, self.placement[-1], self.mesh.to_lower)
+            gradient.add_(other)
+        elif copy is not None:
+            self._send(local(copy.grad), self.placement[0], self.mesh.to_lower)
+        if copy is not None:
+            copy.grad = None
+
+    def _send(self, tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+        if tensor.numel():
+            wait(dist.isend(tensor.contiguous(), group=group, group_dst=rank), self.mesh)
+
+    def _receive(self, tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+        if tensor.numel():
+            wait(dist.irecv(tensor, group=group, group_src=rank), self.mesh)
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's shard."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def wait(work: dist.Work, mesh: Mesh) -> None:
+    """A GPU waits by itself, and NCCL knows its limit. gloo's messages do not obey the limit of their group unless told."""
+    if mesh.device.type == "cpu":
+        work.wait(mesh.timeout())
+    else:
+        work.wait()
+
+
+def forward_table(placement: list[int], ranks: int, micro_batches: int) -> Table:
+    """Forwards alone: as many micro-batches as there are ranks go through all stages, then the next ones."""
+    return [
+        [Action(FORWARD, stage, m)
+         for first in range(0, micro_batches, ranks)
+         for stage in range(len(placement)) if placement[stage] == rank
+         for m in range(first, min(first + ranks, micro_batches))]
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+class Step:
+    """This rank's part of one step: what it has computed and still needs, by stage and micro-batch."""
+
+    def __init__(self, model: Pipeline, actions: list[Action], messages: "Messages", inputs: Inputs, scale: Tensor | None) -> None:
+        self.model, self.actions, self.messages, self.inputs, self.scale = model, actions, messages, inputs, scale
+        self.outputs: list[Tensor] = []  # what the head returned for every micro-batch, in the last stage
+        self.in_flight: dict[tuple[int, int], tuple] = {}  # (stage, micro-batch) -> what its backward needs
+        self.left = {number: sum(a.stage == number and a.kind in ENDS_BACKWARD for a in actions) for number in model.stages}
+
+    def play(self) -> None:
+        play = {FORWARD: self.forward, BACKWARD: self.backward, BACKWARD_INPUT: self.backward_input,
+                BACKWARD_WEIGHT: self.backward_weight}  # fmt: skip
+        stages = len(self.model.placement)
+        for i, action in enumerate(self.actions):
+            for soon in self.actions[i : i + 2]:
+                for key in schedules.needs(soon, stages):
+                    self.messages.ask(key)
+            play[action.kind](action, self.model.stages[action.stage])
+        self.messages.release()
+
+    def forward(self, action: Action, stage: nn.Module) -> None:
+        """Keeps no hidden state that backward does not need: what is computed is handed over, and its place in the graph kept."""
+        x, positions, head, documents = self.inputs(action.micro_batch)
+        trains = self.scale is not None
+        if not stage.first:
+            x = self.messages.take((HIDDEN, action.stage - 1, action.micro_batch)).requires_grad_(trains)
+        with record_function("forward"):
+            h = stage(x, positions, head, documents)
+        if stage.last:
+            self.outputs.append(h.detach())
+            h = h * self.scale if trains else h
+        else:
+            self.messages.give(result(action), h.detach())
+        if trains:
+            whole = stage.last or self.splits(action)
+            self.in_flight[action.stage, action.micro_batch] = x, h if whole else get_gradient_edge(h)
+
+    def splits(self, action: Action) -> bool:
+        """Whether the backward of this micro-batch comes in two halves. The half for the input wants the tensor itself."""
+        return action._replace(kind=BACKWARD_INPUT) in self.messages.place
+
+    def gradient(self, action: Action, stage: nn.Module) -> Tensor | None:
+        """Of what this stage has computed."""
+        return None if stage.last else self.messages.take((GRADIENT, action.stage + 1, action.micro_batch))
+
+    def backward(self, action: Action, stage: nn.Module) -> None:
+        x, h = self.in_flight.pop((action.stage, action.micro_batch))
+        gradient = self.gradient(action, stage)
+        self.synchronise(action.stage, stage)
+        with record_function("backward"):
+            torch.autograd.backward(h, gradient)
+        if not stage.first:
+            self.messages.give(result(action), x.grad)
+
+    def backward_input(self, action: Action, stage: nn.Module) -> None:
+        """The half of a backward for which the stage before waits. The first stage has none: tokens have no gradient."""
+        if stage.first:
+            return
+        x, h = self.in_flight[action.stage, action.micro_batch]
+        gradient = self.gradient(action, stage)
+        dp.synchronise_gradients(stage, False, "whole")
+        dp.keep_gathered(stage, True)
+        with record_function("backward"):
+            [gradient], rest = stage_backward_input([h], None if gradient is None else [gradient], [x], trained(stage))
+        self.in_flight[action.stage, action.micro_batch] = rest
+        self.messages.give(result(action), gradient)
+
+    def backward_weight(self, action: Action, stage: nn.Module) -> None:
+        """The other half."""
+        if stage.first:
+            return self.backward(action, stage)
+        rest = self.in_flight.pop((action.stage, action.micro_batch))
+        self.synchronise(action.stage, stage)
+        with record_function("backward"):
+            stage_backward_weight(trained(stage), rest)
+            dp.end_backward(stage)
+
+    def synchronise(self, number: int, stage: nn.Module) -> None:
+        """Before the end of a backward. The last one of a stage reduces the gradients over the data-parallel ranks, and frees
+        the weights. They stay gathered until then, unless every forward frees them too."""
+        self.left[number] -= 1
+        is_last = self.left[number] == 0
+        dp.synchronise_gradients(stage, is_last, self.model.cfg.accumulate_gradients)
+        dp.keep_gathered(stage, not is_last and self.model.cfg.reshard_after_forward in ("default", False))
+
+
+def trained(stage: nn.Module) -> Iterator[nn.Parameter]:
+    return (p for p in stage.parameters() if p.requires_grad)
+
+
+class Messages:
+    """Hidden states and gradients on their way between this rank and others, in one step.
+
+    All ranks start what they exchange in one common order (`schedules.transfers`), because NCCL matches messages between two
+    ranks by their order alone. A receive is started before the action that precedes the one that needs it, so that it arrives
+    while that action computes.
+    """
+
+    def __init__(self, mesh: Mesh, group: dist.ProcessGroup, table: Table, transfers: list[Transfer], shape: tuple, dtype: torch.dtype):
+        self.mesh, self.to_higher, self.shape, self.dtype = mesh, group, shape, dtype
+        self.place = {action: i for actions in table for i, action in enumerate(actions)}  # in the order of its rank
+        self.leaving = {result(t.made_by): t for t in transfers if t.sender == mesh.pp_rank}
+        self.coming = {result(t.made_by): t for t in transfers if t.receiver == mesh.pp_rank}
+        self.queues: dict[int, deque[Result]] = {}  # what each rank sends to this one and has not been asked for
+        for key, t in self.coming.items():
+            self.queues.setdefault(t.sender, deque()).append(key)
+        self.arriving: dict[Result, tuple[Tensor, dist.Work]] = {}
+        self.sent: list[tuple[Transfer, Tensor, dist.Work]] = []
+        self.kept: dict[Result, Tensor] = {}  # for a stage of the same rank
+
+    def ask(self, key: Result) -> None:
+        """Start to receive this, after everything that its sender sends before it."""
+        if key not in self.coming:
+            return
+        queue = self.queues[sender := self.coming[key].sender]
+        group = self.to_higher if sender < self.mesh.pp_rank else self.mesh.to_lower
+        while queue and key not in self.arriving:
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
+            self.arriving[queue.popleft()] = tensor, dist.irecv(tensor, group=group, group_src=sender)
+
+    def take(self, key: Result) -> Tensor:
+        """What another stage has made."""
+        if key in self.kept:
+            return self.kept.pop(key)
+        self.ask(key)
+        tensor, work = self.arriving.pop(key)
+        transfer = self.coming[key]
+        wait(work, self.mesh)
+        # Whatever its sender needed before it made this has reached it.
+        done = self.place[transfer.made_by]
+        self.release(lambda sent: sent.receiver == transfer.sender and self.place[sent.needed_by] <= done)
+        return tensor
+
+    def give(self, key: Result, tensor: Tensor) -> None:
+        """Hand over what this rank has made, to another rank or to its own next stage."""
+        if key not in self.leaving:
+            self.kept[key] = tensor
+            return
+        transfer, tensor = self.leaving[key], tensor.contiguous()
+        group = self.to_higher if transfer.receiver > self.mesh.pp_rank else self.mesh.to_lower
+        self.sent.append((transfer, tensor, dist.isend(tensor, group=group, group_dst=transfer.receiver)))
+
+    def release(self, arrived: Callable[[Transfer], bool] = lambda _: True) -> None:
+        """Let go of what has arrived."""
+        for sent in [sent for sent in self.sent if arrived(sent[0])]:
+            wait(sent[2], self.mesh)
+            self.sent.remove(sent)
