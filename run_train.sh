@@ -94,6 +94,11 @@ if [[ $MOST == 1 && -e /sys/class/net/lo ]]; then
     # the ranks of a single node need not be reachable from outside
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
 fi
+# Node 0's store has a connection to every rank, and each rank has sockets and data files: 1,024, the usual soft limit of
+# open files, is too few. Every process may raise it as far as the hard limit.
+hard=$(ulimit -Hn)
+[[ $hard == unlimited || $hard -gt 1048576 ]] && hard=1048576
+ulimit -Sn "$hard" 2>/dev/null || true
 umask "$(printf '%o' $(($(umask) | 2)))" # whatever the shell's umask is, others may not write to what a run leaves
 
 if ((NGPU * MOST == 1 && RESTARTS == 0)); then

@@ -440,7 +440,7 @@ def main(argv: list[str] | None = None) -> int:
         cfg = load_config(argv, here.size, here.local_size)
         folder = Path(cfg.run.folder)
         with Start(folder, here.rank, argv, *as_given(argv), dump(cfg), os.environ) as this_start:
-            log.setup(folder, here.rank)
+            log.setup(folder, here.rank, log.writes_log(cfg.run.logs, here.size, here.local_rank))
             with (
                 Stop(this_start.clock.born, cfg.run.max_minutes, this_start.end) as stop,
                 health.Watchdog(folder, here.rank) as watchdog,

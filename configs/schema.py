@@ -110,6 +110,8 @@ class Run(Table):
     """Save a checkpoint and stop this many minutes after the processes started, as after a signal; 0: no limit."""
     max_failures_at_step: int = Field(3, ge=0)
     """Refuse to start (exit code 76) when this many starts in a row have failed at the same step; 0: never refuse."""
+    logs: Literal["auto", "all", "hosts"] = "auto"
+    """Ranks that write a log: all, or the first of each host; auto: all if fewer than 1,024. Errors are always logged."""
     gc_interval: int = Field(50, ge=1)
     """Steps between collections of Python garbage, which happen on all ranks at once, not at random moments."""
 

@@ -7,11 +7,14 @@ MixedPrecisionPolicy is what keeps float32 masters of bfloat16 weights. On a sin
 the model is then left alone: it is the plain model that every test compares with.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2
 from torch.utils._pytree import tree_leaves
 
 from configs.schema import Parallelism, Training
@@ -33,6 +36,30 @@ def param_dtype(cfg: Training, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+@contextmanager
+def shared_groups() -> Iterator[None]:
+    """Inside, all modules with `reshard_after_forward` = N keep their weights over the same groups of N ranks.
+
+    FSDP2 opens two groups for each module (torch 2.13), so their number grows with the layers. It cannot be given groups
+    that exist, so its private function that makes them is replaced by one that makes them once.
+    """
+    original, made = fsdp2._get_post_forward_mesh_info, {}
+
+    def once(reshard: bool | int, info: object) -> object:
+        if isinstance(reshard, bool):
+            return original(reshard, info)
+        if reshard not in made:
+            made[reshard] = original(reshard, info)
+        return made[reshard]
+
+    fsdp2._get_post_forward_mesh_info = once
+    try:
+        yield
+    finally:
+        fsdp2._get_post_forward_mesh_info = original
+
+
+@shared_groups()
 def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) -> nn.Module:
     """Shard the blocks bottom-up, then the rest of the model as the root, in place.
 

@@ -9,8 +9,10 @@ With `train.py` this is the only module that reads the environment: RANK, WORLD_
 """
 
 import logging
+import mmap
 import os
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,6 +40,33 @@ def world() -> World:
     return World(*(int(os.environ.get(name, default)) for name, default in names))
 
 
+class Begun:
+    """Counts the exchanges that this rank has begun, in memory that outlives it.
+
+    Under NCCL all ranks of a run that hangs may die at the same second. The one that they waited for has begun fewer
+    exchanges than the others, and its launcher reads that from the file (tools/launch). Memory that is mapped to a file
+    needs no call when it changes, and no Python lock when it is read.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        """path: of the file to make, 8 bytes on a disk of this host; None to count for nobody."""
+        self.count, self.memory = 0, bytearray(8)
+        if path:
+            with open(path, "wb+") as file:
+                file.truncate(8)
+                self.memory = mmap.mmap(file.fileno(), 8)
+
+    def another(self) -> None:
+        self.count += 1
+        struct.pack_into("<q", self.memory, 0, self.count)
+
+
+def begun_file() -> str | None:
+    """Beside the file into which this rank writes its exception for the launcher; None where no launcher started it."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return error_file and f"{error_file}.begun"
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Where this rank stands. `device_mesh` has the dimensions pp, dp_replicate, dp_shard, tp, each of at least 1."""
@@ -52,6 +81,7 @@ class Mesh:
     dp_rank: int
     pp_rank: int = 0
     to_lower: dist.ProcessGroup | None = None  # the ranks of this pipeline again: `open_mesh` says what for
+    begun: Begun = field(default_factory=lambda: Begun(begun_file()), compare=False)
 
     @property
     def size(self) -> int:
@@ -83,6 +113,7 @@ class Mesh:
         return self._sum_over(x, "pp")
 
     def _sum_over(self, x: torch.Tensor, *dims: str) -> torch.Tensor:
+        self.begun.another()
         for dim in dims:
             if self.sizes[dim] > 1:
                 dist.all_reduce(x, group=self.device_mesh.get_group(dim))
@@ -90,6 +121,7 @@ class Mesh:
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place, by one collective. Every rank of the mesh must call it."""
+        self.begun.another()
         if self.size > 1:
             dist.all_reduce(x)
         return x
@@ -97,6 +129,7 @@ class Mesh:
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. A CPU collective (gloo): what the ranks must agree on in every step travels
         with the loss instead (`train.Flags`)."""
+        self.begun.another()
         if self.size == 1:
             return flag
         x = torch.tensor(int(flag))
@@ -105,6 +138,7 @@ class Mesh:
 
     def gather(self, value: object) -> list:
         """What each rank has, by rank; every rank of the mesh must call it. Small objects over the CPU (gloo)."""
+        self.begun.another()
         values: list = [None] * self.size
         dist.all_gather_object(values, value)
         return values
@@ -140,7 +174,10 @@ def open_group(run: Run) -> torch.device:
     """Start the process group, or use the one that is running; returns this rank's device.
 
     CUDA runs get NCCL for GPU tensors and gloo for CPU ones, so that flags and checkpoints need no GPU synchronisation.
+    gloo connects two ranks when they first have something to send. Otherwise each of its groups would be a socket from
+    every rank to every other, and two groups of 512 ranks are more files than a process may usually have open.
     """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     here = world()
     device = pick_device(run, here.local_rank)
     if device.type == "cpu":

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -33,7 +34,7 @@ from tests.hosts import hosts  # noqa: F401  a fixture
 from tests.runs import environment
 from tools.plan.device import load_device
 from tools.preflight import __main__ as preflight
-from tools.preflight import answers, job, machine, network
+from tools.preflight import answers, host, job, machine, network
 from tools.preflight.probe import Probe, differences, spans
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,6 +156,13 @@ FAULTS = {
                                    r"rank 1 \(host a\): 40 GB of 80 GB are taken before the start"),
     "other GPU": Fault((0, 1, 2, 3), table({0: {"name": "H100"}}), "devices", 1, r"one kind: H200 on ranks 1-3 .*but H100 on rank 0"),
     "uneven hosts": Fault((3,), environ(GROUP_RANK="2"), "ranks", 1, r"ranks on a host is 2 on ranks 0-1 \(host a\), but 1 on ranks 2-3"),
+    # The host
+    "few files": Fault((2, 3), lambda patch, place: patch.setattr(resource, "getrlimit", lambda kind: (256, 256)), "host", 1,
+                       r"ranks 2-3 \(host b\): at most 256 files may be open, and 512 are needed"),
+    "loopback": Fault((2, 3), lambda patch, place: patch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1"), "host", 1,
+                      r"the name of the host of rank 2 \(host b\) stands for 127.0.1.1 there"),
+    "little memory": Fault((0, 1), lambda patch, place: patch.setattr(host, "free_memory", lambda: 100_000), "host", 1,
+                           r"ranks 0-1 \(host a\) need 19\d kB of host memory .*but 100 kB are free"),
     "slow arithmetic": Fault((2,), replaced(machine, "multiply", sleeping(0.05)), "compute", 0, r"compute +warn +matmul: rank 2 \(host b\)"),
     "folder not shared": Fault((2, 3), elsewhere, "folder", 1, r"rank 0 \(host a\) does not see in \S+ what ranks 2-3 \(host b\) wrote"),
     "folder not writable": Fault((0, 1, 2, 3), lambda patch, place: patch.chdir(place / "blocked"), "folder", 2,

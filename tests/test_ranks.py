@@ -1,18 +1,32 @@
 """What grows with the number of ranks: messages of a step, process groups, sockets."""
 
 import itertools
+import os
+import socket
+import stat
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
 
 import train
 from checkpoint.storage import ShardWriter
+from configs.schema import Run
+from parallelisms import dp, mesh as meshes
 from reliability.collectives import Watch
 from tests.ranks import run_ranks
-from tests.runs import MESHES, run, tiny_run
+from tests.runs import MESHES, free_port, run, tiny_run
+from tools.bench import ranks as bench
+from tools.launch import __main__ as launch
+from training import log
 
 
 class Collectives(Watch):
@@ -79,3 +93,149 @@ def replayed(options: list[str]) -> tuple[list[int], train.Flags]:
 def test_a_signal_between_two_passes_is_no_difference_of_the_gradient(tmp_path):
     options = [*tiny_run(tmp_path), *MESHES["fsdp2"][1]]
     assert run_ranks(2, replayed, options) == [([], train.Flags())] * 2
+
+
+# ------------------------------------------------------------------------------------------------- groups and sockets
+
+
+@contextmanager
+def groups_opened() -> Iterator[list[int]]:
+    """The size of each process group that is opened inside, by this rank or by others."""
+    opened, real = [], dist.new_group
+
+    def new_group(ranks, *args, **kwargs):
+        opened.append(len(ranks))
+        return real(ranks, *args, **kwargs)
+
+    with mock.patch.object(device_mesh, "new_group", new_group):
+        yield opened
+
+
+def first_steps(options: list[str], shared: bool = True) -> list[tuple[int, float]]:
+    """For models of 2 and of 5 layers: the number of groups that each opens, and the loss of its first step."""
+    seen, size = [], dist.get_world_size()
+    if not shared:
+        dp.apply = dp.apply.__wrapped__
+    for layers in 2, 5:
+        with groups_opened() as opened:
+            job = train.build(train.load_config([*options, f"--model.n_layers={layers}"], size, size))
+        window = torch.arange(17).expand(1, 1, 17)
+        batch = {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
+        seen.append((len(opened), train.train_step(job, batch).loss))
+    return seen
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(4, []), (8, ["--parallelism.data_parallel_replicate=2"])], ids=["FSDP", "HSDP"])
+def test_the_number_of_groups_does_not_grow_with_the_layers(ranks, options, tmp_path):
+    """All blocks keep their weights over the same groups of 2 ranks. The loss is that of weights that are freed."""
+    options = [*tiny_run(tmp_path), *options, "--training.local_batch_size=1"]
+    freed = run_ranks(ranks, first_steps, options)[0]
+    kept = run_ranks(ranks, first_steps, [*options, "--parallelism.reshard_after_forward=2"])[0]
+    for (groups, loss), (more_groups, other_loss) in zip(freed, kept, strict=True):
+        assert loss == pytest.approx(other_loss, rel=1e-6) and more_groups == groups + ranks // 2 + 2
+
+
+def test_negative_control_each_block_opens_its_own_groups(tmp_path):
+    options = [*tiny_run(tmp_path), "--training.local_batch_size=1", "--parallelism.reshard_after_forward=2"]
+    (few, _), (many, _) = run_ranks(4, first_steps, options, False)[0]
+    assert many - few == 3 * 4
+
+
+def open_files() -> list[str]:
+    """Their numbers, except that of the folder which is read here."""
+    return [number for number in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{number}").exists()]
+
+
+def sockets(ports: list[int]) -> list[int]:
+    """The sockets of this rank after a sum and a gathered object: in groups as `torch` opens them, and as a run does."""
+    counts = []
+    for port, lazy in zip(ports, "01", strict=True):
+        dist.destroy_process_group()
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_GLOO_LAZY_INIT=lazy)
+        if lazy == "1":
+            del os.environ["TORCH_GLOO_LAZY_INIT"]
+        meshes.open_group(Run(device="cpu"))
+        dist.new_group(backend="gloo")
+        dist.all_reduce(torch.ones(3))
+        dist.all_gather_object([None] * dist.get_world_size(), "an object")
+        counts.append(sum(stat.S_ISSOCK(os.fstat(int(number)).st_mode) for number in open_files()))
+        dist.barrier()
+    return counts
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the open files of Linux")
+def test_a_rank_has_no_socket_to_every_other():
+    """In two groups of 10 ranks: 18 sockets if all are connected, and only those that are used if not."""
+    everyone, used = zip(*run_ranks(10, sockets, [free_port(), free_port()]), strict=True)
+    assert min(everyone) >= 18 and max(used) <= max(everyone) - 10, (everyone, used)
+
+
+# -------------------------------------------------------------------------------------------------------------- logs
+
+
+def logged(folder: Path) -> list[str]:
+    """What a rank has in its file that writes none: after 300 records, after an error, and after one more record."""
+    say, path, seen = log.setup(folder, 7, writes=False), folder / "logs" / "rank-00007.log", []
+    for i in range(300):
+        say.info(f"record {i}")
+    seen.append(path.read_text() if path.exists() else "no file")
+    say.error("it fails", extra={"console": False})
+    seen.append(path.read_text())
+    say.info("the end")
+    return [*seen, path.read_text()]
+
+
+def test_a_rank_without_a_log_leaves_its_last_lines_when_it_fails(tmp_path):
+    before, failed, after = run_ranks(1, logged, tmp_path)[0]
+    assert before == "no file" and "record 100" not in failed and failed.count("record") == log._OnceItFails.RECORDS - 1
+    assert failed.splitlines()[-1].endswith("ERROR it fails") and after.splitlines()[-1].endswith("INFO the end")
+
+
+def test_which_ranks_write_a_log():
+    writing = [
+        [log.writes_log(logs, ranks, local_rank) for local_rank in (0, 3)]
+        for logs, ranks in (("auto", 1023), ("auto", 1024), ("hosts", 8), ("all", 16384))
+    ]
+    assert writing == [[True, True], [True, False], [True, False], [True, True]]
+
+
+# ------------------------------------------------------------------------------------------------ who is behind in a hang
+
+
+def test_launchers_tell_each_other_which_rank_is_behind(capfd):
+    """Three nodes of two ranks. Rank 3 had begun 7 exchanges, all others 9; every node says so. The launcher of a fourth is
+    gone, and is not waited for long."""
+    store = dist.HashStore()
+    store.set("members", "[0, 1, 2, 3]")
+    began = {0: {0: 9, 1: 9}, 1: {2: 9, 3: 7}, 2: {4: 9, 5: 9}}
+    with mock.patch.object(launch, "COMPARED", 0.5):
+        nodes = [threading.Thread(target=launch.say_who_is_behind, args=(counts, store, node)) for node, counts in began.items()]
+        for node in nodes:
+            node.start()
+        for node in nodes:
+            node.join()
+    said = capfd.readouterr().err.splitlines()
+    host = socket.gethostname()
+    assert said == [f"launch: rank 3 on {host} is behind: it had begun 7 exchanges with the others, which had begun 9"] * 3
+    launch.say_who_is_behind({0: 9, 1: 9}, None, 0)
+    launch.say_who_is_behind({}, None, 0)
+    assert capfd.readouterr().err == "", "nobody is behind"
+
+
+# ---------------------------------------------------------------------------------------------------- what is counted
+
+CONTROL = {  # phase -> how often rank 0 calls each collective, whatever the number of ranks
+    "start": {"all_gather": 5},  # hosts and earlier failures (sizes and objects), and 16 bytes of what must be alike
+    "step": {"all_reduce": 4},  # the count of tokens over both dimensions of HSDP, the loss with the flags, the norm
+    "log": {"all_gather": 1},  # how long each rank worked alone
+    "stop (in a validation)": {"all_reduce": 1},
+    "stop (in a step)": {}, "retention": {}, "fault": {"store": 1},
+}  # fmt: skip
+
+
+def test_the_collectives_of_each_phase_are_as_many_on_128_ranks_as_on_512():
+    for n in 128, 512:
+        phases = bench.phases_of([], n)
+        assert {name: Counter(c.kind for c in phase.collectives) for name, phase in phases.items()} == CONTROL
+        assert phases["step"].bytes < 400, "a few numbers"
+        assert phases["start"].bytes < 600 * n, "no text of the configuration"

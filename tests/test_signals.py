@@ -332,6 +332,47 @@ def test_n6_the_launcher_names_the_rank_that_hung(options, tmp_path):
     assert " in hang" in (tmp_path / "run" / "logs" / "rank-00001.stacks").read_text()
 
 
+PATIENT = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+import train
+from reliability.health import Watchdog
+from tests import test_signals
+real_step, real_limit = train.train_step, dist.distributed_c10d._set_pg_timeout
+def step(job, batch, *options, count=[0]):
+    count[0] += 1
+    if count[0] == 3 and job.mesh.rank == 1:
+        test_signals.hang("spin")
+    return real_step(job, batch, *options)
+train.train_step = step
+dist.distributed_c10d._set_pg_timeout = lambda limit, group: real_limit(limit + timedelta(seconds=60), group)
+Watchdog.GRACE = 4 if train.meshes.world().rank else 2
+if "--forget" in sys.argv:
+    train.meshes.Begun.another = lambda self: None
+sys.exit(train.main([word for word in sys.argv[1:] if word != "--forget"]))
+"""
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("forgets", [False, True], ids=["counted", "not counted, the control"])
+def test_n6_the_rank_that_hung_is_named_where_all_wait_as_nccl_does(forgets, options, tmp_path):
+    """NCCL throws a minute after its limit, so the rank that waits dies of its own watchdog too: here it is even the first.
+    But it has begun one exchange more than the one that hangs."""
+    (tmp_path / "wrapper.py").write_text(PATIENT)
+    given = [f"--run.folder={tmp_path / 'run'}", *options, step_timeout(3), *["--forget"] * forgets]
+    command = [sys.executable, "-m", "tools.launch", "--nproc-per-node=2", str(tmp_path / "wrapper.py"), *given]
+    here = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=100, check=False)
+    said = [line for line in done.stderr.splitlines() if line.startswith("launch: rank")]
+    assert done.returncode == 128 + signal.SIGALRM, done.stderr
+    if forgets:
+        assert "launch: rank 0 on" in said[0] and not any("is behind" in line for line in said), said
+    else:
+        assert said[0].startswith("launch: rank 1 on") and "is behind: it had begun" in said[0], said
+        assert "launch: rank 1 on" in said[1] and "killed by SIGALRM" in said[1] and "rank-00001.stacks" in said[1], said
+
+
 def paused(folder: Path, options: list[str], seconds: float) -> tuple[int, str]:
     """Rank 1 is stopped (SIGSTOP) in step 3, for so long."""
     if dist.get_rank() == 1:

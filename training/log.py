@@ -6,6 +6,7 @@ Python's logging sends them by default.
 
 import logging
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,34 @@ HARMLESS = (
     ("torch.distributed.tensor._redistribute", "While redistributing from", "once per gradient norm, of a few numbers"),
     ("py.warnings", "DTensor random operators may not have", "training/init.py draws initial values without them"),
 )
+
+
+MANY_RANKS = 1024  # from so many on, run.logs = "auto" means one file per host: the others only load the file system
+
+
+class _OnceItFails(logging.Handler):
+    """Keeps the last records in memory. With the first error it writes them to the file at `path`, and then all others."""
+
+    RECORDS = 200
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.last: deque[logging.LogRecord] = deque(maxlen=self.RECORDS)
+        self.file = logging.FileHandler(path, encoding="utf-8", delay=True)  # it is made when something is written
+
+    def setFormatter(self, formatter: logging.Formatter) -> None:
+        super().setFormatter(formatter)
+        self.file.setFormatter(formatter)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last.append(record)
+        if record.levelno >= logging.ERROR or self.file.stream:
+            while self.last:
+                self.file.emit(self.last.popleft())
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
 
 
 class _AboveBar(logging.StreamHandler):
@@ -38,17 +67,23 @@ class _Formatter(logging.Formatter):
         return redact(super().format(record))
 
 
-def setup(folder: str | Path, rank: int) -> logging.Logger:
+def writes_log(logs: str, ranks: int, local_rank: int) -> bool:
+    """Whether a rank writes all its records to a file. logs: the option run.logs; ranks: of the whole run."""
+    return local_rank == 0 or logs == "all" or (logs == "auto" and ranks < MANY_RANKS)
+
+
+def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:
     """Send log records to the console and to `<folder>/logs/rank-00000.log`; returns the logger to use.
 
     The console shows the records of rank 0, and errors of any rank. Records with `extra={"console": False}` go to the
     file only: the progress bar already shows them. The file is appended to, so a resumed run continues its own history.
-    A crash is in the file too. Raises InputError if the folder cannot be written.
+    A crash is in the file too. If this rank `writes` nothing else, the file begins with the last records before its first
+    error. Raises InputError if the folder cannot be written.
     """
     path = Path(folder) / "logs" / f"rank-{rank:05d}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, encoding="utf-8")
+        file = logging.FileHandler(path, encoding="utf-8") if writes else _OnceItFails(path)
     except OSError as error:
         raise InputError(
             f"run.folder = {str(folder)!r} cannot be written ({error.filename}: {error.strerror}): choose another"

@@ -27,6 +27,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -58,6 +59,7 @@ TOLD_TO_END = (75, -signal.SIGTERM)
 BACKLOG = 4096  # connections that may wait to be accepted: all ranks come at once
 LINGER = 1.0  # seconds that the store of several nodes outlives the ranks, so that all nodes hear how they ended
 FAREWELL = 10.0  # seconds in which the ranks of a node may end by themselves when those of another ended on request
+COMPARED = 3.0  # seconds in which the launchers tell each other how far their ranks had come
 LAST_LINES = 20  # of a rank's log, shown when it died without a Python traceback
 
 
@@ -265,6 +267,9 @@ class Agent(LocalElasticAgent):
                     say(f"rank {rank} on {socket.gethostname()} is frozen (SIGSTOP, or a debugger), so the others waited for it")
             self._send(signal.SIGCONT)  # it would not hear that it is to end
         result = super()._monitor_workers(worker_group)
+        for local_rank, error_file in self._pcontext.error_files.items():
+            if failure := result.failures.get(worker_group.workers[local_rank].global_rank):
+                failure.begun = _read_begun(f"{error_file}.begun")
         over = self.told and time.monotonic() > self.heard + (FAREWELL if self.told in QUIET_CODES else 0)
         if result.state == WorkerState.HEALTHY and over:
             return RunResult(state=WorkerState.UNHEALTHY)  # run() ends the ranks and returns
@@ -344,6 +349,9 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
     if code == agent.left and others:
         say(f"a rank ended with exit code {code}, and the others could not go on without it")
         return code
+    if -signal.SIGALRM in exit_codes.values():
+        where = agent.meeting.where
+        say_who_is_behind(begun(failures), agent.meeting.store if where else None, agent.meeting.options.node_rank)
     return report(failures, script, agent.asked)
 
 
@@ -373,6 +381,51 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
     return code if code >= 0 else 128 - code
 
 
+def begun(failures: dict[int, ProcessFailure]) -> dict[int, int]:
+    """How many exchanges with others each rank had begun; without the ranks that had not come to the first."""
+    return {rank: count for rank, failure in failures.items() if (count := getattr(failure, "begun", 0))}
+
+
+def _read_begun(path: str) -> int:
+    """What a rank has left there (parallelisms/mesh.py::Begun); 0 if it did not get as far as that."""
+    with contextlib.suppress(OSError, struct.error):
+        return struct.unpack("<q", Path(path).read_bytes())[0]
+    return 0
+
+
+def say_who_is_behind(counts: dict[int, int], store: TCPStore | None, node: int) -> None:
+    """After a hang: name the ranks of all nodes that had begun fewer exchanges than others, which waited for them.
+
+    counts: exchanges begun, by rank of this node; store: of several nodes, None for one. Says nothing if all ranks had come
+    equally far: then a device hangs and no process, or ranks hang inside forward or backward.
+    """
+    host = socket.gethostname()
+    everyone = {rank: (count, host) for rank, count in counts.items()}
+    if store:
+        teller = threading.Thread(target=_compare, args=(store, node, everyone), daemon=True)
+        teller.start()
+        teller.join(2 * COMPARED)  # a cable that is cut gives no answer
+    most = max((count for count, _ in everyone.values()), default=0)
+    behind = {rank: place for rank, place in sorted(everyone.items()) if place[0] < most}
+    for rank, (count, host) in list(behind.items())[:8]:
+        say(f"rank {rank} on {host} is behind: it had begun {count:,} exchanges with the others, which had begun {most:,}")
+
+
+def _compare(store: TCPStore, node: int, everyone: dict[int, tuple[int, str]]) -> None:
+    """Tell the other nodes, and add to `everyone` what they tell within COMPARED seconds. A node sends its ranks that are
+    furthest behind and one that is furthest ahead, so a message is short however many ranks there are."""
+    ranks = sorted(everyone, key=everyone.__getitem__)
+    with contextlib.suppress(DistError):
+        store.set(f"begun/{node}", json.dumps([[rank, *everyone[rank]] for rank in {*ranks[:8], *ranks[-1:]}]))
+        keys = [f"begun/{other}" for other in json.loads(store.get("members"))]
+        deadline = time.monotonic() + COMPARED
+        while time.monotonic() < deadline and not store.check(keys):
+            time.sleep(0.05)
+        for key in keys:
+            if store.check([key]):
+                everyone |= {rank: (count, host) for rank, count, host in json.loads(store.get(key))}
+
+
 def messages(failures: dict[int, ProcessFailure]) -> dict[int, dict]:
     """What tools/launch/rank.py wrote about the exception that ended a rank; nothing where none did."""
     return {rank: f.message if isinstance(f.message, dict) else {} for rank, f in failures.items()}
@@ -384,15 +437,15 @@ def codes(failures: dict[int, ProcessFailure]) -> dict[int, int]:
     return {rank: 1 if errors[rank] and f.exitcode < 0 else f.exitcode for rank, f in failures.items()}
 
 
-def blame(failures: dict[int, ProcessFailure], rank: int) -> tuple[int, float, int]:
+def blame(failures: dict[int, ProcessFailure], rank: int) -> tuple[int, int, float, int]:
     """Sorts ranks by who failed first. A rank's error file has the moment of its exception; of one without, only the second
     is known in which its end was noticed, which for one killed by a signal may be the second after. Those that merely ended
     when the launcher told them to come last."""
     code = codes(failures)[rank]
     moment = messages(failures)[rank].get("time", failures[rank].timestamp)
     if code == -signal.SIGALRM:  # its watchdog: the others failed because they waited for it, and sooner
-        return -1, moment, rank
-    return (0, *TOLD_TO_END).index(code) if code in TOLD_TO_END else 0, moment - (code < 0), rank
+        return -1, begun(failures).get(rank, 0), moment, rank  # under NCCL all may die so; who is behind was waited for
+    return (0, *TOLD_TO_END).index(code) if code in TOLD_TO_END else 0, 0, moment - (code < 0), rank
 
 
 def first_of(failures: dict[int, ProcessFailure]) -> int:

@@ -36,7 +36,7 @@ import train
 from configs.schema import InputError, redact
 from parallelisms import mesh as meshes
 from tools.plan.device import Device, load_device
-from tools.preflight import job, machine, network
+from tools.preflight import host, job, machine, network
 from tools.preflight.answers import Desk, Stopped, Worker, judge_trouble
 from tools.preflight.probe import LONG, SLOW, TIMEOUT, Probe, Row, in_seconds, spans
 from training import log
@@ -55,11 +55,12 @@ CHECKS = {
     "ranks": Check(machine.measure_ranks, machine.judge_ranks),
     "config": Check(machine.measure_config, machine.judge_config, ("ranks",)),
     "devices": Check(machine.measure_devices, machine.judge_devices, ("config",)),
+    "host": Check(host.measure_host, host.judge_host, ("devices",)),
     "same": Check(machine.measure_same, machine.judge_same, ("devices",)),
     "compute": Check(machine.measure_compute, machine.judge_compute, ("devices",)),
     "folder": Check(machine.measure_folder, machine.judge_folder, ("config",)),
     "data": Check(job.measure_data, job.judge_data, ("config",)),
-    "connect": Check(network.measure_connect, network.judge_connect, ("same",)),
+    "connect": Check(network.measure_connect, network.judge_connect, ("same", "host")),
     "clock": Check(network.measure_clock, network.judge_clock, ("connect",)),
     "build": Check(job.measure_build, job.judge_build, ("connect",)),
     "bandwidth": Check(network.measure_bandwidth, network.judge_bandwidth, ("build",)),
