@@ -73,6 +73,27 @@ def test_state_is_bitwise_the_same_on_another_mesh(source, target, more, tmp_pat
     assert run_ranks(ranks, load_pattern, [tmp_path / "c"], options) == [[[]]] * ranks
 
 
+def saved_and_loaded(deep: Path, one: Path, options: list[str]) -> list[list[list[str]]]:
+    """On four ranks: save with two stages, load that with four, and load what one process has saved."""
+    save_pattern(deep, [*options, "--parallelism.pipeline_parallel=2", "--parallelism.tensor_parallel=2"])
+    return [
+        load_pattern([deep], [*options, "--parallelism.pipeline_parallel=4"]),
+        load_pattern([one], [*options, "--parallelism.pipeline_parallel=2", "--parallelism.pipeline_schedule=zbv"]),
+    ]
+
+
+def test_state_is_bitwise_the_same_on_another_number_of_stages(tmp_path):
+    """Weights, moments and the tied weight, of which the stages of a pipeline hold one each."""
+    deep, one = tmp_path / "deep", tmp_path / "one"
+    options = ["--model.n_layers=4", "--model.tied_embeddings=true"]
+    run_ranks(1, save_pattern, one, options)
+    assert run_ranks(4, saved_and_loaded, deep, one, options) == [[[[]], [[]]]] * 4
+    assert run_ranks(1, load_pattern, [deep], options) == [[[]]]
+    of_both = [verify.read_manifest(folder / "step-00000007")["tensors"] for folder in (deep, one)]
+    names = [{name for name in tensors if not name.startswith("rng.")} for tensors in of_both]  # each rank has a generator
+    assert names[0] == names[1]
+
+
 def test_hybrid_sharding_writes_every_part_once(tmp_path):
     run_ranks(4, save_pattern, tmp_path / "c", ["--parallelism.data_parallel_replicate=2"])
     manifest = verify.verify(tmp_path / "c" / "step-00000007")

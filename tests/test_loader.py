@@ -330,6 +330,7 @@ def test_what_changes_on_resume_is_named_and_refused() -> None:
     assert orders.resume(progress, before, False)[1] == []
     for words, now in {
         "run.seed was 5 and is 6": mixture(seed=6),
+        "run.seed was 5 and is 4": mixture(seed=4),
         "training.seq_len was 13 and is 11": mixture(T=11),
         "training.global_batch_size was 240 and is 48": mixture(G=48),
         "weight or schedule of source a": mixture(weights=[[[0, 0.4]], *WEIGHTS[1:]]),
@@ -345,6 +346,8 @@ def test_what_changes_on_resume_is_named_and_refused() -> None:
         assert ledger(order, 0, 40) == ledger(orders.begin(before), 0, 40), "the past stays as it was"
     with pytest.raises(InputError, match="does not say which data"):
         orders.resume({"step": 3}, before, False)
+    with pytest.raises(InputError, match=r"checkpoint of step 40, which .*: go back with checkpoint.load_step = 10, or a step before"):
+        orders.resume(progress, before | {"skip": [[10, 3]]}, True)
 
 
 def test_a_splice_goes_on_with_each_text_where_it_was() -> None:

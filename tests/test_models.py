@@ -40,6 +40,32 @@ def test_a_family_has_every_member(name):
 
 
 @every_family
+def test_a_toy_has_the_width_that_is_asked_for(name):
+    args = MODELS[name].small(32)
+    assert (args.dim, args.n_layers, MODELS[name].largest_product(args)) == (32, 4, (32, 32))
+    assert MODELS[name].build(args)(torch.zeros(1, 3, dtype=torch.int64), torch.arange(3)).shape == (1, 3, args.vocab_size)
+
+
+@pytest.mark.parametrize("params, tied, context, factor", [
+    ({}, False, 4096, None),  # Llama 2
+    ({"vocab_size": -1, "rope_theta": 10000.0}, False, 4096, None),
+    ({"vocab_size": 97, "rope_theta": 500000.0}, False, 8192, None),  # Llama 3
+    ({"vocab_size": 97, "rope_theta": 500000.0, "use_scaled_rope": True}, False, 131072, 8.0),  # 3.1 and 3.3
+    ({"vocab_size": 97, "rope_theta": 500000.0, "use_scaled_rope": True}, True, 131072, 32.0),  # 3.2
+])  # fmt: skip
+def test_what_metas_files_leave_out_is_that_of_the_published_models(params, tied, context, factor):
+    embedding = torch.arange(97.0 * 8).view(97, 8)
+    weights = {"tok_embeddings.weight": embedding, "output.weight": embedding if tied else embedding + 1,
+               "layers.0.feed_forward.w1.weight": torch.zeros(10, 8)}  # fmt: skip
+    args = llama.args_from_meta({"dim": 8, "n_layers": 1, "n_heads": 2, "norm_eps": 1e-5} | params, weights, files=2)
+    scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192} if factor else None
+    assert args == llama.Args(
+        dim=8, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=4, hidden_dim=20, vocab_size=97, norm_eps=1e-5, max_seq_len=context,
+        rope_theta=params.get("rope_theta", 10000.0), tied_embeddings=tied, rope_scaling=scaling,
+    )  # fmt: skip
+
+
+@every_family
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_parameters_that_a_family_counts_are_those_of_the_model(name, tied):
     args = numbers(name, tied_embeddings=tied)

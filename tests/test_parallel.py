@@ -1,19 +1,14 @@
 """The parallel matrix: every mesh computes what one plain process computes, from the same TOML and seed.
 
-The oracle is the plain model: one process, float32, no checkpointing, one micro-batch. The initial weights must be equal
-bitwise. Loss, gradient norm, every gathered gradient and the weights after 5 optimizer steps must agree to 1e-5. Meshes do not
-divide the sizes of the model evenly: vocabulary 263, width 50. Labels that do not count are spread unevenly over ranks and
-micro-batches.
-
-A run is a combination of one setting per factor (FACTORS). The default suite runs the few combinations in which every two
-settings meet, so a mesh more costs four runs, and a model more costs none. `-m exhaustive` runs the whole product.
+`tests/parity.py` says what is compared. The default suite runs the few combinations of settings in which every two settings meet,
+so a mesh more costs four runs, and a model more costs none. `-m exhaustive` runs the whole product. The negative controls, which
+are mistakes that the comparison must see, stand in `tests/test_museum.py`.
 """
 
 import functools
 import importlib.util
 import itertools
 import shutil
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -23,121 +18,29 @@ import torch
 import train
 from configs.load import load_config
 from configs.schema import InputError
-from parallelisms import dp, tp
+from parallelisms import tp
 from parallelisms.mesh import world
 from tests.covering import covering_array, every_pair, pairs
+from tests.parity import (
+    BATCH,
+    EXECUTION,
+    FACTORS,
+    NUMBERS,
+    OPTIONS,
+    SEQ,
+    SGD,
+    STEPS,
+    Combination,
+    combination_of,
+    compare,
+    options_of,
+    plain,
+    trajectories,
+    trajectory,
+    whole_model,
+)
 from tests.ranks import run_ranks
-from tests.runs import ADAMW, MESHES, SMALL_MODEL, Count, whole
-from tools.bench import harness
-from training import optim
-
-STEPS, SEQ, BATCH, VOCAB = 5, 16, 24, 263
-OPTIONS = [
-    *SMALL_MODEL, f"--training.global_batch_size={BATCH}", f"--training.steps={STEPS}", "--lr_schedule.warmup_steps=0",
-]  # fmt: skip
-SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.2", "--optimizer.momentum=0.9"]
-TWO_MICRO_BATCHES = "two micro-batches"  # six in a pipeline. trajectory() makes the option: it depends on the mesh
-
-# factor -> {setting: options}. The first setting of a factor is the plain model's.
-NUMBERS = {  # what is computed: every combination of these has an oracle of its own
-    "model": {"llama": [], "qwen3": ["--model.family=qwen3"]},
-    "embeddings": {"untied": ["--model.tied_embeddings=false"], "tied": ["--model.tied_embeddings=true"]},
-    "optimizer": {"adamw": ADAMW, "sgd": SGD},
-    "clipping": {"none": [], "in force": ["--training.max_norm=0.1"]},  # every norm of these runs is above 0.1 and below 1
-}
-EXECUTION = {  # how it is computed: no setting may change the numbers
-    "checkpointing": {mode: [f"--activation_checkpoint.mode={mode}"] for mode in ("none", "full", "every_n", "selective")},
-    "weights": {
-        "default": [],
-        "never freed": ["--parallelism.reshard_after_forward=false"],
-        "last two kept": ["--parallelism.keep_gathered=2"],
-        "always freed, prefetched": ["--parallelism.reshard_after_forward=true", "--parallelism.prefetch=2"],
-    },
-    "accumulation": {
-        "none": [],
-        "reduced once": [TWO_MICRO_BATCHES],
-        "reduced each time": [TWO_MICRO_BATCHES, "--parallelism.accumulate_gradients=sharded"],
-    },
-}
-FACTORS = NUMBERS | EXECUTION
-Combination = dict[str, str]  # factor -> setting; "mesh" is a factor too
-
-
-def trajectory(options: list[str], dp_size: int = 1) -> dict:
-    """Train STEPS steps on this rank through train.build and train.train_step; gathers everything worth comparing."""
-    warnings.simplefilter("ignore")
-    in_pipeline = any("pipeline_parallel" in option for option in options)
-    local = BATCH // dp_size // ((6 if in_pipeline else 2) if TWO_MICRO_BATCHES in options else 1)
-    options = [option for option in options if option != TWO_MICRO_BATCHES]
-    cfg = load_config([*OPTIONS, f"--training.local_batch_size={local}", *options], world().size, world().local_size)
-    job = train.build(cfg)
-    seen = {"init": {n: whole(p).numpy() for n, p in job.model.named_parameters()}, "loss": [], "norm": []}
-
-    def keep_gradients(*_):
-        if "grad" not in seen:
-            seen["grad"] = {n: whole(p.grad).numpy() for n, p in job.model.named_parameters()}
-
-    job.optimizer.register_step_pre_hook(keep_gradients)
-    batches = harness.batches(cfg, job.mesh, np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16))
-    for step in range(STEPS):
-        batch = batches[step]
-        sample = batch["sample"].view(*batch["labels"].shape[:2], 1)  # [A, b, 1]
-        masked = (sample * 7 + torch.arange(SEQ)) % 11 < sample % 5  # by sample, so that ranks hold different counts
-        batch["labels"] = batch["labels"].masked_fill(masked, -100)
-        result = train.train_step(job, batch)
-        seen["loss"].append(result.loss)
-        seen["norm"].append(result.grad_norm)
-    seen["weights"] = {n: whole(p).numpy() for n, p in job.model.named_parameters()}
-    return seen
-
-
-def options_of(combination: Combination, factors: dict = FACTORS) -> list[str]:
-    return [option for factor in factors for option in factors[factor][combination[factor]]]
-
-
-def trajectories(runs: list[list[str]], dp_size: int) -> list[dict]:
-    """One after another in the same processes: the first run pays for what PyTorch looks up once."""
-    return [trajectory(options, dp_size) for options in runs]
-
-
-def combination_of(**settings: str) -> Combination:
-    """The plain model's settings, except for these."""
-    return {factor: next(iter(table)) for factor, table in FACTORS.items()} | settings
-
-
-def plain(*more: str, **numbers: str) -> dict:
-    """The oracle of these settings: one process, no parallelism, no accumulation, no checkpointing. Of `more` options, those of
-    a mesh, the ones that change the model count."""
-    combination = combination_of(**numbers)
-    shape = [option for option in more if option.startswith("--model.")]
-    return _oracle((*options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS), *shape))
-
-
-@functools.cache
-def _oracle(options: tuple[str, ...]) -> dict:
-    return run_ranks(1, trajectory, list(options))[0]
-
-
-def compare(name: str, seen: dict, oracle: dict) -> list[str]:
-    """What differs: sentences, empty when all is equal."""
-    problems = [f"{name}: initial {n} is not bitwise equal" for n, w in oracle["init"].items()
-                if not np.array_equal(w, seen["init"][n])]  # fmt: skip
-    for key in "loss", "norm":
-        error = np.max(np.abs(np.array(seen[key]) / np.array(oracle[key]) - 1))
-        if not error <= 1e-5:
-            problems.append(f"{name}: {key} off by {error:.1e} relative")
-    for key in "grad", "weights":
-        assert seen[key].keys() == oracle[key].keys()
-        for n, want in oracle[key].items():
-            error = np.linalg.norm(seen[key][n] - want) / np.linalg.norm(want)
-            if not error <= 1e-5:
-                problems.append(f"{name}: {key} of {n} off by {error:.1e} relative")
-    return problems
-
-
-def whole_model(ranks: list[dict]) -> dict:
-    """What all ranks together have seen of a run: in a pipeline each one has other parameters."""
-    return ranks[0] | {key: {n: x for seen in ranks for n, x in seen[key].items()} for key in ("init", "grad", "weights")}
+from tests.runs import ADAMW, MESHES, Count
 
 
 def check(mesh: str, combinations: list[Combination], more: list[str] | None = None, timeout: float = 270) -> None:
@@ -301,62 +204,6 @@ def test_negative_control_asynchronous_embedding_loses_its_gradient():
     seen = run_ranks(ranks, stock_embedding, [*ADAMW, *COMPILED, *options], dp_size)[0]
     problems = compare("stock", seen, plain())
     assert any("grad of tok_embeddings" in p for p in problems), "the comparison did not notice a lost gradient"
-
-
-def unscaled(options: list[str], dp_size: int) -> dict:
-    """The bug put in: no micro-batch counts as the last, so gradients are never reduced."""
-    real, dp.synchronise_gradients = dp.synchronise_gradients, lambda model, last, accumulate: real(model, False, accumulate)
-    return trajectory(options, dp_size)
-
-
-def unsummed_gain(options: list[str], dp_size: int) -> dict:
-    """The bug put in (Megatron-LM #7452, finding 11): every rank keeps the gradient of QK-norm's gain from its own heads."""
-
-    class Local(tp.ParallelStyle):
-        def _apply(self, module: torch.nn.Module, device_mesh: object) -> torch.nn.Module:
-            tp.distribute_module(module, device_mesh)
-            norm = torch.nn.functional.rms_norm
-            module.forward = lambda x: norm(x, module.normalized_shape, module.weight.to_local(), module.eps)
-            return module
-
-    tp.STYLES["heads"] = Local
-    return trajectory(options, dp_size)
-
-
-def test_negative_control_qk_norm_whose_gradient_is_not_summed_over_heads():
-    ranks, options, dp_size = MESHES["tp2"]
-    seen = run_ranks(ranks, unsummed_gain, [*options_of(combination_of(model="qwen3")), *options], dp_size)[0]
-    problems = compare("unsummed", seen, plain(model="qwen3"))
-    assert any("grad of layers.0.attention.k_norm" in p for p in problems), problems
-
-
-def test_negative_control_missing_reduction_is_noticed():
-    ranks, options, dp_size = MESHES["fsdp2"]
-    with pytest.raises(AssertionError):
-        check_one = run_ranks(ranks, unscaled, [*ADAMW, *options], dp_size)[0]
-        problems = compare("unreduced", check_one, plain())
-        assert not problems, "\n".join(problems)
-
-
-def norm_without(dimension: str, options: list[str], dp_size: int) -> dict:
-    """The bug put in: the gradient norm is not summed over one dimension of the mesh, so ranks clip by different factors."""
-    split_over = optim._split_over
-
-    def too_few(grad: torch.Tensor) -> tuple[int, ...]:
-        names = grad.device_mesh.mesh_dim_names
-        return tuple(d for d in split_over(grad) if names[d] != dimension)
-
-    optim._split_over = too_few
-    return trajectory(options, dp_size)
-
-
-@pytest.mark.parametrize("dimension", ["dp_shard", "tp"])
-def test_negative_control_a_norm_of_a_part_shows_in_the_weights_if_it_clips(dimension):
-    ranks, options, dp_size = MESHES["fsdp2xtp2"]
-    clipping = ["--training.max_norm=0.1"]
-    seen = run_ranks(ranks, norm_without, dimension, [*ADAMW, *clipping, *options], dp_size)[0]
-    problems = compare("a part", seen, plain(clipping="in force"))
-    assert sum("weights of" in problem for problem in problems) > 20, problems
 
 
 def test_clipping_is_in_force_where_a_run_says_so():

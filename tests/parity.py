@@ -1,0 +1,129 @@
+"""The parity check: a run on a mesh compared with the plain model, which is one process.
+
+The oracle is the plain model in float32, without checkpointing, with one micro-batch. The initial weights must be equal bitwise.
+Loss, gradient norm, every gathered gradient and the weights after 5 optimizer steps must agree to 1e-5. Meshes do not divide the
+sizes of the model evenly: vocabulary 263, width 50. Labels that do not count are spread unevenly over ranks and micro-batches.
+A run is a combination of one setting per factor (FACTORS).
+"""
+
+import functools
+import warnings
+
+import numpy as np
+import torch
+
+import train
+from configs.load import load_config
+from parallelisms.mesh import world
+from tests.ranks import run_ranks
+from tests.runs import ADAMW, SMALL_MODEL, whole
+from tools.bench import harness
+
+STEPS, SEQ, BATCH, VOCAB = 5, 16, 24, 263
+OPTIONS = [
+    *SMALL_MODEL, f"--training.global_batch_size={BATCH}", f"--training.steps={STEPS}", "--lr_schedule.warmup_steps=0",
+]  # fmt: skip
+SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.2", "--optimizer.momentum=0.9"]
+TWO_MICRO_BATCHES = "two micro-batches"  # six in a pipeline. trajectory() makes the option: it depends on the mesh
+
+# factor -> {setting: options}. The first setting of a factor is the plain model's.
+NUMBERS = {  # what is computed: every combination of these has an oracle of its own
+    "model": {"llama": [], "qwen3": ["--model.family=qwen3"]},
+    "embeddings": {"untied": ["--model.tied_embeddings=false"], "tied": ["--model.tied_embeddings=true"]},
+    "optimizer": {"adamw": ADAMW, "sgd": SGD},
+    "clipping": {"none": [], "in force": ["--training.max_norm=0.1"]},  # every norm of these runs is above 0.1 and below 1
+}
+EXECUTION = {  # how it is computed: no setting may change the numbers
+    "checkpointing": {mode: [f"--activation_checkpoint.mode={mode}"] for mode in ("none", "full", "every_n", "selective")},
+    "weights": {
+        "default": [],
+        "never freed": ["--parallelism.reshard_after_forward=false"],
+        "last two kept": ["--parallelism.keep_gathered=2"],
+        "always freed, prefetched": ["--parallelism.reshard_after_forward=true", "--parallelism.prefetch=2"],
+    },
+    "accumulation": {
+        "none": [],
+        "reduced once": [TWO_MICRO_BATCHES],
+        "reduced each time": [TWO_MICRO_BATCHES, "--parallelism.accumulate_gradients=sharded"],
+    },
+}
+FACTORS = NUMBERS | EXECUTION
+Combination = dict[str, str]  # factor -> setting; "mesh" is a factor too
+
+
+def trajectory(options: list[str], dp_size: int = 1) -> dict:
+    """Train STEPS steps on this rank through train.build and train.train_step; gathers everything worth comparing."""
+    warnings.simplefilter("ignore")
+    in_pipeline = any("pipeline_parallel" in option for option in options)
+    local = BATCH // dp_size // ((6 if in_pipeline else 2) if TWO_MICRO_BATCHES in options else 1)
+    options = [option for option in options if option != TWO_MICRO_BATCHES]
+    cfg = load_config([*OPTIONS, f"--training.local_batch_size={local}", *options], world().size, world().local_size)
+    job = train.build(cfg)
+    seen = {"init": {n: whole(p).numpy() for n, p in job.model.named_parameters()}, "loss": [], "norm": []}
+
+    def keep_gradients(*_):
+        if "grad" not in seen:
+            missing = torch.zeros_like
+            seen["grad"] = {n: whole(missing(p) if p.grad is None else p.grad).numpy() for n, p in job.model.named_parameters()}
+
+    job.optimizer.register_step_pre_hook(keep_gradients)
+    batches = harness.batches(cfg, job.mesh, np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16))
+    for step in range(STEPS):
+        batch = batches[step]
+        sample = batch["sample"].view(*batch["labels"].shape[:2], 1)  # [A, b, 1]
+        masked = (sample * 7 + torch.arange(SEQ)) % 11 < sample % 5  # by sample, so that ranks hold different counts
+        batch["labels"] = batch["labels"].masked_fill(masked, -100)
+        result = train.train_step(job, batch)
+        seen["loss"].append(result.loss)
+        seen["norm"].append(result.grad_norm)
+    seen["weights"] = {n: whole(p).numpy() for n, p in job.model.named_parameters()}
+    return seen
+
+
+def options_of(combination: Combination, factors: dict = FACTORS) -> list[str]:
+    return [option for factor in factors for option in factors[factor][combination[factor]]]
+
+
+def trajectories(runs: list[list[str]], dp_size: int) -> list[dict]:
+    """One after another in the same processes: the first run pays for what PyTorch looks up once."""
+    return [trajectory(options, dp_size) for options in runs]
+
+
+def combination_of(**settings: str) -> Combination:
+    """The plain model's settings, except for these."""
+    return {factor: next(iter(table)) for factor, table in FACTORS.items()} | settings
+
+
+def plain(*more: str, **numbers: str) -> dict:
+    """The oracle of these settings: one process, no parallelism, no accumulation, no checkpointing. Of `more` options, those of
+    a mesh, the ones that change the model count."""
+    combination = combination_of(**numbers)
+    shape = [option for option in more if option.startswith("--model.")]
+    return _oracle((*options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS), *shape))
+
+
+@functools.cache
+def _oracle(options: tuple[str, ...]) -> dict:
+    return run_ranks(1, trajectory, list(options))[0]
+
+
+def compare(name: str, seen: dict, oracle: dict) -> list[str]:
+    """What differs: sentences, empty when all is equal."""
+    problems = [f"{name}: initial {n} is not bitwise equal" for n, w in oracle["init"].items()
+                if not np.array_equal(w, seen["init"][n])]  # fmt: skip
+    for key in "loss", "norm":
+        error = np.max(np.abs(np.array(seen[key]) / np.array(oracle[key]) - 1))
+        if not error <= 1e-5:
+            problems.append(f"{name}: {key} off by {error:.1e} relative")
+    for key in "grad", "weights":
+        assert seen[key].keys() == oracle[key].keys()
+        for n, want in oracle[key].items():
+            error = np.linalg.norm(seen[key][n] - want) / np.linalg.norm(want)
+            if not error <= 1e-5:
+                problems.append(f"{name}: {key} of {n} off by {error:.1e} relative")
+    return problems
+
+
+def whole_model(ranks: list[dict]) -> dict:
+    """What all ranks together have seen of a run: in a pipeline each one has other parameters."""
+    return ranks[0] | {key: {n: x for seen in ranks for n, x in seen[key].items()} for key in ("init", "grad", "weights")}

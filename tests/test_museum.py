@@ -1,0 +1,477 @@
+"""The bug museum: silent mistakes that others shipped, put into our code one by one. The parity check must see each of them.
+
+None of these raises an error. The run trains, worse or differently, and mostly the loss curve does not show it. A row of ROWS
+puts one of them in, trains on two ranks, and compares with the plain model as tests/test_parallel.py does (`tests/parity.py`). The
+same numbers are then compared with the tolerances that other projects use (LOOSE), to count what those let through.
+
+`docs/museum.md` has the table. `python -m tests.test_museum` prints it.
+"""
+
+import functools
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import train
+from checkpoint import state
+from models.llama import Llama
+from parallelisms import dp, pp, tp
+from parallelisms.mesh import Mesh
+from tests.checkpoints import open_manager
+from tests.parity import FACTORS, NUMBERS, combination_of, compare, options_of, trajectory, whole_model
+from tests.ranks import run_ranks
+from tests.runs import MESHES, ROOT
+from training import feed, init, loss, optim
+
+Patch = pytest.MonkeyPatch
+
+# The mistakes. The docstring of each is its line in docs/museum.md.
+
+
+def own_token_counts(patch: Patch) -> None:
+    """each rank divides its loss by its own number of tokens, and the unequal means are averaged"""
+    patch.setattr(Mesh, "sum_over_dp", lambda mesh, count: count * mesh.dp_size)
+
+
+def scale_times(patch: Patch, factor: Callable) -> None:
+    """The loss of every micro-batch times factor(job, feed) in backward, and not in the log."""
+    real = train.one_after_another
+    patch.setattr(train, "one_after_another", lambda job, feed, scale: real(job, feed, scale * factor(job, feed)))
+
+
+def averaged_twice(patch: Patch) -> None:
+    """the gradient is averaged over the ranks twice, by the loss and by data parallelism"""
+    scale_times(patch, lambda job, feed: 1 / job.mesh.dp_size)
+
+
+def accumulation_summed(patch: Patch) -> None:
+    """the means of the micro-batches are summed instead of averaged"""
+    scale_times(patch, lambda job, feed: len(feed))
+
+
+def mean_of_means(patch: Patch) -> None:
+    """every micro-batch counts the same, however many of its tokens count"""
+    real = feed.Feed.__init__
+
+    def with_means(self, model: nn.Module, batch: dict[str, Tensor], device: torch.device, loss: Callable, chunk_tokens: int):
+        counts = (batch["labels"] != -100).sum((1, 2))
+        mean = counts.float().mean()
+
+        def mean_of_one(h: Tensor, weight: Tensor, labels: Tensor, *rest: int, **each: Tensor) -> Tensor:
+            return loss(h, weight, labels, *rest, **each) * (mean / (labels != -100).sum())
+
+        real(self, model, batch, device, mean_of_one, chunk_tokens)
+
+    patch.setattr(feed.Feed, "__init__", with_means)
+
+
+def buffer_added_to_itself(patch: Patch) -> None:
+    """the gradient buffer of a group of one rank is added to itself at every micro-batch"""
+    real = dp.synchronise_gradients
+
+    def doubled(model: nn.Module, last: bool, accumulate: str) -> None:
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(2)
+        real(model, last, accumulate)
+
+    patch.setattr(dp, "synchronise_gradients", doubled)
+
+
+def never_reduced(patch: Patch) -> None:
+    """no micro-batch counts as the last one, so gradients are never reduced over the ranks"""
+    real = dp.synchronise_gradients
+    patch.setattr(dp, "synchronise_gradients", lambda model, last, accumulate: real(model, False, accumulate))
+
+
+def replicas_not_reduced(patch: Patch) -> None:
+    """with replicas, gradients are summed inside a shard group and never between replicas"""
+    patch.setattr(_fsdp_collectives, "dist", SimpleNamespace(**vars(dist) | {"all_reduce": lambda *_, **__: None}))
+
+
+def local_norm(patch: Patch) -> None:
+    """every rank clips by the norm of its own shards"""
+    patch.setattr(optim, "_split_over", lambda gradient: ())
+
+
+def replicated_counted_per_rank(patch: Patch) -> None:
+    """weights that all tensor-parallel ranks hold count once per rank in the norm"""
+    patch.setattr(optim, "_split_over", lambda gradient: tuple(d for d, n in enumerate(gradient.device_mesh.shape) if n > 1))
+
+
+def norm_of_one_dimension(patch: Patch) -> None:
+    """the norm is not summed over one dimension of the mesh, which no test shows that does not clip"""
+    real = optim._split_over
+
+    def without_tp(gradient: DTensor) -> tuple[int, ...]:
+        return tuple(d for d in real(gradient) if gradient.device_mesh.mesh_dim_names[d] != "tp")
+
+    patch.setattr(optim, "_split_over", without_tp)
+
+
+def all_zeros(patch: Patch) -> None:
+    """the weights are never initialised: they are zeros, and stay zeros"""
+    patch.setattr(init, "initialise", lambda model, *_: [p.detach().zero_() for p in model.parameters()])
+
+
+def seed_of_the_rank(patch: Patch) -> None:
+    """initial values depend on the rank that computes them"""
+    real = init.initialise
+    patch.setattr(init, "initialise", lambda model, rows, seed: real(model, rows, seed + dist.get_rank()))
+
+
+def numbered_from_the_stage(name: str, model: nn.Module) -> str:
+    first = min(map(int, model.layers))
+    return re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) - first}", name)
+
+
+def stages_alike(patch: Patch) -> None:
+    """all stages of a pipeline get the same initial values"""
+    real = init.initialise
+
+    def initialise(model: nn.Module, rows: list, seed: int) -> None:
+        names = [(numbered_from_the_stage(name, model), p) for name, p in model.named_parameters()]
+        real(SimpleNamespace(named_parameters=lambda: names), rows, seed)
+
+    patch.setattr(init, "initialise", initialise)
+
+
+class LocalNorm(tp.ParallelStyle):
+    """A norm on a split input, each rank of which keeps the gradient of its gain from its own part."""
+
+    def __init__(self, output_is_split: bool):
+        super().__init__()
+        self.output_is_split = output_is_split
+
+    def _apply(self, module: nn.Module, device_mesh: object) -> nn.Module:
+        tp.distribute_module(module, device_mesh)
+
+        def forward(x: Tensor) -> Tensor:
+            x = x.to_local() if isinstance(x, DTensor) else x
+            y = F.rms_norm(x, module.normalized_shape, module.weight.to_local(), module.eps)
+            return DTensor.from_local(y, device_mesh, [Shard(1)], run_check=False) if self.output_is_split else y
+
+        module.forward = forward
+        return module
+
+
+def norms_not_summed(patch: Patch) -> None:
+    """with sequence parallelism, the gradients of norms stay one rank's share"""
+    patch.setitem(tp.STYLES, "sequence", lambda: LocalNorm(output_is_split=True))
+
+
+def gain_of_own_heads(patch: Patch) -> None:
+    """QK-norm: the gain is the same on all ranks, and each keeps the gradient from its own heads"""
+    patch.setitem(tp.STYLES, "heads", lambda: LocalNorm(output_is_split=False))
+
+
+def partial_called_whole(patch: Patch) -> None:
+    """the loss over a split vocabulary returns a partial sum of its input's gradient that is labelled as whole"""
+    patch.setattr(loss, "Partial", Replicate)
+
+
+def positions_of_the_slice(patch: Patch) -> None:
+    """rotary positions are counted from the start of a rank's slice of the sequence"""
+    real = Llama.rope
+    patch.setattr(Llama, "rope", lambda model, positions: real(model, positions % (len(positions) // 2)))
+
+
+def divided_at_every_accumulation_step(patch: Patch) -> None:
+    """the gradients so far are divided by the number of micro-batches at every accumulation step"""
+    gradients, backward, each = pp.Pipeline.gradients, pp.Step.backward, 3  # two accumulation steps of three micro-batches
+    weights: list[nn.Parameter] = []  # as the optimizer has them; in the middle of a step those of a stage are gathered ones
+
+    def gradients_times(model: pp.Pipeline, feed: feed.Feed, scale: Tensor) -> Tensor:
+        weights[:] = model.parameters()
+        return gradients(model, feed, scale * each)
+
+    def backward_and_divide(step: pp.Step, action: pp.Action, stage: nn.Module) -> None:
+        backward(step, action, stage)
+        if action.micro_batch % each == each - 1:
+            for p in weights:
+                p.grad.div_(each)
+
+    patch.setattr(pp.Pipeline, "gradients", gradients_times)
+    patch.setattr(pp.Step, "backward", backward_and_divide)
+
+
+def normalised_for_the_log_only(patch: Patch) -> None:
+    """the loss is divided by the number of tokens after backward, for the log only"""
+    real = pp.Pipeline.gradients
+    patch.setattr(pp.Pipeline, "gradients", lambda model, feed, scale: real(model, feed, torch.ones_like(scale)))
+
+
+def documents_of_the_first_micro_batch(patch: Patch) -> None:
+    """every micro-batch gets the documents of the first one as its mask"""
+    real = feed.Feed.__call__
+
+    def first_documents(self: feed.Feed, a: int) -> tuple:
+        tokens, positions, head, _ = real(self, a)
+        return tokens, positions, head, self.model.documents(self.within_documents[0], self.device)
+
+    patch.setattr(feed.Feed, "__call__", first_documents)
+
+
+def tied_gradient_lost(patch: Patch) -> None:
+    """tied embeddings: the first stage never gets the last stage's part of the gradient"""
+
+    def drop(model: pp.Pipeline) -> None:
+        if (copy := model.tied[1]) is not None:
+            copy.grad = None
+
+    patch.setattr(pp.Pipeline, "_add_tied_gradient", drop)
+
+
+def tied_copies_drift(patch: Patch) -> None:
+    """tied embeddings: the last stage's copy keeps its first values"""
+    real, copied = pp.Pipeline._copy_tied, set()
+
+    def copy_once(model: pp.Pipeline) -> None:
+        if id(model) not in copied:
+            copied.add(id(model))
+            real(model)
+
+    patch.setattr(pp.Pipeline, "_copy_tied", copy_once)
+
+
+def tied_copy_not_in_the_optimizer(patch: Patch) -> None:
+    """tied embeddings, both stages on one rank: names without duplicates leave the second copy out of the optimizer"""
+    tied_copies_drift(patch)
+
+
+def norm_of_one_stage(patch: Patch) -> None:
+    """the norm is that of one stage's gradients, so the stages clip by different factors"""
+    patch.setattr(Mesh, "sum_over_pp", lambda mesh, x: x)
+
+
+def stage_0_loaded_everywhere(patch: Patch) -> None:
+    """on loading a checkpoint, later stages get the layers of the first one"""
+    real, without_checkpoint = state.tensors, train.build
+
+    def build(cfg: train.Config) -> train.Job:
+        """The job, through a checkpoint that is right."""
+        job, path = without_checkpoint(cfg), [tempfile.mkdtemp()]
+        dist.broadcast_object_list(path)
+        state.materialise(job.optimizer)
+        with Patch.context() as right:
+            right.setattr(state, "tensors", real)
+            with open_manager(job, Path(path[0]), async_save=False) as checkpoints:
+                checkpoints.save(1, job.model, job.optimizer, {"step": 1})
+        with open_manager(job, Path(path[0])) as checkpoints:
+            checkpoints.load(job.model, job.optimizer)
+        return job
+
+    def renumbered(model: nn.Module, *rest: object) -> dict[str, Tensor]:
+        return {numbered_from_the_stage(name, model): tensor for name, tensor in real(model, *rest).items()}
+
+    patch.setattr(train, "build", build)
+    patch.setattr(state, "tensors", renumbered)
+    patch.setattr(state, "check_fits", lambda *_: None)  # it refuses: some layers are in the checkpoint and not in the run
+
+
+def last_block_without_gradient(patch: Patch) -> None:
+    """a split backward whose weights FSDP frees leaves the last block without a gradient; clipping and the optimizer skip it"""
+    real = train.gradients
+
+    def then_dropped(job: train.Job, *rest: object) -> tuple:
+        answer = real(job, *rest)  # which ends the run if a gradient is missing by then (pp.Pipeline.gradients)
+        if (last := str(job.args.n_layers - 1)) in job.model.layers:
+            for p in job.model.layers[last].parameters():
+                p.grad = None
+        return answer
+
+    patch.setattr(train, "gradients", then_dropped)
+
+
+def none(patch: Patch) -> None:
+    """no mistake"""
+
+
+# The rows: where a mistake was published (see docs/museum.md), what it is, and a run in which it matters.
+
+ONCE, EACH_TIME, CLIPS = {"accumulation": "reduced once"}, {"accumulation": "reduced each time"}, {"clipping": "in force"}
+TIED = {"embeddings": "tied"}
+DOCUMENTS = "documents"  # an option of these tests: windows have documents, and attention stays inside each
+
+
+class Row(NamedTuple):
+    number: str  # that of docs/museum.md
+    bug: Callable[[Patch], None]
+    mesh: str  # a key of MESHES
+    settings: dict[str, str] = {}  # of the factors of tests/parity.py
+    more: tuple[str, ...] = ()  # options
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The options of the plain model that this run is compared with."""
+        combination = combination_of(**self.settings)
+        same = tuple(option for option in self.more if option == DOCUMENTS or option.startswith("--model."))
+        return (*options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS), *same)
+
+    @property
+    def options(self) -> list[str]:
+        return [*options_of(combination_of(**self.settings), FACTORS), *MESHES[self.mesh][1], *self.more]
+
+
+def schedule(name: str) -> tuple[str, ...]:
+    """One with two stages per rank, and as many layers as stages."""
+    return (f"--parallelism.pipeline_schedule={name}", "--model.n_layers=4")
+
+
+ROWS = [
+    Row("1", own_token_counts, "fsdp2"),
+    Row("2", averaged_twice, "fsdp2"),
+    Row("3", accumulation_summed, "fsdp2", ONCE),
+    Row("4", buffer_added_to_itself, "tp2", EACH_TIME),
+    Row("5", replicas_not_reduced, "ddp2"),
+    Row("5b", never_reduced, "fsdp2"),
+    Row("6", local_norm, "fsdp2", CLIPS),
+    Row("6b", replicated_counted_per_rank, "tp2", CLIPS),
+    Row("7", all_zeros, "fsdp2"),
+    Row("8", seed_of_the_rank, "fsdp2"),
+    Row("8b", stages_alike, "pp2"),
+    Row("9", norms_not_summed, "tp2"),
+    Row("10", partial_called_whole, "tp2"),
+    Row("12", positions_of_the_slice, "tp2"),
+    Row("13", gain_of_own_heads, "tp2", {"model": "qwen3"}),
+    Row("22", divided_at_every_accumulation_step, "pp2", EACH_TIME),
+    Row("23", normalised_for_the_log_only, "pp2", ONCE),
+    Row("24", documents_of_the_first_micro_batch, "pp2", ONCE, (DOCUMENTS,)),
+    Row("25", tied_gradient_lost, "pp2", TIED | ONCE),
+    Row("25b", tied_copies_drift, "pp2", TIED | ONCE),
+    Row("26", norm_of_one_stage, "pp2", CLIPS | ONCE),
+    Row("28", stage_0_loaded_everywhere, "pp2"),
+    Row("43", mean_of_means, "fsdp2", ONCE),
+    Row("46", norm_of_one_dimension, "tp2", CLIPS),
+    Row("47", last_block_without_gradient, "pp2", ONCE, schedule("zero_bubble")),
+    Row("48", tied_copy_not_in_the_optimizer, "pp2", TIED | ONCE, schedule("zbv")),
+]
+CONTROLS = [Row("", none, "pp2", TIED | CLIPS | ONCE, (DOCUMENTS,)), Row("", none, "fsdp2", EACH_TIME), Row("", none, "tp2")]
+
+
+def with_documents(patch: Patch) -> None:
+    """Documents of 3 to 7 tokens in every window."""
+    real = train.train_step
+
+    def train_step(job: train.Job, batch: dict[str, Tensor], *rest: object) -> train.StepResult:
+        within = torch.arange(batch["tokens"].shape[-1]) % (3 + batch["sample"].view(*batch["tokens"].shape[:2], 1) % 5)
+        return real(job, batch | {"positions": within}, *rest)
+
+    patch.setattr(train, "train_step", train_step)
+
+
+def run(options: list[str], dp_size: int, bug: Callable[[Patch], None]) -> dict:
+    """The trajectory of a run with this mistake in the code, which is right again afterwards."""
+    with Patch.context() as patch:
+        if DOCUMENTS in options:
+            with_documents(patch)
+        bug(patch)
+        return trajectory([option for option in options if option != DOCUMENTS], dp_size)
+
+
+def runs(rows: list[Row]) -> list[dict]:
+    return [run(row.options, MESHES[row.mesh][2], row.bug) for row in rows]
+
+
+def plain_models(numbers: list[tuple[str, ...]]) -> dict[tuple[str, ...], dict]:
+    return {options: run(list(options), 1, none) for options in numbers}
+
+
+# What others compare, with their tolerances: heading of docs/museum.md -> whether it would pass
+
+
+def errors(seen: dict, oracle: dict, key: str) -> np.ndarray:
+    return np.abs(np.array(seen[key]) - np.array(oracle[key]))
+
+
+LOOSE: dict[str, Callable[[dict, dict], bool]] = {
+    "0.05 nats, 20% of the norm": lambda seen, oracle: bool(
+        np.all(errors(seen, oracle, "loss") <= 0.05) and np.all(errors(seen, oracle, "norm") <= 0.2 * np.array(oracle["norm"]))
+    ),
+    "rtol = atol = 0.1": lambda seen, oracle: all(np.allclose(seen[key], oracle[key], 0.1, 0.1) for key in ("loss", "norm")),
+    "first loss": lambda seen, oracle: bool(errors(seen, oracle, "loss")[0] <= 1e-5 * oracle["loss"][0]),
+}
+SEEN_IN = {"initial": "initial values", "loss": "loss", "norm": "norm", "grad": "gradients", "weights": "weights"}
+
+
+class Finding(NamedTuple):
+    row: Row
+    seen_in: list[str]  # values of SEEN_IN
+    passes: list[bool]  # for each of LOOSE
+    error: str  # the largest relative one, in words
+
+    def __str__(self) -> str:
+        """A line of the table of docs/museum.md."""
+        caught = ["no" if passed else "yes" for passed in self.passes]
+        cells = [self.row.number, self.row.bug.__doc__, self.row.mesh, ", ".join(self.seen_in), self.error, *caught]
+        return f"| {' | '.join(cells)} |"
+
+
+@functools.cache
+def findings() -> tuple[list[Finding], list[str]]:
+    """What is seen of every row, and the problems of the runs without a mistake (there must be none)."""
+    rows = [*ROWS, *CONTROLS]
+    oracles = run_ranks(1, plain_models, list(dict.fromkeys(row.numbers for row in rows)))[0]
+    results = run_ranks(2, runs, rows, timeout=200)
+    of_rows, of_controls = [], []
+    for row, *ranks in zip(rows, *results, strict=True):
+        seen, oracle = whole_model(ranks), oracles[row.numbers]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            problems = compare(row.bug.__name__, seen, oracle)
+        if row.bug is none:
+            of_controls += problems
+            continue
+        seen_in = [name for key, name in SEEN_IN.items() if any(f": {key} " in problem for problem in problems)]
+        sizes = [float(x) for problem in problems for x in re.findall(r"off by (\S+) relative", problem)]
+        passes = [passes(seen, oracle) for passes in LOOSE.values()]
+        of_rows.append(Finding(row, seen_in, passes, f"{max(sizes, default=0):.0e}"))
+    return of_rows, of_controls
+
+
+@pytest.mark.cap(240)
+def test_every_mistake_is_seen():
+    unseen = [finding.row.bug.__name__ for finding in findings()[0] if not finding.seen_in]
+    assert not unseen, unseen
+
+
+def test_without_a_mistake_nothing_is_seen():
+    """The last runs of the same processes: all that was patched is right again."""
+    assert findings()[1] == []
+
+
+def comparable(line: str) -> list[str]:
+    """The cells of a line of the table, without the size of the error, which differs between machines."""
+    cells = [cell.strip() for cell in line.strip("| ").split("|")]
+    return cells[:4] + cells[5:]
+
+
+def caught(index: int) -> str:
+    """A sentence of docs/museum.md about the tolerance with this number."""
+    of_rows, _ = findings()
+    return f"`{list(LOOSE)[index]}`: {sum(not finding.passes[index] for finding in of_rows)} of {len(of_rows)}"
+
+
+def test_the_table_of_the_docs_is_what_the_runs_show():
+    text = (ROOT / "docs" / "museum.md").read_text()
+    lines = [line for line in text.splitlines() if re.match(r"\| \d+b? \|", line) and line.count("|") == 6 + len(LOOSE)]
+    assert [comparable(line) for line in lines] == [comparable(str(finding)) for finding in findings()[0]]
+    missing = [sentence for sentence in map(caught, range(len(LOOSE))) if sentence not in text]
+    assert not missing, missing
+
+
+if __name__ == "__main__":
+    table, unexpected = findings()
+    print(f"| row | mistake | mesh | seen in | largest error | {' | '.join(LOOSE)} |\n{'| --- ' * (5 + len(LOOSE))}|")
+    print(*table, *unexpected, *map(caught, range(len(LOOSE))), sep="\n")
