@@ -203,3 +203,15 @@ def test_documented_drawings_are_those_that_are_drawn():
     text = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
     for schedule in SCHEDULES:
         assert drawing(schedule, 4, 8) in text, schedule
+
+
+@pytest.mark.slow
+@pytest.mark.cap(240)
+def test_a_search_tries_pipelines(tmp_path, capsys):
+    """On two hosts of one GPU each, with a network that is too slow for anything else."""
+    device = tmp_path / "slow.toml"
+    device.write_text("[a]\npeak_tflops = 100\nmemory_gib = 8\nmemory_gb_per_s = 1000\nlink_gb_per_s = 0.01\nfabric_gb_per_s = 0.01\n")
+    argv = ["--training.seq_len=64", "--model.n_layers=2", "--training.global_batch_size=4", "--gpus", "2", "--gpus-per-node", "1", "--search"]
+    assert main([*argv, "--device", str(device)]) == 0
+    ranking = capsys.readouterr().out.split("The first of these")[0].splitlines()[1:]
+    assert ranking[0].split()[2] == "2" and {"1f1b", "zero_bubble", "-"} <= {word for row in ranking for word in row.split()}

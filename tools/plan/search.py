@@ -104,8 +104,11 @@ def candidates(tensor_parallel: int, cfg: Config, ask: Question) -> list[Candida
 
 def pipelines(tensor_parallel: list[int], cfg: Config, ask: Question) -> list[Candidate]:
     """The choices with pipelines of 2 to 16 ranks and every schedule. Here micro-batches are small, since the bubble is smaller
-    the more there are; and only the leanest mode that fits is compared with the next, since each needs traces of its own."""
+    the more there are; and only the leanest mode that fits is compared with the next, since each needs traces of its own.
+    None on one host: pipelines are for links that are too slow for everything else."""
     stages, tried = Stages(), []
+    if ask.gpus == ask.per_host:
+        return tried
     depths = [depth for depth in (2, 4, 8, 16) if ask.gpus % depth == 0]
     per_rank = [(name, v) for name, row in SCHEDULES.items() for v in (1, 2, 4) if row.stages_per_rank[0] <= v <= row.stages_per_rank[1]]
     for tp, depth, accumulate in product(tensor_parallel, depths, ("whole", "sharded")):
