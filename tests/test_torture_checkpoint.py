@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -609,7 +610,7 @@ def stopped_while_removing(options: list[str], folder: Path, seconds: float) -> 
         time.sleep(seconds)
         rmtree(path, **how)
 
-    retention.GRACE, retention.shutil.rmtree = 1.0, slow_rmtree
+    retention.GRACE, retention.shutil = 1.0, SimpleNamespace(rmtree=slow_rmtree)  # of this module alone
     code = stopped_at(8, options, folder)
     assert os.environ["RANK"] != "0" or began, "nothing was removed, so the test shows nothing"
     return code, time.monotonic() - began[0] if began else 0.0
