@@ -24,21 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
 
-from checkpoint import state, verify
-from checkpoint.storage import CODES, DTYPES, PlanReader, StagedLoad
+from checkpoint import state, storage, verify
+from checkpoint.protocol import agree
+from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from reliability import disk
@@ -185,33 +176,6 @@ def read_slice(stored: Stored, theirs: str, box: tuple[slice, ...]) -> Tensor:
         raise InputError(f"{stored.file}: {error}") from None
 
 
-class HFReader(PlanReader):
-    """Reads what a plan of `dcp.load` asks for out of a folder whose tensors have been checked (`weights`)."""
-
-    def __init__(self, stored: dict[str, Stored], theirs: dict[str, str]):
-        self.stored, self.theirs = stored, theirs
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        return Metadata({
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=DTYPES[stored.dtype]),
-                torch.Size(stored.shape),
-                [ChunkStorageMetadata(torch.Size([0] * len(stored.shape)), torch.Size(stored.shape))],
-            )
-            for name, stored in self.stored.items()
-        })  # fmt: skip
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            name, ranges = item.storage_index.fqn, zip(item.storage_offsets, item.lengths, strict=True)
-            target = planner.resolve_tensor(item)
-            target.copy_(read_slice(self.stored[name], self.theirs[name], tuple(slice(o, o + n) for o, n in ranges)))
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-
 def load(folder: Path, model: nn.Module, family: Any, args: Any, group: dist.ProcessGroup) -> str:
     """Fill a live model, on any mesh, from a folder of Hugging Face's; returns its absolute path, for the record.
 
@@ -234,14 +198,20 @@ def load(folder: Path, model: nn.Module, family: Any, args: Any, group: dist.Pro
     dist.broadcast_object_list(answer, src=0, group=group)
     if answer[1] is not None:
         raise InputError(f"checkpoint.load_hf: {answer[1]}")
-    reader = HFReader(answer[0], family.hf_names(args))
-    planner = StagedLoad({name: state.local(tensor) for name, tensor in live.items()})
+    error: Exception | None = None
     try:
-        dcp.load(live, storage_reader=reader, planner=planner, process_group=group)
-    except CheckpointException as error:
-        if all(isinstance(e, (InputError, OSError)) for e, _ in error.failures.values()):
-            raise InputError(f"checkpoint.load_hf: {folder} could not be read: {state.cause(error)}") from None
-        raise
+        for name, tensor in live.items():
+            ranges = zip(*storage.box_of(name, tensor), strict=True)
+            box = tuple(slice(start, start + length) for start, length in ranges)
+            storage.local(tensor).copy_(read_slice(answer[0][name], family.hf_names(args)[name], box))
+    except OSError as failure:
+        error = InputError(f"{failure.filename or folder}: {failure.strerror or failure}")
+    except Exception as failure:  # any error: the other ranks must not wait for this one
+        error = failure
+    try:
+        agree(error, group)
+    except InputError as failure:
+        raise InputError(f"checkpoint.load_hf: {folder} could not be read: {failure}") from None
     logging.getLogger("plumbline").info(f"a new run from the weights of {folder}")
     return str(folder)
 
@@ -253,18 +223,8 @@ def read_whole(path: Path, manifest: dict, name: str) -> Tensor:
     """One tensor of a checkpoint put together from the parts of all ranks, each block verified. Raises Damaged."""
     stored = manifest["tensors"][name]
     whole = torch.empty(stored["shape"], dtype=DTYPES[stored["dtype"]])
-    for part in stored["parts"]:
-        piece = whole if part["shape"] == stored["shape"] else torch.empty(part["shape"], dtype=whole.dtype)
-        with verify.open_regular(path / part["file"]) as stream:
-            verify.read_blocks(stream, name, part, 0, as_bytes(piece))
-        if piece is not whole:
-            whole[tuple(slice(o, o + n) for o, n in zip(part["offset"], part["shape"], strict=True))] = piece
+    storage.read(path, manifest, {name: ([0] * whole.ndim, stored["shape"])}, {name: whole})
     return whole
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """Of the same memory where the tensor is contiguous, so that it can be read into."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def write_safetensors(
@@ -282,7 +242,7 @@ def write_safetensors(
     with open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in shapes:
-            file.write(as_bytes(read(name).to(dtype)))
+            file.write(storage.as_bytes(read(name).to(dtype)))
         file.flush()
         os.fsync(file.fileno())
 

@@ -25,7 +25,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoint import state, verify
+from checkpoint import state, storage, verify
 from checkpoint.lease import Lease, Lost
+from checkpoint.protocol import FileWriter, OwnParts, agree
 from checkpoint.retention import Retention
-from checkpoint.storage import NotFinite, ShardWriter, StagedSave
+from checkpoint.state import STAGING
+from checkpoint.storage import GENERATOR, NotFinite, OneByOne, Plan
 from checkpoint.verify import Damaged
 from configs import schema
 from configs.schema import InputError
-from parallelisms.mesh import Mesh
+from parallelisms.mesh import Mesh, world
 from reliability import disk
 
 PATIENCE = datetime.timedelta(minutes=30)  # for the slowest rank to write its part; a dead process is noticed at once
 TEMPORARY = re.compile(r"\.(tmp|del)-[0-9a-f]{8}-[0-9]+-step-[0-9]{8,}(\.[0-9]+)?")
+NOTES = {  # what is said where host memory is too short for checkpoint.async_save as it is meant
+    "pageable": "the buffers for checkpoints are not pinned, so copies from the GPU are slower",
+    "none": "training waits for each save, which copies one tensor after the other (as with checkpoint.async_save = false)",
+}
 say = logging.getLogger("plumbline")
 
 
@@ -63,7 +68,10 @@ class CheckpointManager:
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.in_flight: tuple[int, concurrent.futures.Future] | None = None
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.plan: Plan | None = None  # of the parts that this rank writes
+        self.kind: list[tuple] = []  # of the state that the plan is for
+        self.buffers: dict[str, torch.Tensor] = {}  # for copies of those parts; empty if they are written one by one
+        self.bytes: dict[str, memoryview] = {}  # of the buffers
         self.copied = threading.Event()  # the state that is being saved may change
         self.copied.set()
         self.on_device: torch.cuda.Event | None = None  # set when the GPU's part of that copy is made
@@ -80,6 +88,8 @@ class CheckpointManager:
     def _open_folder(self) -> str:
         """Become the only run that writes here, and have the thread remove what an earlier run left unfinished."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        for parent in (self.folder.parent, self.folder.parent.parent):
+            disk.sync(parent)  # a folder whose name a power cut takes away is lost with all that was synced in it
         self.lease = Lease(self.folder / ".lease")
         self.retention = Retention(self.folder, self.lease, self.cfg)
         ours, leftovers = {".lease", *verify.published(self.folder)}, []
@@ -109,6 +119,16 @@ class CheckpointManager:
             raise answer[1]
         return answer[0]
 
+    def _on_every_rank(self, fn: Callable, *args: object) -> Any:
+        """Call fn(*args), and return its result if no rank's call has raised anything."""
+        result, error = None, None
+        try:
+            result = fn(*args)
+        except Exception as failure:  # any error: the other ranks must not wait for this one
+            error = failure
+        agree(error, self.group)
+        return result
+
     # Saving
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict) -> None:
@@ -124,19 +144,13 @@ class CheckpointManager:
             self._say(logging.WARNING, f"step {step} waited {waited:.1f} s for the checkpoint before it to be written")
         if step == self.last_step:
             return
-        live = state.tensors(model, optimizer, self.mesh.rank)
-        if self.cfg.async_save:
-            if self.buffers.keys() != live.keys():
-                self.buffers = state.buffers(live, pin=self.mesh.device.type == "cuda")
-            self.waits = self.waits or optimizer.register_step_pre_hook(lambda *_: self.wait_for_copy())
-            self.copied.clear()
-            computed = torch.cuda.current_stream().record_event() if self.mesh.device.type == "cuda" else None
-            planner = StagedSave(self.buffers, lambda: self._copy(live, computed))
-        else:
-            planner = StagedSave({name: state.local(tensor) for name, tensor in live.items()})
+        live = state.tensors(model, optimizer)
+        self.waits = self.waits or optimizer.register_step_pre_hook(lambda *_: self.wait_for_copy())
+        self.copied.clear()
+        computed = torch.cuda.current_stream().record_event() if self.mesh.device.type == "cuda" else None
         head = self._manifest_head(step, optimizer, progress)
-        self.in_flight = step, self.thread.submit(self._write, step, live, planner, head)
-        if not self.cfg.async_save:
+        self.in_flight = step, self.thread.submit(self._write, step, live, computed, head)
+        if not self.cfg.async_save or (self.plan and not self.buffers):
             self._finish()
 
     def _copy(self, live: dict, computed: torch.cuda.Event | None) -> None:
@@ -175,26 +189,19 @@ class CheckpointManager:
         }  # fmt: skip
         return json.loads(json.dumps(head))  # a copy as it will be read back; what is not JSON fails here, on all ranks
 
-    def _write(self, step: int, live: dict, planner: StagedSave, head: dict) -> None:
-        """Runs in the thread, on all ranks: write and publish, then ask for the removal of what has expired. If it fails,
-        all ranks raise the same kind of error."""
+    def _write(self, step: int, live: dict, computed: torch.cuda.Event | None, head: dict) -> None:
+        """Runs in the thread, on all ranks: copy, write and publish, then ask for the removal of what has expired. If
+        it fails, all ranks raise the same kind of error."""
         self.saves += 1
         name = verify.step_name(step, self.attempt)
         temporary = self.folder / f".tmp-{self.run_id}-{self.saves}-{name}"
-
-        def publish(tensors: dict, files: dict) -> None:
-            """Runs on rank 0 when every rank's file is written and synced."""
-            verify.write_manifest(temporary, {**head, "files": files, "tensors": tensors})
-            self.lease.check()
-            temporary.rename(self.folder / name)
-            disk.sync(self.folder)
-
-        writer = ShardWriter(temporary, self.mesh.rank, self.mesh.size, publish)
+        planner = OwnParts(lambda: self._prepare(live, computed))
+        writer = FileWriter(temporary, self.group, lambda files: self._publish(temporary, name, head, files))
         try:
-            dcp.save(live, storage_writer=writer, planner=planner, process_group=self.group)
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group, use_collectives=False)
         except BaseException:
-            if self.mesh.rank == 0:  # what it has written so far may be what fills the disk
-                shutil.rmtree(temporary, ignore_errors=True)
+            if self.retention:  # what has been written so far may be what fills the disk
+                self.retention.remove_leftovers([temporary])
             raise
         finally:
             self.copied.set()  # if the save failed before the copy, training must not wait for it
@@ -202,6 +209,48 @@ class CheckpointManager:
         if self.retention:
             self.ancestors = [name for name in self.ancestors if name not in self.retention.gone]
             self.retention.remove_expired(self.ancestors, self.saves)
+
+    def _make_plan(self, live: dict) -> None:
+        """Choose the parts that this rank writes, unless the state is of the same kind as at the last call. All ranks
+        call this with states of the same kind."""
+        if (kind := storage.kind_of(live)) == self.kind:
+            return
+        stage = self.mesh.size // self.mesh.pp  # ranks that have the same layers; they are neighbours
+        holders = range(self.mesh.pp_rank * stage, (self.mesh.pp_rank + 1) * stage)
+        rows = self._on_every_rank(storage.describe, live, self.mesh.size, holders)
+        rows = storage.share_rows(rows, self.group)
+        self.plan = self._on_every_rank(Plan.make, live, rows, self.mesh.rank)
+        self.kind, self.buffers = kind, {}
+        if self.cfg.async_save:
+            self.buffers = self._make_buffers({name: live[name] for name in self.plan.boxes})
+        self.bytes = {name: storage.as_bytes(buffer) for name, buffer in self.buffers.items()}
+
+    def _make_buffers(self, live: dict) -> dict[str, torch.Tensor]:
+        """Host memory for copies of these tensors, as far as it goes: the ranks agree on the kind that fits on all."""
+        size = sum(storage.local(tensor).nbytes for tensor in live.values())
+        kind = state.staging(size, state.free_host_memory(), world().local_size, pin=self.mesh.device.type == "cuda")
+        least = torch.tensor(STAGING.index(kind))
+        dist.all_reduce(least, dist.ReduceOp.MAX, self.group)
+        if (agreed := STAGING[least]) != ("pinned" if self.mesh.device.type == "cuda" else "pageable"):
+            self._say(logging.WARNING, f"host memory is short: {NOTES[agreed]}")
+        return {} if agreed == "none" else state.buffers(live, pin=agreed == "pinned")
+
+    def _prepare(self, live: dict, computed: torch.cuda.Event | None) -> tuple[Plan, Mapping[str, memoryview]]:
+        """The parts that this rank writes, and their bytes. If there are buffers, this copies the state into them, and
+        then training goes on."""
+        self._make_plan(live)
+        if not self.buffers:
+            return self.plan, OneByOne(live)
+        self._copy(live, computed)
+        storage.check_finite(self.buffers)
+        return self.plan, self.bytes
+
+    def _publish(self, temporary: Path, name: str, head: dict, files: list) -> None:
+        """Runs on rank 0 when every rank's file is written and synced."""
+        verify.write_manifest(temporary, {**head, "files": files, "tensors": self.plan.rows})
+        self.lease.check()
+        temporary.rename(self.folder / name)
+        disk.sync(self.folder)
 
     def writing(self) -> bool:
         """Whether this rank has not finished its part of the save in flight."""
@@ -231,12 +280,12 @@ class CheckpointManager:
         if not self.mesh.any_rank(error is not None):
             self.failures, self.last_step = 0, step
             return
-        failures = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-        if any(isinstance(e, NotFinite) for e in failures):
-            raise NotFinite(f"step {step} left a state that is not finite, so it is not saved: {state.cause(error)}")
+        cause = f"{error}" if error else "another rank failed"
+        if isinstance(error, NotFinite):
+            raise NotFinite(f"step {step} left a state that is not finite, so it is not saved: {cause}")
         self.failures += 1
-        reason = f"the checkpoint of step {step} could not be written to {self.folder}: {state.cause(error)}"
-        if any(isinstance(e, Lost) for e in failures):
+        reason = f"the checkpoint of step {step} could not be written to {self.folder}: {cause}"
+        if isinstance(error, Lost):
             raise InputError(reason)
         if self.cfg.max_failures and self.failures >= self.cfg.max_failures:
             raise InputError(f"{reason} ({self.failures} in a row: checkpoint.max_failures); the others are untouched")
@@ -279,13 +328,10 @@ class CheckpointManager:
         read, or the checkpoint is of a different model, data or seed.
         """
         state.materialise(optimizer)
-        live = state.tensors(model, optimizer, self.mesh.rank)
+        live = state.tensors(model, optimizer)
         names = self._on_rank_0(self._choose, sum(t.numel() * t.element_size() for t in live.values()))
-        if names or self.cfg.load_path or self.cfg.async_save:
-            self.buffers = state.buffers(live, pin=self.mesh.device.type == "cuda")
+        self._make_plan(live)
         manifest = self._resume(names, live, optimizer) if names else self._start_from(live)
-        if not self.cfg.async_save:
-            self.buffers = {}
         return manifest["progress"] if names else None
 
     def _choose(self, size: int) -> list[str]:
@@ -382,8 +428,10 @@ class CheckpointManager:
         wanted = state.select(live, content, exclude)
         state.check_fits(path, manifest, wanted, content, exclude, self.group)
         if rng:
-            wanted |= {name: t for name, t in live.items() if name.startswith("rng.") and name in manifest["tensors"]}
-        state.read(path, manifest, wanted, self.buffers, self.cfg.verify_on_load, self.group)
+            wanted |= {name: t for name, t in live.items() if name.startswith(GENERATOR) and name in manifest["tensors"]}
+        others = {name: tensor for name, tensor in wanted.items() if name not in self.buffers}
+        buffers = self.buffers | state.buffers(others, pin=False)
+        state.read(path, manifest, wanted, buffers, self.cfg.verify_on_load, self.group)
 
     def _say(self, level: int, text: str) -> None:
         if self.mesh.rank == 0:

@@ -1,26 +1,25 @@
 """What a checkpoint holds, and how a run on any mesh loads it again.
 
-It holds tensors under flat names: `model.<parameter>`, `optimizer.<parameter>.<key>`, `rng.<device>.<rank>`; everything
-else (the step, the samples consumed, the config) is JSON in the manifest. Names and global shapes do not depend on
-the mesh, so any mesh can load what any other saved. Hyperparameters are not state: they always come from the config.
+It holds tensors under flat names: `model.<parameter>`, `optimizer.<parameter>.<key>`, `rng.<device>` (one row per rank);
+everything else (the step, the samples consumed, the config) is JSON in the manifest. Names and global shapes do not
+depend on the mesh, so any mesh can load what any other saved. Hyperparameters are not state: they always come from the config.
 """
 
 import json
-import warnings
+import math
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from checkpoint import verify
-from checkpoint.storage import CODES, ShardReader, StagedLoad
+from checkpoint import protocol, verify
+from checkpoint.protocol import FileReader, OwnBoxes
+from checkpoint.storage import CODES, GENERATOR, local
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 
@@ -54,18 +53,18 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
                     state[key] = torch.zeros((), dtype=torch.float32, device=device)
 
 
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, rank: int = 0) -> dict[str, Tensor]:
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
     """The live tensors by name, as DTensors where they are sharded. Without an optimizer, only those of the model.
 
     `state_dict` comes first: it makes FSDP re-shard what a forward without backward left gathered. Tied weights appear
     under each of their names. Persistent buffers are included.
     """
-    live = {f"model.{name}": t for name, t in model.state_dict().items()}
+    live = {f"model.{name}": t for name, t in model.state_dict(keep_vars=True).items()}  # to detach DTensors takes long
     if optimizer is not None:
         names = {id(param): name for name, param in model.named_parameters()}
         for param, state in optimizer.state.items():
             live |= {f"optimizer.{names[id(param)]}.{key}": t for key, t in state.items() if isinstance(t, Tensor)}
-        live |= {f"rng.{device}.{rank}": t for device, t in _rng().items()}
+        live |= {f"{GENERATOR}{device}": t[None] for device, t in _rng().items()}
     return live
 
 
@@ -76,12 +75,6 @@ def _rng() -> dict[str, Tensor]:
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def buffers(live: dict[str, Tensor], pin: bool) -> dict[str, Tensor]:
@@ -99,26 +92,52 @@ def buffers(live: dict[str, Tensor], pin: bool) -> dict[str, Tensor]:
     return views
 
 
+STAGING = ("pinned", "pageable", "none")  # kinds of buffers for copies, the best one first
+
+
+def staging(size: int, free: int | None, local_ranks: int, pin: bool) -> str:
+    """The best kind of buffers that fits when each of `local_ranks` ranks of a host wants `size` bytes of the `free`
+    ones (None: unknown). A fifth of the free memory is left to others. pin: whether copies come from a GPU."""
+    share = math.inf if free is None else 0.8 * free / local_ranks
+    if pin and pinned_size(size) <= share:
+        return "pinned"
+    return "pageable" if size <= share else "none"
+
+
+def pinned_size(size: int) -> int:
+    """What CUDA takes for a pinned buffer of so many bytes: PyTorch's caching host allocator rounds it up to a power of
+    two (aten/src/ATen/core/CachingHostAllocator.h)."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def free_host_memory() -> int | None:
+    """Bytes that this host can still give to processes, page cache included; None where Linux does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
 def _padded(n: int) -> int:
     return -(-n // 64) * 64
 
 
 def stage(live: dict[str, Tensor], into: dict[str, Tensor], computed: torch.cuda.Event | None) -> torch.cuda.Event | None:
-    """Copy every shard into its buffer, from a thread beside training.
+    """Copy the shards that have a buffer into it, from a thread beside training.
 
     computed: on a GPU, the event that is set when the values to copy exist. The copies are then queued on a stream of
     their own, beside the kernels of the next step. The event that is returned is set when they are done; the values
     must not change before that.
     """
+    shards = [local(live[name]) for name in into]
     if computed is None:
-        for name, tensor in live.items():
-            into[name].copy_(local(tensor))
+        torch._foreach_copy_(list(into.values()), shards)  # one call, so that training has the interpreter meanwhile
         return None
     stream = torch.cuda.Stream(computed.device)
     stream.wait_event(computed)
     with torch.cuda.stream(stream):
-        for name, tensor in live.items():
-            into[name].copy_(local(tensor), non_blocking=True)
+        torch._foreach_copy_(list(into.values()), shards, non_blocking=True)
     return stream.record_event()
 
 
@@ -127,10 +146,10 @@ def put_back(loaded: dict[str, Tensor], live: dict[str, Tensor]) -> None:
     """Copy the buffers that were read into the live tensors, and set the random generators. The buffers may be reused
     afterwards."""
     for name, tensor in live.items():
-        if name.startswith("rng.cpu."):
-            torch.set_rng_state(loaded[name].clone())  # given a view, torch 2.13 reads from the start of its storage
-        elif name.startswith("rng.cuda."):
-            torch.cuda.set_rng_state(loaded[name].clone())
+        if name == "rng.cpu":
+            torch.set_rng_state(loaded[name][0].clone())  # given a view, torch 2.13 reads from the start of its storage
+        elif name == "rng.cuda":
+            torch.cuda.set_rng_state(loaded[name][0].clone())
         else:
             local(tensor).copy_(loaded[name])
 
@@ -195,15 +214,8 @@ def check_fits(
 def read(path: Path, manifest: dict, wanted: dict, buffers: dict, check: bool, group: dist.ProcessGroup | None) -> None:
     """Fill the `wanted` tensors from the buffers, once every rank has read all of its part into them. Raises Damaged on
     all ranks, with nothing changed. Without a process group, this process reads for itself alone."""
-    reader, planner = ShardReader(path, manifest, check), StagedLoad(buffers)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        try:
-            dcp.load(dict(wanted), storage_reader=reader, planner=planner, process_group=group)
-        except CheckpointException as error:
-            if all(isinstance(e, (Damaged, OSError)) for e, _ in error.failures.values()):
-                raise Damaged(cause(error)) from None
-            raise RuntimeError(f"{path} could not be loaded: {error}") from None
+    reader, planner = FileReader(path, manifest, check), OwnBoxes(wanted, buffers)
+    protocol.load(reader, planner, group)
     put_back(buffers, wanted)
 
 
@@ -220,13 +232,6 @@ def load_model(folder: Path, model: nn.Module, check: bool = True) -> dict:
     except Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     return manifest
-
-
-def cause(error: BaseException | None) -> str:
-    """The errors of the first three failed ranks, without the tracebacks that CheckpointException shows."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in list(error.failures.items())[:3])
-    return f"{type(error).__name__}: {error}" if error else "another rank failed"
 
 
 def gather_to_rank_0(model: nn.Module) -> dict[str, Tensor] | None:

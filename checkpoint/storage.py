@@ -1,37 +1,36 @@
-"""Our file format under torch.distributed.checkpoint (DCP). DCP's planner decides which rank writes and reads what, and
-its storage interfaces call this file. The files hold raw tensors, with a hash per block (`verify.py` describes them).
+"""How a rank writes and reads its part of a checkpoint (`verify.py` describes the files).
 
-DCP's own FileSystemWriter is not used: its `.metadata` is a pickle, its items are torch.save archives whose CRC32
-nobody checks, and an error in one of its writer threads is lost (pytorch#191391). It also costs twice as much. For 1.5
-GB, in seconds of processor time and on the clock, best of six on two busy cores:
+Every rank works out from the meshes of the live tensors which parts it writes: a `Plan`, made once and used as long as
+names, shapes and placements stay. torch.distributed.checkpoint (DCP) drives this (`protocol.py`), with planners of ours
+that need no other rank. Its own planners plan all parts of all ranks on rank 0, at every save, and gather there what
+was written: 33 s of processor time at 128 ranks of a 70B model, and more with each rank. Their cached plans
+(`enable_plan_caching` of DefaultSavePlanner) save the first half of that only.
 
-    save with hashes   0.40 and 0.77   (raw write + fsync 0.40 and 0.89; `dcp.save` 0.83 and 1.57)
-    load and verify    0.48 and 0.31   (`dcp.load`, which verifies nothing, 0.85 and 0.82)
-
-Each shard is also a valid safetensors file that any tool opens.
+DCP's FileSystemWriter is not used: its `.metadata` is a pickle, its items are torch.save archives whose CRC32
+nobody checks, and an error in one of its writer threads is lost (pytorch#191391). Each of our files is also a valid
+safetensors file that any tool opens.
 """
 
+import heapq
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from checkpoint import verify
+from checkpoint import layout, verify
+from checkpoint.layout import Box
+from checkpoint.verify import Shard
 
 DTYPES = {
     "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
@@ -39,218 +38,283 @@ DTYPES = {
     "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-
-
-class StagedSave(DefaultSavePlanner):
-    """Plans with the shapes and placements of the live tensors, and writes their staged copies.
-
-    staged: name -> this rank's shard; copy: fills these. DCP calls it in its first common step, so that all ranks learn
-    of an error in it.
-    """
-
-    def __init__(self, staged: dict[str, Tensor], copy: Callable[[], object] = lambda: None):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.staged, self.copy = staged, copy
-
-    def create_local_plan(self) -> SavePlan:
-        self.copy()
-        return super().create_local_plan()
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.staged[index.fqn]
-
-
-class StagedLoad(DefaultLoadPlanner):
-    """Plans with the live tensors but fills buffers, so that nothing live changes before every rank has read and
-    verified all of its part."""
-
-    def __init__(self, buffers: dict[str, Tensor]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.buffers = buffers
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.buffers[index.fqn]
+GENERATOR = "rng."  # names of tensors that have one row per rank; each rank has its own row, of shape [1, n]
+# Of a tensor that several ranks hold, smaller parts than this (bytes) are written by the first of them. To spread them
+# would save no time, and would make each rank open many files in order to read them.
+SMALL = 1 << 16
 
 
 class NotFinite(ArithmeticError):
     """The state has values that are not finite. No run could go on from it, so none of it is published."""
 
 
-def finite(tensor: Tensor) -> bool:
-    """Whether all values are finite. The sum tells at the speed of memory; only if it overflows is each value looked
-    at."""
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+# ---------------------------------------------------------------------------------------------------- who writes what
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+def cuts(tensor: DTensor) -> list[tuple[int, int]]:
+    """(tensor dimension, mesh dimension) of each cut, in the order in which the cuts are made.
 
-
-class ShardWriter(StorageWriter):
-    """Writes this rank's parts into one new file of `folder`, if they are finite. On the coordinator, `publish(tensors,
-    files)` then makes the folder a checkpoint. `dcp.save` raises an exception of any rank, also of `publish`, on all
-    ranks."""
-
-    def __init__(self, folder: Path, rank: int, ranks: int, publish: Callable[[dict, dict], None]):
-        self.folder, self.file, self.ranks, self.publish = folder, f"rank-{rank:05d}.safetensors", ranks, publish
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        self.folder.mkdir(exist_ok=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if len(plans) != self.ranks:  # once the process group is closed, `dcp.save` takes each rank for the only one
-            raise RuntimeError(f"{len(plans)} of {self.ranks} ranks take part in this save")
-        self.planned = sum(len(plan.items) for plan in plans)
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan.items, planner) if plan.items else [])
-        return done
-
-    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        # Largest elements first: every part is then aligned to its element size, as in safetensors.
-        items = sorted(items, key=lambda item: -item.tensor_data.properties.dtype.itemsize)
-        head, starts = _header(items)
-        file = {"name": self.file, "size": 0, "header": len(head), "header_hash": verify.digest(head)}
-        results = []
-        with open(self.folder / self.file, "xb") as stream:
-            stream.write(head)
-            for item, start in zip(items, starts, strict=True):
-                tensor = planner.resolve_data(item)
-                if tensor.dtype.is_floating_point and not finite(tensor):
-                    raise NotFinite(f"{item.index.fqn} has values that are not finite")
-                data, hashes = _bytes(tensor), []
-                for i in range(0, len(data), verify.BLOCK):
-                    block = data[i : i + verify.BLOCK]
-                    hashes.append(verify.digest(block))
-                    stream.write(block)
-                results.append(WriteResult(item.index, len(data), (file, start, hashes)))
-            file["size"] = stream.tell()
-            stream.flush()
-            os.fsync(stream.fileno())
-        return results
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Build the manifest's tables, on the coordinator. A part that was planned but not written is an error."""
-        written = {r.index: r.storage_data for rank in results for r in rank}
-        if len(written) != self.planned:
-            raise RuntimeError(f"{self.planned} parts of tensors were planned, {len(written)} written")
-        files, tensors = {}, {}
-        for name, md in metadata.state_dict_metadata.items():
-            parts = []
-            for chunk in md.chunks:
-                file, start, hashes = written[MetadataIndex(name, chunk.offsets)]
-                files[file["name"]] = {key: value for key, value in file.items() if key != "name"}
-                parts.append({
-                    "offset": list(chunk.offsets), "shape": list(chunk.sizes),
-                    "file": file["name"], "start": start, "hashes": hashes,
-                })  # fmt: skip
-            tensors[name] = {"dtype": CODES[md.properties.dtype], "shape": list(md.size), "parts": parts}
-        self.publish(tensors, files)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
-
-
-def _header(items: list[WriteItem]) -> tuple[bytes, list[int]]:
-    """The head of a safetensors file, and where each item's bytes start in the file."""
-    table, starts, end = {"__metadata__": {"format": "pt"}}, [], 0
-    for item in items:
-        chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
-        ranges = ",".join(f"{o}:{o + n}" for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-        starts.append(end)
-        end += math.prod(chunk.sizes) * dtype.itemsize
-        row = {"dtype": CODES[dtype], "shape": list(chunk.sizes), "data_offsets": [starts[-1], end]}
-        table[f"{item.index.fqn}[{ranges}]"] = row
-    text = json.dumps(table).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return head, [len(head) + start for start in starts]
-
-
-class PlanReader(StorageReader):
-    """The methods that DCP asks of a reader which takes the planner's plan as it is. A subclass adds `read_metadata`,
-    which says what there is, and `read_data`, which reads it."""
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        pass
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
-
-
-class ShardReader(PlanReader):
-    """Reads what a plan asks for out of a checkpoint whose manifest has been checked (`verify.read_manifest`).
-
-    With `check`, every block is verified as it is read. Raises verify.Damaged, which `dcp.load` raises on all ranks.
+    If FSDP shards what tensor parallelism has already cut, FSDP's placement is a `_StridedShard`, whose cut comes
+    second although its mesh dimension comes first. Raises ValueError for a placement that is no shard and no replica.
     """
-
-    def __init__(self, folder: Path, manifest: dict, check: bool = True):
-        self.folder, self.tensors, self.check = folder, manifest["tensors"], check
-        self.parts = {
-            (name, tuple(part["offset"])): part for name, tensor in self.tensors.items() for part in tensor["parts"]
-        }
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        return Metadata({
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=DTYPES[tensor["dtype"]]),
-                torch.Size(tensor["shape"]),
-                [ChunkStorageMetadata(torch.Size(p["offset"]), torch.Size(p["shape"])) for p in tensor["parts"]],
-            )
-            for name, tensor in self.tensors.items()
-        })  # fmt: skip
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        per_file: dict[str, list[tuple[int, ReadItem, dict]]] = {}
-        for item in plan.items:
-            part = self.parts[item.storage_index.fqn, tuple(item.storage_index.offset)]
-            per_file.setdefault(part["file"], []).append((part["start"], item, part))
-        for name, items in per_file.items():
-            with verify.open_regular(self.folder / name) as stream:
-                for _, item, part in sorted(items, key=lambda row: row[0]):
-                    target = planner.resolve_tensor(item)
-                    target.copy_(self._read(stream, item, part))
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read(self, stream: object, item: ReadItem, part: dict) -> Tensor:
-        """The box of a part that `item` asks for. Its rows are read in whole blocks and then cut to the box."""
-        name, shape = item.storage_index.fqn, part["shape"]
-        dtype, size = DTYPES[self.tensors[name]["dtype"]], verify.nbytes(self.tensors[name], part)
-        row_bytes = size // shape[0] if shape else size
-        first_row, rows = (item.storage_offsets[0], item.lengths[0]) if shape else (0, 1)
-        first_block = first_row * row_bytes // verify.BLOCK
-        begin = first_block * verify.BLOCK
-        end = min(-(-(first_row + rows) * row_bytes // verify.BLOCK) * verify.BLOCK, size)
-        buffer = torch.empty(end - begin, dtype=torch.uint8)
-        verify.read_blocks(stream, name, part, first_block, memoryview(buffer.numpy()), self.check)
-        box = buffer[first_row * row_bytes - begin : (first_row + rows) * row_bytes - begin].view(dtype)
-        if not shape:
-            return box[0]
-        box = box.view(rows, *shape[1:])
-        for dim in range(1, len(shape)):
-            box = box.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
-        return box
+    placements = list(enumerate(tensor.placements))
+    if not all(p.is_replicate() or hasattr(p, "dim") for _, p in placements):
+        raise ValueError(f"a tensor with the placements {tensor.placements} cannot be saved")
+    sharded = [(p.dim, d, isinstance(p, _StridedShard)) for d, p in placements if not p.is_replicate()]
+    return [(dim, d) for dim, d, strided in sorted(sharded, key=lambda cut: cut[2])]
 
 
+def box_of(name: str, tensor: Tensor) -> Box:
+    """The box of the whole tensor that this rank holds."""
+    if name.startswith(GENERATOR):
+        return [dist.get_rank(), 0], list(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return [0] * tensor.ndim, list(tensor.shape)
+    mesh, order = tensor.device_mesh, cuts(tensor)
+    split = [[dim, mesh.size(d), 1] for dim, d in order]
+    return layout.box_at(list(tensor.shape), split, [mesh.get_local_rank(d) for _, d in order])
+
+
+def strides(mesh: DeviceMesh) -> tuple[int, list[int]]:
+    """The first rank of a mesh, and how many ranks further on the next one is along each dimension."""
+    ranks = mesh.mesh
+    first = int(ranks.flatten()[0])
+    steps = [int(ranks.select(d, min(1, n - 1)).flatten()[0]) - first for d, n in enumerate(ranks.shape)]
+    expected = torch.tensor(first)
+    for d, (n, step) in enumerate(zip(ranks.shape, steps, strict=True)):
+        expected = expected + (torch.arange(n) * step).view([n if i == d else 1 for i in range(ranks.ndim)])
+    if not torch.equal(expected, ranks.to(expected)):
+        raise ValueError(f"a mesh whose ranks are not evenly spaced cannot be saved: {ranks}")
+    return first, steps
+
+
+def describe(live: Mapping[str, Tensor], ranks: int, holders: range) -> dict[str, dict]:
+    """The rows of these tensors in the manifest (`layout.py`). All ranks that hold a tensor get the same row for it,
+    because it follows from its name, its shape and its mesh.
+
+    ranks: of the whole run. holders: the ranks that hold the tensors that are no DTensors, this one among them.
+    A tensor that several ranks hold is written by the one that has the fewest bytes of such tensors so far.
+    """
+    rows: dict[str, dict] = {}
+    known: dict[int, tuple[int, list[int]]] = {}  # id of a mesh -> its strides
+    loads: dict[tuple, list[tuple[int, int]]] = {}  # replicas of a kind -> a heap of (bytes, distance from the first)
+    for name, tensor in live.items():
+        shape, dtype = list(tensor.shape), CODES[tensor.dtype]
+        if name.startswith(GENERATOR):
+            rows[name] = {"dtype": dtype, "shape": [ranks, shape[1]], "first": 0, "split": [[0, ranks, 1]]}
+            continue
+        first, split, replicas = holders.start, [], [(len(holders), 1)]
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            first, steps = known.setdefault(id(mesh), known.get(id(mesh)) or strides(mesh))
+            split = [[dim, mesh.size(d), steps[d]] for dim, d in cuts(tensor) if mesh.size(d) > 1]
+            whole = [d for d, placement in enumerate(tensor.placements) if placement.is_replicate()]
+            replicas = [(mesh.size(d), steps[d]) for d in whole if mesh.size(d) > 1]
+        size = verify.nbytes(dtype, shape) // math.prod(pieces for _, pieces, _ in split)
+        if size >= SMALL and replicas:
+            load = loads.setdefault((first, *replicas), [(0, distance) for distance in distances(replicas)])
+            least, distance = load[0]
+            heapq.heapreplace(load, (least + size, distance))
+            first += distance
+        rows[name] = {"dtype": dtype, "shape": shape, "first": first, "split": split}
+    return rows
+
+
+def distances(replicas: list[tuple[int, int]]) -> list[int]:
+    """How far each replica is from the first one, in ranks, in rising order. replicas: (how many, stride) by mesh
+    dimension."""
+    found = [0]
+    for count, stride in replicas:
+        found = [distance + i * stride for distance in found for i in range(count)]
+    return sorted(found)
+
+
+def share_rows(rows: dict[str, dict], group: dist.ProcessGroup) -> dict[str, dict]:
+    """The rows of all ranks of `group`; every rank calls it. Ranks of another pipeline stage hold other tensors.
+
+    It costs one number of each rank if all have the same rows. If not, the first rank of each kind sends its rows to
+    all. Where two kinds have a name in common (tied weights of two stages), the lower rank's row counts. Raises
+    ValueError if their shapes differ.
+    """
+    mine = int.from_bytes(bytes.fromhex(verify.digest(json.dumps(rows).encode())), "big", signed=True)
+    kinds = torch.empty(dist.get_world_size(group), 1, dtype=torch.int64)
+    dist.all_gather(list(kinds), torch.tensor([mine]), group)
+    first_of_kind: dict[int, int] = {}
+    for rank, kind in enumerate(kinds.flatten().tolist()):
+        first_of_kind.setdefault(kind, rank)
+    if len(first_of_kind) == 1:
+        return rows
+    shared: dict[str, dict] = {}
+    for rank in first_of_kind.values():
+        sent = [rows if rank == dist.get_rank(group) else None]
+        dist.broadcast_object_list(sent, group=group, group_src=rank)
+        for name, row in sent[0].items():
+            other = shared.setdefault(name, row)
+            if (other["shape"], other["dtype"]) != (row["shape"], row["dtype"]):
+                raise ValueError(f"ranks disagree on {name}: {other['dtype']} {other['shape']}, {row['dtype']} {row['shape']}")
+    return shared
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank writes. It holds for all states with the same names, shapes, types and placements."""
+
+    rows: dict[str, dict]  # all tensors of the checkpoint, as the manifest describes them
+    rank: int
+    boxes: dict[str, Box]  # the parts that this rank writes, in the order of its file
+
+    @staticmethod
+    def make(live: Mapping[str, Tensor], rows: dict[str, dict], rank: int) -> "Plan":
+        """rows: of all tensors of all ranks. Raises ValueError if this rank holds another shard than its row says."""
+        boxes = {name: box for name in live if (box := layout.box_of_rank(rows[name], rank))}
+        for name, (_, shape) in boxes.items():
+            if shape != list(local(live[name]).shape):
+                raise ValueError(f"{name}: a shard of shape {list(local(live[name]).shape)}, {shape} expected")
+        # Largest elements first: every part is then aligned to its element size, as in safetensors.
+        order = sorted(boxes, key=lambda name: -verify.SIZES[rows[name]["dtype"]])
+        return Plan(rows, rank, {name: boxes[name] for name in order})
+
+    @cached_property
+    def head(self) -> bytes:
+        """The head of this rank's file, with a 0 for each digit of a hash."""
+        digits = 16 * sum(-(-self.bytes_of(name) // verify.BLOCK) for name in self.boxes)
+        table: dict[str, dict] = {verify.METADATA: {"format": "pt", "hashes": "0" * digits}}
+        end = 0
+        for name, box in self.boxes.items():
+            start, end = end, end + self.bytes_of(name)
+            row = {"dtype": self.rows[name]["dtype"], "shape": box[1], "data_offsets": [start, end]}
+            table[verify.part_name(name, box)] = row
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def bytes_of(self, name: str) -> int:
+        return verify.nbytes(self.rows[name]["dtype"], self.boxes[name][1])
+
+
+def kind_of(live: Mapping[str, Tensor]) -> list[tuple]:
+    """What a plan depends on: two states with equal kinds can share one."""
+    return [(name, t.shape, t.dtype, t.placements if isinstance(t, DTensor) else None) for name, t in live.items()]
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard, outside of any graph; the same memory."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # to_local is then no operation of its own
+            tensor = tensor.to_local()
+    return tensor.detach()
+
+
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raises NotFinite, naming the tensor. One call of torch reads all of them, so that training has the interpreter
+    meanwhile. Only where a norm is not finite, which may be an overflow, is each value looked at."""
+    by_type: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            by_type.setdefault(tensor.dtype, {})[name] = tensor
+    for floating in by_type.values():
+        norms = torch.stack(torch._foreach_norm(list(floating.values()), 2))
+        for name, finite in zip(floating, norms.isfinite().tolist(), strict=True):
+            if not finite and not floating[name].isfinite().all():
+                raise NotFinite(f"{name} has values that are not finite")
+
+
+class OneByOne(Mapping[str, memoryview]):
+    """The bytes of the shards of live tensors, each copied to host memory when it is asked for and then forgotten."""
+
+    def __init__(self, live: Mapping[str, Tensor]):
+        self.live = live
+
+    def __getitem__(self, name: str) -> memoryview:
+        tensor = local(self.live[name]).cpu()
+        check_finite({name: tensor})
+        return as_bytes(tensor)
+
+    def __iter__(self) -> Any:
+        return iter(self.live)
+
+    def __len__(self) -> int:
+        return len(self.live)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in host memory; the same memory if it is contiguous."""
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def write(folder: Path, plan: Plan, shards: Mapping[str, memoryview]) -> list:
+    """Write this rank's file into `folder` and sync it. Returns its row in the manifest's `files`.
+
+    shards: the bytes of each part, by name. The hashes are known last, but as many digits are kept free for them at the
+    start.
+    """
+    hashes: list[str] = []
+    with open(folder / verify.file_name(plan.rank), "xb") as stream:
+        stream.write(plan.head)
+        for name in plan.boxes:
+            data = shards[name]
+            for i in range(0, len(data), verify.BLOCK):
+                block = data[i : i + verify.BLOCK]
+                hashes.append(verify.digest(block))
+                stream.write(block)
+        size = stream.tell()
+        head = plan.head.replace(b"0" * 16 * len(hashes), "".join(hashes).encode(), 1)
+        stream.seek(0)
+        stream.write(head)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return [size, verify.digest(head)]
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def read(folder: Path, manifest: dict, boxes: Mapping[str, Box], into: Mapping[str, Tensor], check: bool = True) -> None:
+    """Fill the tensors of `into` with these boxes of a checkpoint's tensors. Opens the files that hold them, and no
+    other. With `check`, every block that is read is verified. Raises Damaged or OSError.
+    """
+    wanted: dict[int, list[tuple[str, Box]]] = {}
+    for name, box in boxes.items():
+        for rank, part_box in verify.parts_in(manifest, name, box):
+            wanted.setdefault(rank, []).append((name, part_box))
+    for rank, parts in wanted.items():
+        with Shard(folder, manifest, rank, check) as shard:
+            found = [(shard.find(name, part_box), name, part_box) for name, part_box in parts]
+            for part, name, part_box in sorted(found, key=lambda row: row[0]["start"]):
+                box = boxes[name]
+                shared = layout.overlap(part_box, box)
+                target = into[name]
+                if shared[1] != box[1]:
+                    target = target[_slices(shared, box[0])]
+                target.copy_(_read_part(shard, name, part, _relative(shared, part_box[0]), check))
+
+
+def _relative(box: Box, origin: list[int]) -> Box:
+    return [start - zero for start, zero in zip(box[0], origin, strict=True)], box[1]
+
+
+def _slices(box: Box, origin: list[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(*_relative(box, origin), strict=True))
+
+
+def _read_part(shard: Shard, name: str, part: dict, box: Box, check: bool) -> Tensor:
+    """This box of a part. Its rows are read in whole blocks and then cut to the box."""
+    shape, dtype = part["shape"], DTYPES[part["dtype"]]
+    size = verify.nbytes(part["dtype"], shape)
+    row_bytes = size // shape[0] if shape else size
+    first_row, rows = (box[0][0], box[1][0]) if shape else (0, 1)
+    first_block = first_row * row_bytes // verify.BLOCK
+    begin = first_block * verify.BLOCK
+    end = min(-(-(first_row + rows) * row_bytes // verify.BLOCK) * verify.BLOCK, size)
+    buffer = torch.empty(end - begin, dtype=torch.uint8)
+    verify.read_blocks(shard.stream, shard.label(name), part, first_block, memoryview(buffer.numpy()), check)
+    cut = buffer[first_row * row_bytes - begin : (first_row + rows) * row_bytes - begin].view(dtype)
+    if not shape:
+        return cut[0]
+    cut = cut.view(rows, *shape[1:])
+    for dim in range(1, len(shape)):
+        cut = cut.narrow(dim, box[0][dim], box[1][dim])
+    return cut

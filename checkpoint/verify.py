@@ -3,12 +3,20 @@
 A checkpoint is a folder `step-00000100` with one file per rank and one manifest:
 
     rank-00000.safetensors   8 bytes of length, a JSON header, then the raw bytes of this rank's parts of the tensors
-    manifest.json            where each part of each tensor lies, the hashes of its blocks, and all that is not a tensor
+    manifest.json            what is not a tensor; how each tensor is cut (`layout.py`); the size of each file, and the
+                             hash of its header
 
-The manifest is written last and carries its own hash. A folder is a checkpoint if its manifest agrees with itself and
-with the files; the existence of a file proves nothing. There is no pickle anywhere, and a manifest can only name files
-called `rank-NNNNN.safetensors` beside it. So reading a hostile checkpoint can fail, but it cannot run code or leave the
-folder. (xxh3 finds accidents, not forgeries: whoever may write the folder decides which numbers it holds.)
+The hashes form a tree. The manifest carries its own hash, and those of the headers. A header says where each part lies
+in its file, and carries the hashes of its blocks. So the manifest stays small however many ranks there are, rank 0
+writes nothing for other ranks, and whoever reads a part reads the manifest, one header and that part's blocks.
+
+The manifest is written last. A folder is a checkpoint if its manifest agrees with itself and with the files; the
+existence of a file proves nothing. There is no pickle anywhere, and no name of a file is ever read from a file: rank
+numbers are. So reading a hostile checkpoint can fail, but it cannot run code or leave the folder. (xxh3 finds
+accidents, not forgeries: whoever may write the folder decides which numbers it holds.)
+
+Format 1 had all parts and their hashes in the manifest. It is still read: `read_manifest` returns what both have in
+common (`_as_now`), and `Shard` finds the parts in either.
 
     python -m checkpoint.verify DIR [--all]
 
@@ -24,21 +32,25 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import xxhash
 from tqdm import tqdm
 
+from checkpoint import layout
+from checkpoint.layout import Box
 from configs.schema import InputError
 from reliability import disk
 
-FORMAT = 1  # of the folder as described here; a reader refuses a newer one by name
+FORMAT = 2  # of the folder as described here; a reader refuses a newer one by name
 MANIFEST = "manifest.json"
+METADATA = "__metadata__"  # where a safetensors header holds what is no tensor; ours holds the hashes of the blocks there
 BLOCK = 1 << 24  # bytes under one hash: the least that a rank reads to trust one row of a large tensor
-FILE = re.compile(r"rank-[0-9]{5,}\.safetensors")
+FILE = re.compile(r"rank-([0-9]{5,})\.safetensors")
 NAME = re.compile(r"step-([0-9]{8,})(?:\.([1-9][0-9]*))?")
+HEX = re.compile(r"[0-9a-f]{16}")  # a hash
 HEAD = {  # what every manifest says, beside "files" and "tensors"
     "format": int, "step": int, "progress": dict, "mesh": dict, "facts": dict, "optimizer": str,
     "hyperparameters": dict, "parent": str, "ancestors": list, "torch": str, "saved": str,
@@ -112,7 +124,7 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
     Raises ValueError for a manifest that `read_manifest` would refuse.
     """
-    _check_layout(manifest)
+    _check(manifest)
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
     with open(folder / MANIFEST, "xb") as stream:
         stream.write(f'{{"hash": "{_manifest_hash(manifest)}", "manifest": {{\n{lines}\n}}}}\n'.encode())
@@ -136,9 +148,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest, after checking its hash, its inner consistency, and that its files exist in their full size.
-
-    Reads no tensor. Raises Damaged, or InputError if the checkpoint is whole but of a format newer than this code.
+    """The manifest, after checking its hash and its inner consistency. Opens no other file: `Shard` checks each file
+    that is read. Raises Damaged, or InputError if the checkpoint is whole but of a format newer than this code.
     """
     try:
         with open_regular(folder / MANIFEST) as stream:
@@ -149,48 +160,66 @@ def read_manifest(folder: Path) -> dict:
             raise Damaged(f"{folder / MANIFEST}: hash {outer['hash']} expected, {actual_hash} found")
         if manifest["format"] > FORMAT:
             raise InputError(f"{folder} has format {manifest['format']}, this code reads up to {FORMAT}: update it")
-        _check_layout(manifest)
-        for name, file in manifest["files"].items():
-            with open_regular(folder / name) as stream:
-                size = os.fstat(stream.fileno()).st_size
-            if size != file["size"]:
-                raise Damaged(f"{folder / name}: {file['size']} bytes expected, {size} found")
+        _check(manifest)
+        return _as_now(manifest) if manifest["format"] == 1 else manifest
     except OSError as error:
         raise Damaged(f"{error.filename or folder}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{folder / MANIFEST}: not a manifest ({type(error).__name__}: {error})") from None
-    return manifest
 
 
 def is_whole(folder: Path) -> bool:
     """Whether a checkpoint has all its files in their full size. Reads no tensor, so damaged bytes do not show."""
     try:
-        read_manifest(folder)
-    except (Damaged, InputError):
+        files = enumerate(read_manifest(folder)["files"])
+        return all((folder / file_name(rank)).lstat().st_size == file[0] for rank, file in files if file)
+    except (Damaged, InputError, OSError):
         return False
-    return True
 
 
-def _check_layout(manifest: dict) -> None:
-    """Raises ValueError, KeyError, TypeError or AttributeError unless every part lies inside its tensor and its file,
-    the parts fill the tensors, and only shard files are named."""
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def part_name(name: str, box: Box) -> str:
+    """The name of one part of a tensor in a file, such as `model.norm.weight[8:16]`."""
+    return f"{name}[{','.join(f'{start}:{start + length}' for start, length in zip(*box, strict=True))}]"
+
+
+def _check(manifest: dict) -> None:
+    """Raises ValueError, KeyError, TypeError or AttributeError unless the manifest is consistent in itself."""
     for key, kind in HEAD.items():
         if type(manifest[key]) is not kind:
             raise ValueError(f"{key} is {manifest[key]!r}")
+    if manifest["format"] == 1:
+        return _check_format_1(manifest)
+    files = manifest["files"]
+    for rank, file in enumerate(files):
+        size, header_hash = file
+        if type(size) is not int or not HEX.fullmatch(header_hash):
+            raise ValueError(f"file {rank}: {file}")
+    for name, row in manifest["tensors"].items():
+        SIZES[row["dtype"]]
+        layout.check(name, row, len(files))
+
+
+def _check_format_1(manifest: dict) -> None:
+    """As `_check`: every part lies inside its tensor and its file, the parts fill the tensors, and only shard files are
+    named."""
     files = manifest["files"]
     for name, file in files.items():
-        if not FILE.fullmatch(name):
+        if not FILE.fullmatch(name) or name != file_name(int(FILE.fullmatch(name)[1])):
             raise ValueError(f"{name!r} is not the name of a shard")
         if not 0 <= file["header"] <= file["size"]:
             raise ValueError(f"{name}: a header of {file['header']} bytes")
     for name, tensor in manifest["tensors"].items():
-        if not (isinstance(name, str) and _is_sizes(tensor["shape"])):
+        if not (isinstance(name, str) and layout.is_counts(tensor["shape"])):
             raise ValueError(f"{name}: shape {tensor['shape']}")
         filled = 0
         for part in tensor["parts"]:
             offset, shape, file = part["offset"], part["shape"], files[part["file"]]
-            size = nbytes(tensor, part)
-            inside = _is_sizes(offset) and _is_sizes(shape) and len(offset) == len(shape) == len(tensor["shape"])
+            size = nbytes(tensor["dtype"], shape)
+            inside = layout.is_counts(offset) and layout.is_counts(shape) and len(offset) == len(shape) == len(tensor["shape"])
             inside = inside and all(o + n <= whole for o, n, whole in zip(offset, shape, tensor["shape"], strict=True))
             if not inside or not file["header"] <= part["start"] <= part["start"] + size <= file["size"]:
                 raise ValueError(f"{name}: the part at {offset} lies outside of its tensor or file")
@@ -201,28 +230,131 @@ def _check_layout(manifest: dict) -> None:
             raise ValueError(f"{name}: its parts hold {filled} of {math.prod(tensor['shape'])} elements")
 
 
-def _is_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+def _as_now(manifest: dict) -> dict:
+    """A manifest of format 1 with `files` as in format 2 (None for a rank without a file), and the random generators
+    of all ranks, which were tensors of their own, as the rows of one tensor. Its tensors keep their `parts`."""
+    number = {name: int(FILE.fullmatch(name)[1]) for name in manifest["files"]}
+    files: list = [None] * (max(number.values(), default=-1) + 1)
+    for name, file in manifest["files"].items():
+        files[number[name]] = [file["size"], file["header_hash"]]
+    tensors: dict = {}
+    generators: dict[str, dict[int, dict]] = {}  # "rng.cpu" -> rank -> tensor
+    for name, tensor in manifest["tensors"].items():
+        if match := re.fullmatch(r"(rng\.[a-z]+)\.([0-9]+)", name):
+            generators.setdefault(match[1], {})[int(match[2])] = tensor
+        else:
+            tensors[name] = tensor
+    for name, by_rank in generators.items():
+        length = next(iter(by_rank.values()))["shape"][0]
+        parts = [part | {"offset": [rank, 0], "shape": [1, length]} for rank, t in by_rank.items() for part in t["parts"]]
+        tensors[name] = {"dtype": "U8", "shape": [max(by_rank) + 1, length], "parts": parts}
+    return {**manifest, "files": files, "tensors": tensors}
 
 
-def nbytes(tensor: dict, part: dict) -> int:
-    """The size in bytes of one part of a tensor in the manifest."""
-    return math.prod(part["shape"]) * SIZES[tensor["dtype"]]
+def parts_in(manifest: dict, name: str, box: Box) -> Iterator[tuple[int, Box]]:
+    """The rank and the box of every part of a tensor that overlaps `box`. The part lies in the file of that rank."""
+    row = manifest["tensors"][name]
+    if "parts" not in row:
+        yield from layout.parts_in(row, box)
+        return
+    for part in row["parts"]:
+        part_box = part["offset"], part["shape"]
+        if layout.overlap(part_box, box):
+            yield int(FILE.fullmatch(part["file"])[1]), part_box
+
+
+class Shard:
+    """The file of one rank, opened for reading. A context manager.
+
+    Its size and its header are checked when it is opened, so each part that it finds is what the manifest means. Without
+    `check`, the header's hash is not compared. Raises Damaged.
+    """
+
+    def __init__(self, folder: Path, manifest: dict, rank: int, check: bool = True):
+        self.manifest, self.rank, self.path = manifest, rank, folder / file_name(rank)
+        path = self.path
+        self.size, header_hash = manifest["files"][rank]
+        try:
+            self.stream = open_regular(path)
+        except OSError as error:
+            raise Damaged(f"{path}: {error.strerror or error}") from None
+        try:
+            if (size := os.fstat(self.stream.fileno()).st_size) != self.size:
+                raise Damaged(f"{path}: {self.size} bytes expected, {size} found")
+            head = self.stream.read(8)
+            length = int.from_bytes(head, "little")
+            head += self.stream.read(min(length, self.size))
+            if check and (actual := digest(head)) != header_hash:
+                raise Damaged(f"{path} at byte 0: hash {header_hash} expected, {actual} found")
+            self.header = len(head)
+            self.parts = self._parts_of_format_1() if manifest["format"] == 1 else self._parts(json.loads(head[8:]))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self.stream.close()
+            raise Damaged(f"{path}: not a header ({type(error).__name__}: {error})") from None
+        except (OSError, Damaged):
+            self.stream.close()
+            raise
+
+    def _parts(self, header: dict) -> dict[str, dict]:
+        """The table of parts: name -> dtype, shape, start (a byte of the file) and the hashes of its blocks."""
+        hashes, parts, used = header.pop(METADATA)["hashes"], {}, 0
+        for name, row in header.items():
+            begin, end = row["data_offsets"]
+            size, blocks = end - begin, -(-(end - begin) // BLOCK)
+            if size != nbytes(row["dtype"], row["shape"]) or not 0 <= begin <= end <= self.size - self.header:
+                raise ValueError(f"{name}: data_offsets {begin}, {end}")
+            own = hashes[16 * used : 16 * (used + blocks)]
+            if len(own) != 16 * blocks:
+                raise ValueError(f"{name}: hashes are missing")
+            parts[name] = {"dtype": row["dtype"], "shape": row["shape"], "start": self.header + begin,
+                           "hashes": [own[i : i + 16] for i in range(0, len(own), 16)]}  # fmt: skip
+            used += blocks
+        return parts
+
+    def _parts_of_format_1(self) -> dict[str, dict]:
+        file, parts = file_name(self.rank), {}
+        for name, tensor in self.manifest["tensors"].items():
+            for part in tensor["parts"]:
+                if part["file"] == file:
+                    row = {"dtype": tensor["dtype"], **{key: part[key] for key in ("shape", "start", "hashes")}}
+                    parts[part_name(name, (part["offset"], part["shape"]))] = row
+        return parts
+
+    def find(self, name: str, box: Box) -> dict:
+        """The part of a tensor that the manifest says lies here. Raises Damaged if it does not."""
+        part = self.parts.get(part_name(name, box))
+        if part is None or part["dtype"] != self.manifest["tensors"][name]["dtype"] or part["shape"] != list(box[1]):
+            raise Damaged(f"{self.path}: it does not hold {part_name(name, box)}, as the manifest says")
+        return part
+
+    def label(self, name: str) -> str:
+        return f"{self.path.name} ({name})"
+
+    def __enter__(self) -> "Shard":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+
+
+def nbytes(dtype: str, shape: list[int]) -> int:
+    """The size in bytes of a tensor or of a part of one."""
+    return math.prod(shape) * SIZES[dtype]
 
 
 def read_blocks(stream: BinaryIO, label: str, part: dict, first: int, into: memoryview, check: bool = True) -> None:
     """Fill `into` with the bytes of a part, beginning at its block number `first`. With `check`, each block is
     verified, and `into` must hold whole blocks (the last one of a part may be shorter).
 
-    label: the tensor's name, for the message. Raises Damaged.
+    label: what is read, for the message. part: as in `Shard.parts`. Raises Damaged.
     """
     stream.seek(part["start"] + first * BLOCK)
     for i in range(0, len(into), BLOCK):
         block, position = into[i : i + BLOCK], part["start"] + first * BLOCK + i
         if (count := stream.readinto(block)) != len(block):
-            raise Damaged(f"{stream.name} ({label}): ends at byte {position + count}, {position + len(block)} expected")
+            raise Damaged(f"{label}: ends at byte {position + count}, {position + len(block)} expected")
         if check and (actual := digest(block)) != (expected := part["hashes"][first + i // BLOCK]):
-            raise Damaged(f"{part['file']} ({label}) at byte {position}: hash {expected} expected, {actual} found")
+            raise Damaged(f"{label} at byte {position}: hash {expected} expected, {actual} found")
 
 
 def verify(folder: Path, progress: Callable[[int], object] = lambda n: None) -> dict:
@@ -231,26 +363,46 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda n: None) -> 
     """
     manifest = read_manifest(folder)
     buffer = memoryview(bytearray(BLOCK))
-    parts = {name: [] for name in manifest["files"]}  # file -> (tensor's name, part, bytes)
-    for label, tensor in manifest["tensors"].items():
-        for part in tensor["parts"]:
-            parts[part["file"]].append((label, part, nbytes(tensor, part)))
-    try:
-        for name, file in manifest["files"].items():
-            with open_regular(folder / name) as stream:
-                head = stream.read(file["header"])
-                if (actual := digest(head)) != file["header_hash"]:
-                    raise Damaged(f"{folder / name} at byte 0: hash {file['header_hash']} expected, {actual} found")
-                for label, part, size in parts[name]:
-                    for i in range(len(part["hashes"])):
-                        block = buffer[: min(BLOCK, size - i * BLOCK)]
-                        read_blocks(stream, label, part, i, block)
-                        progress(len(block))
-            if file["header"] + sum(size for _, _, size in parts[name]) != file["size"]:
-                raise Damaged(f"{folder / name}: bytes that the manifest does not account for")
-    except OSError as error:
-        raise Damaged(f"{error.filename or folder}: {error.strerror or error}") from None
+    for rank, file in enumerate(manifest["files"]):
+        if file is None:
+            continue
+        with Shard(folder, manifest, rank) as shard:
+            try:
+                _verify_shard(shard, buffer, progress)
+            except OSError as error:
+                raise Damaged(f"{shard.path}: {error.strerror or error}") from None
     return manifest
+
+
+def _verify_shard(shard: Shard, buffer: memoryview, progress: Callable[[int], object]) -> None:
+    if shard.manifest["format"] > 1:
+        boxes = ((name, layout.box_of_rank(row, shard.rank)) for name, row in shard.manifest["tensors"].items())
+        expected = [shard.find(name, box) for name, box in boxes if box]
+        if len(expected) != len(shard.parts):
+            raise Damaged(f"{shard.path}: {len(shard.parts)} parts, of which the manifest knows {len(expected)}")
+    end = shard.header
+    for name, part in shard.parts.items():
+        size = nbytes(part["dtype"], part["shape"])
+        for i in range(len(part["hashes"])):
+            block = buffer[: min(BLOCK, size - i * BLOCK)]
+            read_blocks(shard.stream, shard.label(name), part, i, block)
+            progress(len(block))
+        end += size
+    if end != shard.size:
+        raise Damaged(f"{shard.path}: bytes that the manifest does not account for")
+
+
+def part_hashes(folder: Path, manifest: dict) -> dict[str, list]:
+    """For each tensor, the names and hashes of all its parts: equal for equal tensors that were cut alike. Reads the
+    header of every file. Raises Damaged."""
+    hashes: dict[str, list] = {name: [] for name in manifest["tensors"]}
+    for rank, file in enumerate(manifest["files"]):
+        if file is None:
+            continue
+        with Shard(folder, manifest, rank) as shard:
+            for name, part in shard.parts.items():
+                hashes[name.rpartition("[")[0]].append((name, part["dtype"], part["hashes"]))
+    return hashes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -269,7 +421,8 @@ def main(argv: list[str] | None = None) -> int:
         with tqdm(total=size, unit="B", unit_scale=True, desc=path.name, leave=False) as bar:
             try:
                 manifest = verify(path, bar.update)
-                extra = sorted(p.name for p in path.iterdir() if p.name not in {*manifest["files"], MANIFEST})
+                ours = {MANIFEST, *map(file_name, range(len(manifest["files"])))}
+                extra = sorted(p.name for p in path.iterdir() if p.name not in ours)
                 note = f"ok; not ours and never read: {', '.join(extra)}" if extra else "ok"
                 rows.append((path.name, f"{len(manifest['tensors'])} tensors", f"{size / 2**20:.1f} MiB", note))
             except (Damaged, InputError) as error:

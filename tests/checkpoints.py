@@ -3,9 +3,11 @@
 A state is filled with the number of its step, so that a mixture of two saves shows in one `unique`.
 """
 
+import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -181,6 +183,33 @@ def zeros(path: Path, at: int, n: int = 4096) -> None:
     with open(path, "r+b") as file:
         file.seek(at)
         file.write(bytes(n))
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    """A manifest that somebody changed and signed again."""
+    manifest = json.loads((folder / "manifest.json").read_bytes())["manifest"] | changes
+    signed = {"hash": verify._manifest_hash(manifest), "manifest": manifest}
+    (folder / "manifest.json").write_text(json.dumps(signed))
+
+
+def rewrite_header(folder: Path, change: Callable[[dict], None], rank: int = 0) -> None:
+    """A header that somebody changed and signed again, in its length and in the manifest's."""
+    path, files = folder / verify.file_name(rank), verify.read_manifest(folder)["files"]
+    data = path.read_bytes()
+    length = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:length])
+    change(header)
+    text = json.dumps(header).encode()
+    head = len(text).to_bytes(8, "little") + text
+    path.write_bytes(head + data[length:])
+    files[rank] = [len(head) + len(data) - length, verify.digest(head)]
+    rewrite(folder, files=files)
+
+
+def set_hash(header: dict, part: str, digest: str) -> None:
+    """Replace the hash of a part, in a header whose parts have one block each."""
+    start, hashes = 16 * (list(header).index(part) - 1), header[verify.METADATA]["hashes"]
+    header[verify.METADATA]["hashes"] = hashes[:start] + digest + hashes[start + 16 :]
 
 
 class Attack:

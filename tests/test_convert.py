@@ -575,7 +575,7 @@ def save_trained(folder: Path) -> dict[str, Tensor] | None:
     checkpoints.save(1, job.model, job.optimizer, {"step": 1, "samples": 8})
     checkpoints.close()
     live = state.tensors(job.model, job.optimizer)
-    whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t.detach() for n, t in live.items() if n[:3] != "rng"}
+    whole = {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for n, t in live.items() if n[:3] != "rng"}
     return {name: tensor.numpy() for name, tensor in whole.items()} if world().rank == 0 else None
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 from xml.etree import ElementTree
@@ -23,6 +24,7 @@ from configs.schema import InputError
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
 from tools.plan import estimate as estimates, trace
+from tools.plan import report
 from tools.plan.__main__ import main
 from tools.plan.device import load_device
 from tools.plan.estimate import Ring, estimate
@@ -303,11 +305,15 @@ def test_what_a_cpu_spends_beside_work_is_counted():
 def planned_goodput() -> list[tuple]:
     cfg = config([NONE, "--training.local_batch_size=2", "--checkpoint.async_save=false"], 4)
     plans = [make_plan(cfg, Question(4, 4, H100, mtbf_gpu_hours=h, storage_gb_per_s=1e-5)) for h in (50_000, 1e-3)]
-    return [(p.mtbf, p.saving()[2], p.best_interval, [p.goodput(p.best_interval * f) for f in (0.5, 1, 2)]) for p in plans]
+    goodput = [(p.mtbf, p.saving()[2], p.best_interval, [p.goodput(p.best_interval * f) for f in (0.5, 1, 2)]) for p in plans]
+    copying = replace(plans[0], cfg=config([NONE, "--training.local_batch_size=2"], 4))
+    return [*goodput, (copying.staging, copying.checkpoint_bytes / 4, plans[0].staging, report.host_memory(copying))]
 
 
 def test_the_best_interval_between_checkpoints():
-    (mtbf, stall, best, around), (*_, hopeless) = apart(planned_goodput)
+    (mtbf, stall, best, around), (*_, hopeless), (staging, share, without, line) = apart(planned_goodput)
+    assert staging == pytest.approx(share, rel=0.02) and without == 0
+    assert line.endswith("pinned 4.00 MiB (CUDA rounds up to a power of two): 16.00 MiB on each host"), line
     assert best == pytest.approx((2 * stall * mtbf) ** 0.5, rel=0.01)  # Young's, where saves are short against failures
     assert around[1] == max(around) > 0.9
     assert max(hopeless) < 1e-6  # interrupted more often than a restart takes: no progress, and no overflow

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 
 import train
-from checkpoint.storage import ShardWriter
+from checkpoint import storage
 from configs.schema import Run
 from parallelisms import dp, mesh as meshes
 from reliability.collectives import Watch
@@ -44,7 +44,7 @@ def counted(folder: Path, options: list[str]) -> tuple[int, str, list[Counter], 
     """A run whose saves last for several steps. Returns its exit code, its errors, and the collectives inside of each
     `train_step`, and between it and the one before."""
     inside, between = [], []
-    real_step, real_write = train.train_step, ShardWriter.write_data
+    real_step, real_write = train.train_step, storage.write
 
     def step(job, batch, *options):
         between.append(Counter(watch.names))
@@ -54,11 +54,11 @@ def counted(folder: Path, options: list[str]) -> tuple[int, str, list[Counter], 
         watch.names.clear()
         return result
 
-    def write(writer, *plan):
+    def write(*parts):
         time.sleep(0.3)
-        return real_write(writer, *plan)
+        return real_write(*parts)
 
-    train.train_step, ShardWriter.write_data = step, write
+    train.train_step, storage.write = step, write
     with Collectives() as watch:
         code, errors = run(options, folder)
     return code, errors, inside, between

@@ -138,7 +138,7 @@ def _row(metric: str, steps: list[int], a: dict[int, float], b: dict[int, float]
 def checkpoints(a: Path, b: Path) -> tuple[str, bool | None]:
     """Compares the newest step that both have saved: a sentence, and whether the state is the same (None: unknown).
 
-    It compares the hashes in the manifests and reads nothing else, so both runs must have had the same mesh.
+    It compares the hashes in the files' headers and reads nothing else, so both runs must have had the same mesh.
     """
     try:
         saved = [dict((verify.parse_name(path.name)[1], path) for path in reversed(verify.find(run))) for run in (a, b)]
@@ -146,18 +146,15 @@ def checkpoints(a: Path, b: Path) -> tuple[str, bool | None]:
         if step is None:
             return "no step that both have", None
         one, other = (verify.read_manifest(by_step[step]) for by_step in saved)
+        if one["mesh"] != other["mesh"] or one["tensors"].keys() != other["tensors"].keys():
+            return f"step {step}: other meshes or other tensors, so hashes do not compare", None
+        hashes = [verify.part_hashes(by_step[step], manifest) for by_step, manifest in zip(saved, (one, other), strict=True)]
     except (InputError, verify.Damaged) as error:
         return str(error), None
-    if one["mesh"] != other["mesh"] or one["tensors"].keys() != other["tensors"].keys():
-        return f"step {step}: other meshes or other tensors, so hashes do not compare", None
-    unlike = [name for name, tensor in one["tensors"].items() if _hashes(tensor) != _hashes(other["tensors"][name])]
+    unlike = [name for name in one["tensors"] if hashes[0][name] != hashes[1][name]]
     if not unlike:
         return f"step {step}: all {len(one['tensors'])} tensors are bitwise equal", True
     return f"step {step}: {len(unlike)} of {len(one['tensors'])} tensors differ, the first of them {unlike[0]}", False
-
-
-def _hashes(tensor: dict) -> list:
-    return [tensor["dtype"], tensor["shape"], [part["hashes"] for part in tensor["parts"]]]
 
 
 def explanations(a: Path, b: Path) -> tuple[dict[str, list], dict[str, list]]:

@@ -19,23 +19,20 @@ import shutil
 import struct
 import sys
 import uuid
-import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.api import CheckpointException
 from tqdm import tqdm
 
-from checkpoint import hf, state, verify
-from checkpoint.storage import CODES, DTYPES, ShardWriter, StagedSave
+from checkpoint import hf, state, storage, verify
+from checkpoint.storage import CODES, DTYPES, NotFinite, Plan
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from data import hf_tokenizer
@@ -125,25 +122,22 @@ def publish(
         "torch": str(torch.__version__), "saved": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
 
-    def finish(tensors: dict, files: dict) -> None:
-        verify.write_manifest(temporary, {**head, "files": files, "tensors": tensors})
-        temporary.rename(folder / name)
-        disk.sync(folder)
-
     try:
         if folder.exists() and verify.published(folder):
             raise InputError(f"{folder} holds checkpoints already: give the name of a new folder")
         folder.mkdir(parents=True, exist_ok=True)
         if tokenizer:
             tokenizer.save(str(out / "tokenizer.json"))
-        with progress_bar(size, name) as bar, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            planner = StagedSave(OneByOne(read, bar.update))
-            dcp.save(live, storage_writer=ShardWriter(temporary, 0, 1, finish), planner=planner, no_dist=True)
-    except CheckpointException as error:
-        if all(isinstance(e, (InputError, OSError)) for e, _ in error.failures.values()):
-            raise InputError(f"{source} could not be converted to {out}: {state.cause(error)}") from None
-        raise
+        temporary.mkdir()
+        plan = Plan.make(live, storage.describe(live, 1, range(1)), 0)
+        with progress_bar(size, name) as bar:
+            try:
+                file = storage.write(temporary, plan, OneByOne(live, read, bar.update))
+            except (InputError, NotFinite, OSError) as error:
+                raise InputError(f"{source} could not be converted to {out}: {error}") from None
+        verify.write_manifest(temporary, {**head, "files": [file], "tensors": plan.rows})
+        temporary.rename(folder / name)
+        disk.sync(folder)
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error.filename or ''} {error.strerror}") from None
     finally:
@@ -152,16 +146,17 @@ def publish(
     return f"{folder / name}: {len(live)} tensors, {size / 1e9:,.2f} GB, {words}"
 
 
-class OneByOne:
-    """What the planner takes for a dict of staged tensors: each is read when it is written, and then gone."""
+class OneByOne(storage.OneByOne):
+    """The tensors of the source, each read and widened when it is written, and then gone."""
 
-    def __init__(self, read: Callable[[str], Tensor], progress: Callable[[int], object]):
-        self.read, self.progress = read, progress
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], progress: Callable[[int], object]):
+        self.live, self.read, self.progress = names, read, progress
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> memoryview:
         tensor = self.read(name.removeprefix("model.")).float()
+        storage.check_finite({name: tensor})
         self.progress(tensor.nbytes)
-        return tensor
+        return storage.as_bytes(tensor)
 
 
 def progress_bar(size: int, name: str) -> tqdm:
@@ -250,7 +245,7 @@ def dcp_to_hf(source: Path, out: Path, dtype: str, max_shard_size: int, tokenize
     given = tokenizer or path.resolve().parent.parent / "tokenizer.json"
     saved = load_saved(str(given)) if tokenizer else tokenizer_of(load_saved, str(given))
     files = hf_tokenizer.files(saved, facts["must_match"]["model"]["max_seq_len"]) if saved else {}
-    size = sum(verify.nbytes(t, p) for t in state.select(manifest["tensors"], "model", ()).values() for p in t["parts"])
+    size = sum(verify.nbytes(t["dtype"], t["shape"]) for t in state.select(manifest["tensors"], "model", ()).values())
     family = MODELS[facts["family"]]
     with progress_bar(size, path.name) as bar:
         hf.export(path, out, family, getattr(torch, dtype), files, max_shard_size, bar.update)
@@ -271,7 +266,7 @@ def dcp_to_torch(source: Path, out: Path, content: str) -> str:
         table, _, key = ("model", "", rest) if kind == "model" else rest.rpartition(".")
         tables.setdefault(table, {})[key] = name
     order = [name for table in tables.values() for name in table.values()]  # as torch.save meets and numbers them
-    size = sum(verify.nbytes(manifest["tensors"][n], p) for n in order for p in manifest["tensors"][n]["parts"])
+    size = sum(verify.nbytes(row["dtype"], row["shape"]) for row in (manifest["tensors"][name] for name in order))
     with FakeTensorMode():  # shapes and types without memory
         whole: dict = {
             table: {key: _empty(manifest["tensors"][name]) for key, name in names.items()}
@@ -289,7 +284,7 @@ def dcp_to_torch(source: Path, out: Path, content: str) -> str:
         places = storages(temporary)
         with open(temporary, "r+b") as file, progress_bar(size, path.name) as bar:
             for name, (start, length) in zip(order, places, strict=True):
-                data = hf.as_bytes(hf.read_whole(path, manifest, name))
+                data = storage.as_bytes(hf.read_whole(path, manifest, name))
                 if len(data) != length:
                     raise RuntimeError(
                         f"this torch.save numbers its tensors in another way: {name} is not {length} bytes"

@@ -134,6 +134,13 @@ class Plan:
         moments = 2 if o.kind == "adamw" else int(o.momentum > 0)
         return self.parameters * 4 * (1 + moments)
 
+    @property
+    def staging(self) -> int:
+        """Bytes of host memory for the copies that one rank writes while training goes on; 0 without async_save. Ranks
+        that hold the same shard share its parts."""
+        share = sum(size for kind, size in self.step.before().items() if kind in ("parameters", "optimizer state"))
+        return share // self.cfg.parallelism.data_parallel_replicate if self.cfg.checkpoint.async_save else 0
+
     def saving(self) -> tuple[float, float, float]:
         """Seconds of a save: to copy one rank's share to host memory, to write everything, and that training stands still."""
         share = sum(size for kind, size in self.step.before().items() if kind in ("parameters", "optimizer state"))

@@ -1,5 +1,6 @@
 """A plan as text for a person."""
 
+from checkpoint.state import pinned_size
 from tools.plan.plan import CONTEXT_GIB, Plan
 from tools.plan.step import GIB, KINDS
 
@@ -153,10 +154,22 @@ def run(plan: Plan) -> list[str]:
         f"({ask.mtbf_gpu_hours:,.0f} GPU-hours each); checkpoint every {time_text(interval)} as configured: {goodput:.1%} goodput; "
         f"best: every {max(1, round(best / step_seconds)):,} steps ({time_text(best)}), {plan.goodput(best):.1%}",
     ]
+    if plan.staging:
+        lines.insert(2, host_memory(plan))
     if write > interval:
         lines.append(f"  A checkpoint takes longer to write than checkpoint.interval = {configured} steps: "
                      "save less often, or to faster storage.")  # fmt: skip
     return lines
+
+
+def host_memory(plan: Plan) -> str:
+    """What the copies of checkpoints take in the memory of a host. On GPUs they are pinned."""
+    size, ranks = plan.staging, plan.ask.per_host
+    line = f"Host memory      for copies of checkpoints {size_text(size)} of each rank"
+    if plan.ask.on_gpu:
+        size = pinned_size(size)
+        line += f", pinned {size_text(size)} (CUDA rounds up to a power of two)"
+    return f"{line}: {size_text(size * ranks)} on each host"
 
 
 def advice(plan: Plan) -> str:

@@ -1,0 +1,94 @@
+"""Where the parts of a tensor lie in a checkpoint: a rule that any process can apply, not a list that grows with ranks.
+
+A row describes a tensor: `{"dtype": "F32", "shape": [8, 6], "first": 4, "split": [[0, 2, 1], [1, 3, 2]]}`. Each entry
+`[dim, pieces, stride]` of `split` cuts what the entries before it have left, along one dimension, in pieces as
+torch.chunk makes them: all are equally long but the last ones, which may be shorter or empty. Piece i of an entry lies
+`i * stride` ranks further on, counted from rank `first`. So the part of this tensor that is cut into pieces 1 and 2
+lies in the file of rank 4 + 1 * 1 + 2 * 2 = 9.
+
+A DeviceMesh numbers its ranks in this way, so one row describes a tensor on any mesh, or on a part of one. Ranks of
+different pipeline stages have different `first`. Where several ranks hold the same shard, `first` chooses which of them
+writes it.
+
+This file imports no torch. A box is a pair of lists: its offset in the tensor and its shape.
+"""
+
+import math
+from collections.abc import Iterator
+
+Box = tuple[list[int], list[int]]
+
+
+def piece(length: int, pieces: int, i: int) -> tuple[int, int]:
+    """Where piece i of `length` elements begins, and how long it is, when torch.chunk cuts them."""
+    size = -(-length // pieces)
+    start = min(size * i, length)
+    return start, min(size, length - start)
+
+
+def box_at(shape: list[int], split: list[list[int]], places: list[int]) -> Box:
+    """The box that is left of a tensor after each entry of `split`, of which the piece in `places` is taken."""
+    offset, size = [0] * len(shape), list(shape)
+    for (dim, pieces, _), i in zip(split, places, strict=True):
+        start, size[dim] = piece(size[dim], pieces, i)
+        offset[dim] += start
+    return offset, size
+
+
+def box_of_rank(row: dict, rank: int) -> Box | None:
+    """The part of a tensor that lies in this rank's file. None if there is none, or if it is empty."""
+    ahead = rank - row["first"]
+    places = [ahead // stride % pieces for _, pieces, stride in row["split"]]
+    if sum(place * stride for place, (_, _, stride) in zip(places, row["split"], strict=True)) != ahead:
+        return None
+    box = box_at(row["shape"], row["split"], places)
+    return box if all(box[1]) else None
+
+
+def parts_in(row: dict, box: Box) -> Iterator[tuple[int, Box]]:
+    """The rank and the box of every part of a tensor that overlaps `box`. Takes as long as there are such parts."""
+    if all(box[1]):
+        yield from _parts_in(row["split"], row["first"], ([0] * len(row["shape"]), row["shape"]), box)
+
+
+def _parts_in(split: list[list[int]], rank: int, left: Box, wanted: Box) -> Iterator[tuple[int, Box]]:
+    if not split:
+        yield rank, left
+        return
+    (dim, pieces, stride), rest = split[0], split[1:]
+    begin, length = left[0][dim], left[1][dim]
+    size = -(-length // pieces)
+    first = max(wanted[0][dim] - begin, 0) // size
+    last = (min(wanted[0][dim] + wanted[1][dim], begin + length) - begin - 1) // size
+    for i in range(first, last + 1):
+        offset, shape = list(left[0]), list(left[1])
+        start, shape[dim] = piece(length, pieces, i)
+        offset[dim] += start
+        yield from _parts_in(rest, rank + i * stride, (offset, shape), wanted)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The box that two boxes share. None if they share nothing."""
+    offset = [max(x, y) for x, y in zip(a[0], b[0], strict=True)]
+    ends = [min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True)]
+    shape = [end - start for start, end in zip(offset, ends, strict=True)]
+    return (offset, shape) if all(n > 0 for n in shape) else None
+
+
+def check(name: str, row: dict, ranks: int) -> None:
+    """Raises ValueError, KeyError or TypeError unless a row makes sense in a checkpoint of so many files."""
+    shape, split, last = row["shape"], row["split"], row["first"]
+    if not is_counts(shape) or not is_counts([row["first"]]):
+        raise ValueError(f"{name}: shape {shape}, first {row['first']}")
+    for entry in split:
+        dim, pieces, stride = entry
+        if not is_counts(entry) or dim >= len(shape) or pieces < 1 or stride < 1:
+            raise ValueError(f"{name}: split {entry}")
+        last += (pieces - 1) * stride
+    if math.prod(shape) and last >= ranks:
+        raise ValueError(f"{name}: rank {last} of {ranks}")
+
+
+def is_counts(values: object) -> bool:
+    """Whether this is a list of whole numbers, none of them negative."""
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
