@@ -159,6 +159,7 @@ def all_asleep(names: list[str], micro_batches: int) -> list[list[tuple[float, f
 
 
 @pytest.mark.alone
+@pytest.mark.cap(240)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_bubble_of_sleeping_stages_is_the_planned_one(ranks):
     """Processors have nothing to do here, so the time of the step is that of the schedule: within 5% of the plan's. What else
@@ -167,7 +168,7 @@ def test_the_bubble_of_sleeping_stages_is_the_planned_one(ranks):
     ends = {schedule: planned_end(schedule, ranks, micro_batches) for schedule in SCHEDULES}
     for _ in range(3):
         late = [schedule for schedule in SCHEDULES if shortest[schedule] > 1.05 * ends[schedule]]
-        measured = run_ranks(ranks, all_asleep, late, micro_batches) if late else []
+        measured = run_ranks(ranks, all_asleep, late, micro_batches, timeout=200) if late else []
         for i, schedule in enumerate(late):
             for step in zip(*(times[i] for times in measured)):
                 shortest[schedule] = min(shortest[schedule], max(end for _, end in step) - min(begin for begin, _ in step))
