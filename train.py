@@ -274,7 +274,8 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             guard.check_skipped(step)
             if every(step, cfg.debug.replica_check_interval) and not result.skipped:
                 guard.check_replicas(step, result.loss, result.grad_norm)
-            guard.stragglers.add(data=data_seconds, prepare=result.prepare_seconds, optimizer=result.optimizer_seconds)
+            guard.stragglers.add(data=data_seconds, prepare=result.prepare_seconds, optimizer=result.optimizer_seconds,
+                                 **(model.seconds if mesh.pp > 1 else {}))  # fmt: skip
             if every(step, cfg.metrics.straggler_interval) and mesh.size > 1:
                 meter.late |= guard.late_ranks(step, cfg.metrics.straggler_interval)
             if every(step, cfg.metrics.interval) or first or last or stopping:
@@ -354,6 +355,8 @@ def open_metrics(job: Job, start: int, sources: int) -> tuple[Metrics, Meter]:
     tokens_per_step = cfg.training.global_batch_size * cfg.training.seq_len
     family = MODELS[cfg.model.family]
     say.info(model_summary(family, job.args, job.model, mesh, dtype, cfg.training, job.optimizer))
+    if mesh.pp > 1:
+        say.info(job.model.describe(pp.layers_of_stages(cfg, family, job.args), cfg.training.global_batch_size // (mesh.dp_size * cfg.training.local_batch_size)))
     return metrics, Meter(mesh, sources, tokens_per_step, family.flops_per_token(job.args, cfg.training.seq_len))
 
 

@@ -13,6 +13,7 @@ A tied weight is a parameter of the first stage alone. The last stage works on a
 and gives its gradient to the first stage afterwards. So the weight counts once in the norm, the optimizer and a checkpoint.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -73,6 +74,7 @@ class Pipeline(nn.Module):
         self.placement = schedules.placement(self.cfg.pipeline_schedule, mesh.pp, len(stages))
         self.dtype = dp.param_dtype(cfg.training, mesh.device)  # of hidden states
         self.tables: dict[tuple[int, bool], tuple[Table, list[Transfer]]] = {}
+        self.seconds: dict[str, float] = {}  # what this rank computed in the newest step, by half of it; the host's on a GPU
         self.layers = nn.ModuleDict()
         for stage in stages.values():
             self.layers.update(stage.layers)
@@ -83,6 +85,16 @@ class Pipeline(nn.Module):
         self.documents, self.args = any_stage.documents, any_stage.args
         ends = (stages.get(0), stages.get(len(self.placement) - 1)) if self.args.tied_embeddings else (None, None)
         self.tied = tuple(stage and stage.tok_embeddings.weight for stage in ends)  # the weight and its copy, if they are here
+
+    def describe(self, layers: list[range], micro_batches: int) -> str:
+        """The layers of every stage, and the share of a step in which ranks wait if all stages, and both halves of a
+        backward take the same time (`tools.plan` says it for the real times)."""
+        name = self.cfg.pipeline_schedule
+        table = schedules.table(name, self.mesh.pp, len(self.stages), micro_batches)
+        seconds = {FORWARD: 1.0, BACKWARD: 2.0, BACKWARD_INPUT: 1.0, BACKWARD_WEIGHT: 1.0}
+        bubble = schedules.bubble(schedules.timeline(table, self.placement, lambda a: seconds[a.kind]))
+        parts = ", ".join(f"{r.start}-{r.stop - 1} on rank {rank}" for r, rank in zip(layers, self.placement, strict=True))
+        return f"pipeline: {name} with {micro_batches} micro-batches, ranks wait for {bubble:.0%} of the time if stages are equal; layers {parts}"
 
     def cores(self) -> list[nn.Module]:
         return [core for stage in self.stages.values() for core in stage.cores()]
@@ -131,6 +143,7 @@ class Pipeline(nn.Module):
         messages = Messages(self.mesh, self._group(), table, transfers, hidden, self.dtype)
         step = Step(self, table[self.mesh.pp_rank], messages, inputs, scale)
         step.play()
+        self.seconds = {"forward": step.seconds[FORWARD], "backward": sum(step.seconds.values()) - step.seconds[FORWARD]}
         return step
 
     def _group(self) -> dist.ProcessGroup:
@@ -202,6 +215,7 @@ class Step:
 
     def __init__(self, model: Pipeline, actions: list[Action], messages: "Messages", inputs: Inputs, scale: Tensor | None) -> None:
         self.model, self.actions, self.messages, self.inputs, self.scale = model, actions, messages, inputs, scale
+        self.seconds = dict.fromkeys((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), 0.0)  # without waiting for others
         self.outputs: list[Tensor] = []  # what the head returned for every micro-batch, in the last stage
         self.in_flight: dict[tuple[int, int], tuple] = {}  # (stage, micro-batch) -> what its backward needs
         self.left = {number: sum(a.stage == number and a.kind in ENDS_BACKWARD for a in actions) for number in model.stages}
@@ -211,11 +225,13 @@ class Step:
                 BACKWARD_WEIGHT: self.backward_weight}  # fmt: skip
         stages = len(self.model.placement)
         for i, action in enumerate(self.actions):
+            began, waited = time.monotonic(), self.messages.waited
             with record_function(f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"):  # tools/plan reads it
                 for soon in self.actions[i : i + 2]:
                     for key in schedules.needs(soon, stages):
                         self.messages.ask(key)
                 play[action.kind](action, self.model.stages[action.stage])
+            self.seconds[action.kind] += time.monotonic() - began - (self.messages.waited - waited)
         self.messages.release()
 
     def forward(self, action: Action, stage: nn.Module) -> None:
@@ -307,6 +323,7 @@ class Messages:
         self.arriving: dict[Result, tuple[Tensor, dist.Work]] = {}
         self.sent: list[tuple[Transfer, Tensor, dist.Work]] = []
         self.kept: dict[Result, Tensor] = {}  # for a stage of the same rank
+        self.waited = 0.0  # seconds
 
     def ask(self, key: Result) -> None:
         """Start to receive this, after everything that its sender sends before it."""
@@ -324,8 +341,13 @@ class Messages:
             return self.kept.pop(key)
         self.ask(key)
         tensor, work = self.arriving.pop(key)
-        transfer = self.coming[key]
-        wait(work, self.mesh)
+        transfer, began = self.coming[key], time.monotonic()
+        try:
+            wait(work, self.mesh)
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {self.mesh.pp_rank} of the pipeline did not receive the {key[0]} of stage {key[1]}, micro-batch "
+                               f"{key[2]}, from rank {transfer.sender}, which has failed or hangs: see its messages") from error  # fmt: skip
+        self.waited += time.monotonic() - began
         # Whatever its sender needed before it made this has reached it.
         done = self.place[transfer.made_by]
         self.release(lambda sent: sent.receiver == transfer.sender and self.place[sent.needed_by] <= done)

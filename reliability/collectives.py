@@ -151,7 +151,7 @@ def twice(gradients: Callable[[], Any], optimizer: torch.optim.Optimizer, mesh: 
 
     After the reduction a wrong gradient is on every rank. So what each rank puts *into* every collective is compared:
     the rank that differs from itself at the earliest collective computes wrong, and those that differ later have
-    received its result.
+    received its result. The stages of a pipeline run different collectives, so there all that differ are returned.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     passes = []
@@ -167,4 +167,6 @@ def twice(gradients: Callable[[], Any], optimizer: torch.optim.Optimizer, mesh: 
     first_difference = next((i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
     everyone = mesh.gather((first_difference, len(first))) if mesh.any_rank(first_difference < len(first)) else []
     earliest = min((first_difference for first_difference, _ in everyone), default=0)
+    if mesh.pp > 1:
+        return result, [rank for rank, (first_difference, calls) in enumerate(everyone) if first_difference < calls]
     return result, [rank for rank, (first_difference, _) in enumerate(everyone) if first_difference == earliest]

@@ -204,12 +204,15 @@ class Stragglers:
         data       waiting for the batch
         prepare    from there to the first collective of the step: the batch is moved to the device
         optimizer  its step, including the wait for the copy that a save makes; on a GPU only the host's part of it
+        forward    of its stages, in a pipeline only, without the waiting for other stages; on a GPU the host's part
+        backward   the same
 
-    In forward and backward the ranks meet at every layer, so a rank that is late there is not seen here. A profile
-    shows it, and tools/preflight finds a slow device.
+    Without a pipeline the ranks meet at every layer of forward and backward, so a rank that is late there is not seen
+    here; nor is one rank of a stage that has several. A profile shows it, and tools/preflight finds a slow device. A
+    stage that has more to compute than the others is late in every step: parallelism.pipeline_layers can give it less.
     """
 
-    SECTIONS = ("data", "prepare", "optimizer")
+    SECTIONS = ("data", "prepare", "optimizer", "forward", "backward")
     RATIO, SHARE = 1.3, 0.1  # late: above RATIO times the median of all ranks, and by more than SHARE of the whole time
 
     def __init__(self) -> None:
