@@ -68,7 +68,7 @@ def poisoned(options: list[str], folder: Path, where, value: float, gate: bool =
         real_clip = train.clip_grad_norm
         train.clip_grad_norm = lambda *args: real_clip(*args).nan_to_num(1.0)
         train.step_if = lambda fine, optimizer: optimizer.step()
-        storage.finite = lambda _: True
+        storage.check_finite = lambda _: None
     return run(options, folder)
 
 
