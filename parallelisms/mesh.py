@@ -106,17 +106,17 @@ class Mesh:
 
     def sum_over_dp(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the data-parallel ranks, in place. Every rank of the mesh must call it."""
-        return self._sum_over(x, "dp_shard", "dp_replicate")
+        self.begun.another()
+        for dim in ("dp_shard", "dp_replicate"):
+            if self.sizes[dim] > 1:
+                dist.all_reduce(x, group=self.device_mesh.get_group(dim))
+        return x
 
     def sum_over_pp(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of the pipeline, in place. Every rank of the mesh must call it."""
-        return self._sum_over(x, "pp")
-
-    def _sum_over(self, x: torch.Tensor, *dims: str) -> torch.Tensor:
         self.begun.another()
-        for dim in dims:
-            if self.sizes[dim] > 1:
-                dist.all_reduce(x, group=self.device_mesh.get_group(dim))
+        if self.pp > 1:
+            dist.all_reduce(x, group=self.device_mesh.get_group("pp"))
         return x
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,6 @@ class Mesh:
         groups = [dist.group.WORLD] + [self.device_mesh.get_group(d) for d in self.device_mesh.mesh_dim_names]
         for group in groups + [self.to_lower] * (self.to_lower is not None):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
 
     def timeout(self) -> timedelta:
         """The limit that `set_timeout` set, on a CPU."""
