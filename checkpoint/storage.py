@@ -289,7 +289,11 @@ def read(folder: Path, manifest: dict, boxes: Mapping[str, Box], into: Mapping[s
                 target = into[name]
                 if shared[1] != box[1]:
                     target = target[_slices(shared, box[0])]
-                target.copy_(_read_part(shard, name, part, _relative(shared, part_box[0]), check))
+                whole = shared[1] == list(part_box[1]) and target.dtype == DTYPES[part["dtype"]]
+                if whole and target.is_contiguous():  # straight into its place: no second copy in memory
+                    verify.read_blocks(shard.stream, shard.label(name), part, 0, as_bytes(target), check)
+                else:
+                    target.copy_(_read_part(shard, name, part, _relative(shared, part_box[0]), check))
 
 
 def _relative(box: Box, origin: list[int]) -> Box:
