@@ -173,14 +173,17 @@ def open_group(run: Run) -> torch.device:
     """Start the process group, or use the one that is running; returns this rank's device.
 
     CUDA runs get NCCL for GPU tensors and gloo for CPU ones, so that flags and checkpoints need no GPU synchronisation.
-    gloo connects two ranks when they first have something to send. Otherwise each of its groups would be a socket from
-    every rank to every other, and two groups of 512 ranks are more files than a process may usually have open.
+    There gloo connects two ranks when they first have something to send. Otherwise each of its groups would be a socket
+    from every rank to every other, and two groups of 512 ranks are more files than a process may usually have open. On
+    CPUs they are connected at once: a first send waits until the other rank connects too, and the stages of a pipeline
+    would wait for each other for ever.
     """
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     here = world()
     device = pick_device(run, here.local_rank)
     if device.type == "cpu":
         cpu_settings()
+    else:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if not dist.is_initialized():
         if device.type == "cuda":
             record_flights(Path(run.folder) / "logs")

@@ -147,13 +147,11 @@ def open_files() -> list[str]:
 
 
 def sockets(ports: list[int]) -> list[int]:
-    """The sockets of this rank after a sum and a gathered object: in groups as `torch` opens them, and as a run does."""
+    """The sockets of this rank after a sum and a gathered object: in groups as `torch` opens them, and as a run on GPUs does."""
     counts = []
     for port, lazy in zip(ports, "01", strict=True):
         dist.destroy_process_group()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_GLOO_LAZY_INIT=lazy)
-        if lazy == "1":
-            del os.environ["TORCH_GLOO_LAZY_INIT"]
         meshes.open_group(Run(device="cpu"))
         dist.new_group(backend="gloo")
         dist.all_reduce(torch.ones(3))
