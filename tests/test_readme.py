@@ -46,6 +46,7 @@ SAYS = (
     (r"^\./run_train\.sh$", 0, "loss 8."),
     (r"^\./run_train\.sh --help", 0, "--table.key=value"),
     (r"^NGPU=4 .*tensor_parallel=2", 0, "dp_shard 2 x tp 2 = 4 processes"),
+    (r"^NGPU=2 .*pipeline_parallel=2", 0, "loss 8."),
     (r"^\./run_train\.sh configs/llama_debug\.toml --training\.steps=400$", 0, "resumed after step 24 of 40"),
     (r"--checkpoint\.load_step=200", 0, "resumed after step 20 of 24"),
     (r"^python -m tools\.generate .*--prompt \"class \"", 0, "class "),
