@@ -478,8 +478,8 @@ def test_secrets_of_the_environment_stay_there(monkeypatch):
 
 
 def test_only_and_skip():
-    assert preflight.chosen("clock", "") == ["ranks", "config", "devices", "same", "connect", "clock"]
-    assert preflight.chosen("", "build,compute") == ["ranks", "config", "devices", "same", "folder", "data", "connect", "clock"]
+    assert preflight.chosen("clock", "") == ["ranks", "config", "devices", "host", "same", "connect", "clock"]
+    assert preflight.chosen("", "build,compute") == ["ranks", "config", "devices", "host", "same", "folder", "data", "connect", "clock"]
     with pytest.raises(InputError, match="--skip=sleep: no such check; there are ranks, config"):
         preflight.chosen("", "sleep")
 
