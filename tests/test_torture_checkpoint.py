@@ -207,7 +207,7 @@ POINTS = {  # where a rank dies, in the order of a save: (whose attribute, its n
     "published": (disk, "sync", 2, AFTER),
     "old one renamed": (Path, "rename", 2, AFTER),
     "old one half removed": (os, "unlink", 2, BEFORE),
-    "load": (storage, "_read_part", 10, BEFORE),
+    "load": (verify, "read_blocks", 10, BEFORE),
 }
 BY_RANK_0 = list(POINTS)[list(POINTS).index("all shards") : list(POINTS).index("load")]
 REMOVAL = ["old one renamed", "old one half removed"]  # rank 0's alone: the other rank is done when these are reached
