@@ -327,8 +327,9 @@ def test_n6_the_launcher_names_the_rank_that_hung(options, tmp_path):
     here = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=100, check=False)
     said = [line for line in done.stderr.splitlines() if line.startswith("launch: rank")]
-    assert done.returncode == 128 + signal.SIGALRM and len(said) == 2, done.stderr
-    assert "launch: rank 1 on" in said[0] and "killed by SIGALRM" in said[0] and "rank-00001.stacks" in said[0], said
+    assert done.returncode == 128 + signal.SIGALRM and len(said) == 3, done.stderr
+    assert "launch: rank 1 on" in said[0] and "is behind" in said[0], said
+    assert "launch: rank 1 on" in said[1] and "killed by SIGALRM" in said[1] and "rank-00001.stacks" in said[1], said
     assert " in hang" in (tmp_path / "run" / "logs" / "rank-00001.stacks").read_text()
 
 
