@@ -126,7 +126,7 @@ def test_n5_without_the_check_one_left_out_is_no_word_about_why(options, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp2xtp2", "tp2"])
+@pytest.mark.parametrize("mesh", [pytest.param("fsdp2xtp2", marks=pytest.mark.exhaustive), "tp2"])
 def test_n5_the_odd_one_of_many_and_a_healthy_run(mesh, options, tmp_path):
     ranks, extra, _ = MESHES[mesh]
     (tmp_path / "well").mkdir()

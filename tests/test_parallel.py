@@ -154,7 +154,7 @@ def overlapped(options: list[str], dp_size: int, enabled: bool = True) -> tuple[
 @pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none")
-@pytest.mark.parametrize("mesh", ["tp2", "fsdp2xtp2"])
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("fsdp2xtp2", marks=pytest.mark.exhaustive)])
 def test_asynchronous_tensor_parallelism_equals_the_plain_model(mesh):
     """And it does something: inductor rewrites nothing, in silence, where it does not find its patterns. Per block a step has two
     gathers with products behind them in forward and two in backward, and two scatters behind a product in forward; backward's
