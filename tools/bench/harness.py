@@ -106,7 +106,7 @@ def batches(cfg: Config, mesh: Mesh, ids: np.ndarray) -> Batches:
     """This rank's part of each global batch of a run that has these ids for a corpus."""
     t, tokens = cfg.training, Held(ids)
     order = orders.begin(orders.describe([("", "", tokens, [[0, 1.0]])], cfg.run.seed, t.seq_len, t.global_batch_size))
-    return Batches([tokens], order, t.local_batch_size, mesh.dp_rank, mesh.dp_size)
+    return Batches([tokens], order, t.local_batch_size, mesh.dp_rank, mesh.dp_size, places=mesh.places(t.seq_len))
 
 
 def child(module: str, *args: str, ranks: int = 1, beside: int = 1) -> dict:
