@@ -83,13 +83,13 @@ def build(cfg: Config) -> Job:
     family, args = architecture(cfg)
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, check.data_parallel_shard(cfg, meshes.world().size))
     torch.manual_seed(cfg.run.seed + mesh.dp_rank)  # for a model that draws numbers: alike within a tp group, else not
-    stages = {}
-    for number, layers in pp.own_stages(cfg, family, args, mesh.pp_rank).items():
+    layers, stages = pp.layers_of_stages(cfg, family, args), {}
+    for number in pp.own_stages(cfg.parallelism, mesh.pp_rank):
         with torch.device("meta"):
-            stages[number] = family.build(args, layers)
+            stages[number] = family.build(args, layers[number])
         parallelize(stages[number], mesh, cfg, family.TP_PLAN)
         stages[number].to_empty(device="cpu" if cfg.parallelism.cpu_offload else mesh.device)
-    model = pp.Pipeline(stages, mesh, cfg) if mesh.pp > 1 else stages[0]
+    model = pp.Pipeline(stages, layers, mesh, cfg) if mesh.pp > 1 else stages[0]
     init.initialise(model, family.initial_values(args), cfg.run.seed)
     optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
     return Job(cfg, mesh, args, model, optimizer)
@@ -356,7 +356,7 @@ def open_metrics(job: Job, start: int, sources: int) -> tuple[Metrics, Meter]:
     family = MODELS[cfg.model.family]
     say.info(model_summary(family, job.args, job.model, mesh, dtype, cfg.training, job.optimizer))
     if mesh.pp > 1:
-        say.info(job.model.describe(pp.layers_of_stages(cfg, family, job.args), cfg.training.global_batch_size // (mesh.dp_size * cfg.training.local_batch_size)))
+        say.info(job.model.describe(cfg.training.micro_batches(mesh.dp_size)))
     return metrics, Meter(mesh, sources, tokens_per_step, family.flops_per_token(job.args, cfg.training.seq_len))
 
 

@@ -272,6 +272,10 @@ class Training(Table):
     skip_spikes: bool = False
     """Change no weight in a step whose gradient norm exceeds spike_threshold."""
 
+    def micro_batches(self, dp_size: int) -> int:
+        """Micro-batches of a step, on each of `dp_size` data-parallel ranks."""
+        return self.global_batch_size // (dp_size * self.local_batch_size)
+
 
 class Optimizer(Table):
     kind: Literal["adamw", "sgd"] = "adamw"
