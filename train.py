@@ -242,7 +242,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     patience, stopping = cfg.run.init_timeout_seconds, False  # seconds for a step, of which the first one compiles
     this_start.resume(start)
     gc.disable()  # a collection at a random moment on one rank makes all ranks wait
-    watched = collectives.Checked() if cfg.debug.check_collectives else nullcontext()
+    watched = collectives.checked(model, mesh) if cfg.debug.check_collectives else nullcontext()
     with profiler(cfg.profiler, folder, mesh.rank) as profile, metrics, checkpoints, watched:
         batches = corpora.batches(order, range(start, steps), mesh, vocab_size, pin_memory=mesh.device.type == "cuda")
         while step < steps and not stopping:

@@ -72,6 +72,7 @@ class Pipeline(nn.Module):
         self.stages, self.mesh, self.cfg = stages, mesh, cfg.parallelism
         self.placement = schedules.placement(self.cfg.pipeline_schedule, mesh.pp, len(stages))
         self.dtype = dp.param_dtype(cfg.training, mesh.device)  # of hidden states
+        self.link: Any = Link(mesh)  # or what checks it: reliability/collectives.py::CheckedLink
         self.layers_of_stages = layers_of_stages
         self.rank_tables: dict[tuple[int, bool], RankTable] = {}  # (micro-batches, whether there are forwards alone) -> table
         self.seconds: dict[str, float] = {}  # what this rank computed in the newest step, by half of it; the host's on a GPU
@@ -115,7 +116,8 @@ class Pipeline(nn.Module):
         with torch.no_grad():
             outputs = self._play(1, True, lambda _: (x, positions, head, documents), x.shape).outputs
         answer = [outputs[0].cpu() if outputs else None]
-        dist.broadcast_object_list(answer, group=self._group(), group_src=self.placement[-1], device=torch.device("cpu"))
+        group = self.mesh.device_mesh.get_group("pp")
+        dist.broadcast_object_list(answer, group=group, group_src=self.placement[-1], device=torch.device("cpu"))
         return answer[0].to(self.mesh.device)
 
     def losses(self, feed: Any) -> Tensor:
@@ -144,13 +146,10 @@ class Pipeline(nn.Module):
         self._copy_tied()
         table = self.table(micro_batches, forward_only)
         hidden = (shape[0], shape[1] // self.mesh.tp, self.args.dim)
-        step = Step(self, table, Messages(self.mesh, self._group(), table, hidden, self.dtype), inputs, scale)
+        step = Step(self, table, Messages(self.link, self.mesh, table, hidden, self.dtype), inputs, scale)
         step.play()
         self.seconds = {"forward": step.seconds[FORWARD], "backward": sum(step.seconds.values()) - step.seconds[FORWARD]}
         return step
-
-    def _group(self) -> dist.ProcessGroup:
-        return self.mesh.device_mesh.get_group("pp")
 
     # The tied weight. Its two places have the same shards, since the ranks of a pipeline differ in nothing else.
 
@@ -161,9 +160,9 @@ class Pipeline(nn.Module):
         if original is not None and copy is not None:
             local(copy).copy_(local(original))
         elif original is not None:
-            self._send(local(original), self.placement[-1], self._group())
+            self._send("the tied weight", local(original), self.placement[-1])
         elif copy is not None:
-            self._receive(local(copy), self.placement[0], self._group())
+            self._receive("the tied weight", local(copy), self.placement[0])
 
     @torch.no_grad()
     def _add_tied_gradient(self) -> None:
@@ -173,20 +172,20 @@ class Pipeline(nn.Module):
             gradient = local(original.grad)
             other = local(copy.grad) if copy is not None else torch.empty_like(gradient)
             if copy is None:
-                self._receive(other, self.placement[-1], self.mesh.to_lower)
+                self._receive("the gradient of the tied weight", other, self.placement[-1])
             gradient.add_(other)
         elif copy is not None:
-            self._send(local(copy.grad), self.placement[0], self.mesh.to_lower)
+            self._send("the gradient of the tied weight", local(copy.grad), self.placement[0])
         if copy is not None:
             copy.grad = None
 
-    def _send(self, tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+    def _send(self, name: str, tensor: Tensor, rank: int) -> None:
         if tensor.numel():
-            wait(dist.isend(tensor.contiguous(), group=group, group_dst=rank), self.mesh)
+            wait(self.link.send(name, tensor.contiguous(), rank), self.mesh)
 
-    def _receive(self, tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+    def _receive(self, name: str, tensor: Tensor, rank: int) -> None:
         if tensor.numel():
-            wait(dist.irecv(tensor, group=group, group_src=rank), self.mesh)
+            wait(self.link.receive(name, tensor, rank), self.mesh)
 
 
 def local(x: Tensor) -> Tensor:
@@ -316,8 +315,27 @@ class Step:
         dp.keep_gathered(stage, not is_last and self.model.cfg.reshard_after_forward in ("default", False))
 
 
+def name_of(key: Result) -> str:
+    return f"the {key[0]} of stage {key[1]}, micro-batch {key[2]}"
+
+
 def trained(stage: nn.Module) -> Iterator[nn.Parameter]:
     return (p for p in stage.parameters() if p.requires_grad)
+
+
+class Link:
+    """Starts the messages between this rank of a pipeline and others. Each direction has its own group (`open_mesh`)."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.rank, self.to_higher, self.to_lower = mesh.pp_rank, mesh.device_mesh.get_group("pp"), mesh.to_lower
+
+    def send(self, name: str, tensor: Tensor, rank: int) -> dist.Work:
+        """Start to send a tensor to that rank of the pipeline. name: what it is; nothing of it is sent."""
+        return dist.isend(tensor, group=self.to_higher if rank > self.rank else self.to_lower, group_dst=rank)
+
+    def receive(self, name: str, tensor: Tensor, rank: int) -> dist.Work:
+        """Start to receive it from that rank of the pipeline."""
+        return dist.irecv(tensor, group=self.to_higher if rank < self.rank else self.to_lower, group_src=rank)
 
 
 class Messages:
@@ -328,8 +346,8 @@ class Messages:
     while that action computes.
     """
 
-    def __init__(self, mesh: Mesh, group: dist.ProcessGroup, table: RankTable, shape: tuple, dtype: torch.dtype) -> None:
-        self.mesh, self.to_higher, self.table, self.shape, self.dtype = mesh, group, table, shape, dtype
+    def __init__(self, link: Link, mesh: Mesh, table: RankTable, shape: tuple, dtype: torch.dtype) -> None:
+        self.link, self.mesh, self.table, self.shape, self.dtype = link, mesh, table, shape, dtype
         self.queues: dict[int, deque[Result]] = {}  # what each rank sends to this one and has not been asked for
         for key, t in table.coming.items():
             self.queues.setdefault(t.sender, deque()).append(key)
@@ -343,10 +361,10 @@ class Messages:
         if key not in self.table.coming:
             return
         queue = self.queues[sender := self.table.coming[key].sender]
-        group = self.to_higher if sender < self.mesh.pp_rank else self.mesh.to_lower
         while queue and key not in self.arriving:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
-            self.arriving[queue.popleft()] = tensor, dist.irecv(tensor, group=group, group_src=sender)
+            first = queue.popleft()
+            self.arriving[first] = tensor, self.link.receive(name_of(first), tensor, sender)
 
     def take(self, key: Result) -> Tensor:
         """What another stage has made."""
@@ -358,8 +376,8 @@ class Messages:
         try:
             wait(work, self.mesh)
         except RuntimeError as error:
-            raise RuntimeError(f"rank {self.mesh.pp_rank} of the pipeline did not receive the {key[0]} of stage {key[1]}, micro-batch "
-                               f"{key[2]}, from rank {transfer.sender}, which has failed or hangs: see its messages") from error  # fmt: skip
+            raise RuntimeError(f"rank {self.mesh.pp_rank} of the pipeline did not receive {name_of(key)}, from rank "
+                               f"{transfer.sender}, which has failed or hangs: see its messages") from error  # fmt: skip
         self.waited += time.monotonic() - began
         # Whatever its sender needed before it made this has reached it.
         place = self.table.place
@@ -373,8 +391,7 @@ class Messages:
             self.kept[key] = tensor
             return
         transfer, tensor = self.table.leaving[key], tensor.contiguous()
-        group = self.to_higher if transfer.receiver > self.mesh.pp_rank else self.mesh.to_lower
-        self.sent.append((transfer, tensor, dist.isend(tensor, group=group, group_dst=transfer.receiver)))
+        self.sent.append((transfer, tensor, self.link.send(name_of(key), tensor, transfer.receiver)))
 
     def release(self, arrived: Callable[[Transfer], bool] = lambda _: True) -> None:
         """Let go of what has arrived."""

@@ -1,5 +1,6 @@
 """Whole runs of a pipeline, and what can go wrong in one. That it computes what one process computes: tests/test_parallel.py."""
 
+import contextlib
 import os
 import re
 import signal
@@ -7,9 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import train
+from configs.load import load_config
 from parallelisms import pp
+from reliability import collectives
 from tests.ranks import run_ranks, step_timeout
 from tests.runs import MESHES, ends, run, samples, series, tiny_run
 
@@ -110,6 +114,57 @@ def test_a_stage_that_fails_or_hangs_ends_the_others_which_name_it(kind, options
         assert "rank 0 of the pipeline did not receive the gradient of stage 1" in stacks[0], stacks[0]
         assert "from rank 1, which has failed or hangs" in stacks[0]
         assert "the loss of the second stage is broken" in stacks[1]
+
+
+# What one of two ranks does instead of its part of a step, for debug.check_collectives.
+
+
+def other_type(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
+    job.model.dtype = torch.float64
+
+
+def other_shape(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
+    batch |= {name: x[..., :8].contiguous() for name, x in batch.items()}
+
+
+def other_order(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
+    """It takes the first two micro-batches the other way round."""
+    model, count, other = job.model, len(batch["tokens"]), {0: 1, 1: 0}
+    first, second = model.table(count).of_all_ranks
+    second = [action._replace(micro_batch=other.get(action.micro_batch, action.micro_batch)) for action in second]
+    model.rank_tables[count, False] = pp.RankTable([first, second], model.placement, 1)
+
+
+def steps_with(options: list[str], cases: list[tuple]) -> list[float | str]:
+    """For each (what rank 1 does, whether messages are checked): the norm of a step on two stages, or its error."""
+    ends = []
+    for fault, is_checked in cases:
+        job = train.build(load_config([*options, *MESHES["pp2"][1]], 2, 2))
+        job.mesh.set_timeout(2)
+        tokens = torch.randint(263, (4, 2, 16), generator=torch.Generator().manual_seed(0))
+        batch = {"tokens": tokens, "labels": tokens}
+        if fault and job.mesh.pp_rank == 1:
+            fault(job, batch)
+        try:
+            with collectives.checked(job.model, job.mesh) if is_checked else contextlib.nullcontext():
+                ends.append(train.train_step(job, batch).grad_norm)
+        except (RuntimeError, collectives.Drift) as error:
+            ends.append(f"{type(error).__name__}: {error}")
+    return ends
+
+
+def test_messages_that_are_not_the_expected_ones_are_named(options):
+    """Negative control: unchecked, gradients that come in a different order are taken for each other in silence."""
+    faults = {other_type: (1, "hidden of stage 0, micro-batch 0, float64[2, 16, 32]", "hidden of stage 0, micro-batch 0, float32[2, 16, 32]"),
+              other_shape: (1, "hidden of stage 0, micro-batch 0, float32[2, 8, 32]", "hidden of stage 0, micro-batch 0, float32[2, 16, 32]"),
+              other_order: (0, "gradient of stage 1, micro-batch 0, float32[2, 16, 32]", "gradient of stage 1, micro-batch 1, float32[2, 16, 32]")}  # fmt: skip
+    cases = [(None, False), (None, True), (other_order, False), *((fault, True) for fault in faults)]
+    results = run_ranks(2, steps_with, [*options, "--model.tied_embeddings=true"], cases)
+    right, labelled, crossed, *_ = results[0]
+    assert right == labelled and abs(crossed / right - 1) > 1e-3, results[0]
+    for number, (rank, expected, sent) in enumerate(faults.values(), 3):
+        said = results[rank][number]
+        assert said.startswith(f"Drift: rank {rank} of the pipeline expects the {expected}, but rank {1 - rank} sends the {sent}: "), said
 
 
 def slow_stage(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
