@@ -243,7 +243,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     this_start.resume(start)
     gc.disable()  # a collection at a random moment on one rank makes all ranks wait
     watched = collectives.checked(model, mesh) if cfg.debug.check_collectives else nullcontext()
-    with profiler(cfg.profiler, folder, mesh.rank) as profile, metrics, checkpoints, watched:
+    with profiler(cfg.profiler, folder, mesh.rank) as profile, metrics, checkpoints, watched, health.FailureTime():
         batches = corpora.batches(order, range(start, steps), mesh, vocab_size, pin_memory=mesh.device.type == "cuda")
         while step < steps and not stopping:
             clock.lap("other")
@@ -447,6 +447,7 @@ def main(argv: list[str] | None = None) -> int:
             with (
                 Stop(this_start.clock.born, cfg.run.max_minutes, this_start.end) as stop,
                 health.Watchdog(folder, here.rank) as watchdog,
+                health.FailureTime(),
             ):
                 this_start.code = train(cfg, this_start, stop, watchdog)
         return this_start.code
