@@ -46,10 +46,10 @@ def measure_data(probe: Probe) -> dict:
     probe.corpora = corpora = open_corpora(cfg, log=lambda line: None, verifies=probe.world.local_rank == 0)
     opened = time.perf_counter() - began
     probe.order = corpora.order({})
-    shared = cfg.parallelism.tensor_parallel
+    tp, dp_size = cfg.parallelism.tensor_parallel, ranks // (cfg.parallelism.tensor_parallel * cfg.parallelism.pipeline_parallel)
     digests, seconds, count = [], [], 0
-    for dp_rank in (0, probe.world.rank // shared):  # what all ranks read alike, then this rank's own
-        mesh = SimpleNamespace(dp_rank=dp_rank, dp_size=ranks // shared)
+    for dp_rank in (0, probe.world.rank // tp % dp_size):  # what all ranks read alike, then this rank's own
+        mesh = SimpleNamespace(dp_rank=dp_rank, dp_size=dp_size)
         rows = corpora.rows(probe.order, mesh, probe.args.vocab_size)
         for step in sorted({0, 1, cfg.training.steps - 1}):
             began = time.perf_counter()
