@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import train
 from configs.load import load_config
 from parallelisms import pp
 from reliability import collectives
+from reliability.health import unlike_replicas
 from tests.ranks import run_ranks, step_timeout
-from tests.runs import MESHES, ends, run, samples, series, tiny_run
+from tests.runs import MESHES, STEPS, ends, run, samples, tiny_run
+from tools import compare_runs
 
 MORE = (
     "--model.n_layers=4 --model.tied_embeddings=true --checkpoint.interval=2 --validation.interval=4 --validation.steps=3 "
-    "--data.validation_fraction=0.2 --debug.sample_tokens=8"
+    "--data.validation_fraction=0.2 --debug.sample_tokens=8 --checkpoint.export_hf=float32"
 ).split()
 
 
@@ -65,10 +68,12 @@ def trained(folder: Path, dp_size: int) -> tuple[int, list[list[int]]]:
 
 @pytest.mark.cap(200)
 def test_a_run_that_is_killed_on_one_depth_after_another_is_the_run_on_one_process(oracle, options, tmp_path):
-    """No sample is repeated or skipped. Loss, norm and validation are equal up to rounding; the sample at the end is equal."""
+    """No sample is repeated or skipped. Loss, norm, validation and the export for Hugging Face are equal up to rounding; the
+    sample at the end is equal."""
     legs = ["pp2", "one", "pp2xfsdp2", "pp2xtp2", "pp4"]
     more = {"pp2": "--parallelism.pipeline_schedule=zbv", "pp2xfsdp2": "--parallelism.pipeline_schedule=interleaved_1f1b",
-            "pp2xtp2": "--debug.replay_interval=2 --run.device=cpu", "pp4": "--debug.check_collectives=true"}  # fmt: skip
+            "pp2xtp2": "--debug.replay_interval=2 --debug.replica_check_interval=2 --run.device=cpu",
+            "pp4": "--debug.check_collectives=true"}  # fmt: skip
     want, began = samples(oracle, 1), []
     for mesh in legs:
         ranks, extra, dp_size = MESHES[mesh]
@@ -82,9 +87,14 @@ def test_a_run_that_is_killed_on_one_depth_after_another_is_the_run_on_one_proce
         assert rows == want[start : start + len(rows)], mesh
         began.append(start)
     assert began == sorted(set(began)), f"a start has not gone on where the one before it had saved: {began}"
-    for key in "loss", "grad_norm", "validation_loss":
-        here, there = series(tmp_path, key), series(oracle, key)
-        assert here.keys() == there.keys() and max(abs(here[s] / there[s] - 1) for s in there) <= 1e-5, key
+    comparison = compare_runs.compare(oracle, tmp_path, 1e-5)
+    compared = {row.metric: row.steps for row in comparison.rows}
+    assert comparison.code == 0, comparison.verdict
+    assert compared["loss"] == compared["grad_norm"] == STEPS and compared["validation_loss"] == STEPS // 4, compared
+    assert [mesh.split(", ")[0] for mesh in comparison.environment["mesh"]] == ["pp 1", "pp 4"]
+    exported, expected = (load_file(next(folder.glob("hf/*/model.safetensors"))) for folder in (tmp_path, oracle))
+    assert exported.keys() == expected.keys()
+    assert max(float((exported[name] - x).abs().max() / x.abs().max()) for name, x in expected.items()) <= 1e-4
     texts = [said(folder).split("a sample from the final weights:")[1].split("tensorboard")[0] for folder in (tmp_path, oracle)]
     assert texts[0] == texts[1]
 
@@ -114,6 +124,21 @@ def test_a_stage_that_fails_or_hangs_ends_the_others_which_name_it(kind, options
         assert "rank 0 of the pipeline did not receive the gradient of stage 1" in stacks[0], stacks[0]
         assert "from rank 1, which has failed or hangs" in stacks[0]
         assert "the loss of the second stage is broken" in stacks[1]
+
+
+def flipped_gain(options: list[str]) -> list[str]:
+    """What is said after a bit of a norm's gain flipped on the last rank of two stages of two tensor-parallel ranks."""
+    job = train.build(load_config([*options, *MESHES["pp2xtp2"][1]], 4, 4))
+    assert unlike_replicas(job.model, job.optimizer, job.mesh) == []
+    if job.mesh.rank == 3:
+        job.model.layers["3"].ffn_norm.weight.data.to_local().view(torch.int32)[5] ^= 1
+    return unlike_replicas(job.model, job.optimizer, job.mesh)
+
+
+def test_a_flipped_bit_of_a_stage_is_named(options):
+    """debug.replica_check_interval: all ranks say it, those of the other stage too."""
+    for said in run_ranks(4, flipped_gain, options):
+        assert said == ["ranks 2, 3 of tp: 1 tensors, layers.3.ffn_norm.weight among them"]
 
 
 # What one of two ranks does instead of its part of a step, for debug.check_collectives.
