@@ -357,13 +357,32 @@ def test_a_device_of_ones_own(tmp_path, capsys):
         load_device(str(two))
 
 
-def command(*argv: str, cap: float = 60) -> tuple[int, str, str, float]:
-    """(exit code, output, errors, GiB at the most) of `python -m tools.plan`."""
-    line = [sys.executable, "-c", "import resource, sys; from tools.plan.__main__ import main; code = main(sys.argv[1:]); "
-            "print('GIB', max(resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 2**20); sys.exit(code)"]  # fmt: skip
-    done = subprocess.run([*line, *argv], cwd=ROOT, capture_output=True, text=True, timeout=cap)
+def measured(program: str, *argv: str, cap: float = 60) -> tuple[int, str, str, float]:
+    """(exit code, output, errors, peak memory in GiB) of a Python program that leaves its exit code in `code`.
+
+    The peak is that of the program or of the largest process that it started. The program's own peak is VmHWM and not
+    ru_maxrss, because ru_maxrss survives exec: a program that a large test process starts begins with that process's."""
+    ending = (
+        "import re, resource, sys; own = int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]); "
+        "print('GIB', max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 2**20); sys.exit(code)"
+    )
+    line = [sys.executable, "-c", f"{program}\n{ending}", *argv]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=cap)
     peak = re.search(r"^GIB (\S+)$", done.stdout, re.M)
     return done.returncode, done.stdout, done.stderr, float(peak[1]) if peak else 0.0
+
+
+def command(*argv: str, cap: float = 60) -> tuple[int, str, str, float]:
+    """The same of `python -m tools.plan`."""
+    return measured("import sys; from tools.plan.__main__ import main; code = main(sys.argv[1:])", *argv, cap=cap)
+
+
+def test_the_memory_measured_is_that_of_the_command_alone():
+    """It must not be the peak of this process, which depends on the tests that ran before. Children of the command count."""
+    large = b"1" * (1 << 29)
+    assert 0 < measured("code = 0")[3] < 0.1 < len(large) / 2**30
+    child = "import subprocess, sys; code = subprocess.run([sys.executable, '-c', 'b\"1\" * (1 << 28)']).returncode"
+    assert 0.25 <= measured(child)[3] < 0.4
 
 
 @pytest.mark.slow
