@@ -367,14 +367,16 @@ def run_validation(
     """Log the scores on the held-out sets after `step`, unless a rank is asked to stop meanwhile. Returns whether one is."""
     cfg, sums = job.cfg, {}
 
-    def asked() -> bool:
-        """Whether any rank has been asked to stop. All ranks call it."""
-        return job.mesh.any_rank(stop.asked())
+    def ask() -> Callable[[], list[float]]:
+        """Ask all ranks how many of them are to stop. The answer comes when the result is called. All ranks call both."""
+        return read_later(job.mesh.sum_over_ranks(torch.full((1,), float(stop.asked()), device=job.mesh.device)))
 
     def until_asked(batches: Iterator[Batch]) -> Iterator[Batch]:
+        answer = ask()
         for batch in batches:
-            if asked():
+            if any(answer()):
                 return
+            answer = ask()  # read after the next batch, so that a GPU works on it meanwhile
             watchdog.arm(cfg.run.step_timeout_seconds + cfg.data.timeout_seconds)
             yield batch
 
@@ -384,7 +386,7 @@ def run_validation(
         sums[name] = validate(job.model, job.mesh, batches, cfg.training.loss_chunk_tokens, token_bytes)
     for stage in pp.stages_of(job.model):
         dp.reshard(stage)
-    if stopping := asked():
+    if stopping := any(ask()()):
         say.warning(f"step {step}: no validation, since the run is to stop")
     else:
         metrics.log(step, scores(sums))

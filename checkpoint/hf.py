@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from checkpoint import state, storage, verify
-from checkpoint.protocol import agree
+from checkpoint.protocol import on_every_rank
 from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
 from configs.schema import InputError
@@ -198,18 +198,18 @@ def load(folder: Path, model: nn.Module, family: Any, args: Any, group: dist.Pro
     dist.broadcast_object_list(answer, src=0, group=group)
     if answer[1] is not None:
         raise InputError(f"checkpoint.load_hf: {answer[1]}")
-    error: Exception | None = None
+
+    def read() -> None:
+        try:
+            for name, tensor in live.items():
+                ranges = zip(*storage.box_of(name, tensor), strict=True)
+                box = tuple(slice(start, start + length) for start, length in ranges)
+                storage.local(tensor).copy_(read_slice(answer[0][name], family.hf_names(args)[name], box))
+        except OSError as failure:
+            raise InputError(f"{failure.filename or folder}: {failure.strerror or failure}") from None
+
     try:
-        for name, tensor in live.items():
-            ranges = zip(*storage.box_of(name, tensor), strict=True)
-            box = tuple(slice(start, start + length) for start, length in ranges)
-            storage.local(tensor).copy_(read_slice(answer[0][name], family.hf_names(args)[name], box))
-    except OSError as failure:
-        error = InputError(f"{failure.filename or folder}: {failure.strerror or failure}")
-    except Exception as failure:  # any error: the other ranks must not wait for this one
-        error = failure
-    try:
-        agree(error, group)
+        on_every_rank(group, read)
     except InputError as failure:
         raise InputError(f"checkpoint.load_hf: {folder} could not be read: {failure}") from None
     logging.getLogger("plumbline").info(f"a new run from the weights of {folder}")
@@ -219,19 +219,27 @@ def load(folder: Path, model: nn.Module, family: Any, args: Any, group: dist.Pro
 # ----------------------------------------------------------------------------------------------------------------- out
 
 
-def read_whole(path: Path, manifest: dict, name: str) -> Tensor:
-    """One tensor of a checkpoint put together from the parts of all ranks, each block verified. Raises Damaged."""
-    stored = manifest["tensors"][name]
-    whole = torch.empty(stored["shape"], dtype=DTYPES[stored["dtype"]])
-    storage.read(path, manifest, {name: ([0] * whole.ndim, stored["shape"])}, {name: whole})
-    return whole
+def read_whole(path: Path, manifest: dict, names: Iterable[str]) -> Iterator[Tensor]:
+    """These tensors of a checkpoint, in order, put together from the parts of all ranks, each block verified.
+
+    They are read in groups that need no more memory than the largest tensor, because a group opens each file once: the
+    checkpoint of thousands of ranks has as many files, and a header in each. Raises Damaged.
+    """
+    stored = {name: manifest["tensors"][name] for name in names}
+    sizes = {name: verify.nbytes(row["dtype"], row["shape"]) for name, row in stored.items()}
+    for group in split(sizes, max(sizes.values(), default=0)):
+        whole = {name: torch.empty(stored[name]["shape"], dtype=DTYPES[stored[name]["dtype"]]) for name in group}
+        boxes = {name: ([0] * tensor.ndim, list(tensor.shape)) for name, tensor in whole.items()}
+        storage.read(path, manifest, boxes, whole)
+        for name in group:
+            yield whole.pop(name)
 
 
 def write_safetensors(
-    path: Path, shapes: dict[str, list[int]], dtype: torch.dtype, read: Callable[[str], Tensor]
+    path: Path, shapes: dict[str, list[int]], dtype: torch.dtype, tensors: Iterator[Tensor]
 ) -> None:
-    """A safetensors file of these tensors, which are read one after the other: the library's own writer wants all of
-    them in memory. Synced to disk. The format: https://huggingface.co/docs/safetensors."""
+    """A safetensors file of the next `tensors`, as many as there are shapes. They are taken one after the other: the
+    library's own writer wants all of them in memory. Synced to disk. The format: https://huggingface.co/docs/safetensors."""
     table: dict = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -241,24 +249,23 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)
     with open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in shapes:
-            file.write(storage.as_bytes(read(name).to(dtype)))
+        for _ in shapes:
+            file.write(storage.as_bytes(next(tensors).to(dtype)))
         file.flush()
         os.fsync(file.fileno())
 
 
-def split(shapes: dict[str, list[int]], itemsize: int, limit: int) -> list[dict[str, list[int]]]:
-    """The tensors in order, dealt to files of at most `limit` bytes; a larger tensor has a file of its own."""
-    shards: list[dict[str, list[int]]] = [{}]
-    size = 0
-    for name, shape in shapes.items():
-        n = math.prod(shape) * itemsize
-        if shards[-1] and size + n > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = shape
-        size += n
-    return shards
+def split(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """The names in order, in groups of at most `limit` bytes; a larger one has a group of its own."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for name, size in sizes.items():
+        if groups[-1] and total + size > limit:
+            groups.append([])
+            total = 0
+        groups[-1].append(name)
+        total += size
+    return groups
 
 
 def export(
@@ -330,18 +337,18 @@ def _write_folder(
     folder: Path, path: Path, manifest: dict, config: dict, theirs: dict[str, str], dtype: torch.dtype,
     files: dict[str, dict], limit: int, progress: Callable[[int], object],
 ) -> None:  # fmt: skip
-    ours = {hf: name for name, hf in theirs.items()}
-
-    def read(name: str) -> Tensor:
-        tensor = read_whole(path, manifest, ours[name])
-        progress(tensor.nbytes)
-        return tensor
+    def read() -> Iterator[Tensor]:
+        for tensor in read_whole(path, manifest, theirs):
+            progress(tensor.nbytes)
+            yield tensor
+            del tensor  # the next ones are read after it is gone
 
     shapes = {hf: manifest["tensors"][name]["shape"] for name, hf in theirs.items()}
-    shards, weight_map = split(shapes, dtype.itemsize, limit), {}
+    shards = split({name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}, limit)
+    tensors, weight_map = read(), {}
     for i, shard in enumerate(shards):
         file = ONE_FILE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / file, shard, dtype, read)
+        write_safetensors(folder / file, {name: shapes[name] for name in shard}, dtype, tensors)
         weight_map |= dict.fromkeys(shard, file)
     numbers = sum(math.prod(shape) for shape in shapes.values())
     documents = {"generation_config.json": NO_TOKENS} | files

@@ -36,7 +36,7 @@ from torch import nn
 
 from checkpoint import state, storage, verify
 from checkpoint.lease import Lease, Lost
-from checkpoint.protocol import FileWriter, OwnParts, agree
+from checkpoint.protocol import FileWriter, OwnParts, on_every_rank
 from checkpoint.retention import Retention
 from checkpoint.state import STAGING
 from checkpoint.storage import GENERATOR, NotFinite, OneByOne, Plan
@@ -118,16 +118,6 @@ class CheckpointManager:
         if answer[1] is not None:
             raise answer[1]
         return answer[0]
-
-    def _on_every_rank(self, fn: Callable, *args: object) -> Any:
-        """Call fn(*args), and return its result if no rank's call has raised anything."""
-        result, error = None, None
-        try:
-            result = fn(*args)
-        except Exception as failure:  # any error: the other ranks must not wait for this one
-            error = failure
-        agree(error, self.group)
-        return result
 
     # Saving
 
@@ -217,9 +207,9 @@ class CheckpointManager:
             return
         stage = self.mesh.size // self.mesh.pp  # ranks that have the same layers; they are neighbours
         holders = range(self.mesh.pp_rank * stage, (self.mesh.pp_rank + 1) * stage)
-        rows = self._on_every_rank(storage.describe, live, self.mesh.size, holders)
+        rows = on_every_rank(self.group, storage.describe, live, self.mesh.size, holders)
         rows = storage.share_rows(rows, self.group)
-        self.plan = self._on_every_rank(Plan.make, live, rows, self.mesh.rank)
+        self.plan = on_every_rank(self.group, Plan.make, live, rows, self.mesh.rank)
         self.kind, self.buffers = kind, {}
         if self.cfg.async_save:
             self.buffers = self._make_buffers({name: live[name] for name in self.plan.boxes})

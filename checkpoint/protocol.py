@@ -143,6 +143,17 @@ def agree(error: BaseException | None, group: dist.ProcessGroup | None) -> None:
     raise (*KINDS, RuntimeError)[kind](f"rank {rank}: {text[0]}") from error
 
 
+def on_every_rank(group: dist.ProcessGroup | None, fn: Callable, *args: object) -> Any:
+    """Call fn(*args), and return its result if no rank's call has raised anything. Raises as `agree` does."""
+    result, error = None, None
+    try:
+        result = fn(*args)
+    except Exception as failure:  # any error: the other ranks must not wait for this one
+        error = failure
+    agree(error, group)
+    return result
+
+
 class OwnBoxes(LoadPlanner):
     """Plans what this rank reads: for each tensor its own box, into a buffer, so that nothing live changes before every
     rank has read and verified all of its part."""

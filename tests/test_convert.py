@@ -5,12 +5,14 @@ Compared with the real transformers and tokenizers; Meta's side is written down 
 """
 
 import json
+import math
 import os
 import pickle
 import random
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import train
-from checkpoint import hf, state, verify
+from checkpoint import hf, state, storage, verify
 from checkpoint.manager import CheckpointManager
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
@@ -242,8 +244,9 @@ def load_gather_scatter_save(source: Path, folder: Path, more: list[str]) -> dic
 @pytest.mark.parametrize(("ranks", "more"), [
     (1, []), (3, []), (4, ["--parallelism.tensor_parallel=2"]), (4, ["--parallelism.data_parallel_replicate=2"]),
 ], ids=["1x1", "3x1", "2x2", "hsdp"])  # fmt: skip
-def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_path):
-    """Every rank reads its own slices, the whole is gathered on rank 0, the export of what is saved is the source."""
+def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_path, monkeypatch):
+    """Every rank reads its own slices, the whole is gathered on rank 0, the export of what is saved is the source. An export
+    opens the files of the ranks for many tensors at a time."""
     gathered = run_ranks(
         ranks, load_gather_scatter_save, hf_folder, tmp_path, ["--training.global_batch_size=12", *more]
     )
@@ -252,8 +255,11 @@ def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_
     assert {theirs: gathered[0][ours] for ours, theirs in pairs} == {
         name: data for name, (_, data) in contents(hf_folder).items()
     }
+    opened = []
+    monkeypatch.setattr(storage, "Shard", lambda folder, *shard: opened.append(shard[1]) or verify.Shard(folder, *shard))
     assert run("dcp-to-hf", tmp_path, tmp_path / "back") == 0
     assert contents(tmp_path / "back") == contents(hf_folder)
+    assert 1 <= Counter(opened)[0] <= len(pairs) / 2, "each file once for a group of tensors"
 
 
 def refuse_to_load(source: Path, more: list[str]) -> str:
@@ -884,11 +890,10 @@ def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
     hf_folder.mkdir()
     meta.mkdir()
     weight_map = {}
-    for i, part in enumerate(hf.split({names[ours]: shape for ours, shape in shapes.items()}, 4, 400_000_000)):
-        file = f"model-{i}.safetensors"
-        hf.write_safetensors(
-            hf_folder / file, part, torch.float32, lambda name, part=part: torch.full(part[name], 0.25)
-        )
+    theirs = {names[ours]: shape for ours, shape in shapes.items()}
+    for i, group in enumerate(hf.split({name: 4 * math.prod(shape) for name, shape in theirs.items()}, 400_000_000)):
+        file, part = f"model-{i}.safetensors", {name: theirs[name] for name in group}
+        hf.write_safetensors(hf_folder / file, part, torch.float32, (torch.full(shape, 0.25) for shape in part.values()))
         weight_map |= dict.fromkeys(part, file)
     (hf_folder / hf.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     (hf_folder / "config.json").write_text(json.dumps(llama.hf_config(args)))

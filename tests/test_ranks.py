@@ -227,7 +227,10 @@ CONTROL = {  # phase -> how often rank 0 calls each collective, whatever the num
     "start": {"all_gather": 5},  # hosts and earlier failures (sizes and objects), and 16 bytes of what must be alike
     "step": {"all_reduce": 4},  # the count of tokens over both dimensions of HSDP, the loss with the flags, the norm
     "log": {"all_gather": 1},  # how long each rank worked alone
-    "stop (in a validation)": {"all_reduce": 1},
+    "first save, besides what each save costs": {"all_gather": 1},  # hashes of what the ranks would save
+    "save": {"gather": 1, "all_reduce": 1},  # the size and hash of each rank's file, and whether a rank has failed
+    "resume": {"broadcast": 1, "all_reduce": 1},  # the manifest, and whether a rank has failed
+    "stop (in a validation)": {"all_reduce": 1},  # for each batch, of the GPU, and the answer is read one batch later
     "stop (in a step)": {}, "retention": {}, "fault": {"store": 1},
 }  # fmt: skip
 
@@ -238,3 +241,4 @@ def test_the_collectives_of_each_phase_are_as_many_on_128_ranks_as_on_512():
         assert {name: Counter(c.kind for c in phase.collectives) for name, phase in phases.items()} == CONTROL
         assert phases["step"].bytes < 400, "a few numbers"
         assert phases["start"].bytes < 600 * n, "no text of the configuration"
+        assert phases["save"].bytes < 20 * n and phases["resume"].bytes < 1000 * n + 20_000, "a row of each rank"

@@ -282,15 +282,17 @@ def dcp_to_torch(source: Path, out: Path, content: str) -> str:
         with open(temporary, "xb") as file, torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(whole, file)
         places = storages(temporary)
+        tensors = hf.read_whole(path, manifest, order)
         with open(temporary, "r+b") as file, progress_bar(size, path.name) as bar:
             for name, (start, length) in zip(order, places, strict=True):
-                data = storage.as_bytes(hf.read_whole(path, manifest, name))
+                data = storage.as_bytes(next(tensors))
                 if len(data) != length:
                     raise RuntimeError(
                         f"this torch.save numbers its tensors in another way: {name} is not {length} bytes"
                     )
                 file.seek(start)
                 file.write(data)
+                del data  # the next tensors are read after this one is gone
                 bar.update(length)
             file.flush()
             os.fsync(file.fileno())
