@@ -371,7 +371,7 @@ def test_links_that_are_all_too_slow_have_no_median_but_the_table():
 
 
 def bandwidths(slow_link: tuple | None = None, slow_group: int = -1) -> list[dict]:
-    """Of 24 ranks, tp 8 within each host, dp_shard 3 between them. As if the first two hosts had stages of pipelines, too."""
+    """Of 24 ranks, tp 8 within each host, dp_shard 3 between them. As if the first host and the last had stages of pipelines, too."""
     said = []
     for r in range(24):
         tp, dp = list(range(r // 8 * 8, r // 8 * 8 + 8)), [r % 8, r % 8 + 8, r % 8 + 16]
@@ -379,7 +379,7 @@ def bandwidths(slow_link: tuple | None = None, slow_group: int = -1) -> list[dic
         dims = {"dp_shard": {"ranks": dp, "bytes": 1, "all-gather": rate, "all-reduce": rate}}
         dims["tp"] = {"ranks": tp, "bytes": 1, "all-gather": 300e9, "all-reduce": 300e9}
         pairs = [["tp", r, tp[(r + 1) % 8]], ["dp_shard", r, dp[(r // 8 + 1) % 3]]]
-        pairs += [["pp", r, r + 8]] if r < 8 else []
+        pairs += [["pp", r, r + 16]] if r < 8 else []
         links = [[*pair, 5e9 if tuple(pair[1:]) == slow_link else 40e9, 9e-6] for pair in pairs]
         said.append({"dims": dims, "links": links, "stage_bytes": 64 << 20})
     return said
@@ -398,8 +398,8 @@ def test_the_slow_link_and_the_slow_group_are_named():
 
 def test_slow_links_between_stages_are_named():
     """Of a pipeline there are links alone: one that is slow, or all of them against what is expected."""
-    [bad] = [row.detail for row in network.judge_bandwidth(host_of(24), bandwidths((3, 11))) if row.result == "FAIL"]
-    assert bad.startswith("link rank 3 (host node0) - rank 11 (host node1): 5 GB/s, 0.12 of the median of pp between hosts"), bad
+    [bad] = [row.detail for row in network.judge_bandwidth(host_of(24), bandwidths((3, 19))) if row.result == "FAIL"]
+    assert bad.startswith("link rank 3 (host node0) - rank 19 (host node2): 5 GB/s, 0.12 of the median of pp between hosts"), bad
     probe = host_of(24)
     for expected, failures in (50, []), (60, ["links pp between hosts: median 40 GB/s, but --expect=pp:60"]):
         probe.expect = {"pp": expected}
