@@ -82,7 +82,7 @@ def build(cfg: Config) -> Job:
     """
     family, args = architecture(cfg)
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, check.data_parallel_shard(cfg, meshes.world().size))
-    torch.manual_seed(cfg.run.seed + mesh.dp_rank)  # for a model that draws numbers: alike within a tp group, else not
+    torch.manual_seed(cfg.run.seed + mesh.dp_rank * mesh.cp + mesh.cp_rank)  # for a model that draws numbers: alike within a tp group, else not
     layers, stages = pp.layers_of_stages(cfg, family, args), {}
     for number in pp.own_stages(cfg.parallelism, mesh.pp_rank):
         with torch.device("meta"):
@@ -118,7 +118,8 @@ class StepResult:
 def train_step(
     job: Job, batch: dict[str, Tensor], skip_above: float = math.inf, replay: bool = False, flags: Callable[[], Flags] = Flags
 ) -> StepResult:
-    """One optimizer step on this rank's share of the global batch: tokens and labels, int64 [A, b, T] in A micro-batches.
+    """One optimizer step on this rank's share of the global batch: tokens and labels, int64 [A, b, T] in A micro-batches
+    (with context parallelism T is this rank's part of a sequence).
 
     A gradient whose norm is above `skip_above` changes no weight (training.skip_spikes). With `replay` the gradient is
     computed twice and compared with itself (debug.replay_interval). `flags()`, what this rank has to tell the others, is
@@ -157,11 +158,11 @@ def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = F
     """
     cfg, mesh, model = job.cfg, job.mesh, job.model
     began = time.monotonic()
-    feed = Feed(model, batch, mesh.device, linear_cross_entropy, cfg.training.loss_chunk_tokens)
+    feed = Feed(model, batch, mesh, linear_cross_entropy, cfg.training.loss_chunk_tokens)
     counted = (feed.labels != IGNORE).sum()
     prepare_seconds = time.monotonic() - began
-    counted = mesh.sum_over_dp(counted)
-    scale = mesh.dp_size / counted  # FSDP averages over dp_size ranks; this makes it the sum
+    counted = mesh.sum_over_tokens(counted)
+    scale = mesh.fsdp_mesh.size() / counted  # FSDP averages over so many ranks; this makes it the sum
     sums = torch.zeros(1 + len(Flags._fields), dtype=torch.float64, device=mesh.device)  # of the losses, then of each flag
     total, raised = sums[0], sums[1:]
     total += model.gradients(feed, scale) if mesh.pp > 1 else one_after_another(job, feed, scale)

@@ -350,7 +350,7 @@ class CheckpointManager:
             try:
                 manifest = self._on_rank_0(self._manifest_of, name)
                 self._check_same_run(name, manifest, optimizer)
-                same_mesh = {"pp": 1} | manifest["mesh"] == self.mesh.sizes  # one from before pipelines does not name pp
+                same_mesh = manifest["mesh"] == self.mesh.sizes
                 self._read(self.folder / name, manifest, live, "model+optimizer", rng=same_mesh)
                 break
             except Damaged as error:

@@ -161,11 +161,17 @@ def read_manifest(folder: Path) -> dict:
         if manifest["format"] > FORMAT:
             raise InputError(f"{folder} has format {manifest['format']}, this code reads up to {FORMAT}: update it")
         _check(manifest)
+        manifest = manifest | {"mesh": all_dimensions(manifest["mesh"])}
         return _as_now(manifest) if manifest["format"] == 1 else manifest
     except OSError as error:
         raise Damaged(f"{error.filename or folder}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{folder / MANIFEST}: not a manifest ({type(error).__name__}: {error})") from None
+
+
+def all_dimensions(mesh: dict[str, int]) -> dict[str, int]:
+    """The sizes of a mesh by dimension. One that was written down before this code knew a dimension does not name it."""
+    return {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1} | mesh
 
 
 def is_whole(folder: Path) -> bool:

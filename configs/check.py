@@ -11,13 +11,14 @@ Like all of `configs/` this never imports torch. What a family of models demands
 
 import glob
 import json
+import math
 import os
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 
 import models
-from configs.schema import SCHEDULES, Config, Data, Derived, InputError, Model, is_prepared
+from configs.schema import SCHEDULES, Config, Data, Derived, InputError, Model, Parallelism, is_prepared
 
 
 def architecture(model: Model, folder: Path = models.HERE) -> dict:
@@ -51,21 +52,26 @@ def data_parallel_shard(cfg: Config, world_size: int | None) -> int:
     p = cfg.parallelism
     if p.data_parallel_shard != -1:
         return p.data_parallel_shard
-    others = p.data_parallel_replicate * p.tensor_parallel * p.pipeline_parallel
+    others = _besides_shard(p)
     if world_size is None or world_size % others:
         raise InputError(f"parallelism.data_parallel_shard = -1: {others} does not divide {world_size} processes")
     return world_size // others
 
 
+def _besides_shard(p: Parallelism) -> int:
+    """The ranks of a mesh without data_parallel_shard."""
+    return p.data_parallel_replicate * p.context_parallel * p.tensor_parallel * p.pipeline_parallel
+
+
 def derive(cfg: Config, world_size: int | None) -> Config:
     """The configuration with a `Derived` number in place of every option that was not set and follows from others.
 
-    Without a world size it is that of the smallest mesh with these replicas, this tensor and this pipeline parallelism.
+    Without a world size it is that of the smallest mesh with these replicas, and this context, tensor and pipeline
+    parallelism.
     """
     p, training, schedule = cfg.parallelism, cfg.training, cfg.lr_schedule
     if training.local_batch_size is None:
-        smallest = p.data_parallel_replicate * p.tensor_parallel * p.pipeline_parallel
-        shard = data_parallel_shard(cfg, world_size or smallest)
+        shard = data_parallel_shard(cfg, world_size or _besides_shard(p))
         rows = training.global_batch_size // (p.data_parallel_replicate * shard)  # the rule batch_ranks: nothing is left
         if p.pipeline_parallel > 1:  # the bubble is smallest with as many micro-batches as possible
             rows = 1
@@ -113,11 +119,20 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _sequence_unit(p: Parallelism) -> int:
+    """A sequence must be a multiple of this: each of its parts is as long as the others, and so are those into which tensor
+    parallelism splits a part. With "gather" every rank has two parts."""
+    parts = p.context_parallel * (2 if p.context_parallel > 1 and p.context_parallel_method == "gather" else 1)
+    return math.lcm(parts, p.context_parallel * p.tensor_parallel)
+
+
 # Numbers that rules share. One whose inputs are unknown is unknown too, and the rules that need it are left out.
 DERIVED = {
     "shard": lambda c: data_parallel_shard(c, getattr(c, "world", None)),
     "dp": lambda c: c.parallelism.data_parallel_replicate * c.shard,
-    "product": lambda c: c.dp * c.parallelism.tensor_parallel * c.parallelism.pipeline_parallel,
+    "besides_shard": lambda c: _besides_shard(c.parallelism),
+    "product": lambda c: c.shard * c.besides_shard,
+    "sequence_unit": lambda c: _sequence_unit(c.parallelism),
     "micro": lambda c: c.dp * (c.training.local_batch_size or 1),
     "schedule": lambda c: SCHEDULES[c.parallelism.pipeline_schedule],
     "stages": lambda c: c.parallelism.pipeline_parallel * (c.parallelism.pipeline_stages_per_rank or c.schedule.default_stages),
@@ -135,15 +150,16 @@ RULES = {
     # The mesh.
     "mesh_product": (
         lambda c: c.parallelism.data_parallel_shard != -1 and c.product != c.world,
-        "{parallelism.data_parallel_replicate}, {parallelism.data_parallel_shard}, {parallelism.tensor_parallel} and "
-        "{parallelism.pipeline_parallel} multiply to {product}, but the run has {world} processes: make the two equal, "
-        "or set data_parallel_shard = -1 to take what is left",
+        "{parallelism.data_parallel_replicate}, {parallelism.data_parallel_shard}, {parallelism.context_parallel}, "
+        "{parallelism.tensor_parallel} and {parallelism.pipeline_parallel} multiply to {product}, but the run has {world} "
+        "processes: make the two equal, or set data_parallel_shard = -1 to take what is left",
     ),
     "mesh_rest": (
         lambda c: c.parallelism.data_parallel_shard == -1
-        and c.world % (c.parallelism.data_parallel_replicate * c.parallelism.tensor_parallel * c.parallelism.pipeline_parallel) != 0,
+        and c.world % c.besides_shard != 0,
         "{parallelism.data_parallel_shard} leaves no whole number of ranks: {parallelism.data_parallel_replicate} times "
-        "{parallelism.tensor_parallel} times {parallelism.pipeline_parallel} must divide the {world} processes of the run",
+        "{parallelism.context_parallel} times {parallelism.tensor_parallel} times {parallelism.pipeline_parallel} must divide "
+        "the {world} processes of the run",
     ),
     "tp_host": (
         lambda c: not c.parallelism.tensor_parallel_across_hosts and c.local_world % c.parallelism.tensor_parallel != 0,
@@ -151,7 +167,7 @@ RULES = {
         "wait for the network: use a divisor, or set parallelism.tensor_parallel_across_hosts = true",
     ),
     "tp_sequence": (
-        lambda c: c.training.seq_len % c.parallelism.tensor_parallel != 0,
+        lambda c: c.parallelism.context_parallel == 1 and c.training.seq_len % c.parallelism.tensor_parallel != 0,
         "{parallelism.tensor_parallel} does not divide {training.seq_len}: each rank keeps an equal part of the "
         "sequence",
     ),
@@ -174,9 +190,22 @@ RULES = {
     ),
     "tp_reshard": (  # FSDP2 makes the groups of N from each rank's slice of the mesh; the slices wait for each other
         lambda c: _is_number(c.parallelism.reshard_after_forward)
-        and c.parallelism.tensor_parallel * c.parallelism.pipeline_parallel > 1,
-        "{parallelism.reshard_after_forward}, a number of ranks, together with {parallelism.tensor_parallel} and "
-        '{parallelism.pipeline_parallel} would hang: use true, false or "default", or set both to 1',
+        and c.parallelism.tensor_parallel * c.parallelism.context_parallel * c.parallelism.pipeline_parallel > 1,
+        "{parallelism.reshard_after_forward}, a number of ranks, together with {parallelism.tensor_parallel}, "
+        "{parallelism.context_parallel} and {parallelism.pipeline_parallel} is not supported, and would hang with some of "
+        'them: use true, false or "default", or set these to 1',
+    ),
+    "cp_sequence": (
+        lambda c: c.parallelism.context_parallel > 1 and c.training.seq_len % c.sequence_unit != 0,
+        "{training.seq_len} is not a multiple of {sequence_unit}, so {parallelism.context_parallel} by "
+        "{parallelism.context_parallel_method} with {parallelism.tensor_parallel} cannot split it into equal parts: change one "
+        "of them",
+    ),
+    "cp_attention": (
+        lambda c: c.parallelism.context_parallel > 1 and c.parallelism.context_parallel_method == "gather"
+        and c.training.attention == "cudnn",
+        "{training.attention} has no kernel for {parallelism.context_parallel_method}, where a rank has fewer queries than "
+        'keys: use "auto" or "flash", or context_parallel_method = "ulysses"',
     ),
     "reshard_ranks": (
         lambda c: _is_number(c.parallelism.reshard_after_forward)

@@ -343,6 +343,10 @@ class Parallelism(Table):
     """Ranks of one host that split every matrix (with sequence-parallel norms and a vocabulary-parallel loss)."""
     tensor_parallel_across_hosts: bool = False
     """Allow tensor parallelism to cross hosts, where the network makes it slow."""
+    context_parallel: int = Field(1, ge=1)
+    """Ranks that share every sequence: each holds an equal part of its tokens and of their activations."""
+    context_parallel_method: Literal["gather", "ulysses"] = "gather"
+    """How attention sees the whole sequence: every rank gathers keys and values, or ranks swap heads for tokens."""
     async_tensor_parallel: bool = False
     """Hide tensor parallelism's gathers and scatters behind its products (needs compiled blocks and NVLink)."""
     reshard_after_forward: bool | Literal["default"] | Annotated[int, Field(ge=2)] = "default"

@@ -53,8 +53,9 @@ class Batches:
         dp_size: int,
         mask_documents: bool = False,
         vocab_size: int = 2**32,
+        places: Sequence[range] = (),
     ) -> None:
-        """`sources`: one split of each source, in the order of `order.last`, the stage whose steps are read. Reading a
+        """`places`: the positions of a window whose tokens this rank has; none given: all. `sources`: one split of each source, in the order of `order.last`, the stage whose steps are read. Reading a
         token that is not below `vocab_size` raises ValueError. Raises InputError if ranks and micro-batches do not
         divide the global batch."""
         stage = order.last
@@ -68,24 +69,27 @@ class Batches:
         self.first_row = dp_rank * self.rows
         self.mask_documents = mask_documents
         self.vocab_size = vocab_size
+        self.places = places or [range(self.seq_len)]
         self.known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self.shapes = shapes_of(self.rows, local_batch_size, self.seq_len, mask_documents)
+        self.shapes = shapes_of(self.rows, local_batch_size, self.places, self.seq_len, mask_documents)
 
     def __getitem__(self, step: int) -> Batch:
-        """A dict of int64 tensors: tokens and labels [A, b, T], for A accumulation steps; sample [A*b], the number of
-        each window in its source; source [A*b], the index of the source. With mask_documents also positions [A, b, T]:
-        the position of each token in its document, counted from the beginning of the window if the document began
-        before. A label that is the first token of the next document is then IGNORE."""
+        """A dict of int64 tensors: tokens and labels [A, b, t], for A accumulation steps and the t `places` of a window;
+        sample [A*b], the number of each window in its source; source [A*b], the index of the source. With
+        mask_documents also positions [A, b, T]: the position of each token of the whole window in its document, counted
+        from the beginning of the window if the document began before. A label that is the first token of the next
+        document is then IGNORE."""
         source, sample = self._rows(step)
-        start, window = sample * self.seq_len, np.empty((self.rows, self.seq_len + 1), np.int64)
+        start, window = sample * self.seq_len, np.zeros((self.rows, self.seq_len + 1), np.int64)
         for row, s, first in zip(window, source.tolist(), start.tolist(), strict=True):
-            row[:] = self.sources[s].read(first, first + self.seq_len + 1)
+            for part in self.places:
+                row[part.start : part.stop + 1] = self.sources[s].read(first + part.start, first + part.stop + 1)
         if (highest := window.max()) >= self.vocab_size:
             corpus = self.sources[source[window.max(axis=1).argmax()]]
             raise ValueError(f"{corpus.folder} has token {highest}, the model's vocabulary {self.vocab_size}: this "
                              "tokenised corpus is damaged (data.verify = true finds where)")
         begins = self._document_begins(source, start) if self.mask_documents else None
-        return as_batch(window, begins, {"sample": sample, "source": source}, self.shapes)
+        return as_batch(window, begins, {"sample": sample, "source": source}, self.shapes, self.places)
 
     def _rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Source and window of each of this rank's rows. A call of numpy costs more than its work on a few numbers, so
@@ -116,22 +120,32 @@ class Batches:
         return f"step {step + 1}" + (f" (of sources {', '.join(names)})" if any(names) else "")
 
 
-def shapes_of(rows: int, local_batch_size: int, seq_len: int, mask_documents: bool) -> dict[str, tuple[int, ...]]:
+def shapes_of(
+    rows: int, local_batch_size: int, places: Sequence[range], seq_len: int, mask_documents: bool
+) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor in a batch of `rows` rows; see `Batches.__getitem__`."""
-    row = (rows // local_batch_size, local_batch_size, seq_len)  # [A, b, T]
-    shapes = {"tokens": row, "labels": row, "sample": (rows,), "source": (rows,)}
-    return shapes | ({"positions": row} if mask_documents else {})
+    micro_batches = (rows // local_batch_size, local_batch_size)  # [A, b]
+    own = (*micro_batches, sum(map(len, places)))
+    shapes = {"tokens": own, "labels": own, "sample": (rows,), "source": (rows,)}
+    return shapes | ({"positions": (*micro_batches, seq_len)} if mask_documents else {})
 
 
-def as_batch(window: np.ndarray, begins: np.ndarray | None, more: dict[str, np.ndarray], shapes: dict) -> Batch:
-    """The batch of these windows, int64 [A*b, T + 1]. begins: with masked documents, whether a token is the first of
-    its document, bool [A*b, T + 1] (overwritten); more: further arrays by name."""
-    batch = {"tokens": window[:, :-1].copy(), "labels": window[:, 1:].copy()}
+def as_batch(
+    window: np.ndarray, begins: np.ndarray | None, more: dict[str, np.ndarray], shapes: dict, places: Sequence[range]
+) -> Batch:
+    """The batch of these windows, int64 [A*b, T + 1], of which only tokens and labels at `places` are read and kept. begins:
+    with masked documents, whether a token is the first of its document, bool [A*b, T + 1] (overwritten); more: further
+    arrays by name."""
+
+    def at_places(array: np.ndarray, shift: int) -> np.ndarray:
+        return np.concatenate([array[:, part.start + shift : part.stop + shift] for part in places], axis=1)
+
+    batch = {"tokens": at_places(window, 0), "labels": at_places(window, 1)}
     batch |= {name: array.copy() for name, array in more.items()}
     if begins is not None:
-        batch["labels"][begins[:, 1:]] = IGNORE
+        batch["labels"][at_places(begins, 1)] = IGNORE
         begins[:, 0] = True
-        first, place = np.flatnonzero(begins[:, :-1]), np.arange(batch["tokens"].size)
+        first, place = np.flatnonzero(begins[:, :-1]), np.arange(begins[:, :-1].size)
         batch["positions"] = place - np.repeat(first, np.diff(first, append=len(place)))
     return {name: torch.from_numpy(array).view(shapes[name]) for name, array in batch.items()}
 

@@ -28,6 +28,8 @@ class Ranks(Protocol):
     dp_rank: int  # which share of each global batch is this rank's
     dp_size: int
 
+    def places(self, seq_len: int) -> list[range]: ...  # the positions of a sequence whose tokens are this rank's
+
     def gather(self, value: object) -> list: ...
 
 
@@ -160,7 +162,7 @@ class StreamedCorpora(Corpora):
     def batches(self, order, steps, ranks, vocab_size, pin_memory=False) -> streams.Batches:
         return streams.Batches(
             self.sources[""], order, steps, self.cfg.training.local_batch_size, ranks.dp_rank, ranks.dp_size,
-            ranks.gather, vocab_size, pin_memory,
+            ranks.gather, vocab_size, pin_memory, ranks.places(self.cfg.training.seq_len),
         )  # fmt: skip
 
     def whereabouts(self, step: int, samples: list[list[int]]) -> str:
@@ -169,7 +171,8 @@ class StreamedCorpora(Corpora):
 
 def _rows(cfg: Config, sources: list[Tokens], order: Order, ranks: Ranks, vocab_size: int) -> Batches:
     local, mask = cfg.training.local_batch_size, cfg.data.mask_documents
-    return Batches(sources, order, local, ranks.dp_rank, ranks.dp_size, mask, vocab_size)
+    places = ranks.places(cfg.training.seq_len)
+    return Batches(sources, order, local, ranks.dp_rank, ranks.dp_size, mask, vocab_size, places)
 
 
 def open_corpora(cfg: Config, log: Callable[[str], object], verifies: bool = True) -> Corpora:

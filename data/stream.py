@@ -33,7 +33,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -303,10 +303,11 @@ class Batches:
 
     def __init__(
         self, source: Source, order: Order, steps: range, local_batch_size: int, dp_rank: int, dp_size: int,
-        gather: Callable[[object], list], vocab_size: int = 2**32, pin_memory: bool = False,
+        gather: Callable[[object], list], vocab_size: int = 2**32, pin_memory: bool = False, places: Sequence[range] = (),
     ) -> None:  # fmt: skip
-        """gather: returns the objects of all ranks, as a list; all ranks call it at the same step. Raises InputError if
-        the ranks do not divide streams and rows."""
+        """gather: returns the objects of all ranks, as a list; all ranks call it at the same step. places: the positions of
+        a window whose tokens this rank has; none given: all. Raises InputError if the ranks do not divide streams and
+        rows."""
         if order.groups % dp_size:
             raise InputError(f"{dp_size} data-parallel ranks must divide data.streams = {len(order.places)} and "
                              f"training.global_batch_size = {order.rows}")  # fmt: skip
@@ -315,7 +316,8 @@ class Batches:
         rows, streams = order.rows // dp_size, len(order.places) // dp_size
         self.rows = range(dp_rank * rows, (dp_rank + 1) * rows)
         self.mine = range(dp_rank * streams, (dp_rank + 1) * streams)
-        self.shapes = shapes_of(rows, local_batch_size, order.seq_len, self.cfg.mask_documents)
+        self.places_in_window = places or [range(order.seq_len)]
+        self.shapes = shapes_of(rows, local_batch_size, self.places_in_window, order.seq_len, self.cfg.mask_documents)
         self.problem: Exception | None = None
         self.places = order.places[self.mine.start : self.mine.stop]  # after the batch that was given last
         self.places_before = self.places  # before that batch
@@ -356,7 +358,7 @@ class Batches:
     def state(self) -> dict:
         """JSON for a checkpoint: the places of all streams. All ranks call it."""
         places = list(self.order.places)
-        for first, part in self.gather((self.mine.start, self.places)):  # ranks of a tensor-parallel group send the same
+        for first, part in self.gather((self.mine.start, self.places)):  # ranks of a tp or cp group send the same
             places[first : first + len(part)] = part
         description = self.order.description
         return state(Order(description, places), description)
@@ -406,7 +408,8 @@ class Batches:
         if (highest := window.max()) >= self.vocab_size:
             raise LoaderError(f"token {highest} is not in the model's vocabulary of {self.vocab_size}")
         masked = begins if self.cfg.mask_documents else None
-        return as_batch(window, masked, {"sample": sample, "source": np.zeros_like(sample)}, self.shapes)
+        more = {"sample": sample, "source": np.zeros_like(sample)}
+        return as_batch(window, masked, more, self.shapes, self.places_in_window)
 
     def _put(self, item: tuple[Batch, list[Place]] | Exception) -> bool:
         while not self.stop.is_set():

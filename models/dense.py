@@ -61,6 +61,13 @@ RULES = {
         "{parallelism.tensor_parallel} does not divide {model.hidden_dim}: each rank computes an equal share of the "
         "hidden units",
     ),
+    "cp_heads": (
+        lambda c: c.parallelism.context_parallel > 1 and c.parallelism.context_parallel_method == "ulysses"
+        and c.model.n_kv_heads % (c.parallelism.context_parallel * c.parallelism.tensor_parallel) != 0,
+        "{parallelism.context_parallel} times {parallelism.tensor_parallel} does not divide {model.n_kv_heads}: with "
+        "{parallelism.context_parallel_method} each rank computes whole key/value heads. Use fewer ranks, or "
+        'context_parallel_method = "gather", which any number of heads suits',
+    ),
     "kv_heads": (
         lambda c: c.model.n_heads % c.model.n_kv_heads != 0,
         "{model.n_kv_heads} does not divide {model.n_heads}: each key/value head serves an equal group of query heads",

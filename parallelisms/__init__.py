@@ -3,7 +3,7 @@
 from torch import nn
 
 from configs.schema import Config
-from parallelisms import ac, attention, compile, dp, float8, tp
+from parallelisms import ac, attention, compile, cp, dp, float8, tp
 from parallelisms.mesh import Mesh
 
 
@@ -12,11 +12,12 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
 
     0. Which kernel attention runs is PyTorch's setting for the whole process.
     1. Tensor parallelism first: it replaces the weights by DTensors, and all that follows must see those.
-    2. Float8 replaces linear layers, so it comes before what wraps them.
-    3. Activation checkpointing and compile, block by block. A *selective* policy must be inside the compiled region, where
+    2. Context parallelism replaces the attention of the heads that tensor parallelism leaves on a rank.
+    3. Float8 replaces linear layers, so it comes before what wraps them.
+    4. Activation checkpointing and compile, block by block. A *selective* policy must be inside the compiled region, where
        the partitioner reads it; recomputing whole blocks must be outside, because compiled regions that checkpoint
        DTensor code as a whole fail on torch 2.13.
-    4. Data parallelism last: it shards what tensor parallelism left on each rank (so a weight is sharded over both), and
+    5. Data parallelism last: it shards what tensor parallelism left on each rank (so a weight is sharded over both), and
        its hooks gather the weights before, and outside of, everything above.
 
     The optimizer is built afterwards, on the sharded parameters (`train.build`).
@@ -25,6 +26,7 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
     tp.apply(model, mesh.tp_mesh, tp_plan)
     if cfg.parallelism.async_tensor_parallel:
         tp.overlap(mesh.tp_mesh)
+    cp.apply(model, mesh, cfg)
     float8.apply(model, mesh, cfg.training.float8, cfg.debug.emulate_float8)
     if cfg.activation_checkpoint.mode == "selective":
         ac.apply(model, cfg.activation_checkpoint)

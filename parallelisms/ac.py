@@ -26,6 +26,8 @@ KEEP = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default",  # otherwise a CPU would recompute its attention
     "torch_attn._varlen_attn.default",  # document masking on CUDA
     "plumbline.document_attention.default",  # the same on a CPU (models/kernels/document_attention.py)
+    "plumbline.gathered_attention.default",  # context parallelism: what it gathers is not gathered again
+    "_c10d_functional.all_to_all_single.default",
     "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_reduce.default",

@@ -79,8 +79,8 @@ def _broken_here(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh)
         bare = [int(i) for i, block in model.layers.items() if not isinstance(block, FSDPModule)]
         if bare:
             problems.append(f"layers {bare} are no FSDPModule: their weights are gathered for the whole step with the root's")
-    elif mesh.dp_size > 1:
-        problems.append(f"{mesh.dp_size} data-parallel ranks, but the model is no FSDPModule: gradients are never reduced")
+    elif mesh.fsdp_mesh.size() > 1:
+        problems.append(f"{mesh.fsdp_mesh.size()} data-parallel ranks, but the model is no FSDPModule: gradients are never reduced")
     trained = {n: p for n, p in params.items() if p.requires_grad}  # all others, a router's bias say, are their owner's matter
     plain = [n for n, p in trained.items() if not isinstance(p, DTensor)]
     if mesh.size > 1 and plain:

@@ -1,6 +1,6 @@
 """Data parallelism: FSDP2 (`fully_shard`), which is also our HSDP, our DDP and our mixed precision.
 
-One mechanism covers the four: sharded over `dp_shard`; replicated over `dp_replicate` on top (HSDP); replicated only, when
+One mechanism covers the four: sharded over `dp_shard` (with context parallelism, over `cp` too); replicated over `dp_replicate` on top (HSDP); replicated only, when
 dp_shard = 1 (DDP: gradients all-reduced block by block during backward, weights never gathered from anyone); and its
 MixedPrecisionPolicy is what keeps float32 masters of bfloat16 weights. On a single rank there is nobody to exchange with:
 `keep_masters` does the same arithmetic without FSDP2's buffers, so one process computes the same numbers as many. In float32
@@ -76,7 +76,7 @@ def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) ->
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if cfg.cpu_offload else OffloadPolicy()
     how = {"mesh": mesh.fsdp_mesh, "mp_policy": policy, "offload_policy": offload}
     reshard = cfg.reshard_after_forward
-    if mesh.dp_shard == 1 or (mesh.pp > 1 and reshard == "default"):
+    if mesh.fsdp_mesh.size(-1) == 1 or (mesh.pp > 1 and reshard == "default"):
         reshard = False  # nothing is sharded, nothing to free; a stage would gather again for every micro-batch
     blocks = list(model.layers.values())
     freed = len(blocks) - cfg.keep_gathered  # of the blocks the first ones: backward begins with the others

@@ -1,8 +1,10 @@
-"""The process group and the one DeviceMesh of a run: (pp, dp_replicate, dp_shard, tp), and the few reductions the loop needs.
+"""The process group and the one DeviceMesh of a run: (pp, dp_replicate, dp_shard, cp, tp), and the few reductions the loop
+needs.
 
 `tp` is innermost, so that the ranks of one tensor-parallel group are neighbours on one host (NVLink). `pp` is outermost:
 the stages of a pipeline exchange the least, so the slowest links are theirs. Each rank trains on the batch rows of its
-data-parallel rank. The ranks of a tp group share these rows, and so do the ranks of a pipeline.
+data-parallel rank. The ranks of a tp group share these rows, and so do the ranks of a pipeline. Those of a cp group share
+them too, and each has other positions of them. FSDP takes them for data-parallel ranks, and shards over both.
 
 With `train.py` this is the only module that reads the environment: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, as
 `torchrun` sets them. Without them a run is one process.
@@ -12,6 +14,7 @@ import logging
 import mmap
 import os
 import struct
+import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -69,23 +72,27 @@ def begun_file() -> str | None:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands. `device_mesh` has the dimensions pp, dp_replicate, dp_shard, tp, each of at least 1."""
+    """Where this rank stands. `device_mesh` has the dimensions pp, dp_replicate, dp_shard, cp, tp, each of at least 1."""
 
     device_mesh: DeviceMesh
+    fsdp_mesh: DeviceMesh  # 1-D: shard. 2-D: replicate over the first dimension, shard over the second (HSDP, DDP)
     device: torch.device
     rank: int
     pp: int
     dp_replicate: int
     dp_shard: int
+    cp: int
     tp: int
     dp_rank: int
+    cp_rank: int = 0
     pp_rank: int = 0
+    head_and_tail: bool = False  # whether context parallelism gives a rank two parts of a sequence (`places`)
     to_lower: dist.ProcessGroup | None = None  # the ranks of this pipeline again: `open_mesh` says what for
     begun: Begun = field(default_factory=lambda: Begun(begun_file()), compare=False)
 
     @property
     def size(self) -> int:
-        return self.pp * self.dp_size * self.tp
+        return self.pp * self.dp_size * self.cp * self.tp
 
     @property
     def dp_size(self) -> int:
@@ -93,23 +100,27 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
 
     @property
     def tp_mesh(self) -> DeviceMesh:
         return self.device_mesh["tp"]
 
-    @property
-    def fsdp_mesh(self) -> DeviceMesh:
-        """1-D: shard. 2-D: replicate over the first dimension, shard over the second (HSDP; with dp_shard = 1 plain DDP)."""
-        return self.device_mesh["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else self.device_mesh["dp_shard"]
+    def places(self, seq_len: int) -> list[range]:
+        """The positions of a sequence whose tokens this rank has, in their order there: equally many on every rank of a cp
+        group. A causal query costs as much as there are keys before it. Where every rank computes its own queries, it
+        gets one part near the beginning and one as near to the end, so that all have the same work."""
+        parts = [self.cp_rank, 2 * self.cp - 1 - self.cp_rank] if self.head_and_tail else [self.cp_rank]
+        length = seq_len // (self.cp * len(parts))
+        return [range(part * length, (part + 1) * length) for part in parts]
 
-    def sum_over_dp(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the data-parallel ranks, in place. Every rank of the mesh must call it."""
+    def sum_over_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks that have different tokens, those of data and of context parallelism, in place. Every rank of
+        the mesh must call it."""
         self.begun.another()
-        for dim in ("dp_shard", "dp_replicate"):
-            if self.sizes[dim] > 1:
-                dist.all_reduce(x, group=self.device_mesh.get_group(dim))
+        for dim in reversed(range(self.fsdp_mesh.ndim)):
+            if self.fsdp_mesh.size(dim) > 1:
+                dist.all_reduce(x, group=self.fsdp_mesh.get_group(dim))
         return x
 
     def sum_over_pp(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +156,7 @@ class Mesh:
 
     def set_timeout(self, seconds: int) -> None:
         """Limit every collective. The mesh's groups do not inherit the default group's limit, so each is set."""
-        groups = [dist.group.WORLD] + [self.device_mesh.get_group(d) for d in self.device_mesh.mesh_dim_names]
+        groups = [dist.group.WORLD, *self.device_mesh.get_all_groups(), *self.fsdp_mesh.get_all_groups()]
         for group in groups + [self.to_lower] * (self.to_lower is not None):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -215,18 +226,31 @@ def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int) -> Mesh:
     that send at the same time would wait for each other for ever.
     """
     device = open_group(run)
-    pp = parallelism.pipeline_parallel
-    sizes = (pp, parallelism.data_parallel_replicate, dp_shard, parallelism.tensor_parallel)
-    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
-    stage, replicate, shard, _ = device_mesh.get_coordinate()
+    pp, cp = parallelism.pipeline_parallel, parallelism.context_parallel
+    sizes = (pp, parallelism.data_parallel_replicate, dp_shard, cp, parallelism.tensor_parallel)
+    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    stage, replicate, shard, part, _ = device_mesh.get_coordinate()
     rank, to_lower = dist.get_rank(), None
     if pp > 1:
         for ranks in device_mesh.mesh.view(pp, -1).t().tolist():  # all ranks make all groups, in the same order
             group = dist.new_group(ranks)
             to_lower = group if rank in ranks else to_lower
-    mesh = Mesh(device_mesh, device, rank, *sizes, replicate * dp_shard + shard, stage, to_lower)
+    head_and_tail = cp > 1 and parallelism.context_parallel_method == "gather"
+    mesh = Mesh(device_mesh, fsdp_mesh(device_mesh), device, rank, *sizes, replicate * dp_shard + shard, part, stage,
+                head_and_tail, to_lower)  # fmt: skip
     mesh.set_timeout(run.init_timeout_seconds)
     return mesh
+
+
+def fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+    """The part of the mesh that FSDP works on: dp_shard and cp as one dimension, and dp_replicate, if it is above 1."""
+    shard = "dp_shard"
+    if device_mesh["cp"].size() > 1:
+        shard = "dp_shard_cp"
+        device_mesh["dp_shard", "cp"]._flatten(shard)
+    with warnings.catch_warnings():  # to slice what is flattened shall go one day (torch 2.13); there is no other way yet
+        warnings.filterwarnings("ignore", "Slicing a flattened dim")
+        return device_mesh["dp_replicate", shard] if device_mesh["dp_replicate"].size() > 1 else device_mesh[shard]
 
 
 def close_mesh() -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from parallelisms import cp
 from parallelisms.mesh import Mesh
 from reliability.health import odd_ones
 
@@ -47,6 +48,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
             return NotImplemented  # their own dispatch calls this again with plain tensors
+        if func in cp.INSIDE:
+            with self:
+                return cp.INSIDE[func](*args)
         if func.namespace in NAMESPACES and (name := func._schema.name.partition("::")[2]) not in SILENT:
             self.see(name, func, args)
         return func(*args, **(kwargs or {}))

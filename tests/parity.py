@@ -16,7 +16,7 @@ import train
 from configs.load import load_config
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tests.runs import ADAMW, SMALL_MODEL, whole
+from tests.runs import ADAMW, CONTEXT_MESHES, MESHES, SMALL_MODEL, ULYSSES, whole
 from tools.bench import harness
 
 STEPS, SEQ, BATCH, VOCAB = 5, 16, 24, 263
@@ -25,6 +25,8 @@ OPTIONS = [
 ]  # fmt: skip
 SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.2", "--optimizer.momentum=0.9"]
 TWO_MICRO_BATCHES = "two micro-batches"  # six in a pipeline. trajectory() makes the option: it depends on the mesh
+DOCUMENTS = "documents"  # windows have documents of 3 to 7 tokens, and attention stays inside each; no option of a run either
+FEW_LABELS = "few labels"  # labels count in the first quarter of a window alone, so some ranks of a cp group have none
 
 # factor -> {setting: options}. The first setting of a factor is the plain model's.
 NUMBERS = {  # what is computed: every combination of these has an oracle of its own
@@ -48,6 +50,11 @@ EXECUTION = {  # how it is computed: no setting may change the numbers
     },
 }
 FACTORS = NUMBERS | EXECUTION
+CONTEXT = {  # further factors of context parallelism; the last two change what is computed
+    "method": {"gather": [], "ulysses": [ULYSSES]},
+    "documents": {"none": [], "masked": [DOCUMENTS]},
+    "labels": {"everywhere": [], "at the beginning": [FEW_LABELS]},
+}
 Combination = dict[str, str]  # factor -> setting; "mesh" is a factor too
 
 
@@ -56,7 +63,8 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
     warnings.simplefilter("ignore")
     in_pipeline = any("pipeline_parallel" in option for option in options)
     local = BATCH // dp_size // ((6 if in_pipeline else 2) if TWO_MICRO_BATCHES in options else 1)
-    options = [option for option in options if option != TWO_MICRO_BATCHES]
+    has_documents, has_few_labels = DOCUMENTS in options, FEW_LABELS in options
+    options = [option for option in options if option not in (TWO_MICRO_BATCHES, DOCUMENTS, FEW_LABELS)]
     cfg = load_config([*OPTIONS, f"--training.local_batch_size={local}", *options], world().size, world().local_size)
     job = train.build(cfg)
     seen = {"init": {n: whole(p).numpy() for n, p in job.model.named_parameters()}, "loss": [], "norm": []}
@@ -68,10 +76,16 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
 
     job.optimizer.register_step_pre_hook(keep_gradients)
     batches = harness.batches(cfg, job.mesh, np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16))
+    length = cfg.training.seq_len
+    positions = torch.cat([torch.arange(part.start, part.stop) for part in job.mesh.places(length)])  # of this rank's tokens
     for step in range(STEPS):
         batch = batches[step]
         sample = batch["sample"].view(*batch["labels"].shape[:2], 1)  # [A, b, 1]
-        masked = (sample * 7 + torch.arange(SEQ)) % 11 < sample % 5  # by sample, so that ranks hold different counts
+        masked = (sample * 7 + positions) % 11 < sample % 5  # by sample, so that ranks hold different counts
+        if has_few_labels:
+            masked |= positions >= length // 4
+        if has_documents:
+            batch["positions"] = torch.arange(length) % (3 + sample % 5)
         batch["labels"] = batch["labels"].masked_fill(masked, -100)
         result = train.train_step(job, batch)
         seen["loss"].append(result.loss)
@@ -98,7 +112,7 @@ def plain(*more: str, **numbers: str) -> dict:
     """The oracle of these settings: one process, no parallelism, no accumulation, no checkpointing. Of `more` options, those of
     a mesh, the ones that change the model count."""
     combination = combination_of(**numbers)
-    shape = [option for option in more if option.startswith("--model.")]
+    shape = [o for o in more if o.startswith(("--model.", "--training.seq_len")) or o in (DOCUMENTS, FEW_LABELS)]
     return _oracle((*options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS), *shape))
 
 
@@ -127,3 +141,21 @@ def compare(name: str, seen: dict, oracle: dict) -> list[str]:
 def whole_model(ranks: list[dict]) -> dict:
     """What all ranks together have seen of a run: in a pipeline each one has other parameters."""
     return ranks[0] | {key: {n: x for seen in ranks for n, x in seen[key].items()} for key in ("init", "grad", "weights")}
+
+
+def check(
+    mesh: str, combinations: list[Combination], more: list[str] | None = None, timeout: float = 270, factors: dict = FACTORS
+) -> None:
+    """Every combination of `factors` on this mesh, with `more` options, is its plain model; all ranks report the same numbers."""
+    ranks, options, dp_size = (MESHES | CONTEXT_MESHES)[mesh]
+    runs = [[*options_of(combination, factors), *options, *(more or [])] for combination in combinations]
+    results = run_ranks(ranks, trajectories, runs, dp_size, timeout=timeout)
+    problems = []
+    for i, combination in enumerate(combinations):
+        name = f"{mesh} {', '.join(f'{factor}: {combination[factor]}' for factor in factors)} {' '.join(more or [])}"
+        seen = whole_model([of_rank[i] for of_rank in results])
+        problems += compare(name, seen, plain(*runs[i], **{factor: combination[factor] for factor in NUMBERS}))
+        for rank, of_rank in enumerate(results):
+            if of_rank[i]["loss"] != results[0][i]["loss"] or of_rank[i]["norm"] != results[0][i]["norm"]:
+                problems.append(f"{name}: rank {rank} reports a different loss or norm than rank 0")
+    assert not problems, "\n".join(problems)

@@ -31,12 +31,24 @@ MESHES = {  # name: (ranks, options, data-parallel ranks)
     "tp4": (4, ["--parallelism.tensor_parallel=4"], 1),
     "fsdp2xtp2": (4, ["--parallelism.tensor_parallel=2"], 2),
     "hsdp2x2xtp2": (8, ["--parallelism.tensor_parallel=2", "--parallelism.data_parallel_replicate=2"], 4),
+    "cp2": (2, ["--parallelism.context_parallel=2"], 1),
     "pp2": (2, ["--parallelism.pipeline_parallel=2"], 1),
     "pp4": (4, ["--parallelism.pipeline_parallel=4", "--model.n_layers=4"], 1),
     "pp2xfsdp2": (4, ["--parallelism.pipeline_parallel=2"], 2),
     "pp2xtp2": (4, ["--parallelism.pipeline_parallel=2", "--parallelism.tensor_parallel=2"], 1),
     "pp2xhsdp2x2": (8, ["--parallelism.pipeline_parallel=2", "--parallelism.data_parallel_replicate=2"], 4),
     "pp2xfsdp2xtp2": (8, ["--parallelism.pipeline_parallel=2", "--parallelism.tensor_parallel=2"], 2),
+}
+CP2, ULYSSES = "--parallelism.context_parallel=2", "--parallelism.context_parallel_method=ulysses"
+CONTEXT_MESHES = {  # as MESHES
+    "cp2": MESHES["cp2"],
+    "cp4": (4, ["--parallelism.context_parallel=4"], 1),
+    "fsdp2xcp2": (4, [CP2], 2),
+    "cp2xtp2": (4, [CP2, "--parallelism.tensor_parallel=2"], 1),
+    "pp2xcp2": (4, [CP2, "--parallelism.pipeline_parallel=2"], 1),
+    "fsdp2xcp2xtp2": (8, [CP2, "--parallelism.tensor_parallel=2"], 2),
+    "hsdp2x2xcp2": (8, [CP2, "--parallelism.data_parallel_replicate=2"], 4),
+    "pp2xfsdp2xcp2": (8, [CP2, "--parallelism.pipeline_parallel=2"], 2),
 }
 SMALL_MODEL = (  # sizes that meshes do not divide evenly, in float32, with sequences of 16 tokens
     "--model.dim=50 --model.n_layers=3 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 --model.hidden_dim=44 "
@@ -70,7 +82,7 @@ def run(options: list[str], folder: Path) -> tuple[int, str]:
 
     def noting(job, batch, *options):
         result = real(job, batch, *options)
-        if job.mesh.pp_rank == job.mesh.device_mesh.get_local_rank("tp") == 0 and not result.flags.no_data:
+        if job.mesh.pp_rank == job.mesh.cp_rank == job.mesh.device_mesh.get_local_rank("tp") == 0 and not result.flags.no_data:
             with open(folder / f"samples-{job.mesh.dp_rank}.jsonl", "a") as file:
                 file.write(json.dumps(batch["sample"].tolist()) + "\n")
         return result

@@ -88,7 +88,7 @@ def drifted(options: list[str], folder: Path, fault) -> str:
 
         return sum_over
 
-    Mesh.sum_over_dp, Mesh.sum_over_ranks = faulty(Mesh.sum_over_dp), faulty(Mesh.sum_over_ranks)
+    Mesh.sum_over_tokens, Mesh.sum_over_ranks = faulty(Mesh.sum_over_tokens), faulty(Mesh.sum_over_ranks)
     try:
         return f"exit code {run(options, folder)[0]}"
     except (RuntimeError, collectives.Drift) as error:

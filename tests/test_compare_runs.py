@@ -55,7 +55,7 @@ def test_another_mesh_is_equal_to_rounding(runs):
     assert all(row.first_beyond is None for row in found.rows) and 0 < rows(found)["loss"].largest < 1e-5
     assert compare(runs["first"], runs["mesh"], tolerance=1e-5).code == 0
     assert compare(runs["first"], runs["mesh"], tolerance=1e-12).code == 1
-    assert found.environment["mesh"] == ["pp 1, dp_replicate 1, dp_shard 1, tp 1", "pp 1, dp_replicate 1, dp_shard 2, tp 1"]
+    assert found.environment["mesh"] == ["pp 1, dp_replicate 1, dp_shard 1, cp 1, tp 1", "pp 1, dp_replicate 1, dp_shard 2, cp 1, tp 1"]
     assert found.environment["devices"] == ["cpu 1", "cpu 2"] and "other meshes" in found.checkpoint
 
 

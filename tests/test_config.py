@@ -70,9 +70,9 @@ BAD_FILES = {
         "steps = 5",
         "steps: stands in no table|training.steps or profiler.steps or validation.steps",
     ),
-    "context parallelism": (
-        "[parallelism]\ncontext_parallel = 2",
-        "context_parallel: no such option; [parallelism] has data_par",
+    "sequence parallelism": (
+        "[parallelism]\nsequence_parallel = 2",
+        "sequence_parallel: no such option",
     ),
     "unknown schedule": (
         "[parallelism]\npipeline_schedule = 'gpipe'",
@@ -320,7 +320,8 @@ RULE_CASES = {
         "parallelism.data_parallel_replicate=2 parallelism.tensor_parallel=4",
         12, 4,
         "parallelism.data_parallel_shard = -1|parallelism.data_parallel_replicate = 2 times "
-        "parallelism.tensor_parallel = 4 times parallelism.pipeline_parallel = 1 must divide the 12 processes",
+        "parallelism.context_parallel = 1 times parallelism.tensor_parallel = 4 times parallelism.pipeline_parallel = 1 must "
+        "divide the 12 processes",
         "parallelism.data_parallel_replicate=1 training.global_batch_size=24",
     ),
     "tp_host": (
@@ -369,8 +370,28 @@ RULE_CASES = {
     "tp_reshard": (
         "parallelism.tensor_parallel=2 parallelism.reshard_after_forward=2 training.local_batch_size=2",
         8, 8,
-        'parallelism.reshard_after_forward = 2|parallelism.tensor_parallel = 2 and parallelism.pipeline_parallel = 1 would hang|"default"',
+        "parallelism.reshard_after_forward = 2|parallelism.tensor_parallel = 2, parallelism.context_parallel = 1 and "
+        'parallelism.pipeline_parallel = 1 is not supported|"default"',
         "parallelism.reshard_after_forward=true",
+    ),
+    "cp_sequence": (
+        "parallelism.context_parallel=3 training.seq_len=256 training.local_batch_size=1",
+        3, 3,
+        "training.seq_len = 256 is not a multiple of 6|parallelism.context_parallel = 3|parallelism.context_parallel_method",
+        "training.seq_len=252",
+    ),
+    "cp_heads": (
+        "parallelism.context_parallel=4 parallelism.tensor_parallel=2 parallelism.context_parallel_method=ulysses",
+        8, 8,
+        "parallelism.context_parallel = 4 times parallelism.tensor_parallel = 2 does not divide model.n_kv_heads = 4"
+        '|parallelism.context_parallel_method = "ulysses"|whole key/value heads|context_parallel_method = "gather"',
+        "parallelism.context_parallel_method=gather",
+    ),
+    "cp_attention": (
+        "parallelism.context_parallel=2 training.attention=cudnn training.param_dtype=bfloat16 run.device=cuda",
+        2, 2,
+        'training.attention = "cudnn" has no kernel for parallelism.context_parallel_method = "gather"|"flash"|"ulysses"',
+        "parallelism.context_parallel_method=ulysses",
     ),
     "reshard_ranks": (
         "parallelism.reshard_after_forward=3 training.local_batch_size=1",
@@ -733,7 +754,7 @@ IMPOSSIBLE_MESHES = [
     ("training.global_batch_size=2", 4, 4, ["set training.global_batch_size to 4"]),
     ("parallelism.pipeline_parallel=2", 3, 3, ["leaves no whole number of ranks"]),
     ("parallelism.pipeline_parallel=4 parallelism.data_parallel_shard=2", 12, 4, ["multiply to 8, but the run has 12"]),
-    ("parallelism.context_parallel=2", 1, 1, ["parallelism.context_parallel: no such option"]),
+    ("parallelism.context_parallel=2", 1, 1, ["parallelism.context_parallel = 2 times"]),
     ("parallelism.reshard_after_forward=8 training.local_batch_size=1", 8, 8, ["less than the 8 ranks"]),
     ("parallelism.reshard_after_forward=2 parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=1 "
      "training.local_batch_size=1", 2, 2, ["less than the 1 ranks"]),

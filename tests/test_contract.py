@@ -75,7 +75,7 @@ def talk() -> dict:
     mesh = job().mesh
     seen["any"] = [mesh.any_rank(mesh.rank == 1), mesh.any_rank(False)]
     seen["gather"] = mesh.gather(f"rank {mesh.rank}")
-    seen["sum"] = mesh.sum_over_dp(torch.tensor([mesh.rank + 1.0])).item()
+    seen["sum"] = mesh.sum_over_tokens(torch.tensor([mesh.rank + 1.0])).item()
     meshes.close_mesh()
     meshes.close_mesh()
     return seen | {"open": dist.is_initialized()}
@@ -165,15 +165,16 @@ def test_fsdp_over_tensor_parallel_shards_a_matrix_over_both():
 
 def group_timeouts() -> list[float]:
     """Seconds that a collective of each group of the mesh may take, after set_timeout(7)."""
-    run = job("--parallelism.tensor_parallel=2", "--parallelism.pipeline_parallel=2")
+    run = job("--parallelism.context_parallel=2", "--parallelism.pipeline_parallel=2")
     run.mesh.set_timeout(7)
-    groups = [dist.group.WORLD, *(run.mesh.device_mesh.get_group(d) for d in run.mesh.device_mesh.mesh_dim_names), run.mesh.to_lower]
+    of_mesh = run.mesh.device_mesh.get_all_groups() + run.mesh.fsdp_mesh.get_all_groups()
+    groups = [dist.group.WORLD, *of_mesh, run.mesh.to_lower]
     assert run.mesh.timeout().total_seconds() == 7
     return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
 
 
 def test_the_timeout_reaches_every_group_of_the_mesh():
-    assert run_ranks(4, group_timeouts) == [[7.0] * 6] * 4
+    assert run_ranks(4, group_timeouts) == [[7.0] * 8] * 4
 
 
 def test_cuda_that_is_not_there_is_a_sentence():

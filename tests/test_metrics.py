@@ -311,7 +311,7 @@ def test_a_memory_snapshot_without_cuda_is_declined(tmp_path: Path, say: logging
 
 def test_a_line_is_about_the_steps_since_the_line_before():
     """Two sources with windows of 4 tokens, two of them in a batch; this rank has all of it."""
-    mesh = SimpleNamespace(size=2, device=torch.device("cpu"), sum_over_dp=lambda x: x, sum_over_pp=lambda x: x)
+    mesh = SimpleNamespace(size=2, device=torch.device("cpu"), sum_over_tokens=lambda x: x, sum_over_pp=lambda x: x)
     corpora = [(name, name, range(101), [[0, 1.0]]) for name in ("web", "code")]
     order = orders.begin(orders.describe(corpora, seed=0, seq_len=4, global_batch_size=2))
     meter = Meter(mesh, sources=2, tokens_per_step=8, flops_per_token=1e12)

@@ -43,7 +43,7 @@ Patch = pytest.MonkeyPatch
 
 def own_token_counts(patch: Patch) -> None:
     """each rank divides its loss by its own number of tokens, and the unequal means are averaged"""
-    patch.setattr(Mesh, "sum_over_dp", lambda mesh, count: count * mesh.dp_size)
+    patch.setattr(Mesh, "sum_over_tokens", lambda mesh, count: count * mesh.dp_size)
 
 
 def scale_times(patch: Patch, factor: Callable) -> None:

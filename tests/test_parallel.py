@@ -30,33 +30,14 @@ from tests.parity import (
     SEQ,
     SGD,
     STEPS,
-    Combination,
+    check,
     combination_of,
     compare,
-    options_of,
     plain,
-    trajectories,
     trajectory,
-    whole_model,
 )
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, MESHES, Count
-
-
-def check(mesh: str, combinations: list[Combination], more: list[str] | None = None, timeout: float = 270) -> None:
-    """Every combination on this mesh, with `more` options, is its plain model; all ranks report the same numbers."""
-    ranks, options, dp_size = MESHES[mesh]
-    runs = [[*options_of(combination), *options, *(more or [])] for combination in combinations]
-    results = run_ranks(ranks, trajectories, runs, dp_size, timeout=timeout)
-    problems = []
-    for i, combination in enumerate(combinations):
-        name = f"{mesh} {', '.join(f'{factor}: {combination[factor]}' for factor in FACTORS)} {' '.join(more or [])}"
-        seen = whole_model([of_rank[i] for of_rank in results])
-        problems += compare(name, seen, plain(*options, *(more or []), **{factor: combination[factor] for factor in NUMBERS}))
-        for rank, of_rank in enumerate(results):
-            if of_rank[i]["loss"] != results[0][i]["loss"] or of_rank[i]["norm"] != results[0][i]["norm"]:
-                problems.append(f"{name}: rank {rank} reports a different loss or norm than rank 0")
-    assert not problems, "\n".join(problems)
 
 
 SETTINGS = {"mesh": list(MESHES)} | {factor: list(settings) for factor, settings in FACTORS.items()}

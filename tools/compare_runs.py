@@ -30,7 +30,6 @@ from reliability import goodput
 TIMINGS = {"tokens_per_second", "tflops_per_device", "mfu", "memory_gib", "data_wait", "step_seconds", "goodput"}
 TIMING_PREFIXES = ("seconds/", "late/")
 PLACES = {"run.folder", "data.cache"}  # options that say where, not what
-ONE_STAGE = {"pp": 1}  # of a mesh that was written down before there were pipelines
 ROUNDING = 1e-5  # relative: between meshes in float32, 20 steps stay within 4e-7 (tests/test_resume.py compares to this)
 
 
@@ -147,7 +146,7 @@ def checkpoints(a: Path, b: Path) -> tuple[str, bool | None]:
         if step is None:
             return "no step that both have", None
         one, other = (verify.read_manifest(by_step[step]) for by_step in saved)
-        if ONE_STAGE | one["mesh"] != ONE_STAGE | other["mesh"] or one["tensors"].keys() != other["tensors"].keys():
+        if one["mesh"] != other["mesh"] or one["tensors"].keys() != other["tensors"].keys():
             return f"step {step}: other meshes or other tensors, so hashes do not compare", None
         hashes = [verify.part_hashes(by_step[step], manifest) for by_step, manifest in zip(saved, (one, other), strict=True)]
     except (InputError, verify.Damaged) as error:
@@ -185,7 +184,7 @@ def _about(run: Path) -> dict[str, object]:
         facts |= {f"code {path}": digest for path, digest in last["code"]["files"].items()}
         facts |= {f"version of {name}": version for name, version in last["versions"].items()}
         facts |= {f"environment {name}": value for name, value in last["environment"].items()}
-        facts["mesh"] = _counts(ONE_STAGE | last.get("mesh", {}))
+        facts["mesh"] = _counts(verify.all_dimensions(last.get("mesh", {})))
         devices: dict[str, int] = {}
         for row in last.get("hosts", []):
             devices[row["device"]] = devices.get(row["device"], 0) + len(row["ranks"])

@@ -55,7 +55,7 @@ class Meter:
         in the whole run, and how often it has been read."""
         stage, values = order.stage(step), {}
         self.mesh.sum_over_pp(self.by_source[0])  # the losses are 0 but in the last stage; all stages count the same tokens
-        sums = self.mesh.sum_over_dp(self.by_source).tolist()
+        sums = self.mesh.sum_over_tokens(self.by_source).tolist()
         for source, consumed, loss, tokens in zip(stage.sources, order.consumed(step), *sums, strict=True):
             values |= {f"loss/{source.name}": loss / tokens} if tokens else {}
             values |= {f"tokens_seen/{source.name}": consumed * stage.seq_len, f"epochs/{source.name}": consumed / source.windows}

@@ -98,7 +98,7 @@ def model_summary(
     moments = 2 if "betas" in optimizer.defaults else int(optimizer.defaults.get("momentum", 0) > 0)
     copies = 2 + moments  # weight, gradient, moments: all in the type of the weight
     whole, share = (copies * sum(p.numel() * p.element_size() for p in tensors) for tensors in (parameters, shards))
-    dimensions = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items() if name != "pp" or size > 1)
+    dimensions = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items() if name not in ("pp", "cp") or size > 1)
     return (
         f"model: {family.parameters(args):,} parameters; {family.describe(args)}\n"
         f"mesh: {dimensions} = {mesh.size} process{'es' if mesh.size > 1 else ''} on {mesh.device.type}, "

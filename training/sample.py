@@ -8,6 +8,7 @@ Shapes:  B prompts   T positions of a forward   S positions kept   H query heads
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +68,18 @@ class KeyValueCache:
         return forward
 
 
+@contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Inside, attention is that of the model itself, without what context parallelism has put in its place: there every rank
+    has a part of a sequence, and here each has all of it."""
+    replaced = {core: vars(core).pop("forward") for core in model.cores() if "forward" in vars(core)}
+    try:
+        yield
+    finally:
+        for core, forward in replaced.items():
+            core.forward = forward
+
+
 def _whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
@@ -112,7 +125,7 @@ def sample_stream(
         def logits_of_newest(h: Tensor, weight: Tensor) -> Tensor:
             return _whole(h)[torch.arange(len(newest), device=device), newest] @ _whole(weight).t()  # [B, V]
 
-        with torch.compiler.set_stance("force_eager"):  # lengths vary, and each would be compiled
+        with whole_sequences(model), torch.compiler.set_stance("force_eager"):  # lengths vary, and each would be compiled
             logits = (memory.forward if memory else model)(tokens, positions, logits_of_newest).float().cpu()
         drawn: list[int | None] = [None] * len(texts)
         for i, text in enumerate(texts):

@@ -18,13 +18,13 @@ def validate(model: nn.Module, mesh: Mesh, batches: Iterable[dict], chunk_tokens
     total = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     token_bytes = token_bytes.to(mesh.device)
     for batch in batches:
-        feed = Feed(model, batch, mesh.device, linear_cross_entropy, chunk_tokens)
+        feed = Feed(model, batch, mesh, linear_cross_entropy, chunk_tokens)
         total[0] += model.losses(feed) if mesh.pp > 1 else sum(model(*feed(a)) for a in range(len(feed)))
         counted = feed.labels[feed.labels != IGNORE]
         total[1] += len(counted)
         total[2] += token_bytes[counted].sum()
     mesh.sum_over_pp(total[0])  # only the ranks of the last stage have a loss; all ranks of a pipeline count the same tokens
-    return mesh.sum_over_dp(total)
+    return mesh.sum_over_tokens(total)
 
 
 def scores(sums: dict[str, Tensor]) -> dict[str, float]:

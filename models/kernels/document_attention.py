@@ -4,6 +4,8 @@ You can skip this file. `document_attention` computes what `causal_attention` wo
 it is one call of PyTorch's `varlen_attn`. Most of the file is the same for a CPU, where PyTorch has no such kernel: a loop
 over the documents, wrapped into one operator so that autograd, torch.compile and checkpointing see a single call.
 
+`piece_attention` is for context parallelism, where a rank may have only the last queries of a document, and all its keys.
+
 Shapes:  B batch   T sequence   N documents of a micro-batch   H query heads   K key/value heads   E head_dim
 """
 
@@ -42,6 +44,60 @@ class Documents:
         return cls(starts.to(device, non_blocking=True), longest)
 
 
+def _cpu_pieces(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor) -> tuple[Tensor, Tensor]:
+    """What `piece_attention` says, by PyTorch's CPU kernel, piece by piece."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    for one, keys in zip(_slices(starts), _slices(key_starts)):
+        o, s = _attend(*_heads_first(one, q), *_heads_first(keys, k, v))
+        out[one], lse[one] = o[0].transpose(0, 1), s[0].transpose(0, 1)
+    return out, lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of n queries [1, H, n, E] that are the last of m positions to the keys of all [1, K, m, E], and its log-sum-exp
+    [1, H, n]. The kernel masks equally many queries and keys only, so earlier keys are a call of their own, and the two
+    results are merged (Dao, arXiv:2307.08691, section 2.3.1)."""
+    kernel, earlier = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, k.shape[2] - q.shape[2]
+    out, lse = kernel(q, k[:, :, earlier:], v[:, :, earlier:], 0.0, True)
+    if not earlier:
+        return out, lse
+    out_earlier, lse_earlier = kernel(q, k[:, :, :earlier], v[:, :, :earlier], 0.0, False)
+    whole = torch.logaddexp(lse, lse_earlier)
+    return out * (lse - whole).exp()[..., None] + out_earlier * (lse_earlier - whole).exp()[..., None], whole
+
+
+def _cpu_pieces_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, key_starts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Grad of q, k, v in their types. Short documents in float32: PyTorch's bfloat16 kernel takes 5 times as long on those of
+    30 to 100 tokens, and about as long on those of 1,000 (AVX512-BF16, torch 2.13); long ones in bfloat16 by products, if
+    all their queries are here."""
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    given = grad, q, k, v, out
+    wide = [x.float() for x in given]
+    for one, keys in zip(_slices(starts), _slices(key_starts)):
+        s, length = lse[one].transpose(0, 1)[None], one.stop - one.start
+        is_whole = keys.stop - keys.start == length
+        backward, inputs = _attend_backward, wide
+        if q.dtype == torch.bfloat16 and is_whole and length >= LONG:
+            backward, inputs = cpu_causal_attention_backward, given
+        grad_, q_, k_, v_, out_ = inputs
+        pieces = backward(*_heads_first(one, grad_, q_), *_heads_first(keys, k_, v_), *_heads_first(one, out_), s)
+        for whole, place, piece in zip(grads, (one, keys, keys), pieces):
+            whole[place] = piece[0].transpose(0, 1)
+    return grads
+
+
+def _attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Grad of q, k, v of `_attend`. With the merged out and lse each of its two calls has its part of the gradient."""
+    kernel, earlier = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, k.shape[2] - q.shape[2]
+    dq, dk, dv = kernel(grad, q, k[:, :, earlier:], v[:, :, earlier:], out, lse, 0.0, True)
+    if not earlier:
+        return dq, dk, dv
+    more, dk_earlier, dv_earlier = kernel(grad, q, k[:, :, :earlier], v[:, :, :earlier], out, lse, 0.0, False)
+    return dq + more, torch.cat((dk_earlier, dk), 2), torch.cat((dv_earlier, dv), 2)
+
+
 @torch.library.custom_op("plumbline::document_attention", mutates_args=())
 def cpu_document_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     """Causal attention within each document on CPU: q [B*T, H, E], k, v [B*T, K, E], starts int32 [N + 1] -> output
@@ -51,32 +107,15 @@ def cpu_document_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> t
     and concatenate N pieces), from torch.compile (which would unroll it and compile anew for each batch) and from
     selective checkpointing (which keeps one result).
     """
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    for one in _slices(starts):
-        o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_heads_first(one, q, k, v), 0.0, True)
-        out[one], lse[one] = o[0].transpose(0, 1), s[0].transpose(0, 1)
-    return out, lse
+    return _cpu_pieces(q, k, v, starts, starts)
 
 
 @torch.library.custom_op("plumbline::document_attention_backward", mutates_args=())
 def _cpu_document_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Grad of q, k, v in their types. Short documents in float32: PyTorch's bfloat16 kernel takes 5 times as long on those of
-    30 to 100 tokens, and about as long on those of 1,000 (AVX512-BF16, torch 2.13); long ones in bfloat16 by products."""
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    given = grad, q, k, v, out
-    wide = [x.float() for x in given]
-    for one in _slices(starts):
-        s = lse[one].transpose(0, 1)[None]
-        if q.dtype == torch.bfloat16 and one.stop - one.start >= LONG:
-            pieces = cpu_causal_attention_backward(*_heads_first(one, *given), s)
-        else:
-            inputs = *_heads_first(one, *wide), s
-            pieces = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True)
-        for whole, piece in zip(grads, pieces):
-            whole[one] = piece[0].transpose(0, 1)
-    return grads
+    """Grad of q, k, v in their types."""
+    return _cpu_pieces_backward(grad, q, k, v, out, lse, starts, starts)
 
 
 def _slices(starts: Tensor) -> list[slice]:
@@ -145,3 +184,36 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents) ->
     else:
         out = one_by_one(q, k, v, starts)
     return out.view(shape)
+
+
+def piece_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, longest: int, longest_keys: int
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of the last queries of some documents to all keys of these up to there.
+
+    q [n, H, E] has the queries of one piece after another, k and v [m, K, E] the keys and values of one piece after another;
+    starts and key_starts, int32 [pieces + 1], say where each begins. A piece has at least as many keys as queries, and its
+    last query is at the position of its last key. longest, longest_keys: the most of a piece.
+
+    Returns the output [n, H, E] and the log-sum-exp, float32 [n, H], for `piece_attention_backward`: autograd does not see
+    the kernels. On CUDA they are FlashAttention-2's, which aligns queries and keys in this way (`fits_varlen` must hold).
+    """
+    if q.device.type == "cpu":
+        return _cpu_pieces(q, k, v, starts, key_starts)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, key_starts, longest, longest_keys, 0.0, True, False
+    )
+    return out, lse.t().contiguous()
+
+
+def piece_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, key_starts: Tensor,
+    longest: int, longest_keys: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Grad of q, k, v of `piece_attention`, from the grad of its output and from what it returned."""
+    if q.device.type == "cpu":
+        return _cpu_pieces_backward(grad, q, k, v, out, lse, starts, key_starts)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # its random state
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse.t().contiguous(), starts, key_starts, longest, longest_keys, 0.0, True, *no_dropout
+    )

@@ -112,7 +112,7 @@ def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
     mesh, t = probe.job.mesh, probe.cfg.training
     reduced, layers = dp.DTYPES[t.reduce_dtype], probe.job.model.layers
     block = sum(p.numel() for p in next(iter(layers.values())).parameters()) / mesh.tp
-    activations = t.local_batch_size * t.seq_len * probe.args.dim
+    activations = t.local_batch_size * t.seq_len // mesh.cp * probe.args.dim
     elements = {
         "pp": (activations / mesh.tp, probe.dtype),
         "dp_shard": (block, probe.dtype),
@@ -243,7 +243,7 @@ def judge_links(probe: Probe, answers: list[dict]) -> list[Row]:
         kind = f"{dim} {'between' if between else 'within'} hosts"
         if dim == "pp":  # the other dimensions are judged by their collectives
             wanted, source = probe.wanted(dim, "send", links[0][1:3], answers[0]["stage_bytes"])
-            if middle < SLOW["group"] * wanted:
+            if middle / 1e9 < SLOW["group"] * wanted:
                 text = f"links {kind}: median {middle / 1e9:.3g} GB/s, but {source}: see with NCCL_DEBUG=INFO"
                 rows.append(Row("FAIL", f"{text} which network is used", blocks=False))
         slow = [link for link in links if link[3] < SLOW["link"] * middle] if len(links) >= LEAST_LINKS else []
