@@ -455,8 +455,7 @@ class Debug(Table):
     emulate_float8: bool = False
     """Round to float8 but multiply in the wider dtype, on any device, to see the effect of training.float8; slow."""
     check_collectives: bool = False
-    """Compare every collective across its ranks before it runs (operation, dtypes, shapes, calling line), and every message
-    of a pipeline with what its receiver expects; slow."""
+    """Compare collectives across ranks before they run, and messages of a pipeline with what is expected; slow."""
     sample_tokens: int = Field(0, ge=0)
     """Generate this many tokens from the final weights at the end of the run; 0: none."""
     sample_prompt: str = "def "
