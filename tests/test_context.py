@@ -176,7 +176,7 @@ def kept(options: list[str], seq_len: int) -> int:
 
 def test_activations_fall_with_the_number_of_ranks():
     """The second half of 512 tokens needs on each of 4 ranks a quarter of what it needs on one process. (Weights are in both
-    numbers of a difference.) The keys of all ranks, were they kept, would be 27% more. With ulysses the output of attention is
+    numbers of a difference.) The keys of all ranks, were they kept, would be 21% more. With ulysses the output of attention is
     kept as it was computed and as it was swapped back: 48 numbers for each of 64 tokens in 3 layers."""
 
     def of_tokens(ranks: int, *options: str) -> float:
