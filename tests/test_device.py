@@ -2,6 +2,7 @@
 
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -281,6 +282,64 @@ def test_what_counts_as_out_of_memory(error, expected):
     assert measure.out_of_memory(error) == expected
 
 
+NUMBERS = {"seconds": 0.75, "tokens_per_second": 10922.0, "gflops": 440e3, "product_gflops": 700e3, "mfu": 0.445, "memory_gib": 121.0,
+           "live_gib": 108.5, "idle": 0.012, "sections": dict.fromkeys(measure.sections.SECTIONS, 0.15)}  # fmt: skip
+
+
+def test_a_step_on_a_gpu_has_as_many_layers_as_fit(monkeypatch):
+    """The code of a GPU with the driver, the step and the plan made up."""
+    asked, given = [], []
+
+    def plan(options: list[str]) -> dict:
+        asked.append(options)
+        layers = int(options[-1].split("=")[1])
+        return {"live": 20 + 3.6 * layers, "needed": 25 + 4.5 * layers}
+
+    monkeypatch.setattr(measure, "GPU", True)
+    monkeypatch.setattr(measure, "KIND", "cuda")
+    monkeypatch.setattr(measure, "ask_plan", plan)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, int(139.8 * 2**30)))
+    monkeypatch.setattr(measure.sections, "one", lambda options, rounds: given.append(options) or NUMBERS)
+    report = measure.one_step("8B layers")
+    assert [options[-1] for options in asked] == [f"--model.n_layers={n}" for n in (2, 4, 25)]
+    assert given[0][-1] == "--model.n_layers=25" and given[0][:-1] == measure.STEPS["8B layers"]["cuda"].split()
+    row = dict(zip(report["columns"], report["rows"][0], strict=True))
+    assert row["layers"] == "25" and row["plan GiB"] == "110.00" and row["live GiB"] == "108.50" and row["idle"] == "1.2%"
+    assert row["MFU"] == "44.5%" and row["of products"] == "63% of 700,000" and row["configuration"] == "8B layers"
+    with pytest.raises(InputError, match="no step of a cuda"):
+        measure.one_step("70B")
+
+
+def plans_on_a_gpu(layers: int) -> float:
+    measure.GPU = True
+    return measure.plan([*measure.STEPS["8B layers"]["cuda"].split(), f"--model.n_layers={layers}"])["live"]
+
+
+def test_the_plan_of_8b_layers():
+    """A layer more takes at least its weights (bfloat16 and float32), gradient and moments: 18 bytes for each of 218 million."""
+    with multiprocessing.get_context("fork").Pool(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:  # as test_plan
+        two, four = (pool.apply(plans_on_a_gpu, (layers,)) for layers in (2, 4))
+    assert 18 * 218.1e6 / 2**30 * 0.95 < (four - two) / 2 < 5
+
+
+def subjects(folder: Path) -> tuple[dict, dict, tuple, dict]:
+    """What is measured with a model, at a size that takes a second."""
+    tiny = " ".join([*checks.MODEL, "--training.param_dtype=float32"])
+    measure.SAVED["cpu"] = measure.STEPS["1B"]["cpu"] = tiny
+    measure.ask_plan = lambda options: {"live": 1.5, "needed": 2.0}
+    measure.close_mesh = lambda: None
+    return measure.saves(folder), measure.one_step("1B"), measure.rates_of(CPU, 128), measure.try_steps(tiny.split())
+
+
+def test_what_is_measured_with_a_model(tmp_path):
+    saves, step, rates, tried = run_ranks(1, subjects, tmp_path)[0]
+    assert [row[0].split(" ", 1)[1] for row in saves["rows"]][1:2] == ["waits for a save"] and not list(tmp_path.iterdir())
+    assert all(len(row) == len(saves["columns"]) for row in saves["rows"])
+    row = dict(zip(step["columns"], step["rows"][0], strict=True))
+    assert row["configuration"] == "1B (small)" and row["layers"] == "3" and row["plan GiB"] == "1.50"
+    assert all(rate > 0 for rate in rates) and tried["seconds"] > 0 and tried["gib"] > 0
+
+
 def test_every_part_can_be_started():
     """Its module, its checks, its configurations exist: on a GPU nobody has run them."""
     for part in PARTS:
@@ -294,6 +353,6 @@ def test_every_part_can_be_started():
     assert all(measure.STEPS[step].keys() == part.arguments.keys() for part in PARTS for step in measure.STEPS
                if any(line.endswith(" step " + step.replace(" ", "_")) for line in part.arguments.values()))  # fmt: skip
     options = [*(line for kinds in measure.STEPS.values() for line in kinds.values()), *measure.BESIDE.values(),
-               *measure.SAVED.values(), *(row[0] for row in measure.LONGEST.values())]  # fmt: skip
+               *measure.SAVED.values(), *(f"{row[0]} --training.seq_len={row[2]}" for row in measure.LONGEST.values())]  # fmt: skip
     for line in options:
         load_config(line.split(), 1, 1)

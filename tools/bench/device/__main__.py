@@ -56,17 +56,19 @@ PARTS = [  # the most valuable first. name, seconds and arguments on a GPU, the 
     Part.row("compile", (60, f"{CHECKS} compiled"), (60, f"{CHECKS} compiled")),
     Part.row("rates", (20, f"{MEASURE} rates"), (15, f"{MEASURE} rates")),
     Part.row("8B layers", (100, f"{MEASURE} step 8B_layers"), (60, f"{MEASURE} step 8B_layers")),
-    Part.row("beside others", (120, f"{MEASURE} beside"), (60, f"{MEASURE} beside")),
+    Part.row("beside the bare loop", (90, f"{MEASURE} beside bare"), (40, f"{MEASURE} beside bare")),
+    Part.row("beside Hugging Face", (90, f"{MEASURE} beside hf"), (50, f"{MEASURE} beside hf")),
     Part.row("saves", (90, f"{MEASURE} saves"), (60, f"{MEASURE} saves")),
     Part.row("attention", (70, "tools.bench.attention --rounds=10 --shapes 1,32,8,8192,128 1,32,8,8192,64"),
              (40, "tools.bench.attention --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128")),
+    Part.row("beside TorchTitan", (120, f"{MEASURE} beside torchtitan"), (60, f"{MEASURE} beside torchtitan")),
     Part.row("8B layers float8 rowwise", (100, f"{MEASURE} step 8B_layers_float8_rowwise"), None),
     Part.row("8B layers float8 tensorwise", (100, f"{MEASURE} step 8B_layers_float8_tensorwise"), None),
     Part.row("products", (30, "tools.bench.products --rounds=10"),
              (30, "tools.bench.products --rounds=5 --shapes 2048,256,704 1024,256,4096")),
     Part.row("1B", (100, f"{MEASURE} step 1B"), (60, f"{MEASURE} step 1B")),
     Part.row("3B", (120, f"{MEASURE} step 3B"), None),
-    Part.row("longest sequence", (180, f"{MEASURE} longest"), (60, f"{MEASURE} longest")),
+    Part.row("longest sequence", (200, f"{MEASURE} longest"), (60, f"{MEASURE} longest")),
 ]  # fmt: skip
 
 

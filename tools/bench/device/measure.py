@@ -1,10 +1,10 @@
 """What `tools.bench.device` measures itself, one subject per process:
 
-    python -m tools.bench.device.measure (rates | step NAME | beside | saves | longest) [--json out.json]
+    python -m tools.bench.device.measure (rates | step NAME | beside NAME | saves | longest) [--json out.json]
 
 - rates: what `tools.plan` wants to know of a device, as the numbers of a row of tools/plan/devices.toml.
 - step NAME: one of STEPS, through tools/bench/sections.py; 8B's layers are as many as fit, by the plan.
-- beside: a step beside the bare loop and Hugging Face's model where transformers is installed (tools/bench/step.py).
+- beside NAME: our step beside that of the bare loop (bare), or of a peer that is installed (hf, torchtitan): tools/bench/step.py.
 - saves: how long training waits for a save, how much longer the steps beside it take, and a load.
 - longest: the longest sequence of which a step fits, by doubling, each length in a process of its own.
 
@@ -33,7 +33,7 @@ from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from models.kernels.causal_attention import causal_attention
 from parallelisms.mesh import close_mesh
-from tools.bench import harness, sections, step as beside_others
+from tools.bench import harness, sections, step as others
 from tools.plan.device import MEMORY_EFFICIENCY, Device, known_device, measure_cpu
 from tools.plan.plan import Question, make_plan
 from tools.preflight.machine import best
@@ -64,12 +64,12 @@ SAVED = {
     "cuda": f"--model.flavor=1B {WHOLE} --training.local_batch_size=2 --training.global_batch_size=2",
     "cpu": f"{sections.BENCH} {BFLOAT16} --training.local_batch_size=2 --training.global_batch_size=2",
 }
-BESIDE = {  # none recomputes, because the peers do not; a smaller vocabulary, so that all of them fit
+BESIDE = {  # nobody recomputes, because the bare loop and Hugging Face's do not; a smaller vocabulary, so that all fit
     "cuda": f"{sections.LAYERS_8B} --activation_checkpoint.mode=none --model.vocab_size=32768",
     "cpu": "--training.local_batch_size=2 --training.global_batch_size=2",
 }
-LONGEST = {  # options, the first length, the last one that is tried, seconds for each
-    "cuda": ("--model.flavor=8B --model.n_layers=4 --activation_checkpoint.mode=full", 16384, 2**20, 90),
+LONGEST = {  # options, the first length, the last one that is tried (the model's positions end there), seconds for each
+    "cuda": ("--model.flavor=8B --model.n_layers=16 --activation_checkpoint.mode=full", 16384, 131072, 120),
     "cpu": ("--activation_checkpoint.mode=full", 512, 2048, 60),
 }
 FITS, TOO_LARGE, TOO_SLOW = "fits", "out of memory", "takes too long"
@@ -85,32 +85,37 @@ def rates() -> dict:
 
 
 def measure_gpu() -> Device:
-    """This GPU as a device of the planner. Its links to other GPUs are those of the table's row of that name, if there is one:
-    one GPU cannot measure them."""
+    """This GPU as a device of the planner."""
     gpu = torch.device("cuda", 0)
-    name = torch.cuda.get_device_name(gpu)
-    how = {"device": gpu, "dtype": torch.bfloat16}
-    x, w = torch.randn(8192, 4096, **how), torch.randn(4096, 14336, **how)  # 8B's largest product in a block
-    product_rate = 2 * 8192 * 4096 * 14336 / best(lambda: x @ w, gpu)
-    q, k, v = (torch.randn(1, heads, 8192, 128, **how, requires_grad=True) for heads in (32, 8, 8))
+    memory = torch.cuda.get_device_properties(gpu).total_memory / 2**30
+    return as_device(torch.cuda.get_device_name(gpu), memory, *rates_of(gpu))
+
+
+def rates_of(device: torch.device, smaller: int = 1) -> tuple[float, float, float, float]:
+    """FLOP/s of a product and of attention in bfloat16, forward and backward together, at the sizes of 8B's layers for 8,192
+    tokens; bytes per second that a copy inside the device reads and writes, and of a copy to host memory (pinned, if the
+    device is a GPU). smaller: divides the tokens and the copies, so that a CPU can rehearse it."""
+    how, tokens = {"device": device, "dtype": torch.bfloat16}, 8192 // smaller
+    x, w = torch.randn(tokens, 4096, **how), torch.randn(4096, 14336, **how)
+    product_rate = 2 * tokens * 4096 * 14336 / best(lambda: x @ w, device)
+    q, k, v = (torch.randn(1, heads, tokens, 128, **how, requires_grad=True) for heads in (32, 8, 8))
     out = causal_attention(q, k, v)
     grad = torch.randn_like(out)
-    seconds = best(lambda: causal_attention(q, k, v), gpu)
-    seconds += best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), gpu)
-    attention_rate = (2 + 5) * 32 * 8192**2 * 128 / seconds  # 2 and 5 products, of which causality needs half
-    block = torch.ones(1 << 28, device=gpu)  # 1 GiB
-    other, on_host = torch.empty_like(block), torch.empty(1 << 28, pin_memory=True)
-    copied = 2 * block.nbytes / best(lambda: other.copy_(block), gpu)
-    to_host = block.nbytes / best(lambda: on_host.copy_(block, non_blocking=True), gpu)
-    memory = torch.cuda.get_device_properties(gpu).total_memory / 2**30
-    return as_device(name, memory, product_rate, attention_rate, copied, to_host)
+    seconds = best(lambda: causal_attention(q, k, v), device)
+    seconds += best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
+    attention_rate = (2 + 5) * 32 * tokens**2 * 128 / seconds  # 2 and 5 products, of which causality needs half
+    block = torch.ones((1 << 28) // smaller, device=device)  # 1 GiB
+    other, on_host = torch.empty_like(block), torch.empty(len(block), pin_memory=device.type == "cuda")
+    copied = 2 * block.nbytes / best(lambda: other.copy_(block), device)
+    to_host = block.nbytes / best(lambda: on_host.copy_(block, non_blocking=True), device)
+    return product_rate, attention_rate, copied, to_host
 
 
 def as_device(
     name: str, memory_gib: float, product_rate: float, attention_rate: float, copied: float, to_host: float
 ) -> Device:
-    """The planner's row of a GPU with these rates. product_rate, attention_rate: FLOP/s in bfloat16; copied: bytes per second
-    that a copy inside the device reads and writes; to_host: bytes per second of a copy to pinned memory."""
+    """The planner's row of a GPU with these rates, as `rates_of` measures them. The links to other GPUs are those of the table's
+    row of that name, if there is one, because one GPU cannot measure them."""
     row = known_device(name)
     peak = peak_flops(name)
     links = {field: getattr(row, field) for field in ("link_gb_per_s", "fabric_gb_per_s")} if row else {}
@@ -124,6 +129,9 @@ def as_device(
 
 
 def one_step(name: str) -> dict:
+    """name: of STEPS. Raises InputError if this kind of device has no such step."""
+    if KIND not in STEPS.get(name, {}):
+        raise InputError(f"{name!r} is no step of a {KIND}; there are {', '.join(n for n, kinds in STEPS.items() if KIND in kinds)}")
     options = STEPS[name][KIND].split()
     if GPU and name.startswith("8B layers"):
         options.append(f"--model.n_layers={layers_that_fit(options)}")
@@ -173,15 +181,17 @@ def plan(options: list[str]) -> dict:
     return {"live": made.live / 2**30, "needed": made.needed / 2**30}
 
 
-def beside() -> dict:
-    names = ["ours", "bare", *(["hf"] if find_spec("transformers") else [])]
+def beside(name: str) -> dict:
+    """name: a contender of tools/bench/step.py. Raises InputError if its package is not installed."""
+    package = {"bare": "torch", "hf": "transformers"}.get(name, name)
+    if not find_spec(package):
+        raise InputError(f"{package} is not installed here")
     options = BESIDE[KIND].split()
-    if GPU:  # all of them are in memory at once, and the peers keep whole logits
-        options.append(f"--model.n_layers={layers_that_fit(options, 1 / (len(names) + 1))}")
-    rows = beside_others.measure("bfloat16", names, options, ROUNDS[KIND])
-    missing = "" if "hf" in names else " transformers is not installed here."
-    notes = f"{ROUNDS[KIND]} alternating rounds; {' '.join(options)}.{missing}"
-    return {"title": "Step beside others", "columns": list(beside_others.COLUMNS), "rows": rows, "notes": notes}
+    if GPU:  # both are in memory at once, and the peers keep whole logits
+        options.append(f"--model.n_layers={layers_that_fit(options, 1 / 3)}")
+    rows = others.measure("bfloat16", ["ours", name], options, ROUNDS[KIND])
+    notes = f"{ROUNDS[KIND]} alternating rounds; {' '.join(options)}."
+    return {"title": "Step beside others", "columns": list(others.COLUMNS), "rows": rows, "notes": notes}
 
 
 def saves(folder: Path) -> dict:
@@ -306,12 +316,12 @@ def out_of_memory(error: Exception) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", choices=("rates", "step", "beside", "saves", "longest", "plan", "try", "about"))
-    parser.add_argument("name", nargs="?", choices=[name.replace(" ", "_") for name in STEPS], help="of the step")
+    parser.add_argument("name", nargs="?", default="", help="of a step, with _ for spaces, or of a contender")
     parser.add_argument("--json")
     args, options = parser.parse_known_args()
     answers = {"plan": lambda: plan(options), "try": lambda: try_steps(options), "about": lambda: harness.machine() | {"kind": KIND}}
     folder = Path(args.json).parent if args.json else Path.cwd()
-    reports = {"rates": rates, "step": lambda: one_step(args.name.replace("_", " ")), "beside": beside, "saves": lambda: saves(folder), "longest": longest}
+    reports = {"rates": rates, "step": lambda: one_step(args.name.replace("_", " ")), "beside": lambda: beside(args.name), "saves": lambda: saves(folder), "longest": longest}
     try:
         if args.subject in answers:
             print(json.dumps(answers[args.subject]()))
