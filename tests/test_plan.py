@@ -123,7 +123,7 @@ def real(options: list[str]) -> tuple[int, Where, dict[str, int], Counter, Count
     third step."""
     here = meshes.world()
     job = train.build(config(options, here.size))
-    micro_batches = trace.accumulation(job.cfg, job.mesh.dp_size)
+    micro_batches = job.cfg.training.micro_batches(job.mesh.dp_size)
     batch = trace.batch_of(job, micro_batches)
     train.train_step(job, batch)
     seen = profiled(job, batch)

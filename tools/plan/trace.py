@@ -465,11 +465,6 @@ def tracing(cfg: Config) -> Config:
     })  # fmt: skip
 
 
-def accumulation(cfg: Config, dp_size: int) -> int:
-    """Micro-batches of a step."""
-    return cfg.training.global_batch_size // (cfg.training.local_batch_size * dp_size)
-
-
 def batch_of(job: train.Job, micro_batches: int) -> dict[str, torch.Tensor]:
     t = job.cfg.training
     shape = (micro_batches, t.local_batch_size, t.seq_len)
@@ -513,7 +508,7 @@ def trace_step(cfg: Config, world_size: int, per_host: int, on_gpu: bool, most: 
             stack.enter_context(mock.patch.object(causal_attention._CPUAttention, "apply", attention_on_gpu))
         stack.enter_context(trace)
         prepare(job)
-        micro_batches = accumulation(cfg, job.mesh.dp_size)
+        micro_batches = cfg.training.micro_batches(job.mesh.dp_size)
         batch = batch_of(job, min(most, micro_batches))
         return run_step(trace, job, batch, micro_batches)
 
