@@ -82,7 +82,7 @@ Seen = dict[str, dict[str, Tensor]]
 
 
 def judge(cfg: Config) -> Seen:
-    """What a plain float64 model on the CPU sees of the same run."""
+    """The numbers of a run of `cfg`, from a plain float64 model on the CPU."""
     family, args = train.architecture(cfg)
     model = family.build(args)
     init.initialise(model, family.initial_values(args), cfg.run.seed)
@@ -105,7 +105,7 @@ def judge(cfg: Config) -> Seen:
 
 
 def trained(cfg: Config) -> Seen:
-    """What `train.build` and `train.train_step` make of it on the device."""
+    """The same numbers from `train.build` and `train.train_step` on the device."""
     job = train.build(cfg)
     model, device = job.model, job.mesh.device
     contract.verify(model, job.optimizer, job.mesh, {})
@@ -133,8 +133,7 @@ def product(h: Tensor, weight: Tensor) -> Tensor:
 
 
 def differences(seen: Seen, wanted: Seen) -> dict[str, float]:
-    """The largest relative error of each kind. Initial weights must be equal bit by bit: infinite where they are
-    not."""
+    """The largest relative error of each kind; infinite for initial weights that are not equal bit by bit."""
     errors = {}
     for kind, tensors in wanted.items():
         assert tensors.keys() == seen[kind].keys(), f"{kind}: {tensors.keys() ^ seen[kind].keys()}"
