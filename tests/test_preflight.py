@@ -179,6 +179,8 @@ FAULTS = {
     "clock": Fault((2, 3), replaced(network, "wall_clock", lambda real: real() + 5), "clock", 1,
                    r"clocks differ by (5|5.0\d|4.9\d) s .* most on rank [02]"),
     "slow link": Fault((0, 1, 2, 3), slow_link_of_four, "bandwidth", 0, r"warn +link rank 2 \(host a\) - rank 3"),
+    "context parallel": Fault((0, 1, 2, 3), option("--parallelism.tensor_parallel=1", "--parallelism.context_parallel=2"), "bandwidth", 0,
+                              r"dp_shard_cp, 1 group of 4.*cp, 2 groups of 2, .*links cp within hosts: 2"),
     "NaN": Fault((1,), replaced(train, "linear_cross_entropy", not_finite), "step", 1, r"tokens of rank 1 \(host a\) is not finite"),
     "bit flip": Fault((2,), replaced(job, "fingerprints", lambda real, j: real(j) | {"model.norm.weight": time.time_ns()}), "save", 1,
                       r"rank 2 \(host b\) read back other values than were saved \(model.norm.weight"),

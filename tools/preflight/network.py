@@ -104,16 +104,19 @@ def judge_clock(probe: Probe, answers: list[dict]) -> list[Row]:
 def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
     """By mesh dimension: bytes (at most 1 GiB, where any link is at its full rate) and type of its typical message.
 
-    dp_shard gathers a block's weights, of which tensor parallelism leaves a share; dp_replicate sums the shards of their
-    gradients; tp gathers the activations of a micro-batch, [b, T, dim].
+    FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp) gathers a block's weights, of which tensor
+    parallelism leaves a share; dp_replicate sums the shards of their gradients; cp gathers the keys and values of a layer,
+    [b, T, key/value heads of a rank, 2 head_dim]; tp gathers the activations of a micro-batch, [b, tokens of a rank, dim].
     """
-    mesh, t = probe.job.mesh, probe.cfg.training
+    mesh, args, t = probe.job.mesh, probe.args, probe.cfg.training
     reduced = dp.DTYPES[t.reduce_dtype]
     block = sum(p.numel() for p in probe.job.model.layers["0"].parameters()) / mesh.tp
+    tokens = t.local_batch_size * t.seq_len
     elements = {
-        "dp_shard": (block, probe.dtype),
-        "dp_replicate": (block / mesh.dp_shard, reduced),
-        "tp": (t.local_batch_size * t.seq_len * probe.args.dim, probe.dtype),
+        mesh.fsdp_mesh.mesh_dim_names[-1]: (block, probe.dtype),
+        "dp_replicate": (block / mesh.fsdp_mesh.size(-1), reduced),
+        "cp": (tokens * args.n_kv_heads / mesh.tp * 2 * args.head_dim, probe.dtype),
+        "tp": (tokens / mesh.cp * args.dim, probe.dtype),
     }
     return {dim: (int(min(count * dtype.itemsize, 1 << 30)), dtype) for dim, (count, dtype) in elements.items()}
 
@@ -121,7 +124,7 @@ def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
 def measure_bandwidth(probe: Probe) -> dict:
     mesh, by_dimension, links = probe.job.mesh, {}, []
     for dim, (size, dtype) in messages(probe).items():
-        group = mesh.device_mesh.get_group(dim)
+        group = (mesh.fsdp_mesh if dim in mesh.fsdp_mesh.mesh_dim_names else mesh.device_mesh).get_group(dim)
         ranks = dist.get_process_group_ranks(group)
         n = len(ranks)
         if n == 1:
