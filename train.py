@@ -83,13 +83,13 @@ def build(cfg: Config) -> Job:
     family, args = architecture(cfg)
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, check.data_parallel_shard(cfg, meshes.world().size))
     torch.manual_seed(cfg.run.seed + mesh.dp_rank * mesh.cp + mesh.cp_rank)  # for a model that draws numbers: alike within a tp group, else not
-    stages = {}
-    for number, layers in pp.own_stages(cfg, family, args, mesh.pp_rank).items():
+    layers, stages = pp.layers_of_stages(cfg, family, args), {}
+    for number in pp.own_stages(cfg.parallelism, mesh.pp_rank):
         with torch.device("meta"):
-            stages[number] = family.build(args, layers)
+            stages[number] = family.build(args, layers[number])
         parallelize(stages[number], mesh, cfg, family.TP_PLAN)
         stages[number].to_empty(device="cpu" if cfg.parallelism.cpu_offload else mesh.device)
-    model = pp.Pipeline(stages, mesh, cfg) if mesh.pp > 1 else stages[0]
+    model = pp.Pipeline(stages, layers, mesh, cfg) if mesh.pp > 1 else stages[0]
     init.initialise(model, family.initial_values(args), cfg.run.seed)
     optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
     return Job(cfg, mesh, args, model, optimizer)
@@ -243,8 +243,8 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     patience, stopping = cfg.run.init_timeout_seconds, False  # seconds for a step, of which the first one compiles
     this_start.resume(start)
     gc.disable()  # a collection at a random moment on one rank makes all ranks wait
-    watched = collectives.Checked() if cfg.debug.check_collectives else nullcontext()
-    with profiler(cfg.profiler, folder, mesh.rank) as profile, metrics, checkpoints, watched:
+    watched = collectives.checked(model, mesh) if cfg.debug.check_collectives else nullcontext()
+    with profiler(cfg.profiler, folder, mesh.rank) as profile, metrics, checkpoints, watched, health.FailureTime():
         batches = corpora.batches(order, range(start, steps), mesh, vocab_size, pin_memory=mesh.device.type == "cuda")
         while step < steps and not stopping:
             clock.lap("other")
@@ -357,7 +357,7 @@ def open_metrics(job: Job, start: int, sources: int) -> tuple[Metrics, Meter]:
     family = MODELS[cfg.model.family]
     say.info(model_summary(family, job.args, job.model, mesh, dtype, cfg.training, job.optimizer))
     if mesh.pp > 1:
-        say.info(job.model.describe(pp.layers_of_stages(cfg, family, job.args), cfg.training.global_batch_size // (mesh.dp_size * cfg.training.local_batch_size)))
+        say.info(job.model.describe(cfg.training.micro_batches(mesh.dp_size)))
     return metrics, Meter(mesh, sources, tokens_per_step, family.flops_per_token(job.args, cfg.training.seq_len))
 
 
@@ -450,6 +450,7 @@ def main(argv: list[str] | None = None) -> int:
             with (
                 Stop(this_start.clock.born, cfg.run.max_minutes, this_start.end) as stop,
                 health.Watchdog(folder, here.rank) as watchdog,
+                health.FailureTime(),
             ):
                 this_start.code = train(cfg, this_start, stop, watchdog)
         return this_start.code

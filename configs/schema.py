@@ -272,6 +272,10 @@ class Training(Table):
     skip_spikes: bool = False
     """Change no weight in a step whose gradient norm exceeds spike_threshold."""
 
+    def micro_batches(self, dp_size: int) -> int:
+        """Micro-batches of a step, on each of `dp_size` data-parallel ranks."""
+        return self.global_batch_size // (dp_size * self.local_batch_size)
+
 
 class Optimizer(Table):
     kind: Literal["adamw", "sgd"] = "adamw"
@@ -451,7 +455,7 @@ class Debug(Table):
     emulate_float8: bool = False
     """Round to float8 but multiply in the wider dtype, on any device, to see the effect of training.float8; slow."""
     check_collectives: bool = False
-    """Compare every collective across its ranks before it runs (operation, dtypes, shapes, calling line); slow."""
+    """Compare collectives across ranks before they run, and messages of a pipeline with what is expected; slow."""
     sample_tokens: int = Field(0, ge=0)
     """Generate this many tokens from the final weights at the end of the run; 0: none."""
     sample_prompt: str = "def "

@@ -27,7 +27,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from configs.schema import Config
+from configs.schema import Config, Parallelism
 from parallelisms import dp, schedules
 from parallelisms.mesh import Mesh
 from parallelisms.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Result, Table, Transfer, result
@@ -48,11 +48,10 @@ def layers_of_stages(cfg: Config, family: Any, args: Any) -> list[range]:
     return schedules.stage_layers(args.n_layers, stages, *weights)
 
 
-def own_stages(cfg: Config, family: Any, args: Any, rank: int) -> dict[int, range]:
-    """The stages of this rank of a pipeline, by number, with their layers."""
-    p = cfg.parallelism
+def own_stages(p: Parallelism, rank: int) -> list[int]:
+    """The numbers of the stages that this rank of a pipeline has."""
     placement = schedules.placement(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank)
-    return {number: layers for number, layers in enumerate(layers_of_stages(cfg, family, args)) if placement[number] == rank}
+    return [stage for stage, its_rank in enumerate(placement) if its_rank == rank]
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
@@ -67,13 +66,15 @@ class Pipeline(nn.Module):
     no two stages have anything else in common but a tied weight, of which only the first stage's is a parameter here.
     """
 
-    def __init__(self, stages: dict[int, nn.Module], mesh: Mesh, cfg: Config) -> None:
-        """stages: this rank's by number, sharded and with memory."""
+    def __init__(self, stages: dict[int, nn.Module], layers_of_stages: list[range], mesh: Mesh, cfg: Config) -> None:
+        """stages: this rank's by number, sharded and with memory; layers_of_stages: of all stages, by number."""
         super().__init__()
         self.stages, self.mesh, self.cfg = stages, mesh, cfg.parallelism
         self.placement = schedules.placement(self.cfg.pipeline_schedule, mesh.pp, len(stages))
         self.dtype = dp.param_dtype(cfg.training, mesh.device)  # of hidden states
-        self.tables: dict[tuple[int, bool], tuple[Table, list[Transfer]]] = {}
+        self.link: Any = Link(mesh)  # or what checks it: reliability/collectives.py::CheckedLink
+        self.layers_of_stages = layers_of_stages
+        self.rank_tables: dict[tuple[int, bool], RankTable] = {}  # (micro-batches, whether there are forwards alone) -> table
         self.seconds: dict[str, float] = {}  # what this rank computed in the newest step, by half of it; the host's on a GPU
         self.layers = nn.ModuleDict()
         for stage in stages.values():
@@ -86,15 +87,25 @@ class Pipeline(nn.Module):
         ends = (stages.get(0), stages.get(len(self.placement) - 1)) if self.args.tied_embeddings else (None, None)
         self.tied = tuple(stage and stage.tok_embeddings.weight for stage in ends)  # the weight and its copy, if they are here
 
-    def describe(self, layers: list[range], micro_batches: int) -> str:
-        """The layers of every stage, and the share of a step in which ranks wait if all stages, and both halves of a
-        backward take the same time (`tools.plan` says it for the real times)."""
-        name = self.cfg.pipeline_schedule
-        table = schedules.table(name, self.mesh.pp, len(self.stages), micro_batches)
+    def table(self, micro_batches: int, forward_only: bool = False) -> "RankTable":
+        """The table of a step with so many micro-batches, as this rank sees it. It is made once."""
+        key = micro_batches, forward_only
+        if key not in self.rank_tables:
+            ranks = self.mesh.pp
+            table = (forward_table(self.placement, ranks, micro_batches) if forward_only else
+                     schedules.table(self.cfg.pipeline_schedule, ranks, len(self.stages), micro_batches))  # fmt: skip
+            self.rank_tables[key] = RankTable(table, self.placement, self.mesh.pp_rank)
+        return self.rank_tables[key]
+
+    def describe(self, micro_batches: int) -> str:
+        """The layers of every stage, and the share of a step in which ranks wait if all stages take the same time, and so
+        do the two halves of a backward (`tools.plan` says it for the real times)."""
         seconds = {FORWARD: 1.0, BACKWARD: 2.0, BACKWARD_INPUT: 1.0, BACKWARD_WEIGHT: 1.0}
-        bubble = schedules.bubble(schedules.timeline(table, self.placement, lambda a: seconds[a.kind]))
-        parts = ", ".join(f"{r.start}-{r.stop - 1} on rank {rank}" for r, rank in zip(layers, self.placement, strict=True))
-        return f"pipeline: {name} with {micro_batches} micro-batches, ranks wait for {bubble:.0%} of the time if stages are equal; layers {parts}"
+        timeline = schedules.timeline(self.table(micro_batches).of_all_ranks, self.placement, lambda a: seconds[a.kind])
+        layers = zip(self.layers_of_stages, self.placement, strict=True)
+        parts = ", ".join(f"{r.start}-{r.stop - 1} on rank {rank}" for r, rank in layers)
+        return (f"pipeline: {self.cfg.pipeline_schedule} with {micro_batches} micro-batches, ranks wait for "
+                f"{schedules.bubble(timeline):.0%} of the time if stages are equal; layers {parts}")  # fmt: skip
 
     def cores(self) -> list[nn.Module]:
         return [core for stage in self.stages.values() for core in stage.cores()]
@@ -105,7 +116,8 @@ class Pipeline(nn.Module):
         with torch.no_grad():
             outputs = self._play(1, True, lambda _: (x, positions, head, documents), x.shape).outputs
         answer = [outputs[0].cpu() if outputs else None]
-        dist.broadcast_object_list(answer, group=self._group(), group_src=self.placement[-1], device=torch.device("cpu"))
+        group = self.mesh.device_mesh.get_group("pp")
+        dist.broadcast_object_list(answer, group=group, group_src=self.placement[-1], device=torch.device("cpu"))
         return answer[0].to(self.mesh.device)
 
     def losses(self, feed: Any) -> Tensor:
@@ -132,22 +144,12 @@ class Pipeline(nn.Module):
     def _play(self, micro_batches: int, forward_only: bool, inputs: Inputs, shape: torch.Size, scale: Tensor | None = None) -> "Step":
         """shape: [b, T] of a micro-batch."""
         self._copy_tied()
-        key = micro_batches, forward_only
-        if key not in self.tables:
-            ranks, stages_per_rank = self.mesh.pp, len(self.stages)
-            table = (forward_table(self.placement, ranks, micro_batches) if forward_only else
-                     schedules.table(self.cfg.pipeline_schedule, ranks, stages_per_rank, micro_batches))  # fmt: skip
-            self.tables[key] = table, schedules.transfers(table, self.placement)
-        table, transfers = self.tables[key]
+        table = self.table(micro_batches, forward_only)
         hidden = (shape[0], shape[1] // self.mesh.tp, self.args.dim)
-        messages = Messages(self.mesh, self._group(), table, transfers, hidden, self.dtype)
-        step = Step(self, table[self.mesh.pp_rank], messages, inputs, scale)
+        step = Step(self, table, Messages(self.link, self.mesh, table, hidden, self.dtype), inputs, scale)
         step.play()
         self.seconds = {"forward": step.seconds[FORWARD], "backward": sum(step.seconds.values()) - step.seconds[FORWARD]}
         return step
-
-    def _group(self) -> dist.ProcessGroup:
-        return self.mesh.device_mesh.get_group("pp")
 
     # The tied weight. Its two places have the same shards, since the ranks of a pipeline differ in nothing else.
 
@@ -158,9 +160,9 @@ class Pipeline(nn.Module):
         if original is not None and copy is not None:
             local(copy).copy_(local(original))
         elif original is not None:
-            self._send(local(original), self.placement[-1], self._group())
+            self._send("the tied weight", local(original), self.placement[-1])
         elif copy is not None:
-            self._receive(local(copy), self.placement[0], self._group())
+            self._receive("the tied weight", local(copy), self.placement[0])
 
     @torch.no_grad()
     def _add_tied_gradient(self) -> None:
@@ -170,20 +172,20 @@ class Pipeline(nn.Module):
             gradient = local(original.grad)
             other = local(copy.grad) if copy is not None else torch.empty_like(gradient)
             if copy is None:
-                self._receive(other, self.placement[-1], self.mesh.to_lower)
+                self._receive("the gradient of the tied weight", other, self.placement[-1])
             gradient.add_(other)
         elif copy is not None:
-            self._send(local(copy.grad), self.placement[0], self.mesh.to_lower)
+            self._send("the gradient of the tied weight", local(copy.grad), self.placement[0])
         if copy is not None:
             copy.grad = None
 
-    def _send(self, tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+    def _send(self, name: str, tensor: Tensor, rank: int) -> None:
         if tensor.numel():
-            wait(dist.isend(tensor.contiguous(), group=group, group_dst=rank), self.mesh)
+            wait(self.link.send(name, tensor.contiguous(), rank), self.mesh)
 
-    def _receive(self, tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+    def _receive(self, name: str, tensor: Tensor, rank: int) -> None:
         if tensor.numel():
-            wait(dist.irecv(tensor, group=group, group_src=rank), self.mesh)
+            wait(self.link.receive(name, tensor, rank), self.mesh)
 
 
 def local(x: Tensor) -> Tensor:
@@ -210,24 +212,37 @@ def forward_table(placement: list[int], ranks: int, micro_batches: int) -> Table
     ]  # fmt: skip
 
 
+class RankTable:
+    """A table as one rank sees it: the rank's actions, and what it exchanges with others."""
+
+    def __init__(self, table: Table, placement: list[int], rank: int) -> None:
+        transfers = schedules.transfers(table, placement)
+        self.of_all_ranks, self.actions = table, table[rank]
+        self.place = {action: i for actions in table for i, action in enumerate(actions)}  # in the order of its rank
+        self.leaving = {result(t.made_by): t for t in transfers if t.sender == rank}
+        self.coming = {result(t.made_by): t for t in transfers if t.receiver == rank}
+        ends = [action.stage for action in self.actions if action.kind in ENDS_BACKWARD]
+        self.backwards = {stage: ends.count(stage) for stage in range(len(placement)) if placement[stage] == rank}
+
+
 class Step:
     """This rank's part of one step: what it has computed and still needs, by stage and micro-batch."""
 
-    def __init__(self, model: Pipeline, actions: list[Action], messages: "Messages", inputs: Inputs, scale: Tensor | None) -> None:
-        self.model, self.actions, self.messages, self.inputs, self.scale = model, actions, messages, inputs, scale
+    def __init__(self, model: Pipeline, table: RankTable, messages: "Messages", inputs: Inputs, scale: Tensor | None) -> None:
+        self.model, self.table, self.messages, self.inputs, self.scale = model, table, messages, inputs, scale
         self.seconds = dict.fromkeys((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), 0.0)  # without waiting for others
         self.outputs: list[Tensor] = []  # what the head returned for every micro-batch, in the last stage
         self.in_flight: dict[tuple[int, int], tuple] = {}  # (stage, micro-batch) -> what its backward needs
-        self.left = {number: sum(a.stage == number and a.kind in ENDS_BACKWARD for a in actions) for number in model.stages}
+        self.left = dict(table.backwards)  # backwards of each stage that have not ended
 
     def play(self) -> None:
         play = {FORWARD: self.forward, BACKWARD: self.backward, BACKWARD_INPUT: self.backward_input,
                 BACKWARD_WEIGHT: self.backward_weight}  # fmt: skip
         stages = len(self.model.placement)
-        for i, action in enumerate(self.actions):
+        for i, action in enumerate(self.table.actions):
             began, waited = time.monotonic(), self.messages.waited
             with record_function(f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"):  # tools/plan reads it
-                for soon in self.actions[i : i + 2]:
+                for soon in self.table.actions[i : i + 2]:
                     for key in schedules.needs(soon, stages):
                         self.messages.ask(key)
                 play[action.kind](action, self.model.stages[action.stage])
@@ -253,7 +268,7 @@ class Step:
 
     def splits(self, action: Action) -> bool:
         """Whether the backward of this micro-batch comes in two halves. The half for the input wants the tensor itself."""
-        return action._replace(kind=BACKWARD_INPUT) in self.messages.place
+        return action._replace(kind=BACKWARD_INPUT) in self.table.place
 
     def gradient(self, action: Action, stage: nn.Module) -> Tensor | None:
         """Of what this stage has computed."""
@@ -300,8 +315,27 @@ class Step:
         dp.keep_gathered(stage, not is_last and self.model.cfg.reshard_after_forward in ("default", False))
 
 
+def name_of(key: Result) -> str:
+    return f"the {key[0]} of stage {key[1]}, micro-batch {key[2]}"
+
+
 def trained(stage: nn.Module) -> Iterator[nn.Parameter]:
     return (p for p in stage.parameters() if p.requires_grad)
+
+
+class Link:
+    """Starts the messages between this rank of a pipeline and others. Each direction has its own group (`open_mesh`)."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.rank, self.to_higher, self.to_lower = mesh.pp_rank, mesh.device_mesh.get_group("pp"), mesh.to_lower
+
+    def send(self, name: str, tensor: Tensor, rank: int) -> dist.Work:
+        """Start to send a tensor to that rank of the pipeline. name: what it is; nothing of it is sent."""
+        return dist.isend(tensor, group=self.to_higher if rank > self.rank else self.to_lower, group_dst=rank)
+
+    def receive(self, name: str, tensor: Tensor, rank: int) -> dist.Work:
+        """Start to receive it from that rank of the pipeline."""
+        return dist.irecv(tensor, group=self.to_higher if rank < self.rank else self.to_lower, group_src=rank)
 
 
 class Messages:
@@ -312,13 +346,10 @@ class Messages:
     while that action computes.
     """
 
-    def __init__(self, mesh: Mesh, group: dist.ProcessGroup, table: Table, transfers: list[Transfer], shape: tuple, dtype: torch.dtype):
-        self.mesh, self.to_higher, self.shape, self.dtype = mesh, group, shape, dtype
-        self.place = {action: i for actions in table for i, action in enumerate(actions)}  # in the order of its rank
-        self.leaving = {result(t.made_by): t for t in transfers if t.sender == mesh.pp_rank}
-        self.coming = {result(t.made_by): t for t in transfers if t.receiver == mesh.pp_rank}
+    def __init__(self, link: Link, mesh: Mesh, table: RankTable, shape: tuple, dtype: torch.dtype) -> None:
+        self.link, self.mesh, self.table, self.shape, self.dtype = link, mesh, table, shape, dtype
         self.queues: dict[int, deque[Result]] = {}  # what each rank sends to this one and has not been asked for
-        for key, t in self.coming.items():
+        for key, t in table.coming.items():
             self.queues.setdefault(t.sender, deque()).append(key)
         self.arriving: dict[Result, tuple[Tensor, dist.Work]] = {}
         self.sent: list[tuple[Transfer, Tensor, dist.Work]] = []
@@ -327,13 +358,13 @@ class Messages:
 
     def ask(self, key: Result) -> None:
         """Start to receive this, after everything that its sender sends before it."""
-        if key not in self.coming:
+        if key not in self.table.coming:
             return
-        queue = self.queues[sender := self.coming[key].sender]
-        group = self.to_higher if sender < self.mesh.pp_rank else self.mesh.to_lower
+        queue = self.queues[sender := self.table.coming[key].sender]
         while queue and key not in self.arriving:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
-            self.arriving[queue.popleft()] = tensor, dist.irecv(tensor, group=group, group_src=sender)
+            first = queue.popleft()
+            self.arriving[first] = tensor, self.link.receive(name_of(first), tensor, sender)
 
     def take(self, key: Result) -> Tensor:
         """What another stage has made."""
@@ -341,26 +372,26 @@ class Messages:
             return self.kept.pop(key)
         self.ask(key)
         tensor, work = self.arriving.pop(key)
-        transfer, began = self.coming[key], time.monotonic()
+        transfer, began = self.table.coming[key], time.monotonic()
         try:
             wait(work, self.mesh)
         except RuntimeError as error:
-            raise RuntimeError(f"rank {self.mesh.pp_rank} of the pipeline did not receive the {key[0]} of stage {key[1]}, micro-batch "
-                               f"{key[2]}, from rank {transfer.sender}, which has failed or hangs: see its messages") from error  # fmt: skip
+            raise RuntimeError(f"rank {self.mesh.pp_rank} of the pipeline did not receive {name_of(key)}, from rank "
+                               f"{transfer.sender}, which has failed or hangs: see its messages") from error  # fmt: skip
         self.waited += time.monotonic() - began
         # Whatever its sender needed before it made this has reached it.
-        done = self.place[transfer.made_by]
-        self.release(lambda sent: sent.receiver == transfer.sender and self.place[sent.needed_by] <= done)
+        place = self.table.place
+        done = place[transfer.made_by]
+        self.release(lambda sent: sent.receiver == transfer.sender and place[sent.needed_by] <= done)
         return tensor
 
     def give(self, key: Result, tensor: Tensor) -> None:
         """Hand over what this rank has made, to another rank or to its own next stage."""
-        if key not in self.leaving:
+        if key not in self.table.leaving:
             self.kept[key] = tensor
             return
-        transfer, tensor = self.leaving[key], tensor.contiguous()
-        group = self.to_higher if transfer.receiver > self.mesh.pp_rank else self.mesh.to_lower
-        self.sent.append((transfer, tensor, dist.isend(tensor, group=group, group_dst=transfer.receiver)))
+        transfer, tensor = self.table.leaving[key], tensor.contiguous()
+        self.sent.append((transfer, tensor, self.link.send(name_of(key), tensor, transfer.receiver)))
 
     def release(self, arrived: Callable[[Transfer], bool] = lambda _: True) -> None:
         """Let go of what has arrived."""

@@ -1,5 +1,5 @@
-"""Watches the collectives of a run: `Checked` compares them between ranks before they run, `twice` computes a gradient
-twice and compares what this rank put into them.
+"""Watches what the ranks of a run exchange: `Checked` compares collectives between ranks before they run, `CheckedLink`
+compares the messages of a pipeline, `twice` computes a gradient twice and compares what this rank put into collectives.
 
 gloo and NCCL match collectives by their order alone. If the ranks call one with different types, or with different
 shapes of equal size, or if one rank leaves a call out, both return wrong sums in silence, or hang (measured:
@@ -8,7 +8,9 @@ docs/reliability.md).
 
 import hashlib
 import sys
+from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from parallelisms.mesh import Mesh
 from reliability.health import odd_ones
 
 NAMESPACES = ("c10d", "_c10d_functional")
-# Operators of these namespaces that are not watched: they move nothing, or only two ranks take part.
+# Operators of these namespaces that are not watched: they move nothing, or are messages, which CheckedLink compares.
 SILENT = ("wait_tensor", "_wrap_tensor_autograd", "send", "recv_", "recv_any_source_")
 TO_OR_FROM_ONE = ("gather_", "scatter_")  # the other ranks call these without the list
 IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")  # the others of c10d take the result first
@@ -54,8 +56,28 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Drift(RuntimeError):
-    """The ranks of a group do not run the same collective."""
+WIDTH, HASH = 512, 16  # of a text as a tensor: its bytes, and those of them that tell longer texts apart
+
+
+def packed(text: str) -> Tensor:
+    """A text as uint8 [WIDTH], which other ranks compare: its hash, then as much of it as there is room for."""
+    content = (hashlib.sha256(text.encode()).hexdigest()[:HASH] + text).encode()[:WIDTH]
+    row = torch.zeros(WIDTH, dtype=torch.uint8)
+    row[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return row
+
+
+def unpacked(row: Tensor) -> str:
+    """The hash and the text."""
+    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _type_and_shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+class Drift(Exception):
+    """The ranks of a group do not run the same collective, or a rank gets a message that it does not expect."""
 
 
 class Checked(Watch):
@@ -66,35 +88,99 @@ class Checked(Watch):
     Each collective costs one more: an all-gather of WIDTH bytes of text over the CPU, on the same group.
     """
 
-    WIDTH = 512
-
     def see(self, name: str, func: Callable, args: tuple) -> None:
         group = group_of(args)
         if group.size() == 1:
             return
         description = self.describe(name, args)
-        text = (hashlib.sha256(description.encode()).hexdigest()[:16] + description).encode()[: self.WIDTH]
-        row = torch.zeros(self.WIDTH, dtype=torch.uint8)
-        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        row = packed(description)
         rows = [torch.empty_like(row) for _ in range(group.size())]
         try:
             group.allgather([rows], [row]).wait()
         except RuntimeError as error:
             raise Drift(f"a rank of {_named(group)} did not come to {description}: {error}") from error
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+        texts = [unpacked(row) for row in rows]
         if odd := odd_ones(texts):
             ranks = dist.get_process_group_ranks(group)
             usual = [i for i in range(len(texts)) if i not in odd]
-            lines = [f"rank {ranks[i]}: {texts[i][16:]}" for i in odd[:8]]
-            lines += [f"ranks {', '.join(str(ranks[i]) for i in usual[:8])}: {texts[usual[0]][16:]}"] if usual else []
+            lines = [f"rank {ranks[i]}: {texts[i][HASH:]}" for i in odd[:8]]
+            lines += [f"ranks {', '.join(str(ranks[i]) for i in usual[:8])}: {texts[usual[0]][HASH:]}"] if usual else []
             raise Drift(f"the ranks of {_named(group)} do not run the same collective:\n  " + "\n  ".join(lines))
 
     @staticmethod
     def describe(name: str, args: tuple) -> str:
         tensors = () if name in TO_OR_FROM_ONE else [t for t in tree_iter(args) if isinstance(t, Tensor)]
-        shapes = " ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
         kind, caller = _call()
-        return f"{name} {shapes}{kind} at {caller}"
+        return f"{name} {' '.join(map(_type_and_shape, tensors))}{kind} at {caller}"
+
+
+class CheckedLink:
+    """Starts messages as parallelisms/pp.py::Link does, and sends a label before each: its name, type and shape.
+
+    The receiver compares the label with what it expects, and receives the message only if they agree. Otherwise it raises
+    Drift. Without this, a rank that is at a different action of the schedule would be given wrong numbers in silence, or all
+    would wait. A label is WIDTH bytes of text, which travel over the CPU. A message is received when it is needed, so none
+    arrives while its receiver computes.
+    """
+
+    def __init__(self, link: Any, mesh: Mesh) -> None:
+        """link: what sends and receives. All ranks of a pipeline call this together."""
+        self.link, self.mesh = link, mesh
+        self.awaited: dict[int, deque[AwaitedMessage]] = {}  # by sender, in the order in which it sends them
+        # On GPUs a first message over the CPU waits until both ranks connect (parallelisms/mesh.py::open_group). Neighbours
+        # of a ring exchange something in this sum, and only they have messages for each other.
+        for group in mesh.device_mesh.get_group("pp"), mesh.to_lower:
+            dist.all_reduce(torch.zeros(1), group=group)
+
+    def send(self, name: str, tensor: Tensor, rank: int) -> "LabelledMessage":
+        label = packed(f"{name}, {_type_and_shape(tensor)}")
+        return LabelledMessage([self.link.send(name, label, rank), self.link.send(name, tensor, rank)])
+
+    def receive(self, name: str, tensor: Tensor, rank: int) -> "AwaitedMessage":
+        message = AwaitedMessage(self, name, tensor, rank)
+        self.awaited.setdefault(rank, deque()).append(message)
+        return message
+
+
+class LabelledMessage:
+    """A label and a message that are being sent. Like a dist.Work."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self.works = works
+
+    def wait(self, *limit: timedelta) -> None:
+        for work in self.works:
+            work.wait(*limit)
+
+
+class AwaitedMessage:
+    """A message that a rank will receive when it waits for it, or for one that comes later. Like a dist.Work."""
+
+    def __init__(self, link: CheckedLink, name: str, tensor: Tensor, sender: int) -> None:
+        self.link, self.name, self.tensor, self.sender = link, name, tensor, sender
+        self.work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Receive the label, and start to receive the message. Raises Drift if the label is not the expected one."""
+        label, mesh = packed(""), self.link.mesh
+        self.link.link.receive(self.name, label, self.sender).wait(mesh.timeout())
+        expected = f"{self.name}, {_type_and_shape(self.tensor)}"
+        if not torch.equal(label, packed(expected)):
+            raise Drift(f"rank {mesh.pp_rank} of the pipeline expects {expected}, but rank {self.sender} sends "
+                        f"{unpacked(label)[HASH:]}: the two are at different actions, or differ in code or configuration")  # fmt: skip
+        self.work = self.link.link.receive(self.name, self.tensor, self.sender)
+
+    def wait(self, *limit: timedelta) -> None:
+        while self.work is None:
+            self.link.awaited[self.sender].popleft().start()
+        self.work.wait(*limit)
+
+
+def checked(model: torch.nn.Module, mesh: Mesh) -> Checked:
+    """Let all messages of a pipeline be compared from now on, and collectives within the returned context manager."""
+    if mesh.pp > 1:
+        model.link = CheckedLink(model.link, mesh)
+    return Checked()
 
 
 def group_of(args: tuple) -> dist.ProcessGroup:

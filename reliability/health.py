@@ -80,6 +80,21 @@ class Watchdog:
                 self.path.unlink()
 
 
+class FailureTime:
+    """A context manager that notes in an exception when it was raised, as its attribute `failed_at` (seconds since 1970).
+
+    The first rank to fail is the one that explains a failure (tools/launch). A rank may take a minute to end after its
+    error, for example until a save is on disk. Meanwhile others fail because they wait for it, and may end first.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if error is not None and not hasattr(error, "failed_at"):
+            error.failed_at = time.time()
+
+
 class Spikes:
     """Finds spikes of the loss and the gradient norm among the last WINDOW steps. A spike is more than `threshold`
     standard deviations above the median. The deviation is estimated as 1.4826 times the median absolute deviation

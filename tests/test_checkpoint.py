@@ -54,7 +54,6 @@ from tests.checkpoints import (
     saved,  # noqa: F401  a fixture
     set_hash,
     tensors,
-    values,
     values_on_disk,
     zeros,
 )
@@ -891,30 +890,3 @@ def test_a_rank_reads_and_verifies_only_the_blocks_it_needs(tmp_path, monkeypatc
             continue
         with pytest.raises(Damaged, match=f"at byte {start + 256}:"):
             read("t", [row, 0], [1, 7])
-
-
-def save_and_resume_on_cuda(folder: Path) -> None:
-    job = build("--run.device=cuda")
-    checkpoints = open_manager(job, folder)
-    checkpoints.load(job.model, job.optimizer)
-    assert all(buffer.is_pinned() for buffer in checkpoints.buffers.values())
-    for step in (1, 2, 3):
-        fill(job, step)
-        checkpoints.save(step, job.model, job.optimizer, {"step": step})
-        checkpoints.wait_for_copy()
-        fill(job, -step)
-    drawn = torch.rand(3, device="cuda")
-    checkpoints.close()
-    assert [values_on_disk(folder / verify.step_name(step, 0)) for step in (1, 2, 3)] == [[1], [2], [3]]
-    checkpoints = open_manager(job, folder)
-    assert checkpoints.load(job.model, job.optimizer) == {"step": 3} and values(job) == [3]
-    assert torch.equal(torch.rand(3, device="cuda"), drawn)
-    checkpoints.close()
-    meshes.close_mesh()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_cuda_a_save_holds_the_state_of_its_call_and_comes_back(tmp_path):
-    """In a process of its own: a GPU does not survive a fork."""
-    code = "import sys; from tests.test_checkpoint import *; save_and_resume_on_cuda(Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=100)

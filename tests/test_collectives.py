@@ -91,7 +91,7 @@ def drifted(options: list[str], folder: Path, fault) -> str:
     Mesh.sum_over_tokens, Mesh.sum_over_ranks = faulty(Mesh.sum_over_tokens), faulty(Mesh.sum_over_ranks)
     try:
         return f"exit code {run(options, folder)[0]}"
-    except RuntimeError as error:
+    except (RuntimeError, collectives.Drift) as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -26,6 +26,7 @@ from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import Count, series, tiny_run, whole
 from tests.shapes import SHAPES, random_pair
+from tools.bench.device.checks import attention_errors
 from training.loss import IGNORE, linear_cross_entropy, plain_cross_entropy
 
 SEQ, VOCAB = 24, 263
@@ -276,36 +277,14 @@ def test_the_cuda_path_with_stand_in_kernels(mesh, names):
     assert not problems, "\n".join(problems)
 
 
-def errors_in_bfloat16(device: str, lengths: tuple[int, ...], compiled: bool) -> list[float]:
-    """Relative errors of output and gradients of two windows of these documents, grouped heads; to `one_by_one` in float32."""
-    if device == "cuda" and not torch.cuda.is_available():
-        return []
-    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, -1)
-    documents = masked.Documents.of(positions, torch.device(device))
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(*positions.shape, h, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
-    assert masked.fits_varlen(q) == (device == "cuda")
-    attend = torch.compile(masked.document_attention, fullgraph=True) if compiled else masked.document_attention
-    grad = torch.randn_like(q)
-    got = attend(q, k, v, documents)
-    want = masked.one_by_one(*(x.flatten(0, 1).float() for x in (q, k, v)), documents.starts).view_as(q)
-    gots, wants = (torch.autograd.grad(out, (q, k, v), grad.to(out.dtype)) for out in (got, want))
-    return [((a - b).norm() / b.norm()).item() for a, b in zip((got, *gots), (want, *wants))]
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_varlen_on_a_gpu_equals_one_by_one(compiled):
-    """Documents of 1 to 255 tokens: output and gradients to the type's rounding."""
-    errors = run_ranks(1, errors_in_bfloat16, "cuda", (1, 255, 45, 7, 64, 128, 1, 11), compiled)[0]
-    if not errors:
-        pytest.skip("needs a GPU")
-    assert max(errors) < 0.01, errors
+def errors_in_bfloat16(lengths: tuple[int, ...]) -> list[float]:
+    return list(attention_errors(torch.device("cpu"), lengths, compiled=False).values())
 
 
 def test_long_documents_on_a_cpu_equal_one_by_one():
     """From LONG tokens on backward is by products. The bug put back: products without the log-sum-exp of this document."""
     lengths = (3, masked.LONG, 1, masked.LONG - 1, 2 * masked.LONG + 3)
-    errors = run_ranks(1, errors_in_bfloat16, "cpu", lengths, False)[0]
+    errors = run_ranks(1, errors_in_bfloat16, lengths)[0]
     assert max(errors) < 0.015, errors
     control = run_ranks(1, with_lse_of_others, lengths)[0]
     assert max(control) > 0.1, control
@@ -314,7 +293,7 @@ def test_long_documents_on_a_cpu_equal_one_by_one():
 def with_lse_of_others(lengths: tuple[int, ...]) -> list[float]:
     real = masked.cpu_causal_attention_backward
     masked.cpu_causal_attention_backward = lambda *inputs: real(*inputs[:-1], inputs[-1].flip(-1))
-    return errors_in_bfloat16("cpu", lengths, False)
+    return errors_in_bfloat16(lengths)
 
 
 def contracts() -> None:

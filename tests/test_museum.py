@@ -9,6 +9,7 @@ same numbers are then compared with the tolerances that other projects use (LOOS
 
 import functools
 import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -262,7 +263,7 @@ def stage_0_loaded_everywhere(patch: Patch) -> None:
 
     def build(cfg: train.Config) -> train.Job:
         """The job, through a checkpoint that is right."""
-        job, path = without_checkpoint(cfg), [tempfile.mkdtemp()]
+        job, path = without_checkpoint(cfg), [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(path)
         state.materialise(job.optimizer)
         with Patch.context() as right:
@@ -271,6 +272,9 @@ def stage_0_loaded_everywhere(patch: Patch) -> None:
                 checkpoints.save(1, job.model, job.optimizer, {"step": 1})
         with open_manager(job, Path(path[0])) as checkpoints:
             checkpoints.load(job.model, job.optimizer)
+        dist.barrier()  # all ranks have loaded it
+        if dist.get_rank() == 0:
+            shutil.rmtree(path[0])
         return job
 
     def renumbered(model: nn.Module, *rest: object) -> dict[str, Tensor]:

@@ -1,21 +1,29 @@
 """Whole runs of a pipeline, and what can go wrong in one. That it computes what one process computes: tests/test_parallel.py."""
 
+import contextlib
 import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import train
+from configs.load import load_config
 from parallelisms import pp
+from reliability import collectives
+from reliability.health import unlike_replicas
 from tests.ranks import run_ranks, step_timeout
-from tests.runs import MESHES, ends, run, samples, series, tiny_run
+from tests.runs import MESHES, STEPS, ends, run, samples, tiny_run
+from tools import compare_runs
 
 MORE = (
     "--model.n_layers=4 --model.tied_embeddings=true --checkpoint.interval=2 --validation.interval=4 --validation.steps=3 "
-    "--data.validation_fraction=0.2 --debug.sample_tokens=8"
+    "--data.validation_fraction=0.2 --debug.sample_tokens=8 --checkpoint.export_hf=float32"
 ).split()
 
 
@@ -61,10 +69,12 @@ def trained(folder: Path, dp_size: int) -> tuple[int, list[list[int]]]:
 
 @pytest.mark.cap(200)
 def test_a_run_that_is_killed_on_one_depth_after_another_is_the_run_on_one_process(oracle, options, tmp_path):
-    """No sample is repeated or skipped. Loss, norm and validation are equal up to rounding; the sample at the end is equal."""
+    """No sample is repeated or skipped. Loss, norm, validation and the export for Hugging Face are equal up to rounding; the
+    sample at the end is equal."""
     legs = ["pp2", "one", "pp2xfsdp2", "pp2xtp2", "pp4"]
     more = {"pp2": "--parallelism.pipeline_schedule=zbv", "pp2xfsdp2": "--parallelism.pipeline_schedule=interleaved_1f1b",
-            "pp2xtp2": "--debug.replay_interval=2 --run.device=cpu", "pp4": "--debug.check_collectives=true"}  # fmt: skip
+            "pp2xtp2": "--debug.replay_interval=2 --debug.replica_check_interval=2 --run.device=cpu",
+            "pp4": "--debug.check_collectives=true"}  # fmt: skip
     want, began = samples(oracle, 1), []
     for mesh in legs:
         ranks, extra, dp_size = MESHES[mesh]
@@ -78,15 +88,20 @@ def test_a_run_that_is_killed_on_one_depth_after_another_is_the_run_on_one_proce
         assert rows == want[start : start + len(rows)], mesh
         began.append(start)
     assert began == sorted(set(began)), f"a start has not gone on where the one before it had saved: {began}"
-    for key in "loss", "grad_norm", "validation_loss":
-        here, there = series(tmp_path, key), series(oracle, key)
-        assert here.keys() == there.keys() and max(abs(here[s] / there[s] - 1) for s in there) <= 1e-5, key
+    comparison = compare_runs.compare(oracle, tmp_path, 1e-5)
+    compared = {row.metric: row.steps for row in comparison.rows}
+    assert comparison.code == 0, comparison.verdict
+    assert compared["loss"] == compared["grad_norm"] == STEPS and compared["validation_loss"] == STEPS // 4, compared
+    assert [mesh.split(", ")[0] for mesh in comparison.environment["mesh"]] == ["pp 1", "pp 4"]
+    exported, expected = (load_file(next(folder.glob("hf/*/model.safetensors"))) for folder in (tmp_path, oracle))
+    assert exported.keys() == expected.keys()
+    assert max(float((exported[name] - x).abs().max() / x.abs().max()) for name, x in expected.items()) <= 1e-4
     texts = [said(folder).split("a sample from the final weights:")[1].split("tensorboard")[0] for folder in (tmp_path, oracle)]
     assert texts[0] == texts[1]
 
 
 def troubled(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
-    """A run of two stages, the second of which has trouble in step 3."""
+    """A run of two stages, the second of which has trouble in step 3. If it fails, it takes a while until it ends."""
     real, calls = train.linear_cross_entropy, []
 
     def loss(*args, **more):
@@ -97,8 +112,17 @@ def troubled(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
             raise ValueError("the loss of the second stage is broken")
         return real(*args, **more)
 
+    def close_and_save():
+        close_mesh()
+        time.sleep(0.3 * int(os.environ["RANK"]))
+
+    close_mesh, train.meshes.close_mesh = train.meshes.close_mesh, close_and_save
     train.linear_cross_entropy = loss
-    return run([o for o in options if "validation" not in o], folder)
+    try:
+        return run([o for o in options if "validation" not in o], folder)
+    except Exception as error:
+        (folder / f"failed-{os.environ['RANK']}").write_text(str(error.failed_at))
+        raise
 
 
 @pytest.mark.parametrize("kind", ["fails", "hangs"])
@@ -110,6 +134,74 @@ def test_a_stage_that_fails_or_hangs_ends_the_others_which_name_it(kind, options
         assert "rank 0 of the pipeline did not receive the gradient of stage 1" in stacks[0], stacks[0]
         assert "from rank 1, which has failed or hangs" in stacks[0]
         assert "the loss of the second stage is broken" in stacks[1]
+        neighbour, cause = (float((tmp_path / f"failed-{rank}").read_text()) for rank in range(2))
+        assert cause < neighbour  # so the launcher shows the traceback of the cause last (tests/test_scripts.py)
+
+
+def flipped_gain(options: list[str]) -> list[str]:
+    """What is said after a bit of a norm's gain flipped on the last rank of two stages of two tensor-parallel ranks."""
+    job = train.build(load_config([*options, *MESHES["pp2xtp2"][1]], 4, 4))
+    assert unlike_replicas(job.model, job.optimizer, job.mesh, loss=1.0) == []
+    if job.mesh.rank == 3:
+        job.model.layers["3"].ffn_norm.weight.data.to_local().view(torch.int32)[5] ^= 1
+    return unlike_replicas(job.model, job.optimizer, job.mesh)
+
+
+def test_a_flipped_bit_of_a_stage_is_named(options):
+    """debug.replica_check_interval: all ranks say it, those of the other stage too."""
+    for said in run_ranks(4, flipped_gain, options):
+        assert said == ["ranks 2, 3 of tp: 1 tensors, layers.3.ffn_norm.weight among them"]
+
+
+# What one of two ranks does instead of its part of a step, for debug.check_collectives.
+
+
+def other_type(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
+    job.model.dtype = torch.float64
+
+
+def other_shape(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
+    batch |= {name: x[..., :8].contiguous() for name, x in batch.items()}
+
+
+def other_order(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
+    """It takes the first two micro-batches the other way round."""
+    model, count, other = job.model, len(batch["tokens"]), {0: 1, 1: 0}
+    first, second = model.table(count).of_all_ranks
+    second = [action._replace(micro_batch=other.get(action.micro_batch, action.micro_batch)) for action in second]
+    model.rank_tables[count, False] = pp.RankTable([first, second], model.placement, 1)
+
+
+def step_with(options: list[str], fault: Callable | None, is_checked: bool) -> float | str:
+    """The gradient norm of a step on two stages, the second of which has the fault; or this rank's error."""
+    job = train.build(load_config([*options, *MESHES["pp2"][1]], 2, 2))
+    tokens = torch.randint(263, (4, 2, 16), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens, "labels": tokens}
+    if fault and job.mesh.pp_rank == 1:
+        fault(job, batch)
+    try:
+        with collectives.checked(job.model, job.mesh) if is_checked else contextlib.nullcontext():
+            return train.train_step(job, batch).grad_norm
+    except (RuntimeError, collectives.Drift) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def steps_with(options: list[str], cases: list[tuple]) -> list[float | str]:
+    return [step_with(options, *case) for case in cases]
+
+
+def test_messages_that_are_not_the_expected_ones_are_named(options):
+    """Negative control: unchecked, gradients that come in a different order are taken for each other in silence."""
+    right, checked, crossed = run_ranks(2, steps_with, options, [(None, False), (None, True), (other_order, False)])[0]
+    assert right == checked and abs(crossed / right - 1) > 1e-3, (right, checked, crossed)
+    hidden, gradient = "hidden of stage 0, micro-batch", "gradient of stage 1, micro-batch"
+    for fault, rank, expected, sent in [
+        (other_type, 1, f"{hidden} 0, float64[2, 16, 32]", f"{hidden} 0, float32[2, 16, 32]"),
+        (other_shape, 1, f"{hidden} 0, float32[2, 8, 32]", f"{hidden} 0, float32[2, 16, 32]"),
+        (other_order, 0, f"{gradient} 0, float32[2, 16, 32]", f"{gradient} 1, float32[2, 16, 32]"),
+    ]:
+        said = run_ranks(2, step_with, options, fault, True)[rank]
+        assert f"Drift: rank {rank} of the pipeline expects the {expected}, but rank {1 - rank} sends the {sent}: " in said, said
 
 
 def slow_stage(options: list[str], folder: Path, kind: str) -> tuple[int, str]:

@@ -125,7 +125,7 @@ def real(options: list[str]) -> tuple[int, Where, dict[str, int], Counter, Count
     third step."""
     here = meshes.world()
     job = train.build(config(options, here.size))
-    micro_batches = trace.accumulation(job.cfg, job.mesh.dp_size)
+    micro_batches = job.cfg.training.micro_batches(job.mesh.dp_size)
     batch = trace.batch_of(job, micro_batches)
     if job.cfg.data.mask_documents:
         t = job.cfg.training

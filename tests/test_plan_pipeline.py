@@ -57,7 +57,7 @@ def real_peaks(cases: list[tuple[str, ...]]) -> list[int]:
     peaks = []
     for case in cases:
         job = train.build(config(dist.get_world_size(), *case))
-        micro_batches = trace.accumulation(job.cfg, job.mesh.dp_size)
+        micro_batches = job.cfg.training.micro_batches(job.mesh.dp_size)
         batch = trace.batch_of(job, micro_batches)
         train.train_step(job, batch)
         with trace.Trace() as accountant:
@@ -134,7 +134,7 @@ def asleep(schedule: str, micro_batches: int, unit: float) -> list[tuple[float, 
     mesh = open_mesh(cfg.run, cfg.parallelism, 1)
     rank_of = schedules.placement(schedule, ranks)
     stages = {s: Sleeper(s, len(rank_of)) for s in range(len(rank_of)) if rank_of[s] == mesh.pp_rank}
-    model = pp.Pipeline(stages, mesh, cfg)
+    model = pp.Pipeline(stages, schedules.consecutive([1] * len(rank_of)), mesh, cfg)
     model.gradients(Feed(schedules.least_micro_batches(schedule, ranks)), torch.ones(()))
     for stage in stages.values():
         stage.unit = unit

@@ -180,7 +180,10 @@ FAULTS = {
                    r"clocks differ by (5|5.0\d|4.9\d) s .* most on rank [02]"),
     "slow link": Fault((0, 1, 2, 3), slow_link_of_four, "bandwidth", 0, r"warn +link rank 2 \(host a\) - rank 3"),
     "context parallel": Fault((0, 1, 2, 3), option("--parallelism.tensor_parallel=1", "--parallelism.context_parallel=2"), "bandwidth", 0,
-                              r"dp_shard_cp, 1 group of 4.*cp, 2 groups of 2, .*links cp within hosts: 2"),
+                              r"dp_shard_cp, 1 group of 4(.|\n)* cp, 2 groups of 2(.|\n)*links cp within hosts: 2"),
+    # No fault: two stages on two hosts, and a batch of which no other mesh of four ranks could make micro-batches of 8.
+    "pipeline": Fault((0, 1, 2, 3), option("--parallelism.pipeline_parallel=2", "--training.local_batch_size=8"), "bandwidth,step", 0,
+                      r"links pp between hosts: 2, median \S+ GB/s, least \S+ between ranks \d and \d; latency \S+ ms(.|\n)*step +ok"),
     "NaN": Fault((1,), replaced(train, "linear_cross_entropy", not_finite), "step", 1, r"tokens of rank 1 \(host a\) is not finite"),
     "bit flip": Fault((2,), replaced(job, "fingerprints", lambda real, j: real(j) | {"model.norm.weight": time.time_ns()}), "save", 1,
                       r"rank 2 \(host b\) read back other values than were saved \(model.norm.weight"),
@@ -370,7 +373,7 @@ def test_links_that_are_all_too_slow_have_no_median_but_the_table():
 
 
 def bandwidths(slow_link: tuple | None = None, slow_group: int = -1) -> list[dict]:
-    """Of 24 ranks, tp 8 within each host, dp_shard 3 between them."""
+    """Of 24 ranks, tp 8 within each host, dp_shard 3 between them. As if the first host and the last had stages of pipelines, too."""
     said = []
     for r in range(24):
         tp, dp = list(range(r // 8 * 8, r // 8 * 8 + 8)), [r % 8, r % 8 + 8, r % 8 + 16]
@@ -378,7 +381,9 @@ def bandwidths(slow_link: tuple | None = None, slow_group: int = -1) -> list[dic
         dims = {"dp_shard": {"ranks": dp, "bytes": 1, "all-gather": rate, "all-reduce": rate}}
         dims["tp"] = {"ranks": tp, "bytes": 1, "all-gather": 300e9, "all-reduce": 300e9}
         pairs = [["tp", r, tp[(r + 1) % 8]], ["dp_shard", r, dp[(r // 8 + 1) % 3]]]
-        said.append({"dims": dims, "links": [[*pair, 5e9 if tuple(pair[1:]) == slow_link else 40e9] for pair in pairs]})
+        pairs += [["pp", r, r + 16]] if r < 8 else []
+        links = [[*pair, 5e9 if tuple(pair[1:]) == slow_link else 40e9, 9e-6] for pair in pairs]
+        said.append({"dims": dims, "links": links, "stage_bytes": 64 << 20})
     return said
 
 
@@ -391,6 +396,20 @@ def test_the_slow_link_and_the_slow_group_are_named():
     bad = [row.detail for row in network.judge_bandwidth(host_of(24), bandwidths((8, 16), 3)) if row.result == "FAIL"]
     assert len(bad) == 3 and all("ranks 3, 11, 19 (hosts node0, node1, node2)" in text for text in bad[:2])
     assert bad[2].startswith("link rank 8 (host node1) - rank 16 (host node2): 5 GB/s, 0.12 of the median of dp_shard between hosts")
+
+
+def test_slow_links_between_stages_are_named():
+    """Of a pipeline there are links alone: one that is slow, or all of them against what is expected."""
+    [bad] = [row.detail for row in network.judge_bandwidth(host_of(24), bandwidths((3, 19))) if row.result == "FAIL"]
+    assert bad.startswith("link rank 3 (host node0) - rank 19 (host node2): 5 GB/s, 0.12 of the median of pp between hosts"), bad
+    probe = host_of(24)
+    for expected, failures in (50, []), (60, ["links pp between hosts: median 40 GB/s, but --expect=pp:60"]):
+        probe.expect = {"pp": expected}
+        bad = [row.detail for row in network.judge_bandwidth(probe, bandwidths()) if row.result == "FAIL"]
+        assert [text.partition(": see")[0] for text in bad] == failures
+    probe.expect, probe.table = {}, load_device("h100")
+    rate, _ = probe.wanted("pp", "send", [0, 8], 64 << 20)
+    assert rate == pytest.approx(40, rel=0.05)  # 50 GB/s of a card, of which 0.8 are reached
 
 
 def test_bus_bandwidth_is_what_nccl_tests_call_so(monkeypatch):

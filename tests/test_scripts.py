@@ -37,14 +37,23 @@ def alive(pid):
     try: return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError: return False
 
+failing = Path(__file__).with_name("failing")
 if action == "raise":
-    failing = Path(__file__).with_name("failing")
     if rank == 1:
         failing.write_text(str(os.getpid()))
     else:  # fails once rank 1 has ended, as a rank does that waits for it
         for _ in range(100): print("noise of rank 0", file=sys.stderr)
         while not failing.exists() or not failing.read_text() or alive(failing.read_text()): time.sleep(0.005)
     raise ValueError("the cause" if rank == 1 else "a consequence")
+if action == "raise-slowly":
+    if rank == 0:  # fails while rank 1 is about to end, as a rank does that is sent nothing any more
+        while not failing.exists(): time.sleep(0.005)
+        raise ValueError("a consequence")
+    cause = ValueError("the cause")
+    cause.failed_at = time.time()  # as reliability/health.py::FailureTime notes it
+    failing.write_text("")
+    time.sleep(0.5)  # saving
+    raise cause
 if action == "exit" and rank == len(words) - 1:
     sys.exit(int(words[rank]))
 deadline = time.monotonic() + 60
@@ -143,6 +152,12 @@ def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> N
     assert closing[1] == "Traceback (most recent call last):" and closing[-1] == "ValueError: the cause"
     assert closing[2].startswith(f'  File "{stand_in}", line '), "it begins with the script, as if started by hand"
     assert "noise" not in "".join(closing)
+
+
+def test_a_rank_that_takes_long_to_end_is_still_the_first_to_fail(stand_in: Path) -> None:
+    """Another one fails because of it and ends sooner."""
+    done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "raise-slowly")
+    assert done.stderr.splitlines()[-1] == "ValueError: the cause", done.stderr
 
 
 def test_ranks_that_a_signal_finds_before_they_listen_are_75(stand_in: Path) -> None:

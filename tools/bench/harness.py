@@ -4,9 +4,11 @@ Machines are noisy and drift; a ratio of two things measured in turn is not. So 
 are thrown away, and each is reported as its median with its ratio to the first.
 """
 
+import ctypes
 import json
 import os
 import platform
+import signal
 import socket
 import statistics
 import subprocess
@@ -22,7 +24,10 @@ from configs.schema import Config
 from data import order as orders
 from data.loader import Batches
 from parallelisms.mesh import Mesh
+from reliability.record import code, source_hash
 from training.metrics import memory_gib
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def alternate(
@@ -128,32 +133,48 @@ def child(module: str, *args: str, ranks: int = 1, beside: int = 1) -> dict:
     return json.loads(said.strip().splitlines()[-1])
 
 
+def end_with_parent() -> None:
+    """For `preexec_fn` of subprocess: Linux kills the new process when its parent dies, even of kill -9."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def machine() -> dict[str, str]:
-    """What a reader needs to place the figures: processor or GPU, threads, versions, commit."""
+    """What a reader needs to place the figures: processor or GPU, threads, versions, commit (without git a hash of the
+    sources)."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         cpu = next((line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line), cpu)
     units = [name for name, probe in (("AMX", "_is_amx_tile_supported"), ("AVX512-BF16", "_is_avx512_bf16_supported"))
              if getattr(torch.cpu, probe, lambda: False)()]  # fmt: skip
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    gpu = {}
+    if torch.cuda.is_available():
+        from tools.preflight.machine import nvidia_smi  # it imports all of training, which not every benchmark needs
+
+        driver = nvidia_smi(torch.device("cuda", torch.cuda.current_device()), "driver_version")[0]
+        gpu = {"driver": driver or "unknown", "CUDA": str(torch.version.cuda)}
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{cpu} ({', '.join(units) or 'no bf16 units'})",
-        "threads": str(torch.get_num_threads()), "torch": torch.__version__, "python": platform.python_version(),
-        "commit": commit or "unknown",
+        "device": torch.cuda.get_device_name() if gpu else f"{cpu} ({', '.join(units) or 'no bf16 units'})",
+        "threads": str(torch.get_num_threads()), "torch": torch.__version__, "python": platform.python_version(), **gpu,
+        "commit": code()["commit"][:7] or f"sources {source_hash()}",
     }  # fmt: skip
 
 
-def table(title: str, columns: list[str], rows: list[list[str]], notes: str = "") -> str:
-    """Markdown: a heading, the machine, the rows."""
-    about = ", ".join(f"{k} {v}" for k, v in machine().items())
+def table(title: str, columns: list[str], rows: list[list[str]], notes: str = "", about: dict[str, str] | None = None) -> str:
+    """Markdown: a heading, the machine, the rows. about: the machine, if it is not this one now."""
+    about = ", ".join(f"{k} {v}" for k, v in (about or machine()).items())
     lines = [f"### {title}", "", f"{about}. {notes}".rstrip(), "", "| " + " | ".join(columns) + " |"]
     lines += ["|" + "|".join(" --- " for _ in columns) + "|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-def report(title: str, columns: list[str], rows: list[list[str]], notes: str = "", json_path: str | None = None) -> None:
+def report(
+    title: str, columns: list[str], rows: list[list[str]], notes: str = "", json_path: str | None = None, numbers: dict | None = None
+) -> None:
+    """Print the table; with json_path write it there, with `numbers`, which are for programs."""
     print("\n" + table(title, columns, rows, notes) + "\n", flush=True)
     if json_path:
-        about = {"title": title, "machine": machine(), "notes": notes, "columns": columns, "rows": rows}
+        about = {"title": title, "machine": machine(), "notes": notes, "columns": columns, "rows": rows,
+                 "numbers": numbers or {}}  # fmt: skip
         Path(json_path).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -6,7 +6,9 @@
 Each configuration runs in a process of its own, so that peak memory is its own: `train.build`, `train.train_step` and the data
 path of a run on random tokens. Steps alternate with one large matrix product of the same type, so `of products` compares what
 was measured at the same time; `MFU` is against the data sheet (none for a CPU). The sections are timed in further steps, with
-the device waited for at each boundary. What --table.key=value says is laid over every configuration.
+the device waited for at each boundary. `idle` is the share of a step in which a GPU runs no kernel, because it waits for the
+host; `live` is the peak of its tensors, without what the allocator holds besides. What --table.key=value says is laid over
+every configuration.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from configs.load import load_config
 from parallelisms import dp
 from parallelisms.mesh import world
 from tools.bench import harness
+from tools.bench.idle import idle_share, kernel_times
 from tools.plan.trace import pretend
 from training.metrics import memory_gib, peak_flops
 
@@ -57,6 +60,9 @@ CONFIGS = {
     },
 }
 SECTIONS = ("data", "forward", "backward", "clip", "optimizer")
+COLUMNS = (
+    "configuration", "median step", "tokens/s", "GFLOP/s", "of products", "MFU", "peak GiB", "live GiB", "idle", *SECTIONS,
+)  # fmt: skip
 
 
 @contextmanager
@@ -101,13 +107,19 @@ def one(options: list[str], rounds: int) -> dict:
     multiply, product_flops = harness.product(dtype, device)
     step = lambda: train.train_step(job, data[next(steps)])  # noqa: E731
     timed = harness.alternate({"step": step, "product": multiply}, rounds)
-    memory = memory_gib(device)
+    memory, live, idle = memory_gib(device), None, None
+    del multiply
+    if device.type == "cuda":
+        idle = idle_share(*kernel_times(step))
+        torch.cuda.reset_peak_memory_stats(device)
     with sections(device) as (seconds, begin):
         for _ in range(rounds):
             begin("data")
             batch = data[next(steps)]
             begin("")
             train.train_step(job, batch)
+    if device.type == "cuda":
+        live = torch.cuda.max_memory_allocated(device) / 2**30
     tokens = t.global_batch_size * t.seq_len
     seconds_per_step = statistics.median(timed["step"])
     family, args = train.architecture(job.cfg)
@@ -117,7 +129,7 @@ def one(options: list[str], rounds: int) -> dict:
     return {
         "seconds": seconds_per_step, "fastest": min(timed["step"]), "tokens_per_second": tokens / seconds_per_step,
         "gflops": flops / 1e9, "product_gflops": product_flops / statistics.median(timed["product"]) / 1e9,
-        "mfu": flops / peak if peak else None, "memory_gib": memory,
+        "mfu": flops / peak if peak else None, "memory_gib": memory, "live_gib": live, "idle": idle,
         "sections": {name: seconds[name] / rounds for name in SECTIONS},
     }  # fmt: skip
 
@@ -149,6 +161,7 @@ def row(name: str, seen: dict) -> list[str]:
         name, f"{seen['seconds'] * 1e3:,.0f} ms", f"{seen['tokens_per_second']:,.0f}", f"{seen['gflops']:,.0f}",
         f"{seen['gflops'] / seen['product_gflops']:.0%} of {seen['product_gflops']:,.0f}",
         f"{seen['mfu']:.1%}" if seen["mfu"] else "-", f"{seen['memory_gib']:.2f}",
+        f"{seen['live_gib']:.2f}" if seen["live_gib"] else "-", "-" if seen["idle"] is None else f"{seen['idle']:.1%}",
         *(f"{seen['sections'][section] / whole:.1%}" for section in SECTIONS),
     ]  # fmt: skip
 
@@ -172,8 +185,7 @@ def main() -> None:
             seen = harness.child("tools.bench.sections", "--one", f"--rounds={args.rounds}", *options.split(), *overrides)
             rows.append(row(name, seen))
             print(" | ".join(rows[-1]), flush=True)
-    columns = ["configuration", "median step", "tokens/s", "GFLOP/s", "of products", "MFU", "peak GiB", *SECTIONS]
-    harness.report("Sections of a step", columns, rows, f"{args.rounds} rounds, step and product in turn.", args.json)
+    harness.report("Sections of a step", list(COLUMNS), rows, f"{args.rounds} rounds, step and product in turn.", args.json)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from tools.bench import harness
 from training.loss import linear_cross_entropy
 
 CLIP = 1.0
+COLUMNS = ("dtype", "contender", "median step", "fastest", "tokens/s", "GFLOP/s", "ours / this (median of pairs)", "peak GiB")
 
 
 def loop(model, loss_of):
@@ -244,10 +245,9 @@ def main() -> None:
     if unknown := set(dtypes) - {"float32", "bfloat16"}:
         parser.error(f"--dtypes {', '.join(unknown)}: there are float32 and bfloat16")
     rows = [row for dtype in dtypes for row in measure(dtype, names, overrides, args.rounds)]
-    columns = ["dtype", "contender", "median step", "fastest", "tokens/s", "GFLOP/s", "ours / this (median of pairs)", "peak GiB"]
     cfg = load_config(overrides)
     arch = f"{cfg.model.flavor} model, batch {cfg.training.local_batch_size} x {cfg.training.seq_len} tokens"
-    harness.report("Training step", columns, rows, f"{arch}; {args.rounds} alternating rounds.", args.json)
+    harness.report("Training step", list(COLUMNS), rows, f"{arch}; {args.rounds} alternating rounds.", args.json)
 
 
 if __name__ == "__main__":

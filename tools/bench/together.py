@@ -5,7 +5,8 @@
 `apart` is two runs at the same time, each of one process with half of the batch; the others are one run of two ranks on all of
 it (`tools.bench.sections --one`), every process with half of this machine's threads. `bytes` are the messages of a step of one
 rank, traced (tools/plan/trace.py); `alone` is how long these messages take between two ranks that do nothing else; `expected` is
-the sum of that and of the time of `apart`. In turn, each in processes of their own.
+the sum of that and of the time of `apart`, which a pipeline lengthens by its planned bubble. In turn, each in processes of their
+own.
 """
 
 import argparse
@@ -21,21 +22,29 @@ import torch.distributed as dist
 
 from configs.load import load_config
 from configs.schema import Run
+from parallelisms import schedules
 from parallelisms.mesh import close_mesh, open_group
 from tools.bench import harness
 from tools.bench.sections import BENCH
-from tools.plan.repeat import traced
+from tools.plan.trace import trace_step
 
 MODELS = {"debug": "", "d512": BENCH}
-MESHES = {
-    "FSDP 2": "", "DDP 2": "--parallelism.data_parallel_replicate=2 --parallelism.data_parallel_shard=1",
-    "TP 2": "--parallelism.tensor_parallel=2",
-}  # fmt: skip
+MESHES = {  # name: (options, data-parallel ranks, micro-batches)
+    "FSDP 2": ("", 2, 1),
+    "DDP 2": ("--parallelism.data_parallel_replicate=2 --parallelism.data_parallel_shard=1", 2, 1),
+    "TP 2": ("--parallelism.tensor_parallel=2", 1, 1),
+    "PP 2": ("--parallelism.pipeline_parallel=2", 1, 8),
+}
 OPERATIONS = {
     "all-gather": dist.all_gather_into_tensor,
     "reduce-scatter": lambda whole, part: dist.reduce_scatter_tensor(part, whole),
     "all-reduce": lambda whole, part: dist.all_reduce(whole),
+    "send": lambda whole, part: dist.recv(whole, 0) if dist.get_rank() else dist.send(whole, 1),
+    "receive": lambda whole, part: dist.send(whole, 0) if dist.get_rank() else dist.recv(whole, 1),
 }
+
+
+MOST_MICRO_BATCHES = max(micro_batches for _, _, micro_batches in MESHES.values())
 
 
 def alone(messages: list[tuple[str, int]]) -> list[float]:
@@ -54,10 +63,16 @@ def messages_of(options: list[str]) -> Counter[tuple[str, int]]:
     """Those of a step of one of two ranks, and how often."""
     torch.set_num_threads(1)
     counts: Counter[tuple[str, int]] = Counter()
-    for _, times, op in traced(load_config(options, 2, 2), 2, 2, False).ops():
+    for _, times, op in trace_step(load_config(options, 2, 2), 2, 2, False, most=MOST_MICRO_BATCHES).ops():
         if op.kind:
             counts[op.kind, op.message] += times
     return counts
+
+
+def bubble(micro_batches: int) -> float:
+    """The share of a step in which the two ranks of a pipeline wait for each other, if they have the same work."""
+    table = schedules.table("1f1b", 2, 1, micro_batches)
+    return schedules.bubble(schedules.timeline(table, [0, 1], lambda action: 2.0 if action.kind == schedules.BACKWARD else 1.0))
 
 
 def seconds_of(options: list[str], steps: int, **processes: int) -> float:
@@ -68,8 +83,11 @@ def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[l
     base = [*MODELS[model].split(), *overrides]
     batch = load_config(base).training.global_batch_size
     half = [*base, *(f"--training.{name}_batch_size={batch // 2}" for name in ("local", "global"))]
-    share = {name: batch // (1 if name == "TP 2" else 2) for name in MESHES}
-    runs = {name: [*base, *words.split(), f"--training.local_batch_size={share[name]}"] for name, words in MESHES.items()}
+    runs = {
+        name: [*base, *words.split(), f"--training.local_batch_size={batch // (ranks * micro_batches)}"]
+        for name, (words, ranks, micro_batches) in MESHES.items()
+    }
+    busy = {name: 1 - bubble(micro_batches) for name, (words, _, micro_batches) in MESHES.items() if "pipeline" in words}
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         messages = {"apart": Counter()} | {name: pool.apply(messages_of, (options,)) for name, options in runs.items()}
     every = sorted(set().union(*messages.values()))
@@ -85,7 +103,8 @@ def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[l
     rows = []
     for name, times in seconds.items():
         size = sum(size * times for (_, size), times in messages[name].items())
-        both = {"expected": [a + b for a, b in zip(seconds["apart"], taken[name])], name: times}
+        expected = [apart / busy.get(name, 1.0) + alone for apart, alone in zip(seconds["apart"], taken[name])]
+        both = {"expected": expected, name: times}
         rows.append([
             model, name, f"{statistics.median(times) * 1e3:,.0f} ms", f"{harness.ratio(seconds, name, 'apart'):.2f}",
             f"{size / 1e6:,.0f} MB", f"{statistics.median(taken[name]) * 1e3:,.0f} ms",

@@ -31,7 +31,7 @@ def main(launcher: int, script: str) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except Exception as error:
-        _leave(_from_script_on(error, script))
+        _leave(_from_script_on(error, script), getattr(error, "failed_at", time.time()))
         raise
 
 
@@ -41,10 +41,11 @@ def _file_of(module: str) -> str:
     return (importlib.util.find_spec(f"{module}.__main__") if spec.submodule_search_locations else spec).origin
 
 
-def _leave(traceback_text: str) -> None:
-    """In the file and form in which torchrun's engine looks for it, which takes whole seconds only; `time` is ours."""
-    now, file = time.time(), Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-    report = {"message": traceback_text, "time": now, "extraInfo": {"timestamp": int(now), "py_callstack": traceback_text}}
+def _leave(traceback_text: str, failed_at: float) -> None:
+    """In the file and form in which torchrun's engine looks for it, which takes whole seconds only; `time` is ours.
+    failed_at: when the exception was raised (reliability/health.py::FailureTime), in seconds since 1970."""
+    file, extra = Path(os.environ["TORCHELASTIC_ERROR_FILE"]), {"timestamp": int(failed_at), "py_callstack": traceback_text}
+    report = {"message": traceback_text, "time": failed_at, "extraInfo": extra}
     file.with_suffix(".tmp").write_text(json.dumps({"message": report}), encoding="utf-8")
     file.with_suffix(".tmp").rename(file)  # never half a file, which the engine would not survive
 

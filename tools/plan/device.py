@@ -87,6 +87,12 @@ def load_device(name: str) -> Device:
     return device
 
 
+def known_device(name: str) -> Device | None:
+    """The row of the table for a GPU that calls itself so (torch.cuda.get_device_name()); None if there is none."""
+    rows = tomli.loads(TABLE.read_text(encoding="utf-8")).values()
+    return next((Device(**row) for row in rows if row["name"] == name), None)
+
+
 def measure_cpu(threads: int = 0) -> Device:
     """This machine as a device, in about a second: rates of products, attention and copies, and the cost of an operator.
 

@@ -24,7 +24,7 @@ from tools.plan.device import Device
 from tools.plan.estimate import Estimate, Line, Playback, Ring
 from tools.plan.repeat import few_layers, with_layers
 from tools.plan.step import IN_BLOCKS, Curve, Parameters, Step, Where
-from tools.plan.trace import accumulation, trace_step
+from tools.plan.trace import trace_step
 
 ALONE = 3  # stages of the pipeline in which one is traced: first, middle, last
 Sizes = dict[str, int]  # bytes by kind of memory
@@ -244,7 +244,7 @@ class Alone(NamedTuple):
         model = cfg.model.model_copy(update={"n_layers": self.layers * ALONE})
         cfg = cfg.model_copy(update={"parallelism": parallelism, "model": model})
         ranks = self.data_parallel * cfg.parallelism.context_parallel * cfg.parallelism.tensor_parallel
-        table = one_by_one(min(3, accumulation(cfg, self.data_parallel)), self.split)
+        table = one_by_one(min(3, cfg.training.micro_batches(self.data_parallel)), self.split)
         with mock.patch.object(schedules, "table", lambda *_: table):
             return trace_step(cfg, ALONE * ranks, self.per_host, self.on_gpu, rank=self.position * ranks)
 
@@ -285,7 +285,7 @@ def make_pipeline(cfg: Config, gpus: int, on_gpu: bool, machine: Machine, stages
     """Trace the stages of the configuration, which has been checked, and play its schedule."""
     p = cfg.parallelism
     data_parallel = gpus // (p.context_parallel * p.tensor_parallel * p.pipeline_parallel)
-    micro_batches = accumulation(cfg, data_parallel)
+    micro_batches = cfg.training.micro_batches(data_parallel)
     placement = schedules.placement(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank)
     table = schedules.table(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank, micro_batches)
     layers = pp.layers_of_stages(cfg, *train.architecture(cfg))

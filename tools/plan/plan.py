@@ -14,7 +14,6 @@ from tools.plan.estimate import Estimate, estimate
 from tools.plan.pipeline import Machine, Pipeline, Rank, Stages, make_pipeline
 from tools.plan.repeat import traced
 from tools.plan.step import GIB, Step, Where, fsdp_dimension
-from tools.plan.trace import accumulation
 
 # What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's published runs reserved
 # memory was 10 to 23 % above the live bytes that we count for the same configurations (docs/planning.md); this is the most.
@@ -103,7 +102,7 @@ class Plan:
 
     @property
     def micro_batches(self) -> int:
-        return accumulation(self.cfg, self.data_parallel)
+        return self.cfg.training.micro_batches(self.data_parallel)
 
     @property
     def data_parallel(self) -> int:

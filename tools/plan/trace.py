@@ -547,11 +547,6 @@ def tracing(cfg: Config) -> Config:
     })  # fmt: skip
 
 
-def accumulation(cfg: Config, dp_size: int) -> int:
-    """Micro-batches of a step."""
-    return cfg.training.global_batch_size // (cfg.training.local_batch_size * dp_size)
-
-
 def batch_of(job: train.Job, micro_batches: int) -> dict[str, torch.Tensor]:
     """A rank's batch: tokens and labels, int64 [micro_batches, b, tokens of this rank in each sequence]."""
     t = job.cfg.training
@@ -599,7 +594,7 @@ def trace_step(cfg: Config, world_size: int, per_host: int, on_gpu: bool, most: 
             stack.enter_context(mock.patch.object(cp, "piece_attention_backward", pieces_backward_on_gpu))
         stack.enter_context(trace)
         prepare(job)
-        micro_batches = accumulation(cfg, job.mesh.dp_size)
+        micro_batches = cfg.training.micro_batches(job.mesh.dp_size)
         batch = batch_of(job, min(most, micro_batches))
         return run_step(trace, job, batch, micro_batches)
 

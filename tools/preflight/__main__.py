@@ -78,7 +78,7 @@ def expected(text: str) -> dict[str, float]:
             rates[dim] = float(number)
         except ValueError:
             rates[dim] = 0
-        if dim not in ("dp_replicate", "dp_shard", "tp") or not 0 < rates[dim] < float("inf"):
+        if dim not in ("pp", "dp_replicate", "dp_shard", "tp") or not 0 < rates[dim] < float("inf"):
             raise InputError(f"--expect={part}: must be DIMENSION:GB/s, such as tp:300,dp_shard:40")
     return rates
 

@@ -46,10 +46,12 @@ def measure_data(probe: Probe) -> dict:
     probe.corpora = corpora = open_corpora(cfg, log=lambda line: None, verifies=probe.world.local_rank == 0)
     opened = time.perf_counter() - began
     probe.order = corpora.order({})
-    shared = cfg.parallelism.tensor_parallel * cfg.parallelism.context_parallel
+    p = cfg.parallelism
+    shared = p.tensor_parallel * p.context_parallel  # the ranks that read the same rows, in one stage
+    dp_size = ranks // (shared * p.pipeline_parallel)
     digests, seconds, count = [], [], 0
-    for dp_rank in (0, probe.world.rank // shared):  # what all ranks read alike, then this rank's own
-        mesh = SimpleNamespace(dp_rank=dp_rank, dp_size=ranks // shared, places=lambda seq_len: [range(seq_len)])
+    for dp_rank in (0, probe.world.rank // shared % dp_size):  # what all ranks read alike, then this rank's own
+        mesh = SimpleNamespace(dp_rank=dp_rank, dp_size=dp_size, places=lambda seq_len: [range(seq_len)])
         rows = corpora.rows(probe.order, mesh, probe.args.vocab_size)
         for step in sorted({0, 1, cfg.training.steps - 1}):
             began = time.perf_counter()

@@ -18,6 +18,7 @@ from training.metrics import in_bytes
 
 LEAST_LINKS = 3  # of one kind: among fewer there is no telling which of them is the odd one
 CLOCK_SECONDS = 1.0  # that clocks may differ: logs of several hosts can be read together, certificates hold, `make` works
+LINK_BYTES = 64 << 20  # of a message between neighbours, at most
 NCCL_MARGIN = 60  # seconds by which NCCL's own limit, which aborts the process, lies beyond that of a check
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
 
@@ -106,28 +107,37 @@ def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
 
     FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp) gathers a block's weights, of which tensor
     parallelism leaves a share; dp_replicate sums the shards of their gradients; cp gathers the keys and values of a layer,
-    [b, T, key/value heads of a rank, 2 head_dim]; tp gathers the activations of a micro-batch, [b, tokens of a rank, dim].
+    [b, T, key/value heads of a rank, 2 head_dim]; tp gathers the activations of a micro-batch, [b, T / cp, dim]; pp sends
+    the share of them that each tensor-parallel rank has.
     """
     mesh, args, t = probe.job.mesh, probe.args, probe.cfg.training
-    reduced = dp.DTYPES[t.reduce_dtype]
-    block = sum(p.numel() for p in probe.job.model.layers["0"].parameters()) / mesh.tp
+    reduced, layers = dp.DTYPES[t.reduce_dtype], probe.job.model.layers
+    block = sum(p.numel() for p in next(iter(layers.values())).parameters()) / mesh.tp
     tokens = t.local_batch_size * t.seq_len
+    activations = tokens // mesh.cp * args.dim
     elements = {
+        "pp": (activations / mesh.tp, probe.dtype),
         mesh.fsdp_mesh.mesh_dim_names[-1]: (block, probe.dtype),
         "dp_replicate": (block / mesh.fsdp_mesh.size(-1), reduced),
         "cp": (tokens * args.n_kv_heads / mesh.tp * 2 * args.head_dim, probe.dtype),
-        "tp": (tokens / mesh.cp * args.dim, probe.dtype),
+        "tp": (activations, probe.dtype),
     }
     return {dim: (int(min(count * dtype.itemsize, 1 << 30)), dtype) for dim, (count, dtype) in elements.items()}
 
 
 def measure_bandwidth(probe: Probe) -> dict:
-    mesh, by_dimension, links = probe.job.mesh, {}, []
+    """Rates of collectives by dimension, and of links between neighbours. Stages of a pipeline send each other messages and
+    have no collectives that matter: of `pp` there are links alone, and the bytes of a message."""
+    mesh, by_dimension, links, stage_bytes = probe.job.mesh, {}, [], 0
     for dim, (size, dtype) in messages(probe).items():
         group = (mesh.fsdp_mesh if dim in mesh.fsdp_mesh.mesh_dim_names else mesh.device_mesh).get_group(dim)
         ranks = dist.get_process_group_ranks(group)
         n = len(ranks)
         if n == 1:
+            continue
+        if dim == "pp":
+            hidden = torch.ones(min(size, LINK_BYTES) // dtype.itemsize, dtype=dtype, device=mesh.device)
+            links, stage_bytes = links + neighbours(probe, dim, group, ranks, hidden), hidden.nbytes
             continue
         part = torch.ones(max(1, -(-size // dtype.itemsize // n)), dtype=dtype, device=mesh.device)
         whole = part.repeat(n)
@@ -141,8 +151,8 @@ def measure_bandwidth(probe: Probe) -> dict:
         by_dimension[dim] = {"ranks": ranks, "bytes": whole.nbytes}
         for name, fn, factor in ("all-gather", gather, (n - 1) / n), ("all-reduce", reduce, 2 * (n - 1) / n):
             by_dimension[dim][name] = whole.nbytes * factor / collective_seconds(fn, mesh.device, group)
-        links += neighbours(probe, dim, group, ranks, part[: max(1, (64 << 20) // dtype.itemsize)])
-    return {"dims": by_dimension, "links": links}
+        links += neighbours(probe, dim, group, ranks, part[: LINK_BYTES // dtype.itemsize])
+    return {"dims": by_dimension, "links": links, "stage_bytes": stage_bytes}
 
 
 def collective_seconds(fn: Callable[[], None], device: torch.device, group: dist.ProcessGroup) -> float:
@@ -160,26 +170,29 @@ def collective_seconds(fn: Callable[[], None], device: torch.device, group: dist
 
 
 def neighbours(probe: Probe, dim: str, group: dist.ProcessGroup, ranks: list[int], data: torch.Tensor) -> list[list]:
-    """Bytes per second between neighbours of a group's ring, pair by pair: [dim, from, to, rate], told by the first.
+    """What is between neighbours of a group's ring, pair by pair: [dim, from, to, bytes per second, seconds of latency], told
+    by the first. The latency is that of a message of one element, the best of four.
 
-    A small message there and back before each measurement: so none counts the time that the partner spent elsewhere.
+    A small message goes there and back before each measurement, so none counts the time that the partner spent elsewhere.
     """
     n, me, links = len(ranks), ranks.index(probe.world.rank), []
     small, device = data[:1].clone(), probe.job.mesh.device
     pairs = [(i, (i + 1) % n) for i in range(n if n > 2 else 1)]
     for number in range(3):
         for a, b in (pair for pair in pairs if phase(pair, n) == number and me in pair):
-            other, rates = ranks[b if me == a else a], []
+            other, rates, latencies = ranks[b if me == a else a], [], []
             for _ in range(4):
-                for message in small, data:
+                seconds = []
+                for message in small, small, data:
                     synchronise(device)
                     began = time.perf_counter()
                     exchange(message, other, me == a, group)
                     synchronise(device)
-                    seconds = time.perf_counter() - began
-                rates.append(2 * data.nbytes / seconds)
+                    seconds.append(time.perf_counter() - began)
+                latencies.append(seconds[1] / 2)
+                rates.append(2 * data.nbytes / seconds[2])
             if me == a:
-                links.append([dim, probe.world.rank, other, max(rates)])
+                links.append([dim, probe.world.rank, other, max(rates), min(latencies)])
     return links
 
 
@@ -221,19 +234,28 @@ def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[Row]:
             summary.append(f"{name} {middle:.3g} GB/s{least}")
         groups_of = f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {len(answers[0]['dims'][dim]['ranks'])}"
         rows.append(Row("ok", f"{dim}, {groups_of}, {in_bytes(size)}: {', '.join(summary)} (bus bandwidth)", False))
-    kinds: dict[tuple, list[list]] = {}
+    return rows + judge_links(probe, answers) or [Row("ok", "one rank: nothing is sent")]
+
+
+def judge_links(probe: Probe, answers: list[dict]) -> list[Row]:
+    rows, kinds = [], {}
     for link in (link for a in answers for link in a["links"]):
         kinds.setdefault((link[0], probe.hosts[link[1]] != probe.hosts[link[2]]), []).append(link)
     for (dim, between), links in kinds.items():
-        middle = statistics.median(rate for *_, rate in links)
+        middle, latency = (statistics.median(link[i] for link in links) for i in (3, 4))
         kind = f"{dim} {'between' if between else 'within'} hosts"
+        if dim == "pp":  # the other dimensions are judged by their collectives
+            wanted, source = probe.wanted(dim, "send", links[0][1:3], answers[0]["stage_bytes"])
+            if middle / 1e9 < SLOW["group"] * wanted:
+                text = f"links {kind}: median {middle / 1e9:.3g} GB/s, but {source}: see with NCCL_DEBUG=INFO"
+                rows.append(Row("FAIL", f"{text} which network is used", blocks=False))
         slow = [link for link in links if link[3] < SLOW["link"] * middle] if len(links) >= LEAST_LINKS else []
-        for _, a, b, rate in slow[:8]:
+        for _, a, b, rate, _ in slow[:8]:
             share = f"{rate / 1e9:.3g} GB/s, {rate / middle:.2f} of the median of {kind}"
             text = f"link {probe.named([a])} - {probe.named([b])}: {share}; see cable, card and NCCL_* there"
             rows.append(Row(probe.slow, text, blocks=False))
         if not slow:
-            _, a, b, least = min(links, key=lambda link: link[3])
+            _, a, b, least, _ = min(links, key=lambda link: link[3])
             text = f"links {kind}: {len(links)}, median {middle / 1e9:.3g} GB/s, least {least / 1e9:.3g}"
-            rows.append(Row("ok", f"{text} between ranks {a} and {b}"))
-    return rows or [Row("ok", "one rank: nothing is sent")]
+            rows.append(Row("ok", f"{text} between ranks {a} and {b}; latency {in_seconds(latency)}"))
+    return rows

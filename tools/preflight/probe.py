@@ -67,14 +67,16 @@ class Probe:
         return self.seconds or usual
 
     def wanted(self, dim: str, kind: str, ranks: Sequence[int], size: int) -> tuple[float, str]:
-        """GB/s (bus bandwidth) that a collective of `size` bytes should reach, and which option says so; 0: none does."""
+        """GB/s (bus bandwidth) that a collective of `size` bytes should reach, or a message (kind "send"), and which option
+        says so; 0: none does."""
         if dim in self.expect:
             return self.expect[dim], f"--expect={dim}:{self.expect[dim]:g}"
         if not self.table:
             return 0.0, ""
-        n, rounds = len(ranks), 2 if kind == "all-reduce" else 1
+        n = len(ranks)
+        share = {"send": 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)  # of the bytes, that each rank sends
         seconds = Ring.of(list(ranks), self.world.local_size).seconds(kind, size, self.table)
-        rate = size * rounds * (n - 1) / n / seconds / 1e9
+        rate = size * share / seconds / 1e9
         return rate, f"{self.table.name or 'the device'} should make {rate:.3g}"
 
     @property

@@ -1,0 +1,299 @@
+"""`python -m tools.bench.device`: its checks on a CPU, its budget, its record, and what it reads of a GPU on made-up input."""
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity
+
+import train
+from checkpoint import state
+from configs.load import load_config
+from configs.schema import InputError
+from models.kernels import document_attention as masked
+from tests.ranks import run_ranks
+from tools.bench import idle
+from tools.bench.device import __main__ as command, checks, measure
+from tools.bench.device.__main__ import PARTS, Part, main
+from tools.bench.device.record import Record
+from tools.plan import __main__ as plan_command
+from tools.plan.device import load_device
+
+CPU = torch.device("cpu")
+
+# ------------------------------------------------------------------------------------------------------- the checks
+
+ON_CPU = {name: check.run for name, check in checks.CHECKS.items() if not name.endswith("compiled")}
+ON_CPU["compiled"] = functools.partial(checks.compiled, backend="aot_eager")  # inductor would take 20 s
+
+
+def errors_of(names: list[str], folder: Path) -> dict[str, dict[str, float]]:
+    return {name: ON_CPU[name](CPU, folder / name) for name in names}
+
+
+def test_the_checks_pass_on_a_cpu(tmp_path):
+    """As tests/test_gpu.py on a GPU."""
+    seen = run_ranks(1, errors_of, list(ON_CPU), tmp_path)[0]
+    assert len(seen) > 7
+    assert not [f"{name}: {line}" for name, errors in seen.items() for line in checks.failures(errors, checks.CHECKS[name].limit)]
+
+
+MISTAKES = {  # check -> a mistake that it must see
+    "float32": lambda: mock.patch.object(train, "IGNORE", 3),  # the loss is divided by a wrong number of tokens
+    "fsdp": lambda: mock.patch.object(train, "clip_grad_norm", lambda *_: torch.tensor(0.1)),
+    "fsdp_and_tp": lambda: mock.patch.dict(checks.tp.STYLES, columns=checks.tp.STYLES["vocab_weight"]),
+    "control": lambda: mock.patch.object(checks, "ROUNDING", 10.0),  # a limit that lets everything pass
+    "sampling": lambda: mock.patch.object(checks, "sample", lambda model, *how, cache, **more: list(range(25)) if cache else [0] * 25),
+    "documents": lambda: mock.patch.object(masked, "document_attention", lambda q, k, v, _: q),
+    "checkpoint": lambda: mock.patch.object(state, "put_back", lambda *_: None),  # a load that changes nothing
+}
+
+
+def errors_with_a_mistake(folder: Path) -> dict[str, dict[str, float] | str]:
+    seen = {}
+    for name, mistake in MISTAKES.items():
+        with mistake():
+            try:
+                seen[name] = ON_CPU[name](CPU, folder / name)
+            except Exception as error:  # a mistake may also end it
+                seen[name] = repr(error)
+    return seen
+
+
+def test_negative_controls_each_check_sees_a_mistake(tmp_path):
+    seen = run_ranks(1, errors_with_a_mistake, tmp_path)[0]
+    for name, errors in seen.items():
+        assert isinstance(errors, str) or checks.failures(errors, checks.CHECKS[name].limit), f"{name} sees nothing: {errors}"
+    assert not isinstance(seen["float32"], str) and not isinstance(seen["checkpoint"], str), seen
+
+
+def test_an_error_that_is_no_number_fails():
+    assert checks.failures({"a": float("nan"), "b": 1e-6, "c": float("inf"), "d": 2e-5}, 1e-5) == ["a nan", "c inf", "d 2e-05"]
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+
+MACHINE = {"device": "a device", "torch": "2.13.0", "python": "3.11", "commit": "abc"}
+FAKE = """
+import json, os, sys, time
+how, path = sys.argv[1], sys.argv[-1].removeprefix("--json=")
+with open(os.environ["FAKE_CALLS"], "a") as file:
+    file.write(f"{how} {os.getpid()}\\n")
+if how == "sleep":
+    time.sleep(60)
+report = {"title": f"T {how}", "machine": {"device": "a device"}, "notes": "", "columns": ["x"], "rows": [["1"]], "numbers": {}}
+if how != "silent":
+    json.dump(report, open(path, "w"))
+print("first line\\nlast line of " + how)
+sys.exit({"fail": 1, "wrong": 2}.get(how, 0))
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with parts that import nothing, so that they take 30 ms each."""
+    (tmp_path / "fake_part.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FAKE_CALLS", str(tmp_path / "calls"))
+    monkeypatch.setattr(command, "child", lambda *_: MACHINE | {"kind": "cpu"})
+    return tmp_path
+
+
+def fake(how: str, seconds: float = 20, kind: str = "cpu") -> Part:
+    return Part(how, {kind: seconds}, {kind: f"fake_part {how}"})
+
+
+def calls(place: Path) -> list[str]:
+    return [line.split()[0] for line in (place / "calls").read_text().splitlines()]
+
+
+def parts_of(place: Path) -> dict[str, dict]:
+    return json.loads((place / "out.json").read_text())["parts"]
+
+
+def test_every_outcome_is_a_row_and_the_command_goes_on(place, capsys):
+    parts = [fake("good"), fake("fail"), fake("silent"), fake("wrong"), fake("sleep", 0.3), fake("huge", 1e6), fake("gpu", 1, "cuda"), fake("last")]
+    assert main([f"--json={place}/out.json"], parts) == 1
+    seen = parts_of(place)
+    assert {name: entry["state"] for name, entry in seen.items()} == {
+        "good": "done", "fail": "failed", "silent": "failed", "wrong": "not run", "sleep": "failed", "huge": "not run",
+        "gpu": "not run", "last": "done",
+    }  # fmt: skip
+    assert seen["fail"]["why"] == "last line of fail" and Path(seen["fail"]["log"]).read_text().startswith("first line")
+    assert seen["silent"]["why"] == "it ended with code 0 and no result"
+    assert seen["wrong"]["why"] == "last line of wrong" and "only a GPU" in seen["gpu"]["why"]
+    assert seen["sleep"]["why"].startswith("no result after 1 s") and "1000000 s" in seen["huge"]["why"]
+    text = (place / "out.md").read_text()
+    assert "| fail | failed |" in text and "last line of fail" in text and "### T good" in text and "### T fail" in text
+    assert f"log: {place}/out.logs/fail.log" in capsys.readouterr().out
+    assert not (place / "out.toml").exists()
+
+
+def test_what_is_done_is_not_repeated_and_what_failed_is(place):
+    parts = [fake("good"), fake("fail")]
+    assert main([f"--json={place}/out.json"], parts) == 1
+    assert main([f"--json={place}/out.json"], parts) == 1
+    assert calls(place) == ["good", "fail", "fail"]
+    assert main([f"--json={place}/out.json", "--only", "good"], parts) == 0
+    assert main([f"--json={place}/out.json", "--only", "good", "--again"], parts) == 0
+    assert calls(place) == ["good", "fail", "fail", "good"]
+    assert main([f"--json={place}/out.json", "--only", "good", "--again", "--minutes=0.001"], parts) == 0
+    assert parts_of(place)["good"]["state"] == "done"  # of before: it could not be run again
+
+
+def test_the_budget_ends_a_part_and_lists_the_others(place):
+    parts = [fake("good"), fake("sleep", 0.5), fake("last", 0.5)]
+    began = time.monotonic()
+    parts[0] = fake("good", 0.1)
+    assert main([f"--json={place}/out.json", "--minutes=0.02"], parts) == 0
+    assert time.monotonic() - began < 30
+    seen = parts_of(place)
+    assert seen["good"]["state"] == "done"
+    assert seen["sleep"]["state"] == "not run" and "the budget ended" in seen["sleep"]["why"]
+    assert seen["last"]["state"] == "not run" and "s were left" in seen["last"]["why"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_second_call_goes_on_after_kill_9(place):
+    parts = [fake("good"), fake("sleep", 50), fake("last")]
+    pid = os.fork()
+    if pid == 0:
+        main([f"--json={place}/out.json"], parts)
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while not ((place / "calls").exists() and "sleep" in (place / "calls").read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    sleeper = int((place / "calls").read_text().splitlines()[1].split()[1])
+    while Path(f"/proc/{sleeper}").exists() and "Z" not in Path(f"/proc/{sleeper}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "the part outlived the command"
+        time.sleep(0.01)
+    assert set(parts_of(place)) == {"good"}
+    assert main([f"--json={place}/out.json"], [parts[0], fake("better"), parts[2]]) == 0
+    assert calls(place) == ["good", "sleep", "better", "last"]
+    assert parts_of(place).keys() == {"good", "better", "last"}
+
+
+@pytest.mark.parametrize("arguments, sentence", [
+    (["--minutes=0"], "a number of minutes above 0"),
+    (["--minutes=nan"], "a number of minutes above 0"),
+    (["--only", "nonsense"], "no such part; there are good"),
+    (["--json=out.txt"], "ends in .json"),
+])  # fmt: skip
+def test_wrong_arguments_start_nothing(place, capsys, arguments, sentence):
+    assert main(arguments, [fake("good")]) == 2
+    assert sentence in capsys.readouterr().err and not (place / "calls").exists()
+
+
+@pytest.mark.parametrize("content, sentence", [
+    ('{"machine": {"device": "another"}, "parts": {}}', "device was another and is a device"),
+    ('{"machine": ', "not a record of this command"),
+    ("[]", "not a record of this command"),
+])  # fmt: skip
+def test_a_file_that_is_not_this_machines_record_stays(place, capsys, content, sentence):
+    (place / "out.json").write_text(content)
+    assert main([f"--json={place}/out.json"], [fake("good")]) == 2
+    assert sentence in capsys.readouterr().err
+    assert (place / "out.json").read_text() == content and not (place / "calls").exists()
+
+
+def test_the_planner_reads_the_numbers_that_are_written(tmp_path):
+    record = Record(tmp_path / "out.json", MACHINE, ["rates"])
+    with mock.patch.object(measure, "peak_flops", lambda _: 989e12):
+        device = measure.as_device("NVIDIA H200", 139.8, 722e12, 480e12, 4.1e12, 55e9)
+    report = {"title": "Rates", "machine": MACHINE, "notes": "", "columns": ["x"], "rows": [["1"]],
+              "numbers": device.model_dump(exclude_defaults=True)}  # fmt: skip
+    record.put("rates", {"state": "failed", "ended": "now", "report": report})
+    assert not (tmp_path / "out.toml").exists()
+    record.put("rates", {"state": "done", "ended": "now", "report": report})
+    file = tmp_path / "out.toml"
+    assert load_device(str(file)) == device
+    _, ask = plan_command.question(*plan_command.arguments(["configs/llama_debug.toml", "--gpus=1", f"--device={file}"]))
+    assert ask.device.memory_gib == 139.8 and ask.device.matmul_efficiency == pytest.approx(722 / 989)
+    assert ask.device.attention_efficiency == pytest.approx(480 / 989) and ask.device.link_gb_per_s == 450  # of the table
+    assert ask.device.peak == 989e12 and ask.device.host_gb_per_s == 55 and ask.device.memory_gb_per_s == pytest.approx(5125)
+
+
+def test_a_gpu_that_no_table_knows_gets_its_measured_rate_as_peak():
+    device = measure.as_device("A GPU of tomorrow", 10, 50e12, 60e12, 1e12, 20e9)
+    assert device.peak == 50e12 and device.matmul_efficiency == device.attention_efficiency == 1
+    assert "assumed" in device.source
+
+
+# ------------------------------------------------------------------------------- what is read of a GPU, on made-up input
+
+
+def test_idle_share_of_overlapping_kernels():
+    assert idle.idle_share([(30, 40), (0, 10), (5, 20), (6, 7)], 40) == pytest.approx(0.25)  # nothing from 20 to 30
+    assert idle.idle_share([(0, 10)], 10) == 0
+    assert idle.idle_share([], 0) is None
+
+
+def test_kernel_times_of_a_real_profile():
+    """On a CPU with its operators in place of kernels."""
+    a = torch.randn(300, 300)
+
+    def work() -> None:
+        for _ in range(20):
+            torch.mm(a, a)
+
+    times, whole = idle.kernel_times(work, ProfilerActivity.CPU, ("cpu_op",))
+    assert len(times) >= 20 and 0 <= idle.idle_share(times, whole) < 1
+    assert idle.kernel_times(work, ProfilerActivity.CPU) == ([], 0)  # no kernels of a GPU
+
+
+def test_most_layers_by_the_memory_of_each():
+    assert measure.most_layers(100, lambda layers: 20 + 3 * layers) == 26
+    assert measure.most_layers(23.5, lambda layers: 20 + 3 * layers) == 1
+    with pytest.raises(InputError, match="not even one layer"):
+        measure.most_layers(22, lambda layers: 20 + 3 * layers)
+
+
+def test_the_longest_sequence_by_doubling():
+    def outcome(tokens: int) -> str:
+        return f"{measure.FITS}: 1 s" if tokens <= 5000 else measure.TOO_LARGE
+
+    tried = measure.search(outcome, 1024, 2**20)
+    assert {tokens: text.startswith(measure.FITS) for tokens, text in tried.items()} == {
+        1024: True, 2048: True, 4096: True, 8192: False, 6144: False,
+    }  # fmt: skip
+    assert list(measure.search(outcome, 1024, 2048)) == [1024, 2048]
+    assert list(measure.search(outcome, 8192, 2**20)) == [8192]
+
+
+@pytest.mark.parametrize("error, expected", [
+    (torch.OutOfMemoryError("CUDA out of memory"), True),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+])  # fmt: skip
+def test_what_counts_as_out_of_memory(error, expected):
+    assert measure.out_of_memory(error) == expected
+
+
+def test_every_part_can_be_started():
+    """Its module, its checks, its configurations exist: on a GPU nobody has run them."""
+    for part in PARTS:
+        for line in part.arguments.values():
+            module, *arguments = line.split()
+            assert find_spec(module), module
+            if module == command.CHECKS:
+                assert set(arguments) <= checks.CHECKS.keys(), part
+    steps = [arguments.split()[-1].replace("_", " ") for part in PARTS for arguments in part.arguments.values() if " step " in arguments]
+    assert set(steps) == measure.STEPS.keys()
+    assert all(measure.STEPS[step].keys() == part.arguments.keys() for part in PARTS for step in measure.STEPS
+               if any(line.endswith(" step " + step.replace(" ", "_")) for line in part.arguments.values()))  # fmt: skip
+    options = [*(line for kinds in measure.STEPS.values() for line in kinds.values()), *measure.BESIDE.values(),
+               *measure.SAVED.values(), *(row[0] for row in measure.LONGEST.values())]  # fmt: skip
+    for line in options:
+        load_config(line.split(), 1, 1)

@@ -1,0 +1,174 @@
+"""One command that measures everything on the accelerator at hand, the most valuable first.
+
+    python -m tools.bench.device [--minutes 9] [--json runs/device.json] [--only NAME ...] [--again]
+
+Each part runs in a process of its own with a time limit. Its result goes into the JSON file as soon as it is there, so
+nothing is lost when the command is cut off, and a second call goes on with what is missing or has failed. --minutes is a
+budget: a part that does not fit into what is left of it is listed as not run. --only names the parts to run, and --again
+repeats those that are done.
+
+Beside the JSON file are written, with the same name: the tables as Markdown, ready for docs/performance.md; a device for
+`python -m tools.plan --device runs/device.toml`; and a folder with the log of every part. On a CPU the sizes are small.
+Exit code 0: nothing has failed; 1: a part has failed, the table says why; 2: wrong arguments, nothing was started.
+"""
+
+import argparse
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from configs.schema import InputError
+from tools.bench.device.record import DONE, FAILED, NOT_RUN, Record, read_report
+from tools.bench.harness import child, end_with_parent
+
+WRONG_INPUT = 2  # also the exit code of a part that says why it cannot run here
+PATIENCE = 4  # a part is ended after this many times the seconds that it usually takes
+
+
+@dataclass(frozen=True)
+class Part:
+    """seconds: what it usually takes, by kind of device; for a GPU estimated, because none was at hand. arguments: of
+    `python -m`, by kind of device. A kind that is missing cannot run it."""
+
+    name: str
+    seconds: dict[str, int]
+    arguments: dict[str, str]
+
+    @classmethod
+    def row(cls, name: str, cuda: tuple[int, str], cpu: tuple[int, str] | None) -> "Part":
+        kinds = {"cuda": cuda} | ({"cpu": cpu} if cpu else {})
+        seconds, arguments = ({kind: row[i] for kind, row in kinds.items()} for i in (0, 1))
+        return cls(name, seconds, arguments)
+
+
+CHECKS, MEASURE = "tools.bench.device.checks", "tools.bench.device.measure"
+NUMBERS = f"{CHECKS} float32 fsdp fsdp_and_tp bfloat16 control sampling"
+PARTS = [  # the most valuable first. name, seconds and arguments on a GPU, the same on a CPU
+    Part.row("numbers", (45, NUMBERS), (15, NUMBERS)),
+    Part.row("checkpoint", (20, f"{CHECKS} checkpoint"), (10, f"{CHECKS} checkpoint")),
+    Part.row("documents", (40, f"{CHECKS} documents documents_compiled"), (40, f"{CHECKS} documents documents_compiled")),
+    Part.row("compile", (60, f"{CHECKS} compiled"), (60, f"{CHECKS} compiled")),
+    Part.row("rates", (20, f"{MEASURE} rates"), (15, f"{MEASURE} rates")),
+    Part.row("8B layers", (100, f"{MEASURE} step 8B_layers"), (60, f"{MEASURE} step 8B_layers")),
+    Part.row("beside others", (120, f"{MEASURE} beside"), (60, f"{MEASURE} beside")),
+    Part.row("saves", (90, f"{MEASURE} saves"), (60, f"{MEASURE} saves")),
+    Part.row("attention", (70, "tools.bench.attention --rounds=10 --shapes 1,32,8,8192,128 1,32,8,8192,64"),
+             (40, "tools.bench.attention --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128")),
+    Part.row("8B layers float8 rowwise", (100, f"{MEASURE} step 8B_layers_float8_rowwise"), None),
+    Part.row("8B layers float8 tensorwise", (100, f"{MEASURE} step 8B_layers_float8_tensorwise"), None),
+    Part.row("products", (30, "tools.bench.products --rounds=10"),
+             (30, "tools.bench.products --rounds=5 --shapes 2048,256,704 1024,256,4096")),
+    Part.row("1B", (100, f"{MEASURE} step 1B"), (60, f"{MEASURE} step 1B")),
+    Part.row("3B", (120, f"{MEASURE} step 3B"), None),
+    Part.row("longest sequence", (180, f"{MEASURE} longest"), (60, f"{MEASURE} longest")),
+]  # fmt: skip
+
+
+def run(part: Part, kind: str, left: float, logs: Path) -> dict:
+    """Run a part in a process of its own for at most `left` seconds. Returns its entry in the record."""
+    usual = part.seconds[kind]
+    if left < usual:
+        return {"state": NOT_RUN, "why": f"it takes about {usual:.0f} s, and {max(0, left):.0f} s were left"}
+    limit, began = min(PATIENCE * usual, left), time.monotonic()
+    name = part.name.replace(" ", "-")
+    log, report = logs / f"{name}.log", logs / f"{name}.json"
+    report.unlink(missing_ok=True)
+    module, *arguments = part.arguments[kind].split()
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", module, *arguments, f"--json={report}"], stdin=subprocess.DEVNULL, stdout=output,
+            stderr=output, start_new_session=True, preexec_fn=end_with_parent,
+        )  # fmt: skip
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:  # whatever it has started ends with it, also after Ctrl-C
+            end_group(process)
+    entry = {"seconds": round(time.monotonic() - began, 1), "log": str(log), "report": read_report(report)}
+    if code == 0 and entry["report"]:
+        return entry | {"state": DONE}
+    if code is None and limit == left:
+        return entry | {"state": NOT_RUN, "why": f"the budget ended after {limit:.0f} s of it"}
+    if code is None:
+        return entry | {"state": FAILED, "why": f"no result after {limit:.0f} s"}
+    why = last_line(log) if code else ""
+    return entry | {"state": NOT_RUN if code == WRONG_INPUT else FAILED, "why": why or f"it ended with code {code} and no result"}
+
+
+def end_group(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1][:500] if lines else ""
+
+
+def measure(record: Record, parts: list[Part], kind: str, minutes: float, again: bool, logs: Path) -> None:
+    """Run these parts, in their order, and write the record after each of them."""
+    deadline = time.monotonic() + 60 * minutes
+    for part in parts:
+        if record.state(part.name) == DONE and not again:
+            print(f"{part.name}: done before", flush=True)
+            continue
+        if kind not in part.arguments:
+            entry = {"state": NOT_RUN, "why": "only a GPU can run it"}
+        else:
+            print(f"{part.name}: ...", flush=True)
+            entry = run(part, kind, deadline - time.monotonic(), logs)
+        entry["ended"] = datetime.now(timezone.utc).isoformat(" ", "seconds")
+        record.put(part.name, entry)
+        print(f"{part.name}: {entry['state']}{': ' + entry['why'] if 'why' in entry else ''}", flush=True)
+
+
+def arguments(argv: list[str], names: list[str]) -> argparse.Namespace:
+    """names: of all parts. Raises InputError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.device", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=9, help="budget of this call (%(default)s)")
+    parser.add_argument("--json", type=Path, default=Path("runs/device.json"), help="the results (%(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"of {', '.join(names)}")
+    parser.add_argument("--again", action="store_true", help="also the parts that are done")
+    flags = parser.parse_args(argv)
+    if not (math.isfinite(flags.minutes) and flags.minutes > 0):
+        raise InputError(f"--minutes {flags.minutes:g}: a budget is a number of minutes above 0")
+    if flags.json.suffix != ".json":
+        raise InputError(f"--json {flags.json}: give a file that ends in .json; the other files get its name")
+    if unknown := set(flags.only) - set(names):
+        raise InputError(f"--only {', '.join(sorted(unknown))}: no such part; there are {', '.join(names)}")
+    return flags
+
+
+def main(argv: list[str] | None = None, parts: list[Part] = PARTS) -> int:
+    """The command line in this file's first lines. Returns the exit code."""
+    names = [part.name for part in parts]
+    try:
+        flags = arguments(sys.argv[1:] if argv is None else argv, names)
+        machine = child(MEASURE, "about")  # in a process of its own, since this one must hold nothing of the GPU
+        kind = machine.pop("kind")
+        record = Record(flags.json, machine, names)
+        logs = flags.json.with_suffix(".logs")
+        logs.mkdir(parents=True, exist_ok=True)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return WRONG_INPUT
+    chosen = [part for part in parts if not flags.only or part.name in flags.only]
+    measure(record, chosen, kind, flags.minutes, flags.again, logs)
+    print(f"\n{record.summary()}\n\nwritten: {', '.join(map(str, record.files()))}")
+    return int(any(record.state(part.name) == FAILED for part in chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

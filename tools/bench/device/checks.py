@@ -1,0 +1,337 @@
+"""Does it run on this device, and does it compute what a plain model computes? The checks of `tools.bench.device`.
+
+    python -m tools.bench.device.checks [NAME ...] [--json out.json]          # all of CHECKS by default
+
+The judge of all numbers is a plain model in float64 on the CPU: a loop of a few lines with PyTorch's own cross-entropy,
+clipping and AdamW. It stays on the CPU whatever the device is, so the comparison says something on a CPU too: training
+in float32, by `train.build` and `train.train_step`, must agree with it to float32's rounding.
+
+Each check takes the device and an empty folder, and returns an error for each thing that it looked at; none may exceed
+the check's limit. tests/test_device.py runs them on the CPU, tests/test_gpu.py on a GPU.
+"""
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import train
+from checkpoint import state
+from checkpoint.manager import CheckpointManager
+from configs.load import load_config
+from configs.schema import Checkpoint, Config
+from models.kernels import document_attention as masked
+from parallelisms import contract, dp, tp
+from parallelisms.mesh import Mesh, close_mesh
+from tools.bench import harness
+from training import init
+from training.loss import IGNORE
+from training.optim import build_optimizer
+from training.sample import sample
+
+STEPS, ROWS, TOKENS, VOCABULARY = 3, 4, 48, 263
+MODEL = (  # sides are multiples of 16, as GPU kernels want them, and all different
+    "--model.dim=96 --model.n_layers=3 --model.n_heads=6 --model.n_kv_heads=2 --model.head_dim=16 --model.hidden_dim=208 "
+    f"--model.vocab_size={VOCABULARY} --data.tokenizer=bytes --training.seq_len={TOKENS} --training.loss_chunk_tokens=40 "
+    f"--training.global_batch_size={ROWS} --training.local_batch_size={ROWS} --training.max_norm=0.5 --optimizer.lr=0.01 "
+    "--optimizer.eps=1e-4"  # with 1e-8 Adam amplifies rounding where a gradient is near 0
+).split()
+ROUNDING = 1e-5  # of float32, relative, for a whole tensor: the limit of tests/parity.py too
+DOCUMENTS = (1, 255, 45, 7, 64, 128, 1, 11)  # tokens of each, in two windows of 256
+PROMPT, CONTEXT = (1, 5, 9, 2, 7), 12  # the sampled text becomes longer than the context
+
+
+def config(device: torch.device, *options: str) -> Config:
+    return load_config([*MODEL, "--training.param_dtype=float32", f"--run.device={device.type}", *options])
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """One for each step, int64 [1, ROWS, TOKENS]; some labels do not count."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(STEPS):
+        window = torch.randint(0, VOCABULARY, (1, ROWS, TOKENS + 1), generator=generator)
+        labels = window[..., 1:].clone()
+        labels[..., 1, 5:20] = IGNORE
+        made.append({"tokens": window[..., :-1].contiguous(), "labels": labels})
+    return made
+
+
+def whole(x: Tensor) -> Tensor:
+    """A detached copy on the CPU; of a DTensor with the parts of all ranks."""
+    x = x.detach()
+    return (x.full_tensor() if isinstance(x, DTensor) else x).to("cpu", copy=True)
+
+
+# What is compared: kind of number -> name -> tensor
+Seen = dict[str, dict[str, Tensor]]
+
+
+def judge(cfg: Config) -> Seen:
+    """What a plain float64 model on the CPU sees of the same run."""
+    family, args = train.architecture(cfg)
+    model = family.build(args)
+    init.initialise(model, family.initial_values(args), cfg.run.seed)
+    seen = {"initial weights": {n: whole(p) for n, p in model.named_parameters()}}
+    model.double()
+    optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
+    seen["loss and norm"] = {}
+    for step, batch in enumerate(batches()):
+        logits = model(batch["tokens"][0], torch.arange(TOKENS))  # [ROWS, TOKENS, VOCABULARY]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.training.max_norm)
+        if step == 0:
+            seen["logits"] = {"": whole(logits)}
+            seen["gradients"] = {n: whole(p.grad) for n, p in model.named_parameters()}
+        seen["loss and norm"] |= {f"loss {step}": whole(loss), f"norm {step}": whole(norm)}
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen | {"weights": {n: whole(p) for n, p in model.named_parameters()}}
+
+
+def trained(cfg: Config) -> Seen:
+    """What `train.build` and `train.train_step` make of it on the device."""
+    job = train.build(cfg)
+    model, device = job.model, job.mesh.device
+    contract.verify(model, job.optimizer, job.mesh, {})
+    seen = {"initial weights": {n: whole(p) for n, p in model.named_parameters()}, "loss and norm": {}}
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        seen["logits"] = {"": whole(model(batches()[0]["tokens"][0].to(device), torch.arange(TOKENS, device=device), product))}
+    dp.reshard(model)
+
+    def keep_gradients(*_: object) -> None:
+        seen.setdefault("gradients", {n: whole(p.grad) for n, p in model.named_parameters()})
+
+    job.optimizer.register_step_pre_hook(keep_gradients)
+    for step, batch in enumerate(batches()):
+        result = train.train_step(job, batch)
+        seen["loss and norm"] |= {f"loss {step}": torch.tensor(result.loss), f"norm {step}": torch.tensor(result.grad_norm)}
+    return seen | {"weights": {n: whole(p) for n, p in model.named_parameters()}}
+
+
+def product(h: Tensor, weight: Tensor) -> Tensor:
+    """The head that returns logits, on whole tensors."""
+    h, weight = (x.full_tensor() if isinstance(x, DTensor) else x for x in (h, weight))
+    return h @ weight.t()
+
+
+def differences(seen: Seen, wanted: Seen) -> dict[str, float]:
+    """The largest relative error of each kind. Initial weights must be equal bit by bit: infinite where they are not."""
+    errors = {}
+    for kind, tensors in wanted.items():
+        assert tensors.keys() == seen[kind].keys(), f"{kind}: {tensors.keys() ^ seen[kind].keys()}"
+        if kind == "initial weights":
+            errors[kind] = 0.0 if all(torch.equal(seen[kind][n], x) for n, x in tensors.items()) else math.inf
+        else:
+            errors[kind] = max(((seen[kind][n].double() - x.double()).norm() / x.double().norm()).item() for n, x in tensors.items())
+    return errors
+
+
+# ------------------------------------------------------------------------------------------------------- the checks
+
+
+def float32(device: torch.device, folder: Path) -> dict[str, float]:
+    cfg = config(device)
+    return differences(trained(cfg), judge(cfg))
+
+
+def compiled(device: torch.device, folder: Path, backend: str = "inductor") -> dict[str, float]:
+    cfg = config(device, "--compile.enabled=true", f"--compile.backend={backend}")
+    return differences(trained(cfg), judge(cfg))
+
+
+def fsdp(device: torch.device, folder: Path) -> dict[str, float]:
+    return exchanging_with_nobody(device)
+
+
+def fsdp_and_tp(device: torch.device, folder: Path) -> dict[str, float]:
+    return exchanging_with_nobody(device, tensor_parallel=True)
+
+
+def exchanging_with_nobody(device: torch.device, tensor_parallel: bool = False) -> dict[str, float]:
+    """FSDP2, or FSDP2 and tensor parallelism, over groups of one rank. A run leaves them out there
+    (`parallelisms.dp.apply`, `parallelisms.tp.apply`); here the collectives run, over NCCL on a GPU."""
+    cfg = config(device)
+
+    def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, plan: dict[str, str]) -> nn.Module:
+        for pattern, style in plan.items() if tensor_parallel else ():
+            for name in [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]:
+                parallelize_module(model.get_submodule(name), mesh.tp_mesh, tp.STYLES[style]())
+        with mock.patch.object(Mesh, "size", 2):  # it asks whether there is anybody to exchange with
+            return dp.apply(model, mesh, cfg.training, cfg.parallelism)
+
+    with mock.patch.object(train, "parallelize", parallelize):
+        return differences(trained(cfg), judge(cfg))
+
+
+def bfloat16(device: torch.device, folder: Path) -> dict[str, float]:
+    """Loss and norm alone, because single gradients are some per cent off in this type."""
+    cfg = config(device, "--training.param_dtype=bfloat16")
+    return {"loss and norm": differences(trained(cfg), judge(cfg))["loss and norm"]}
+
+
+def control(device: torch.device, folder: Path) -> dict[str, float]:
+    """The comparison sees a coarser type: TF32 on a GPU that has it, bfloat16 elsewhere. 0 if every kind of number is then
+    off by more than float32's rounding."""
+    has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    cfg = config(device, *([] if has_tf32 else ["--training.param_dtype=bfloat16"]))
+    with tf32(has_tf32):
+        errors = differences(trained(cfg), judge(cfg))
+    kinds = errors.keys() - {"initial weights"}
+    return {"TF32 or bfloat16 goes unnoticed": sum(errors[kind] <= ROUNDING for kind in kinds)}
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Whether float32 products on a GPU may be rounded to TF32 inside. A run does not allow it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allowed else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def documents(device: torch.device, folder: Path) -> dict[str, float]:
+    """Attention inside documents by one operator, compared with one call per document: on a GPU `varlen_attn`."""
+    return attention_errors(device, DOCUMENTS, False)
+
+
+def documents_compiled(device: torch.device, folder: Path) -> dict[str, float]:
+    return attention_errors(device, DOCUMENTS, True)
+
+
+def attention_errors(device: torch.device, lengths: tuple[int, ...], compiled: bool) -> dict[str, float]:
+    """Relative errors in bfloat16 of output and gradients, with grouped heads, of two windows that hold documents of these
+    numbers of tokens; compared with `one_by_one` in float32."""
+    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, -1)
+    table = masked.Documents.of(positions, device)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(*positions.shape, h, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
+    assert masked.fits_varlen(q) == (device.type == "cuda")
+    attend = torch.compile(masked.document_attention, fullgraph=True) if compiled else masked.document_attention
+    grad = torch.randn_like(q)
+    got = attend(q, k, v, table)
+    want = masked.one_by_one(*(x.flatten(0, 1).float() for x in (q, k, v)), table.starts).view_as(q)
+    gots, wants = (torch.autograd.grad(out, (q, k, v), grad.to(out.dtype)) for out in (got, want))
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip((got, *gots), (want, *wants))]
+    return dict(zip(("output", "grad of q", "grad of k", "grad of v"), errors))
+
+
+def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
+    """A save holds the state of its call although training goes on meanwhile, and comes back bit by bit, with the state of
+    the generators. On a GPU the copies go into pinned memory."""
+    job = train.build(config(device))
+    state.materialise(job.optimizer)
+
+    def manager() -> CheckpointManager:
+        return CheckpointManager(Checkpoint(), folder, job.mesh, {"must_match": {}})
+
+    def numbers() -> dict[str, Tensor]:
+        return {name: whole(x) for name, x in state.tensors(job.model, job.optimizer).items() if not name.startswith("rng.")}
+
+    first, *others = batches()
+    checkpoints = manager()
+    checkpoints.load(job.model, job.optimizer)
+    unpinned = sum(not buffer.is_pinned() for buffer in checkpoints.buffers.values()) if device.type == "cuda" else 0
+    train.train_step(job, first)
+    saved = numbers()
+    checkpoints.save(1, job.model, job.optimizer, {"step": 1})
+    drawn = torch.rand(3, device=device)
+    for batch in others:
+        train.train_step(job, batch)
+    later = numbers()
+    checkpoints.close()
+    checkpoints = manager()
+    progress = checkpoints.load(job.model, job.optimizer)
+    loaded, drawn_again = numbers(), torch.rand(3, device=device)
+    checkpoints.close()
+    return {
+        "tensors that differ": sum(not torch.equal(loaded[name], x) for name, x in saved.items()),
+        "tensors that training had not changed": sum(torch.equal(later[name], x) for name, x in saved.items()),
+        "other position": progress != {"step": 1}, "other random numbers": not torch.equal(drawn, drawn_again),
+        "buffers that are not pinned": unpinned,
+    }  # fmt: skip
+
+
+def sampling(device: torch.device, folder: Path) -> dict[str, float]:
+    """The likeliest tokens, with keys and values kept and without, compared with those of the float64 model."""
+    cfg = config(device)
+    job = train.build(cfg)
+    family, args = train.architecture(cfg)
+    plain = family.build(args)
+    init.initialise(plain, family.initial_values(args), cfg.run.seed)
+    wanted = sample(plain.double(), PROMPT, 20, CONTEXT, torch.device("cpu"), temperature=0, cache=False)
+    errors = {}
+    for name, cache in ("with a cache", True), ("without one", False):
+        ids = sample(job.model, PROMPT, 20, CONTEXT, device, temperature=0, cache=cache)
+        errors[f"tokens that differ {name}"] = sum(a != b for a, b in zip(ids, wanted, strict=True))
+    return errors
+
+
+class Check(NamedTuple):
+    run: Callable[[torch.device, Path], dict[str, float]]
+    limit: float  # of each error
+    about: str
+
+
+CHECKS = {
+    "float32": Check(float32, ROUNDING, "float32 without TF32, train.build and train.train_step"),
+    "fsdp": Check(fsdp, ROUNDING, "the same under FSDP2 on one rank"),
+    "fsdp_and_tp": Check(fsdp_and_tp, ROUNDING, "the same under FSDP2 and tensor parallelism on one rank"),
+    "bfloat16": Check(bfloat16, 0.05, "the same in bfloat16"),
+    "control": Check(control, 0, "the comparison sees a coarser type"),
+    "sampling": Check(sampling, 0, "the likeliest tokens"),
+    "compiled": Check(compiled, ROUNDING, "float32, blocks compiled by inductor"),
+    "documents": Check(documents, 0.01, "attention inside documents, bfloat16"),
+    "documents_compiled": Check(documents_compiled, 0.01, "the same compiled"),
+    "checkpoint": Check(checkpoint, 0, "a save beside training, and a load"),
+}
+
+
+def failures(errors: dict[str, float], limit: float) -> list[str]:
+    """The things whose error is above the limit, or no number."""
+    return [f"{name} {error:.2g}" for name, error in errors.items() if not error <= limit]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CHECKS)}")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    if unknown := set(args.names) - CHECKS.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: unknown; there are {', '.join(CHECKS)}")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    rows, wrong = [], []
+    for name in args.names or CHECKS:
+        check = CHECKS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            errors = check.run(device, Path(folder))
+        close_mesh()
+        too_large = failures(errors, check.limit)
+        wrong += [f"{name}: {what}" for what in too_large]
+        measured = "; ".join(f"{what} {error:.2g}" for what, error in errors.items())
+        rows.append([name, check.about, measured, f"{check.limit:g}", "FAILED" if too_large else "ok"])
+        print(" | ".join(rows[-1]), flush=True)
+    columns = ["check", "what", "largest relative errors, or counts", "limit", "result"]
+    harness.report("Does it run", columns, rows, "Compared with a plain float64 model on the CPU.", args.json)
+    if wrong:
+        print(f"above the limit: {'; '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""What `tools.bench.device` measures itself, one subject per process:
+
+    python -m tools.bench.device.measure (rates | step NAME | beside | saves | longest) [--json out.json]
+
+- rates: what `tools.plan` wants to know of a device, as the numbers of a row of tools/plan/devices.toml.
+- step NAME: one of STEPS, through tools/bench/sections.py; 8B's layers are as many as fit, by the plan.
+- beside: a step beside the bare loop and Hugging Face's model where transformers is installed (tools/bench/step.py).
+- saves: how long training waits for a save, how much longer the steps beside it take, and a load.
+- longest: the longest sequence of which a step fits, by doubling, each length in a process of its own.
+
+On a CPU the sizes are small, so that all of it takes minutes: that is how the command is tested. Exit code 2 and a sentence
+where something cannot run here.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+import train
+from checkpoint import state
+from checkpoint.manager import CheckpointManager
+from configs.load import load_config
+from configs.schema import Checkpoint, InputError
+from models.kernels.causal_attention import causal_attention
+from parallelisms.mesh import close_mesh
+from tools.bench import harness, sections, step as beside_others
+from tools.plan.device import MEMORY_EFFICIENCY, Device, known_device, measure_cpu
+from tools.plan.plan import Question, make_plan
+from tools.preflight.machine import best
+from training.metrics import memory_gib, peak_flops
+
+GPU = torch.cuda.is_available()
+KIND = "cuda" if GPU else "cpu"
+BFLOAT16 = "--training.param_dtype=bfloat16"
+WHOLE = (  # models that one GPU holds with their training state
+    f"--training.seq_len=8192 {BFLOAT16} --activation_checkpoint.mode=selective --compile.enabled=true"
+)
+STEPS = {  # name -> options, by kind of device; a kind that is missing cannot run it
+    "8B layers": {"cuda": sections.LAYERS_8B, "cpu": f"{sections.BENCH} {BFLOAT16}"},
+    "8B layers float8 tensorwise": {"cuda": f"{sections.LAYERS_8B} --training.float8=tensorwise"},
+    "8B layers float8 rowwise": {"cuda": f"{sections.LAYERS_8B} --training.float8=rowwise"},
+    "1B": {
+        "cuda": f"--model.flavor=1B {WHOLE} --training.local_batch_size=2 --training.global_batch_size=2",
+        "cpu": f"{sections.LAYERS_1B} {BFLOAT16}",
+    },
+    "3B": {"cuda": f"--model.flavor=3B {WHOLE} --training.local_batch_size=1 --training.global_batch_size=1"},
+}
+ABOUT = {  # what the sizes on a CPU stand for
+    "cuda": "",
+    "cpu": " On a CPU a small model stands for a large one: 8 layers of width 512 for 8B's and for saves, 2 layers of 1B for 1B.",
+}
+ROUNDS = {"cuda": 8, "cpu": 2}
+SAVED = {
+    "cuda": f"--model.flavor=1B {WHOLE} --training.local_batch_size=2 --training.global_batch_size=2",
+    "cpu": f"{sections.BENCH} {BFLOAT16} --training.local_batch_size=2 --training.global_batch_size=2",
+}
+BESIDE = {  # none recomputes, because the peers do not; a smaller vocabulary, so that all of them fit
+    "cuda": f"{sections.LAYERS_8B} --activation_checkpoint.mode=none --model.vocab_size=32768",
+    "cpu": "--training.local_batch_size=2 --training.global_batch_size=2",
+}
+LONGEST = {  # options, the first length, the last one that is tried, seconds for each
+    "cuda": ("--model.flavor=8B --model.n_layers=4 --activation_checkpoint.mode=full", 16384, 2**20, 90),
+    "cpu": ("--activation_checkpoint.mode=full", 512, 2048, 60),
+}
+FITS, TOO_LARGE, TOO_SLOW = "fits", "out of memory", "takes too long"
+OUT_OF_MEMORY = 3  # exit code of a process that tries a length
+
+
+def rates() -> dict:
+    device = measure_gpu() if GPU else measure_cpu()
+    numbers = device.model_dump(exclude_defaults=True)
+    rows = [[name, f"{value:.4g}" if isinstance(value, float) else value] for name, value in numbers.items()]
+    columns = ["field of tools/plan/devices.toml", "measured"]
+    return {"title": "Rates of the device", "columns": columns, "rows": rows, "numbers": numbers}
+
+
+def measure_gpu() -> Device:
+    """This GPU as a device of the planner. Its links to other GPUs are those of the table's row of that name, if there is one:
+    one GPU cannot measure them."""
+    gpu = torch.device("cuda", 0)
+    name = torch.cuda.get_device_name(gpu)
+    how = {"device": gpu, "dtype": torch.bfloat16}
+    x, w = torch.randn(8192, 4096, **how), torch.randn(4096, 14336, **how)  # 8B's largest product in a block
+    product_rate = 2 * 8192 * 4096 * 14336 / best(lambda: x @ w, gpu)
+    q, k, v = (torch.randn(1, heads, 8192, 128, **how, requires_grad=True) for heads in (32, 8, 8))
+    out = causal_attention(q, k, v)
+    grad = torch.randn_like(out)
+    seconds = best(lambda: causal_attention(q, k, v), gpu)
+    seconds += best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), gpu)
+    attention_rate = (2 + 5) * 32 * 8192**2 * 128 / seconds  # 2 and 5 products, of which causality needs half
+    block = torch.ones(1 << 28, device=gpu)  # 1 GiB
+    other, on_host = torch.empty_like(block), torch.empty(1 << 28, pin_memory=True)
+    copied = 2 * block.nbytes / best(lambda: other.copy_(block), gpu)
+    to_host = block.nbytes / best(lambda: on_host.copy_(block, non_blocking=True), gpu)
+    memory = torch.cuda.get_device_properties(gpu).total_memory / 2**30
+    return as_device(name, memory, product_rate, attention_rate, copied, to_host)
+
+
+def as_device(
+    name: str, memory_gib: float, product_rate: float, attention_rate: float, copied: float, to_host: float
+) -> Device:
+    """The planner's row of a GPU with these rates. product_rate, attention_rate: FLOP/s in bfloat16; copied: bytes per second
+    that a copy inside the device reads and writes; to_host: bytes per second of a copy to pinned memory."""
+    row = known_device(name)
+    peak = peak_flops(name)
+    links = {field: getattr(row, field) for field in ("link_gb_per_s", "fabric_gb_per_s")} if row else {}
+    return Device(
+        **{"link_gb_per_s": 32.0, "fabric_gb_per_s": 12.5} | links, name=name, memory_gib=memory_gib,
+        peak_tflops=0.0 if peak else product_rate / 1e12, memory_gb_per_s=copied / 1e9 / MEMORY_EFFICIENCY,
+        host_gb_per_s=to_host / 1e9, matmul_efficiency=min(1.0, product_rate / (peak or product_rate)),
+        attention_efficiency=min(1.0, attention_rate / (peak or product_rate)),
+        source=f"measured by tools.bench.device; links {'of the table' if row else 'assumed: PCIe gen4, 100 Gb/s'}",
+    )  # fmt: skip
+
+
+def one_step(name: str) -> dict:
+    options = STEPS[name][KIND].split()
+    if GPU and name.startswith("8B layers"):
+        options.append(f"--model.n_layers={layers_that_fit(options)}")
+    seen = sections.one(options, ROUNDS[KIND])
+    close_mesh()
+    planned = planned_gib(options)
+    layers = train.architecture(load_config(options))[1].n_layers
+    row = [*sections.row(name if GPU else f"{name} (small)", seen), str(layers), f"{planned:.2f}"]
+    columns = [*sections.COLUMNS, "layers", "plan GiB"]
+    notes = f"{ROUNDS[KIND]} rounds. The plan is for live GiB, without Python and PyTorch.{ABOUT[KIND]}"
+    return {"title": "Training steps", "columns": columns, "rows": [row], "notes": notes, "numbers": seen}
+
+
+def layers_that_fit(options: list[str], share: float = 1.0) -> int:
+    """How many layers of these options one GPU's memory (or a share of it) holds, by the plan, which adds what the allocator
+    wastes. Raises InputError if not even one fits."""
+    return most_layers(torch.cuda.mem_get_info()[1] / 2**30 * share, lambda layers: needed_gib([*options, f"--model.n_layers={layers}"]))
+
+
+def most_layers(room: float, needed: Callable[[int], float]) -> int:
+    """From what 2 and 4 layers need, since memory grows by the same amount with each layer. Raises InputError."""
+    at_two, at_four = needed(2), needed(4)
+    layers = int(2 + (room - at_two) / ((at_four - at_two) / 2))
+    if layers < 1:
+        raise InputError(f"not even one layer fits: two need {at_two:.1f} GiB, and there are {room:.1f}")
+    return layers
+
+
+def planned_gib(options: list[str]) -> float:
+    """GiB of tensors that the plan expects to live at one time."""
+    return ask_plan(options)["live"]
+
+
+def needed_gib(options: list[str]) -> float:
+    """That, what the allocator wastes, and CUDA's context."""
+    return ask_plan(options)["needed"]
+
+
+def ask_plan(options: list[str]) -> dict:
+    return harness.child("tools.bench.device.measure", "plan", *options)  # PyTorch keeps a fake group's meshes in caches
+
+
+def plan(options: list[str]) -> dict:
+    """Runs in a process of its own, since it replaces the process group by a fake one."""
+    device = Device(memory_gib=1, memory_gb_per_s=1, link_gb_per_s=1, fabric_gb_per_s=1, peak_tflops=1)  # times do not count
+    made = make_plan(load_config(options, 1, 1), Question(1, 1, device, on_gpu=GPU))
+    return {"live": made.live / 2**30, "needed": made.needed / 2**30}
+
+
+def beside() -> dict:
+    names = ["ours", "bare", *(["hf"] if find_spec("transformers") else [])]
+    options = BESIDE[KIND].split()
+    if GPU:  # all of them are in memory at once, and the peers keep whole logits
+        options.append(f"--model.n_layers={layers_that_fit(options, 1 / (len(names) + 1))}")
+    rows = beside_others.measure("bfloat16", names, options, ROUNDS[KIND])
+    missing = "" if "hf" in names else " transformers is not installed here."
+    notes = f"{ROUNDS[KIND]} alternating rounds; {' '.join(options)}.{missing}"
+    return {"title": "Step beside others", "columns": list(beside_others.COLUMNS), "rows": rows, "notes": notes}
+
+
+def saves(folder: Path) -> dict:
+    """folder: on the disk to write to."""
+    cfg = load_config(SAVED[KIND].split())
+    job, t = train.build(cfg), cfg.training
+    batch = {name: torch.randint(0, job.args.vocab_size, (1, t.local_batch_size, t.seq_len)) for name in ("tokens", "labels")}
+    place = Path(tempfile.mkdtemp(prefix="saves-", dir=folder))
+
+    def manager() -> CheckpointManager:
+        return CheckpointManager(Checkpoint(), place, job.mesh, {"must_match": {}})
+
+    def step() -> float:
+        return harness.alternate({"": lambda: train.train_step(job, batch)}, 1, 0)[""][0]
+
+    try:
+        checkpoints = manager()
+        checkpoints.load(job.model, job.optimizer)  # makes the buffers, as at every start
+        size = sum(x.nbytes for x in state.tensors(job.model, job.optimizer).values()) / 1e9
+        alone = statistics.median([step() for _ in range(2 + 2 * ROUNDS[KIND])][2:])
+        rounds = [beside_a_save(checkpoints, job, number, step) for number in (1, 2)]
+        checkpoints.close()
+        began = time.perf_counter()
+        with manager() as again:
+            again.load(job.model, job.optimizer)
+        loaded = time.perf_counter() - began
+    finally:
+        shutil.rmtree(place)
+        close_mesh()
+    stall, longer, durable, count = rounds[-1]  # in the first one, the files' pages are touched for the first time
+    share = longer / (count * alone)
+    rows = [
+        ["a step without a save", f"{alone * 1e3:,.0f} ms", ""],
+        ["training waits for a save", f"{stall * 1e3:,.1f} ms", f"{stall / (count * alone):.2%} of the steps beside it"],
+        [f"{count} steps beside a save take longer by", f"{longer * 1e3:,.0f} ms", f"{share:.1%} of these steps"],
+        ["a save is durable after", f"{durable:.2f} s", f"{size / durable:.2f} GB/s"],
+        ["load, with every byte verified", f"{loaded:.2f} s", f"{size / loaded:.2f} GB/s"],
+    ]
+    about = "pinned" if GPU else "pageable: there is no GPU"
+    notes = f"{size:.2f} GB of weights and optimizer state; host buffers are {about}. The second of two saves.{ABOUT[KIND]}"
+    return {"title": "Saves", "columns": ["what", "time", "rate or share"], "rows": rows, "notes": notes}
+
+
+def beside_a_save(
+    checkpoints: CheckpointManager, job: train.Job, number: int, step: Callable[[], float]
+) -> tuple[float, float, float, int]:
+    """Save, and train until it is durable. Seconds that training waits, seconds of the steps beyond as many medians of three
+    steps before, seconds until it is durable, and the number of those steps."""
+    usual = statistics.median(step() for _ in range(3))
+    checkpoints.stall()
+    began = time.perf_counter()
+    checkpoints.save(number, job.model, job.optimizer, {"step": number})
+    blocked, seconds = time.perf_counter() - began, []
+    while checkpoints.writing() or not seconds:
+        seconds.append(step())
+    durable = time.perf_counter() - began
+    checkpoints.poll()
+    return checkpoints.stall() + blocked, blocked + sum(seconds) - usual * len(seconds), durable, len(seconds)
+
+
+def longest() -> dict:
+    options, first, most, limit = LONGEST[KIND]
+    tried = search(lambda tokens: try_length(options.split(), tokens, limit), first, most)
+    rows = [[f"{tokens:,}", outcome] for tokens, outcome in sorted(tried.items())]
+    fitting = [tokens for tokens, outcome in tried.items() if outcome.startswith(FITS)]
+    notes = f"{options}, bfloat16, one sequence. Lengths above {most:,}, and steps above {limit} s with the start, are not tried."
+    title = f"The longest sequence: {max(fitting):,} tokens" if fitting else f"The longest sequence: below {first:,} tokens"
+    return {"title": title, "columns": ["tokens", "outcome"], "rows": rows, "notes": notes}
+
+
+def search(outcome: Callable[[int], str], first: int, most: int) -> dict[int, str]:
+    """The outcome by length: lengths double until one does not fit, and then half of the last doubling is tried."""
+    tried, tokens = {}, first
+    while tokens <= most:
+        tried[tokens] = outcome(tokens)
+        if not tried[tokens].startswith(FITS):
+            if tokens > first:
+                tried[tokens * 3 // 4] = outcome(tokens * 3 // 4)
+            break
+        tokens *= 2
+    return tried
+
+
+def try_length(options: list[str], tokens: int, limit: float) -> str:
+    """What becomes of two steps on a sequence of so many tokens. Raises RuntimeError if they fail for any other reason than
+    memory or time."""
+    command = [sys.executable, "-m", "tools.bench.device.measure", "try", *options, BFLOAT16, f"--training.seq_len={tokens}",
+               "--training.local_batch_size=1", "--training.global_batch_size=1"]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, preexec_fn=harness.end_with_parent)
+    except subprocess.TimeoutExpired:
+        return TOO_SLOW
+    if done.returncode in (OUT_OF_MEMORY, -9):  # -9: of Linux, if the host's memory is full
+        return TOO_LARGE
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[1:])}: {done.stderr[-2000:]}")
+    seen = json.loads(done.stdout.strip().splitlines()[-1])
+    return f"{FITS}: {seen['seconds']:.2f} s, {seen['gib']:.2f} GiB"
+
+
+def try_steps(options: list[str]) -> dict:
+    """Runs in a process of its own: two steps, of which the second is timed. Ends it with OUT_OF_MEMORY."""
+    cfg = load_config(options)
+    try:
+        job = train.build(cfg)
+        batch = {name: torch.zeros(1, 1, cfg.training.seq_len, dtype=torch.int64) for name in ("tokens", "labels")}
+        seconds = harness.alternate({"": lambda: train.train_step(job, batch)}, 1, 1)[""][0]
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        print(error, file=sys.stderr)
+        sys.exit(OUT_OF_MEMORY)
+    return {"seconds": seconds, "gib": memory_gib(job.mesh.device)}
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Also that of the CPU's allocator, which is an ordinary RuntimeError, and of cuBLAS, which has no memory of its own."""
+    words = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("subject", choices=("rates", "step", "beside", "saves", "longest", "plan", "try", "about"))
+    parser.add_argument("name", nargs="?", choices=[name.replace(" ", "_") for name in STEPS], help="of the step")
+    parser.add_argument("--json")
+    args, options = parser.parse_known_args()
+    answers = {"plan": lambda: plan(options), "try": lambda: try_steps(options), "about": lambda: harness.machine() | {"kind": KIND}}
+    folder = Path(args.json).parent if args.json else Path.cwd()
+    reports = {"rates": rates, "step": lambda: one_step(args.name.replace("_", " ")), "beside": beside, "saves": lambda: saves(folder), "longest": longest}
+    try:
+        if args.subject in answers:
+            print(json.dumps(answers[args.subject]()))
+        else:
+            harness.report(**reports[args.subject](), json_path=args.json)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

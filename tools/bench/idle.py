@@ -1,0 +1,49 @@
+"""How long a GPU runs no kernel during a step, because it waits for the host: read from PyTorch's profiler."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+ON_A_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events in a trace of Kineto
+Times = list[tuple[float, float]]  # begin and end, in microseconds, in any order
+
+
+def kernel_times(
+    run: Callable[[], object],
+    activity: ProfilerActivity = ProfilerActivity.CUDA,
+    categories: Iterable[str] = ON_A_GPU,
+) -> tuple[Times, float]:
+    """When kernels ran during the second of two calls of `run`, and the microseconds from the first one's begin to the last
+    one's end. The host's own events are not recorded, because recording them would make the host slower."""
+    run()
+    synchronise()
+    with profile(activities=[activity], acc_events=True) as recorded:
+        run()
+        synchronise()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    times = [(e["ts"], e["ts"] + e.get("dur", 0)) for e in events if e.get("cat") in set(categories)]
+    return times, max((end for _, end in times), default=0) - min((begin for begin, _ in times), default=0)
+
+
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def idle_share(times: Times, whole: float) -> float | None:
+    """The share of `whole` microseconds in which none of the kernels ran; None if nothing was recorded. Kernels of several
+    streams overlap, so their times are not just added."""
+    if not whole:
+        return None
+    busy, reached = 0.0, float("-inf")
+    for begin, end in sorted(times):
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return 1 - busy / whole
