@@ -501,7 +501,7 @@ def composed_and_layers(cfg) -> tuple:
 
 @pytest.mark.parametrize("method", ["gather", pytest.param("ulysses", marks=pytest.mark.slow)])
 def test_a_step_of_a_cp_group_is_put_together_from_few_layers(method):
-    options = [SELECTIVE, CP2, TP2, f"--parallelism.context_parallel_method={method}", "--model.n_layers=9"]
+    options = [SELECTIVE, CP2, f"--parallelism.context_parallel_method={method}", "--model.n_layers=6", "--training.local_batch_size=1"]
     few, whole, traces = apart(composed_and_layers, config(options, 8))
     assert few == whole
     assert traces == [4]  # the layers of what the first was made from
@@ -521,7 +521,7 @@ def test_activations_and_loss_fall_with_the_ranks(method):
         assert four[kind] <= 0.35 * one[kind], kind
 
 
-@pytest.mark.parametrize("options", [[CP2], [CP2, TP2, FULL, ULYSSES]])
+@pytest.mark.parametrize("options", [[CP2], pytest.param([CP2, TP2, FULL, ULYSSES], marks=pytest.mark.slow)])
 def test_counted_flops_of_a_cp_group_are_the_derived_ones(options):
     """Under causal attention every rank has the same share. Recomputation is beside."""
     derived, in_step, recomputed = apart(counted, ["--training.local_batch_size=1", *options], 4)
@@ -529,15 +529,16 @@ def test_counted_flops_of_a_cp_group_are_the_derived_ones(options):
     assert (0.1 < recomputed / derived) == (FULL in options)
 
 
-def flops_without_masks() -> float:
+def flops_without_masks() -> tuple[float, float, float]:
     whole = trace.attention_product
     with mock.patch.object(trace, "piece_product", lambda q, starts, key_starts: whole(q[None], q[None], True)):
-        return counted([CP2, "--training.local_batch_size=1"], 4)[1]
+        return counted([CP2, "--training.local_batch_size=1"], 4)
 
 
 def test_flops_of_pieces_are_those_of_their_keys():
     """Negative control: a rank's queries see more keys than it has queries."""
-    assert apart(flops_without_masks) < 0.99 * apart(counted, [CP2, "--training.local_batch_size=1"], 4)[0]
+    derived, in_step, _ = apart(flops_without_masks)
+    assert in_step < 0.99 * derived
 
 
 @pytest.mark.parametrize("ranks, seconds", [

@@ -106,20 +106,19 @@ def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
     """By mesh dimension: bytes (at most 1 GiB, where any link is at its full rate) and type of its typical message.
 
     FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp) gathers a block's weights, of which tensor
-    parallelism leaves a share; dp_replicate sums the shards of their gradients; cp gathers the keys and values of a layer,
-    [b, T, key/value heads of a rank, 2 head_dim]; tp gathers the activations of a micro-batch, [b, T / cp, dim]; pp sends
-    the share of them that each tensor-parallel rank has.
+    parallelism leaves a share; dp_replicate sums the shards of their gradients; cp exchanges keys and values of whole
+    sequences, which are about as large as the activations, [b, T, dim / tp]; tp gathers the activations of a micro-batch,
+    [b, T / cp, dim]; pp sends the share of them that each tensor-parallel rank has.
     """
-    mesh, args, t = probe.job.mesh, probe.args, probe.cfg.training
+    mesh, t = probe.job.mesh, probe.cfg.training
     reduced, layers = dp.DTYPES[t.reduce_dtype], probe.job.model.layers
     block = sum(p.numel() for p in next(iter(layers.values())).parameters()) / mesh.tp
-    tokens = t.local_batch_size * t.seq_len
-    activations = tokens // mesh.cp * args.dim
+    activations = t.local_batch_size * t.seq_len // mesh.cp * probe.args.dim
     elements = {
         "pp": (activations / mesh.tp, probe.dtype),
         mesh.fsdp_mesh.mesh_dim_names[-1]: (block, probe.dtype),
         "dp_replicate": (block / mesh.fsdp_mesh.size(-1), reduced),
-        "cp": (tokens * args.n_kv_heads / mesh.tp * 2 * args.head_dim, probe.dtype),
+        "cp": (activations * mesh.cp / mesh.tp, probe.dtype),
         "tp": (activations, probe.dtype),
     }
     return {dim: (int(min(count * dtype.itemsize, 1 << 30)), dtype) for dim, (count, dtype) in elements.items()}
