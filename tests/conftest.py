@@ -7,6 +7,7 @@ import fcntl
 import functools
 import json
 import signal
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,22 +23,30 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a worker of pytest-xdist: long tests come first, so that none begins when all others are done; those that must be
-    alone come last. Writes down for the scheduler which tests belong on one worker: those of a file that share a fixture,
-    which is then made once, and those that must be alone, so that the other workers wait only once."""
+    """In a worker of pytest-xdist: put the tests into the order in which they are handed out, and write down for the scheduler
+    which of them belong on one worker. These are those of a file that share a fixture, which is then made once, and those that
+    must be alone, so that the other workers wait only once."""
     if not hasattr(config, "workerinput"):
         return
 
     def marked(item: pytest.Item, *names: str) -> bool:
         return any(item.get_closest_marker(name) for name in names)
 
-    items.sort(key=lambda item: (marked(item, "alone"), not marked(item, "slow", "torture")))
     groups = {}
     for item in items:
         if marked(item, "alone"):
             groups[item.nodeid] = "alone"
         elif any(fixtures[-1].scope == "module" for fixtures in item._fixtureinfo.name2fixturedefs.values()):
             groups[item.nodeid] = item.path.stem
+
+    def place(item: pytest.Item) -> tuple:
+        """Long tests come first, so that none begins when all others are done; those that must be alone come last. Neighbours
+        in a file are alike: if all workers had them at the same time, all would wait at the same time. A checksum of the name
+        separates them, in the same way on every worker."""
+        name = groups.get(item.nodeid, item.nodeid)
+        return marked(item, "alone"), not marked(item, "slow", "torture"), -_cap(item), zlib.crc32(name.encode())
+
+    items.sort(key=place)
     (config._tmp_path_factory.getbasetemp() / "groups.json").write_text(json.dumps(groups))
 
 
@@ -81,13 +90,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_UN)
 
 
+def _cap(item: pytest.Item) -> float:
+    """Seconds that a test may take on a machine of its own."""
+    marker = item.get_closest_marker("cap")
+    return marker.args[0] if marker else DEFAULT_CAP_SECONDS
+
+
 @contextmanager
 def _capped(item: pytest.Item, phase: str) -> Iterator[None]:
     """A hang is a failure with a stack, not a stuck CI job. Beside other workers a test has a share of the processor, so its
     cap is that many times longer."""
-    marker = item.get_closest_marker("cap")
-    seconds = marker.args[0] if marker else DEFAULT_CAP_SECONDS
-    seconds *= getattr(item.config, "workerinput", {}).get("workercount", 1)
+    seconds = _cap(item) * getattr(item.config, "workerinput", {}).get("workercount", 1)
 
     def too_late(signum: int, frame: object) -> None:
         pytest.fail(f"{item.name}: {phase} took longer than its cap of {seconds} s (raise it with @pytest.mark.cap)")

@@ -21,8 +21,8 @@ from string import Template
 
 import pytest
 
-
 from tests.runs import environment, free_port, losses_of_four, series, tiny_run
+
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 60
 
@@ -308,12 +308,15 @@ def ray(*words: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+# A mark and not a call in the test: without Ray the fixtures, four ranks for 100 s of processor time, are not made either.
+RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='Ray is not installed: pip install "ray[train]"')
+
+
+@RAY
 @pytest.mark.slow
 @pytest.mark.cap(500)
 def test_ray_starts_again_after_a_failure_and_goes_on(options, unbroken, tmp_path):
     """Two workers of two ranks on a local Ray; one rank is killed in mid-run."""
-    if not importlib.util.find_spec("ray"):
-        pytest.skip('Ray is not installed: pip install "ray[train]"')
     folder = tmp_path / "run"
     process = ray("--max-failures=2", *options, f"--run.folder={folder}")
     with ThreadPoolExecutor() as reader:
@@ -332,11 +335,10 @@ def test_ray_starts_again_after_a_failure_and_goes_on(options, unbroken, tmp_pat
     assert series(folder) == unbroken
 
 
+@RAY
 @pytest.mark.slow
 @pytest.mark.cap(400)
 def test_ray_stopped_by_sigterm_has_saved(options, tmp_path):
-    if not importlib.util.find_spec("ray"):
-        pytest.skip('Ray is not installed: pip install "ray[train]"')
     folder = tmp_path / "run"
     process = ray(*options, "--training.steps=100000", f"--run.folder={folder}")
     with ThreadPoolExecutor() as reader:

@@ -7,7 +7,6 @@ same numbers are then compared with the tolerances that other projects use (LOOS
 `docs/museum.md` has the table. `python -m tests.test_museum` prints it.
 """
 
-import functools
 import re
 import shutil
 import tempfile
@@ -37,6 +36,7 @@ from tests.runs import MESHES, ROOT
 from training import feed, init, loss, optim
 
 Patch = pytest.MonkeyPatch
+pytestmark = pytest.mark.cap(240)  # whichever test comes first waits for all runs
 
 # The mistakes. The docstring of each is its line in docs/museum.md.
 
@@ -423,8 +423,7 @@ class Finding(NamedTuple):
         return f"| {' | '.join(cells)} |"
 
 
-@functools.cache
-def findings() -> tuple[list[Finding], list[str]]:
+def measure() -> tuple[list[Finding], list[str]]:
     """What is seen of every row, and the problems of the runs without a mistake (there must be none)."""
     rows = [*ROWS, *CONTROLS]
     oracles = run_ranks(1, plain_models, list(dict.fromkeys(row.numbers for row in rows)))[0]
@@ -444,15 +443,19 @@ def findings() -> tuple[list[Finding], list[str]]:
     return of_rows, of_controls
 
 
-@pytest.mark.cap(240)
-def test_every_mistake_is_seen():
-    unseen = [finding.row.bug.__name__ for finding in findings()[0] if not finding.seen_in]
+@pytest.fixture(scope="module")
+def findings() -> tuple[list[Finding], list[str]]:
+    return measure()
+
+
+def test_every_mistake_is_seen(findings):
+    unseen = [finding.row.bug.__name__ for finding in findings[0] if not finding.seen_in]
     assert not unseen, unseen
 
 
-def test_without_a_mistake_nothing_is_seen():
+def test_without_a_mistake_nothing_is_seen(findings):
     """The last runs of the same processes: all that was patched is right again."""
-    assert findings()[1] == []
+    assert findings[1] == []
 
 
 def comparable(line: str) -> list[str]:
@@ -461,21 +464,20 @@ def comparable(line: str) -> list[str]:
     return cells[:4] + cells[5:]
 
 
-def caught(index: int) -> str:
+def caught(of_rows: list[Finding], index: int) -> str:
     """A sentence of docs/museum.md about the tolerance with this number."""
-    of_rows, _ = findings()
     return f"`{list(LOOSE)[index]}`: {sum(not finding.passes[index] for finding in of_rows)} of {len(of_rows)}"
 
 
-def test_the_table_of_the_docs_is_what_the_runs_show():
+def test_the_table_of_the_docs_is_what_the_runs_show(findings):
     text = (ROOT / "docs" / "museum.md").read_text()
     lines = [line for line in text.splitlines() if re.match(r"\| \d+b? \|", line) and line.count("|") == 6 + len(LOOSE)]
-    assert [comparable(line) for line in lines] == [comparable(str(finding)) for finding in findings()[0]]
-    missing = [sentence for sentence in map(caught, range(len(LOOSE))) if sentence not in text]
+    assert [comparable(line) for line in lines] == [comparable(str(finding)) for finding in findings[0]]
+    missing = [sentence for i in range(len(LOOSE)) if (sentence := caught(findings[0], i)) not in text]
     assert not missing, missing
 
 
 if __name__ == "__main__":
-    table, unexpected = findings()
+    table, unexpected = measure()
     print(f"| row | mistake | mesh | seen in | largest error | {' | '.join(LOOSE)} |\n{'| --- ' * (5 + len(LOOSE))}|")
-    print(*table, *unexpected, *map(caught, range(len(LOOSE))), sep="\n")
+    print(*table, *unexpected, *(caught(table, i) for i in range(len(LOOSE))), sep="\n")

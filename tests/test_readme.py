@@ -77,17 +77,19 @@ def need(command: str) -> str:
     return next((takes for pattern, takes in NEEDS if re.search(pattern, command)), "")
 
 
-def shortened(command: str, corpus: str) -> str:
-    """corpus: a small one instead of Python's library, whose preparation takes 30 seconds of processor time; "": the real."""
+def shortened(command: str) -> str:
+    """With a small corpus instead of Python's library, whose preparation takes 30 seconds of processor time; the whole library
+    is prepared by tests/test_prepare.py::test_every_document_of_the_standard_library_survives."""
     command = re.sub(r"--vocab-size \d+", "--vocab-size 2000", command)  # as small as the corpus
     if "run_train.sh" not in command or "--help" in command or "--preflight" in command:
         return command
     short = re.sub(rf"--({'|'.join(PER_TEN)})=(\d+)", lambda option: f"--{option[1]}={int(option[2]) // 10}", command)
     steps = [] if "--training.steps=" in short else [f"--training.steps={STEPS // 10}"]
-    source = [f"--data.source={corpus}"] if corpus and "--data." not in short else []
+    source = ["--data.source='corpus/*.py'"] if "--data." not in short else []
     return " ".join([short, *steps, *source, *SMALLER])
 
 
+FIRST = "./run_train.sh"  # the README's first command
 ALL = [(document, command) for document in DOCUMENTS for command in commands(document)]
 RUNNABLE = re.compile(r"^((\w+=\S+) )*(\./run_train\.sh|python -m )")  # no test runs anything else that stands in a document
 
@@ -122,8 +124,8 @@ def test_the_configuration_of_a_command_is_legal(command, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory) -> Path:
-    """A copy of the repository, as an empty clone is, with a small corpus."""
+def trained(tmp_path_factory) -> Path:
+    """A copy of the repository, as an empty clone is, with a small corpus, after the first command of the README."""
     house = tmp_path_factory.mktemp("house")
     for path in ROOT.iterdir():
         if (path / "__init__.py").exists() or path.name == "docs":
@@ -136,14 +138,15 @@ def house(tmp_path_factory) -> Path:
         shutil.copy(path, corpus)
     lines = "".join(json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n" for path in DOCUMENTS).encode()
     (corpus / "documents.jsonl.zst").write_bytes(pyarrow.compress(lines, codec="zstd", asbytes=True))
+    type_in(house, FIRST)
     return house
 
 
-def type_in(house: Path, command: str, corpus: str = "") -> None:
+def type_in(house: Path, command: str) -> None:
     """Run it as a person would; `python` is this environment's, and what goes to the home folder goes into the copy."""
     places = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(house), "PYTHONPATH": ""}
     pattern, expected, words = next((row for row in SAYS if re.search(row[0], command)), ("", 0, ""))
-    line = shortened(command, corpus)
+    line = shortened(command)
     done = subprocess.run(line, shell=True, cwd=house, env=os.environ | places, capture_output=True, text=True, timeout=300)
     said = f"`{line}` ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert done.returncode == expected, f"{said}\nMend the command in the document, or list in NEEDS what it takes"
@@ -151,21 +154,20 @@ def type_in(house: Path, command: str, corpus: str = "") -> None:
 
 
 @pytest.mark.cap(300)
-def test_commands_of_the_readme(house):
+def test_commands_of_the_readme(trained, tmp_path):
     """In their order: the later ones use what the first made."""
-    shutil.rmtree(house / "runs", ignore_errors=True)
-    for command in dict.fromkeys(commands(ROOT / "README.md")):
-        if not need(command):
-            type_in(house, command, corpus="corpus/*.py")
+    house = Path(shutil.copytree(trained, tmp_path / "house"))
+    first, *rest = (command for command in dict.fromkeys(commands(ROOT / "README.md")) if not need(command))
+    assert first == FIRST
+    for command in rest:
+        type_in(house, command)
 
 
 @pytest.mark.slow
 @pytest.mark.cap(900)
-def test_commands_of_the_docs(house):
+def test_commands_of_the_docs(trained, tmp_path):
     """After the README's first command, which several of them build on."""
-    known = commands(ROOT / "README.md")
-    shutil.rmtree(house / "runs", ignore_errors=True)
-    type_in(house, "./run_train.sh")
+    house, known = Path(shutil.copytree(trained, tmp_path / "house")), commands(ROOT / "README.md")
     for copy in "before", "after":
         shutil.copytree(house / "runs" / "llama_debug", house / "runs" / copy)
     for command in dict.fromkeys(command for _, command in ALL if command not in known):
