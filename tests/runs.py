@@ -42,6 +42,7 @@ MESHES = {  # name: (ranks, options, data-parallel ranks)
 CP2, ULYSSES = "--parallelism.context_parallel=2", "--parallelism.context_parallel_method=ulysses"
 CONTEXT_MESHES = {  # as MESHES
     "cp2": MESHES["cp2"],
+    "cp3": (3, ["--parallelism.context_parallel=3"], 1),
     "cp4": (4, ["--parallelism.context_parallel=4"], 1),
     "fsdp2xcp2": (4, [CP2], 2),
     "cp2xtp2": (4, [CP2, "--parallelism.tensor_parallel=2"], 1),
@@ -133,6 +134,33 @@ def stopped_at(step: int, options: list[str], folder: Path, signalled_rank: int 
 
     train.train_step = with_signal
     return run(options, folder)[0]
+
+
+def killed(options: list[str], folder: Path, calls: int) -> tuple[int, str]:
+    """A run whose last rank dies of kill -9 as its step number `calls` begins."""
+    real, steps = train.train_step, []
+
+    def with_kill(job, batch, *rest):
+        steps.append(1)
+        if len(steps) == calls and job.mesh.rank == job.mesh.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(job, batch, *rest)
+
+    train.train_step = with_kill
+    return run(options, folder)
+
+
+def said(folder: Path) -> str:
+    return (folder / "logs" / "rank-00000.log").read_text()
+
+
+def trained(folder: Path, dp_size: int) -> tuple[int, list[list[int]]]:
+    """The step after which the newest start of this run went on, and the samples of each step since. Removes the notes."""
+    first = said(folder).split("resumed after step ")[1:]
+    rows = samples(folder, dp_size)
+    for path in folder.glob("samples-*"):
+        path.unlink()
+    return int(first[-1].split()[0]) if first else 0, rows
 
 
 def ends(n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60) -> list[int]:

@@ -27,12 +27,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import train
 from checkpoint import state
 from models.llama import Llama
-from parallelisms import dp, pp, tp
+from data import loader
+from models.kernels import document_attention as kernels
+from parallelisms import cp, dp, pp, tp
 from parallelisms.mesh import Mesh
 from tests.checkpoints import open_manager
-from tests.parity import FACTORS, NUMBERS, combination_of, compare, options_of, trajectory, whole_model
+from tests.parity import DOCUMENTS, FACTORS, FEW_LABELS, NUMBERS, combination_of, compare, options_of, trajectory, whole_model
 from tests.ranks import run_ranks
-from tests.runs import MESHES, ROOT
+from tests.runs import MESHES, ROOT, ULYSSES
 from training import feed, init, loss, optim
 
 Patch = pytest.MonkeyPatch
@@ -43,7 +45,7 @@ pytestmark = pytest.mark.cap(240)  # whichever test comes first waits for all ru
 
 def own_token_counts(patch: Patch) -> None:
     """each rank divides its loss by its own number of tokens, and the unequal means are averaged"""
-    patch.setattr(Mesh, "sum_over_tokens", lambda mesh, count: count * mesh.dp_size)
+    patch.setattr(Mesh, "sum_over_tokens", lambda mesh, count: count * mesh.fsdp_mesh.size())
 
 
 def scale_times(patch: Patch, factor: Callable) -> None:
@@ -189,6 +191,62 @@ def positions_of_the_slice(patch: Patch) -> None:
     patch.setattr(Llama, "rope", lambda model, positions: real(model, positions % (len(positions) // 2)))
 
 
+def zero_labels_of_a_rank(patch: Patch) -> None:
+    """a rank none of whose tokens counts divides by their number"""
+    own_token_counts(patch)
+
+
+def own_log_sum_exp(patch: Patch) -> None:
+    """backward takes the log-sum-exp of the last keys for that of all keys, so dQ, dK and dV are wrong"""
+    real = kernels._attend_backward
+
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        last = slice(k.shape[2] - q.shape[2], None)
+        return real(grad, q, k, v, out, kernels._attend(q, k[:, :, last], v[:, :, last])[1])
+
+    patch.setattr(kernels, "_attend_backward", backward)
+
+
+def joined_along_the_wrong_axis(patch: Patch) -> None:
+    """what the ranks sent is joined along the sequences of the micro-batch instead of along their tokens"""
+    real = cp.funcol.all_to_all_single_autograd
+
+    def exchange(*args: object) -> Tensor:
+        received = real(*args)  # [ranks, b, ...]
+        return received.reshape(received.shape[1], received.shape[0], *received.shape[2:]).transpose(0, 1)
+
+    patch.setattr(cp, "funcol", SimpleNamespace(**vars(cp.funcol) | {"all_to_all_single_autograd": exchange}))
+
+
+def positions_in_a_row(patch: Patch) -> None:
+    """each rank has a part from the front and one from the back, and takes the positions of parts in a row for them"""
+    real = feed.Feed.__init__
+
+    def in_a_row(self: feed.Feed, model: nn.Module, batch: dict[str, Tensor], mesh: Mesh, *rest: object) -> None:
+        real(self, model, batch, mesh, *rest)
+        self.positions = torch.arange(len(self.positions)) + mesh.cp_rank * len(self.positions)
+
+    patch.setattr(feed.Feed, "__init__", in_a_row)
+
+
+def labels_after_the_cut(patch: Patch) -> None:
+    """labels are made of a rank's own part of a sequence, so the last token of every part has none"""
+    real = loader.as_batch
+
+    def as_batch(window: np.ndarray, begins: np.ndarray | None, more: dict, shapes: dict, places: list[range]) -> dict[str, Tensor]:
+        batch = real(window, begins, more, shapes, places)
+        batch["labels"][..., np.cumsum([len(part) for part in places]) - 1] = -100
+        return batch
+
+    patch.setattr(loader, "as_batch", as_batch)
+
+
+def keys_of_the_first_sequence(patch: Patch) -> None:
+    """every sequence of a micro-batch gets the keys of the first one: right where there is only one"""
+    real = cp._gathered_index
+    patch.setattr(cp, "_gathered_index", lambda row, *rest: real(torch.zeros_like(row), *rest))
+
+
 def divided_at_every_accumulation_step(patch: Patch) -> None:
     """the gradients so far are divided by the number of micro-batches at every accumulation step"""
     gradients, backward, each = pp.Pipeline.gradients, pp.Step.backward, 3  # two accumulation steps of three micro-batches
@@ -307,7 +365,6 @@ def none(patch: Patch) -> None:
 
 ONCE, EACH_TIME, CLIPS = {"accumulation": "reduced once"}, {"accumulation": "reduced each time"}, {"clipping": "in force"}
 TIED = {"embeddings": "tied"}
-DOCUMENTS = "documents"  # an option of these tests: windows have documents, and attention stays inside each
 
 
 class Row(NamedTuple):
@@ -321,7 +378,7 @@ class Row(NamedTuple):
     def numbers(self) -> tuple[str, ...]:
         """The options of the plain model that this run is compared with."""
         combination = combination_of(**self.settings)
-        same = tuple(option for option in self.more if option == DOCUMENTS or option.startswith("--model."))
+        same = tuple(option for option in self.more if option in (DOCUMENTS, FEW_LABELS) or option.startswith("--model."))
         return (*options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS), *same)
 
     @property
@@ -350,6 +407,13 @@ ROWS = [
     Row("10", partial_called_whole, "tp2"),
     Row("12", positions_of_the_slice, "tp2"),
     Row("13", gain_of_own_heads, "tp2", {"model": "qwen3"}),
+    Row("14", own_token_counts, "cp2"),
+    Row("15", zero_labels_of_a_rank, "cp2", {}, (FEW_LABELS, ULYSSES)),
+    Row("16", own_log_sum_exp, "cp2"),
+    Row("17", joined_along_the_wrong_axis, "cp2", {}, (ULYSSES,)),
+    Row("18", positions_in_a_row, "cp2"),
+    Row("19", labels_after_the_cut, "cp2", {}, (ULYSSES,)),
+    Row("20", keys_of_the_first_sequence, "cp2"),
     Row("22", divided_at_every_accumulation_step, "pp2", EACH_TIME),
     Row("23", normalised_for_the_log_only, "pp2", ONCE),
     Row("24", documents_of_the_first_micro_batch, "pp2", ONCE, (DOCUMENTS,)),
@@ -362,27 +426,15 @@ ROWS = [
     Row("47", last_block_without_gradient, "pp2", ONCE, schedule("zero_bubble")),
     Row("48", tied_copy_not_in_the_optimizer, "pp2", TIED | ONCE, schedule("zbv")),
 ]
-CONTROLS = [Row("", none, "pp2", TIED | CLIPS | ONCE, (DOCUMENTS,)), Row("", none, "fsdp2", EACH_TIME), Row("", none, "tp2")]
-
-
-def with_documents(patch: Patch) -> None:
-    """Documents of 3 to 7 tokens in every window."""
-    real = train.train_step
-
-    def train_step(job: train.Job, batch: dict[str, Tensor], *rest: object) -> train.StepResult:
-        within = torch.arange(batch["tokens"].shape[-1]) % (3 + batch["sample"].view(*batch["tokens"].shape[:2], 1) % 5)
-        return real(job, batch | {"positions": within}, *rest)
-
-    patch.setattr(train, "train_step", train_step)
+CONTROLS = [Row("", none, "pp2", TIED | CLIPS | ONCE, (DOCUMENTS,)), Row("", none, "fsdp2", EACH_TIME), Row("", none, "tp2"),
+            Row("", none, "cp2", {}, (DOCUMENTS, FEW_LABELS))]  # fmt: skip
 
 
 def run(options: list[str], dp_size: int, bug: Callable[[Patch], None]) -> dict:
     """The trajectory of a run with this mistake in the code, which is right again afterwards."""
     with Patch.context() as patch:
-        if DOCUMENTS in options:
-            with_documents(patch)
         bug(patch)
-        return trajectory([option for option in options if option != DOCUMENTS], dp_size)
+        return trajectory(options, dp_size)
 
 
 def runs(rows: list[Row]) -> list[dict]:

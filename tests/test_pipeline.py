@@ -18,7 +18,7 @@ from parallelisms import pp
 from reliability import collectives
 from reliability.health import unlike_replicas
 from tests.ranks import run_ranks, step_timeout
-from tests.runs import MESHES, STEPS, ends, run, samples, tiny_run
+from tests.runs import MESHES, STEPS, ends, killed, run, said, samples, tiny_run, trained
 from tools import compare_runs
 
 MORE = (
@@ -38,33 +38,6 @@ def oracle(options, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("oracle")
     assert run_ranks(1, run, options, folder) == [(0, "")]
     return folder
-
-
-def killed(options: list[str], folder: Path, calls: int) -> tuple[int, str]:
-    """A run whose last rank dies of kill -9 as its step number `calls` begins."""
-    real, steps = train.train_step, []
-
-    def with_kill(job, batch, *rest):
-        steps.append(1)
-        if len(steps) == calls and job.mesh.rank == job.mesh.size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(job, batch, *rest)
-
-    train.train_step = with_kill
-    return run(options, folder)
-
-
-def said(folder: Path) -> str:
-    return (folder / "logs" / "rank-00000.log").read_text()
-
-
-def trained(folder: Path, dp_size: int) -> tuple[int, list[list[int]]]:
-    """The step after which the newest start of this run went on, and the samples of each step since. Removes the notes."""
-    first = said(folder).split("resumed after step ")[1:]
-    rows = samples(folder, dp_size)
-    for path in folder.glob("samples-*"):
-        path.unlink()
-    return int(first[-1].split()[0]) if first else 0, rows
 
 
 @pytest.mark.cap(200)
