@@ -75,6 +75,21 @@ def test_compiled_mesh_equals_the_plain_model(mesh, combination):
     check(mesh, [combination], COMPILED, factors=FACTORS)
 
 
+def compilations() -> int:
+    """How often a block is compiled over batches that all have other documents."""
+    job, batch = job_and_batch(CP2, *COMPILED)
+    torch._dynamo.utils.counters.clear()
+    for length in range(2, 12):
+        train.train_step(job, batch | {"positions": (torch.arange(16) % length).expand(1, 2, 16)})
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.cap(180)
+def test_other_documents_do_not_compile_anew():
+    """Once for the first table, and once more for each of its four sizes that is found to change; the blocks share the code."""
+    assert max(run_ranks(2, compilations)) <= 5
+
+
 def test_offloaded_weights_equal_the_plain_model():
     check("cp2", [settings()], ["--parallelism.cpu_offload=true"], factors=FACTORS)
 
@@ -90,20 +105,23 @@ def test_bfloat16_is_near_float32():
                 assert np.linalg.norm(seen["grad"][n] - want) / np.linalg.norm(want) < 0.05, n
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-def test_attention_of_the_last_queries_of_documents(dtype, tolerance):
+@pytest.mark.parametrize("device, dtype, tolerance", [
+    ("cpu", torch.float32, 1e-5), ("cpu", torch.bfloat16, 0.02),
+    pytest.param("cuda", torch.bfloat16, 0.02, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")),
+])  # fmt: skip
+def test_attention_of_the_last_queries_of_documents(device, dtype, tolerance):
     """Their keys begin earlier. Compared with masked attention to all keys; short and long pieces, whole and cut ones."""
     counts = [(5, 5), (3, 40), (1, 1), (300, 300), (280, 700), (1, 90)]  # queries, keys
     q_lengths, k_lengths = zip(*counts)
-    starts, key_starts = (torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32) for lengths in (q_lengths, k_lengths))
+    starts, key_starts = (torch.tensor([0, *np.cumsum(n)], dtype=torch.int32, device=device) for n in (q_lengths, k_lengths))
     torch.manual_seed(0)
-    tensors = [torch.randn(sum(n), heads, 6).to(dtype) for n, heads in ((q_lengths, 4), (k_lengths, 2), (k_lengths, 2))]
+    tensors = [torch.randn(sum(n), heads, 8).to(device, dtype) for n, heads in ((q_lengths, 4), (k_lengths, 2), (k_lengths, 2))]
     out, lse = kernels.piece_attention(*tensors, starts, key_starts, max(q_lengths), max(k_lengths))
     q, k, v = (x.double().requires_grad_() for x in tensors)
     pieces = []
     for i, (n, m) in enumerate(counts):
         place, keys = slice(starts[i], starts[i + 1]), slice(key_starts[i], key_starts[i + 1])
-        seen = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+        seen = torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n)
         heads = [x[None].transpose(1, 2) for x in (q[place], k[keys], v[keys])]
         pieces.append(torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1))
     want = torch.cat(pieces)
@@ -246,7 +264,7 @@ def test_a_run_that_is_killed_on_one_mesh_after_another_is_the_run_on_one_proces
     assert texts[0] == texts[1]
 
 
-LONG = [*SGD, "--model.n_layers=1", "--model.n_heads=4", "--model.head_dim=16", "--training.max_norm=0"]
+LONG = [*SGD, "--model.flavor=1B", "--model.n_layers=1", "--model.n_heads=4", "--model.head_dim=16", "--training.max_norm=0"]
 
 
 def long_step(options: list[str]) -> tuple[float, float, int]:
