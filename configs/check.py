@@ -283,7 +283,8 @@ RULES = {
     ),
     "seq_len": (
         lambda c: c.training.seq_len > c.model.max_seq_len,
-        "{training.seq_len} is more than the positions of the model reach, {model.max_seq_len}: shorten it",
+        "{training.seq_len} is more than {model.max_seq_len}, the positions that the model is made for: use a smaller one, or "
+        "set model.max_seq_len (and a larger base of the rotary positions) to train the model for longer sequences",
     ),
     # The vocabulary.
     "bpe_vocabulary": (

@@ -37,6 +37,7 @@ OPTIONS = {
     "hidden_dim": (int, {"ge": 1}, "Width of the SwiGLU feed-forward layer."),
     "vocab_size": (int, {"ge": 2}, "Rows of the embedding; at least the tokenizer's vocabulary."),
     "rope_theta": (float, {"gt": 0}, "Base of the rotary position frequencies."),
+    "max_seq_len": (int, {"ge": 1}, "Positions that the model is made for; training.seq_len may not be more."),
     "tied_embeddings": (bool, {}, "Use the embedding matrix as the output projection too (Llama 3.2, small Qwen3)."),
 }
 

@@ -1006,7 +1006,8 @@ def test_preset(preset):
     assert int(world) == int(hosts) * int(local_world)
     cfg = load_config([str(preset)], int(world), int(local_world))
     assert cfg.run.folder == f"runs/{preset.stem}"
-    others = cfg.parallelism.data_parallel_replicate * cfg.parallelism.tensor_parallel
+    p = cfg.parallelism
+    others = p.data_parallel_replicate * p.context_parallel * p.tensor_parallel
     assert check.data_parallel_shard(cfg, int(world)) * others == int(world)
 
 

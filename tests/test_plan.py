@@ -23,13 +23,14 @@ from configs.load import load_config
 from configs.schema import InputError
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
-from tools.plan import estimate as estimates, trace
+from tools.plan import estimate as estimates, repeat, trace
 from tools.plan import report
 from tools.plan.__main__ import main
 from tools.plan.device import load_device
 from tools.plan.estimate import Ring, estimate
 from tools.plan.plan import Question, make_plan
 from tools.plan.repeat import traced, with_layers
+from tools.plan.search import bases
 from tools.plan.step import Step, Where
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,6 +82,7 @@ PROFILED = {
     "_c10d_functional::all_gather_into_tensor": ("all-gather", 0, 1),  # the input; argument 1 is the size of the group
     "_c10d_functional::reduce_scatter_tensor": ("reduce-scatter", 0, None),
     "_c10d_functional::all_reduce": ("all-reduce", 0, None),
+    "_c10d_functional::all_to_all_single": ("all-to-all", 0, None),
 }
 BYTES = {"float": 4, "c10::BFloat16": 2, "long int": 8}
 
@@ -125,6 +127,10 @@ def real(options: list[str]) -> tuple[int, Where, dict[str, int], Counter, Count
     job = train.build(config(options, here.size))
     micro_batches = job.cfg.training.micro_batches(job.mesh.dp_size)
     batch = trace.batch_of(job, micro_batches)
+    if job.cfg.data.mask_documents:
+        t = job.cfg.training
+        documents = torch.arange(t.seq_len) % (3 * t.seq_len // 4)  # a long one and a short one
+        batch["positions"] = documents.expand(micro_batches, t.local_batch_size, -1)
     train.train_step(job, batch)
     seen = profiled(job, batch)
     with trace.Trace() as accountant:
@@ -145,7 +151,11 @@ QUICK = ("single-bf16", "ddp2", "fsdp2-full-accumulate-sharded", "fsdp2xtp2")
 def test_memory_and_collectives_are_those_of_a_real_step(name):
     ranks, options = CASES[name]
     predicted = apart(traced, config(options, ranks), ranks, ranks, False)
-    outcomes = run_ranks(ranks, real, options)
+    assert_same_step(predicted, run_ranks(ranks, real, options))
+
+
+def assert_same_step(predicted: Step, outcomes: list[tuple]) -> None:
+    """outcomes: what `real` returned on each rank."""
     expected, where, what = predicted.peak()
     peak, there, kinds, seen, profiler_saw, by_block = outcomes[0]
     assert peak >= 0.99 * max(outcome[0] for outcome in outcomes)  # rank 0 has the largest shards
@@ -454,3 +464,112 @@ def test_16384_ranks():
     code, said, errors, gib = command(*argv, cap=200)
     assert code == 0 and "16,384" in said, said + errors
     assert gib < 4 / 1.074
+
+
+# Context parallelism ------------------------------------------------------------------------------------------------------
+
+CP2, CP4 = (f"--parallelism.context_parallel={ranks}" for ranks in (2, 4))
+ULYSSES = "--parallelism.context_parallel_method=ulysses"
+DOCUMENTS = "--data.mask_documents=true"
+TWO = ["--training.local_batch_size=4", "--model.n_layers=3"]  # two micro-batches of few layers
+CASES = {  # name: (ranks, the options of each case)
+    "2 ranks": (2, [[SELECTIVE, CP2, *TWO], [FULL, CP2, *TWO, ULYSSES, DOCUMENTS]]),
+    "more on 2 ranks": (2, [[NONE, CP2, *TWO, DOCUMENTS], [FULL, CP2], [SELECTIVE, CP2, *TWO, ULYSSES]]),
+    "4 ranks": (4, [[SELECTIVE, CP4, *TWO], [FULL, CP4, *TWO, ULYSSES], [FULL, CP2, *TWO], [SELECTIVE, CP2, TP2, *TWO]]),
+    "ulysses and tp": (4, [[NONE, CP2, TP2, *TWO, ULYSSES]]),  # apart: PyTorch keeps the groups of a first mesh with tp for a second
+}
+
+
+def real_steps(cases: list[list[str]]) -> list[tuple]:
+    return [real(options) for options in cases]
+
+
+@pytest.mark.cap(240)
+@pytest.mark.parametrize("name", ["2 ranks", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "2 ranks")])
+def test_memory_and_collectives_with_context_parallelism(name):
+    """The plan has no documents, and the real steps of some cases have."""
+    ranks, cases = CASES[name]
+    for options, *outcomes in zip(cases, *run_ranks(ranks, real_steps, cases, timeout=200)):
+        assert_same_step(apart(traced, config(options, ranks), ranks, ranks, False), outcomes)
+
+
+def composed_and_layers(cfg) -> tuple:
+    with mock.patch.object(repeat, "trace_step", side_effect=trace.trace_step) as tracing:
+        steps = composed_and_whole(cfg, 8)
+    return *steps, [call.args[0].model.n_layers for call in tracing.call_args_list]
+
+
+@pytest.mark.parametrize("method", ["gather", pytest.param("ulysses", marks=pytest.mark.slow)])
+def test_a_step_of_a_cp_group_is_put_together_from_few_layers(method):
+    options = [SELECTIVE, CP2, f"--parallelism.context_parallel_method={method}", "--model.n_layers=6", "--training.local_batch_size=1"]
+    few, whole, traces = apart(composed_and_layers, config(options, 8))
+    assert few == whole
+    assert traces == [4]  # the layers of what the first was made from
+
+
+def most_by_kind(options: list[str]) -> dict[str, int]:
+    shape = ["--training.seq_len=1024", "--training.local_batch_size=1", "--training.loss_chunk_tokens=1024"]
+    return traced(config([*shape, FULL, *options], 8), 8, 8, True).highest_by_kind()
+
+
+@pytest.mark.parametrize("method", ["gather", pytest.param("ulysses", marks=pytest.mark.slow)])
+def test_activations_and_loss_fall_with_the_ranks(method):
+    method = f"--parallelism.context_parallel_method={method}"
+    one, four = (apart(most_by_kind, [method, f"--parallelism.context_parallel={cp}", f"--training.global_batch_size={8 // cp}"])
+                 for cp in (1, 4))  # fmt: skip
+    for kind in "activations", "logits and loss":
+        assert four[kind] <= 0.35 * one[kind], kind
+
+
+@pytest.mark.parametrize("options", [[CP2], pytest.param([CP2, TP2, FULL, ULYSSES], marks=pytest.mark.slow)])
+def test_counted_flops_of_a_cp_group_are_the_derived_ones(options):
+    """Under causal attention every rank has the same share. Recomputation is beside."""
+    derived, in_step, recomputed = apart(counted, ["--training.local_batch_size=1", *options], 4)
+    assert in_step == pytest.approx(derived, rel=1e-9)
+    assert (0.1 < recomputed / derived) == (FULL in options)
+
+
+def flops_without_masks() -> tuple[float, float, float]:
+    whole = trace.attention_product
+    with mock.patch.object(trace, "piece_product", lambda q, starts, key_starts: whole(q[None], q[None], True)):
+        return counted([CP2, "--training.local_batch_size=1"], 4)
+
+
+def test_flops_of_pieces_are_those_of_their_keys():
+    """Negative control: a rank's queries see more keys than it has queries."""
+    derived, in_step, _ = apart(flops_without_masks)
+    assert in_step < 0.99 * derived
+
+
+@pytest.mark.parametrize("ranks, seconds", [
+    (range(8), 10 * 7 / 8 / (450 * 0.8)),  # one host: the links
+    (range(0, 64, 8), 10 * 7 / 8 / (50 * 0.8)),  # one rank of each host: its card
+    (range(16), 10 * 8 / 16 / (50 * 0.8)),  # two hosts: every rank sends half of its message through its own card
+])  # fmt: skip
+def test_an_exchange_goes_straight_to_every_rank(ranks, seconds):
+    assert Ring.of(list(ranks), 8).seconds("all-to-all", 10**10, H100) == pytest.approx(seconds, rel=0.01)
+
+
+def test_the_report_and_the_page_show_the_context(tmp_path, capsys):
+    out = tmp_path / "plan.html"
+    assert main([*DEBUG, CP2, ULYSSES, "--html", str(out), "--gpus", "4", "--gpus-per-node", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "dp_shard 2 x cp 2 x tp 1" in said and "context parallel, ulysses: 2 ranks on one host share a sequence, 32 tokens each" in said
+    assert re.search(r"cp all-to-all +\d+ ", said) and re.search(r"dp_shard_cp all-gather +\d+ ", said)
+    text = out.read_text(encoding="utf-8")
+    assert "its cp group of 2" in text
+    for image in re.findall(r"<svg.*?</svg>", text, re.S):
+        ElementTree.fromstring(image)
+
+
+def test_a_search_shares_long_sequences_only():
+    """Degrees that leave every rank 8,192 tokens, and methods that the heads allow."""
+    ask = Question(8, 8, H100)
+
+    def shared(seq_len: int) -> set[tuple[int, int, str]]:
+        cfg = load_config([f"--training.seq_len={seq_len}", "--model.max_seq_len=65536", "--training.global_batch_size=8"])
+        return {(base.tensor_parallel, base.context_parallel, base.method) for base in bases(cfg, ask) if base.context_parallel > 1}
+
+    assert not shared(8192)
+    assert shared(16384) == {(1, 2, "gather"), (2, 2, "gather"), (4, 2, "gather"), (1, 2, "ulysses"), (2, 2, "ulysses")}
+    assert {cp for _, cp, _ in shared(32768)} == {2, 4}

@@ -179,6 +179,8 @@ FAULTS = {
     "clock": Fault((2, 3), replaced(network, "wall_clock", lambda real: real() + 5), "clock", 1,
                    r"clocks differ by (5|5.0\d|4.9\d) s .* most on rank [02]"),
     "slow link": Fault((0, 1, 2, 3), slow_link_of_four, "bandwidth", 0, r"warn +link rank 2 \(host a\) - rank 3"),
+    "context parallel": Fault((0, 1, 2, 3), option("--parallelism.tensor_parallel=1", "--parallelism.context_parallel=2"), "bandwidth", 0,
+                              r"dp_shard_cp, 1 group of 4(.|\n)* cp, 2 groups of 2(.|\n)*links cp within hosts: 2"),
     # No fault: two stages on two hosts, and a batch of which no other mesh of four ranks could make micro-batches of 8.
     "pipeline": Fault((0, 1, 2, 3), option("--parallelism.pipeline_parallel=2", "--training.local_batch_size=8"), "bandwidth,step", 0,
                       r"links pp between hosts: 2, median \S+ GB/s, least \S+ between ranks \d and \d; latency \S+ ms(.|\n)*step +ok"),

@@ -4,9 +4,10 @@
     python -m tools.bench.plan here [--rounds 15]
 
 `published`: rows of TorchTitan's tables for Llama 3.1 on H100s that our parallelisms cover (bfloat16, FSDP and tensor
-parallel; not float8, context or pipeline parallel, nor asynchronous tensor parallel). Their loss keeps whole logits and their
-selective checkpointing recomputes every second product, so ours are replaced by the like of theirs for the trace. One
-calibration for all: the matmul efficiency that makes the first row's speed right.
+parallel; not float8, pipeline parallel nor asynchronous tensor parallel), and their rows with context parallelism, which they
+published with float8 only. Their loss keeps whole logits and their selective checkpointing recomputes every second product,
+so ours are replaced by the like of theirs for the trace. One calibration for all: the matmul efficiency that makes the first
+row's speed right.
 
 `here`: one measured step of one configuration calibrates the matmul rate, the others are predicted; all on one process.
 """
@@ -46,6 +47,9 @@ PUBLISHED = (
     ("70B, FSDP 32 x TP 8, compiled", 256, ["configs/llama_70b.toml", FULL, TP8, "--training.local_batch_size=16",
                                             "--training.global_batch_size=512"], 597.3, None),
 )  # fmt: skip
+# Table 2 of the first of these: 8B on 8 GPUs, local batch 1, full checkpointing, compiled, float8. Columns: ranks that share a
+# sequence, its tokens, tokens/s per GPU, GiB reserved.
+CONTEXT = ((1, 32768, 3890, 83.9), (2, 65536, 2540, 84.2), (4, 131072, 1071, 84.0), (8, 262144, 548, 84.5))
 THEIRS = {"memory_gib": 95.6, "memory_gb_per_s": 2400}  # their H100, where it is not ours
 
 
@@ -101,6 +105,24 @@ def published(device: Device) -> None:
                "planned GiB live", "reserved above live"]  # fmt: skip
     notes = f"H100, 500 W, HBM2e. Calibrated on the first row: products at {device.matmul_efficiency:.1%} of the SXM peak."
     harness.report("Planned against TorchTitan's published runs", columns, rows, notes)
+    context(device)
+
+
+def context(device: Device) -> None:
+    """Their rows with context parallelism, by both of our methods."""
+    rows = []
+    for cp, seq_len, speed, reserved in CONTEXT:
+        options = [*EIGHT, FULL, "--training.local_batch_size=1", f"--training.global_batch_size={8 // cp}",
+                   f"--training.seq_len={seq_len}", f"--model.max_seq_len={seq_len}", f"--parallelism.context_parallel={cp}"]  # fmt: skip
+        for method in ("gather", "ulysses") if cp > 1 else ("gather",):
+            p = like_theirs([*options, f"--parallelism.context_parallel_method={method}"], 8, device)
+            ours, exchanged = p.tokens_per_second / 8, [line for (dim, _), line in p.time.lines.items() if dim == "cp"]
+            rows.append([f"FSDP {8 // cp} x CP {cp}", f"{seq_len:,}", method if cp > 1 else "", f"{speed:,}", f"{ours:,.0f}",
+                         f"{ours / speed - 1:+.0%}", f"{sum(line.exposed for line in exchanged) / p.time.seconds:.1%}",
+                         f"{reserved:.1f}", f"{p.live / 2**30:.1f}"])  # fmt: skip
+    columns = ["8B, 8 GPUs", "tokens", "method", "published tokens/s per GPU (float8)", "planned (bfloat16)", "error",
+               "step that waits for cp", "published GiB reserved", "planned GiB live"]  # fmt: skip
+    harness.report("Planned against TorchTitan's published runs with context parallelism", columns, rows, "The same calibration.")
 
 
 HERE = (  # the first calibrates: name, options

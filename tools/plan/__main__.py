@@ -61,8 +61,8 @@ def question(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Questi
     """The checked configuration and the question. Raises InputError, ConfigError with every rule that is broken."""
     per_host, device = min(flags.gpus, flags.gpus_per_node), load_device(flags.device)
     if flags.search:  # the search chooses the mesh: what the file says about it must not stand in the way
-        one_process = ("data_parallel_shard=-1", "data_parallel_replicate=1", "tensor_parallel=1", "pipeline_parallel=1",
-                       "pipeline_schedule=1f1b", "pipeline_stages_per_rank=0", "pipeline_layers=[]")
+        one_process = ("data_parallel_shard=-1", "data_parallel_replicate=1", "context_parallel=1", "tensor_parallel=1",
+                       "pipeline_parallel=1", "pipeline_schedule=1f1b", "pipeline_stages_per_rank=0", "pipeline_layers=[]")  # fmt: skip
         cfg = load_config([*rest, *(f"--parallelism.{option}" for option in one_process)])
     else:
         cfg = load_config(rest, flags.gpus, per_host)

@@ -7,7 +7,7 @@ configuration. `docs/planning.md` has the formulas and how far off they were.
 from dataclasses import dataclass, field
 
 from tools.plan.device import MEMORY_EFFICIENCY, Device
-from tools.plan.step import IN_BLOCKS, Op, Step, Stretch, Where
+from tools.plan.step import IN_BLOCKS, Op, Step, Stretch, Where, fsdp_dimension
 
 NCCL_BASE_US = 6.6  # of starting any collective: NCCL's cost model (src/graph/tuning.cc, ring, LL)
 
@@ -39,11 +39,23 @@ class Ring:
         if kind in ("send", "receive"):
             latency = device.fabric_latency_us if self.hosts > 1 else device.link_latency_us
             return message / self.bandwidth(device) + (latency + NCCL_BASE_US) * 1e-6
+        if kind == "all-to-all":
+            return self.exchange_seconds(message, device)
         rounds = 2 if kind == "all-reduce" else 1
         between = self.hosts if self.hosts > 1 else 0
         hops = (self.ranks - 1 - between) * device.link_latency_us + between * device.fabric_latency_us
         sent = message * (self.ranks - 1) / self.ranks
         return rounds * (max(hops, 0) * 1e-6 + sent / self.bandwidth(device)) + NCCL_BASE_US * 1e-6
+
+    def exchange_seconds(self, message: int, device: Device) -> float:
+        """Every rank sends an equal part of its message to every other directly. What goes to other hosts goes through its
+        own card, beside what goes through the links of its host."""
+        on_host = self.ranks / self.hosts
+        part, efficiency = message / self.ranks, 1e9 * device.link_efficiency
+        inside = part * (on_host - 1) / (device.link_gb_per_s * efficiency)
+        outside = part * (self.ranks - on_host) / (device.fabric_gb_per_s * efficiency)
+        latency = device.fabric_latency_us if self.hosts > 1 else device.link_latency_us
+        return max(inside, outside) + (latency + NCCL_BASE_US) * 1e-6
 
 
 @dataclass
@@ -106,7 +118,8 @@ class Playback:
     - FSDP's all-gather starts when the one before has been copied out (`FSDPParamGroup.wait_for_unshard`), so the gather
       of the next block runs while this one is computed. Computing goes on when its own weights are there.
     - FSDP's reduce-scatter (and HSDP's all-reduce) starts when the block's gradients are there. Clipping waits for the last.
-    - Tensor parallelism's collectives, and all small ones, stand between operators that need them: computing waits.
+    - The collectives of tensor and context parallelism, and all small ones, stand between operators that need them:
+      computing waits.
     """
 
     def __init__(self, step: Step, device: Device, per_host: int, compiled: bool, selective: bool) -> None:
@@ -118,7 +131,7 @@ class Playback:
         self.link_free = 0.0  # when FSDP's stream is free
         self.gather_from = 0.0  # since when the next gather may run
         self.gather_ends: list[float] = []  # of the all-gathers that were not waited for yet
-        self.last_reduction = ("dp_shard", "reduce-scatter")  # what clipping waits for
+        self.last_reduction = (fsdp_dimension(step.groups), "reduce-scatter")  # what clipping waits for
 
     def play(self) -> Estimate:
         per_micro_batch: dict[int, float] = {}
@@ -177,7 +190,7 @@ class Playback:
             ready = self.gather_ends.pop(0)
             if ready > self.now:
                 self.end_bar(where)
-                self.result.line("dp_shard", "all-gather").exposed += times * (ready - self.now)
+                self.result.line(fsdp_dimension(self.step.groups), "all-gather").exposed += times * (ready - self.now)
                 self.now = self.bar_start = ready
             self.gather_from = self.now
         product, attention, moved = op_seconds(op, where, self.device, self.compiled)

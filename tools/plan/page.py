@@ -16,6 +16,7 @@ COLORS = {  # by kind of memory, from the bottom up: all kinds of tools/plan/ste
     "gradients": "#2a9d8f",
     "whole gradients": "#74c69d",
     "working weights": "#577590",
+    "gathered keys and values": "#9c6ade",
     "collective buffers": "#90a4c4",
     "activations": "#e9c46a",
     "logits and loss": "#e76f51",
@@ -24,7 +25,8 @@ COLORS = {  # by kind of memory, from the bottom up: all kinds of tools/plan/ste
     "batch": "#999999",
     "other": "#cccccc",
 }
-STREAMS = {"compute": "#264653", "all-gather": "#2a9d8f", "reduce-scatter": "#e76f51", "all-reduce": "#e9c46a"}
+STREAMS = {"compute": "#264653", "all-gather": "#2a9d8f", "reduce-scatter": "#e76f51", "all-reduce": "#e9c46a",
+           "all-to-all": "#9c6ade"}  # fmt: skip
 ACTIONS = {  # of a pipeline, by kind (parallelisms/schedules.py)
     "forward": "#2a9d8f", "backward": "#e76f51", "backward_input": "#f4a261", "backward_weight": "#e9c46a",
 }  # fmt: skip
@@ -228,7 +230,8 @@ def stages(plan: Plan) -> str:
 def hosts(plan: Plan, shown: int = 32) -> str:
     """Hosts as boxes of devices; rank 0's groups in color. Of many hosts the first."""
     groups = {dim: set(ranks) for dim, ranks in plan.ranks[0].groups.items() if len(ranks) > 1}
-    colors = {"tp": "#e76f51", "dp_shard": "#2a9d8f", "dp_replicate": "#e9c46a", "pp": "#577590"}
+    groups.pop("dp_shard_cp", None)  # of its two dimensions each is shown
+    colors = {"tp": "#e76f51", "cp": "#9c6ade", "dp_shard": "#2a9d8f", "dp_replicate": "#e9c46a", "pp": "#577590"}
     per_host, count = plan.ask.per_host, plan.ask.gpus // plan.ask.per_host
     across = 8 if count > 4 else max(1, count)
     columns = per_host if per_host <= 4 else -(-per_host // 2)
@@ -242,7 +245,7 @@ def hosts(plan: Plan, shown: int = 32) -> str:
         for g in range(per_host):
             rank = h * per_host + g
             dims = [dim for dim, ranks in groups.items() if rank in ranks]
-            color = "#264653" if rank == 0 else next((colors[d] for d in ("tp", "dp_shard", "dp_replicate", "pp") if d in dims), "#ddd")
+            color = "#264653" if rank == 0 else next((color for dim, color in colors.items() if dim in dims), "#ddd")
             x, y = left + 8 + (g % columns) * (cell + 4), top + 22 + (g // columns) * (cell + 4)
             parts.append(_rect(x, y, cell, cell, color, f"rank {rank}{': with rank 0 in ' + ', '.join(dims) if dims else ''}"))
     bottom = 6 + -(-min(count, shown) // across) * (height + 8)

@@ -233,7 +233,7 @@ class Alone(NamedTuple):
         """The step of this stage. It is put together from a few layers where that is exact."""
         few, edge, period = few_layers(cfg, self.layers)
         # Nothing tells in the second half of a backward to which block its operators belong.
-        if few < self.layers and self.data_parallel > 1 and not self.split:
+        if few < self.layers and self.data_parallel * cfg.parallelism.context_parallel > 1 and not self.split:
             if step := with_layers(self._replace(layers=few).trace_whole(cfg), self.layers, edge, period):
                 return step
         return self.trace_whole(cfg)
@@ -243,7 +243,7 @@ class Alone(NamedTuple):
         parallelism = cfg.parallelism.model_copy(update={"pipeline_layers": (self.layers,) * ALONE})
         model = cfg.model.model_copy(update={"n_layers": self.layers * ALONE})
         cfg = cfg.model_copy(update={"parallelism": parallelism, "model": model})
-        ranks = self.data_parallel * cfg.parallelism.tensor_parallel
+        ranks = self.data_parallel * cfg.parallelism.context_parallel * cfg.parallelism.tensor_parallel
         table = one_by_one(min(3, cfg.training.micro_batches(self.data_parallel)), self.split)
         with mock.patch.object(schedules, "table", lambda *_: table):
             return trace_step(cfg, ALONE * ranks, self.per_host, self.on_gpu, rank=self.position * ranks)
@@ -284,7 +284,7 @@ def one_by_one(micro_batches: int, split: bool) -> Table:
 def make_pipeline(cfg: Config, gpus: int, on_gpu: bool, machine: Machine, stages: Stages) -> Pipeline:
     """Trace the stages of the configuration, which has been checked, and play its schedule."""
     p = cfg.parallelism
-    data_parallel = gpus // (p.tensor_parallel * p.pipeline_parallel)
+    data_parallel = gpus // (p.context_parallel * p.tensor_parallel * p.pipeline_parallel)
     micro_batches = cfg.training.micro_batches(data_parallel)
     placement = schedules.placement(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank)
     table = schedules.table(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank, micro_batches)
@@ -303,7 +303,7 @@ def make_pipeline(cfg: Config, gpus: int, on_gpu: bool, machine: Machine, stages
         own = {s: traced[key] for (s, _), key in alone.items() if placement[s] == number}
         costs = {a: traced[alone[a.stage, (a.stage, a.micro_batch) in split]].action(a, micro_batches) for a in actions}
         ranks.append(Rank(number, own, {s: layers[s] for s in own}, actions, micro_batches, groups(cfg, number, data_parallel), costs))
-    return played(ranks, table, placement, machine, data_parallel * p.tensor_parallel)
+    return played(ranks, table, placement, machine, gpus // p.pipeline_parallel)
 
 
 def played(ranks: list[Rank], table: Table, placement: list[int], machine: Machine, ranks_of_stage: int) -> Pipeline:
@@ -329,12 +329,15 @@ def played(ranks: list[Rank], table: Table, placement: list[int], machine: Machi
 
 def groups(cfg: Config, number: int, data_parallel: int) -> dict[str, list[int]]:
     """Mesh dimension -> ranks of the group of the first of the ranks that work on stage `number`."""
-    p, tp = cfg.parallelism, cfg.parallelism.tensor_parallel
-    shard = data_parallel // p.data_parallel_replicate
-    begin = number * data_parallel * tp
-    return {
-        "pp": [i * data_parallel * tp for i in range(p.pipeline_parallel)],
-        "dp_replicate": [begin + i * shard * tp for i in range(p.data_parallel_replicate)],
-        "dp_shard": [begin + i * tp for i in range(shard)],
+    p = cfg.parallelism
+    cp, tp, shard = p.context_parallel, p.tensor_parallel, data_parallel // p.data_parallel_replicate
+    ranks_of_stage = data_parallel * cp * tp
+    begin = number * ranks_of_stage
+    found = {
+        "pp": [i * ranks_of_stage for i in range(p.pipeline_parallel)],
+        "dp_replicate": [begin + i * shard * cp * tp for i in range(p.data_parallel_replicate)],
+        "dp_shard": [begin + i * cp * tp for i in range(shard)],
+        "cp": [begin + i * tp for i in range(cp)],
         "tp": [begin + i for i in range(tp)],
     }
+    return found | ({"dp_shard_cp": [begin + i * tp for i in range(shard * cp)]} if cp > 1 else {})

@@ -13,7 +13,7 @@ from tools.plan.device import Device
 from tools.plan.estimate import Estimate, estimate
 from tools.plan.pipeline import Machine, Pipeline, Rank, Stages, make_pipeline
 from tools.plan.repeat import traced
-from tools.plan.step import GIB, Step, Where
+from tools.plan.step import GIB, Step, Where, fsdp_dimension
 
 # What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's published runs reserved
 # memory was 10 to 23 % above the live bytes that we count for the same configurations (docs/planning.md); this is the most.
@@ -85,8 +85,8 @@ class Plan:
     @property
     def room_for_gathered(self) -> int:
         """Blocks whose weights have room to stay gathered from forward to backward (parallelism.keep_gathered)."""
-        p, layers = self.cfg.parallelism, self.step.layers
-        if not self.fits or self.pipeline or p.reshard_after_forward is False or len(self.step.groups["dp_shard"]) == 1:
+        p, layers, groups = self.cfg.parallelism, self.step.layers, self.step.groups
+        if not self.fits or self.pipeline or p.reshard_after_forward is False or len(groups[fsdp_dimension(groups)]) == 1:
             return 0
         bytes_per_weight = DTYPES.get(self.cfg.training.param_dtype, torch.bfloat16).itemsize
         block = self.step.parameters[layers - 1].elements // p.tensor_parallel * bytes_per_weight
@@ -107,12 +107,13 @@ class Plan:
     @property
     def data_parallel(self) -> int:
         """Ranks that share the sequences of a batch."""
-        return self.ask.gpus // (self.cfg.parallelism.tensor_parallel * self.cfg.parallelism.pipeline_parallel)
+        p = self.cfg.parallelism
+        return self.ask.gpus // (p.context_parallel * p.tensor_parallel * p.pipeline_parallel)
 
     def flops(self) -> tuple[float, float, float]:
         """FLOPs per token: derived from the model's sizes; counted in the step; and recomputed, beside the counted ones."""
         counted, recomputed = (sum(flops) for flops in zip(*(rank.flops() for rank in self.ranks)))
-        per_token = self.data_parallel * self.cfg.parallelism.tensor_parallel / self.tokens_per_step
+        per_token = self.ask.gpus // self.cfg.parallelism.pipeline_parallel / self.tokens_per_step
         family, args = train.architecture(self.cfg)
         derived = family.flops_per_token(args, self.cfg.training.seq_len)
         return derived, counted * per_token, recomputed * per_token

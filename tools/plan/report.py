@@ -40,7 +40,7 @@ def report(plan: Plan, all_stages: bool = False) -> str:
 def heading(plan: Plan) -> list[str]:
     """The model, the machines, the mesh and the batch."""
     cfg, ask, micro_batches = plan.cfg, plan.ask, plan.micro_batches
-    mesh = " x ".join(f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items())
+    mesh = " x ".join(f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items() if dim != "dp_shard_cp")
     kept = f", gradients kept {cfg.parallelism.accumulate_gradients} in between" if micro_batches > 1 else ""
     return [
         f"{cfg.model.family} {cfg.model.flavor}, {plan.parameters / 1e9:,.2f}B parameters, on {ask.gpus:,} x {ask.device.name} "
@@ -49,7 +49,19 @@ def heading(plan: Plan) -> list[str]:
         f"{cfg.training.seq_len:,} tokens = {micro_batches} micro-batch{'es' * (micro_batches > 1)} of "
         f"{cfg.training.local_batch_size} per data-parallel rank{kept}; checkpointing {cfg.activation_checkpoint.mode}; "
         f"compile {'on' if cfg.compile.enabled else 'off'}",
+        *context(plan),
     ]
+
+
+def context(plan: Plan) -> list[str]:
+    """Where the ranks that share a sequence are, and how attention sees all of it."""
+    p, seq_len = plan.cfg.parallelism, plan.cfg.training.seq_len
+    if p.context_parallel == 1:
+        return []
+    hosts = len({rank // plan.ask.per_host for rank in plan.step.groups["cp"]})
+    where = "on one host" if hosts == 1 else f"on {hosts} hosts"
+    return [f"context parallel, {p.context_parallel_method}: {p.context_parallel} ranks {where} share a sequence, "
+            f"{seq_len // p.context_parallel:,} tokens each; FSDP's dimension is dp_shard_cp"]  # fmt: skip
 
 
 def stages(plan: Plan, all_stages: bool) -> list[str]:

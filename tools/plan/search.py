@@ -1,18 +1,19 @@
-"""All meshes, checkpointing modes and micro-batches that a number of GPUs allows, traced and ranked by speed."""
+"""Meshes, checkpointing modes and micro-batches that a number of GPUs allows, traced and ranked by speed."""
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
 from configs import check
-from configs.schema import SCHEDULES, Config, InputError
+from configs.schema import SCHEDULES, Config, InputError, Parallelism
 from tools.plan.pipeline import Stages, in_processes
 from tools.plan.plan import Question, make_plan
 from tools.plan.step import GIB
 
 MODES = ("full", "selective", "none")  # of activation checkpointing, by how much they keep
+LEAST_TOKENS = 8192  # of a rank in a sequence: shorter sequences are not shared between ranks
 
 
 class Choice(NamedTuple):
@@ -26,6 +27,8 @@ class Choice(NamedTuple):
     pipeline_parallel: int = 1
     schedule: str = "1f1b"  # parallelism.pipeline_schedule
     stages_per_rank: int = 0
+    context_parallel: int = 1
+    method: str = "gather"  # parallelism.context_parallel_method
 
     def applied_to(self, cfg: Config) -> Config:
         return cfg.model_copy(update={
@@ -33,7 +36,8 @@ class Choice(NamedTuple):
                 "tensor_parallel": self.tensor_parallel, "data_parallel_replicate": self.replicas,
                 "data_parallel_shard": -1, "accumulate_gradients": self.accumulate, "pipeline_layers": (),
                 "pipeline_parallel": self.pipeline_parallel, "pipeline_schedule": self.schedule,
-                "pipeline_stages_per_rank": self.stages_per_rank}),
+                "pipeline_stages_per_rank": self.stages_per_rank, "context_parallel": self.context_parallel,
+                "context_parallel_method": self.method}),
             "activation_checkpoint": cfg.activation_checkpoint.model_copy(update={"mode": self.mode}),
             "training": cfg.training.model_copy(update={"local_batch_size": self.local_batch_size}),
         })  # fmt: skip
@@ -43,7 +47,9 @@ class Choice(NamedTuple):
         sharded = ", accumulate_gradients = sharded" if self.accumulate == "sharded" else ""
         pipeline = (f", pipeline_parallel = {self.pipeline_parallel}, pipeline_schedule = {self.schedule}, pipeline_stages_per_rank = "
                     f"{self.stages_per_rank}" if self.pipeline_parallel > 1 else "")  # fmt: skip
-        return (f"tensor_parallel = {self.tensor_parallel}{replicas}{pipeline}, activation_checkpoint.mode = {self.mode}, "
+        context = (f", context_parallel = {self.context_parallel}, context_parallel_method = {self.method}"
+                   if self.context_parallel > 1 else "")  # fmt: skip
+        return (f"tensor_parallel = {self.tensor_parallel}{context}{replicas}{pipeline}, activation_checkpoint.mode = {self.mode}, "
                 f"local_batch_size = {self.local_batch_size}{sharded}")  # fmt: skip
 
 
@@ -75,20 +81,20 @@ def candidate(choice: Choice, cfg: Config, ask: Question, stages: Stages | None 
     )  # fmt: skip
 
 
-def candidates(tensor_parallel: int, cfg: Config, ask: Question) -> list[Candidate]:
-    """The choices with this tensor_parallel, but for those that cannot fit.
+def candidates(base: Choice, cfg: Config, ask: Question) -> list[Candidate]:
+    """The choices with the tensor and context parallelism of `base`, but for those that cannot fit.
 
     With everything else equal, a mode that keeps more needs more, and so does a larger micro-batch (but for the largest,
     which ends accumulation and with it the gradients that accumulation keeps). Sharded accumulation needs less than whole,
     but exchanges gradients once per micro-batch: it is tried where whole does not fit.
     """
-    largest = cfg.training.global_batch_size * tensor_parallel // ask.gpus
+    largest = cfg.training.global_batch_size * base.tensor_parallel * base.context_parallel // ask.gpus
     sizes = sorted({largest, *(2**i for i in range(12) if 2**i < largest)} - {0})
     tried: list[Candidate] = []
     too_large: list[tuple[str, int, tuple[str, bool]]] = []  # mode, local batch size, kind of accumulation
     for mode, local in product(MODES, sizes):
         for accumulate in ("whole", "sharded") if local < largest else ("whole",):
-            choice = Choice(tensor_parallel, 1, mode, local, accumulate)
+            choice = base._replace(mode=mode, local_batch_size=local, accumulate=accumulate)
             kind = (accumulate, local < largest)
             leaner = MODES[: MODES.index(mode) + 1]
             if any(m in leaner and size <= local and k == kind for m, size, k in too_large):
@@ -100,6 +106,18 @@ def candidates(tensor_parallel: int, cfg: Config, ask: Question) -> list[Candida
                 break
             too_large.append((mode, local, kind))
     return tried
+
+
+def bases(cfg: Config, ask: Question) -> list[Choice]:
+    """What `candidates` is asked for: every degree of tensor parallelism, and with it every degree of context parallelism that
+    leaves a rank LEAST_TOKENS of a sequence."""
+    degrees = [tp for tp in range(1, ask.per_host + 1) if ask.per_host % tp == 0 and ask.gpus % tp == 0]
+    shared = [2**i for i in range(1, 12) if 2**i * LEAST_TOKENS <= cfg.training.seq_len]
+    methods = get_args(Parallelism.model_fields["context_parallel_method"].annotation)
+    contexts = [(1, "gather"), *product(shared, methods)]
+    choices = [Choice(tp, 1, "full", 1, "whole", context_parallel=cp, method=method)
+               for tp, (cp, method) in product(degrees, contexts) if ask.gpus % (tp * cp) == 0]  # fmt: skip
+    return [choice for choice in choices if choice.context_parallel == 1 or legal(choice.applied_to(cfg), ask)]
 
 
 def pipelines(tensor_parallel: list[int], cfg: Config, ask: Question) -> list[Candidate]:
@@ -126,13 +144,14 @@ def pipelines(tensor_parallel: list[int], cfg: Config, ask: Question) -> list[Ca
 
 def search(cfg: Config, ask: Question) -> list[Candidate]:
     """The choices that fit, fastest first. Raises InputError where none does; it names the nearest."""
-    degrees = [tp for tp in range(1, ask.per_host + 1) if ask.per_host % tp == 0 and ask.gpus % tp == 0]
-    tried = [c for column in in_processes(candidates, [(tp, cfg, ask) for tp in degrees]) for c in column]
+    starts = bases(cfg, ask)
+    tried = [c for column in in_processes(candidates, [(base, cfg, ask) for base in starts]) for c in column]
     promising = sorted(tried, key=lambda c: (not c.fits, -c.tokens_per_second if c.fits else c.needed))
-    tried += pipelines(list(dict.fromkeys(c.choice.tensor_parallel for c in promising))[:2] or degrees[-1:], cfg, ask)
+    tried += pipelines(list(dict.fromkeys(c.choice.tensor_parallel for c in promising))[:2] or [starts[-1].tensor_parallel], cfg, ask)
     if not tried:
         raise InputError(f"no mesh of {ask.gpus} GPUs is legal, training.global_batch_size = {cfg.training.global_batch_size}: "
-                         f"it must be a multiple of the data-parallel ranks, {ask.gpus} / tensor_parallel / pipeline_parallel")  # fmt: skip
+                         f"it must be a multiple of the data-parallel ranks, {ask.gpus} / tensor_parallel / context_parallel / "
+                         "pipeline_parallel")  # fmt: skip
     fitting = [c for c in tried if c.fits]
     if not fitting:
         nearest = min(tried, key=lambda c: c.needed)
@@ -156,7 +175,8 @@ def what_would_do(cfg: Config, ask: Question, nearest: Candidate) -> str:
         gpus *= 2
         more = replace(ask, gpus=gpus)
         depth = nearest.choice.pipeline_parallel
-        sizes = {1, cfg.training.global_batch_size * nearest.choice.tensor_parallel // gpus} - {0} if depth == 1 else {1}
+        shared = nearest.choice.tensor_parallel * nearest.choice.context_parallel
+        sizes = {1, cfg.training.global_batch_size * shared // gpus} - {0} if depth == 1 else {1}
         choices = [nearest.choice._replace(mode="full", local_batch_size=size) for size in sizes]
         fitting = [c for c in choices if legal(c.applied_to(cfg), more) and make_plan(c.applied_to(cfg), more).fits]
         if fitting:
@@ -167,14 +187,15 @@ def what_would_do(cfg: Config, ask: Question, nearest: Candidate) -> str:
 
 
 def table(ranking: list[Candidate], shown: int = 20) -> str:
-    rows = [f"{'tp':>4}{'replicas':>10}{'pipeline':>24}{'checkpointing':>15}{'micro-batch':>13}{'accumulation':>14}{'memory GiB':>12}"
-            f"{'s/step':>9}{'exposed':>9}{'bubble':>8}{'tokens/s':>14}{'MFU':>7}"]  # fmt: skip
+    rows = [f"{'tp':>4}{'context':>12}{'replicas':>10}{'pipeline':>24}{'checkpointing':>15}{'micro-batch':>13}{'accumulation':>14}"
+            f"{'memory GiB':>12}{'s/step':>9}{'exposed':>9}{'bubble':>8}{'tokens/s':>14}{'MFU':>7}"]  # fmt: skip
     for c in ranking[:shown]:
         accumulation = f"{c.micro_batches} {c.choice.accumulate}" if c.micro_batches > 1 else "1"
         depth, stages = c.choice.pipeline_parallel, f" x {c.choice.stages_per_rank}" if c.choice.stages_per_rank > 1 else ""
         pipeline = f"{depth}{stages} {c.choice.schedule}" if depth > 1 else "-"
-        rows.append(f"{c.choice.tensor_parallel:>4}{c.choice.replicas:>10}{pipeline:>24}{c.choice.mode:>15}{c.choice.local_batch_size:>13}"
-                    f"{accumulation:>14}{c.needed / GIB:>12.1f}{c.seconds:>9.2f}{c.exposed / c.seconds:>9.0%}{c.bubble:>8.0%}"
+        context = f"{c.choice.context_parallel} {c.choice.method}" if c.choice.context_parallel > 1 else "-"
+        rows.append(f"{c.choice.tensor_parallel:>4}{context:>12}{c.choice.replicas:>10}{pipeline:>24}{c.choice.mode:>15}"
+                    f"{c.choice.local_batch_size:>13}{accumulation:>14}{c.needed / GIB:>12.1f}{c.seconds:>9.2f}{c.exposed / c.seconds:>9.0%}{c.bubble:>8.0%}"
                     f"{c.tokens_per_second:>14,.0f}{c.mfu:>7.1%}")  # fmt: skip
     if len(ranking) > shown:
         rows.append(f"and {len(ranking) - shown} more that fit")

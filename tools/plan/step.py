@@ -23,6 +23,7 @@ KINDS = {  # of memory, in the order in which a report lists them -> what a pers
     "activations": "activations",
     "logits and loss": "logits and loss",
     "backward's temporaries": "backward's temporaries",
+    "gathered keys and values": "gathered keys and values, and their gradients",
     "temporaries": "forward's temporaries",
     "batch": "batch",
     "other": "other",
@@ -85,6 +86,11 @@ class Parameters:
     local_bytes: int = 0
 
 
+def fsdp_dimension(groups: dict[str, list[int]]) -> str:
+    """The name of the group that FSDP shards over. With context parallelism it is dp_shard and cp as one."""
+    return "dp_shard_cp" if "dp_shard_cp" in groups else "dp_shard"
+
+
 class Curve:
     """Memory over a step, for classes that know `before`, the bytes by kind before the step, and `curve`: (place, kind, bytes
     more or less) in order."""
@@ -119,7 +125,7 @@ class Step(Curve):
     memory: dict[int, Memory]
     layers: int
     micro_batches: int  # that were traced; the middle one of three stands for `repeats`
-    groups: dict[str, list[int]]  # mesh dimension -> ranks of this rank's group
+    groups: dict[str, list[int]]  # mesh dimension -> ranks of this rank's group; with context parallelism also FSDP's
     parameters: dict[int, Parameters]  # by block
     repeats: int = 1
 

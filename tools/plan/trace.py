@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_iter
 
 import train
 from configs.schema import Config, InputError
-from models.kernels import causal_attention
-from parallelisms import pp
+from models.kernels import causal_attention, document_attention
+from parallelisms import cp, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
 from tools.plan.step import IN_BLOCKS, Memory, Op, Parameters, Step, Stretch, Where, fuse
@@ -58,24 +58,43 @@ COLLECTIVES = {
     functional.reduce_scatter_tensor.default: ("reduce-scatter", lambda args, out: args[0]),
     functional.all_reduce.default: ("all-reduce", lambda args, out: args[0]),
     functional.all_reduce_.default: ("all-reduce", lambda args, out: args[0]),
+    functional.all_to_all_single.default: ("all-to-all", lambda args, out: args[0]),
 }
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")  # an unknown operator of these that moves data is an error
 MOVES_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
 
-# Attention operator -> position of q among its arguments, products that are needed, products that are recomputation.
-# Backward makes five products. The first repeats the scores, which flash attention does not keep.
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2, 0),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 4, 1),
-    torch.ops.plumbline.causal_attention_backward.default: (1, 4, 1),  # models/kernels/causal_attention.py
-}
+
 PRODUCTS = {aten.mm.default: 0, aten.mm.out: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # -> position of the left factor
 
 
-def attention_product(q: torch.Tensor, k: torch.Tensor) -> int:
-    """FLOPs of one of attention's products, T x E x T for every head; not halved for being causal."""
+def attention_product(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
+    """FLOPs of one of attention's products of q [b, H, T, E] with k [b, K, M, E]. PaLM's convention counts a causal product
+    whole, although half of its results are masked. A product without a mask is therefore counted twice."""
     b, h, t, e = q.shape
-    return 2 * b * h * t * k.shape[-2] * e
+    return 2 * b * h * t * k.shape[-2] * e * (1 if causal else 2)
+
+
+def piece_product(q: torch.Tensor, starts: torch.Tensor, key_starts: torch.Tensor) -> int:
+    """The same for q [n, H, E] of models/kernels/document_attention.py::piece_attention. The t queries of a piece are the last
+    of its m tokens, so a causal mask leaves t (m - t / 2) results of each head, and twice as many are counted."""
+    with unset_fake_temporarily():  # these tables are real
+        queries, keys = starts.diff().double(), key_starts.diff().double()
+        return 2 * q.shape[1] * q.shape[2] * int((queries * (2 * keys - queries)).sum())
+
+
+# Attention operator -> position of q among its arguments, FLOPs of one of its products, products that are needed, products that
+# are recomputation. Backward makes five products. The first repeats the scores, which flash attention does not keep.
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        0, lambda q, k, v, dropout=0.0, causal=False, *_: attention_product(q, k, causal), 2, 0),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        1, lambda grad, q, k, v, out, lse, dropout, causal: attention_product(q, k, causal), 4, 1),
+    torch.ops.plumbline.causal_attention_backward.default: (  # models/kernels/causal_attention.py
+        1, lambda grad, q, k, *_: attention_product(q, k, True), 4, 1),
+    aten._flash_attention_forward.default: (0, lambda q, k, v, *starts: piece_product(q, *starts[:2]), 2, 0),
+    aten._flash_attention_backward.default: (
+        1, lambda grad, q, k, v, out, lse, *starts: piece_product(q, *starts[:2]), 4, 1),
+}  # fmt: skip
 
 
 def tensors_in(tree: object) -> list[torch.Tensor]:
@@ -112,6 +131,7 @@ class Trace(TorchDispatchMode):
         self.backward = "backward"  # phase of the backward that runs: in a pipeline it may be half of one
         self.propagating = 0  # DTensor is finding shapes, so many calls deep
         self.dimensions: dict[str, str] = {}  # name of a process group -> mesh dimension
+        self.context_group = ""  # name of the group of context parallelism
         self.patches = ExitStack()
 
     # Memory.
@@ -137,6 +157,15 @@ class Trace(TorchDispatchMode):
         order = self.births[self.where] = self.births.get(self.where, -1) + 1
         self.memory[number] = Memory(size, self.where, "logits and loss" if "loss" in self.labels else "", order)
         self.rows().append(("+", number))
+
+    def add_from_before(self, tensor: torch.Tensor) -> None:
+        """Count memory that was there before the step, but which no operator of it has made."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self.numbers:
+            number = self.numbers[address] = next(self.counter)
+            self.alive[number] = weakref.ref(storage, lambda _: self.add_death(address, number))
+            self.memory[number] = Memory(storage.nbytes(), Where(-1, "build", -1), "batch")
 
     def add_death(self, address: int, number: int) -> None:
         if self.numbers.get(address) == number:
@@ -177,10 +206,27 @@ class Trace(TorchDispatchMode):
                 return args[0]
             if func is aten._local_scalar_dense.default:
                 return 1.0  # a loss, a gradient norm, and that they are fine
+        if func in cp.INSIDE:
+            return self.look_inside(func, args)
         in_backward = torch._C._current_graph_task_id() != -1
         out = func(*args, **kwargs)
         self.account(func, args, kwargs, out, in_backward)
         return out
+
+    def look_inside(self, func, args: tuple) -> object:
+        """Run what an operator of context parallelism does, so that its collectives and kernels are seen."""
+        for table in args:  # of where the pieces of sequences are: made before, and the same for every block
+            if isinstance(table, torch.Tensor) and table.dtype == torch.int32:
+                self.add_from_before(table)
+        first = next(self.counter)
+        super().__enter__()  # a mode is off while it handles an operator
+        try:
+            return cp.INSIDE[func](*args)
+        finally:
+            super().__exit__(None, None, None)
+            for number in range(first + 1, next(self.counter)):
+                if (memory := self.memory[number]).died:
+                    memory.kind = "gathered keys and values"
 
     def account(self, func, args: tuple, kwargs: dict, out: object, in_backward: bool) -> None:
         source = args[0] if func.is_view else args[1] if func is aten.copy_.default else None
@@ -200,7 +246,8 @@ class Trace(TorchDispatchMode):
             self.tag_fsdp(func, args, kwargs)
         if made or func._schema.is_mutable:  # otherwise it is a view
             op = self.computation(func, args, kwargs, inputs, made)
-            if in_backward and torch.is_grad_enabled():  # in backward, only recomputation records a graph
+            # In backward, only recomputation records a graph or computes attention itself.
+            if in_backward and (torch.is_grad_enabled() or (func in ATTENTION and not op.recomputed)):
                 op.recomputed = op.product_flops + op.attention_flops
             if op.product_flops or op.attention_flops or "empty" not in op.name:
                 self.rows().append(op)
@@ -208,8 +255,11 @@ class Trace(TorchDispatchMode):
     def collective(self, func, args: tuple, out: object) -> Op:
         kind, message = COLLECTIVES[func]
         op = Op(str(func), kind=kind, message=nbytes(message(args, out)))
-        op.dimension = self.dimension(group_of(args).group_name)
+        group = group_of(args).group_name
         in_blocks = self.where.phase in IN_BLOCKS and "loss" not in self.labels
+        # Without other data-parallel ranks the groups of context parallelism and of FSDP are one. FSDP's calls are c10d's.
+        of_context = group == self.context_group and in_blocks and func.namespace == "_c10d_functional"
+        op.dimension = "cp" if of_context else self.dimension(group)
         op.background = func.namespace == "c10d" and in_blocks and op.message > 8  # the sum of the loss is waited for
         return op
 
@@ -217,10 +267,10 @@ class Trace(TorchDispatchMode):
         op = Op(str(func))
         op.wait = func.namespace == "fsdp" and "split_with_sizes_copy" in op.name
         if func in ATTENTION:
-            q, needed, recomputed = ATTENTION[func]
-            one = attention_product(args[q], args[q + 1])
+            q, product, needed, recomputed = ATTENTION[func]
+            one = product(*args)
             op.attention_flops, op.recomputed = (needed + recomputed) * one, recomputed * one
-            op.attention_rows = (needed + recomputed) * math.prod(args[q].shape[:3])
+            op.attention_rows = (needed + recomputed) * math.prod(args[q].shape[:-1])
         elif func in PRODUCTS:
             left, right = args[PRODUCTS[func] :][:2]
             op.product_flops = 2 * math.prod(left.shape) * right.shape[-1]
@@ -330,8 +380,9 @@ class Trace(TorchDispatchMode):
         self.job = job
         mesh, layers = job.mesh, list(job.model.layers.values())
         self.dimensions[dist.group.WORLD.group_name] = "all ranks"
-        for dim in mesh.device_mesh.mesh_dim_names:
-            self.dimensions[mesh.device_mesh.get_group(dim).group_name] = dim
+        for dim, group in groups_of(mesh).items():
+            self.dimensions[group.group_name] = dim
+        self.context_group = mesh.device_mesh.get_group("cp").group_name
         if mesh.to_lower is not None:
             self.dimensions[mesh.to_lower.group_name] = "pp"
 
@@ -399,12 +450,19 @@ class Trace(TorchDispatchMode):
             block = parameters.setdefault(self.block_of(name, job), Parameters())
             block.elements += p.numel()
             block.local_bytes += nbytes(local(p))
-        mesh = job.mesh.device_mesh
-        groups = {dim: dist.get_process_group_ranks(mesh.get_group(dim)) for dim in mesh.mesh_dim_names}
+        groups = {dim: dist.get_process_group_ranks(group) for dim, group in groups_of(job.mesh).items()}
         micro_batches = max(s.where.micro for s in self.stretches) + 1
         step = Step(self.stretches, self.memory, len(job.model.layers), micro_batches, groups, parameters)
         fuse(step)
         return step
+
+
+def groups_of(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
+    """By mesh dimension: this rank's groups, and FSDP's, which is over two dimensions where there is context parallelism."""
+    dims = mesh.device_mesh.mesh_dim_names
+    groups = {dim: mesh.device_mesh.get_group(dim) for dim in dims}
+    sharded = mesh.fsdp_mesh.mesh_dim_names[-1]
+    return groups if sharded in dims else groups | {sharded: mesh.fsdp_mesh.get_group(sharded)}
 
 
 def kind_by_life(memory: Memory) -> str:
@@ -418,9 +476,33 @@ def kind_by_life(memory: Memory) -> str:
 
 
 # A run that does not exist.
+def slices_of_real(starts: torch.Tensor) -> list[slice]:
+    """What models/kernels/document_attention.py reads from a table of pieces, which is real where all else is fake."""
+    with unset_fake_temporarily():
+        return _slices(starts)
+
+
+_slices = document_attention._slices
+
+
 def attention_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """What models/kernels/causal_attention.py does on CUDA, instead of what it does on CPUs."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def pieces_on_gpu(q, k, v, starts, key_starts, longest, longest_keys) -> tuple[torch.Tensor, torch.Tensor]:
+    """What models/kernels/document_attention.py::piece_attention does on CUDA."""
+    out, lse, *_ = aten._flash_attention_forward(q, k, v, starts, key_starts, longest, longest_keys, 0.0, True, False)
+    return out, lse.t().contiguous()
+
+
+def pieces_backward_on_gpu(grad, q, k, v, out, lse, starts, key_starts, longest, longest_keys) -> tuple[torch.Tensor, ...]:
+    """What its backward does."""
+    random_state = torch.zeros(2, dtype=torch.uint64), torch.empty(0)
+    lse = lse.t().contiguous()
+    return aten._flash_attention_backward(
+        grad, q, k, v, out, lse, starts, key_starts, longest, longest_keys, 0.0, True, *random_state
+    )
 
 
 class AsOnGPU(TorchFunctionMode):
@@ -454,7 +536,7 @@ def pretend(world_size: int, per_host: int, rank: int = 0) -> Iterator[None]:
 
 
 def tracing(cfg: Config) -> Config:
-    """The configuration as it is traced: on CPU tensors, uncompiled, every document attended whole, products as wide as
+    """The configuration as it is traced: on CPU tensors, uncompiled, every sequence one document, products as wide as
     weights."""
     return cfg.model_copy(update={
         "run": cfg.run.model_copy(update={"device": "cpu", "deterministic": False}),
@@ -466,8 +548,9 @@ def tracing(cfg: Config) -> Config:
 
 
 def batch_of(job: train.Job, micro_batches: int) -> dict[str, torch.Tensor]:
+    """A rank's batch: tokens and labels, int64 [micro_batches, b, tokens of this rank in each sequence]."""
     t = job.cfg.training
-    shape = (micro_batches, t.local_batch_size, t.seq_len)
+    shape = (micro_batches, t.local_batch_size, t.seq_len // job.mesh.cp)
     return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
 
 
@@ -500,12 +583,15 @@ def trace_step(cfg: Config, world_size: int, per_host: int, on_gpu: bool, most: 
 
         stack.enter_context(mock.patch.object(nn.Module, "to_empty", fake_to_empty))
         stack.enter_context(mock.patch.object(init, "fill", lambda *_: None))
+        stack.enter_context(mock.patch.object(document_attention, "_slices", slices_of_real))
         stack.enter_context(mock.patch.object(Mesh, "timeout", lambda _: timedelta(0)))  # the fake group has none
         job = train.build(cfg)
         stack.enter_context(fake)
         if on_gpu:
             stack.enter_context(AsOnGPU())
             stack.enter_context(mock.patch.object(causal_attention._CPUAttention, "apply", attention_on_gpu))
+            stack.enter_context(mock.patch.object(cp, "piece_attention", pieces_on_gpu))
+            stack.enter_context(mock.patch.object(cp, "piece_attention_backward", pieces_backward_on_gpu))
         stack.enter_context(trace)
         prepare(job)
         micro_batches = cfg.training.micro_batches(job.mesh.dp_size)
@@ -524,10 +610,10 @@ def run_step(trace: Trace, job: train.Job, batch: dict[str, torch.Tensor], micro
     finally:
         gc.enable()
     step = trace.step(job)
-    traced, t = len(batch["tokens"]), job.cfg.training
+    traced = len(batch["tokens"])
     if micro_batches > traced:
         step.repeats = micro_batches - 2
         for memory in step.memory.values():
-            if memory.kind == "batch" and memory.shape == (traced, t.local_batch_size, t.seq_len):
+            if memory.kind == "batch" and memory.shape == batch["tokens"].shape:
                 memory.size = memory.size // traced * micro_batches
     return step

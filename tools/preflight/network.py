@@ -105,9 +105,10 @@ def judge_clock(probe: Probe, answers: list[dict]) -> list[Row]:
 def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
     """By mesh dimension: bytes (at most 1 GiB, where any link is at its full rate) and type of its typical message.
 
-    dp_shard gathers a block's weights, of which tensor parallelism leaves a share; dp_replicate sums the shards of their
-    gradients; tp gathers the activations of a micro-batch, [b, T, dim]; pp sends the share of them that each
-    tensor-parallel rank has.
+    FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp) gathers a block's weights, of which tensor
+    parallelism leaves a share; dp_replicate sums the shards of their gradients; cp exchanges keys and values of whole
+    sequences, which are about as large as the activations, [b, T, dim / tp]; tp gathers the activations of a micro-batch,
+    [b, T / cp, dim]; pp sends the share of them that each tensor-parallel rank has.
     """
     mesh, t = probe.job.mesh, probe.cfg.training
     reduced, layers = dp.DTYPES[t.reduce_dtype], probe.job.model.layers
@@ -115,8 +116,9 @@ def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
     activations = t.local_batch_size * t.seq_len // mesh.cp * probe.args.dim
     elements = {
         "pp": (activations / mesh.tp, probe.dtype),
-        "dp_shard": (block, probe.dtype),
-        "dp_replicate": (block / mesh.dp_shard, reduced),
+        mesh.fsdp_mesh.mesh_dim_names[-1]: (block, probe.dtype),
+        "dp_replicate": (block / mesh.fsdp_mesh.size(-1), reduced),
+        "cp": (activations * mesh.cp / mesh.tp, probe.dtype),
         "tp": (activations, probe.dtype),
     }
     return {dim: (int(min(count * dtype.itemsize, 1 << 30)), dtype) for dim, (count, dtype) in elements.items()}
@@ -127,7 +129,7 @@ def measure_bandwidth(probe: Probe) -> dict:
     have no collectives that matter: of `pp` there are links alone, and the bytes of a message."""
     mesh, by_dimension, links, stage_bytes = probe.job.mesh, {}, [], 0
     for dim, (size, dtype) in messages(probe).items():
-        group = mesh.device_mesh.get_group(dim)
+        group = (mesh.fsdp_mesh if dim in mesh.fsdp_mesh.mesh_dim_names else mesh.device_mesh).get_group(dim)
         ranks = dist.get_process_group_ranks(group)
         n = len(ranks)
         if n == 1:
