@@ -25,6 +25,7 @@ from tools.plan.device import load_device
 from tools.plan.drawing import drawing
 from tools.plan.pipeline import Part, Stages
 from tools.plan.plan import Plan, Question, make_plan
+from tools.plan.report import recomputes_often
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = (
@@ -210,6 +211,11 @@ def test_the_report_and_the_page_show_every_rank(tmp_path, capsys):
     assert "Who works when" in text and "backward_weight of stage 7, micro-batch 7" in text
     for image in re.findall(r"<svg.*?</svg>", text, re.S):
         ElementTree.fromstring(image)
+
+
+@pytest.mark.parametrize(("schedule", "mode", "slow"), [("zbv", "full", True), ("zbv", "none", False), ("1f1b", "full", False)])
+def test_the_report_warns_of_a_split_backward_with_checkpointing(schedule, mode, slow):
+    assert recomputes_often(config(2, schedule, f"--activation_checkpoint.mode={mode}")) == slow
 
 
 def test_documented_drawings_are_those_that_are_drawn():
