@@ -476,7 +476,7 @@ CP2, CP4 = (f"--parallelism.context_parallel={ranks}" for ranks in (2, 4))
 ULYSSES = "--parallelism.context_parallel_method=ulysses"
 DOCUMENTS = "--data.mask_documents=true"
 TWO = ["--training.local_batch_size=4", "--model.n_layers=3"]  # two micro-batches of few layers
-CASES = {  # name: (ranks, the options of each case)
+CONTEXT_CASES = {  # name: (ranks, the options of each case)
     "2 ranks": (2, [[SELECTIVE, CP2, *TWO], [FULL, CP2, *TWO, ULYSSES, DOCUMENTS]]),
     "more on 2 ranks": (2, [[NONE, CP2, *TWO, DOCUMENTS], [FULL, CP2], [SELECTIVE, CP2, *TWO, ULYSSES]]),
     "4 ranks": (4, [[SELECTIVE, CP4, *TWO], [FULL, CP4, *TWO, ULYSSES], [FULL, CP2, *TWO], [SELECTIVE, CP2, TP2, *TWO]]),
@@ -489,10 +489,10 @@ def real_steps(cases: list[list[str]]) -> list[tuple]:
 
 
 @pytest.mark.cap(240)
-@pytest.mark.parametrize("name", ["2 ranks", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "2 ranks")])
+@pytest.mark.parametrize("name", ["2 ranks", *(pytest.param(n, marks=pytest.mark.slow) for n in CONTEXT_CASES if n != "2 ranks")])
 def test_memory_and_collectives_with_context_parallelism(name):
     """The plan has no documents, and the real steps of some cases have."""
-    ranks, cases = CASES[name]
+    ranks, cases = CONTEXT_CASES[name]
     for options, *outcomes in zip(cases, *run_ranks(ranks, real_steps, cases, timeout=200)):
         assert_same_step(apart(traced, config(options, ranks), ranks, ranks, False), outcomes)
 
