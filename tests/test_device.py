@@ -1,7 +1,9 @@
-"""`python -m tools.bench.device`: its checks on a CPU, its budget, its record, and what it reads of a GPU on made-up input."""
+"""`python -m tools.bench.device`: its checks on a CPU, its budget, its record, and what it reads of a GPU on made-up
+input."""
 
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -43,7 +45,8 @@ def test_the_checks_pass_on_a_cpu(tmp_path):
     """As tests/test_gpu.py on a GPU."""
     seen = run_ranks(1, errors_of, list(ON_CPU), tmp_path)[0]
     assert len(seen) > 7
-    assert not [f"{name}: {line}" for name, errors in seen.items() for line in checks.failures(errors, checks.CHECKS[name].limit)]
+    wrong = {name: checks.failures(errors, checks.CHECKS[name].limit) for name, errors in seen.items()}
+    assert not any(wrong.values()), wrong
 
 
 MISTAKES = {  # check -> a mistake that it must see
@@ -51,7 +54,7 @@ MISTAKES = {  # check -> a mistake that it must see
     "fsdp": lambda: mock.patch.object(train, "clip_grad_norm", lambda *_: torch.tensor(0.1)),
     "fsdp_and_tp": lambda: mock.patch.dict(checks.tp.STYLES, columns=checks.tp.STYLES["vocab_weight"]),
     "control": lambda: mock.patch.object(checks, "ROUNDING", 10.0),  # a limit that lets everything pass
-    "sampling": lambda: mock.patch.object(checks, "sample", lambda model, *how, cache, **more: list(range(25)) if cache else [0] * 25),
+    "sampling": lambda: mock.patch.object(checks, "sample", lambda *_, cache, **__: [int(cache)] * 25),
     "documents": lambda: mock.patch.object(masked, "document_attention", lambda q, k, v, _: q),
     "checkpoint": lambda: mock.patch.object(state, "put_back", lambda *_: None),  # a load that changes nothing
 }
@@ -71,12 +74,14 @@ def errors_with_a_mistake(folder: Path) -> dict[str, dict[str, float] | str]:
 def test_negative_controls_each_check_sees_a_mistake(tmp_path):
     seen = run_ranks(1, errors_with_a_mistake, tmp_path)[0]
     for name, errors in seen.items():
-        assert isinstance(errors, str) or checks.failures(errors, checks.CHECKS[name].limit), f"{name} sees nothing: {errors}"
+        ended = isinstance(errors, str)
+        assert ended or checks.failures(errors, checks.CHECKS[name].limit), f"{name} sees nothing: {errors}"
     assert not isinstance(seen["float32"], str) and not isinstance(seen["checkpoint"], str), seen
 
 
 def test_an_error_that_is_no_number_fails():
-    assert checks.failures({"a": float("nan"), "b": 1e-6, "c": float("inf"), "d": 2e-5}, 1e-5) == ["a nan", "c inf", "d 2e-05"]
+    errors = {"a": float("nan"), "b": 1e-6, "c": float("inf"), "d": 2e-5}
+    assert checks.failures(errors, 1e-5) == ["a nan", "c inf", "d 2e-05"]
 
 
 # ------------------------------------------------------------------------------------------------------- the command
@@ -89,9 +94,9 @@ with open(os.environ["FAKE_CALLS"], "a") as file:
     file.write(f"{how} {os.getpid()}\\n")
 if how == "sleep":
     time.sleep(60)
-report = {"title": f"T {how}", "machine": {"device": "a device"}, "notes": "", "columns": ["x"], "rows": [["1"]], "numbers": {}}
+about = {"title": f"T {how}", "machine": {"device": "a device"}, "notes": "", "columns": ["x"]}
 if how != "silent":
-    json.dump(report, open(path, "w"))
+    json.dump(about | {"rows": [["1"]], "numbers": {}}, open(path, "w"))
 print("first line\\nlast line of " + how)
 sys.exit({"fail": 1, "wrong": 2}.get(how, 0))
 """
@@ -108,7 +113,7 @@ def place(tmp_path, monkeypatch):
 
 
 def fake(how: str, seconds: float = 20, kind: str = "cpu") -> Part:
-    return Part(how, {kind: seconds}, {kind: f"fake_part {how}"})
+    return Part(how, {kind: (seconds, f"fake_part {how}")})
 
 
 def calls(place: Path) -> list[str]:
@@ -120,7 +125,8 @@ def parts_of(place: Path) -> dict[str, dict]:
 
 
 def test_every_outcome_is_a_row_and_the_command_goes_on(place, capsys):
-    parts = [fake("good"), fake("fail"), fake("silent"), fake("wrong"), fake("sleep", 0.3), fake("huge", 1e6), fake("gpu", 1, "cuda"), fake("last")]
+    parts = [fake("good"), fake("fail"), fake("silent"), fake("wrong"), fake("sleep", 0.3), fake("huge", 1e6),
+             fake("gpu", 1, "cuda"), fake("last")]  # fmt: skip
     assert main([f"--json={place}/out.json"], parts) == 1
     seen = parts_of(place)
     assert {name: entry["state"] for name, entry in seen.items()} == {
@@ -218,10 +224,13 @@ def test_the_planner_reads_the_numbers_that_are_written(tmp_path):
     record.put("rates", {"state": "done", "ended": "now", "report": report})
     file = tmp_path / "out.toml"
     assert load_device(str(file)) == device
-    _, ask = plan_command.question(*plan_command.arguments(["configs/llama_debug.toml", "--gpus=1", f"--device={file}"]))
-    assert ask.device.memory_gib == 139.8 and ask.device.matmul_efficiency == pytest.approx(722 / 989)
-    assert ask.device.attention_efficiency == pytest.approx(480 / 989) and ask.device.link_gb_per_s == 450  # of the table
-    assert ask.device.peak == 989e12 and ask.device.host_gb_per_s == 55 and ask.device.memory_gb_per_s == pytest.approx(5125)
+    flags, rest = plan_command.arguments(["configs/llama_debug.toml", "--gpus=1", f"--device={file}"])
+    _, ask = plan_command.question(flags, rest)
+    arrived = ask.device
+    assert arrived.peak == 989e12 and arrived.memory_gib == 139.8 and arrived.host_gb_per_s == 55
+    assert arrived.matmul_efficiency == pytest.approx(722 / 989)
+    assert arrived.attention_efficiency == pytest.approx(480 / 989)
+    assert arrived.memory_gb_per_s == pytest.approx(5125) and arrived.link_gb_per_s == 450  # the latter from the table
 
 
 def test_a_gpu_that_no_table_knows_gets_its_measured_rate_as_peak():
@@ -230,7 +239,7 @@ def test_a_gpu_that_no_table_knows_gets_its_measured_rate_as_peak():
     assert "assumed" in device.source
 
 
-# ------------------------------------------------------------------------------- what is read of a GPU, on made-up input
+# ------------------------------------------------------------------------- what is read of a GPU, on made-up input
 
 
 def test_idle_share_of_overlapping_kernels():
@@ -281,19 +290,82 @@ def test_what_counts_as_out_of_memory(error, expected):
     assert measure.out_of_memory(error) == expected
 
 
+NUMBERS = {
+    "seconds": 0.75, "tokens_per_second": 10922.0, "gflops": 440e3, "product_gflops": 700e3, "mfu": 0.445,
+    "memory_gib": 121.0, "live_gib": 108.5, "idle": 0.012, "sections": dict.fromkeys(measure.sections.SECTIONS, 0.15),
+}  # fmt: skip
+
+
+def test_a_step_on_a_gpu_has_as_many_layers_as_fit(monkeypatch):
+    """The code of a GPU with the driver, the step and the plan made up."""
+    asked, given = [], []
+
+    def plan(options: list[str]) -> dict:
+        asked.append(options)
+        layers = int(options[-1].split("=")[1])
+        return {"live": 20 + 3.6 * layers, "needed": 25 + 4.5 * layers}
+
+    monkeypatch.setattr(measure, "GPU", True)
+    monkeypatch.setattr(measure, "KIND", "cuda")
+    monkeypatch.setattr(measure, "ask_plan", plan)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, int(139.8 * 2**30)))
+    monkeypatch.setattr(measure.sections, "one", lambda options, rounds: given.append(options) or NUMBERS)
+    report = measure.one_step("8B layers")
+    assert [options[-1] for options in asked] == [f"--model.n_layers={n}" for n in (2, 4, 25)]
+    assert given[0][-1] == "--model.n_layers=25" and given[0][:-1] == measure.STEPS["8B layers"]["cuda"].split()
+    row = dict(zip(report["columns"], report["rows"][0], strict=True))
+    assert (row["layers"], row["plan GiB"], row["live GiB"], row["idle"]) == ("25", "110.00", "108.50", "1.2%")
+    assert row["MFU"] == "44.5%" and row["of products"] == "63% of 700,000" and row["configuration"] == "8B layers"
+    with pytest.raises(InputError, match="no step of a cuda"):
+        measure.one_step("70B")
+
+
+def plans_on_a_gpu(layers: int) -> float:
+    measure.GPU = True
+    return measure.plan([*measure.STEPS["8B layers"]["cuda"].split(), f"--model.n_layers={layers}"])["live"]
+
+
+def test_the_plan_of_8b_layers():
+    """A layer more takes at least its weights (bfloat16 and float32), gradient and moments: 18 bytes for each of 218
+    million."""
+    fork = multiprocessing.get_context("fork")  # as in tests/test_plan.py
+    with fork.Pool(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        two, four = (pool.apply(plans_on_a_gpu, (layers,)) for layers in (2, 4))
+    assert 18 * 218.1e6 / 2**30 * 0.95 < (four - two) / 2 < 5
+
+
+def subjects(folder: Path) -> tuple[dict, dict, tuple, dict]:
+    """What is measured with a model, at a size that takes a second."""
+    tiny = " ".join([*checks.MODEL, "--training.param_dtype=float32"])
+    measure.SAVED["cpu"] = measure.STEPS["1B"]["cpu"] = tiny
+    measure.ask_plan = lambda options: {"live": 1.5, "needed": 2.0}
+    measure.close_mesh = lambda: None
+    return measure.saves(folder), measure.one_step("1B"), measure.rates_of(CPU, 128), measure.try_steps(tiny.split())
+
+
+def test_what_is_measured_with_a_model(tmp_path):
+    saves, step, rates, tried = run_ranks(1, subjects, tmp_path)[0]
+    assert saves["rows"][1][0] == "training waits for a save" and not list(tmp_path.iterdir())
+    assert all(len(row) == len(saves["columns"]) for row in saves["rows"])
+    row = dict(zip(step["columns"], step["rows"][0], strict=True))
+    assert row["configuration"] == "1B (small)" and row["layers"] == "3" and row["plan GiB"] == "1.50"
+    assert all(rate > 0 for rate in rates) and tried["seconds"] > 0 and tried["gib"] > 0
+
+
 def test_every_part_can_be_started():
     """Its module, its checks, its configurations exist: on a GPU nobody has run them."""
+    steps = {}
     for part in PARTS:
-        for line in part.arguments.values():
+        for kind, (_, line) in part.by_device.items():
             module, *arguments = line.split()
             assert find_spec(module), module
             if module == command.CHECKS:
                 assert set(arguments) <= checks.CHECKS.keys(), part
-    steps = [arguments.split()[-1].replace("_", " ") for part in PARTS for arguments in part.arguments.values() if " step " in arguments]
-    assert set(steps) == measure.STEPS.keys()
-    assert all(measure.STEPS[step].keys() == part.arguments.keys() for part in PARTS for step in measure.STEPS
-               if any(line.endswith(" step " + step.replace(" ", "_")) for line in part.arguments.values()))  # fmt: skip
-    options = [*(line for kinds in measure.STEPS.values() for line in kinds.values()), *measure.BESIDE.values(),
-               *measure.SAVED.values(), *(row[0] for row in measure.LONGEST.values())]  # fmt: skip
+            if arguments[0] == "step":
+                steps.setdefault(arguments[1].replace("_", " "), set()).add(kind)
+    assert steps == {name: set(kinds) for name, kinds in measure.STEPS.items()}
+    options = [line for kinds in measure.STEPS.values() for line in kinds.values()]
+    options += [f"{line} --training.seq_len={most}" for line, _, most, _ in measure.LONGEST.values()]
+    options += [*measure.BESIDE.values(), *measure.SAVED.values()]
     for line in options:
         load_config(line.split(), 1, 1)

@@ -269,7 +269,9 @@ def as_on_cuda(names: list[str], mesh_options: list[str], dp_size: int) -> dict:
 
 
 @pytest.mark.cap(240)
-@pytest.mark.parametrize("mesh, names", [("one", ["ac-full", "compile-selective"]), ("tp2", ["ac-selective", "compile"])])
+@pytest.mark.parametrize("mesh, names", [
+    ("one", ["ac-full", "compile-selective"]), pytest.param("tp2", ["ac-selective", "compile"], marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_cuda_path_with_stand_in_kernels(mesh, names):
     ranks, options, dp_size, _ = MESHES[mesh]
     seen = run_ranks(ranks, as_on_cuda, names, options, dp_size, timeout=200)[0]
@@ -407,6 +409,7 @@ def whole_run(options: list[str], folder: Path) -> list[float]:
     return alone
 
 
+@pytest.mark.slow
 @pytest.mark.cap(180)
 def test_a_whole_run_masks_in_training_and_validation_on_every_mesh(tmp_path):
     """The corpus has documents longer and (like the last of it) other than windows: every run's losses agree, the first is

@@ -53,6 +53,7 @@ def options(place) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_mixture_is_the_same_run_on_every_mesh(options, tmp_path):
     seen = {}
     for name in "one", "fsdp2", "fsdp2xtp2":

@@ -38,7 +38,7 @@ from tests.runs import MESHES, ROOT, ULYSSES
 from training import feed, init, loss, optim
 
 Patch = pytest.MonkeyPatch
-pytestmark = pytest.mark.cap(240)  # whichever test comes first waits for all runs
+pytestmark = [pytest.mark.slow, pytest.mark.cap(240)]  # whichever test comes first waits for all runs
 
 # The mistakes. The docstring of each is its line in docs/museum.md.
 

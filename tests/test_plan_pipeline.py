@@ -25,6 +25,7 @@ from tools.plan.device import load_device
 from tools.plan.drawing import drawing
 from tools.plan.pipeline import Part, Stages
 from tools.plan.plan import Plan, Question, make_plan
+from tools.plan.report import recomputes_often
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = (
@@ -79,7 +80,7 @@ def test_memory_of_every_rank_is_that_of_a_real_step(name, monkeypatch):
             same_stages = of_ranks[number * ranks // 2 : (number + 1) * ranks // 2]
             assert rank.peak()[0] == pytest.approx(max(peaks[i] for peaks in same_stages), rel=0.01), (case, number)
         derived, counted, _ = plan.flops()
-        if FULL not in case and not SCHEDULES[case[0]].splits_backward:  # PyTorch computes attention's backward again for the second half
+        if FULL not in case:
             assert counted == pytest.approx(derived, rel=2e-3)  # under tp rank 0 has one row of the vocabulary more than the other
 
     peak = planned(ranks, *cases[0], stages=stages).live
@@ -210,6 +211,11 @@ def test_the_report_and_the_page_show_every_rank(tmp_path, capsys):
     assert "Who works when" in text and "backward_weight of stage 7, micro-batch 7" in text
     for image in re.findall(r"<svg.*?</svg>", text, re.S):
         ElementTree.fromstring(image)
+
+
+@pytest.mark.parametrize(("schedule", "mode", "slow"), [("zbv", "full", True), ("zbv", "none", False), ("1f1b", "full", False)])
+def test_the_report_warns_of_a_split_backward_with_checkpointing(schedule, mode, slow):
+    assert recomputes_often(config(2, schedule, f"--activation_checkpoint.mode={mode}")) == slow
 
 
 def test_documented_drawings_are_those_that_are_drawn():

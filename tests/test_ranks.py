@@ -125,7 +125,9 @@ def first_steps(options: list[str], shared: bool = True) -> list[tuple[int, floa
     return seen
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(4, []), (8, ["--parallelism.data_parallel_replicate=2"])], ids=["FSDP", "HSDP"])
+@pytest.mark.parametrize(("ranks", "options"), [
+    pytest.param(4, [], id="FSDP"), pytest.param(8, ["--parallelism.data_parallel_replicate=2"], marks=pytest.mark.slow, id="HSDP"),
+])  # fmt: skip
 def test_the_number_of_groups_does_not_grow_with_the_layers(ranks, options, tmp_path):
     """All blocks keep their weights over the same groups of 2 ranks. The loss is that of weights that are freed."""
     options = [*tiny_run(tmp_path), *options, "--training.local_batch_size=1"]

@@ -153,6 +153,7 @@ def type_in(house: Path, command: str) -> None:
     assert words in done.stdout, f"{said}\nwhich lacks {words!r}"
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 def test_commands_of_the_readme(trained, tmp_path):
     """In their order: the later ones use what the first made."""

@@ -517,7 +517,7 @@ def with_float8(recipe: str, options: list[str]) -> tuple[list[float], list[floa
 @TORCHAO
 @pytest.mark.parametrize(("recipe", "options"), [
     ("tensorwise", ["--activation_checkpoint.mode=selective"]),
-    ("rowwise", ["--compile.enabled=true", "--compile.backend=aot_eager"]),
+    pytest.param("rowwise", ["--compile.enabled=true", "--compile.backend=aot_eager"], marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_float8_learns_what_bfloat16_learns(recipe, options):
     """Rounding to 8 bits, emulated: over 30 steps, in which the loss falls to a third, it stays within 1%; measured 0.2%."""

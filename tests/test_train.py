@@ -120,6 +120,7 @@ def validated(options: list[str], folder: Path) -> tuple[int, bool]:
     return code, all(type(p.data).__name__ == "DTensor" for p in jobs[0].model.parameters())
 
 
+@pytest.mark.slow
 def test_validation_leaves_the_shards_in_place(options, tmp_path):
     """... and is the same number on every mesh, at steps 5, 10, 15 and the last."""
     seen = {}
@@ -134,6 +135,7 @@ def test_validation_leaves_the_shards_in_place(options, tmp_path):
         assert max(abs(seen[name][s] / seen["one"][s] - 1) for s in seen["one"]) <= 1e-5
 
 
+@pytest.mark.slow
 def test_sample_and_generated_text_are_the_same_on_every_mesh(options, tmp_path):
     texts, folder = {}, tmp_path
     for name in "one", "fsdp2xtp2":

@@ -1,6 +1,7 @@
 """How long a GPU runs no kernel during a step, because it waits for the host: read from PyTorch's profiler."""
 
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,13 +18,19 @@ def kernel_times(
     activity: ProfilerActivity = ProfilerActivity.CUDA,
     categories: Iterable[str] = ON_A_GPU,
 ) -> tuple[Times, float]:
-    """When kernels ran during the second of two calls of `run`, and the microseconds from the first one's begin to the last
-    one's end. The host's own events are not recorded, because recording them would make the host slower."""
+    """When kernels ran during the second of two calls of `run`, and the microseconds from the first one's begin to
+    the last one's end. The host's own events are not recorded, because recording them would make the host slower.
+    Where the profiler is not allowed to look, nothing is recorded, and it says why on stderr: what else was measured
+    must not be lost."""
     run()
     synchronise()
-    with profile(activities=[activity], acc_events=True) as recorded:
-        run()
-        synchronise()
+    try:
+        with profile(activities=[activity], acc_events=True) as recorded:
+            run()
+            synchronise()
+    except RuntimeError as error:
+        print(f"no times of kernels: {error}", file=sys.stderr)
+        return [], 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
@@ -38,8 +45,8 @@ def synchronise() -> None:
 
 
 def idle_share(times: Times, whole: float) -> float | None:
-    """The share of `whole` microseconds in which none of the kernels ran; None if nothing was recorded. Kernels of several
-    streams overlap, so their times are not just added."""
+    """The share of `whole` microseconds in which none of the kernels ran; None if nothing was recorded. Kernels of
+    several streams overlap, so their times are not just added."""
     if not whole:
         return None
     busy, reached = 0.0, float("-inf")

@@ -30,7 +30,7 @@ def contenders() -> dict[str, tuple[torch.dtype, str]]:
     keep_memory()
     float32_products()
     asked = torch.get_float32_matmul_precision()
-    return {"float32": (torch.float32, "highest"), "float32, ours": (torch.float32, asked), "bfloat16": (torch.bfloat16, "highest")}
+    return {"float32": (torch.float32, "highest"), "float32 (ours)": (torch.float32, asked), "bfloat16": (torch.bfloat16, "highest")}
 
 
 def main() -> None:

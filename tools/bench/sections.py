@@ -107,11 +107,8 @@ def one(options: list[str], rounds: int) -> dict:
     multiply, product_flops = harness.product(dtype, device)
     step = lambda: train.train_step(job, data[next(steps)])  # noqa: E731
     timed = harness.alternate({"step": step, "product": multiply}, rounds)
-    memory, live, idle = memory_gib(device), None, None
+    memory, live, idle = memory_gib(device), None, None  # of the allocator, whose peak this call resets
     del multiply
-    if device.type == "cuda":
-        idle = idle_share(*kernel_times(step))
-        torch.cuda.reset_peak_memory_stats(device)
     with sections(device) as (seconds, begin):
         for _ in range(rounds):
             begin("data")
@@ -120,6 +117,7 @@ def one(options: list[str], rounds: int) -> dict:
             train.train_step(job, batch)
     if device.type == "cuda":
         live = torch.cuda.max_memory_allocated(device) / 2**30
+        idle = idle_share(*kernel_times(step))
     tokens = t.global_batch_size * t.seq_len
     seconds_per_step = statistics.median(timed["step"])
     family, args = train.architecture(job.cfg)

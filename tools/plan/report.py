@@ -1,6 +1,7 @@
 """A plan as text for a person."""
 
 from checkpoint.state import pinned_size
+from configs.schema import SCHEDULES, Config
 from tools.plan.plan import CONTEXT_GIB, Plan
 from tools.plan.step import GIB, KINDS
 
@@ -32,9 +33,19 @@ def report(plan: Plan, all_stages: bool = False) -> str:
     lines = [*heading(plan), "", *stages(plan, all_stages), *memory(plan), *communication(plan), "", *speed(plan), *run(plan)]
     if plan.cfg.data.mask_documents:
         lines.append("  data.mask_documents computes less attention than this: the time is an upper bound.")
+    if recomputes_often(plan.cfg):
+        lines.append("  A split backward recomputes a checkpointed block for each of its weights: without checkpointing, or with the "
+                     "schedule 1f1b or interleaved_1f1b, steps are faster.")  # fmt: skip
     if not plan.fits:
         lines += ["", f"It does not fit: {advice(plan)}"]
     return "\n".join(lines)
+
+
+def recomputes_often(cfg: Config) -> bool:
+    """Whether blocks are recomputed more than once for a backward (docs/parallelism.md, "Pipeline parallelism")."""
+    p = cfg.parallelism
+    splits = p.pipeline_parallel > 1 and SCHEDULES[p.pipeline_schedule].splits_backward
+    return splits and cfg.activation_checkpoint.mode != "none"
 
 
 def heading(plan: Plan) -> list[str]:

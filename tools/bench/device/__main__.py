@@ -2,14 +2,15 @@
 
     python -m tools.bench.device [--minutes 9] [--json runs/device.json] [--only NAME ...] [--again]
 
-Each part runs in a process of its own with a time limit. Its result goes into the JSON file as soon as it is there, so
-nothing is lost when the command is cut off, and a second call goes on with what is missing or has failed. --minutes is a
-budget: a part that does not fit into what is left of it is listed as not run. --only names the parts to run, and --again
-repeats those that are done.
+Each part runs in a process of its own with a time limit. Its result goes into the JSON file as soon as it is there,
+so nothing is lost when the command is cut off, and a second call goes on with what is missing or has failed.
+--minutes is a budget: a part that does not fit into what is left of it is listed as not run. --only names the parts
+to run, and --again repeats those that are done.
 
-Beside the JSON file are written, with the same name: the tables as Markdown, ready for docs/performance.md; a device for
-`python -m tools.plan --device runs/device.toml`; and a folder with the log of every part. On a CPU the sizes are small.
-Exit code 0: nothing has failed; 1: a part has failed, the table says why; 2: wrong arguments, nothing was started.
+Beside the JSON file are written, with the same name: the tables as Markdown, ready for docs/performance.md; a device
+for `python -m tools.plan --device runs/device.toml`; and a folder with the log of every part. On a CPU the sizes are
+small. Exit code 0: nothing has failed; 1: a part has failed, the table says why; 2: wrong arguments, nothing was
+started.
 """
 
 import argparse
@@ -33,57 +34,53 @@ PATIENCE = 4  # a part is ended after this many times the seconds that it usuall
 
 @dataclass(frozen=True)
 class Part:
-    """seconds: what it usually takes, by kind of device; for a GPU estimated, because none was at hand. arguments: of
-    `python -m`, by kind of device. A kind that is missing cannot run it."""
+    """by_device: by kind of device (cuda, cpu) the seconds that it usually takes, and the arguments of `python -m`. A
+    kind that is missing cannot run it. The seconds of a GPU are estimates, because none was at hand."""
 
     name: str
-    seconds: dict[str, int]
-    arguments: dict[str, str]
-
-    @classmethod
-    def row(cls, name: str, cuda: tuple[int, str], cpu: tuple[int, str] | None) -> "Part":
-        kinds = {"cuda": cuda} | ({"cpu": cpu} if cpu else {})
-        seconds, arguments = ({kind: row[i] for kind, row in kinds.items()} for i in (0, 1))
-        return cls(name, seconds, arguments)
+    by_device: dict[str, tuple[float, str]]
 
 
 CHECKS, MEASURE = "tools.bench.device.checks", "tools.bench.device.measure"
 NUMBERS = f"{CHECKS} float32 fsdp fsdp_and_tp bfloat16 control sampling"
-PARTS = [  # the most valuable first. name, seconds and arguments on a GPU, the same on a CPU
-    Part.row("numbers", (45, NUMBERS), (15, NUMBERS)),
-    Part.row("checkpoint", (20, f"{CHECKS} checkpoint"), (10, f"{CHECKS} checkpoint")),
-    Part.row("documents", (40, f"{CHECKS} documents documents_compiled"), (40, f"{CHECKS} documents documents_compiled")),
-    Part.row("compile", (60, f"{CHECKS} compiled"), (60, f"{CHECKS} compiled")),
-    Part.row("rates", (20, f"{MEASURE} rates"), (15, f"{MEASURE} rates")),
-    Part.row("8B layers", (100, f"{MEASURE} step 8B_layers"), (60, f"{MEASURE} step 8B_layers")),
-    Part.row("beside others", (120, f"{MEASURE} beside"), (60, f"{MEASURE} beside")),
-    Part.row("saves", (90, f"{MEASURE} saves"), (60, f"{MEASURE} saves")),
-    Part.row("attention", (70, "tools.bench.attention --rounds=10 --shapes 1,32,8,8192,128 1,32,8,8192,64"),
-             (40, "tools.bench.attention --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128")),
-    Part.row("8B layers float8 rowwise", (100, f"{MEASURE} step 8B_layers_float8_rowwise"), None),
-    Part.row("8B layers float8 tensorwise", (100, f"{MEASURE} step 8B_layers_float8_tensorwise"), None),
-    Part.row("products", (30, "tools.bench.products --rounds=10"),
-             (30, "tools.bench.products --rounds=5 --shapes 2048,256,704 1024,256,4096")),
-    Part.row("1B", (100, f"{MEASURE} step 1B"), (60, f"{MEASURE} step 1B")),
-    Part.row("3B", (120, f"{MEASURE} step 3B"), None),
-    Part.row("longest sequence", (180, f"{MEASURE} longest"), (60, f"{MEASURE} longest")),
+DOCUMENTS = f"{CHECKS} documents documents_compiled"
+PARTS = [  # the most valuable first
+    Part("numbers", {"cuda": (45, NUMBERS), "cpu": (15, NUMBERS)}),
+    Part("checkpoint", {"cuda": (20, f"{CHECKS} checkpoint"), "cpu": (10, f"{CHECKS} checkpoint")}),
+    Part("documents", {"cuda": (40, DOCUMENTS), "cpu": (40, DOCUMENTS)}),
+    Part("compile", {"cuda": (60, f"{CHECKS} compiled"), "cpu": (60, f"{CHECKS} compiled")}),
+    Part("rates", {"cuda": (20, f"{MEASURE} rates"), "cpu": (15, f"{MEASURE} rates")}),
+    Part("8B layers", {"cuda": (100, f"{MEASURE} step 8B_layers"), "cpu": (60, f"{MEASURE} step 8B_layers")}),
+    Part("beside the bare loop", {"cuda": (90, f"{MEASURE} beside bare"), "cpu": (40, f"{MEASURE} beside bare")}),
+    Part("beside Hugging Face", {"cuda": (90, f"{MEASURE} beside hf"), "cpu": (50, f"{MEASURE} beside hf")}),
+    Part("saves", {"cuda": (90, f"{MEASURE} saves"), "cpu": (60, f"{MEASURE} saves")}),
+    Part("attention", {"cuda": (70, "tools.bench.attention --rounds=10 --shapes 1,32,8,8192,128 1,32,8,8192,64"),
+                       "cpu": (40, "tools.bench.attention --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128")}),
+    Part("beside TorchTitan", {"cuda": (120, f"{MEASURE} beside torchtitan"),
+                               "cpu": (60, f"{MEASURE} beside torchtitan")}),
+    Part("8B layers float8 rowwise", {"cuda": (100, f"{MEASURE} step 8B_layers_float8_rowwise")}),
+    Part("8B layers float8 tensorwise", {"cuda": (100, f"{MEASURE} step 8B_layers_float8_tensorwise")}),
+    Part("products", {"cuda": (30, "tools.bench.products --rounds=10"),
+                      "cpu": (30, "tools.bench.products --rounds=5 --shapes 2048,256,704 1024,256,4096")}),
+    Part("1B", {"cuda": (100, f"{MEASURE} step 1B"), "cpu": (60, f"{MEASURE} step 1B")}),
+    Part("3B", {"cuda": (120, f"{MEASURE} step 3B")}),
+    Part("longest sequence", {"cuda": (200, f"{MEASURE} longest"), "cpu": (60, f"{MEASURE} longest")}),
 ]  # fmt: skip
 
 
 def run(part: Part, kind: str, left: float, logs: Path) -> dict:
     """Run a part in a process of its own for at most `left` seconds. Returns its entry in the record."""
-    usual = part.seconds[kind]
+    usual, arguments = part.by_device[kind]
     if left < usual:
         return {"state": NOT_RUN, "why": f"it takes about {usual:.0f} s, and {max(0, left):.0f} s were left"}
     limit, began = min(PATIENCE * usual, left), time.monotonic()
     name = part.name.replace(" ", "-")
     log, report = logs / f"{name}.log", logs / f"{name}.json"
     report.unlink(missing_ok=True)
-    module, *arguments = part.arguments[kind].split()
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", module, *arguments, f"--json={report}"], stdin=subprocess.DEVNULL, stdout=output,
-            stderr=output, start_new_session=True, preexec_fn=end_with_parent,
+            [sys.executable, "-u", "-m", *arguments.split(), f"--json={report}"], stdin=subprocess.DEVNULL,
+            stdout=output, stderr=output, start_new_session=True, preexec_fn=end_with_parent,
         )  # fmt: skip
         try:
             code = process.wait(limit)
@@ -99,7 +96,8 @@ def run(part: Part, kind: str, left: float, logs: Path) -> dict:
     if code is None:
         return entry | {"state": FAILED, "why": f"no result after {limit:.0f} s"}
     why = last_line(log) if code else ""
-    return entry | {"state": NOT_RUN if code == WRONG_INPUT else FAILED, "why": why or f"it ended with code {code} and no result"}
+    state = NOT_RUN if code == WRONG_INPUT else FAILED
+    return entry | {"state": state, "why": why or f"it ended with code {code} and no result"}
 
 
 def end_group(process: subprocess.Popen) -> None:
@@ -122,7 +120,7 @@ def measure(record: Record, parts: list[Part], kind: str, minutes: float, again:
         if record.state(part.name) == DONE and not again:
             print(f"{part.name}: done before", flush=True)
             continue
-        if kind not in part.arguments:
+        if kind not in part.by_device:
             entry = {"state": NOT_RUN, "why": "only a GPU can run it"}
         else:
             print(f"{part.name}: ...", flush=True)

@@ -42,11 +42,13 @@ from training.optim import build_optimizer
 from training.sample import sample
 
 STEPS, ROWS, TOKENS, VOCABULARY = 3, 4, 48, 263
-MODEL = (  # sides are multiples of 16, as GPU kernels want them, and all different
-    "--model.dim=96 --model.n_layers=3 --model.n_heads=6 --model.n_kv_heads=2 --model.head_dim=16 --model.hidden_dim=208 "
-    f"--model.vocab_size={VOCABULARY} --data.tokenizer=bytes --training.seq_len={TOKENS} --training.loss_chunk_tokens=40 "
-    f"--training.global_batch_size={ROWS} --training.local_batch_size={ROWS} --training.max_norm=0.5 --optimizer.lr=0.01 "
-    "--optimizer.eps=1e-4"  # with 1e-8 Adam amplifies rounding where a gradient is near 0
+# Sides are multiples of 16, as GPU kernels want them, and all different. With an eps of 1e-8 Adam would amplify rounding
+# where a gradient is near 0.
+MODEL = (
+    "--model.dim=96 --model.n_layers=3 --model.n_heads=6 --model.n_kv_heads=2 --model.head_dim=16 "
+    f"--model.hidden_dim=208 --model.vocab_size={VOCABULARY} --data.tokenizer=bytes --training.seq_len={TOKENS} "
+    f"--training.loss_chunk_tokens=40 --training.global_batch_size={ROWS} --training.local_batch_size={ROWS} "
+    "--training.max_norm=0.5 --optimizer.lr=0.01 --optimizer.eps=1e-4"
 ).split()
 ROUNDING = 1e-5  # of float32, relative, for a whole tensor: the limit of tests/parity.py too
 DOCUMENTS = (1, 255, 45, 7, 64, 128, 1, 11)  # tokens of each, in two windows of 256
@@ -80,7 +82,7 @@ Seen = dict[str, dict[str, Tensor]]
 
 
 def judge(cfg: Config) -> Seen:
-    """What a plain float64 model on the CPU sees of the same run."""
+    """The numbers of a run of `cfg`, from a plain float64 model on the CPU."""
     family, args = train.architecture(cfg)
     model = family.build(args)
     init.initialise(model, family.initial_values(args), cfg.run.seed)
@@ -103,13 +105,14 @@ def judge(cfg: Config) -> Seen:
 
 
 def trained(cfg: Config) -> Seen:
-    """What `train.build` and `train.train_step` make of it on the device."""
+    """The same numbers from `train.build` and `train.train_step` on the device."""
     job = train.build(cfg)
     model, device = job.model, job.mesh.device
     contract.verify(model, job.optimizer, job.mesh, {})
     seen = {"initial weights": {n: whole(p) for n, p in model.named_parameters()}, "loss and norm": {}}
+    tokens, positions = batches()[0]["tokens"][0].to(device), torch.arange(TOKENS, device=device)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        seen["logits"] = {"": whole(model(batches()[0]["tokens"][0].to(device), torch.arange(TOKENS, device=device), product))}
+        seen["logits"] = {"": whole(model(tokens, positions, product))}
     dp.reshard(model)
 
     def keep_gradients(*_: object) -> None:
@@ -118,7 +121,8 @@ def trained(cfg: Config) -> Seen:
     job.optimizer.register_step_pre_hook(keep_gradients)
     for step, batch in enumerate(batches()):
         result = train.train_step(job, batch)
-        seen["loss and norm"] |= {f"loss {step}": torch.tensor(result.loss), f"norm {step}": torch.tensor(result.grad_norm)}
+        numbers = {f"loss {step}": result.loss, f"norm {step}": result.grad_norm}
+        seen["loss and norm"] |= {name: torch.tensor(number) for name, number in numbers.items()}
     return seen | {"weights": {n: whole(p) for n, p in model.named_parameters()}}
 
 
@@ -129,15 +133,20 @@ def product(h: Tensor, weight: Tensor) -> Tensor:
 
 
 def differences(seen: Seen, wanted: Seen) -> dict[str, float]:
-    """The largest relative error of each kind. Initial weights must be equal bit by bit: infinite where they are not."""
+    """The largest relative error of each kind; infinite for initial weights that are not equal bit by bit."""
     errors = {}
     for kind, tensors in wanted.items():
         assert tensors.keys() == seen[kind].keys(), f"{kind}: {tensors.keys() ^ seen[kind].keys()}"
         if kind == "initial weights":
             errors[kind] = 0.0 if all(torch.equal(seen[kind][n], x) for n, x in tensors.items()) else math.inf
         else:
-            errors[kind] = max(((seen[kind][n].double() - x.double()).norm() / x.double().norm()).item() for n, x in tensors.items())
+            errors[kind] = max(relative_error(seen[kind][n], x) for n, x in tensors.items())
     return errors
+
+
+def relative_error(x: Tensor, wanted: Tensor) -> float:
+    wanted = wanted.double()
+    return ((x.double() - wanted).norm() / wanted.norm()).item()
 
 
 # ------------------------------------------------------------------------------------------------------- the checks
@@ -184,14 +193,12 @@ def bfloat16(device: torch.device, folder: Path) -> dict[str, float]:
 
 
 def control(device: torch.device, folder: Path) -> dict[str, float]:
-    """The comparison sees a coarser type: TF32 on a GPU that has it, bfloat16 elsewhere. 0 if every kind of number is then
-    off by more than float32's rounding."""
+    """The comparison must see a coarser type: TF32 on a GPU that has it, bfloat16 elsewhere."""
     has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     cfg = config(device, *([] if has_tf32 else ["--training.param_dtype=bfloat16"]))
     with tf32(has_tf32):
         errors = differences(trained(cfg), judge(cfg))
-    kinds = errors.keys() - {"initial weights"}
-    return {"TF32 or bfloat16 goes unnoticed": sum(errors[kind] <= ROUNDING for kind in kinds)}
+    return {"TF32 or bfloat16 goes unnoticed": float(not failures(errors, ROUNDING))}
 
 
 @contextmanager
@@ -215,25 +222,26 @@ def documents_compiled(device: torch.device, folder: Path) -> dict[str, float]:
 
 
 def attention_errors(device: torch.device, lengths: tuple[int, ...], compiled: bool) -> dict[str, float]:
-    """Relative errors in bfloat16 of output and gradients, with grouped heads, of two windows that hold documents of these
-    numbers of tokens; compared with `one_by_one` in float32."""
+    """Relative errors in bfloat16 of output and gradients, with grouped heads, of two windows that hold documents of
+    these numbers of tokens; compared with `one_by_one` in float32."""
     positions = torch.cat([torch.arange(n) for n in lengths]).view(2, -1)
     table = masked.Documents.of(positions, device)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(*positions.shape, h, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
+    how = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    q, k, v = (torch.randn(*positions.shape, heads, 64, **how) for heads in (8, 2, 2))
     assert masked.fits_varlen(q) == (device.type == "cuda")
     attend = torch.compile(masked.document_attention, fullgraph=True) if compiled else masked.document_attention
     grad = torch.randn_like(q)
     got = attend(q, k, v, table)
     want = masked.one_by_one(*(x.flatten(0, 1).float() for x in (q, k, v)), table.starts).view_as(q)
     gots, wants = (torch.autograd.grad(out, (q, k, v), grad.to(out.dtype)) for out in (got, want))
-    errors = [((a - b).norm() / b.norm()).item() for a, b in zip((got, *gots), (want, *wants))]
+    errors = [relative_error(a, b) for a, b in zip((got, *gots), (want, *wants))]
     return dict(zip(("output", "grad of q", "grad of k", "grad of v"), errors))
 
 
 def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
-    """A save holds the state of its call although training goes on meanwhile, and comes back bit by bit, with the state of
-    the generators. On a GPU the copies go into pinned memory."""
+    """A save holds the state of its call although training goes on meanwhile, and comes back bit by bit, with the
+    state of the generators. On a GPU the copies go into pinned memory."""
     job = train.build(config(device))
     state.materialise(job.optimizer)
 
@@ -241,7 +249,8 @@ def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
         return CheckpointManager(Checkpoint(), folder, job.mesh, {"must_match": {}})
 
     def numbers() -> dict[str, Tensor]:
-        return {name: whole(x) for name, x in state.tensors(job.model, job.optimizer).items() if not name.startswith("rng.")}
+        live = state.tensors(job.model, job.optimizer)
+        return {name: whole(x) for name, x in live.items() if not name.startswith("rng.")}
 
     first, *others = batches()
     checkpoints = manager()

@@ -1,15 +1,16 @@
 """What `tools.bench.device` measures itself, one subject per process:
 
-    python -m tools.bench.device.measure (rates | step NAME | beside | saves | longest) [--json out.json]
+    python -m tools.bench.device.measure (rates | step NAME | beside NAME | saves | longest) [--json out.json]
 
 - rates: what `tools.plan` wants to know of a device, as the numbers of a row of tools/plan/devices.toml.
 - step NAME: one of STEPS, through tools/bench/sections.py; 8B's layers are as many as fit, by the plan.
-- beside: a step beside the bare loop and Hugging Face's model where transformers is installed (tools/bench/step.py).
+- beside NAME: our step beside that of the bare loop (bare), or of a peer that is installed (hf, torchtitan):
+  tools/bench/step.py.
 - saves: how long training waits for a save, how much longer the steps beside it take, and a load.
 - longest: the longest sequence of which a step fits, by doubling, each length in a process of its own.
 
-On a CPU the sizes are small, so that all of it takes minutes: that is how the command is tested. Exit code 2 and a sentence
-where something cannot run here.
+On a CPU the sizes are small, so that all of it takes minutes: that is how the command is tested. Exit code 2 and a
+sentence where something cannot run here.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from models.kernels.causal_attention import causal_attention
 from parallelisms.mesh import close_mesh
-from tools.bench import harness, sections, step as beside_others
+from tools.bench import harness, sections, step as others
 from tools.plan.device import MEMORY_EFFICIENCY, Device, known_device, measure_cpu
 from tools.plan.plan import Question, make_plan
 from tools.preflight.machine import best
@@ -57,19 +58,20 @@ STEPS = {  # name -> options, by kind of device; a kind that is missing cannot r
 }
 ABOUT = {  # what the sizes on a CPU stand for
     "cuda": "",
-    "cpu": " On a CPU a small model stands for a large one: 8 layers of width 512 for 8B's and for saves, 2 layers of 1B for 1B.",
+    "cpu": " On a CPU a small model stands for a large one: 8 layers of width 512 for 8B's and for saves, 2 layers of "
+           "1B for 1B.",
 }
 ROUNDS = {"cuda": 8, "cpu": 2}
 SAVED = {
     "cuda": f"--model.flavor=1B {WHOLE} --training.local_batch_size=2 --training.global_batch_size=2",
     "cpu": f"{sections.BENCH} {BFLOAT16} --training.local_batch_size=2 --training.global_batch_size=2",
 }
-BESIDE = {  # none recomputes, because the peers do not; a smaller vocabulary, so that all of them fit
+BESIDE = {  # nobody recomputes, because the bare loop and Hugging Face's do not; a smaller vocabulary, so that all fit
     "cuda": f"{sections.LAYERS_8B} --activation_checkpoint.mode=none --model.vocab_size=32768",
     "cpu": "--training.local_batch_size=2 --training.global_batch_size=2",
 }
-LONGEST = {  # options, the first length, the last one that is tried, seconds for each
-    "cuda": ("--model.flavor=8B --model.n_layers=4 --activation_checkpoint.mode=full", 16384, 2**20, 90),
+LONGEST = {  # options, the first length, the last one that is tried (the model's positions end there), seconds for each
+    "cuda": ("--model.flavor=8B --model.n_layers=16 --activation_checkpoint.mode=full", 16384, 131072, 120),
     "cpu": ("--activation_checkpoint.mode=full", 512, 2048, 60),
 }
 FITS, TOO_LARGE, TOO_SLOW = "fits", "out of memory", "takes too long"
@@ -85,32 +87,37 @@ def rates() -> dict:
 
 
 def measure_gpu() -> Device:
-    """This GPU as a device of the planner. Its links to other GPUs are those of the table's row of that name, if there is one:
-    one GPU cannot measure them."""
+    """This GPU as a device of the planner."""
     gpu = torch.device("cuda", 0)
-    name = torch.cuda.get_device_name(gpu)
-    how = {"device": gpu, "dtype": torch.bfloat16}
-    x, w = torch.randn(8192, 4096, **how), torch.randn(4096, 14336, **how)  # 8B's largest product in a block
-    product_rate = 2 * 8192 * 4096 * 14336 / best(lambda: x @ w, gpu)
-    q, k, v = (torch.randn(1, heads, 8192, 128, **how, requires_grad=True) for heads in (32, 8, 8))
+    memory = torch.cuda.get_device_properties(gpu).total_memory / 2**30
+    return as_device(torch.cuda.get_device_name(gpu), memory, *rates_of(gpu))
+
+
+def rates_of(device: torch.device, smaller: int = 1) -> tuple[float, float, float, float]:
+    """FLOP/s of a product and of attention in bfloat16, forward and backward together, at the sizes of 8B's layers
+    for 8,192 tokens; bytes per second that a copy inside the device reads and writes, and of a copy to host memory
+    (pinned, if the device is a GPU). smaller: divides the tokens and the copies, so that a CPU can rehearse it."""
+    how, tokens = {"device": device, "dtype": torch.bfloat16}, 8192 // smaller
+    x, w = torch.randn(tokens, 4096, **how), torch.randn(4096, 14336, **how)
+    product_rate = 2 * tokens * 4096 * 14336 / best(lambda: x @ w, device)
+    q, k, v = (torch.randn(1, heads, tokens, 128, **how, requires_grad=True) for heads in (32, 8, 8))
     out = causal_attention(q, k, v)
     grad = torch.randn_like(out)
-    seconds = best(lambda: causal_attention(q, k, v), gpu)
-    seconds += best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), gpu)
-    attention_rate = (2 + 5) * 32 * 8192**2 * 128 / seconds  # 2 and 5 products, of which causality needs half
-    block = torch.ones(1 << 28, device=gpu)  # 1 GiB
-    other, on_host = torch.empty_like(block), torch.empty(1 << 28, pin_memory=True)
-    copied = 2 * block.nbytes / best(lambda: other.copy_(block), gpu)
-    to_host = block.nbytes / best(lambda: on_host.copy_(block, non_blocking=True), gpu)
-    memory = torch.cuda.get_device_properties(gpu).total_memory / 2**30
-    return as_device(name, memory, product_rate, attention_rate, copied, to_host)
+    seconds = best(lambda: causal_attention(q, k, v), device)
+    seconds += best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
+    attention_rate = (2 + 5) * 32 * tokens**2 * 128 / seconds  # 2 and 5 products, of which causality needs half
+    block = torch.ones((1 << 28) // smaller, device=device)  # 1 GiB
+    other, on_host = torch.empty_like(block), torch.empty(len(block), pin_memory=device.type == "cuda")
+    copied = 2 * block.nbytes / best(lambda: other.copy_(block), device)
+    to_host = block.nbytes / best(lambda: on_host.copy_(block, non_blocking=True), device)
+    return product_rate, attention_rate, copied, to_host
 
 
 def as_device(
     name: str, memory_gib: float, product_rate: float, attention_rate: float, copied: float, to_host: float
 ) -> Device:
-    """The planner's row of a GPU with these rates. product_rate, attention_rate: FLOP/s in bfloat16; copied: bytes per second
-    that a copy inside the device reads and writes; to_host: bytes per second of a copy to pinned memory."""
+    """The planner's row of a GPU with these rates, as `rates_of` measures them. The links to other GPUs are those of
+    the table's row of that name, if there is one, because one GPU cannot measure them."""
     row = known_device(name)
     peak = peak_flops(name)
     links = {field: getattr(row, field) for field in ("link_gb_per_s", "fabric_gb_per_s")} if row else {}
@@ -124,6 +131,10 @@ def as_device(
 
 
 def one_step(name: str) -> dict:
+    """name: of STEPS. Raises InputError if this kind of device has no such step."""
+    if KIND not in STEPS.get(name, {}):
+        names = ", ".join(name for name, kinds in STEPS.items() if KIND in kinds)
+        raise InputError(f"{name!r} is no step of a {KIND}; there are {names}")
     options = STEPS[name][KIND].split()
     if GPU and name.startswith("8B layers"):
         options.append(f"--model.n_layers={layers_that_fit(options)}")
@@ -138,9 +149,10 @@ def one_step(name: str) -> dict:
 
 
 def layers_that_fit(options: list[str], share: float = 1.0) -> int:
-    """How many layers of these options one GPU's memory (or a share of it) holds, by the plan, which adds what the allocator
-    wastes. Raises InputError if not even one fits."""
-    return most_layers(torch.cuda.mem_get_info()[1] / 2**30 * share, lambda layers: needed_gib([*options, f"--model.n_layers={layers}"]))
+    """How many layers of these options one GPU's memory (or a share of it) holds, by the plan, which adds what the
+    allocator wastes. Raises InputError if not even one fits."""
+    room = torch.cuda.mem_get_info()[1] / 2**30 * share
+    return most_layers(room, lambda layers: needed_gib([*options, f"--model.n_layers={layers}"]))
 
 
 def most_layers(room: float, needed: Callable[[int], float]) -> int:
@@ -163,32 +175,37 @@ def needed_gib(options: list[str]) -> float:
 
 
 def ask_plan(options: list[str]) -> dict:
-    return harness.child("tools.bench.device.measure", "plan", *options)  # PyTorch keeps a fake group's meshes in caches
+    """In a process of its own, because PyTorch keeps the meshes of the plan's fake group in caches."""
+    return harness.child("tools.bench.device.measure", "plan", *options)
 
 
 def plan(options: list[str]) -> dict:
     """Runs in a process of its own, since it replaces the process group by a fake one."""
-    device = Device(memory_gib=1, memory_gb_per_s=1, link_gb_per_s=1, fabric_gb_per_s=1, peak_tflops=1)  # times do not count
+    times_do_not_count = dict.fromkeys(("memory_gb_per_s", "link_gb_per_s", "fabric_gb_per_s", "peak_tflops"), 1.0)
+    device = Device(memory_gib=1, **times_do_not_count)
     made = make_plan(load_config(options, 1, 1), Question(1, 1, device, on_gpu=GPU))
     return {"live": made.live / 2**30, "needed": made.needed / 2**30}
 
 
-def beside() -> dict:
-    names = ["ours", "bare", *(["hf"] if find_spec("transformers") else [])]
+def beside(name: str) -> dict:
+    """name: a contender of tools/bench/step.py. Raises InputError if its package is not installed."""
+    package = {"bare": "torch", "hf": "transformers"}.get(name, name)
+    if not find_spec(package):
+        raise InputError(f"{package} is not installed here")
     options = BESIDE[KIND].split()
-    if GPU:  # all of them are in memory at once, and the peers keep whole logits
-        options.append(f"--model.n_layers={layers_that_fit(options, 1 / (len(names) + 1))}")
-    rows = beside_others.measure("bfloat16", names, options, ROUNDS[KIND])
-    missing = "" if "hf" in names else " transformers is not installed here."
-    notes = f"{ROUNDS[KIND]} alternating rounds; {' '.join(options)}.{missing}"
-    return {"title": "Step beside others", "columns": list(beside_others.COLUMNS), "rows": rows, "notes": notes}
+    if GPU:  # both are in memory at once, and the peers keep whole logits
+        options.append(f"--model.n_layers={layers_that_fit(options, 1 / 3)}")
+    rows = others.measure("bfloat16", ["ours", name], options, ROUNDS[KIND])
+    notes = f"{ROUNDS[KIND]} alternating rounds; {' '.join(options)}."
+    return {"title": "Step beside others", "columns": list(others.COLUMNS), "rows": rows, "notes": notes}
 
 
 def saves(folder: Path) -> dict:
     """folder: on the disk to write to."""
     cfg = load_config(SAVED[KIND].split())
     job, t = train.build(cfg), cfg.training
-    batch = {name: torch.randint(0, job.args.vocab_size, (1, t.local_batch_size, t.seq_len)) for name in ("tokens", "labels")}
+    shape = (1, t.local_batch_size, t.seq_len)
+    batch = {name: torch.randint(0, job.args.vocab_size, shape) for name in ("tokens", "labels")}
     place = Path(tempfile.mkdtemp(prefix="saves-", dir=folder))
 
     def manager() -> CheckpointManager:
@@ -205,31 +222,32 @@ def saves(folder: Path) -> dict:
         rounds = [beside_a_save(checkpoints, job, number, step) for number in (1, 2)]
         checkpoints.close()
         began = time.perf_counter()
-        with manager() as again:
-            again.load(job.model, job.optimizer)
+        with manager() as resumed:
+            resumed.load(job.model, job.optimizer)
         loaded = time.perf_counter() - began
     finally:
         shutil.rmtree(place)
         close_mesh()
     stall, longer, durable, count = rounds[-1]  # in the first one, the files' pages are touched for the first time
-    share = longer / (count * alone)
+    steps_alone = count * alone
     rows = [
         ["a step without a save", f"{alone * 1e3:,.0f} ms", ""],
-        ["training waits for a save", f"{stall * 1e3:,.1f} ms", f"{stall / (count * alone):.2%} of the steps beside it"],
-        [f"{count} steps beside a save take longer by", f"{longer * 1e3:,.0f} ms", f"{share:.1%} of these steps"],
+        ["training waits for a save", f"{stall * 1e3:,.1f} ms", f"{stall / steps_alone:.2%} of the steps beside it"],
+        [f"steps beside a save ({count}) take longer by", f"{longer * 1e3:,.0f} ms", f"{longer / steps_alone:.1%}"],
         ["a save is durable after", f"{durable:.2f} s", f"{size / durable:.2f} GB/s"],
         ["load, with every byte verified", f"{loaded:.2f} s", f"{size / loaded:.2f} GB/s"],
     ]
     about = "pinned" if GPU else "pageable: there is no GPU"
-    notes = f"{size:.2f} GB of weights and optimizer state; host buffers are {about}. The second of two saves.{ABOUT[KIND]}"
+    notes = f"{size:.2f} GB of weights and optimizer state; host buffers are {about}. The second of two saves."
+    notes += ABOUT[KIND]
     return {"title": "Saves", "columns": ["what", "time", "rate or share"], "rows": rows, "notes": notes}
 
 
 def beside_a_save(
     checkpoints: CheckpointManager, job: train.Job, number: int, step: Callable[[], float]
 ) -> tuple[float, float, float, int]:
-    """Save, and train until it is durable. Seconds that training waits, seconds of the steps beyond as many medians of three
-    steps before, seconds until it is durable, and the number of those steps."""
+    """Save, and train until it is durable. Seconds that training waits, seconds of the steps beyond as many medians
+    of three steps before, seconds until it is durable, and the number of those steps."""
     usual = statistics.median(step() for _ in range(3))
     checkpoints.stall()
     began = time.perf_counter()
@@ -247,8 +265,8 @@ def longest() -> dict:
     tried = search(lambda tokens: try_length(options.split(), tokens, limit), first, most)
     rows = [[f"{tokens:,}", outcome] for tokens, outcome in sorted(tried.items())]
     fitting = [tokens for tokens, outcome in tried.items() if outcome.startswith(FITS)]
-    notes = f"{options}, bfloat16, one sequence. Lengths above {most:,}, and steps above {limit} s with the start, are not tried."
-    title = f"The longest sequence: {max(fitting):,} tokens" if fitting else f"The longest sequence: below {first:,} tokens"
+    notes = f"{options}, bfloat16, one sequence. Lengths above {most:,} are not tried, and each has {limit} s."
+    title = f"The longest sequence: {f'{max(fitting):,}' if fitting else f'below {first:,}'} tokens"
     return {"title": title, "columns": ["tokens", "outcome"], "rows": rows, "notes": notes}
 
 
@@ -266,12 +284,13 @@ def search(outcome: Callable[[int], str], first: int, most: int) -> dict[int, st
 
 
 def try_length(options: list[str], tokens: int, limit: float) -> str:
-    """What becomes of two steps on a sequence of so many tokens. Raises RuntimeError if they fail for any other reason than
-    memory or time."""
-    command = [sys.executable, "-m", "tools.bench.device.measure", "try", *options, BFLOAT16, f"--training.seq_len={tokens}",
-               "--training.local_batch_size=1", "--training.global_batch_size=1"]  # fmt: skip
+    """What becomes of two steps on a sequence of so many tokens. Raises RuntimeError if they fail for any other
+    reason than memory or time."""
+    one_sequence = ("--training.local_batch_size=1", "--training.global_batch_size=1", f"--training.seq_len={tokens}")
+    command = [sys.executable, "-m", "tools.bench.device.measure", "try", *options, BFLOAT16, *one_sequence]
+    how = {"capture_output": True, "text": True, "preexec_fn": harness.end_with_parent}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, preexec_fn=harness.end_with_parent)
+        done = subprocess.run(command, timeout=limit, **how)
     except subprocess.TimeoutExpired:
         return TOO_SLOW
     if done.returncode in (OUT_OF_MEMORY, -9):  # -9: of Linux, if the host's memory is full
@@ -298,7 +317,8 @@ def try_steps(options: list[str]) -> dict:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Also that of the CPU's allocator, which is an ordinary RuntimeError, and of cuBLAS, which has no memory of its own."""
+    """Also that of the CPU's allocator, which is an ordinary RuntimeError, and of cuBLAS, which has no memory of its
+    own."""
     words = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)
 
@@ -306,12 +326,18 @@ def out_of_memory(error: Exception) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", choices=("rates", "step", "beside", "saves", "longest", "plan", "try", "about"))
-    parser.add_argument("name", nargs="?", choices=[name.replace(" ", "_") for name in STEPS], help="of the step")
+    parser.add_argument("name", nargs="?", default="", help="of a step, with _ for spaces, or of a contender")
     parser.add_argument("--json")
     args, options = parser.parse_known_args()
-    answers = {"plan": lambda: plan(options), "try": lambda: try_steps(options), "about": lambda: harness.machine() | {"kind": KIND}}
+    answers = {
+        "plan": lambda: plan(options), "try": lambda: try_steps(options),
+        "about": lambda: harness.machine() | {"kind": KIND},
+    }  # fmt: skip
     folder = Path(args.json).parent if args.json else Path.cwd()
-    reports = {"rates": rates, "step": lambda: one_step(args.name.replace("_", " ")), "beside": beside, "saves": lambda: saves(folder), "longest": longest}
+    reports = {
+        "rates": rates, "step": lambda: one_step(args.name.replace("_", " ")), "beside": lambda: beside(args.name),
+        "saves": lambda: saves(folder), "longest": longest,
+    }  # fmt: skip
     try:
         if args.subject in answers:
             print(json.dumps(answers[args.subject]()))
