@@ -37,10 +37,10 @@ def apply(model: nn.Module, mesh: Mesh, cfg: Config) -> nn.Module:
         return model
     cores, group = model.cores(), mesh.device_mesh.get_group("cp")
     if mesh.head_and_tail:
-        positions = torch.arange(cfg.training.seq_len).expand(cfg.training.local_batch_size, -1)
-        whole_windows = Pieces.of(positions, mesh.device, mesh)
+        b, T = cfg.training.local_batch_size, cfg.training.seq_len
+        whole_windows = Pieces.of(torch.arange(T).expand(b, -1), mesh.device, mesh)
         model.documents = partial(Pieces.of, mesh=mesh)
-        forward = gathered(whole_windows, group.group_name)
+        forward = gathered(whole_windows, (b, T // mesh.cp), group.group_name)
     else:
         forward = swapped(cores[0].forward, group)
     for core in cores:  # the same function, so that torch.compile compiles one block for all
@@ -95,10 +95,13 @@ def _gathered_index(row: Tensor, position: Tensor, T: int, b: int, cp: int) -> T
     return ((rank * b + row) * 2 + (part >= cp)) * length + offset
 
 
-def gathered(whole_windows: Pieces, group: str) -> Callable:
-    """A forward for attention. whole_windows: for micro-batches without documents; group: the name of the cp group."""
+def gathered(whole_windows: Pieces, shape: tuple[int, int], group: str) -> Callable:
+    """A forward for attention. whole_windows: for micro-batches without documents, which must have this shape (b, t); group:
+    the name of the cp group."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: Pieces | None) -> Tensor:
+        if documents is None and q.shape[:2] != shape:
+            raise ValueError(f"attention to gathered keys was prepared for {shape} sequences and tokens, not {tuple(q.shape[:2])}")
         p = whole_windows if documents is None else documents
         out, _ = gathered_attention(q, k, v, p.keys, p.starts, p.key_starts, p.longest, p.longest_keys, group)
         return out

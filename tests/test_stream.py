@@ -86,6 +86,22 @@ def same(one: list[dict], other: list[dict]) -> bool:
 # ---------------------------------------------------------------------------------------------------- what a stream is
 
 
+def test_a_rank_may_have_parts_of_windows_alone(corpus):
+    """Context parallelism: tokens and labels are those of the whole windows at these positions."""
+    source, description = opened(options(corpus[0], mask_documents=True))
+    places = [range(1, 3), range(T - 2, T)]
+    rows = [Batches(source, stream.begin(description), range(2), G, 0, 1, lambda x: [x], places=own) for own in ((), places)]
+    for want, got in zip(*rows, strict=True):
+        here = [position for own in places for position in own]
+        assert all(torch.equal(got[key], want[key][..., here]) for key in ("tokens", "labels"))
+        assert torch.equal(got["positions"], want["positions"]) and torch.equal(got["sample"], want["sample"])
+        if (got["sample"] >= STREAMS).any():
+            break
+    for batches in rows:
+        batches.close()
+
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.3])
 def test_an_epoch_has_every_document_once_and_none_that_is_held_out(corpus, fraction, tmp_path):
     place, texts = corpus
