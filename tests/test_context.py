@@ -50,7 +50,9 @@ def settings(**chosen: str) -> dict[str, str]:
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [
+    pytest.param(mesh, marks=() if mesh in ("cp2", "fsdp2xcp2") else pytest.mark.slow) for mesh in MESHES
+])  # fmt: skip
 def test_mesh_equals_the_plain_model(mesh):
     check(mesh, [combination for combination in PAIRWISE if combination["mesh"] == mesh], factors=FACTORS)
 

@@ -203,7 +203,7 @@ def advice(plan: Plan) -> str:
                      'parallelism.accumulate_gradients = "sharded" keeps shards, for a reduce-scatter with each micro-batch')  # fmt: skip
     if at_peak.get("activations", 0) > plan.live / 4:
         hints.append("activations fill it: activation_checkpoint.mode = \"full\", a smaller training.local_batch_size, "
-                     "more tensor_parallel")  # fmt: skip
+                     "more tensor_parallel or context_parallel")  # fmt: skip
     if sum(at_peak.get(kind, 0) for kind in ("parameters", "optimizer state")) > plan.live / 4:
         hints.append("weights and optimizer state fill it: more GPUs to shard them over")
     hints.append("--search tries them all")
