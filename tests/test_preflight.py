@@ -419,7 +419,8 @@ def test_bus_bandwidth_is_what_nccl_tests_call_so(monkeypatch):
     monkeypatch.setattr(network, "neighbours", lambda *args: [])
     monkeypatch.setattr(network, "messages", lambda probe: {"tp": (4000, torch.float32)})
     monkeypatch.setattr(network.dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3, 4])
-    mesh = SimpleNamespace(device=torch.device("cpu"), device_mesh=SimpleNamespace(get_group=lambda dim: None))
+    mesh = SimpleNamespace(device=torch.device("cpu"), device_mesh=SimpleNamespace(get_group=lambda dim: None),
+                           fsdp_mesh=SimpleNamespace(mesh_dim_names=("dp_shard",)))  # fmt: skip
     found = network.measure_bandwidth(SimpleNamespace(job=SimpleNamespace(mesh=mesh)))["dims"]["tp"]
     assert found == {"ranks": [0, 1, 2, 3, 4], "bytes": 4000, "all-gather": pytest.approx(8000 * 4 / 5), "all-reduce": pytest.approx(8000 * 8 / 5)}
 
