@@ -1,4 +1,4 @@
-"""Pretrain a Llama: `build(cfg)` makes the job, `train_step(job, batch)` does one optimizer step, `main(argv)` is the loop.
+"""Pretrain a language model. `build(cfg)` makes the job, `train_step(job, batch)` does one step, `main(argv)` is the loop.
 
 This file reads top to bottom and knows everyone; nobody but tools and tests imports it. Start it with ./run_train.sh,
 which runs it under torchrun; `python train.py configs/llama_debug.toml` is the same thing as one process.
@@ -34,13 +34,16 @@ from data.open import Corpora, open_corpora
 from data.tokenizer import Tokenizer
 from models import MODELS
 from models.family import Family
-from parallelisms import contract, dp, mesh as meshes, parallelize, pp
+from models.moe import Routings
+from parallelisms import contract, dp, mesh as meshes, parallelize, pp, tp
 from parallelisms.mesh import Mesh
 from reliability import collectives, health
 from reliability.guard import Guard
 from reliability.record import Start, hosts, source_hash
 from reliability.stop import STOP_SIGNALS, STOPPED, Stop  # noqa: F401  the signals are tools/preflight's too
 from training import init, log
+from training.balance import counts_of_step, move_biases
+from training.experts import ExpertLoad
 from training.feed import Feed
 from training.loss import IGNORE, linear_cross_entropy
 from training.meter import Meter
@@ -81,13 +84,18 @@ def build(cfg: Config) -> Job:
     pipeline there is one stage, the model itself.
     """
     family, args = architecture(cfg)
-    mesh = meshes.open_mesh(cfg.run, cfg.parallelism, check.data_parallel_shard(cfg, meshes.world().size))
-    torch.manual_seed(cfg.run.seed + mesh.dp_rank * mesh.cp + mesh.cp_rank)  # for a model that draws numbers: alike within a tp group, else not
-    layers, stages = pp.layers_of_stages(cfg, family, args), {}
+    dp_shard, has_experts = check.data_parallel_shard(cfg, meshes.world().size), bool(getattr(args, "n_experts", 0))
+    mesh = meshes.open_mesh(cfg.run, cfg.parallelism, dp_shard, has_experts)
+    # For a model that draws numbers: those of a tp group draw the same ones, all others do not.
+    torch.manual_seed(cfg.run.seed + mesh.dp_rank * mesh.cp + mesh.cp_rank)
+    layers, stages, tp_plan = pp.layers_of_stages(cfg, family, args), {}, family.tp_plan(args)
+    if mesh.tp > 1:
+        with torch.device("meta"):
+            tp.check_rows(tp_plan, family.build(args))
     for number in pp.own_stages(cfg.parallelism, mesh.pp_rank):
         with torch.device("meta"):
             stages[number] = family.build(args, layers[number])
-        parallelize(stages[number], mesh, cfg, family.TP_PLAN)
+        parallelize(stages[number], mesh, cfg, tp_plan)
         stages[number].to_empty(device="cpu" if cfg.parallelism.cpu_offload else mesh.device)
     model = pp.Pipeline(stages, layers, mesh, cfg) if mesh.pp > 1 else stages[0]
     init.initialise(model, family.initial_values(args), cfg.run.seed)
@@ -103,12 +111,25 @@ class Flags(NamedTuple):
     no_data: bool = False  # its stream of text has ended, so its batch is empty and the step must not count
 
 
+class Gradients(NamedTuple):
+    """What comes with the gradient of a step. The gradient itself is in the weights' `.grad`."""
+
+    loss: Tensor  # float32, a scalar: nats per token, mean over the global batch
+    raised: Tensor  # float64 [flags]: on how many ranks each of the flags is raised
+    losses: Tensor  # this and the rest as in StepResult
+    expert_counts: dict[int, Tensor]
+    router_sums: dict[int, Tensor]
+    prepare_seconds: float
+
+
 @dataclass(frozen=True)
 class StepResult:
     loss: float  # nats per token, mean over the global batch
     grad_norm: float  # of the whole unsharded gradient, before clipping
     skipped: bool  # the gradient was not finite, or a spike, so no weight changed
     losses: Tensor  # float32 [A, b, T], of this rank's tokens, 0 where a label does not count
+    expert_counts: dict[int, Tensor]  # number of a layer -> int64 [X], tokens of the global batch that each expert got
+    router_sums: dict[int, Tensor]  # number of a layer -> float32 [2], of this rank's tokens: see models/moe.py::Routings
     prepare_seconds: float  # this rank's, up to the first collective
     optimizer_seconds: float
     unlike: list[int]  # ranks on which recomputing the gradient gave a different result; then no weight changed
@@ -130,28 +151,28 @@ def train_step(
     """
     if replay:
         flags_now = flags()  # what is sent must be the same both times
-        passes = collectives.twice(lambda: gradients(job, batch, lambda: flags_now), job.optimizer, job.mesh)
-        (loss, raised, losses, prepare_seconds), unlike = passes
+        step, unlike = collectives.twice(lambda: gradients(job, batch, lambda: flags_now), job.optimizer, job.mesh)
     else:
-        (loss, raised, losses, prepare_seconds), unlike = gradients(job, batch, flags), []
+        step, unlike = gradients(job, batch, flags), []
     with record_function("clip"):
-        grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm, job.mesh.sum_over_pp).to(loss.device)
-    fine = grad_norm.isfinite() & loss.isfinite() & (grad_norm <= skip_above)  # the same on every rank: all are global
-    fine &= (raised[Flags._fields.index("no_data")] == 0) & (not unlike)
-    numbers = read_later(torch.cat((torch.stack((loss, grad_norm, fine)), raised)))
+        grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm, job.mesh.sum_over_pp).to(step.loss.device)
+    fine = grad_norm.isfinite() & step.loss.isfinite() & (grad_norm <= skip_above)  # the same on every rank: all are global
+    fine &= (step.raised[Flags._fields.index("no_data")] == 0) & (not unlike)
+    numbers = read_later(torch.cat((torch.stack((step.loss, grad_norm, fine)), step.raised)))
     began = time.monotonic()
     with record_function("optimizer"):
         step_if(fine, job.optimizer)
+        move_biases(job.model, step.expert_counts, fine, job.cfg.training.expert_bias_speed)
     optimizer_seconds = time.monotonic() - began
     job.optimizer.zero_grad(set_to_none=True)
     loss, grad_norm, stepped, *raised = numbers()  # a GPU has the optimizer's step to do meanwhile
     any_rank = Flags(*map(bool, raised))
-    return StepResult(loss, grad_norm, not stepped, losses, prepare_seconds, optimizer_seconds, unlike, any_rank)
+    return StepResult(loss, grad_norm, not stepped, step.losses, step.expert_counts, step.router_sums, step.prepare_seconds,
+                      optimizer_seconds, unlike, any_rank)  # fmt: skip
 
 
-def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = Flags) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Compute the gradient of the mean loss over the global batch, in the weights' `.grad`. Returns `loss` (a scalar),
-    on how many ranks each of `flags()` is raised (float64 [flags]), and `losses` and `prepare_seconds` of StepResult.
+def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = Flags) -> Gradients:
+    """Compute the gradient of the mean loss over the global batch, in the weights' `.grad`.
 
     The loss is a sum over tokens, divided by the tokens of the *global* batch, which are counted first. So loss and
     gradient do not depend on how the batch is split over ranks and micro-batches, not even where it is split unevenly.
@@ -163,6 +184,7 @@ def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = F
     prepare_seconds = time.monotonic() - began
     counted = mesh.sum_over_tokens(counted)
     scale = mesh.fsdp_mesh.size() / counted  # FSDP averages over so many ranks; this makes it the sum
+    feed.routings = Routings(scale)
     sums = torch.zeros(1 + len(Flags._fields), dtype=torch.float64, device=mesh.device)  # of the losses, then of each flag
     total, raised = sums[0], sums[1:]
     total += model.gradients(feed, scale) if mesh.pp > 1 else one_after_another(job, feed, scale)
@@ -171,7 +193,7 @@ def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = F
             raised[i] = 1.0  # a kernel that fills: nothing is copied to the device, so nobody waits for it
     mesh.sum_over_ranks(sums)
     loss = total / (mesh.tp * counted)  # the ranks of a tp group have the same loss
-    return loss.float(), raised, feed.losses, prepare_seconds
+    return Gradients(loss.float(), raised, feed.losses, counts_of_step(feed.routings, mesh), feed.routings.sums, prepare_seconds)
 
 
 def one_after_another(job: Job, feed: Feed, scale: Tensor) -> Tensor:
@@ -260,7 +282,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
                 break
             step += 1
             guard.check_replay(step, result.unlike)
-            meter.add(batch, result.losses, result.loss, result.skipped)
+            meter.add(batch, result)
             meter.worked += clock.lap("other" if result.skipped else "productive")
             clock.move(checkpoints.stall(), "productive", "save")
             clock.step(step)
@@ -278,7 +300,9 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             guard.stragglers.add(data=data_seconds, prepare=result.prepare_seconds, optimizer=result.optimizer_seconds,
                                  **(model.seconds if mesh.pp > 1 else {}))  # fmt: skip
             if every(step, cfg.metrics.straggler_interval) and mesh.size > 1:
-                meter.late |= guard.late_ranks(step, cfg.metrics.straggler_interval)
+                meter.reported |= guard.late_ranks(step, cfg.metrics.straggler_interval)
+            if every(step, cfg.metrics.expert_interval):
+                meter.report_experts(step, model, metrics)
             if every(step, cfg.metrics.interval) or first or last or stopping:
                 metrics.log(step, meter.line(step, order, result.loss, result.grad_norm, lr) | clock.metrics())
             clock.lap("other")
@@ -358,7 +382,8 @@ def open_metrics(job: Job, start: int, sources: int) -> tuple[Metrics, Meter]:
     say.info(model_summary(family, job.args, job.model, mesh, dtype, cfg.training, job.optimizer))
     if mesh.pp > 1:
         say.info(job.model.describe(cfg.training.micro_batches(mesh.dp_size)))
-    return metrics, Meter(mesh, sources, tokens_per_step, family.flops_per_token(job.args, cfg.training.seq_len))
+    experts = ExpertLoad(mesh, job.args) if getattr(job.args, "n_experts", 0) else None
+    return metrics, Meter(mesh, sources, tokens_per_step, family.flops_per_token(job.args, cfg.training.seq_len), experts)
 
 
 def run_validation(

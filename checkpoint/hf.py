@@ -18,7 +18,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ def family_of(folder: Path, families: Mapping[str, Any]) -> Any:
     """The family among these whose model_type a folder's config.json names, or the first where it names none. Raises
     InputError."""
     path = folder / "config.json"
-    by_type = {family.HF_FIXED["model_type"]: family for family in families.values()}
+    by_type = {model_type: family for family in families.values() for model_type in family.HF_TYPES}
     name = read_json(path).get("model_type", next(iter(by_type)))
     if name not in by_type:
         known = " and ".join(json.dumps(known) for known in by_type)
@@ -69,8 +69,8 @@ def read_args(folder: Path, family: Any) -> Any:
         return family.args_from_hf(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
-        kind = family.HF_FIXED["model_type"]
-        raise InputError(f"{path} is not the configuration of a model of type {kind}: {what}") from None
+        kinds = " or ".join(family.HF_TYPES)
+        raise InputError(f"{path} is not the configuration of a model of type {kinds}: {what}") from None
 
 
 def read_json(path: Path) -> dict:
@@ -153,25 +153,49 @@ def check_tensors(folder: Path, found: dict[str, tuple[str, list[int]]], wanted:
         raise InputError(f"{folder} does not hold the model that it describes: {'; '.join(lines[:4])}{more}")
 
 
-def weights(folder: Path, family: Any, args: Any, shapes: dict[str, list[int]]) -> dict[str, Stored]:
+EXPERT = "#"  # in a name of theirs: the number of an expert. Ours has the weights of all experts in one parameter
+
+
+def in_files(theirs: str, shape: list[int]) -> dict[str, list[int]]:
+    """The tensors that a parameter of this shape is in their files, by name."""
+    if EXPERT not in theirs:
+        return {theirs: shape}
+    return {theirs.replace(EXPERT, str(i)): shape[1:] for i in range(shape[0])}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter of ours lies in a folder."""
+
+    parts: dict[str, Stored]  # by name of theirs, in order: one tensor, or one of each expert
+    stacked: bool
+
+    def read(self, box: tuple[slice, ...] = ()) -> Tensor:
+        """This box of the parameter, or all of it. Raises InputError where a file has changed since its header was checked."""
+        if not self.stacked:
+            ((name, stored),) = self.parts.items()
+            return _read_slice(stored, name, box)
+        experts, inside = (box[0], box[1:]) if box else (slice(None), ())
+        return torch.stack([_read_slice(stored, name, inside) for name, stored in list(self.parts.items())[experts]])
+
+
+def weights(folder: Path, family: Any, args: Any, shapes: dict[str, list[int]]) -> dict[str, Source]:
     """Where each parameter of ours lies in a folder, all of them and nothing else. shapes: those that they must have.
 
     Raises InputError.
     """
     names, there, ignored = family.hf_names(args), inventory(folder), family.hf_ignored(args)
     read = {name: (stored.dtype, stored.shape) for name, stored in there.items() if not re.fullmatch(ignored, name)}
-    check_tensors(folder, read, {theirs: shapes[ours] for ours, theirs in names.items()})
-    return {ours: there[theirs] for ours, theirs in names.items()}
+    wanted = {ours: in_files(theirs, shapes[ours]) for ours, theirs in names.items()}
+    check_tensors(folder, read, {name: shape for parts in wanted.values() for name, shape in parts.items()})
+    return {ours: Source({name: there[name] for name in parts}, EXPERT in names[ours]) for ours, parts in wanted.items()}
 
 
-def read_slice(stored: Stored, theirs: str, box: tuple[slice, ...]) -> Tensor:
-    """This box of a tensor, or all of it. The file is mapped for it alone, so that its pages are given back with it.
-
-    Raises InputError where the file has changed since its header was checked.
-    """
+def _read_slice(stored: Stored, name: str, box: tuple[slice, ...]) -> Tensor:
+    """This box of a tensor, or all of it. The file is mapped for it alone, so that its pages are given back with it."""
     try:
         with safe_open(stored.file, "pt") as file:
-            return file.get_slice(theirs)[box] if box else file.get_tensor(theirs)
+            return file.get_slice(name)[box] if box else file.get_tensor(name)
     except (SafetensorError, IndexError) as error:
         raise InputError(f"{stored.file}: {error}") from None
 
@@ -204,7 +228,7 @@ def load(folder: Path, model: nn.Module, family: Any, args: Any, group: dist.Pro
             for name, tensor in live.items():
                 ranges = zip(*storage.box_of(name, tensor), strict=True)
                 box = tuple(slice(start, start + length) for start, length in ranges)
-                storage.local(tensor).copy_(read_slice(answer[0][name], family.hf_names(args)[name], box))
+                storage.local(tensor).copy_(answer[0][name].read(box))
         except OSError as failure:
             raise InputError(f"{failure.filename or folder}: {failure.strerror or failure}") from None
 
@@ -338,12 +362,16 @@ def _write_folder(
     files: dict[str, dict], limit: int, progress: Callable[[int], object],
 ) -> None:  # fmt: skip
     def read() -> Iterator[Tensor]:
-        for tensor in read_whole(path, manifest, theirs):
+        tensors = read_whole(path, manifest, theirs)
+        for hf in theirs.values():
+            tensor = next(tensors)
             progress(tensor.nbytes)
-            yield tensor
+            yield from tensor.unbind(0) if EXPERT in hf else [tensor]
             del tensor  # the next ones are read after it is gone
 
-    shapes = {hf: manifest["tensors"][name]["shape"] for name, hf in theirs.items()}
+    shapes: dict[str, list[int]] = {}
+    for name, hf in theirs.items():
+        shapes |= in_files(hf, manifest["tensors"][name]["shape"])
     shards = split({name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}, limit)
     tensors, weight_map = read(), {}
     for i, shard in enumerate(shards):

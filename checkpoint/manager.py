@@ -7,8 +7,9 @@ moment a crash leaves the earlier checkpoints as they were, and at most a tempor
 The threads use a gloo group of their own, because their messages and training's would otherwise mix. One save is in
 flight at a time.
 
-It is a thread because that is simpler than a process and measures no worse: on two cores, with a state of 1.2 GB, steps
-of 0.67 s take 0.79 s while the thread writes, and 0.88 s while another process writes as many bytes.
+It is a thread because that is simpler than a process and measures no worse: a step that never waits for anything else
+takes as long beside a save as beside another process that writes as many bytes (`tools/bench/beside.py`). For that, what
+the thread does is a few long calls of C, in which training has Python's lock (`storage.Staged`).
 
 To resume, rank 0 chooses a checkpoint, all ranks read it into buffers and verify every byte they use, and only when all
 agree does the live state change. A damaged checkpoint is reported, and the newest good one before it is used. Whatever
@@ -25,7 +26,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from checkpoint.lease import Lease, Lost
 from checkpoint.protocol import FileWriter, OwnParts, on_every_rank
 from checkpoint.retention import Retention
 from checkpoint.state import STAGING
-from checkpoint.storage import GENERATOR, NotFinite, OneByOne, Plan
+from checkpoint.storage import GENERATOR, NotFinite, OneByOne, Plan, Staged
 from checkpoint.verify import Damaged
 from configs import schema
 from configs.schema import InputError
@@ -70,8 +71,7 @@ class CheckpointManager:
         self.in_flight: tuple[int, concurrent.futures.Future] | None = None
         self.plan: Plan | None = None  # of the parts that this rank writes
         self.kind: list[tuple] = []  # of the state that the plan is for
-        self.buffers: dict[str, torch.Tensor] = {}  # for copies of those parts; empty if they are written one by one
-        self.bytes: dict[str, memoryview] = {}  # of the buffers
+        self.staged: Staged | None = None  # memory for a copy of those parts; None if they are written one by one
         self.copied = threading.Event()  # the state that is being saved may change
         self.copied.set()
         self.on_device: torch.cuda.Event | None = None  # set when the GPU's part of that copy is made
@@ -140,12 +140,12 @@ class CheckpointManager:
         computed = torch.cuda.current_stream().record_event() if self.mesh.device.type == "cuda" else None
         head = self._manifest_head(step, optimizer, progress)
         self.in_flight = step, self.thread.submit(self._write, step, live, computed, head)
-        if not self.cfg.async_save or (self.plan and not self.buffers):
+        if not self.cfg.async_save or (self.plan and not self.staged):
             self._finish()
 
     def _copy(self, live: dict, computed: torch.cuda.Event | None) -> None:
         """Runs in the thread, and returns when the copy is made. The optimizer may go on once the GPU has it queued."""
-        self.on_device = state.stage(live, self.buffers, computed)
+        self.on_device = state.stage(live, self.staged.tensors, computed)
         self.copied.set()
         if self.on_device:
             self.on_device.synchronize()
@@ -210,34 +210,30 @@ class CheckpointManager:
         rows = on_every_rank(self.group, storage.describe, live, self.mesh.size, holders)
         rows = storage.share_rows(rows, self.group)
         self.plan = on_every_rank(self.group, Plan.make, live, rows, self.mesh.rank)
-        self.kind, self.buffers = kind, {}
-        if self.cfg.async_save:
-            self.buffers = self._make_buffers({name: live[name] for name in self.plan.boxes})
-        self.bytes = {name: storage.as_bytes(buffer) for name, buffer in self.buffers.items()}
+        self.kind, self.staged = kind, self._host_memory() if self.cfg.async_save else None
 
-    def _make_buffers(self, live: dict) -> dict[str, torch.Tensor]:
-        """Host memory for copies of these tensors, as far as it goes: the ranks agree on the kind that fits on all."""
-        size = sum(storage.local(tensor).nbytes for tensor in live.values())
-        kind = state.staging(size, state.free_host_memory(), world().local_size, pin=self.mesh.device.type == "cuda")
+    def _host_memory(self) -> Staged | None:
+        """Host memory for copies of this rank's parts, as far as it goes: the ranks agree on the kind that fits on all."""
+        kind = state.staging(self.plan.nbytes, state.free_host_memory(), world().local_size, pin=self.mesh.device.type == "cuda")
         least = torch.tensor(STAGING.index(kind))
         dist.all_reduce(least, dist.ReduceOp.MAX, self.group)
         if (agreed := STAGING[least]) != ("pinned" if self.mesh.device.type == "cuda" else "pageable"):
             self._say(logging.WARNING, f"host memory is short: {NOTES[agreed]}")
-        return {} if agreed == "none" else state.buffers(live, pin=agreed == "pinned")
+        return None if agreed == "none" else Staged(self.plan, pin=agreed == "pinned")
 
-    def _prepare(self, live: dict, computed: torch.cuda.Event | None) -> tuple[Plan, Mapping[str, memoryview]]:
-        """The parts that this rank writes, and their bytes. If there are buffers, this copies the state into them, and
-        then training goes on."""
+    def _prepare(self, live: dict, computed: torch.cuda.Event | None) -> tuple[Plan, OneByOne | Staged]:
+        """The parts that this rank writes, and their bytes. If there is memory for a copy, this makes it, and then training
+        goes on."""
         self._make_plan(live)
-        if not self.buffers:
+        if not self.staged:
             return self.plan, OneByOne(live)
         self._copy(live, computed)
-        storage.check_finite(self.buffers)
-        return self.plan, self.bytes
+        self.staged.check_finite()
+        return self.plan, self.staged
 
     def _publish(self, temporary: Path, name: str, head: dict, files: list) -> None:
         """Runs on rank 0 when every rank's file is written and synced."""
-        verify.write_manifest(temporary, {**head, "files": files, "tensors": self.plan.rows})
+        verify.write_manifest(temporary, {**head, "files": files, "tensors": self.plan.table})
         self.lease.check()
         temporary.rename(self.folder / name)
         disk.sync(self.folder)
@@ -419,8 +415,8 @@ class CheckpointManager:
         state.check_fits(path, manifest, wanted, content, exclude, self.group)
         if rng:
             wanted |= {name: t for name, t in live.items() if name.startswith(GENERATOR) and name in manifest["tensors"]}
-        others = {name: tensor for name, tensor in wanted.items() if name not in self.buffers}
-        buffers = self.buffers | state.buffers(others, pin=False)
+        buffers = self.staged.tensors if self.staged else {}
+        buffers = buffers | state.buffers({name: tensor for name, tensor in wanted.items() if name not in buffers})
         state.read(path, manifest, wanted, buffers, self.cfg.verify_on_load, self.group)
 
     def _say(self, level: int, text: str) -> None:

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from checkpoint import storage, verify
 from checkpoint.lease import Lost
-from checkpoint.storage import NotFinite, Plan
+from checkpoint.storage import NotFinite, OneByOne, Plan, Staged
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 
@@ -32,11 +32,11 @@ from configs.schema import InputError
 class OwnParts(SavePlanner):
     """Plans what this rank writes, without any other rank.
 
-    prepare: makes or reuses the plan, and the bytes of each part by name. The state is not handed to DCP, which would
-    look at each tensor in Python.
+    prepare: makes or reuses the plan, and gives the bytes of its parts. The state is not handed to DCP, which would look
+    at each tensor in Python.
     """
 
-    def __init__(self, prepare: Callable[[], tuple[Plan, Mapping[str, memoryview]]]):
+    def __init__(self, prepare: Callable[[], tuple[Plan, OneByOne | Staged]]):
         self.prepare = prepare
         self.error: BaseException | None = None  # of `prepare`; every rank must take part in FileWriter.finish
 
@@ -45,7 +45,7 @@ class OwnParts(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         try:
-            self.plan, self.shards = self.prepare()
+            self.plan, self.parts = self.prepare()
         except BaseException as error:
             self.error = error
         return SavePlan([])
@@ -57,7 +57,7 @@ class OwnParts(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> memoryview:
-        return self.shards[write_item.index.fqn]
+        raise TypeError(f"{write_item.index.fqn}: DCP is told of no tensor")
 
 
 class FileWriter(dcp.StorageWriter):
@@ -86,7 +86,7 @@ class FileWriter(dcp.StorageWriter):
         if not self.error:
             try:
                 self.folder.mkdir(exist_ok=True)
-                size, header_hash = storage.write(self.folder, planner.plan, planner.shards)
+                size, header_hash = storage.write(self.folder, planner.plan, planner.parts)
                 results = [WriteResult(MetadataIndex(verify.file_name(planner.plan.rank)), size, header_hash)]
             except BaseException as error:  # any error: the other ranks must not wait for this one
                 self.error = error

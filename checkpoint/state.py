@@ -77,19 +77,10 @@ def _rng() -> dict[str, Tensor]:
     return states
 
 
-def buffers(live: dict[str, Tensor], pin: bool) -> dict[str, Tensor]:
-    """Memory for a copy of every shard, as views into one block of host memory. Its pages are touched here and not in
-    the first save, because fresh pages cost several times the copy itself.
-
-    pin: pin the block, so that a GPU copies into it without waiting. CUDA then rounds its size up to a power of two.
-    """
+def buffers(live: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Host memory for a copy of every shard, to read a checkpoint into."""
     shards = {name: local(tensor) for name, tensor in live.items()}
-    size = sum(_padded(shard.nbytes) for shard in shards.values())
-    block, views, start = torch.zeros(size, dtype=torch.uint8, pin_memory=pin), {}, 0
-    for name, shard in shards.items():
-        views[name] = block[start : start + shard.nbytes].view(shard.dtype).view(shard.shape)
-        start += _padded(shard.nbytes)
-    return views
+    return {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in shards.items()}
 
 
 STAGING = ("pinned", "pageable", "none")  # kinds of buffers for copies, the best one first
@@ -117,10 +108,6 @@ def free_host_memory() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _padded(n: int) -> int:
-    return -(-n // 64) * 64
 
 
 def stage(live: dict[str, Tensor], into: dict[str, Tensor], computed: torch.cuda.Event | None) -> torch.cuda.Event | None:
@@ -228,7 +215,7 @@ def load_model(folder: Path, model: nn.Module, check: bool = True) -> dict:
         manifest = verify.read_manifest(path)
         live = tensors(model)
         check_fits(path, manifest, live, "model")
-        read(path, manifest, live, buffers(live, pin=False), check, None)
+        read(path, manifest, live, buffers(live), check, None)
     except Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     return manifest

@@ -42,6 +42,12 @@ def architecture(model: Model, folder: Path = models.HERE) -> dict:
     return numbers
 
 
+def query_width(model: Model) -> int:
+    """The numbers of one head of a query. Raises InputError where `architecture` does."""
+    numbers = architecture(model)
+    return sum(numbers[name] for name in models.tables(model.family).QUERY_WIDTH)
+
+
 def rules(family: str, folder: Path = models.HERE) -> dict:
     """All rules for a run of this family: name -> (what breaks it, the sentence)."""
     return RULES | models.tables(family, folder).RULES
@@ -119,6 +125,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def no_flash(param_dtype: str, width: int) -> bool:
+    """Whether FlashAttention and cuDNN do not take this type, or heads of `width` numbers
+    (models/kernels/document_attention.py::kernel_exists)."""
+    return param_dtype == "float32" or width % 8 != 0 or width > 256
+
+
+def _no_flash(c: SimpleNamespace) -> bool:
+    return no_flash(c.training.param_dtype, c.query_width)
+
+
 def _sequence_unit(p: Parallelism) -> int:
     """A sequence must be a multiple of this: each of its parts is as long as the others, and so are those into which tensor
     parallelism splits a part. With "gather" every rank has two parts."""
@@ -130,6 +146,7 @@ def _sequence_unit(p: Parallelism) -> int:
 DERIVED = {
     "shard": lambda c: data_parallel_shard(c, getattr(c, "world", None)),
     "dp": lambda c: c.parallelism.data_parallel_replicate * c.shard,
+    "query_width": lambda c: sum(getattr(c.model, name) for name in c.query_names),
     "besides_shard": lambda c: _besides_shard(c.parallelism),
     "product": lambda c: c.shard * c.besides_shard,
     "sequence_unit": lambda c: _sequence_unit(c.parallelism),
@@ -145,21 +162,22 @@ DERIVED = {
 
 # In a rule `c` is the configuration, but c.model has the numbers of the architecture; c.world and c.local_world are the
 # processes of the run and of each host, and the numbers above are there too. In a sentence {table.key} becomes
-# "table.key = value", and {numbers.key} is a number of the architecture alone. A family's RULES have the same form.
+# "table.key = value", {numbers.key} is a number of the architecture alone, and {query_numbers} those of QUERY_WIDTH. A family's
+# RULES have the same form.
 RULES = {
     # The mesh.
     "mesh_product": (
         lambda c: c.parallelism.data_parallel_shard != -1 and c.product != c.world,
         "{parallelism.data_parallel_replicate}, {parallelism.data_parallel_shard}, {parallelism.context_parallel}, "
         "{parallelism.tensor_parallel} and {parallelism.pipeline_parallel} multiply to {product}, but the run has {world} "
-        "processes: make the two equal, or set data_parallel_shard = -1 to take what is left",
+        "processes (NGPU on each node): make the two equal, or set data_parallel_shard = -1 to take what is left",
     ),
     "mesh_rest": (
         lambda c: c.parallelism.data_parallel_shard == -1
         and c.world % c.besides_shard != 0,
         "{parallelism.data_parallel_shard} leaves no whole number of ranks: {parallelism.data_parallel_replicate} times "
         "{parallelism.context_parallel} times {parallelism.tensor_parallel} times {parallelism.pipeline_parallel} must divide "
-        "the {world} processes of the run",
+        "the {world} processes of the run (NGPU on each node)",
     ),
     "tp_host": (
         lambda c: not c.parallelism.tensor_parallel_across_hosts and c.local_world % c.parallelism.tensor_parallel != 0,
@@ -188,12 +206,27 @@ RULES = {
         "{parallelism.async_tensor_parallel} is a rewriting of compiled blocks for GPUs of one host: it needs tensor_parallel "
         'above 1, compile.enabled = true, compile.backend = "inductor", and tensor_parallel_across_hosts = false',
     ),
+    "cp_async": (
+        lambda c: c.parallelism.async_tensor_parallel and c.parallelism.context_parallel > 1,
+        "{parallelism.async_tensor_parallel} together with {parallelism.context_parallel} is not supported, since nobody has tried "
+        "the two: use one of them",
+    ),
     "tp_reshard": (  # FSDP2 makes the groups of N from each rank's slice of the mesh; the slices wait for each other
         lambda c: _is_number(c.parallelism.reshard_after_forward)
         and c.parallelism.tensor_parallel * c.parallelism.context_parallel * c.parallelism.pipeline_parallel > 1,
         "{parallelism.reshard_after_forward}, a number of ranks, together with {parallelism.tensor_parallel}, "
         "{parallelism.context_parallel} and {parallelism.pipeline_parallel} is not supported, and would hang with some of "
         'them: use true, false or "default", or set these to 1',
+    ),
+    "ep_experts": (
+        lambda c: c.parallelism.expert_parallel > 1 and not getattr(c.model, "n_experts", 0),
+        "{parallelism.expert_parallel} has no effect on a model without experts: set it to 1, or choose a model that has some",
+    ),
+    "ep_ranks": (
+        lambda c: c.shard * c.parallelism.context_parallel * c.parallelism.tensor_parallel % c.parallelism.expert_parallel != 0,
+        "{parallelism.expert_parallel} does not divide {shard} times {parallelism.context_parallel} times "
+        "{parallelism.tensor_parallel}, the ranks of data_parallel_shard, context_parallel and tensor_parallel, from which its "
+        "groups are taken",
     ),
     "cp_sequence": (
         lambda c: c.parallelism.context_parallel > 1 and c.training.seq_len % c.sequence_unit != 0,
@@ -207,6 +240,13 @@ RULES = {
         "{training.attention} has no kernel for {parallelism.context_parallel_method}, where a rank has fewer queries than "
         'keys: use "auto" or "flash", or context_parallel_method = "ulysses"',
     ),
+    "cp_kernel": (  # with run.device = "auto" tools/check.py asks, on the machine
+        lambda c: c.parallelism.context_parallel > 1 and c.parallelism.context_parallel_method == "gather"
+        and c.run.device == "cuda" and _no_flash(c),
+        "{parallelism.context_parallel_method} with {parallelism.context_parallel} needs on a GPU a 16-bit type and heads of 8, "
+        '16, ... 256 numbers, but {training.param_dtype} and {query_numbers}: use context_parallel_method = "ulysses", or change '
+        "these",
+    ),
     "reshard_ranks": (
         lambda c: _is_number(c.parallelism.reshard_after_forward)
         and (c.parallelism.reshard_after_forward >= c.shard or c.shard % c.parallelism.reshard_after_forward != 0),
@@ -218,13 +258,18 @@ RULES = {
         "{parallelism.keep_gathered} is for blocks whose weights would be freed after forward, and there are {model.n_layers} "
         "blocks and {parallelism.reshard_after_forward}: lower it",
     ),
+    **{
+        f"{option}_unused": (
+            lambda c, option=option, degree=degree: getattr(c.parallelism, degree) == 1
+            and getattr(c.parallelism, option) != getattr(Parallelism(), option),
+            f"{{parallelism.{option}}} has no effect with {{parallelism.{degree}}}: remove it, or set {degree} above 1",
+        )
+        for option, degree in {
+            "context_parallel_method": "context_parallel", "pipeline_schedule": "pipeline_parallel",
+            "pipeline_stages_per_rank": "pipeline_parallel", "pipeline_layers": "pipeline_parallel",
+        }.items()
+    },  # fmt: skip
     # The pipeline. Several rules ask for pipeline_parallel > 1, because its other options have no effect without it.
-    "pipeline_unused": (
-        lambda c: c.parallelism.pipeline_parallel == 1
-        and (c.parallelism.pipeline_schedule != "1f1b" or c.parallelism.pipeline_stages_per_rank or c.parallelism.pipeline_layers),
-        "{parallelism.pipeline_schedule}, {parallelism.pipeline_stages_per_rank} and {parallelism.pipeline_layers} have no effect "
-        "with {parallelism.pipeline_parallel}: remove them, or set pipeline_parallel above 1",
-    ),
     "pipeline_stages_per_rank": (
         lambda c: c.parallelism.pipeline_parallel > 1 and c.parallelism.pipeline_stages_per_rank != 0
         and not c.schedule.stages_per_rank[0] <= c.parallelism.pipeline_stages_per_rank <= c.schedule.stages_per_rank[1],
@@ -246,8 +291,8 @@ RULES = {
     "pipeline_micro_batches": (
         lambda c: c.parallelism.pipeline_parallel > 1 and c.training.global_batch_size < c.least_batch,
         "{parallelism.pipeline_schedule} on {parallelism.pipeline_parallel} ranks needs at least {least_micro_batches} "
-        "micro-batches: set training.global_batch_size to {least_batch} or more (now {training.global_batch_size}, with "
-        "{training.local_batch_size} on {dp} data-parallel ranks), lower local_batch_size, or choose another schedule",
+        "micro-batches, and one has {micro} sequences over all data-parallel ranks, but {training.global_batch_size}: set it to "
+        "{least_batch} or more, lower training.local_batch_size, or choose a different schedule",
     ),
     "pipeline_offload": (
         lambda c: c.parallelism.cpu_offload and c.parallelism.pipeline_parallel > 1,
@@ -259,6 +304,13 @@ RULES = {
         "{parallelism.pipeline_schedule} splits the backward pass and needs the weights between its halves, so they cannot be "
         'freed with {parallelism.reshard_after_forward}: set it to "default", or use the schedule "1f1b" or "interleaved_1f1b"',
     ),
+    "pipeline_keep_gathered": (  # then parallelisms/dp.py frees none of a stage's weights before its last backward
+        lambda c: c.parallelism.pipeline_parallel > 1 and c.parallelism.keep_gathered > 0
+        and c.parallelism.reshard_after_forward == "default",
+        "{parallelism.keep_gathered} has no effect with {parallelism.pipeline_parallel} and {parallelism.reshard_after_forward}, "
+        "with which a stage keeps all its weights gathered for the next micro-batch: remove it, or set reshard_after_forward = "
+        "true to free those of all other blocks",
+    ),
     "pipeline_selective": (  # the second half of a backward pass would recompute what the first one has recomputed
         lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward
         and c.activation_checkpoint.mode == "selective",
@@ -269,6 +321,18 @@ RULES = {
         lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward and c.compile.enabled,
         "{parallelism.pipeline_schedule} splits the backward pass, which PyTorch cannot do with {compile.enabled}: set that "
         'to false, or use the schedule "1f1b" or "interleaved_1f1b"',
+    ),
+    # GPU kernels of attention.
+    "mask_compile": (  # what does not fit is a loop over documents, and never one graph
+        lambda c: c.data.mask_documents and c.compile.enabled and c.run.device != "cpu" and _no_flash(c),
+        "{data.mask_documents} with {compile.enabled} needs on a GPU a 16-bit type and heads of 8, 16, ... 256 numbers, "
+        "but {training.param_dtype} and {query_numbers}: change these, do without one of the two, "
+        'or set run.device = "cpu" for a run without a GPU',
+    ),
+    "attention": (
+        lambda c: c.training.attention != "auto" and (c.run.device == "cpu" or _no_flash(c)),
+        "{training.attention} is a kernel for GPUs, 16-bit types and heads of 8, 16, ... 256 numbers, but {run.device}, "
+        '{training.param_dtype} and {query_numbers}: set it to "auto", or change these',
     ),
     # The batch and the model.
     "batch": (
@@ -440,6 +504,8 @@ def broken_rules(
         for key in vars(c.model):
             if getattr(cfg.model, key, None) is None:
                 vars(words["model"])[key] += f" (of flavor {cfg.model.flavor})"
+        c.query_names = models.tables(cfg.model.family, folder).QUERY_WIDTH
+        words["query_numbers"] = " plus ".join(vars(words["model"])[name] for name in c.query_names)
     except InputError as error:
         problems.append(str(error))
     except (AttributeError, KeyError):  # no table, family or flavor to start from

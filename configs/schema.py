@@ -271,6 +271,8 @@ class Training(Table):
     """Warn if loss or gradient norm is this many deviations above the median of the last 128 steps (try 6); 0: off."""
     skip_spikes: bool = False
     """Change no weight in a step whose gradient norm exceeds spike_threshold."""
+    expert_bias_speed: float = Field(0.001, ge=0)
+    """How far an expert's balancing bias moves after each step, in a model that has such biases; 0: they stay."""
 
     def micro_batches(self, dp_size: int) -> int:
         """Micro-batches of a step, on each of `dp_size` data-parallel ranks."""
@@ -347,12 +349,14 @@ class Parallelism(Table):
     """Ranks that share every sequence: each holds an equal part of its tokens and of their activations."""
     context_parallel_method: Literal["gather", "ulysses"] = "gather"
     """How attention sees the whole sequence: every rank gathers keys and values, or ranks swap heads for tokens."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks of data_parallel_shard x context_parallel x tensor_parallel that share the experts of every mixture."""
     async_tensor_parallel: bool = False
     """Hide tensor parallelism's gathers and scatters behind its products (needs compiled blocks and NVLink)."""
     reshard_after_forward: bool | Literal["default"] | Annotated[int, Field(ge=2)] = "default"
     """Free gathered weights after forward; default: except the output projection's; N: keep sharded over N ranks."""
     keep_gathered: int = Field(0, ge=0)
-    """Number of last blocks that keep gathered weights until backward; `tools.plan` says for how many there is room."""
+    """Last blocks (of a stage) that keep gathered weights until backward; `tools.plan` says for how many there is room."""
     pipeline_parallel: int = Field(1, ge=1)
     """Ranks that share the layers: each has one or several stages of the model, and micro-batches pass through them."""
     pipeline_schedule: Literal[tuple(SCHEDULES)] = "1f1b"
@@ -419,6 +423,8 @@ class Metrics(Table):
     """Also log to this Weights & Biases project (needs `pip install wandb`); empty: off."""
     straggler_interval: int = Field(50, ge=0)
     """Steps between reports that name the ranks for which the others wait; 0: none."""
+    expert_interval: int = Field(50, ge=0)
+    """Steps between reports of how tokens are spread over the experts of each layer (docs/experts.md); 0: none."""
     progress: Literal["auto", "on", "off"] = "auto"
     """Progress bar; auto: on a terminal."""
     peak_tflops: float = Field(0.0, ge=0)

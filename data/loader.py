@@ -55,9 +55,9 @@ class Batches:
         vocab_size: int = 2**32,
         places: Sequence[range] = (),
     ) -> None:
-        """`places`: the positions of a window whose tokens this rank has; none given: all. `sources`: one split of each source, in the order of `order.last`, the stage whose steps are read. Reading a
-        token that is not below `vocab_size` raises ValueError. Raises InputError if ranks and micro-batches do not
-        divide the global batch."""
+        """`sources`: one split of each source, in the order of `order.last`, the stage whose steps are read. `places`: the
+        positions of a window whose tokens this rank has; none given: all. Reading a token that is not below
+        `vocab_size` raises ValueError. Raises InputError if ranks and micro-batches do not divide the global batch."""
         stage = order.last
         if stage.global_batch_size % (dp_size * local_batch_size):
             raise InputError(f"training.global_batch_size = {stage.global_batch_size} is not a multiple of {dp_size} "

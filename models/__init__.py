@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from models.family import Family
 
-FAMILIES = ("llama", "qwen3")
+FAMILIES = ("llama", "qwen3", "deepseek_v3")
 HERE = Path(__file__).resolve().parent
 
 
@@ -36,7 +36,7 @@ class Registry(Mapping):
 
 MODELS: Mapping[str, "Family"] = Registry()
 
-WITHOUT_TORCH = ("FLAVORS", "OPTIONS", "FOLLOWS", "RULES")  # models/family.py explains them
+WITHOUT_TORCH = ("FLAVORS", "OPTIONS", "FOLLOWS", "QUERY_WIDTH", "RULES")  # models/family.py explains them
 
 
 @cache

@@ -5,6 +5,7 @@ stand in `models/layers.py`. This file imports no torch, because `configs/` eval
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +43,18 @@ OPTIONS = {
 }
 
 
-def flash_fits(c: Any) -> bool:
-    """Whether FlashAttention and cuDNN take such heads (`models/kernels/document_attention.py::fits_varlen`)."""
-    return c.training.param_dtype != "float32" and c.model.head_dim % 8 == 0 and c.model.head_dim <= 256
+QUERY_WIDTH = ("head_dim",)
+
+
+def ulysses_rule(number: str, heads: str) -> tuple[Callable[[Any], bool], str]:
+    """The rule that ranks which swap heads for tokens get whole ones. number: how many heads there are to deal out."""
+    return (
+        lambda c: c.parallelism.context_parallel > 1 and c.parallelism.context_parallel_method == "ulysses"
+        and getattr(c.model, number) % (c.parallelism.context_parallel * c.parallelism.tensor_parallel) != 0,
+        f"{{parallelism.context_parallel}} times {{parallelism.tensor_parallel}} does not divide {{model.{number}}}: with "
+        f"{{parallelism.context_parallel_method}} each rank computes whole {heads}. Use fewer ranks, or "
+        'context_parallel_method = "gather", which any number of heads suits',
+    )  # fmt: skip
 
 
 RULES = {
@@ -62,13 +72,7 @@ RULES = {
         "{parallelism.tensor_parallel} does not divide {model.hidden_dim}: each rank computes an equal share of the "
         "hidden units",
     ),
-    "cp_heads": (
-        lambda c: c.parallelism.context_parallel > 1 and c.parallelism.context_parallel_method == "ulysses"
-        and c.model.n_kv_heads % (c.parallelism.context_parallel * c.parallelism.tensor_parallel) != 0,
-        "{parallelism.context_parallel} times {parallelism.tensor_parallel} does not divide {model.n_kv_heads}: with "
-        "{parallelism.context_parallel_method} each rank computes whole key/value heads. Use fewer ranks, or "
-        'context_parallel_method = "gather", which any number of heads suits',
-    ),
+    "cp_heads": ulysses_rule("n_kv_heads", "key/value heads"),
     "kv_heads": (
         lambda c: c.model.n_heads % c.model.n_kv_heads != 0,
         "{model.n_kv_heads} does not divide {model.n_heads}: each key/value head serves an equal group of query heads",
@@ -78,16 +82,29 @@ RULES = {
         "model.head_dim would be {numbers.head_dim:.5g}, but must be a whole even number, since rotary positions turn "
         "pairs: set it, or change {model.dim} or {model.n_heads}, whose quotient it is otherwise",
     ),
-    "mask_compile": (  # what does not fit is a loop over documents, and never one graph
-        lambda c: c.data.mask_documents and c.compile.enabled and c.run.device != "cpu" and not flash_fits(c),
-        "{data.mask_documents} with {compile.enabled} needs on a GPU a 16-bit type and heads of 8, 16, ... 256 numbers, "
-        "but {training.param_dtype} and {model.head_dim}: change these, do without one of the two, "
-        'or set run.device = "cpu" for a run without a GPU',
+}
+
+
+# The same of models with mixtures of experts (models/moe.py).
+OPTIONS_OF_EXPERTS = {
+    "n_experts": (int, {"ge": 0}, "Number of experts of each mixture (0: a dense model, where the family has one)."),
+    "experts_per_token": (int, {"ge": 1}, "Experts that each token is sent to, besides shared ones."),
+    "expert_dim": (int, {"ge": 1}, "Hidden units of one expert."),
+    "balance_loss": (float, {"ge": 0}, "Factor of the sequence-wise balance loss of the mixtures; 0: none."),
+}
+RULES_OF_EXPERTS = {
+    "experts": (
+        lambda c: c.model.n_experts and c.model.experts_per_token > c.model.n_experts,
+        "{model.experts_per_token} is above {model.n_experts}: a token cannot be sent to more experts than there are",
     ),
-    "attention": (
-        lambda c: c.training.attention != "auto" and (c.run.device == "cpu" or not flash_fits(c)),
-        "{training.attention} is a kernel for GPUs, 16-bit types and heads of 8, 16, ... 256 numbers, but {run.device}, "
-        '{training.param_dtype} and {model.head_dim}: set it to "auto", or change these',
+    "experts_ep": (
+        lambda c: c.model.n_experts % c.parallelism.expert_parallel != 0,
+        "{parallelism.expert_parallel} does not divide {model.n_experts}: each rank has equally many experts",
+    ),
+    "experts_async": (
+        lambda c: c.model.n_experts and c.parallelism.async_tensor_parallel,
+        "{parallelism.async_tensor_parallel} together with experts ({model.n_experts}) is not supported, since nobody has tried the "
+        "two: set it to false",
     ),
 }
 
@@ -103,48 +120,63 @@ def initial_values(args: Args) -> list[tuple[str, str, float]]:
         ("*norm.weight", "ones", 0.0),
         ("*.wo.weight", "normal", residual),
         ("*.w2.weight", "normal", residual),
+        ("*.experts.w2", "normal", residual),
+        ("*.router.bias", "zeros", 0.0),
         ("*", "normal", 0.02),
     ]
 
 
 DECAY = [("*norm.weight", False), ("*", True)]  # decaying a norm's gain towards 0 would shrink the signal itself
 
-TP_PLAN = {
+TP_PLAN = {  # what every decoder has
     "tok_embeddings": "vocab_embedding",  # rows of the vocabulary split; output: this rank's slice of the sequence
     "layers.*.attention_norm": "sequence",  # works on this rank's slice of the sequence
+    "layers.*.ffn_norm": "sequence",
+    "norm": "sequence",
+    "output": "vocab_weight",  # rows of the vocabulary split; the loss in training/loss.py works on its share of the logits
+}
+TP_PLAN_OF_ATTENTION = {
     "layers.*.attention": "gather_sequence",  # its input: the whole sequence
     "layers.*.attention.wq": "columns",  # heads split
     "layers.*.attention.wk": "columns",
     "layers.*.attention.wv": "columns",
     "layers.*.attention.wo": "rows",  # sums over heads; output: a slice of the sequence again
-    "layers.*.ffn_norm": "sequence",
-    "layers.*.feed_forward": "gather_sequence",
-    "layers.*.feed_forward.w1": "columns",  # hidden units split
-    "layers.*.feed_forward.w3": "columns",
-    "layers.*.feed_forward.w2": "rows",
-    "norm": "sequence",
-    "output": "vocab_weight",  # rows of the vocabulary split; the loss in training/loss.py works on its share of the logits
 }
+
+
+def tp_plan_of_feed_forward(layer: str = "*") -> dict[str, str]:
+    """layer: the number of the layer, or * for all."""
+    return {
+        f"layers.{layer}.feed_forward": "gather_sequence",
+        f"layers.{layer}.feed_forward.w1": "columns",  # hidden units split
+        f"layers.{layer}.feed_forward.w3": "columns",
+        f"layers.{layer}.feed_forward.w2": "rows",
+    }
+
+
+def tp_plan(args: Any) -> dict[str, str]:
+    return TP_PLAN | TP_PLAN_OF_ATTENTION | tp_plan_of_feed_forward()
 
 
 # Arithmetic -----------------------------------------------------------------------------------------------------------
 
 
-def multiplied(args: Args) -> int:
+def multiplied(args: Args, feed_forward: int | None = None) -> int:
     """Weights that a token is multiplied with: all matrices but the embedding, which is looked up. A tied embedding is
-    multiplied too, as the output projection."""
+    multiplied too, as the output projection. feed_forward: those of one block where it has no w1, w2 and w3."""
     attention = 2 * args.dim * args.head_dim * (args.n_heads + args.n_kv_heads)  # wq and wo, wk and wv
-    feed_forward = 3 * args.dim * args.hidden_dim  # w1 w2 w3
+    if feed_forward is None:
+        feed_forward = 3 * args.dim * args.hidden_dim  # w1 w2 w3
     return args.n_layers * (attention + feed_forward) + args.dim * args.vocab_size
 
 
-def parameters(args: Args) -> int:
+def parameters(args: Args, feed_forward: int | None = None) -> int:
     """Those that are multiplied, an embedding that is not tied, two norms in each block and the last one."""
     embedding = 0 if args.tied_embeddings else args.dim * args.vocab_size
-    return multiplied(args) + embedding + (2 * args.n_layers + 1) * args.dim
+    return multiplied(args, feed_forward) + embedding + (2 * args.n_layers + 1) * args.dim
 
 
-def flops_per_token(args: Args, seq_len: int) -> float:
+def flops_per_token(args: Args, seq_len: int, feed_forward: int | None = None) -> float:
     """6 N + 12 L H E T, as PaLM counts it (Chowdhery et al., arXiv:2204.02311, appendix B).
 
     A weight that is multiplied costs 2 per token forward and 4 backward (gradients of input and of weight); N counts those
@@ -152,7 +184,7 @@ def flops_per_token(args: Args, seq_len: int) -> float:
     TorchTitan, this does *not* halve attention for being causal, nor count what checkpointing computes twice: MFUs compare
     with theirs. Nor does it know of data.mask_documents, which computes less attention: then FLOP/s and MFU are upper bounds.
     """
-    return 6.0 * multiplied(args) + 12.0 * args.n_layers * args.n_heads * args.head_dim * seq_len
+    return 6.0 * multiplied(args, feed_forward) + 12.0 * args.n_layers * args.n_heads * args.head_dim * seq_len
 
 
 def describe(args: Args) -> str:

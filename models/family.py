@@ -13,7 +13,7 @@ from torch import Tensor, nn
 class Family(Protocol):
     """The members of a family's module. `args` is always an instance of its `Args`."""
 
-    # Numbers and rules. The first four tables are evaluated without torch (`models/__init__.py::tables`).
+    # Numbers and rules. The first five tables are evaluated without torch (`models/__init__.py::tables`).
 
     FLAVORS: dict[str, dict[str, Any]]
     """Flavor -> the numbers of `Args`. Each row names its source."""
@@ -21,6 +21,8 @@ class Family(Protocol):
     """Number that the [model] table may override -> its type, its bounds in pydantic's words, one line that explains it."""
     FOLLOWS: dict[str, tuple[tuple[str, ...], Callable[[dict], Any]]]
     """Number -> the numbers that it follows from, and how: it is computed where one of those is overridden and it is not."""
+    QUERY_WIDTH: tuple[str, ...]
+    """The numbers whose sum is the width of a query's head, which decides what kernels of attention there are."""
     RULES: dict[str, tuple[Callable[[Any], bool], str]]
     """Rules between these numbers and the options of a run, in the form of `configs/check.py::RULES`."""
     Args: type
@@ -41,8 +43,10 @@ class Family(Protocol):
 
     DECAY: list[tuple[str, bool]]
     """Rows (pattern of the parameter's name, whether weight decay applies), of which the first that matches counts."""
-    TP_PLAN: dict[str, str]
-    """Pattern of a module's name -> its style under tensor parallelism, a key of `parallelisms/tp.py::STYLES`."""
+
+    def tp_plan(self, args: Any) -> dict[str, str]:
+        """Pattern of a module's name -> its style under tensor parallelism, a key of `parallelisms/tp.py::STYLES`. The first row
+        that matches counts."""
 
     # Arithmetic.
 
@@ -63,8 +67,10 @@ class Family(Protocol):
 
     # Hugging Face.
 
+    HF_TYPES: tuple[str, ...]
+    """The values of config.json's model_type that this family reads; the first is that of a file that names none."""
     HF_FIXED: dict[str, Any]
-    """Key of config.json -> its only value that this family can express. Has at least model_type."""
+    """Key of config.json -> its only value that this family can express."""
 
     def hf_config(self, args: Any) -> dict[str, Any]:
         """The fields of transformers' configuration. Raises ValueError for numbers that transformers refuses."""
@@ -74,7 +80,8 @@ class Family(Protocol):
         ZeroDivisionError."""
 
     def hf_names(self, args: Any) -> dict[str, str]:
-        """Name of every parameter -> its name in Hugging Face's files. Shapes and layouts are the same."""
+        """Name of every parameter -> its name in Hugging Face's files. Shapes and layouts are the same, but for a name of theirs
+        with a `#`: there, the parameter is one tensor for each expert, and `#` is the expert's number."""
 
     def hf_ignored(self, args: Any) -> str:
         """A regular expression for the whole names of further tensors that such files may have and nobody reads."""

@@ -83,11 +83,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer, arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
 
-    def __init__(self, args: Any):
+    def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
-        self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=False)  # gate
-        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)  # down
-        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)  # up
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)  # gate
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)  # down
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)  # up
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))  # [B, T, D]
@@ -135,19 +135,28 @@ class Decoder(nn.Module):
         self.args, self.first, self.last = args, layers.start == 0, layers.stop == args.n_layers
         if self.first or (self.last and args.tied_embeddings):
             self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleDict({str(i): self.block(args) for i in layers})
+        self.layers = nn.ModuleDict({str(i): self.block(args, i) for i in layers})
         if self.last:
             self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
             if not args.tied_embeddings:
                 self.output = Output(args.dim, args.vocab_size, bias=False)
 
-    def block(self, args: Any) -> nn.Module:
-        """A new block; its `forward` takes (h [B, T, D], cos, sin, documents) and returns [B, T, D]."""
-        return Block(args, Attention(args), FeedForward(args))
+    def block(self, args: Any, number: int) -> nn.Module:
+        """A new block for this layer; its `forward` takes (h [B, T, D], cos, sin, documents) and returns [B, T, D], with a
+        mixture of experts also its `Routing` (models/moe.py)."""
+        return Block(args, Attention(args), FeedForward(args.dim, args.hidden_dim))
 
     def cores(self) -> list[AttentionCore]:
         """The attention of every block, in order, for those who replace it."""
         return [layer.attention.core for layer in self.layers.values()]
+
+    def latents(self) -> list[nn.Module]:
+        """The modules, one per block, that return what keys and values are computed from; none where nothing is narrower."""
+        return [layer.attention.latents for layer in self.layers.values() if hasattr(layer.attention, "latents")]
+
+    def mixtures(self) -> dict[int, nn.Module]:
+        """The mixtures of experts (models/moe.py::MixtureOfExperts), by the number of their layer."""
+        return {int(i): layer.feed_forward for i, layer in self.layers.items() if hasattr(layer.feed_forward, "experts")}
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [..., E], of positions int64 [T] or [B, T]."""
@@ -155,18 +164,21 @@ class Decoder(nn.Module):
 
     def forward(
         self, x: Tensor, positions: Tensor, head: Callable[[Tensor, Tensor], Tensor] = F.linear,
-        documents: Documents | None = None,
+        documents: Documents | None = None, routings: Any = None,
     ) -> Tensor:  # fmt: skip
         """x: tokens, int64 [B, T]; for a stage that is not the first, hidden states [B, T, D] of the one before.
         positions: of these tokens, int64 [T] or [B, T], within the sequence or, with `documents`, within their document.
 
         Returns head(hidden states [B, T, D], output weight [V, D]), by default logits [B, T, V]; a stage that is not the
-        last returns its hidden states. With `documents` attention does not cross from one document to the next.
+        last returns its hidden states. With `documents` attention does not cross from one document to the next. What mixtures
+        of experts tell about this batch is added to `routings` (models/moe.py::Routings), if there is one.
         """
         cos, sin = self.rope(positions)  # [T, E], or [B, T, E]
         h = self.tok_embeddings(x) if self.first else x  # [B, T, D]
-        for layer in self.layers.values():
+        for number, layer in self.layers.items():
             h = layer(h, cos, sin, documents)
+            if isinstance(h, tuple):
+                h = h[0] if routings is None else routings.add(int(number), *h)
         if not self.last:
             return h
         h = self.norm(h)

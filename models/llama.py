@@ -15,8 +15,8 @@ from models import dense
 from models.dense import (  # noqa: F401  what holds for every dense decoder
     DECAY,
     OPTIONS,
+    QUERY_WIDTH,
     RULES,
-    TP_PLAN,
     describe,
     flops_per_token,
     hf_ignored,
@@ -25,6 +25,7 @@ from models.dense import (  # noqa: F401  what holds for every dense decoder
     largest_product,
     parameters,
     real_number,
+    tp_plan,
     whole_number,
 )
 from models.layers import Decoder, rope_frequencies, rope_tables
@@ -112,7 +113,8 @@ def small(dim: int) -> Args:
 
 # Hugging Face: LlamaForCausalLM ---------------------------------------------------------------------------------------
 
-HF_FIXED = dense.HF_FIXED | {"model_type": "llama", "mlp_bias": False, "partial_rotary_factor": 1.0}
+HF_TYPES = ("llama",)
+HF_FIXED = dense.HF_FIXED | {"mlp_bias": False, "partial_rotary_factor": 1.0}
 
 
 def hf_config(args: Args) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from configs.schema import Config, InputError
-from models.kernels.document_attention import fits_varlen, piece_attention, piece_attention_backward
+from models.kernels.document_attention import kernel_exists, piece_attention, piece_attention_backward
 from parallelisms.mesh import Mesh
 
 
@@ -46,6 +46,15 @@ def apply(model: nn.Module, mesh: Mesh, cfg: Config) -> nn.Module:
     for core in cores:  # the same function, so that torch.compile compiles one block for all
         core.forward = forward
     return model
+
+
+def check_kernel(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """Raise InputError if "gather" cannot run on this device in this type with heads of `width` numbers. `tools/check.py` asks
+    before anything is launched."""
+    if device.type == "cuda" and not kernel_exists(device, dtype, width):
+        raise InputError('parallelism.context_parallel_method = "gather" needs on a GPU a 16-bit type and heads of 8, 16, ... 256 '
+                         f'numbers, but the type is {str(dtype).removeprefix("torch.")} and a head has {width}: use "ulysses", or '
+                         "change one of the two")  # fmt: skip
 
 
 # Keys and values gathered ---------------------------------------------------------------------------------------------
@@ -101,7 +110,8 @@ def gathered(whole_windows: Pieces, shape: tuple[int, int], group: str) -> Calla
 
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: Pieces | None) -> Tensor:
         if documents is None and q.shape[:2] != shape:
-            raise ValueError(f"attention to gathered keys was prepared for {shape} sequences and tokens, not {tuple(q.shape[:2])}")
+            given = tuple(q.shape[:2])
+            raise ValueError(f"attention to gathered keys was prepared for {shape} sequences and tokens, not {given}")
         p = whole_windows if documents is None else documents
         out, _ = gathered_attention(q, k, v, p.keys, p.starts, p.key_starts, p.longest, p.longest_keys, group)
         return out
@@ -113,11 +123,9 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, starts: Tensor, key_starts: Tensor, longest: int, longest_keys: int, group: str
 ) -> tuple[Tensor, Tensor]:
     """This rank's q [b, t, H, E], k [b, t, K, E] and v [b, t, K, V] -> attention [b, t, H, V] to the keys of all ranks of the
-    group, and its log-sum-exp, float32 [n, H]. For the other arguments see `Pieces`. Raises InputError if a GPU has no kernel
-    for them."""
-    if q.is_cuda and not fits_varlen(q):
-        raise InputError('parallelism.context_parallel_method = "gather" needs on a GPU a 16-bit type and heads of 8, 16, ... 256 '
-                         f'numbers, and here are {q.dtype} and {q.shape[-1]}: use "ulysses", or change these')  # fmt: skip
+    group, and its log-sum-exp, float32 [n, H]. For the other arguments see `Pieces`. Raises InputError where `check_kernel`
+    does."""
+    check_kernel(q.device, q.dtype, q.shape[-1])
     k, v = _gather(k, v, keys, group)
     out, lse = piece_attention(q.flatten(0, 1), k, v, starts, key_starts, longest, longest_keys)
     return out.view(*q.shape[:3], -1), lse
@@ -195,7 +203,7 @@ def swapped(attention: Callable, group: dist.ProcessGroup) -> Callable:
         b, t = q.shape[:2]
         widths = [x.shape[2] // cp * x.shape[3] for x in (q, k, v)]
         x = torch.cat([x.reshape(b, t, cp, -1) for x in (q, k, v)], -1)  # [b, t, ranks that get them, their heads]
-        x = funcol.all_to_all_single_autograd(x.permute(2, 0, 1, 3).contiguous(), None, None, group)  # [ranks whose tokens, b, t, .]
+        x = funcol.all_to_all_single_autograd(x.permute(2, 0, 1, 3).contiguous(), None, None, group)  # [cp, b, t, .]
         x = x.transpose(0, 1).reshape(b, cp * t, -1)
         heads = [part.unflatten(-1, (-1, of.shape[3])) for part, of in zip(x.split(widths, -1), (q, k, v), strict=True)]
         out = attention(*heads, documents)  # [b, T, H / cp, V]

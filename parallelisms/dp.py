@@ -1,20 +1,24 @@
 """Data parallelism: FSDP2 (`fully_shard`), which is also our HSDP, our DDP and our mixed precision.
 
-One mechanism covers the four: sharded over `dp_shard` (with context parallelism, over `cp` too); replicated over `dp_replicate` on top (HSDP); replicated only, when
-dp_shard = 1 (DDP: gradients all-reduced block by block during backward, weights never gathered from anyone); and its
-MixedPrecisionPolicy is what keeps float32 masters of bfloat16 weights. On a single rank there is nobody to exchange with:
-`keep_masters` does the same arithmetic without FSDP2's buffers, so one process computes the same numbers as many. In float32
-the model is then left alone: it is the plain model that every test compares with.
+One mechanism covers the four: sharded over `dp_shard` (with context parallelism, over `cp` too); replicated over
+`dp_replicate` on top (HSDP); replicated only, when nothing is sharded (DDP: gradients all-reduced block by block during
+backward, weights never gathered from anyone); and its MixedPrecisionPolicy is what keeps float32 masters of bfloat16 weights.
+On a single rank there is nobody to exchange with: `keep_masters` does the same arithmetic without FSDP2's buffers, so one
+process computes the same numbers as many. In float32 the model is then left alone: it is the plain model that every test
+compares with.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp2_common
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
 from configs.schema import Parallelism, Training
@@ -59,6 +63,31 @@ def shared_groups() -> Iterator[None]:
         fsdp2._get_post_forward_mesh_info = original
 
 
+def shard_experts(model: nn.Module, mesh: Mesh, how: dict[str, Any], reshard: bool) -> None:
+    """Let FSDP shard a rank's experts over the edp ranks that have the same ones: by expert, or by row where they are fewer
+    than the ranks. Rows must divide evenly, which experts need not (FSDP2 pads the first dimension alone).
+
+    A block is then one module of FSDP2 with weights on two meshes, by `how`. In torch 2.11 a module has one mesh, so there the
+    experts become modules of their own. Nobody prefetches these, and selective checkpointing gathers them once more.
+    """
+    experts = {p for mixture in model.mixtures().values() for p in mixture.experts.parameters()}
+    edp = mesh.experts_mesh["edp"].size()
+    experts_mesh = mesh.experts_mesh["dp_replicate", "edp"] if mesh.dp_replicate > 1 else mesh.experts_mesh["edp"]
+
+    def placement(param: nn.Parameter) -> Shard:
+        experts_here, rows = param.to_local().shape[:2]
+        return Shard(1 if experts_here < edp and rows % edp == 0 else 0)
+
+    if not hasattr(fsdp2_common, "ShardPlacementResult"):
+        for mixture in model.mixtures().values():
+            fully_shard(mixture.experts, **how | {"mesh": experts_mesh, "shard_placement_fn": placement}, reshard_after_forward=reshard)
+        return
+    info = fsdp2_common.FSDPMeshInfo(experts_mesh, shard_mesh_dim=0)
+    if mesh.dp_replicate > 1:
+        info = fsdp2_common.HSDPMeshInfo(experts_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    how["shard_placement_fn"] = lambda p: fsdp2_common.ShardPlacementResult(placement(p), info) if p in experts else None
+
+
 @shared_groups()
 def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) -> nn.Module:
     """Shard the blocks bottom-up, then the rest of the model as the root, in place.
@@ -74,10 +103,14 @@ def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) ->
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=DTYPES[training.reduce_dtype], cast_forward_inputs=False)
     # Pinned host memory exists only where there is an accelerator to copy to.
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if cfg.cpu_offload else OffloadPolicy()
-    how = {"mesh": mesh.fsdp_mesh, "mp_policy": policy, "offload_policy": offload}
+    fixed = {p for p in model.parameters() if not p.requires_grad}  # small, and the same on every rank
+    how = {"mesh": mesh.fsdp_mesh, "mp_policy": policy, "offload_policy": offload, "ignored_params": fixed}
     reshard = cfg.reshard_after_forward
-    if mesh.fsdp_mesh.size(-1) == 1 or (mesh.pp > 1 and reshard == "default"):
+    nothing_sharded = mesh.fsdp_mesh.size(-1) == 1 and (mesh.experts_mesh is None or mesh.experts_mesh["edp"].size() == 1)
+    if nothing_sharded or (mesh.pp > 1 and reshard == "default"):
         reshard = False  # nothing is sharded, nothing to free; a stage would gather again for every micro-batch
+    if mesh.experts_mesh is not None:
+        shard_experts(model, mesh, how, reshard is not False)
     blocks = list(model.layers.values())
     freed = len(blocks) - cfg.keep_gathered  # of the blocks the first ones: backward begins with the others
     for i, block in enumerate(blocks):

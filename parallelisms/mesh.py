@@ -87,6 +87,9 @@ class Mesh:
     cp_rank: int = 0
     pp_rank: int = 0
     head_and_tail: bool = False  # whether context parallelism gives a rank two parts of a sequence (`places`)
+    ep: int = 1  # ranks of dp_shard x cp x tp that share the experts of a mixture
+    # The same ranks by pp, dp_replicate, edp, ep (parallelisms/ep.py): for mixtures with ep or tp above 1.
+    experts_mesh: DeviceMesh | None = None
     to_lower: dist.ProcessGroup | None = None  # the ranks of this pipeline again: `open_mesh` says what for
     begun: Begun = field(default_factory=lambda: Begun(begun_file()), compare=False)
 
@@ -100,7 +103,9 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+        """By dimension. All but ep multiply to the number of ranks; an ep group is a part of other dimensions."""
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp,
+                "ep": self.ep}  # fmt: skip
 
     @property
     def tp_mesh(self) -> DeviceMesh:
@@ -125,9 +130,16 @@ class Mesh:
 
     def sum_over_pp(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of the pipeline, in place. Every rank of the mesh must call it."""
+        return self._sum_over("pp", x)
+
+    def sum_over_tp(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks of tensor parallelism, in place. Every rank of the mesh must call it."""
+        return self._sum_over("tp", x)
+
+    def _sum_over(self, dim: str, x: torch.Tensor) -> torch.Tensor:
         self.begun.another()
-        if self.pp > 1:
-            dist.all_reduce(x, group=self.device_mesh.get_group("pp"))
+        if self.sizes[dim] > 1:
+            dist.all_reduce(x, group=self.device_mesh.get_group(dim))
         return x
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,6 +169,7 @@ class Mesh:
     def set_timeout(self, seconds: int) -> None:
         """Limit every collective. The mesh's groups do not inherit the default group's limit, so each is set."""
         groups = [dist.group.WORLD, *self.device_mesh.get_all_groups(), *self.fsdp_mesh.get_all_groups()]
+        groups += self.experts_mesh.get_all_groups() if self.experts_mesh else []
         for group in groups + [self.to_lower] * (self.to_lower is not None):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -218,8 +231,9 @@ def record_flights(folder: Path) -> None:
     logging.getLogger("plumbline").info(f"when a collective times out: {os.environ['TORCH_FR_DUMP_TEMP_FILE']}<rank>")
 
 
-def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int) -> Mesh:
-    """Lay the mesh over the process group; the sizes are already checked.
+def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int, has_experts: bool = False) -> Mesh:
+    """Lay the mesh over the process group; the sizes are already checked. has_experts: whether the model has mixtures of
+    experts, whose weights are on a mesh of their own where ep or tp is above 1.
 
     Every pipeline gets a second group. One carries what goes to a higher rank, the other what goes to a lower one. NCCL
     runs what two ranks of a group send each other one after another, so with one group for both directions two ranks
@@ -236,8 +250,12 @@ def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int) -> Mesh:
             group = dist.new_group(ranks)
             to_lower = group if rank in ranks else to_lower
     head_and_tail = cp > 1 and parallelism.context_parallel_method == "gather"
+    ep, tp, experts_mesh = parallelism.expert_parallel, parallelism.tensor_parallel, None
+    if has_experts and ep * tp > 1:
+        sizes_of_experts = (pp, parallelism.data_parallel_replicate, dp_shard * cp * tp // ep, ep)
+        experts_mesh = init_device_mesh(device.type, sizes_of_experts, mesh_dim_names=("pp", "dp_replicate", "edp", "ep"))
     mesh = Mesh(device_mesh, fsdp_mesh(device_mesh), device, rank, *sizes, replicate * dp_shard + shard, part, stage,
-                head_and_tail, to_lower)  # fmt: skip
+                head_and_tail, ep, experts_mesh, to_lower)  # fmt: skip
     mesh.set_timeout(run.init_timeout_seconds)
     return mesh
 

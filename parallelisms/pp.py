@@ -103,14 +103,20 @@ class Pipeline(nn.Module):
         seconds = {FORWARD: 1.0, BACKWARD: 2.0, BACKWARD_INPUT: 1.0, BACKWARD_WEIGHT: 1.0}
         timeline = schedules.timeline(self.table(micro_batches).of_all_ranks, self.placement, lambda a: seconds[a.kind])
         layers = zip(self.layers_of_stages, self.placement, strict=True)
-        parts = ", ".join(f"{r.start}-{r.stop - 1} on rank {rank}" for r, rank in layers)
+        parts = ", ".join(f"{schedules.layers_text(numbers)} on rank {rank}" for numbers, rank in layers)
         return (f"pipeline: {self.cfg.pipeline_schedule} with {micro_batches} micro-batches, ranks wait for "
                 f"{schedules.bubble(timeline):.0%} of the time if stages are equal; layers {parts}")  # fmt: skip
 
     def cores(self) -> list[nn.Module]:
         return [core for stage in self.stages.values() for core in stage.cores()]
 
-    def forward(self, x: Tensor, positions: Tensor, head: Callable, documents: Any = None) -> Tensor:
+    def latents(self) -> list[nn.Module]:
+        return [module for stage in self.stages.values() for module in stage.latents()]
+
+    def mixtures(self) -> dict[int, nn.Module]:
+        return {number: mixture for stage in self.stages.values() for number, mixture in stage.mixtures().items()}
+
+    def forward(self, x: Tensor, positions: Tensor, head: Callable, documents: Any = None, routings: None = None) -> Tensor:
         """As that of `models/layers.py::Decoder`, without a backward. Every rank of the pipeline calls it, and every one returns
         what the head returned in the last stage. One stage works at a time: this is for sampling."""
         with torch.no_grad():
@@ -139,9 +145,13 @@ class Pipeline(nn.Module):
         return self._total(step)
 
     def _total(self, step: "Step") -> Tensor:
-        return torch.stack(step.outputs).double().sum() if step.outputs else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if step.outputs:
+            return torch.stack(step.outputs).double().sum()
+        return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
-    def _play(self, micro_batches: int, forward_only: bool, inputs: Inputs, shape: torch.Size, scale: Tensor | None = None) -> "Step":
+    def _play(
+        self, micro_batches: int, forward_only: bool, inputs: Inputs, shape: torch.Size, scale: Tensor | None = None
+    ) -> "Step":
         """shape: [b, T] of a micro-batch."""
         self._copy_tied()
         table = self.table(micro_batches, forward_only)
@@ -241,7 +251,8 @@ class Step:
         stages = len(self.model.placement)
         for i, action in enumerate(self.table.actions):
             began, waited = time.monotonic(), self.messages.waited
-            with record_function(f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"):  # tools/plan reads it
+            # tools/plan reads this name.
+            with record_function(f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"):
                 for soon in self.table.actions[i : i + 2]:
                     for key in schedules.needs(soon, stages):
                         self.messages.ask(key)
@@ -251,20 +262,23 @@ class Step:
 
     def forward(self, action: Action, stage: nn.Module) -> None:
         """Keeps no hidden state that backward does not need: what is computed is handed over, and its place in the graph kept."""
-        x, positions, head, documents = self.inputs(action.micro_batch)
+        x, *others = self.inputs(action.micro_batch)
         trains = self.scale is not None
         if not stage.first:
             x = self.messages.take((HIDDEN, action.stage - 1, action.micro_batch)).requires_grad_(trains)
         with record_function("forward"):
-            h = stage(x, positions, head, documents)
+            h = stage(x, *others)
         if stage.last:
             self.outputs.append(h.detach())
             h = h * self.scale if trains else h
         else:
             self.messages.give(result(action), h.detach())
         if trains:
-            whole = stage.last or self.splits(action)
-            self.in_flight[action.stage, action.micro_batch] = x, h if whole else get_gradient_edge(h)
+            if stage.last or self.splits(action):
+                kept = h.clone() if h._is_view() else h  # it is detached in place, which no view can be; a mixture makes one
+            else:
+                kept = get_gradient_edge(h)
+            self.in_flight[action.stage, action.micro_batch] = x, kept
 
     def splits(self, action: Action) -> bool:
         """Whether the backward of this micro-batch comes in two halves. The half for the input wants the tensor itself."""

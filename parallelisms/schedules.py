@@ -304,6 +304,11 @@ def consecutive(counts: list[int] | tuple[int, ...]) -> list[range]:
     return [range(start, start + count) for start, count in zip(starts, counts)]
 
 
+def layers_text(layers: range) -> str:
+    """"3-5", or "3" for a single layer: numbers from 0, as in the names of weights."""
+    return f"{layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"{layers.start}"
+
+
 def end_weights(args: Any, more: Any, parameters: Callable[[Any], int], flops: Callable[[Any], float]) -> tuple[float, float]:
     """`weight_of_embedding` and `weight_of_head` of `stage_layers`, from a family's functions of its `Args`; `more`: the
     same numbers with one more layer.

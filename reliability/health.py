@@ -146,7 +146,8 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, replicated_over: 
                 parts[name + key] = tensor.detach() if isinstance(tensor, Tensor) else torch.tensor(tensor)
                 continue
             placements = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
-            if not replicated_over or placements.get(replicated_over) is None or placements[replicated_over].is_replicate():
+            # Experts are on a mesh without tp, whose ranks have different parts of them.
+            if not replicated_over or (replicated_over in placements and placements[replicated_over].is_replicate()):
                 parts[name + key] = tensor.detach().to_local()
     return parts
 
@@ -213,7 +214,7 @@ def named(ranks: Sequence[int]) -> str:
 
 class Stragglers:
     """Finds the rank that the others wait for. Steps are in lockstep, so a step takes every rank the same time. What
-    differs is how long each rank works before it meets the others again. Three sections are measured, in seconds of the
+    differs is how long each rank works before it meets the others again. These sections are measured, in seconds of the
     host:
 
         data       waiting for the batch

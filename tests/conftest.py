@@ -8,6 +8,7 @@ import functools
 import json
 import signal
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,19 +33,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def marked(item: pytest.Item, *names: str) -> bool:
         return any(item.get_closest_marker(name) for name in names)
 
-    groups = {}
+    groups, caps = {}, Counter()
     for item in items:
         if marked(item, "alone"):
             groups[item.nodeid] = "alone"
         elif any(fixtures[-1].scope == "module" for fixtures in item._fixtureinfo.name2fixturedefs.values()):
             groups[item.nodeid] = item.path.stem
+        caps[groups.get(item.nodeid, item.nodeid)] += _cap(item)
 
     def place(item: pytest.Item) -> tuple:
-        """Long tests come first, so that none begins when all others are done; those that must be alone come last. Neighbours
-        in a file are alike: if all workers had them at the same time, all would wait at the same time. A checksum of the name
-        separates them, in the same way on every worker."""
+        """Groups and long tests come first, so that none begins when all others are done; those that must be alone come last.
+        Neighbours in a file are alike: if all workers had them at the same time, all would wait at the same time. A checksum of
+        the name separates them, in the same way on every worker."""
         name = groups.get(item.nodeid, item.nodeid)
-        return marked(item, "alone"), not marked(item, "slow", "torture"), -_cap(item), zlib.crc32(name.encode())
+        return marked(item, "alone"), not marked(item, "slow", "torture"), -caps[name], zlib.crc32(name.encode()), -_cap(item)
 
     items.sort(key=place)
     (config._tmp_path_factory.getbasetemp() / "groups.json").write_text(json.dumps(groups))

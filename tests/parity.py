@@ -1,8 +1,9 @@
 """The parity check: a run on a mesh compared with the plain model, which is one process.
 
 The oracle is the plain model in float32, without checkpointing, with one micro-batch. The initial weights must be equal bitwise.
-Loss, gradient norm, every gathered gradient and the weights after 5 optimizer steps must agree to 1e-5. Meshes do not divide the
-sizes of the model evenly: vocabulary 263, width 50. Labels that do not count are spread unevenly over ranks and micro-batches.
+Loss, gradient norm, every gathered gradient and the weights after 5 optimizer steps must agree to 1e-5, and the tokens that
+every expert got must be the same. (Where scores are equal up to rounding, two meshes may choose different experts, and both are
+right. No oracle has such a tie.) Meshes do not divide the sizes of the model evenly: vocabulary 263, width 50. Labels that do not count are spread unevenly over ranks and micro-batches.
 A run is a combination of one setting per factor (FACTORS).
 """
 
@@ -16,7 +17,7 @@ import train
 from configs.load import load_config
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tests.runs import ADAMW, CONTEXT_MESHES, MESHES, SMALL_MODEL, ULYSSES, whole
+from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, SMALL_MODEL, ULYSSES, whole
 from tools.bench import harness
 
 STEPS, SEQ, BATCH, VOCAB = 5, 16, 24, 263
@@ -26,7 +27,11 @@ OPTIONS = [
 SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.2", "--optimizer.momentum=0.9"]
 TWO_MICRO_BATCHES = "two micro-batches"  # six in a pipeline. trajectory() makes the option: it depends on the mesh
 DOCUMENTS = "documents"  # windows have documents of 3 to 7 tokens, and attention stays inside each; no option of a run either
+ONE_EXPERT = "one expert"  # the balancing biases send every token to expert 5 of each mixture; no option either
 FEW_LABELS = "few labels"  # labels count in the first quarter of a window alone, so some ranks of a cp group have none
+
+SMALLEST_GAP = 1e-7  # the scores of experts differ by some 1e-8 from mesh to mesh
+MARKERS = DOCUMENTS, FEW_LABELS, ONE_EXPERT
 
 # factor -> {setting: options}. The first setting of a factor is the plain model's.
 NUMBERS = {  # what is computed: every combination of these has an oracle of its own
@@ -40,7 +45,7 @@ EXECUTION = {  # how it is computed: no setting may change the numbers
     "weights": {
         "default": [],
         "never freed": ["--parallelism.reshard_after_forward=false"],
-        "last two kept": ["--parallelism.keep_gathered=2"],
+        "last two kept": ["--parallelism.keep_gathered=2", "--parallelism.reshard_after_forward=true"],
         "always freed, prefetched": ["--parallelism.reshard_after_forward=true", "--parallelism.prefetch=2"],
     },
     "accumulation": {
@@ -55,6 +60,10 @@ CONTEXT = {  # further factors of context parallelism; the last two change what 
     "documents": {"none": [], "masked": [DOCUMENTS]},
     "labels": {"everywhere": [], "at the beginning": [FEW_LABELS]},
 }
+# Models with experts: 8 of odd width, 3 for each token, a loss and biases that balance strongly enough to matter.
+_EXPERTS = ["--model.n_experts=8", "--model.experts_per_token=3", "--model.expert_dim=11", "--model.balance_loss=0.05"]
+DEEPSEEK = ["--model.family=deepseek_v3", *_EXPERTS, "--training.expert_bias_speed=0.01"]
+EXPERTS = {"qwen3 experts": ["--model.family=qwen3", *_EXPERTS], "deepseek_v3": DEEPSEEK}
 Combination = dict[str, str]  # factor -> setting; "mesh" is a factor too
 
 
@@ -63,16 +72,22 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
     warnings.simplefilter("ignore")
     in_pipeline = any("pipeline_parallel" in option for option in options)
     local = BATCH // dp_size // ((6 if in_pipeline else 2) if TWO_MICRO_BATCHES in options else 1)
-    has_documents, has_few_labels = DOCUMENTS in options, FEW_LABELS in options
-    options = [option for option in options if option not in (TWO_MICRO_BATCHES, DOCUMENTS, FEW_LABELS)]
-    cfg = load_config([*OPTIONS, f"--training.local_batch_size={local}", *options], world().size, world().local_size)
+    has_documents, has_few_labels, has_one_expert = (marker in options for marker in (DOCUMENTS, FEW_LABELS, ONE_EXPERT))
+    options = [option for option in options if option not in (TWO_MICRO_BATCHES, *MARKERS)]
+    base = [o for o in OPTIONS if DEEPSEEK[0] not in options or not o.startswith(("--model.n_kv_heads", "--model.head_dim"))]
+    cfg = load_config([*base, f"--training.local_batch_size={local}", *options], world().size, world().local_size)
     job = train.build(cfg)
-    seen = {"init": {n: whole(p).numpy() for n, p in job.model.named_parameters()}, "loss": [], "norm": []}
+    if has_one_expert:
+        for name, bias in job.model.named_parameters():
+            if name.endswith("router.bias"):
+                bias.data[5] = 100.0
+    seen = {"init": {n: whole(p).numpy() for n, p in job.model.named_parameters()}, "loss": [], "norm": [], "counts": []}
 
     def keep_gradients(*_):
         if "grad" not in seen:
             missing = torch.zeros_like
-            seen["grad"] = {n: whole(missing(p) if p.grad is None else p.grad).numpy() for n, p in job.model.named_parameters()}
+            trained = [(n, p) for n, p in job.model.named_parameters() if p.requires_grad]
+            seen["grad"] = {n: whole(missing(p) if p.grad is None else p.grad).numpy() for n, p in trained}
 
     job.optimizer.register_step_pre_hook(keep_gradients)
     batches = harness.batches(cfg, job.mesh, np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16))
@@ -90,6 +105,7 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
         result = train.train_step(job, batch)
         seen["loss"].append(result.loss)
         seen["norm"].append(result.grad_norm)
+        seen["counts"].append({layer: counts.tolist() for layer, counts in result.expert_counts.items()})
     seen["weights"] = {n: whole(p).numpy() for n, p in job.model.named_parameters()}
     return seen
 
@@ -112,13 +128,29 @@ def plain(*more: str, **numbers: str) -> dict:
     """The oracle of these settings: one process, no parallelism, no accumulation, no checkpointing. Of `more` options, those of
     a mesh, the ones that change the model count."""
     combination = combination_of(**numbers)
-    shape = [o for o in more if o.startswith(("--model.", "--training.seq_len")) or o in (DOCUMENTS, FEW_LABELS)]
+    shape = [o for o in more if o.startswith(("--model.", "--training.seq_len", "--training.expert_")) or o in MARKERS]
     return _oracle((*options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS), *shape))
 
 
 @functools.cache
 def _oracle(options: tuple[str, ...]) -> dict:
-    return run_ranks(1, trajectory, list(options))[0]
+    seen, gap = run_ranks(1, _with_gap, list(options))[0]
+    assert gap > SMALLEST_GAP, f"an expert of {options} is chosen by a lead of {gap:.0e}, which rounding may change: take another seed"
+    return seen
+
+
+def _with_gap(options: list[str]) -> tuple[dict, float]:
+    """A trajectory, and the smallest lead in it of a chosen expert, or group of experts, over one that was not chosen."""
+    gaps, real = [], torch.Tensor.topk
+
+    def topk(scores, k, dim):
+        if k < scores.shape[-1]:
+            best = real(scores, k + 1, dim).values
+            gaps.append((best[..., -2] - best[..., -1]).min().item())
+        return real(scores, k, dim)
+
+    torch.Tensor.topk = topk
+    return trajectory(options), min(gaps, default=1.0)
 
 
 def compare(name: str, seen: dict, oracle: dict) -> list[str]:
@@ -129,10 +161,12 @@ def compare(name: str, seen: dict, oracle: dict) -> list[str]:
         error = np.max(np.abs(np.array(seen[key]) / np.array(oracle[key]) - 1))
         if not error <= 1e-5:
             problems.append(f"{name}: {key} off by {error:.1e} relative")
+    if seen["counts"] != oracle["counts"]:
+        problems.append(f"{name}: experts got other numbers of tokens")
     for key in "grad", "weights":
         assert seen[key].keys() == oracle[key].keys()
         for n, want in oracle[key].items():
-            error = np.linalg.norm(seen[key][n] - want) / np.linalg.norm(want)
+            error = np.linalg.norm(seen[key][n] - want) / (np.linalg.norm(want) or np.finfo(np.float32).tiny)
             if not error <= 1e-5:
                 problems.append(f"{name}: {key} of {n} off by {error:.1e} relative")
     return problems
@@ -140,21 +174,24 @@ def compare(name: str, seen: dict, oracle: dict) -> list[str]:
 
 def whole_model(ranks: list[dict]) -> dict:
     """What all ranks together have seen of a run: in a pipeline each one has other parameters."""
-    return ranks[0] | {key: {n: x for seen in ranks for n, x in seen[key].items()} for key in ("init", "grad", "weights")}
+    both = {key: {n: x for seen in ranks for n, x in seen[key].items()} for key in ("init", "grad", "weights")}
+    counts = [{layer: x for seen in ranks for layer, x in seen["counts"][step].items()} for step in range(STEPS)]
+    return ranks[0] | both | {"counts": counts}
 
 
 def check(
     mesh: str, combinations: list[Combination], more: list[str] | None = None, timeout: float = 270, factors: dict = FACTORS
 ) -> None:
     """Every combination of `factors` on this mesh, with `more` options, is its plain model; all ranks report the same numbers."""
-    ranks, options, dp_size = (MESHES | CONTEXT_MESHES)[mesh]
+    ranks, options, dp_size = (MESHES | CONTEXT_MESHES | EXPERT_MESHES)[mesh]
     runs = [[*options_of(combination, factors), *options, *(more or [])] for combination in combinations]
     results = run_ranks(ranks, trajectories, runs, dp_size, timeout=timeout)
     problems = []
     for i, combination in enumerate(combinations):
         name = f"{mesh} {', '.join(f'{factor}: {combination[factor]}' for factor in factors)} {' '.join(more or [])}"
         seen = whole_model([of_rank[i] for of_rank in results])
-        problems += compare(name, seen, plain(*runs[i], **{factor: combination[factor] for factor in NUMBERS}))
+        numbers = {factor: combination[factor] for factor in NUMBERS if factor in combination}
+        problems += compare(name, seen, plain(*runs[i], **numbers))
         for rank, of_rank in enumerate(results):
             if of_rank[i]["loss"] != results[0][i]["loss"] or of_rank[i]["norm"] != results[0][i]["norm"]:
                 problems.append(f"{name}: rank {rank} reports a different loss or norm than rank 0")

@@ -45,7 +45,7 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) ->
         for rank in range(world_size):
             pid = os.fork()
             if pid == 0:
-                _child(Path(folder), rank, world_size, fn, args)
+                _child(Path(folder), rank, world_size, fn, args, waits=True)
             children[pid] = rank
         failed = _wait(children, timeout * NEIGHBOURS)
         results = [_result(Path(folder), rank) for rank in range(world_size)]
@@ -54,7 +54,8 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) ->
     return [value for _, value in results]
 
 
-def _child(folder: Path, rank: int, world_size: int, fn: Callable, args: tuple) -> None:
+def _child(folder: Path, rank: int, world_size: int, fn: Callable, args: tuple, waits: bool = False) -> None:
+    """Become a rank. waits: it ends when all ranks have."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     signal.alarm(0)  # the parent's cap is not ours
     faulthandler.enable()
@@ -67,6 +68,9 @@ def _child(folder: Path, rank: int, world_size: int, fn: Callable, args: tuple) 
         ok, value = False, traceback.format_exc()
     (folder / f"{rank}.tmp").write_bytes(pickle.dumps((ok, value)))
     (folder / f"{rank}.tmp").rename(folder / f"{rank}")
+    deadline = time.monotonic() + (10 if waits and ok and dist.is_initialized() else 0)
+    while time.monotonic() < deadline and len(list(folder.glob("[0-9]"))) < world_size:
+        time.sleep(0.002)  # a rank that leaves at once breaks the connections that a slower one is still opening
     os._exit(0 if ok else 1)
 
 

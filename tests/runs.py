@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -50,6 +49,31 @@ CONTEXT_MESHES = {  # as MESHES
     "fsdp2xcp2xtp2": (8, [CP2, "--parallelism.tensor_parallel=2"], 2),
     "hsdp2x2xcp2": (8, [CP2, "--parallelism.data_parallel_replicate=2"], 4),
     "pp2xfsdp2xcp2": (8, [CP2, "--parallelism.pipeline_parallel=2"], 2),
+}
+EP2 = "--parallelism.expert_parallel=2"
+EXPERT_MESHES = {  # as MESHES
+    "ep2": (2, [EP2], 2),
+    "ep4": (4, ["--parallelism.expert_parallel=4"], 4),
+    "ep2xfsdp2": (4, [EP2], 4),
+    "ep2xhsdp2": (4, [EP2, "--parallelism.data_parallel_replicate=2"], 4),
+    "ep2xpp2": (4, [EP2, "--parallelism.pipeline_parallel=2"], 2),
+    "ep2 of cp2": (2, [EP2, CP2], 1),
+    "ep2xcp2": (4, [EP2, CP2], 2),
+    "ep2xfsdp3": (6, [EP2], 6),
+    "ep2xpp2xcp2": (8, [EP2, "--parallelism.pipeline_parallel=2", CP2], 2),
+}
+# The same with tensor parallelism, which splits the hidden units of shared experts evenly.
+EXPERT_MESHES |= {
+    f"experts on {name}": (ranks, [*options, "--parallelism.tensor_parallel=2", "--model.expert_dim=12"], dp_size)
+    for name, (ranks, options, dp_size) in {
+        "tp2": (2, [], 1),
+        "ep2 of tp2": (2, [EP2], 1),
+        "ep2xtp2": (4, [EP2], 2),
+        "hsdp2xtp2": (4, ["--parallelism.data_parallel_replicate=2"], 2),
+        "pp2xtp2": (4, ["--parallelism.pipeline_parallel=2"], 1),
+        "ep4 of cp2xtp2": (4, [CP2, "--parallelism.expert_parallel=4"], 1),
+        "ep2xfsdp2xtp2": (8, [EP2], 4),
+    }.items()
 }
 SMALL_MODEL = (  # sizes that meshes do not divide evenly, in float32, with sequences of 16 tokens
     "--model.dim=50 --model.n_layers=3 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 --model.hidden_dim=44 "
@@ -163,8 +187,9 @@ def trained(folder: Path, dp_size: int) -> tuple[int, list[list[int]]]:
     return int(first[-1].split()[0]) if first else 0, rows
 
 
-def ends(n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60) -> list[int]:
-    """Like run_ranks, for ranks that may end at once: the exit code of each, or minus the signal it died of."""
+def ends(n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60, last_hangs: bool = False) -> list[int | None]:
+    """Like run_ranks, for ranks that may end at once: the exit code of each, or minus the signal it died of. None for one that
+    has not ended in time. last_hangs: so the last rank is not waited for when the others have ended."""
     folder.mkdir(parents=True, exist_ok=True)
     pids = []
     for rank in range(n):
@@ -176,7 +201,9 @@ def ends(n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60)
             ranks._child(folder, rank, n, body, args)
         pids.append(pid)
     deadline, codes = time.monotonic() + seconds * ranks.NEIGHBOURS, []
-    for pid in pids:
+    for rank, pid in enumerate(pids):
+        if last_hangs and rank == n - 1:
+            deadline = time.monotonic() + ranks.NEIGHBOURS
         while not (done := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
             time.sleep(0.01)
         if not done[0]:

@@ -10,6 +10,7 @@ import torch
 from configs.load import load_config
 from data.prepare import prepare
 from data.tokenizer import train_bpe, write_rank_file
+from parallelisms import mesh
 from tests.runs import ROOT, environment
 from tools import check
 
@@ -77,6 +78,36 @@ def test_what_needs_a_gpu_is_a_sentence_also_with_device_auto(name, place):
     options, words = LACKING_GPU[name]
     (problem,) = problems(place, options)
     assert words in problem
+
+
+def test_keys_that_no_gpu_kernel_takes_are_refused_on_a_machine_with_a_gpu(place, monkeypatch):
+    """Not on a CPU, and there without the import of torch: run.device is "auto"."""
+    gather = "parallelism.context_parallel=2 training.param_dtype=float32"
+    assert not problems(place, gather)
+    monkeypatch.setattr(mesh, "pick_device", lambda run, local_rank: torch.device("cuda"))
+    (problem,) = problems(place, gather)
+    assert 'context_parallel_method = "gather" needs on a GPU' in problem and "the type is float32 and a head has 32" in problem
+    (problem,) = problems(place, "parallelism.context_parallel=2 model.head_dim=36 training.param_dtype=bfloat16")
+    assert "a head has 36" in problem
+    deepseek = "model.family=deepseek_v3 parallelism.context_parallel=2 training.param_dtype=bfloat16"
+    (problem,) = problems(place, f"{deepseek} model.nope_dim=30")
+    assert "a head has 46" in problem
+    assert not problems(place, deepseek)
+    assert not problems(place, f"{gather} parallelism.context_parallel_method=ulysses")
+
+
+@pytest.mark.parametrize("options, oldest", [
+    ("parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zbv", (2, 13)),
+    ("model.family=deepseek_v3 parallelism.expert_parallel=2 compile.enabled=true", (2, 12)),
+])  # fmt: skip
+def test_what_an_older_torch_cannot_do_is_a_sentence(options, oldest, place, monkeypatch):
+    for minor in (11, 12, 13):
+        monkeypatch.setattr(check, "version", lambda package, minor=minor: f"2.{minor}.0+cu130")
+        said = problems(place, options)
+        assert len(said) == ((2, minor) < oldest), said
+        assert all(f"needs torch {oldest[0]}.{oldest[1]}, and this is" in problem for problem in said), said
+    monkeypatch.setattr(check, "version", lambda package: "2.11.0")
+    assert not problems(place, options.replace("zbv", "interleaved_1f1b").replace("true", "false"))
 
 
 @pytest.mark.parametrize("package, options", [

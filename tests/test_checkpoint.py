@@ -19,7 +19,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors
@@ -29,10 +31,11 @@ import torch._refs  # noqa: F401
 
 import train
 from checkpoint import layout, lease, manager, state, storage, verify
+from checkpoint.manager import CheckpointManager
 from checkpoint.retention import expired
 from checkpoint.verify import Damaged
 from configs.load import load_config
-from configs.schema import InputError
+from configs.schema import Checkpoint, InputError, Parallelism, Run
 from parallelisms import mesh as meshes
 from tests.checkpoints import (
     MODEL,
@@ -194,6 +197,26 @@ def test_generators_go_on_where_they_were_on_the_same_mesh(tmp_path):
     assert not torch.equal(first[0][0], elsewhere[0][0])
 
 
+def test_the_generator_of_a_gpu_gets_its_own_state(monkeypatch):
+    given, states = [], torch.arange(16, dtype=torch.uint8).view(2, 8)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
+    state.put_back({"rng.cuda": states[1:]}, {"rng.cuda": torch.empty(1, 8, dtype=torch.uint8)})
+    [own] = given
+    assert own.tolist() == states[1].tolist() and own.untyped_storage().nbytes() == 8  # no view of all ranks' states
+
+
+def test_copies_from_a_gpu_wait_for_the_values_and_say_when_they_are_done(monkeypatch):
+    """With a stream that writes down how much had been copied when it was asked for something."""
+    into, seen = {"w": torch.zeros(2)}, []
+    stream = SimpleNamespace(wait_event=lambda event: seen.append((event, into["w"].tolist())),
+                             record_event=lambda: seen.append(("done", into["w"].tolist())) or "done")  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    computed = SimpleNamespace(device="cuda:0")
+    assert state.stage({"w": torch.ones(2)}, into, computed) == "done"
+    assert seen == [(computed, [0.0, 0.0]), ("done", [1.0, 1.0])]
+
+
 def _hyperparameters(folder: Path) -> tuple[dict, list[str]]:
     job = build("--optimizer.weight_decay=0.7", "--optimizer.lr=0.5")
     with heard() as words:
@@ -217,9 +240,9 @@ def _save_and_change(folder: Path, bug: str | None) -> None:
         return stage(*args)
 
     state.stage = stage_slowly
-    if bug == "aliased":  # the buffers are the live tensors themselves
-        state.buffers = lambda live, pin: {name: state.local(tensor) for name, tensor in live.items()}
-        state.stage = lambda live, into, computed: None
+    if bug == "aliased":  # what is written is the live tensors themselves
+        state.stage = lambda live, into, computed: into.update({name: state.local(live[name]) for name in into})
+        storage.Staged.spans = lambda staged, plan: storage.OneByOne(staged.tensors).spans(plan)
     job = build()
     checkpoints = open_manager(job, folder, keep_last=0)
     for step in range(1, 21):
@@ -241,6 +264,35 @@ def test_a_save_holds_the_state_of_its_call(bug, tmp_path):
     run_ranks(2, _save_and_change, tmp_path, bug)
     torn = [s for s in range(1, 21) if values_on_disk(tmp_path / verify.step_name(s, 0)) != [s]]
     assert len(torn) > 10 if bug else not torn
+
+
+def _calls_of_a_save(folder: Path, tensors: int, one_by_one: bool) -> int:
+    """How many Python functions the thread calls for the second save, once the state is copied."""
+    calls, checkpoints = [], None
+
+    def count(frame: object, event: str, arg: object) -> None:
+        named = threading.current_thread().name.startswith("checkpoint_")
+        if event == "call" and named and checkpoints.saves == 2 and (one_by_one or checkpoints.copied.is_set()):
+            calls.append(frame)
+
+    threading.setprofile(count)
+    mesh = meshes.open_mesh(Run(device="cpu"), Parallelism(), 1)
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(3)) for _ in range(tensors)])
+    optimizer = torch.optim.SGD(model.parameters())
+    checkpoints = CheckpointManager(Checkpoint(keep_last=0, async_save=not one_by_one), folder, mesh, {"must_match": {}})
+    checkpoints.load(model, optimizer)
+    for step in 1, 2:
+        checkpoints.save(step, model, optimizer, {})
+        checkpoints.close() if step == 2 else checkpoints.wait(10)
+    return len(calls)
+
+
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["", "control"])
+def test_python_runs_for_no_single_tensor_while_a_copy_is_written(one_by_one, tmp_path):
+    """Training would wait for Python's lock as often (tools/bench/beside.py measures it). The control writes tensor by tensor."""
+    few, many = (run_ranks(1, _calls_of_a_save, tmp_path / f"{n}", n, one_by_one)[0] for n in (10, 210))
+    assert few > 20
+    assert many > few + 200 if one_by_one else many < few + 20, (few, many)
 
 
 def test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch(saved, tmp_path):

@@ -55,8 +55,8 @@ def test_another_mesh_is_equal_to_rounding(runs):
     assert all(row.first_beyond is None for row in found.rows) and 0 < rows(found)["loss"].largest < 1e-5
     assert compare(runs["first"], runs["mesh"], tolerance=1e-5).code == 0
     assert compare(runs["first"], runs["mesh"], tolerance=1e-12).code == 1
-    assert found.environment["mesh"] == ["pp 1, dp_replicate 1, dp_shard 1, cp 1, tp 1", "pp 1, dp_replicate 1, dp_shard 2, cp 1, tp 1"]
-    assert found.environment["devices"] == ["cpu 1", "cpu 2"] and "other meshes" in found.checkpoint
+    assert found.environment["mesh"] == [f"pp 1, dp_replicate 1, dp_shard {shard}, cp 1, tp 1, ep 1" for shard in (1, 2)]
+    assert found.environment["devices"] == ["cpu 1", "cpu 2"] and "the mesh or the tensors differ" in found.checkpoint
 
 
 def test_another_learning_rate_shows_one_step_later_than_in_the_metric_itself(runs):
@@ -118,6 +118,7 @@ def test_changed_code_data_and_versions_are_named(runs, altered):
     about = json.loads(start.read_text())
     about["code"]["files"]["models/llama.py"] = "0" * 12
     about["versions"]["torch"] = "1.0"
+    about["environment"]["MASTER_PORT"] = "12345"  # differs between any two starts, and says nothing
     start.write_text(json.dumps(about))
     described = json.loads(data.read_text())
     described["description"]["sources"][0]["fingerprint"] = "another"

@@ -321,7 +321,7 @@ RULE_CASES = {
         12, 4,
         "parallelism.data_parallel_shard = -1|parallelism.data_parallel_replicate = 2 times "
         "parallelism.context_parallel = 1 times parallelism.tensor_parallel = 4 times parallelism.pipeline_parallel = 1 must "
-        "divide the 12 processes",
+        "divide the 12 processes of the run (NGPU on each node)",
         "parallelism.data_parallel_replicate=1 training.global_batch_size=24",
     ),
     "tp_host": (
@@ -342,6 +342,12 @@ RULE_CASES = {
         "parallelism.tensor_parallel = 8 does not divide model.n_kv_heads = 4 (of flavor debug)|not duplicated"
         "|at most n_kv_heads",
         "model.n_kv_heads=8",
+    ),
+    "tp_shared": (
+        "model.family=deepseek_v3 parallelism.tensor_parallel=4 model.expert_dim=90",
+        4, 4,
+        "parallelism.tensor_parallel = 4 does not divide model.n_shared_experts = 1 (of flavor debug) times model.expert_dim = 90|share",
+        "model.expert_dim=92",
     ),
     "tp_hidden": (
         "parallelism.tensor_parallel=4 model.hidden_dim=702",
@@ -374,6 +380,72 @@ RULE_CASES = {
         'parallelism.pipeline_parallel = 1 is not supported|"default"',
         "parallelism.reshard_after_forward=true",
     ),
+    "ep_experts": (
+        "parallelism.expert_parallel=2",
+        2, 2,
+        'parallelism.expert_parallel = 2 has no effect on a model without experts',
+        "model.family=qwen3 model.flavor=debug_moe",
+    ),
+    "ep_ranks": (
+        "model.family=deepseek_v3 parallelism.expert_parallel=4",
+        2, 2,
+        "parallelism.expert_parallel = 4 does not divide 2 times parallelism.context_parallel = 1",
+        "parallelism.expert_parallel=2",
+    ),
+    "experts": (
+        "model.family=qwen3 model.flavor=debug_moe model.n_experts=8 model.experts_per_token=9",
+        1, 1,
+        "model.experts_per_token = 9 is above model.n_experts = 8",
+        "model.experts_per_token=8",
+    ),
+    "experts_ep": (
+        "model.family=deepseek_v3 model.n_experts=12 parallelism.expert_parallel=8",
+        8, 8,
+        "parallelism.expert_parallel = 8 does not divide model.n_experts = 12",
+        "parallelism.expert_parallel=4",
+    ),
+    "no_experts": (
+        "model.family=deepseek_v3 model.n_experts=0",
+        1, 1,
+        "model.n_experts = 0, but all of model.n_layers = 5 (of flavor debug) but the first ones, model.n_dense_layers = 1",
+        "model.n_dense_layers=5",
+    ),
+    "dense_layers": (
+        "model.family=deepseek_v3 model.n_dense_layers=6",
+        1, 1,
+        "model.n_dense_layers = 6 is above model.n_layers = 5",
+        "model.n_layers=6",
+    ),
+    "rope_dim": (
+        "model.family=deepseek_v3 model.rope_dim=15",
+        1, 1,
+        "model.rope_dim = 15 must be even",
+        "model.rope_dim=14",
+    ),
+    "value_dim": (
+        "model.family=deepseek_v3 model.value_dim=49",
+        1, 1,
+        "model.value_dim = 49 is above model.nope_dim = 32 (of flavor debug) plus model.rope_dim = 16",
+        "model.value_dim=48",
+    ),
+    "expert_groups": (
+        "model.family=deepseek_v3 model.n_experts=18",
+        1, 1,
+        "model.expert_groups = 4 (of flavor debug) must divide model.n_experts = 18 into groups of two",
+        "model.expert_groups=3",
+    ),
+    "groups_per_token": (
+        "model.family=deepseek_v3 model.experts_per_token=9",
+        1, 1,
+        "model.experts_per_token = 9 cannot be chosen within model.groups_per_token = 2 (of flavor debug) of model.expert_groups = 4",
+        "model.groups_per_token=3",
+    ),
+    "experts_async": (
+        "model.family=deepseek_v3 parallelism.tensor_parallel=2 parallelism.async_tensor_parallel=true compile.enabled=true",
+        2, 2,
+        "parallelism.async_tensor_parallel = true together with experts (model.n_experts = 16|is not supported",
+        "parallelism.async_tensor_parallel=false",
+    ),
     "cp_sequence": (
         "parallelism.context_parallel=3 training.seq_len=256 training.local_batch_size=1",
         3, 3,
@@ -387,11 +459,30 @@ RULE_CASES = {
         '|parallelism.context_parallel_method = "ulysses"|whole key/value heads|context_parallel_method = "gather"',
         "parallelism.context_parallel_method=gather",
     ),
+    "cp_latent_heads": (
+        "model.family=deepseek_v3 parallelism.context_parallel=4 parallelism.tensor_parallel=2 "
+        "parallelism.context_parallel_method=ulysses",
+        8, 8,
+        "parallelism.context_parallel = 4 times parallelism.tensor_parallel = 2 does not divide model.n_heads = 4|whole heads",
+        "model.n_heads=8",
+    ),
     "cp_attention": (
         "parallelism.context_parallel=2 training.attention=cudnn training.param_dtype=bfloat16 run.device=cuda",
         2, 2,
         'training.attention = "cudnn" has no kernel for parallelism.context_parallel_method = "gather"|"flash"|"ulysses"',
         "parallelism.context_parallel_method=ulysses",
+    ),
+    "cp_kernel": (
+        "parallelism.context_parallel=2 training.param_dtype=float32 run.device=cuda",
+        2, 2,
+        'context_parallel_method = "gather" with|context_parallel = 2|a 16-bit type|param_dtype = "float32"|"ulysses"',
+        "parallelism.context_parallel_method=ulysses",
+    ),
+    "context_parallel_method_unused": (
+        "parallelism.context_parallel_method=ulysses",
+        1, 1,
+        'parallelism.context_parallel_method = "ulysses" has no effect with parallelism.context_parallel = 1|above 1',
+        "parallelism.context_parallel_method=gather",
     ),
     "reshard_ranks": (
         "parallelism.reshard_after_forward=3 training.local_batch_size=1",
@@ -430,11 +521,23 @@ RULE_CASES = {
         "model.head_dim would be 37.5|whole even number|model.dim = 300|model.n_heads = 8",
         "model.dim=304",
     ),
-    "pipeline_unused": (
+    "pipeline_schedule_unused": (
         "parallelism.pipeline_schedule=zbv",
         1, 1,
-        'parallelism.pipeline_schedule = "zbv"|have no effect with parallelism.pipeline_parallel = 1',
+        'parallelism.pipeline_schedule = "zbv" has no effect with parallelism.pipeline_parallel = 1',
         "parallelism.pipeline_schedule=1f1b",
+    ),
+    "pipeline_stages_per_rank_unused": (
+        "parallelism.pipeline_stages_per_rank=2",
+        1, 1,
+        "parallelism.pipeline_stages_per_rank = 2 has no effect with parallelism.pipeline_parallel = 1",
+        "parallelism.pipeline_stages_per_rank=0",
+    ),
+    "pipeline_layers_unused": (
+        "parallelism.pipeline_layers=[3,3]",
+        1, 1,
+        "parallelism.pipeline_layers = [3, 3] has no effect with parallelism.pipeline_parallel = 1",
+        "parallelism.pipeline_layers=[]",
     ),
     "pipeline_stages_per_rank": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_stages_per_rank=3 parallelism.pipeline_schedule=zbv",
@@ -458,7 +561,7 @@ RULE_CASES = {
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=dualpipe_v training.local_batch_size=4",
         4, 4,
         'pipeline_schedule = "dualpipe_v" on parallelism.pipeline_parallel = 2 ranks needs at least 4 micro-batches'
-        "|global_batch_size to 32 or more|training.global_batch_size = 8|training.local_batch_size = 4 on 2 data-parallel ranks",
+        "|one has 8 sequences over all data-parallel ranks|training.global_batch_size = 8|32 or more|lower training.local_batch_size",
         "training.global_batch_size=32",
     ),
     "pipeline_offload": (
@@ -612,6 +715,20 @@ RULE_CASES = {
         "parallelism.keep_gathered = 7 is for blocks|model.n_layers = 6|lower it",
         "parallelism.keep_gathered=6",
     ),
+    "pipeline_keep_gathered": (
+        "parallelism.keep_gathered=2 parallelism.pipeline_parallel=2",
+        2, 2,
+        "parallelism.keep_gathered = 2 has no effect with parallelism.pipeline_parallel = 2 and "
+        'parallelism.reshard_after_forward = "default"|remove it|reshard_after_forward = true',
+        "parallelism.reshard_after_forward=true",
+    ),
+    "cp_async": (
+        "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2 parallelism.context_parallel=2 "
+        "compile.enabled=true training.local_batch_size=4",
+        4, 4,
+        "parallelism.async_tensor_parallel = true together with parallelism.context_parallel = 2|use one of them",
+        "parallelism.context_parallel=1",
+    ),
     "tp_async": (
         "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2",
         2, 2,
@@ -727,6 +844,21 @@ def test_the_bpe_vocabulary_counts_only_where_a_tokenizer_is_trained(tmp_path_fa
         assert not refused(*sources), sources
     for sources in ([raw], [f"{place}/*"], ["stdlib"], ["hf:c4"], [prepared, raw]):
         assert refused(*sources), sources
+
+
+def test_kernels_are_asked_for_heads_as_wide_as_those_of_latent_attention():
+    """The width of a query is the sum of two numbers there, and values are padded to it."""
+    gather = "model.family=deepseek_v3 parallelism.context_parallel=2 run.device=cuda training.param_dtype=bfloat16"
+    for options, words in {
+        gather: 'context_parallel_method = "gather" with',
+        "model.family=deepseek_v3 training.attention=flash training.param_dtype=bfloat16": "is a kernel for GPUs",
+        "model.family=deepseek_v3 data.mask_documents=true compile.enabled=true training.param_dtype=bfloat16": "needs on a GPU",
+    }.items():
+        ranks = 2 if options == gather else 1
+        load_config(case(f"{options} model.nope_dim=34 model.rope_dim=22"), ranks, ranks)
+        for width in "model.nope_dim=30", "model.nope_dim=248":
+            [problem] = problems_of(case(f"{options} {width}"), ranks, ranks)
+            assert words in problem and f"{width.replace('=', ' = ')} plus model.rope_dim = 16 (of flavor debug)" in problem
 
 
 def test_no_case_without_a_rule():
@@ -1075,7 +1207,7 @@ def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
     models.mkdir()
     source = models / "y.toml"  # any name will do: it is read, never imported
     source.write_text(
-        f"raise SystemExit('imported')\nfrom models.dense import OPTIONS, RULES\nOTHER = FLAVORS = 1\nFLAVORS = {rows!r}\n"
+        f"raise SystemExit('imported')\nfrom models.dense import OPTIONS, QUERY_WIDTH, RULES\nOTHER = FLAVORS = 1\nFLAVORS = {rows!r}\n"
         "OPTIONS = {name: row for name, row in OPTIONS.items() if name != 'rope_theta'}\n"
         'FOLLOWS = {"head_dim": (("dim", "n_heads"), lambda m: m["dim"] / m["n_heads"])}\n'
     )
@@ -1100,11 +1232,22 @@ def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
             path.unlink()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_number_of_a_model_but_two_is_an_option(family):
+    """rope_scaling is a table that comes with published weights, and norm_eps has no bearing on what a run can do."""
+    for flavor, numbers in tables(family).FLAVORS.items():
+        assert set(numbers) - {"rope_scaling", "norm_eps"} <= set(tables(family).OPTIONS), flavor
+
+
 @pytest.mark.parametrize("dim, heads, width", [(252, 6, 42), (256, 8, 32), (300, 8, 37.5)])
 def test_the_width_of_a_head_follows_from_that_of_the_model(dim, heads, width):
     """A whole number is one: checkpoints record it, and shapes are made of it. A fraction is refused by a rule."""
     number = check.architecture(Model(dim=dim, n_heads=heads))["head_dim"]
     assert number == width and type(number) is type(width)
+
+
+def test_a_family_with_experts_may_have_none():
+    assert load_config(["--model.family=qwen3", "--model.n_experts=0"]).model.n_experts == 0
 
 
 def test_data_parallel_shard():

@@ -4,9 +4,7 @@
 that every two settings of the factors meet in the runs of all meshes. Mistakes that others made are in tests/test_museum.py.
 """
 
-import re
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +15,7 @@ from torch import Tensor
 import train
 from configs.load import load_config
 from models.kernels import document_attention as kernels
+from parallelisms import cp
 from parallelisms.mesh import Mesh, world
 from reliability.collectives import Watch
 from tests.covering import covering_array
@@ -37,6 +36,7 @@ from tests.parity import (
 from tests.ranks import run_ranks
 from tests.runs import CONTEXT_MESHES, CP2, ULYSSES, ends, killed, run, said, samples, series, tiny_run, trained
 from tools.bench import harness
+from tools.plan import trace
 from training.validate import scores, validate
 
 FACTORS = CONTEXT | NUMBERS | {factor: EXECUTION[factor] for factor in ("checkpointing", "accumulation")}
@@ -51,7 +51,7 @@ def settings(**chosen: str) -> dict[str, str]:
 
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("mesh", [
-    pytest.param(mesh, marks=() if mesh in ("cp2", "fsdp2xcp2") else pytest.mark.slow) for mesh in MESHES
+    pytest.param(mesh, marks=() if mesh == "cp2" else pytest.mark.slow) for mesh in MESHES
 ])  # fmt: skip
 def test_mesh_equals_the_plain_model(mesh):
     check(mesh, [combination for combination in PAIRWISE if combination["mesh"] == mesh], factors=FACTORS)
@@ -119,6 +119,7 @@ def compilations() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.cap(180)
 def test_other_documents_do_not_compile_anew():
     """Once for the first table, and once more for each of its four sizes that is found to change; the blocks share the code."""
@@ -167,6 +168,15 @@ def test_attention_of_the_last_queries_of_documents(device, dtype, tolerance):
     )
     for seen, right in zip((out, *grads), (want, *wanted), strict=True):
         assert (seen.double() - right).norm() <= tolerance * right.norm()
+
+
+def test_the_width_of_a_head_is_what_the_kernel_is_asked_about(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cp, "check_kernel", lambda *question: asked.append(question))
+    monkeypatch.setattr(cp, "_gather", lambda k, v, *_: (k.flatten(0, 1), v.flatten(0, 1)))
+    q, ends = torch.randn(1, 3, 2, 8), torch.tensor([0, 3], dtype=torch.int32)
+    cp.attend(q, q, q, torch.arange(3), ends, ends, 3, 3, "")
+    assert asked == [(torch.device("cpu"), torch.float32, 8)]
 
 
 class Sent(Watch):
@@ -272,6 +282,7 @@ LEGS = {  # mesh: (ranks, options, data-parallel ranks)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.cap(200)
 def test_a_run_that_is_killed_on_one_mesh_after_another_is_the_run_on_one_process(tmp_path):
     """No sample is repeated or skipped. Loss, norm and validation are equal up to rounding; the sample at the end is equal."""
@@ -303,11 +314,13 @@ LONG = [*SGD, "--model.flavor=1B", "--model.n_layers=1", "--model.n_heads=4", "-
 
 
 def long_step(options: list[str]) -> tuple[float, float, int]:
-    """Loss and gradient norm of one sequence of 32,768 tokens, and the most memory that this rank had, in MiB."""
+    """Loss and gradient norm of one sequence of 32,768 tokens, and the most memory of the next step in MiB: that of its tensors,
+    since what the process has depends on what its allocator kept."""
     job, batch = job_and_batch(*LONG, *options, seq_len=2**15, rows=1)
     result = train.train_step(job, batch)
-    most = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]
-    return result.loss, result.grad_norm, int(most) // 1024
+    with trace.Trace() as accountant:
+        step = trace.run_step(accountant, job, batch, 1)
+    return result.loss, result.grad_norm, step.peak()[0] >> 20
 
 
 @pytest.mark.slow
@@ -318,5 +331,5 @@ def test_a_long_sequence_on_four_ranks_is_that_on_one():
         shared = run_ranks(4, long_step, ["--parallelism.context_parallel=4", *method], timeout=200)
         for seen_loss, seen_norm, seen_memory in shared:
             assert seen_loss == pytest.approx(loss, rel=1e-6) and seen_norm == pytest.approx(norm, rel=1e-5)
-            assert seen_memory < memory
-            print(f"{method}: at most {seen_memory} MiB on a rank, {memory} MiB on one process")
+            assert seen_memory < 0.8 * memory
+            print(f"{method}: a step takes at most {seen_memory} MiB of a rank, {memory} MiB of one process")

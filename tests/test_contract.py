@@ -23,6 +23,8 @@ from tests.runs import ADAMW, SMALL_MODEL, whole
 from training.loss import linear_cross_entropy
 from training.optim import build_optimizer, clip_grad_norm
 
+EXPERTS = ["--model.family=qwen3", "--model.n_experts=4", "--model.experts_per_token=2", "--model.expert_dim=12"]
+
 
 def job(*options: str) -> train.Job:
     warnings.simplefilter("ignore")
@@ -198,6 +200,29 @@ def coordinates() -> tuple[int, int, int]:
 def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart():
     """The ranks of a tensor-parallel group and those of a pipeline share their batch."""
     assert run_ranks(8, coordinates) == [(r // 4, r // 2 % 2, r % 2) for r in range(8)]
+
+
+def meshes_of_experts() -> list[tuple[str, ...] | None]:
+    runs = job("--parallelism.tensor_parallel=2"), job(*EXPERTS), job(*EXPERTS, "--parallelism.tensor_parallel=2")
+    return [run.mesh.experts_mesh and run.mesh.experts_mesh.mesh_dim_names for run in runs]
+
+
+def test_only_experts_that_ranks_share_have_a_mesh_of_their_own():
+    """Every mesh is groups that all ranks have to open."""
+    assert run_ranks(2, meshes_of_experts) == [[None, None, ("pp", "dp_replicate", "edp", "ep")]] * 2
+
+
+def test_a_gpu_of_two_ranks_is_named():
+    assert contract._shared_devices(["a", "b", "c"]) == []
+    assert contract._shared_devices(["a", "b", "a"]) == ["ranks [0, 2] share GPU a: start one process per GPU"]
+
+
+def test_exchanges_are_counted_in_a_file(tmp_path):
+    """The launcher reads it after the rank has died (tools/launch)."""
+    begun = meshes.Begun(str(tmp_path / "begun"))
+    for _ in range(3):
+        begun.another()
+    assert (tmp_path / "begun").read_bytes() == (3).to_bytes(8, "little")
 
 
 def a_parameter_without_gradient() -> None:

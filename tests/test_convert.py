@@ -96,17 +96,20 @@ def hf_folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_and_out_again(shape, tmp_path):
-    """Import and export of Llama 2, 3, 3.1, 3.2 (tied): logits bitwise, nothing missing, generate runs."""
+    """Import and export: logits bitwise (with experts, whose outputs are summed in another order, to 1e-5), nothing missing,
+    generate runs."""
     transformers = pytest.importorskip("transformers")
     family, args = SHAPES[shape]
+    kind = {"experts_implementation": "eager"}  # the other one refuses odd sizes
+    rounding = 1e-5 if getattr(args, "n_experts", 0) else 0
     source, run_folder, back = write_hf(tmp_path / "hf", family, args), tmp_path / "run", tmp_path / "back"
     assert len(list(source.glob("*.safetensors"))) > 2
     assert hf.family_of(source, MODELS) is family and hf.read_args(source, family) == args
     assert run("hf-to-dcp", source, run_folder) == 0
-    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(source), family.build(args)
+    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(source, **kind), family.build(args)
     tokens = torch.randint(0, 263, (2, 37))
     manifest = state.load_model(run_folder, ours)
-    assert torch.equal(ours(tokens, torch.arange(37)), theirs(tokens).logits)
+    torch.testing.assert_close(ours(tokens, torch.arange(37)), theirs(tokens).logits, rtol=rounding, atol=rounding)
     assert manifest["parent"] == str(source) and verify.verify(run_folder / "checkpoints/step-00000000")
 
     byte_tokenizer().save(str(run_folder / "tokenizer.json"))
@@ -115,7 +118,7 @@ def test_in_and_out_again(shape, tmp_path):
     index = json.loads((back / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == contents(back).keys()
     assert index["metadata"]["total_size"] == sum(len(data) for _, data in contents(back).values())
-    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
+    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(back, output_loading_info=True, **kind)
     assert not any(said.values()), said
     assert loaded.config.rope_parameters == theirs.config.rope_parameters
     assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (256, 256)
@@ -287,7 +290,7 @@ def test_a_live_mesh_refuses_another_model_on_every_rank(hf_folder, tmp_path):
 
 def unreadable_on_one_rank(source: Path) -> str:
     if dist.get_rank() == 1:
-        hf.read_slice = lambda stored, theirs, box: (_ for _ in ()).throw(InputError("it is gone"))
+        hf._read_slice = lambda stored, theirs, box: (_ for _ in ()).throw(InputError("it is gone"))
     return refuse_to_load(source, [])
 
 

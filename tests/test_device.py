@@ -167,6 +167,22 @@ def test_the_budget_ends_a_part_and_lists_the_others(place):
     assert seen["last"]["state"] == "not run" and "s were left" in seen["last"]["why"]
 
 
+def test_ctrl_c_keeps_what_is_measured_and_says_how_to_go_on(place, capsys, monkeypatch):
+    real = command.run
+
+    def interrupted(part, *args):
+        if part.name == "sleep":
+            raise KeyboardInterrupt
+        return real(part, *args)
+
+    monkeypatch.setattr(command, "run", interrupted)
+    assert main([f"--json={place}/out.json"], [fake("good"), fake("sleep"), fake("gpu", 1, "cuda")]) == 130
+    said = capsys.readouterr().out
+    assert "| good | done |" in said and said.endswith("stopped; the same command goes on with what is missing: sleep\n")
+    assert set(parts_of(place)) == {"good"} and main([f"--json={place}/out.json", "--only", "good"], [fake("good")]) == 0
+    assert "missing" not in capsys.readouterr().out
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_a_second_call_goes_on_after_kill_9(place):
     parts = [fake("good"), fake("sleep", 50), fake("last")]

@@ -1,5 +1,6 @@
 """Sampling with the cache of keys and values gives the tokens that it gives without, and text comes out as valid UTF-8."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,12 +8,15 @@ import torch
 
 import train
 from configs.load import load_config
+from data import hf_tokenizer
 from data.tokenizer import byte_tokenizer
 from models import MODELS
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL
-from tools.generate import Loaded, show, texts_as_they_come
+from tests.shapes import DEEPSEEK, LLAMA3, SHAPES, random_pair
+from tools import convert
+from tools.generate import Loaded, generate, show, texts_as_they_come
 from training.sample import KeyValueCache, sample, sample_stream
 
 CPU = torch.device("cpu")
@@ -51,17 +55,30 @@ def test_the_same_tokens_as_without_the_cache(tied, temperature, context, multip
         assert len(cached) == len(prompt) + 20 and len(set(cached)) > (10 if temperature else 2), "a text that repeats itself would prove little"
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_family_can_be_sampled_with_the_cache(name):
-    family = MODELS[name]
-    model = restless(family.Args(**family.FLAVORS["debug"] | SIZES), family)
-    cached = sample(model, PROMPTS[1], 15, 64, CPU, temperature=1.5)
-    assert cached == sample(model, PROMPTS[1], 15, 64, CPU, temperature=1.5, cache=False) and len(set(cached)) > 10
+@pytest.mark.parametrize("shape", [*MODELS, "qwen3 experts", "deepseek_v3 lite"])
+def test_every_family_can_be_sampled_with_the_cache(shape):
+    """Also with experts, and beyond the context."""
+    family, args = SHAPES["llama2" if shape == "llama" else shape]
+    model = restless(args, family)
+    for context in 64, 18:
+        cached = sample(model, PROMPTS[1], 15, context, CPU, temperature=1.5)
+        assert cached == sample(model, PROMPTS[1], 15, context, CPU, temperature=1.5, cache=False) and len(set(cached)) > 10
 
 
-def test_logits_are_those_of_the_whole_window():
+def test_what_is_kept_of_a_token():
+    """Keys and values of the key/value heads; of latent attention the one narrow vector that all of them come from."""
+    for shape, numbers in ("llama3", 2 * LLAMA3.n_kv_heads * LLAMA3.head_dim), ("deepseek_v3", DEEPSEEK.kv_rank + DEEPSEEK.rope_dim):
+        family, args = SHAPES[shape]
+        cache = KeyValueCache(restless(args, family), 20)
+        cache.forward(torch.zeros(3, 7, dtype=torch.int64), torch.arange(7), torch.nn.functional.linear)
+        assert sum(x.numel() for kept in cache.kept for x in kept) == args.n_layers * 3 * 20 * numbers
+
+
+@pytest.mark.parametrize("shape", ["llama3", "deepseek_v3"])
+def test_logits_are_those_of_the_whole_window(shape):
     """To rounding, at every position, for rows of different lengths."""
-    model, tokens = restless(), torch.randint(0, 263, (2, 24))
+    family, args = SHAPES[shape]
+    model, tokens = restless(args, family), torch.randint(0, args.vocab_size, (2, 24))
     whole = model(tokens, torch.arange(24))
     cache = KeyValueCache(model, 24)
     logits = cache.forward(tokens[:, :10], torch.arange(10), torch.nn.functional.linear)
@@ -72,7 +89,8 @@ def test_logits_are_those_of_the_whole_window():
         logits = cache.forward(tokens.gather(1, at), at, torch.nn.functional.linear)
         for row in range(2):
             assert torch.allclose(logits[row], whole[row, at[row]], atol=1e-4)
-    assert all(core.forward.__func__ is type(core).forward for core in model.cores()), "the model is as it was"
+    for module in [*model.cores(), *model.latents()]:
+        assert module.forward.__func__ is type(module).forward, "the model is as it was"
 
 
 def test_prompts_side_by_side_get_what_each_gets_alone():
@@ -103,12 +121,17 @@ def test_control_a_wrong_cache_gives_other_tokens(fault, monkeypatch):
     elif fault == "mask":  # a shorter prompt sees what a longer one has beside it
         monkeypatch.setattr(KeyValueCache, "forward", lambda self, t, p, head: real(self, t, p.clamp(min=9) if p.ndim == 2 else p, head))
     else:
-        monkeypatch.setattr(KeyValueCache, "_begin", lambda self, f: begin(self, lambda q, k, v, d: (k.zero_(), f(q, k, v, d))[1]))
+        monkeypatch.setattr(KeyValueCache, "_begin", lambda self, i, *first: (first[0].zero_(), begin(self, i, *first))[1])
     assert texts(model, PROMPTS, 12, 64, temperature=1.5) != right
 
 
+EXPERTS = ["--model.family=deepseek_v3", "--model.n_experts=8", "--model.experts_per_token=3", "--model.expert_dim=12"]
+
+
 def sampled_on_a_mesh(options: list[str]) -> list[list[list[int]]]:
-    job = train.build(load_config([*SMALL_MODEL, "--run.device=cpu", *options], world().size, world().local_size))
+    foreign = ("--model.n_kv_heads", "--model.head_dim") if EXPERTS[0] in options else ()  # latent attention has no such numbers
+    base = [option for option in SMALL_MODEL if not option.startswith(foreign)]
+    job = train.build(load_config([*base, "--run.device=cpu", *options], world().size, world().local_size))
     with torch.no_grad():
         for parameter in job.model.parameters():
             parameter.mul_(8)
@@ -131,6 +154,32 @@ def test_the_same_tokens_on_every_mesh():
         (4, ["--parallelism.tensor_parallel=2", "--activation_checkpoint.mode=full"]),
     ):  # fmt: skip
         assert run_ranks(ranks, sampled_on_a_mesh, options) == [[alone, alone]] * ranks, options
+
+
+@pytest.mark.slow
+def test_experts_and_latent_attention_give_the_same_tokens_on_a_mesh():
+    [[alone, uncached]] = run_ranks(1, sampled_on_a_mesh, EXPERTS)
+    assert alone == uncached and len({token for row in alone for token in row}) > 20
+    options = [*EXPERTS, "--parallelism.tensor_parallel=2", "--parallelism.expert_parallel=2"]
+    assert run_ranks(2, sampled_on_a_mesh, options) == [[alone, alone]] * 2
+
+
+@pytest.mark.slow
+def test_experts_and_latent_attention_give_the_tokens_of_transformers(tmp_path):
+    """From the Hugging Face folder, and from the checkpoint that it was converted to."""
+    pytest.importorskip("transformers")
+    family, args = SHAPES["deepseek_v3"]
+    theirs, _, _ = random_pair(family, replace(args, vocab_size=263))
+    theirs.save_pretrained(tmp_path / "hf")
+    words = byte_tokenizer()
+    for name, document in hf_tokenizer.files(words, 64).items():
+        (tmp_path / "hf" / name).write_text(json.dumps(document))
+    assert convert.main(["hf-to-dcp", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    options = {"attention_mask": torch.ones(1, 3, dtype=torch.int64), "eos_token_id": words.eot_id, "pad_token_id": 0}
+    want = theirs.eval().generate(torch.tensor([list(b"abc")]), do_sample=False, max_new_tokens=20, **options)[0].tolist()
+    assert len(set(want)) > 10
+    for folder in "hf", "run":
+        assert generate(tmp_path / folder, "abc", 20, 0.0, 1, 0) == words.decode(want)
 
 
 def test_text_grows_by_whole_characters(capsys):

@@ -17,7 +17,7 @@ import train
 from checkpoint import storage
 from configs.load import load_config
 from data import order as orders
-from tests.ranks import run_ranks, step_timeout
+from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
 from reliability.guard import Diverged, Guard
 from reliability.health import Spikes, Stragglers, odd_ones, unlike_replicas
@@ -355,18 +355,21 @@ def test_n3_a_run_whose_replicas_part_stops_before_it_saves(options, tmp_path):
 # N4: stragglers
 
 
+LATE = 0.3 * NEIGHBOURS  # seconds, which other tests on the machine do not outweigh
+
+
 def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
-    """Rank 1 sleeps for 0.3 s in one part of its steps."""
+    """Rank 1 sleeps in one part of its steps."""
     real_loader, real_step = data.open.loader, train.train_step
 
     def loader(*args):
         for batch in real_loader(*args):
-            time.sleep(0.3)
+            time.sleep(LATE)
             yield batch
 
     def step(job, batch, *options):
         update = job.optimizer.step
-        job.optimizer.step = lambda: (time.sleep(0.3), update())
+        job.optimizer.step = lambda: (time.sleep(LATE), update())
         result = real_step(job, batch, *options)
         job.optimizer.step = update
         return result
@@ -384,7 +387,7 @@ def test_n4_a_slow_rank_and_what_it_is_slow_at_are_named(what, options, tmp_path
     assert run_ranks(2, slow, given, tmp_path, what) == [(0, "")] * 2
     said = (tmp_path / "logs" / "rank-00000.log").read_text()
     assert "step 4: rank 1 is late: the others wait" in said and f"for its {what}" in said
-    assert 0.25 < series(tmp_path, f"late/{what}/rank-1")[4]
+    assert 0.7 * LATE < series(tmp_path, f"late/{what}/rank-1")[4]
 
 
 def table_of(mine: dict[str, float]) -> list:

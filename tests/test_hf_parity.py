@@ -10,7 +10,7 @@ import torch
 
 from models import layers
 from tests.ranks import run_ranks
-from tests.shapes import SHAPES, random_pair
+from tests.shapes import SHAPES, as_ours, random_pair
 from training.loss import linear_cross_entropy, plain_cross_entropy
 
 
@@ -28,12 +28,12 @@ def both(shape: str) -> dict:
     got_loss = ours(tokens, positions, partial(linear_cross_entropy, labels=labels, chunk_tokens=50))
     want_loss.backward()
     got_loss.backward()
-    theirs_grads = {n: p.grad for n, p in theirs.named_parameters()}
+    theirs_grads, trained = {n: p.grad for n, p in theirs.named_parameters()}, dict(ours.named_parameters())
+    pairs = [(mine, as_ours(theirs_grads, hf)) for mine, hf in pairs if trained[mine].requires_grad]
     return {
         "logits": (got - want).abs().max().item(), "bitwise": torch.equal(got, want),
         "loss": abs(got_loss.item() / want_loss.item() - 1),
-        "grads": {mine: ((p.grad - theirs_grads[hf]).norm() / theirs_grads[hf].norm()).item()
-                  for (mine, hf), p in ((pair, dict(ours.named_parameters())[pair[0]]) for pair in pairs)},
+        "grads": {mine: ((trained[mine].grad - grad).norm() / grad.norm()).item() for mine, grad in pairs},
     }  # fmt: skip
 
 

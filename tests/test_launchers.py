@@ -3,7 +3,8 @@ published schemas, Ray Train on a local Ray, SkyPilot's file against its own par
 
     python -m pytest tests/test_launchers.py -m slow         what is not installed is skipped, and says so
 
-Slurm: Debian's slurm-wlm and munge, and root. Ray: pip install "ray[train]". The rest is in requirements-test.txt.
+Slurm: Debian's slurm-wlm and munge, and root; .ci/run installs them where it can. SkyPilot: pip install skypilot. The rest is
+in requirements-test.txt.
 """
 
 import importlib.util
@@ -101,11 +102,11 @@ class Slurm:
         self.environment["PATH"] += ":/usr/sbin"
         files = [f"--{what}-file={place / f'munge.{what}'}" for what in ("key", "pid", "log", "seed")]
         self.daemon("munged", "--force", "--foreground", f"--socket={place / 'munge.sock'}", *files)
-        until((place / "munge.sock").exists, 10, lambda: (place / "munge.log").read_text())
+        until((place / "munge.sock").exists, 30, lambda: (place / "munge.log").read_text())
         self.daemon("slurmctld", "-D", "-f", str(conf))
         for name in ("n0", "n1"):
             self.daemon("slurmd", "-D", "-f", str(conf), "-N", name)
-        until(lambda: self("sinfo", "--noheader", "--format=%T %D") == "idle 2", 30, self.logs)
+        until(lambda: self("sinfo", "--noheader", "--format=%T %D") == "idle 2", 90, self.logs)
 
     def daemon(self, *command: str) -> None:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}

@@ -332,6 +332,14 @@ def test_other_documents_do_not_compile_anew():
 # --------------------------------------------------------------------------------------------------------------- the rest
 
 
+@pytest.mark.parametrize("device, dtype, width, exists", [
+    ("cuda", torch.bfloat16, 256, True), ("cuda", torch.float16, 8, True), ("cuda", torch.bfloat16, 264, False),
+    ("cuda", torch.bfloat16, 100, False), ("cuda", torch.float32, 64, False), ("cpu", torch.bfloat16, 64, False),
+])  # fmt: skip
+def test_what_the_kernel_of_gpus_takes(device, dtype, width, exists):
+    assert masked.kernel_exists(torch.device(device), dtype, width) == exists
+
+
 def test_documents_are_found_in_positions():
     rows = batch(0)
     documents = masked.Documents.of(rows["positions"], torch.device("cpu"))

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from training import log
 from training.loss import IGNORE
 from training.meter import Meter
-from training.metrics import PEAK_TFLOPS, Metrics, memory_gib, model_summary, peak_flops
+from training.metrics import PEAK_TFLOPS, Metrics, in_bytes, memory_gib, model_summary, peak_flops
 from training.profiler import profiler
 
 SMALL = {"dim": 22, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "head_dim": 10, "hidden_dim": 26}
@@ -265,10 +265,11 @@ def test_the_summary_counts_what_is_sharded() -> None:
     adamw, sgd = run_ranks(2, summary_on_this_rank)[1].split("\nmodel: ")
     assert f"{llama.parameters(ARGS):,} parameters; 3 layers of width 22, 6 heads on 2 key/value heads" in adamw
     assert "dp_replicate 1 x dp_shard 2 x tp 1 = 2 processes on cpu, computing in bfloat16" in adamw
-    assert "2 optimizer moments take 4 MiB in all, 2 MiB on this rank" in adamw
-    assert "0 optimizer moments take 2 MiB in all, 1 MiB on this rank" in sgd
+    whole = 4 * llama.parameters(ARGS)  # bytes of the whole model's weights: in a pipeline a rank's own are only a part of them
+    assert f"2 optimizer moments take {in_bytes(4 * whole, 1024)} in all, 2 MiB on this rank" in adamw
+    assert f"0 optimizer moments take {in_bytes(2 * whole, 1024)} in all, 1 MiB on this rank" in sgd
     step = "step: 8,192 tokens in 16 sequences of 512; each of 2 data-parallel ranks has"
-    assert f"{step} 1 micro-batch of 8 (one is taken, as training.local_batch_size is not set)" in adamw
+    assert f"{step} 1 micro-batch of 8 (chosen, because training.local_batch_size is not set)" in adamw
     assert sgd.endswith(f"{step} 4 micro-batches of 2")
 
 
@@ -320,13 +321,13 @@ def test_a_line_is_about_the_steps_since_the_line_before():
         losses = torch.tensor([losses])  # [1, 2, 4]
         labels = torch.where(losses == 0, IGNORE, 1)
         batch = {"labels": labels, "source": torch.tensor(source)}
-        meter.add(batch, losses, loss=losses.mean().item(), skipped=skipped)
+        meter.add(batch, SimpleNamespace(losses=losses, loss=losses.mean().item(), skipped=skipped))
         meter.waited, meter.worked = meter.waited + seconds / 4, meter.worked + seconds * 3 / 4
 
     step([[1.0, 2.0, 3.0, 0.0], [5.0, 5.0, 5.0, 5.0]], [0, 1], seconds=1.0)
     step([[4.0, 4.0, 4.0, 0.0], [7.0, 7.0, 7.0, 7.0]], [0, 1], seconds=3.0)
     step([[9.0] * 4, [9.0] * 4], [0, 1], seconds=4.0, skipped=True)  # its time counts, its losses do not
-    meter.late["late/data/rank-1"] = 0.5
+    meter.reported["late/data/rank-1"] = 0.5
     line = meter.line(3, order, loss=9.0, grad_norm=2.0, lr=0.1)
     assert (line["tokens_per_second"], line["tflops_per_device"], line["data_wait"]) == (3.0, 1.5, 0.25)
     assert line["step_seconds"] == pytest.approx(8 / 3) and line["tokens_seen"] == 24 and line["late/data/rank-1"] == 0.5

@@ -18,8 +18,9 @@ TOKENS, POSITIONS = torch.arange(22).view(2, 11), torch.arange(11)
 
 
 def numbers(name: str, **changes: object):
-    """`Args` of the family's debug flavor at these sizes."""
-    return MODELS[name].Args(**MODELS[name].FLAVORS["debug"] | SIZES | changes)
+    """`Args` of the family's debug flavor at these sizes, as far as it has them."""
+    flavor = MODELS[name].FLAVORS["debug"]
+    return MODELS[name].Args(**flavor | {key: size for key, size in SIZES.items() if key in flavor} | changes)
 
 
 def built(name: str, layers: range | None = None, **changes: object) -> torch.nn.Module:
@@ -70,7 +71,7 @@ def test_what_metas_files_leave_out_is_that_of_the_published_models(params, tied
 def test_the_parameters_that_a_family_counts_are_those_of_the_model(name, tied):
     args = numbers(name, tied_embeddings=tied)
     model = MODELS[name].build(args)
-    assert MODELS[name].parameters(args) == sum(p.numel() for p in model.parameters())
+    assert MODELS[name].parameters(args) == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert MODELS[name].hf_names(args).keys() == dict(model.named_parameters()).keys()
     assert "3 layers" in MODELS[name].describe(args)
 
@@ -95,6 +96,32 @@ PUBLISHED = {
         "Qwen/Qwen3-32B": (5120, 64, 64, 25600, 128, False),
     },
 }
+WITH_EXPERTS = {  # repository -> family and flavor, and what config.json says
+    "Qwen/Qwen3-30B-A3B": ("qwen3", "30B-A3B", {
+        "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "intermediate_size": 6144, "moe_intermediate_size": 768}),
+    "Qwen/Qwen3-235B-A22B": ("qwen3", "235B-A22B", {
+        "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4,
+        "intermediate_size": 12288, "moe_intermediate_size": 1536}),
+    "moonshotai/Moonlight-16B-A3B": ("deepseek_v3", "16B-A3B", {
+        "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "intermediate_size": 11264, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "q_lora_rank": None,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+        "num_experts_per_tok": 6, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446,
+        "vocab_size": 163840, "rope_theta": 50000.0, "rms_norm_eps": 1e-05, "max_position_embeddings": 8192,
+        "tie_word_embeddings": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+        "aux_loss_alpha": 0.001}),
+    "deepseek-ai/DeepSeek-V3": ("deepseek_v3", "671B", {
+        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+        "vocab_size": 129280, "rope_theta": 10000, "rms_norm_eps": 1e-06, "max_position_embeddings": 163840,
+        "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                         "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "tie_word_embeddings": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+        "aux_loss_alpha": 0.0001}),  # the report's, section 4.2; config.json has 0.001
+}  # fmt: skip
 COMMON = {
     "llama": {"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-05,
               "max_position_embeddings": 131072},
@@ -113,6 +140,13 @@ def published() -> list:
             if name == "llama":
                 config["rope_scaling"] = STRETCHED | {"factor": 32.0 if "3.2" in repository else 8.0}
             rows.append(pytest.param(name, repository.split("-")[-1], config, id=repository))
+    for repository, (name, flavor, config) in WITH_EXPERTS.items():
+        if name == "qwen3":
+            config = COMMON[name] | config | {
+                "model_type": "qwen3_moe", "head_dim": 128, "tie_word_embeddings": False, "num_experts": 128,
+                "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+                "router_aux_loss_coef": 0.001}  # fmt: skip
+        rows.append(pytest.param(name, flavor, config, id=repository))
     return rows
 
 
@@ -124,7 +158,17 @@ def test_every_number_of_a_flavor_is_the_published_one(name, flavor, config):
 
 def test_every_flavor_is_compared_with_what_was_published():
     compared = {(row.values[0], row.values[1]) for row in published()}
-    assert compared == {(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS if flavor != "debug"}
+    assert compared == {(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS if "debug" not in flavor}
+
+
+@pytest.mark.parametrize("name, flavor", [(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS if "debug" in flavor])
+def test_debug_flavors_are_small_and_otherwise_alike(name, flavor):
+    """Runs of two families are compared on the same tokens. What has nothing to do with size is as published."""
+    numbers, large = MODELS[name].FLAVORS[flavor], [MODELS[name].FLAVORS[row.values[1]] for row in published() if row.values[0] == name]
+    same = {"vocab_size": 4096, "rope_theta": 10000.0, "max_seq_len": 8192, "tied_embeddings": False}
+    assert {key: numbers[key] for key in same} == same
+    for key in "norm_eps", "balance_loss":
+        assert key not in numbers or numbers[key] in [row.get(key) for row in large]
 
 
 @pytest.mark.parametrize("name, flavor", [(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS])
@@ -163,12 +207,46 @@ def test_long_wavelengths_are_stretched_and_short_ones_are_not(low, high, factor
 @pytest.mark.parametrize("name, flavor, billions", [
     ("llama", "8B", 8.030), ("llama", "70B", 70.554), ("llama", "405B", 405.853),  # the names of the checkpoints on the hub
     ("qwen3", "0.6B", 0.596), ("qwen3", "1.7B", 1.721), ("qwen3", "4B", 4.022), ("qwen3", "8B", 8.191),
-    ("qwen3", "14B", 14.768), ("qwen3", "32B", 32.762),
+    ("qwen3", "14B", 14.768), ("qwen3", "32B", 32.762), ("qwen3", "30B-A3B", 30.532), ("qwen3", "235B-A22B", 235.094),
+    ("deepseek_v3", "671B", 671.026), ("deepseek_v3", "16B-A3B", 15.960),  # 15.29 without embedding and output (arXiv:2502.16982)
 ])  # fmt: skip
 def test_published_totals(name, flavor, billions):
     """As model.safetensors.index.json and the model cards on the Hugging Face hub count them."""
     family = MODELS[name]
     assert round(family.parameters(family.Args(**family.FLAVORS[flavor])) / 1e9, 3) == billions
+
+
+@pytest.mark.parametrize("name, flavor, billions", [
+    ("qwen3", "30B-A3B", 3.3), ("qwen3", "235B-A22B", 22), ("deepseek_v3", "671B", 37),  # the model cards on the hub
+])  # fmt: skip
+def test_published_totals_of_active_parameters(name, flavor, billions):
+    """The card of DeepSeek-V3 leaves out the embedding, 0.9 billion."""
+    family = MODELS[name]
+    args = family.Args(**family.FLAVORS[flavor])
+    embedding = args.dim * args.vocab_size if name == "deepseek_v3" else 0
+    assert family.active_parameters(args) - embedding == pytest.approx(billions * 1e9, rel=0.02)
+
+
+@pytest.mark.parametrize("name, flavor", [("qwen3", "debug_moe"), ("deepseek_v3", "debug"), ("deepseek_v3", "16B-A3B")])
+def test_active_parameters_are_all_but_those_of_experts_that_a_token_is_not_sent_to(name, flavor):
+    family = MODELS[name]
+    args = family.Args(**family.FLAVORS[flavor])
+    with torch.device("meta"):
+        model = family.build(args)
+    every = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    experts = sum(p.numel() for mixture in model.mixtures().values() for p in mixture.experts.parameters())
+    assert family.parameters(args) == every
+    assert family.active_parameters(args) == every - experts // args.n_experts * (args.n_experts - args.experts_per_token)
+
+
+def test_experts_whose_weights_do_not_add_up_to_1_are_refused():
+    """As transformers has it where config.json does not say."""
+    family = MODELS["qwen3"]
+    config = family.hf_config(family.Args(**family.FLAVORS["debug_moe"]))
+    family.args_from_hf(config)
+    del config["norm_topk_prob"]
+    with pytest.raises(ValueError, match="norm_topk_prob is false"):
+        family.args_from_hf(config)
 
 
 @every_family
@@ -210,4 +288,5 @@ def test_the_core_of_attention_can_be_replaced_from_outside(name):
     with torch.no_grad():
         plain.layers["1"].attention.wo.weight.mul_(2)
     assert torch.equal(model(TOKENS, POSITIONS), plain(TOKENS, POSITIONS))
-    assert seen == [((2, 11, 4, 6), (2, 11, 2, 6), (2, 11, 2, 6))]
+    heads = [(4, 48)] * 3 if name == "deepseek_v3" else [(4, 6), (2, 6), (2, 6)]  # its values are padded
+    assert seen == [tuple((2, 11, *shape) for shape in heads)]

@@ -26,19 +26,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import train
 from checkpoint import state
+from models import deepseek_v3, moe
 from models.llama import Llama
 from data import loader
 from models.kernels import document_attention as kernels
-from parallelisms import cp, dp, pp, tp
+from parallelisms import cp, dp, ep, pp, tp
 from parallelisms.mesh import Mesh
 from tests.checkpoints import open_manager
-from tests.parity import DOCUMENTS, FACTORS, FEW_LABELS, NUMBERS, combination_of, compare, options_of, trajectory, whole_model
+from tests.parity import (
+    DEEPSEEK, DOCUMENTS, EXPERTS, FACTORS, FEW_LABELS, MARKERS, NUMBERS, ONE_EXPERT, combination_of, compare, options_of,
+    trajectory, whole_model,
+)  # fmt: skip
 from tests.ranks import run_ranks
-from tests.runs import MESHES, ROOT, ULYSSES
+from tests.runs import EXPERT_MESHES, ROOT, ULYSSES
+from tests.runs import MESHES as DENSE_MESHES
 from training import feed, init, loss, optim
 
 Patch = pytest.MonkeyPatch
 pytestmark = [pytest.mark.slow, pytest.mark.cap(240)]  # whichever test comes first waits for all runs
+
+MESHES = DENSE_MESHES | EXPERT_MESHES
 
 # The mistakes. The docstring of each is its line in docs/museum.md.
 
@@ -277,8 +284,8 @@ def documents_of_the_first_micro_batch(patch: Patch) -> None:
     real = feed.Feed.__call__
 
     def first_documents(self: feed.Feed, a: int) -> tuple:
-        tokens, positions, head, _ = real(self, a)
-        return tokens, positions, head, self.model.documents(self.within_documents[0], self.device)
+        tokens, positions, head, _, routings = real(self, a)
+        return tokens, positions, head, self.model.documents(self.within_documents[0], self.device), routings
 
     patch.setattr(feed.Feed, "__call__", first_documents)
 
@@ -347,7 +354,7 @@ def last_block_without_gradient(patch: Patch) -> None:
     """a split backward whose weights FSDP frees leaves the last block without a gradient; clipping and the optimizer skip it"""
     real = train.gradients
 
-    def then_dropped(job: train.Job, *rest: object) -> tuple:
+    def then_dropped(job: train.Job, *rest: object) -> train.Gradients:
         answer = real(job, *rest)  # which ends the run if a gradient is missing by then (pp.Pipeline.gradients)
         if (last := str(job.args.n_layers - 1)) in job.model.layers:
             for p in job.model.layers[last].parameters():
@@ -355,6 +362,166 @@ def last_block_without_gradient(patch: Patch) -> None:
         return answer
 
     patch.setattr(train, "gradients", then_dropped)
+
+
+def expert_gradients_not_scaled(patch: Patch) -> None:
+    """experts: their gradients are ep times too large"""
+    patch.setattr(ep, "ScaledGradient", SimpleNamespace(apply=lambda weight, factor: weight))
+
+
+def experts_reduced_as_if_dense(patch: Patch) -> None:
+    """experts: their gradients are averaged over all data-parallel ranks, of which some have other experts"""
+    real = train.gradients
+
+    def then_averaged(job: train.Job, *rest: object) -> train.Gradients:
+        answer = real(job, *rest)
+        for mixture in job.model.mixtures().values():
+            for p in mixture.experts.parameters():
+                dist.all_reduce(p.grad.to_local())
+                p.grad.to_local().div_(job.mesh.dp_size)
+        return answer
+
+    patch.setattr(train, "gradients", then_averaged)
+
+
+def experts_not_in_the_norm(patch: Patch) -> None:
+    """experts: they are left out of the gradient norm, and clipped by that of the others"""
+    real = train.clip_grad_norm
+
+    def clip(params: object, max_norm: float, *rest: object) -> Tensor:
+        trained = [p for p in params if p.grad is not None]
+        norm = real([p for p in trained if "ep" not in p.grad.device_mesh.mesh_dim_names], 0.0, *rest)
+        torch._foreach_mul_([p.grad.to_local() for p in trained], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    patch.setattr(train, "clip_grad_norm", clip)
+
+
+def counts_reduced_in_place(patch: Patch) -> None:
+    """balancing: a rank's counts are summed over the ranks in place for the loss, and then summed again"""
+
+    def in_place(counts: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+        for group in groups:
+            dist.all_reduce(counts, group=group)
+        return counts
+
+    patch.setattr(ep, "summed", in_place)
+
+
+def own_counts_balance(patch: Patch) -> None:
+    """balancing: each rank moves its biases by its own counts"""
+    patch.setattr(train, "counts_of_step", lambda routings, mesh: routings.counts)
+
+
+def counted_again_when_recomputed(patch: Patch) -> None:
+    """balancing: the router counts inside of what activation checkpointing computes again"""
+    real, totals = moe.Router.forward, {}
+
+    def forward(router: nn.Module, x: Tensor) -> moe.Choice:
+        choice = real(router, x)
+        totals[router] = totals.get(router, 0) + choice.experts.flatten().bincount(minlength=router.args.n_experts)
+        return choice
+
+    def counts_of_step(routings: moe.Routings, mesh: Mesh) -> dict[int, Tensor]:
+        counts = {layer: mesh.sum_over_tokens(total) for layer, total in zip(routings.counts, totals.values(), strict=True)}
+        totals.clear()
+        return counts
+
+    patch.setattr(moe.Router, "forward", forward)
+    patch.setattr(train, "counts_of_step", counts_of_step)
+
+
+def no_gradient_without_tokens(patch: Patch) -> None:
+    """experts: a rank whose experts got no token has no gradient for them, so the optimizer skips them"""
+    real = train.step_if
+
+    def step_if(fine: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if "ep" in p.device_mesh.mesh_dim_names and not p.grad.to_local().any():
+                    p.grad = None
+        real(fine, optimizer)
+
+    patch.setattr(train, "step_if", step_if)
+
+
+def constant_balance_loss(patch: Patch) -> None:
+    """balancing: the loss is made of affinities alone, whose sum is 1, so it is constant whatever the routing"""
+    real = moe.MixtureOfExperts.balance
+    patch.setattr(moe.MixtureOfExperts, "balance", lambda mixture, p, counts: real(mixture, p, torch.ones_like(counts)))
+
+
+def balance_loss_of_a_micro_batch(patch: Patch) -> None:
+    """balancing: the loss takes the counts of all sequences of a micro-batch for those of each sequence"""
+    real = moe.MixtureOfExperts.balance
+
+    def balance(mixture: nn.Module, affinities: Tensor, counts: Tensor) -> Tensor:
+        return real(mixture, affinities, counts.sum(0, keepdim=True).expand_as(counts))
+
+    patch.setattr(moe.MixtureOfExperts, "balance", balance)
+
+
+def balance_loss_of_earlier_stages_lost(patch: Patch) -> None:
+    """balancing: only the stage that has the loss of the model adds the balance loss of its layers"""
+    real = moe.Routings.add
+
+    def add(routings: moe.Routings, layer: int, h: Tensor, routing: moe.Routing) -> Tensor:
+        return real(routings, layer, h, routing if layer == 2 else routing._replace(balance=routing.balance.detach()))
+
+    patch.setattr(moe.Routings, "add", add)
+
+
+def bias_weights_the_output(patch: Patch) -> None:
+    """balancing: the bias of an expert is also added to the weight of its output"""
+    real = moe.Router.forward
+
+    def forward(router: nn.Module, x: Tensor) -> moe.Choice:
+        choice = real(router, x)
+        return choice._replace(weights=choice.weights + router.bias[choice.experts])
+
+    patch.setattr(moe.Router, "forward", forward)
+
+
+def rows_in_another_order(patch: Patch) -> None:
+    """experts: the rows of an expert come back in another order than they went"""
+    real = moe.Experts.forward
+
+    def forward(experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        return torch.cat([part.flip(0) for part in real(experts, rows, counts).split(counts.tolist())])
+
+    patch.setattr(moe.Experts, "forward", forward)
+
+
+def bias_in_16_bits(patch: Patch) -> None:
+    """balancing: the biases are cast to bfloat16 with the weights of the model"""
+    real = train.move_biases
+
+    def move_biases(model: nn.Module, *rest: object) -> None:
+        real(model, *rest)
+        for mixture in model.mixtures().values():
+            mixture.router.bias.data.copy_(mixture.router.bias.bfloat16())
+
+    patch.setattr(train, "move_biases", move_biases)
+
+
+def rotated_key_of_own_heads(patch: Patch) -> None:
+    """latent attention: all heads have one rotated key, and each rank keeps its gradient from its own heads"""
+    real = deepseek_v3.Latents.forward
+
+    def keep_own(grad: Tensor, width: int) -> Tensor:
+        """What the sum over the ranks makes of this is each rank's own gradient, for its slice of the sequence."""
+        length = grad.shape[1] // dist.get_world_size()
+        places = torch.arange(grad.shape[1])[:, None] // length  # [T, 1]
+        of_others = (places != dist.get_rank()) & (torch.arange(grad.shape[2]) >= grad.shape[2] - width)  # [T, kv_rank + P]
+        return grad.masked_fill(of_others, 0)
+
+    def forward(latents: nn.Module, *inputs: Tensor) -> Tensor:
+        out = real(latents, *inputs)  # [B, T, kv_rank + P]
+        if out.requires_grad:
+            out.register_hook(lambda grad: keep_own(grad, latents.widths[1]))
+        return out
+
+    patch.setattr(deepseek_v3.Latents, "forward", forward)
 
 
 def none(patch: Patch) -> None:
@@ -365,6 +532,9 @@ def none(patch: Patch) -> None:
 
 ONCE, EACH_TIME, CLIPS = {"accumulation": "reduced once"}, {"accumulation": "reduced each time"}, {"clipping": "in force"}
 TIED = {"embeddings": "tied"}
+SOFTMAX, SIGMOID = tuple(EXPERTS["qwen3 experts"]), tuple(DEEPSEEK)
+LATENT = (*SIGMOID, "--model.expert_dim=12")  # tensor parallelism of 2 splits the shared experts
+TO_ONE = (*SIGMOID, ONE_EXPERT, "--model.experts_per_token=1", "--training.expert_bias_speed=0")
 
 
 class Row(NamedTuple):
@@ -378,7 +548,8 @@ class Row(NamedTuple):
     def numbers(self) -> tuple[str, ...]:
         """The options of the plain model that this run is compared with."""
         combination = combination_of(**self.settings)
-        same = tuple(option for option in self.more if option in (DOCUMENTS, FEW_LABELS) or option.startswith("--model."))
+        of_the_model = "--model.", "--training.expert_"
+        same = tuple(option for option in self.more if option in MARKERS or option.startswith(of_the_model))
         return (*options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS), *same)
 
     @property
@@ -420,14 +591,29 @@ ROWS = [
     Row("25", tied_gradient_lost, "pp2", TIED | ONCE),
     Row("25b", tied_copies_drift, "pp2", TIED | ONCE),
     Row("26", norm_of_one_stage, "pp2", CLIPS | ONCE),
+    Row("27", balance_loss_of_earlier_stages_lost, "pp2", ONCE, SOFTMAX),
     Row("28", stage_0_loaded_everywhere, "pp2"),
+    Row("29", expert_gradients_not_scaled, "ep2", {}, SIGMOID),
+    Row("30", experts_reduced_as_if_dense, "ep2", {}, SOFTMAX),
+    Row("31", experts_not_in_the_norm, "ep2", CLIPS, SIGMOID),
+    Row("32", counts_reduced_in_place, "cp2", {}, SIGMOID),
+    Row("33", own_counts_balance, "ep2", {}, SIGMOID),
+    Row("34", counted_again_when_recomputed, "ep2", {"checkpointing": "full"}, SIGMOID),
+    Row("35", no_gradient_without_tokens, "ep2", {}, TO_ONE),
+    Row("36", constant_balance_loss, "ep2", {}, SOFTMAX),
+    Row("37", balance_loss_of_a_micro_batch, "pp2", ONCE, SOFTMAX),
+    Row("38", bias_weights_the_output, "fsdp2", {}, SIGMOID),
+    Row("39", rows_in_another_order, "ep2", {}, SOFTMAX),
     Row("43", mean_of_means, "fsdp2", ONCE),
     Row("46", norm_of_one_dimension, "tp2", CLIPS),
     Row("47", last_block_without_gradient, "pp2", ONCE, schedule("zero_bubble")),
     Row("48", tied_copy_not_in_the_optimizer, "pp2", TIED | ONCE, schedule("zbv")),
+    Row("50", bias_in_16_bits, "ep2", {}, SIGMOID),
+    Row("51", rotated_key_of_own_heads, "tp2", {}, LATENT),
 ]
 CONTROLS = [Row("", none, "pp2", TIED | CLIPS | ONCE, (DOCUMENTS,)), Row("", none, "fsdp2", EACH_TIME), Row("", none, "tp2"),
-            Row("", none, "cp2", {}, (DOCUMENTS, FEW_LABELS))]  # fmt: skip
+            Row("", none, "cp2", {}, (DOCUMENTS, FEW_LABELS)), Row("", none, "ep2", CLIPS | {"checkpointing": "full"}, SIGMOID),
+            Row("", none, "pp2", ONCE, SOFTMAX), Row("", none, "tp2", {}, LATENT)]  # fmt: skip
 
 
 def run(options: list[str], dp_size: int, bug: Callable[[Patch], None]) -> dict:
@@ -459,7 +645,10 @@ LOOSE: dict[str, Callable[[dict, dict], bool]] = {
     "rtol = atol = 0.1": lambda seen, oracle: all(np.allclose(seen[key], oracle[key], 0.1, 0.1) for key in ("loss", "norm")),
     "first loss": lambda seen, oracle: bool(errors(seen, oracle, "loss")[0] <= 1e-5 * oracle["loss"][0]),
 }
-SEEN_IN = {"initial": "initial values", "loss": "loss", "norm": "norm", "grad": "gradients", "weights": "weights"}
+SEEN_IN = {
+    "initial": "initial values", "loss": "loss", "norm": "norm", "experts": "counts of tokens", "grad": "gradients",
+    "weights": "weights",
+}  # fmt: skip
 
 
 class Finding(NamedTuple):

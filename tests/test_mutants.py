@@ -62,6 +62,12 @@ def test_a_sample_is_that_of_its_seed_and_every_mutant_is_a_program_of_its_own()
         assert mutants.changes_code(mutant.source, (mutants.ROOT / mutant.path).read_text()) and mutant.difference()
 
 
+def test_every_model_and_parallelism_has_its_tests():
+    files = ["train.py", *(str(path.relative_to(mutants.ROOT)) for folder in ("models", "parallelisms")
+                           for path in (mutants.ROOT / folder).rglob("*.py") if path.stat().st_size)]  # fmt: skip
+    assert set(files) <= set(mutants.TESTS)
+
+
 def test_every_test_that_is_named_exists():
     for path, tests in mutants.TESTS.items():
         assert (mutants.ROOT / path).exists()

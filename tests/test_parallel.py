@@ -1,8 +1,9 @@
 """The parallel matrix: every mesh computes what one plain process computes, from the same TOML and seed.
 
 `tests/parity.py` says what is compared. CI runs the few combinations of settings in which every two settings meet, so a mesh more
-costs four runs, and a model more costs none. The default suite has those on few ranks. `-m exhaustive` runs the whole product. The negative controls, which
-are mistakes that the comparison must see, stand in `tests/test_museum.py`.
+costs four runs, and a model more costs none. The default suite has those on few ranks, and meshes of eight ranks have two runs
+each. `-m exhaustive` runs the whole product. The negative controls, which are mistakes that the comparison must see, stand in
+`tests/test_museum.py`.
 """
 
 import functools
@@ -35,26 +36,39 @@ from tests.parity import (
     compare,
     plain,
     trajectory,
+    whole_model,
 )
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, MESHES, Count
 
 
-SETTINGS = {"mesh": list(MESHES)} | {factor: list(settings) for factor, settings in FACTORS.items()}
+FEW_RANKS = [mesh for mesh, (ranks, _, _) in MESHES.items() if ranks < 8]
+SETTINGS = {"mesh": FEW_RANKS} | {factor: list(settings) for factor, settings in FACTORS.items()}
 PAIRWISE = covering_array(SETTINGS)
 
 
 def test_every_two_settings_meet_in_the_matrix():
     assert set().union(*map(pairs, PAIRWISE)) == set(every_pair(SETTINGS))
-    assert len(PAIRWISE) <= 1.2 * len(MESHES) * max(map(len, FACTORS.values())), "far more runs than are needed"
+    assert len(PAIRWISE) <= 1.2 * len(FEW_RANKS) * max(map(len, FACTORS.values())), "far more runs than are needed"
 
 
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("mesh", [
-    pytest.param(mesh, marks=() if ranks < 4 or mesh == "fsdp2xtp2" else pytest.mark.slow) for mesh, (ranks, _, _) in MESHES.items()
+    pytest.param(mesh, marks=() if MESHES[mesh][0] == 2 else pytest.mark.slow) for mesh in FEW_RANKS
 ])  # fmt: skip
 def test_mesh_equals_the_plain_model(mesh):
     check(mesh, [combination for combination in PAIRWISE if combination["mesh"] == mesh])
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh not in FEW_RANKS])
+def test_eight_ranks_equal_the_plain_model(mesh):
+    check(mesh, [
+        combination_of(embeddings="tied", clipping="in force", checkpointing="selective", weights="always freed, prefetched",
+                       accumulation="reduced each time"),
+        combination_of(model="qwen3", optimizer="sgd", checkpointing="full", accumulation="reduced once"),
+    ])  # fmt: skip
 
 
 @pytest.mark.exhaustive
@@ -198,6 +212,7 @@ def test_clipping_is_in_force_where_a_run_says_so():
     assert all(np.linalg.norm(clipped["weights"][n] - w) > 1e-4 * np.linalg.norm(w) for n, w in free["weights"].items())
 
 
+@pytest.mark.slow
 def test_same_mesh_twice_is_bitwise_equal():
     ranks, options, dp_size = MESHES["fsdp2xtp2"]
     first, second = (run_ranks(ranks, trajectory, [*ADAMW, *options], dp_size)[0] for _ in range(2))
@@ -280,9 +295,12 @@ FLOAT8 = [  # sides that are multiples of 16
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (an optional extra)")
-def test_float8_on_two_ranks_is_near_one_rank():
+@pytest.mark.parametrize("mesh", ["fsdp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("cp2", "pp2"))])
+def test_float8_on_two_ranks_is_near_one_rank(mesh):
     """Each rank has scales of its own for its tokens, so the two agree as the roundings to 8 bits do: 3 bits of mantissa."""
-    alone, shared = (run_ranks(n, trajectory, FLOAT8, n)[0] for n in (1, 2))
+    ranks, options, dp_size = MESHES[mesh]
+    alone = run_ranks(1, trajectory, FLOAT8, 1)[0]
+    shared = whole_model(run_ranks(ranks, trajectory, [*FLOAT8, *options], dp_size))
     assert np.max(np.abs(np.array(shared["loss"]) / np.array(alone["loss"]) - 1)) < 2**-8
     for n, want in alone["grad"].items():
         assert np.linalg.norm(shared["grad"][n] - want) < 2**-4 * np.linalg.norm(want), n

@@ -16,6 +16,7 @@ import train
 from configs.load import load_config
 from configs.schema import Compile, Training
 from models import llama
+import parallelisms
 from parallelisms import attention, compile, dp, mesh
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL, run, tiny_run
@@ -159,6 +160,55 @@ def test_weights_that_are_freed_after_forward_are_gathered_again():
     assert run_ranks(1, gathers_of_each_option)[0] == list(GATHERS.values())
 
 
+def gathers_of_a_second_micro_batch() -> list[int]:
+    dist.destroy_process_group()
+    counts = []
+    for keep in False, True:
+        with trace.pretend(2, 2):
+            job = train.build(load_config([*SMALL_MODEL, "--model.n_layers=4"], 2, 2))
+            dp.keep_gathered(job.model, keep)
+            for _ in range(2):
+                with Gathers() as seen:
+                    loss = job.model(torch.zeros(1, 16, dtype=torch.int64), torch.arange(16), lambda h, weight: (h @ weight.t()).sum())
+                loss.backward()
+            counts.append(seen.gathers)
+    return counts
+
+
+def test_a_stage_keeps_its_weights_for_the_next_micro_batch():
+    assert run_ranks(1, gathers_of_a_second_micro_batch)[0] == [6, 0]
+
+
+def overlaps() -> list[str]:
+    """What happens, in its order, when a model is placed with and without the option."""
+    happened = []
+    parallelisms.tp.overlap = lambda tp_mesh: happened.append(f"overlap of {tp_mesh.size()} ranks")
+    parallelisms.compile.apply = lambda model, cfg: happened.append("compile")
+    for options in [], ["--parallelism.async_tensor_parallel=true", "--compile.enabled=true"]:
+        train.build(load_config([*SMALL_MODEL, "--parallelism.tensor_parallel=2", *options], 2, 2))
+    return happened
+
+
+def test_blocks_are_compiled_after_asynchronous_tensor_parallelism_is_switched_on():
+    assert run_ranks(2, overlaps)[0] == ["compile", "overlap of 2 ranks", "compile"]
+
+
+def dimensions_that_shard_experts() -> list[list[int]]:
+    dist.destroy_process_group()
+    found = []
+    for experts, width in ((2, 12), (2, 11), (4, 12), (6, 12)):
+        with trace.pretend(4, 4):
+            sizes = ["--model.family=qwen3", f"--model.n_experts={experts}", "--model.experts_per_token=1", f"--model.expert_dim={width}"]
+            job = train.build(load_config([*SMALL_MODEL, *sizes, "--parallelism.expert_parallel=2"], 4, 4))
+            found.append([placement.dim for placement in job.model.layers["0"].feed_forward.experts.w1.placements])
+    return found
+
+
+def test_experts_are_sharded_by_row_where_they_are_fewer_than_their_ranks():
+    """Two of four ranks have the same experts (the first number); rows that they do not divide stay together."""
+    assert run_ranks(1, dimensions_that_shard_experts)[0] == [[1, 0], [0, 0], [0, 0], [0, 0]]
+
+
 @pytest.mark.parametrize("kind, hardware, dtype", [
     ("cuda", (7, 5), torch.float32), ("cuda", (8, 0), torch.bfloat16), ("cuda", (9, 0), torch.bfloat16),
     ("cpu", (False, False), torch.float32), ("cpu", (True, False), torch.bfloat16), ("cpu", (False, True), torch.bfloat16),
@@ -179,6 +229,36 @@ def test_nccls_flight_recorder_is_on_unless_the_environment_says_otherwise(tmp_p
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7" and os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{tmp_path}/nccl-"
+
+
+MISSPELT = {  # pattern -> style, in a plan that is right otherwise
+    "layers.*.atention.wq": "columns",  # in no stage
+    "layers.*.feed_forward.w4": "rows",
+}
+
+
+def plans_with_a_misspelt_row() -> list[str]:
+    """What train.build says of each such plan, on rank 0 of four that do not exist, with a pipeline and without."""
+    dist.destroy_process_group()
+    said, right = [], llama.tp_plan
+    for stages, row in [(1, None), (2, None), *((stages, row) for stages in (1, 2) for row in MISSPELT)]:
+        llama.tp_plan = lambda args: right(args) | ({row: MISSPELT[row]} if row else {})
+        with trace.pretend(4, 4):
+            options = ["--parallelism.tensor_parallel=2", f"--parallelism.pipeline_parallel={stages}", "--model.tied_embeddings=true"]
+            try:
+                train.build(load_config([*SMALL_MODEL, *options], 4, 4))
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_misspelt_row_of_the_plan_of_tensor_parallelism_is_named_also_in_a_pipeline():
+    """It would leave a module whole on every rank. A stage has some of the modules, and a tied model has no output."""
+    *right, one, two, one_of_stages, two_of_stages = run_ranks(1, plans_with_a_misspelt_row)[0]
+    assert right == ["", ""]
+    for said, row in zip((one, two, one_of_stages, two_of_stages), [*MISSPELT, *MISSPELT]):
+        assert f"has a row for {row}, and the model has no such module" in said
 
 
 def watched_run(options: list[str], folder: Path) -> dict:

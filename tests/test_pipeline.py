@@ -40,6 +40,7 @@ def oracle(options, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.cap(200)
 def test_a_run_that_is_killed_on_one_depth_after_another_is_the_run_on_one_process(oracle, options, tmp_path):
     """No sample is repeated or skipped. Loss, norm, validation and the export for Hugging Face are equal up to rounding; the
@@ -100,7 +101,8 @@ def troubled(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("kind", ["fails", "hangs"])
 def test_a_stage_that_fails_or_hangs_ends_the_others_which_name_it(kind, options, tmp_path):
-    codes = ends(2, tmp_path / "ranks", troubled, [*options, *MESHES["pp2"][1], step_timeout(4)], tmp_path, kind, seconds=40)
+    given = [*options, *MESHES["pp2"][1], step_timeout(4)]
+    codes = ends(2, tmp_path / "ranks", troubled, given, tmp_path, kind, seconds=40, last_hangs=kind == "hangs")
     assert codes[0] not in (0, None) and (codes[1] is None) == (kind == "hangs"), codes
     stacks = {rank: (tmp_path / "logs" / f"rank-0000{rank}.stacks").read_text() for rank in range(1 if kind == "hangs" else 2)}
     if kind == "fails":

@@ -19,10 +19,11 @@ from parallelisms import pp, schedules
 from parallelisms.mesh import open_mesh
 from parallelisms.schedules import BACKWARD
 from tests.ranks import run_ranks
-from tools.plan import pipeline, trace
+from tools.plan import pipeline, search, trace
 from tools.plan.__main__ import main
 from tools.plan.device import load_device
 from tools.plan.drawing import drawing
+from tools.plan.drawing import main as draw
 from tools.plan.pipeline import Part, Stages
 from tools.plan.plan import Plan, Question, make_plan
 from tools.plan.report import recomputes_often
@@ -37,8 +38,8 @@ MODEL = (
 FULL, TIED, TP2 = "--activation_checkpoint.mode=full", "--model.tied_embeddings=true", "--parallelism.tensor_parallel=2"
 SHARDED, CP2 = "--parallelism.accumulate_gradients=sharded", "--parallelism.context_parallel=2"
 CASES = {  # name: (ranks, (schedule, options) of each case)
-    "2 ranks": (2, [("1f1b", TIED), ("zero_bubble",)]),
-    "other schedules": (2, [("1f1b", FULL), ("interleaved_1f1b",), ("zbv", TIED), ("dualpipe_v",)]),
+    "2 ranks": (2, [("1f1b", TIED)]),
+    "other schedules": (2, [("zero_bubble",), ("1f1b", FULL), ("interleaved_1f1b",), ("zbv", TIED), ("dualpipe_v",)]),
     "cp2": (4, [("1f1b", CP2), ("zero_bubble", CP2, "--parallelism.context_parallel_method=ulysses")]),
     "4 ranks": (4, [("1f1b", SHARDED), ("interleaved_1f1b", TP2)]),
 }
@@ -206,6 +207,8 @@ def test_the_report_and_the_page_show_every_rank(tmp_path, capsys):
     assert main([*DEBUG, "--parallelism.pipeline_schedule=zbv", "--html", str(out), "--stages"]) == 0
     said = capsys.readouterr().out
     assert "Pipeline zbv, 4 ranks of 2 stages" in said and all(f"rank {rank}: layers " in said for rank in range(4))
+    assert re.search(r"rank 1: layers 1, 6 +[\d.]+M ", said), "in the order of the stages, with the numbers of the weights' names"
+    assert re.search(r"in (first half of |second half of )?\w+ of stage [0-7], micro-batch \d of 8", said)
     assert re.search(r"bubble \d+\.\d% of the ranks' time", said) and re.search(r"pp send +\d+ ", said)
     text = out.read_text(encoding="utf-8")
     assert "Who works when" in text and "backward_weight of stage 7, micro-batch 7" in text
@@ -224,6 +227,15 @@ def test_documented_drawings_are_those_that_are_drawn():
         assert drawing(schedule, 4, 8) in text, schedule
 
 
+def test_what_cannot_be_drawn_is_a_sentence(capsys):
+    draw(["--ranks", "2", "--micro-batches", "1"])
+    assert capsys.readouterr().out.endswith("dualpipe_v: needs at least 4 micro-batches\n")
+    for wrong in (["--ranks", "0"], ["--micro-batches", "10"]):
+        with pytest.raises(SystemExit) as ended:
+            draw(wrong)
+        assert ended.value.code == 2 and "--micro-batches 1 to 9" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.cap(240)
 def test_a_search_tries_pipelines(tmp_path, capsys):
@@ -233,4 +245,24 @@ def test_a_search_tries_pipelines(tmp_path, capsys):
     argv = ["--training.seq_len=64", "--model.n_layers=2", "--training.global_batch_size=4", "--gpus", "2", "--gpus-per-node", "1", "--search"]
     assert main([*argv, "--device", str(device)]) == 0
     ranking = capsys.readouterr().out.split("The first of these")[0].splitlines()[1:]
-    assert ranking[0].split()[3] == "2" and {"1f1b", "zero_bubble", "-"} <= {word for row in ranking for word in row.split()}
+    assert ranking[0].split()[4] == "2" and {"1f1b", "zero_bubble", "-"} <= {word for row in ranking for word in row.split()}
+
+
+def test_a_search_leaves_out_what_cannot_fit_or_win(monkeypatch):
+    """Here nothing fits with whole gradients or without checkpointing, and a pipeline of 4 ranks is slower than one of 2."""
+    tried = []
+
+    def imagined(choice: search.Choice, *_: object) -> search.Candidate:
+        tried.append((choice.pipeline_parallel, choice.accumulate, choice.mode, choice.schedule, choice.stages_per_rank))
+        fits = choice.accumulate == "sharded" and choice.mode != "none"
+        return search.Candidate(choice, 8, 1.0, fits, 1.0, 100.0 / choice.pipeline_parallel, 0.5, 0.0)
+
+    monkeypatch.setattr(search, "candidate", imagined)
+    cfg = load_config(["--model.n_layers=16", "--training.global_batch_size=512", "--compile.enabled=true"])
+    search.pipelines([(1, 1)], cfg, Question(32, 8, load_device("h100")))
+    looped = [("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4)]
+    assert tried == [row for depth in (2, 4) for row in (
+        (depth, "whole", "full", "1f1b", 1),
+        *((depth, "sharded", mode, *schedule) for mode in ("full", "selective") for schedule in looped),
+        (depth, "sharded", "none", "1f1b", 1),
+    )]  # fmt: skip

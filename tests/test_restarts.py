@@ -63,6 +63,7 @@ def how_it_went(folder: Path) -> str:
     return "; ".join(f"{name} {value:.2f}" for name, value in found.items())
 
 
+@pytest.mark.slow
 @pytest.mark.cap(200)
 def test_k6_the_launcher_restarts_a_killed_rank_and_the_run_is_the_unbroken_one(options, tmp_path):
     """... bitwise. Prints (-s) the seconds of stall, detection and restart, and the steps that were redone."""
@@ -125,7 +126,7 @@ def test_a_node_that_does_not_come_back_leaves_a_smaller_run_and_a_returned_one_
     folder, port = tmp_path / "run", free_port()
     # With Adam's default epsilon, rounding alone grows to 1.4e-3 in 60 steps between meshes; with this one to 7e-5.
     longer = [*options, "--training.steps=60", "--lr_schedule.kind=constant", "--training.local_batch_size=1", "--optimizer.eps=1e-3"]
-    flags = ["--max-restarts=2", "--last-call=5", "--join-timeout=60", *two(port, least=1)]
+    flags = ["--max-restarts=2", "--last-call=5", f"--join-timeout={60 * NEIGHBOURS}", *two(port, least=1)]
     first = nodes(longer, folder, "0 SIGKILL 40 2", *flags)
     metrics = folder / "metrics.jsonl"
 
@@ -155,6 +156,7 @@ def test_a_node_that_does_not_come_back_leaves_a_smaller_run_and_a_returned_one_
 # Back over bad data
 
 
+@pytest.mark.slow
 def test_going_back_and_around_bad_batches_is_a_run_that_never_met_them(options, tmp_path):
     """The command of docs/reliability.md: steps 11 to 13 of a run are not to have been; then it goes on, restarts included."""
     back, never, options = tmp_path / "back", tmp_path / "never", [*options, "--lr_schedule.kind=constant"]

@@ -168,7 +168,7 @@ def test_what_a_start_says_about_itself(tmp_path, monkeypatch):
     assert about["overrides"]["training.steps"] == 3 and about["overrides"]["optimizer.lr"] == 0.01 and about["config"] == str(toml)
     assert about["command"][2:] == [f"--run.folder={folder}", *options]
     assert about["versions"]["torch"] == torch.__version__ and about["versions"]["python"].startswith("3.")
-    assert about["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    assert about["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "ep": 1}
     assert about["hosts"] == [{"host": about["host"], "device": "cpu", "ranks": [0, 1]}]
     assert about["environment"]["NGPU"] == "2" and about["environment"].keys() <= set(record.ENVIRONMENT)
     assert {"train.py", "models/llama.py", "reliability/record.py"} <= about["code"]["files"].keys()

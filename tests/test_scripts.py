@@ -6,6 +6,7 @@ train.py is stood in for by a script of a few lines, so that what is tested is h
 import json
 import os
 import shutil
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 from tests.ranks import NEIGHBOURS
 from tests.runs import environment, free_port
+from tools.launch.__main__ import _named as named
 from tools.launch.__main__ import listen
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,6 +187,18 @@ def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(stand_in: Pat
     assert out.count(f"stopped by {number.name}") == 2, "both ranks saved, each told once"
 
 
+def test_what_nohup_ignores_does_not_end_the_run(stand_in: Path) -> None:
+    """The terminal is closed: SIGHUP. Nobody wants the ranks of a run under nohup to end with it."""
+    line = shlex.join(str(word) for word in (*LAUNCH, "--nproc-per-node=2", stand_in, "wait"))
+    started = Started("bash", "-c", f"trap '' HUP; exec {line}", ranks=2)
+    started.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert started.process.poll() is None
+    started.process.send_signal(signal.SIGTERM)
+    code, out, err, _ = started.end()
+    assert (code, err) == (75, "") and out.count("stopped by SIGTERM") == 2
+
+
 @pytest.mark.alone
 def test_a_rank_that_does_not_stop_is_killed_after_the_grace(stand_in: Path) -> None:
     started = Started(*LAUNCH, "--nproc-per-node=2", "--shutdown-timeout=1", stand_in, "deaf", ranks=2)
@@ -192,6 +206,16 @@ def test_a_rank_that_does_not_stop_is_killed_after_the_grace(stand_in: Path) -> 
     code, _, err, seconds = started.end()
     assert code == 128 + signal.SIGKILL and "not stopped after 1 s" in err
     assert 0.9 < seconds < 10
+
+
+def test_a_rank_that_left_no_stacks_has_none_to_read(tmp_path: Path) -> None:
+    """Its watchdog has opened the file, and kill -9 left it empty."""
+    log, stacks = tmp_path / "rank-00000.log", tmp_path / "rank-00000.stacks"
+    for path in (log, stacks):
+        path.touch()
+    assert named(log) == f"; its log: {log}"
+    stacks.write_text("Thread 1")
+    assert named(log) == f"; its log: {log}, its stacks: {stacks}"
 
 
 @pytest.mark.alone
@@ -488,3 +512,27 @@ def test_programs_that_tests_start_can_be_interrupted(repository: Path) -> None:
     (repository / "tests" / "test_it.py").write_text(test)
     done = run("bash", "-c", f"trap '' INT; exec {repository}/run_tests.sh")
     assert done.returncode == 0, done.stdout
+
+
+LISTENING = """
+import sys, threading, time
+from datetime import timedelta
+from torch.distributed import DistStoreError, TCPStore
+from tools.launch.__main__ import leave
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def hear():
+    while True:
+        try: store.wait(["end"], timedelta(milliseconds=20))
+        except DistStoreError: pass
+threading.Thread(target=hear, daemon=True).start()
+time.sleep(0.1)
+print("done")
+{end}(75)
+"""
+
+
+@pytest.mark.parametrize("end, code", [("leave", 75), ("sys.exit", -signal.SIGABRT)])
+def test_a_launcher_ends_with_its_code_while_a_thread_hears_of_other_nodes(end, code):
+    """The second row is the negative control: what Python's own exit does to such a thread."""
+    done = subprocess.run([sys.executable, "-c", LISTENING.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr

@@ -113,9 +113,9 @@ def while_an_old_checkpoint_is_removed() -> None:
     manager.shutil.rmtree = once(manager.shutil.rmtree, lambda: (kill(), time.sleep(0.5)), 1)
 
 
-WINDOWS = {  # where, and the last step that the run may have done
-    in_preparation: None, in_the_first_step: None, between_micro_batches: 6, in_validation: 4, waiting_for_data: 6,
-    while_a_save_is_written: 5, while_an_old_checkpoint_is_removed: 9,
+WINDOWS = {  # where, and how many steps the run may have done; a removal begins when all ranks know that the save is done
+    in_preparation: None, in_the_first_step: None, between_micro_batches: (5, 6), in_validation: (3, 4), waiting_for_data: (5, 6),
+    while_a_save_is_written: (4, 5), while_an_old_checkpoint_is_removed: (8, 9, 10),
 }  # fmt: skip
 SHORT = (in_validation, while_a_save_is_written)
 
@@ -132,14 +132,14 @@ def start(folder: Path, options: list[str], window: Callable | None, only: int |
 def test_s1_a_signal_stops_the_run_wherever_it_comes(window, options, tmp_path):
     """S1: at most one step later it is saved, and what is resumed is bitwise the run that nobody stopped."""
     assert ends(2, tmp_path / "ranks", start, tmp_path, options, window) == [75, 75]
-    last = WINDOWS[window]
+    steps = WINDOWS[window]
     saved = sorted(int(p.name[5:]) for p in tmp_path.glob("checkpoints/step-*"))
     end = json.loads((tmp_path / "starts" / "0001" / "end.json").read_text())
-    if last is None:
+    if steps is None:
         assert not saved and not (tmp_path / "metrics.jsonl").exists() or series(tmp_path) == {}
         assert "nothing to save" in end["reason"] and end["exit_code"] == 75
     else:
-        assert saved[-1] in (last - 1, last) and max(series(tmp_path)) == saved[-1] == end["step"]
+        assert saved[-1] in steps and max(series(tmp_path)) == saved[-1] == end["step"]
     assert run_ranks(2, run, options, tmp_path) == [(0, "")] * 2
     assert series(tmp_path) == series(whole(options)) and series(tmp_path, "grad_norm") == series(whole(options), "grad_norm")
     assert samples(tmp_path, 2)[-STEPS:] == samples(whole(options), 2)
@@ -264,6 +264,21 @@ def test_n6_a_hung_rank_ends_and_leaves_its_stacks(how, options, tmp_path):
     assert " in hang" in stacks and " in train_step" not in stacks and stacks.count("hread 0x") >= 2
     waiting = (tmp_path / "logs" / "rank-00000.stacks").read_text()
     assert "in train_step" in waiting and waiting.count("hread 0x") >= 1
+
+
+def limits_of_a_run(folder: Path, options: list[str]) -> list[float]:
+    real, limits = health.Watchdog.arm, []
+    health.Watchdog.arm = lambda watchdog, seconds: (limits.append(seconds), real(watchdog, seconds))[1]
+    assert run(options, folder) == (0, "")
+    return limits
+
+
+def test_n6_a_batch_has_its_own_seconds_besides_those_of_the_step(options, tmp_path):
+    limits = ["--run.init_timeout_seconds=900", "--run.step_timeout_seconds=500", "--data.timeout_seconds=70"]
+    [seen] = run_ranks(1, limits_of_a_run, tmp_path, [*options, *limits])
+    first, others = (970, 900), (570, 500)
+    pairs = list(zip(seen, seen[1:]))
+    assert pairs.count(first) == 1 and pairs.count(others) == STEPS - 1
 
 
 def dumping(folder: Path, seconds: float, by_faulthandler: bool = False) -> bool:

@@ -309,6 +309,7 @@ def test_float32_products_are_of_float32(shape, precision, tmp_path):
     assert error(a.bfloat16() @ b.bfloat16()) > 1e-3  # what would be seen
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
 def test_a_tensor_takes_the_memory_that_another_gave_back():
     """In a process of its own: a fork's heap is full of its parent's holes."""
@@ -458,7 +459,8 @@ def test_negative_control_a_norm_read_early_is_seen():
 
 
 def skipped_by_the_kernel(kind: str) -> None:
-    """A step that is not fine leaves weights and state bit by bit, the count of steps too, also the very first."""
+    """A step that is not fine leaves weights and state bit by bit, the count of steps too, also the very first. A norm that is
+    equal to the limit is fine."""
     job = train.build(load_config([*SMALL, "--training.local_batch_size=4", f"--optimizer.kind={kind}"], world().size))
     numbers = torch.arange(1 * 4 * 81).view(1, 4, 81) % 263
     batch = {"tokens": numbers[..., :-1].contiguous(), "labels": numbers[..., 1:].contiguous()}
@@ -467,7 +469,8 @@ def skipped_by_the_kernel(kind: str) -> None:
         state = [t for s in job.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor) and t.any()]
         return [t.detach().clone() for t in (*job.model.parameters(), *state)]
 
-    for limit in (0.0, torch.inf, 0.0, torch.inf):
+    for limit in (0.0, None, 0.0, torch.inf):
+        limit = result.grad_norm if limit is None else limit  # of the same weights and the same batch
         before = everything()
         result = train.train_step(job, batch, limit)
         after = everything()
@@ -487,14 +490,18 @@ def test_a_step_that_is_skipped_by_the_kernel_leaves_no_trace(kind):
 @pytest.mark.slow
 @pytest.mark.cap(600)
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none")
-def test_the_fast_path_learns_within_the_spread_of_seeds():
-    """150 steps in bfloat16 and compiled against float32 (tools/bench/curve.py, which does 300): in every window of 25 steps the
-    two are nearer to each other than seeds usually are (the root mean square of their deviation; measured: about a quarter of
-    it)."""
-    seen = run_ranks(1, curve.compared, curve.FAST, 150, 3, timeout=500)[0]
+@pytest.mark.parametrize("slowed", [False, True], ids=["fast", "control"])
+def test_the_fast_path_learns_within_the_spread_of_seeds(slowed):
+    """100 steps in bfloat16 and compiled against float32 (tools/bench/curve.py, which does 300): in every window of 25 steps the
+    two, means over three seeds, are nearer to each other than seeds usually are (the root mean square of their deviation;
+    measured: a fifth of it, with AVX-512 and without). The control takes steps of half the size, and is 7 times as far off as
+    seeds are."""
+    fast = [*curve.FAST, *["--optimizer.lr=1e-3"] * slowed]
+    seen = run_ranks(1, curve.compared, fast, 100, 3, timeout=500)[0]
     usual = (sum(spread**2 for *_, spread in seen) / len(seen)) ** 0.5
     assert seen[-1][0] < 0.75 * seen[0][0], "the plain model does not learn"
-    assert max(abs(apart) for _, apart, _ in seen) < usual, seen
+    apart = max(abs(apart) for _, apart, _ in seen)
+    assert apart > 3 * usual if slowed else apart < usual, seen
 
 
 def test_every_section_of_a_step_is_timed():

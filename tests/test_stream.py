@@ -384,6 +384,7 @@ def failing_at(step: int, kind: str, options: list[str], folder: Path) -> tuple[
     return run(options, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", ["jsonl.gz"], indirect=True)
 @pytest.mark.cap(90)
 def test_a_stream_that_fails_on_one_rank_saves_and_ends_all(tiny, tmp_path):

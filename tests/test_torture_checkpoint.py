@@ -282,7 +282,7 @@ def save_in_place(place: Path, folder: Path) -> None:
 
         def publish(files: list) -> None:
             (target / verify.MANIFEST).unlink()
-            verify.write_manifest(target, {**head, "files": files, "tensors": self.plan.rows})
+            verify.write_manifest(target, {**head, "files": files, "tensors": self.plan.table})
 
         storage.open = lambda path, mode: open(path, mode.replace("x", "w"))
         writer = protocol.FileWriter(target, self.group, publish)

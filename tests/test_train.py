@@ -66,7 +66,10 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(oracle, options, tmp_pa
     assert run_ranks(2, stopped_at, 7, [*options, *extra], folder, 1) == [75, 75]
     assert max(series(folder)) == 7
     assert (folder / "checkpoints" / "step-00000007").is_dir()
+    log = folder / "logs" / "rank-00000.log"
+    assert log.read_text().count("stopped on request after step 7 of 16; run the same command again") == 1
     assert run_ranks(1, run, options, folder) == [(0, "")]
+    assert log.read_text().count("stopped on request") == 1
     want, got = series(oracle), series(folder)
     assert max(abs(got[s] / want[s] - 1) for s in want) <= 1e-5
 
@@ -262,6 +265,11 @@ def test_a_finished_run_has_nothing_to_do(oracle, options):
     assert run_ranks(1, run, options, oracle) == [(0, "")]
     assert series(oracle) == before
     assert "nothing to do" in (oracle / "logs" / "rank-00000.log").read_text()
+
+
+def test_metrics_are_logged_at_the_first_step_every_few_and_at_the_last(options, tmp_path):
+    assert run_ranks(1, run, [*options, "--metrics.interval=3", "--training.steps=5"], tmp_path) == [(0, "")]
+    assert list(series(tmp_path)) == [1, 3, 5]
 
 
 def test_damaged_tokens_end_a_run_in_a_sentence(options, tmp_path):

@@ -19,11 +19,13 @@ from tests.hosts import (
     Hosts,
     hosts,  # noqa: F401  a fixture
 )
+from tests.ranks import NEIGHBOURS
 from tests.runs import losses_of_four, series, tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 30  # the tests interfere after step 12, and a step of four ranks takes over a second of processor time
-STEP_TIMEOUT, GRACE = 12, 60  # seconds; the grace is for a machine with other things to do: it takes a few
+# Seconds; the grace is for a machine with other things to do: it takes a few. Beside other tests a step, too, takes longer.
+STEP_TIMEOUT, GRACE = 12 * NEIGHBOURS, 60
 pytestmark = pytest.mark.slow
 
 
@@ -33,7 +35,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         *tiny_run(tmp_path_factory.mktemp("data")), f"--training.steps={STEPS}",
         "--parallelism.tensor_parallel=2", "--parallelism.data_parallel_shard=2",
-        f"--run.step_timeout_seconds={STEP_TIMEOUT}", "--run.init_timeout_seconds=60",
+        f"--run.step_timeout_seconds={STEP_TIMEOUT}", f"--run.init_timeout_seconds={60 * NEIGHBOURS}",
     ]  # fmt: skip
 
 
@@ -44,10 +46,10 @@ def unbroken(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 def until(true: Callable[[], bool], seconds: float, complaint: Callable[[], str]) -> float:
-    """Waits; the seconds it took."""
+    """Wait, beside other tests for longer. Returns the seconds that it took."""
     began = time.monotonic()
     while not true():
-        assert time.monotonic() - began < seconds, complaint()
+        assert time.monotonic() - began < seconds * NEIGHBOURS, complaint()
         time.sleep(0.01)
     return time.monotonic() - began
 
@@ -127,7 +129,7 @@ def test_after_a_cut_both_hosts_start_again_by_themselves(hosts: Hosts, options:
 
 @pytest.mark.cap(400)
 def test_a_cut_of_eight_seconds_costs_eight_seconds(hosts: Hosts, options: list[str], unbroken: dict, tmp_path: Path) -> None:
-    here, said = [*options, f"--run.folder={tmp_path / 'run'}", "--run.step_timeout_seconds=60"], tmp_path / "said"
+    here, said = [*options, f"--run.folder={tmp_path / 'run'}", f"--run.step_timeout_seconds={60 * NEIGHBOURS}"], tmp_path / "said"
     running = hosts.start(here, said)
     in_mid_run(running, tmp_path / "run", said)
     hosts.cable("down")
@@ -160,9 +162,9 @@ def test_a_host_that_dies_ends_the_other_and_the_run_resumes(
 @pytest.mark.cap(400)
 def test_the_step_time_over_a_slower_cable(hosts: Hosts, options: list[str], tmp_path: Path) -> None:
     """Prints (-s) the time of a step for each speed; the losses must not depend on it."""
-    larger = "--model.dim=128 --model.hidden_dim=512 --model.n_layers=4 --model.head_dim=32 --training.steps=8".split()
+    larger = "--model.dim=128 --model.hidden_dim=512 --model.n_layers=4 --model.head_dim=32 --training.steps=5".split()
     losses = []
-    for rate in ("10gbit", "1gbit", "100mbit"):
+    for rate in ("10gbit", "100mbit"):
         hosts.limit(rate)
         folder = tmp_path / rate
         whole_run(hosts, [*options, *larger, "--checkpoint.interval=0", f"--run.folder={folder}"], tmp_path / f"said-{rate}")
@@ -171,4 +173,4 @@ def test_the_step_time_over_a_slower_cable(hosts: Hosts, options: list[str], tmp
         losses.append(series(folder))
     for name in hosts.names:
         subprocess.run(["tc", "-n", name, "qdisc", "delete", "dev", "cable", "root"], check=True, capture_output=True)
-    assert losses[0] == losses[1] == losses[2]
+    assert len(losses[0]) == 5 and losses[0] == losses[1]

@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 from configs import check
@@ -32,14 +33,32 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         if place and fresh and not Path(place).exists():
             yield f'checkpoint.{option} = "{place}" does not exist here: name the folder to start from, or remove the option'
     yield from gpu_problems(cfg, local_world_size)
+    yield from torch_problems(cfg)
+
+
+def torch_problems(cfg: Config) -> Iterator[str]:
+    """What the installed version of torch cannot do. The newest one can do everything, so it is not imported."""
+    numbers = tuple(int(number) for number in version("torch").split(".")[:2])
+    if numbers >= (2, 13):
+        return
+    from parallelisms import check_torch
+
+    has_experts = bool(check.architecture(cfg.model).get("n_experts"))
+    try:
+        check_torch(cfg, has_experts and cfg.parallelism.expert_parallel * cfg.parallelism.tensor_parallel > 1, numbers)
+    except InputError as error:
+        yield str(error)
 
 
 def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     """The same for options that need a GPU. They are asked of the code that a rank will run, so the sentences are its own."""
     kernel, recipe, overlapped = cfg.training.attention, cfg.training.float8, cfg.parallelism.async_tensor_parallel
-    if cfg.run.device != "cuda" and kernel == "auto" and recipe == "none" and not overlapped:
+    p, width = cfg.parallelism, check.query_width(cfg.model)
+    gathers = p.context_parallel > 1 and p.context_parallel_method == "gather"
+    gathers &= check.no_flash(cfg.training.param_dtype, width)  # else every GPU of today has a kernel
+    if cfg.run.device != "cuda" and kernel == "auto" and recipe == "none" and not overlapped and not gathers:
         return
-    from parallelisms import attention, float8, mesh, tp  # here, because they import torch
+    from parallelisms import attention, cp, dp, float8, mesh, tp  # here, because they import torch
 
     try:
         device = mesh.pick_device(cfg.run, local_world_size - 1)
@@ -49,6 +68,7 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     checks = [lambda: attention.choose(kernel, device)]
     checks += [lambda: float8.check(recipe, device, cfg.debug.emulate_float8)] if recipe != "none" else []
     checks += [lambda: tp.check_overlap(device.type)] if overlapped else []
+    checks += [lambda: cp.check_kernel(device, dp.param_dtype(cfg.training, device), width)] if gathers else []
     for ask in checks:
         try:
             ask()

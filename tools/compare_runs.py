@@ -30,6 +30,7 @@ from reliability import goodput
 TIMINGS = {"tokens_per_second", "tflops_per_device", "mfu", "memory_gib", "data_wait", "step_seconds", "goodput"}
 TIMING_PREFIXES = ("seconds/", "late/")
 PLACES = {"run.folder", "data.cache"}  # options that say where, not what
+OF_THE_LAUNCHER = {"MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"}  # new with every start
 ROUNDING = 1e-5  # relative: between meshes in float32, 20 steps stay within 4e-7 (tests/test_resume.py compares to this)
 
 
@@ -147,7 +148,7 @@ def checkpoints(a: Path, b: Path) -> tuple[str, bool | None]:
             return "no step that both have", None
         one, other = (verify.read_manifest(by_step[step]) for by_step in saved)
         if one["mesh"] != other["mesh"] or one["tensors"].keys() != other["tensors"].keys():
-            return f"step {step}: other meshes or other tensors, so hashes do not compare", None
+            return f"step {step}: the mesh or the tensors differ, so hashes cannot be compared", None
         hashes = [verify.part_hashes(by_step[step], manifest) for by_step, manifest in zip(saved, (one, other), strict=True)]
     except (InputError, verify.Damaged) as error:
         return str(error), None
@@ -183,7 +184,8 @@ def _about(run: Path) -> dict[str, object]:
         facts["commit"] = last["code"]["commit"][:12] or "(no git)"
         facts |= {f"code {path}": digest for path, digest in last["code"]["files"].items()}
         facts |= {f"version of {name}": version for name, version in last["versions"].items()}
-        facts |= {f"environment {name}": value for name, value in last["environment"].items()}
+        variables = last["environment"].items()
+        facts |= {f"environment {name}": value for name, value in variables if name not in OF_THE_LAUNCHER}
         facts["mesh"] = _counts(verify.all_dimensions(last.get("mesh", {})))
         devices: dict[str, int] = {}
         for row in last.get("hosts", []):

@@ -72,10 +72,10 @@ def hf_to_dcp(source: Path, out: Path) -> str:
     """Returns what was done, in a sentence; so do the other three. Raises InputError."""
     family = hf.family_of(source, MODELS)
     args = hf.read_args(source, family)
-    stored, theirs = hf.weights(source, family, args, shapes(family, args)), family.hf_names(args)
+    stored = hf.weights(source, family, args, shapes(family, args))
 
     def read(name: str) -> Tensor:
-        return hf.read_slice(stored[name], theirs[name], ())
+        return stored[name].read()
 
     return publish(out, family, args, source, read, tokenizer_of(hf_tokenizer.read, source))
 
@@ -152,7 +152,7 @@ class OneByOne(storage.OneByOne):
     def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], progress: Callable[[int], object]):
         self.live, self.read, self.progress = names, read, progress
 
-    def __getitem__(self, name: str) -> memoryview:
+    def bytes_of(self, name: str) -> memoryview:
         tensor = self.read(name.removeprefix("model.")).float()
         storage.check_finite({name: tensor})
         self.progress(tensor.nbytes)

@@ -59,9 +59,8 @@ def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
     model.to_empty(device="cpu")
     live = model.state_dict()
     stored = hf.weights(folder, family, args, {name: list(tensor.shape) for name, tensor in live.items()})
-    theirs = family.hf_names(args)
     for name, tensor in live.items():
-        tensor.copy_(hf.read_slice(stored[name], theirs[name], ()))
+        tensor.copy_(stored[name].read())
     return Loaded(model, words, _context(args))
 
 

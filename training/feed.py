@@ -29,12 +29,14 @@ class Feed:
         self.places = mesh.places(self.tokens.shape[-1] * mesh.cp)
         self.positions = torch.cat([torch.arange(p.start, p.stop, device=mesh.device) for p in self.places])  # [t], of every sequence
         self.within_documents = batch.get("positions")  # int64 [A, b, T] on the CPU; with data.mask_documents only
+        self.routings: Any = None  # what a model with experts tells, a models/moe.py::Routings, in training
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __call__(self, a: int) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Any]:
-        """What the model takes: tokens [b, t], positions [t] or [b, t], the head, and the documents to keep apart."""
+    def __call__(self, a: int) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Any, Any]:
+        """What the model takes: tokens [b, t], positions [t] or [b, t], the head, the documents to keep apart, and where to tell
+        about experts."""
 
         def head(h: Tensor, weight: Tensor) -> Tensor:
             """The model calls it inside its forward, where FSDP has gathered `weight`."""
@@ -42,8 +44,8 @@ class Feed:
                 return self.loss(h, weight, self.labels[a], self.chunk_tokens, each=self.losses[a])
 
         if self.within_documents is None:
-            return self.tokens[a], self.positions, head, None
+            return self.tokens[a], self.positions, head, None, self.routings
         within = self.within_documents[a]
         positions = torch.cat([within[:, p.start : p.stop] for p in self.places], 1)
         documents = self.model.documents(within, self.device)
-        return self.tokens[a], positions.to(self.device, non_blocking=True), head, documents
+        return self.tokens[a], positions.to(self.device, non_blocking=True), head, documents, self.routings

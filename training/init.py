@@ -24,6 +24,7 @@ from configs import splitmix
 
 CELL_BITS = 14  # the quantile function is tabulated on 2^14 cells and linear inside one: max error 2e-5 deviations
 CUTOFF = 3.0  # deviations; values beyond are not drawn (truncated normal, as Llama's and GPT's initialisers do)
+CONSTANTS = {"ones": 1.0, "zeros": 0.0}
 CHUNK = 1 << 18  # elements at a time: the 64-bit temporaries stay in the processor's cache
 
 
@@ -93,8 +94,8 @@ def _global_ids(param: Tensor) -> list[Tensor]:
 def fill(param: Tensor, name: str, kind: str, std: float, seed: int) -> None:
     """Write the initial values of one (sharded or plain) parameter in place."""
     local = param.to_local() if isinstance(param, DTensor) else param
-    if kind == "ones":
-        local.fill_(1.0)
+    if kind in CONSTANTS:
+        local.fill_(CONSTANTS[kind])
         return
     key = _signed(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little"))
     ids = _global_ids(param)

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from configs import schema
 from configs.schema import InputError
 from parallelisms.mesh import Mesh
+from training.experts import FILE
 
 # Rows: a regular expression, dense bfloat16 TFLOP/s of one device, source. The expression must match the whole of
 # torch.cuda.get_device_name(), so that a slice of a GPU (MIG) or a laptop's variant is unknown rather than wrong.
@@ -53,6 +54,7 @@ LINE = (
     ("validation_loss", "validation loss {:.4f}"),
     ("validation_bits_per_byte", "{:.4f} bits per byte"),
     ("grad_norm", "grad norm {:.3f}"),
+    ("expert_load", "expert load {:.2f}"),
     ("lr", "lr {:.2e}"),
     ("tokens_per_second", "{:,.0f} tokens/s"),
     ("mfu", "MFU {:.1%}"),
@@ -93,16 +95,19 @@ def model_summary(
     """What is about to be trained, in four lines: sizes of the model, of the mesh, of the training state, of a step.
 
     family: the module, with the members of `models/family.py::Family`; args: the model's numbers, its `Args`."""
-    parameters = list(model.parameters())
-    shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     moments = 2 if "betas" in optimizer.defaults else int(optimizer.defaults.get("momentum", 0) > 0)
     copies = 2 + moments  # weight, gradient, moments: all in the type of the weight
-    whole, share = (copies * sum(p.numel() * p.element_size() for p in tensors) for tensors in (parameters, shards))
-    dimensions = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items() if name not in ("pp", "cp") or size > 1)
+    share = copies * sum(p.numel() * p.element_size() for p in shards)
+    # In a pipeline `model` is a part of the whole.
+    whole = copies * family.parameters(args) * shards[0].element_size()
+    shown = {name: size for name, size in mesh.sizes.items() if name not in ("pp", "cp", "ep") or size > 1}
+    ep = f"experts dealt to groups of {shown.pop('ep')} ranks, " if "ep" in shown else ""
+    dimensions = " x ".join(f"{name} {size}" for name, size in shown.items())
     return (
         f"model: {family.parameters(args):,} parameters; {family.describe(args)}\n"
         f"mesh: {dimensions} = {mesh.size} process{'es' if mesh.size > 1 else ''} on {mesh.device.type}, "
-        f"computing in {str(dtype).removeprefix('torch.')}\n"
+        f"{ep}computing in {str(dtype).removeprefix('torch.')}\n"
         f"state: weights, gradients and {moments} optimizer moments take {in_bytes(whole, 1024)} in all, "
         f"{in_bytes(share, 1024)} on this rank\n"
         f"{_step_summary(training, mesh.dp_size)}"
@@ -113,7 +118,7 @@ def _step_summary(training: schema.Training, dp_size: int) -> str:
     batch, local = training.global_batch_size, training.local_batch_size
     count = batch // (dp_size * local)
     ranks = f"each of {dp_size} data-parallel ranks" if dp_size > 1 else "the one data-parallel rank"
-    chosen = " (one is taken, as training.local_batch_size is not set)" if isinstance(local, schema.Derived) else ""
+    chosen = " (chosen, because training.local_batch_size is not set)" if isinstance(local, schema.Derived) else ""
     return (
         f"step: {batch * training.seq_len:,} tokens in {batch} sequences of {training.seq_len}; {ranks} has {count} "
         f"micro-batch{'es' * (count > 1)} of {local}{chosen}"
@@ -150,13 +155,14 @@ class Metrics:
         self.cfg, self.folder, self.start, self.steps, self.peak = cfg, folder, start, steps, peak
         self.rank0 = rank0
         self.rates: list[float] = []
-        self.bar = self.jsonl = self.tensorboard = self.wandb = None
+        self.bar = self.jsonl = self.experts = self.tensorboard = self.wandb = None
         if not rank0:
             return
         if cfg.wandb_project:
             self.wandb = _open_wandb(cfg.wandb_project, folder)
         path = folder / "metrics.jsonl"
-        _forget_after(path, start)
+        for file in path, folder / FILE:
+            _forget_after(file, start)
         self.jsonl = path.open("a", encoding="utf-8")
         if cfg.progress == "on" or (cfg.progress == "auto" and sys.stderr.isatty()):
             self.bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
@@ -186,6 +192,13 @@ class Metrics:
         if self.wandb is not None:
             self.wandb.log(values, step=step)
 
+    def record_experts(self, counts: dict) -> None:
+        """Add a line of `training/experts.py::ExpertLoad` to the run's `experts.jsonl`."""
+        if self.rank0:
+            self.experts = self.experts or (self.folder / FILE).open("a", encoding="utf-8")
+            self.experts.write(json.dumps(counts) + "\n")
+            self.experts.flush()
+
     def _line(self, step: int, values: dict[str, float]) -> str:
         parts = [
             form.format(values[key])
@@ -204,7 +217,7 @@ class Metrics:
         return f"{statistics.median(self.rates[1:] or self.rates):,.0f} tokens/s"
 
     def close(self) -> None:
-        for writer in (self.bar, self.jsonl, self.tensorboard):
+        for writer in (self.bar, self.jsonl, self.experts, self.tensorboard):
             if writer is not None:
                 writer.close()
         if self.wandb is not None:

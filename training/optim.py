@@ -18,14 +18,15 @@ def build_optimizer(model: nn.Module, decay_rows: list[tuple[str, bool]], cfg: O
 
     decay_rows: (pattern of a parameter's name, weight decay applies); the first that matches counts.
     """
-    groups = {True: [], False: []}
+    groups: dict[tuple, list[nn.Parameter]] = {}  # one kernel updates many parameters, if they are on one mesh
     for name, param in model.named_parameters():
         if param.requires_grad:
-            groups[next(decays for pattern, decays in decay_rows if fnmatchcase(name, pattern))].append(param)
+            decays = next(decays for pattern, decays in decay_rows if fnmatchcase(name, pattern))
+            mesh = param.device_mesh if isinstance(param, DTensor) else None
+            groups.setdefault((not decays, mesh), []).append(param)
     rows = [
-        {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0}
-        for decays, params in groups.items()
-        if params
+        {"params": params, "weight_decay": 0.0 if is_free else cfg.weight_decay}
+        for (is_free, _), params in sorted(groups.items(), key=lambda group: group[0][0])
     ]
     if cfg.kind == "sgd":
         return torch.optim.SGD(rows, lr=cfg.lr, momentum=cfg.momentum)

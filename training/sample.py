@@ -9,6 +9,7 @@ Shapes:  B prompts   T positions of a forward   S positions kept   H query heads
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,54 +19,75 @@ from torch.distributed.tensor import DTensor
 
 
 class KeyValueCache:
-    """Keys and values of every attention of a model, float [B, S, K, E] each; K is this rank's share.
+    """What every attention of a model needs of earlier tokens: keys and values, float [B, S, K, E] each, K this rank's share;
+    or, in a model that computes them from narrow vectors (`Decoder.latents`), these vectors, float [B, S, width].
 
-    `forward` runs the model with the parameter-free cores of its attention replaced: the model knows nothing of it.
+    `forward` runs the model with these parameter-free modules replaced: the model knows nothing of it. Keys and values of all
+    kept positions are computed from narrow vectors anew for every token.
     """
 
     def __init__(self, model: nn.Module, capacity: int):
         """capacity: positions to keep of each prompt, S."""
         self.model, self.capacity = model, capacity
-        self.kept: list[tuple[Tensor, Tensor]] = []  # of each core
+        self.kept: list[tuple[Tensor, ...]] = []  # of each attention
 
     def forward(self, tokens: Tensor, positions: Tensor, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The model's forward of tokens int64 [B, T]. positions: int64 [T] from 0 on in the first forward, which fills the
         cache, and int64 [B, T] afterwards: what was kept at these positions is replaced."""
-        cores = self.model.cores()
-        first = not self.kept
+        cores, latents = self.model.cores(), self.model.latents()
+        keep, attend = self._begin, None
+        if self.kept:
+            length = int(positions.max()) + 1
+            keep, attend = partial(self._go_on, positions, length), to_all_before(positions, length)
         for i, core in enumerate(cores):
-            core.forward = self._begin(core.forward) if first else self._go_on(*self.kept[i], positions)
+            core.forward = attending(keep, i, attend or core.forward, keeps=not latents)
+        for i, module in enumerate(latents):
+            module.forward = keeping(keep, i, module.forward)
         try:
             return self.model(tokens, positions, head)
         finally:
-            for core in cores:
-                del core.forward  # the class's again
+            for module in [*cores, *latents]:
+                del module.forward  # the class's again
 
-    def _begin(self, attention: Callable) -> Callable:
-        """The core's own attention, which also keeps keys and values."""
+    def _begin(self, number: int, *first: Tensor) -> tuple[Tensor, ...]:
+        """Keep what attention `number` needs of the first tokens, [B, T, ...] each, and return it."""
+        self.kept.append(tuple(x.new_zeros(x.shape[0], self.capacity, *x.shape[2:]) for x in first))
+        for kept, x in zip(self.kept[number], first, strict=True):
+            kept[:, : x.shape[1]] = x
+        return first
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
-            pair = tuple(x.new_zeros(x.shape[0], self.capacity, *x.shape[2:]) for x in (k, v))
-            for kept, x in zip(pair, (k, v)):
-                kept[:, : x.shape[1]] = x
-            self.kept.append(pair)
-            return attention(q, k, v, documents)
-
-        return forward
-
-    def _go_on(self, keys: Tensor, values: Tensor, positions: Tensor) -> Callable:
-        """Attention of a few new positions to all that is kept up to them."""
+    def _go_on(self, positions: Tensor, length: int, number: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Keep a few new positions, and return the first `length` of all that is kept, [B, length, ...] each."""
         rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
-        length = int(positions.max()) + 1
-        mask = torch.arange(length, device=positions.device) <= positions[:, None, :, None]  # [B, 1, T, length]
+        for kept, x in zip(self.kept[number], new, strict=True):
+            kept[rows, positions] = x
+        return tuple(kept[:, :length] for kept in self.kept[number])
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
-            keys[rows, positions], values[rows, positions] = k, v
-            q, k, v = q.transpose(1, 2), keys[:, :length].transpose(1, 2), values[:, :length].transpose(1, 2)  # [B, heads, ., E]
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-            return o.transpose(1, 2)  # [B, T, H, E]
 
-        return forward
+def attending(keep: Callable, number: int, attend: Callable, keeps: bool) -> Callable:
+    """A forward for the core of attention `number`: `attend` to keys and values, which it keeps if `keeps`."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
+        return attend(q, *(keep(number, k, v) if keeps else (k, v)), documents)
+
+    return forward
+
+
+def keeping(keep: Callable, number: int, compute: Callable) -> Callable:
+    """A forward for the module of narrow vectors of attention `number`: it returns those that are kept besides new ones."""
+    return lambda *inputs: keep(number, compute(*inputs))[0]
+
+
+def to_all_before(positions: Tensor, length: int) -> Callable:
+    """Attention of a few positions, int64 [B, T], to those of `length` that are not after them."""
+    mask = torch.arange(length, device=positions.device) <= positions[:, None, :, None]  # [B, 1, T, length]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, ., E]
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        return o.transpose(1, 2)  # [B, T, H, E]
+
+    return attend
 
 
 @contextmanager

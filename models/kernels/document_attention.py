@@ -157,7 +157,12 @@ VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__kwdefaults__ 
 def fits_varlen(x: Tensor) -> bool:
     """Whether `varlen_attn` takes such queries [..., E]: its kernel is FlashAttention-2 (Dao, arXiv:2307.08691), written
     for CUDA, 16-bit types, and heads of 8, 16, ... 256 numbers."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
+    return kernel_exists(x.device, x.dtype, x.shape[-1])
+
+
+def kernel_exists(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """The same before there are queries; width: the numbers of a head."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:

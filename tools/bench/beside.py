@@ -4,13 +4,19 @@
 
 The step is bound by the host, as the step of a small model on a GPU is: one thread of Python that calls thousands of small
 operations. A save that holds Python's lock, or works in it, shows here first. The state has as many tensors as that of
-405B (1,137 weights and their moments), so that work for each tensor shows too. Steps without a save and steps beside one
-alternate in one process. A save has to have a core that the step leaves free.
+405B (1,137 weights and their moments), so that work for each tensor shows too. Steps without a save, steps beside one, and
+steps beside another process that hashes and writes as many bytes alternate. What the last cost is the machine's: memory,
+caches, the kernel. A step's time is that on the clock less what it waited for a core, as Linux counts it, so other work on
+the machine shows less. The step itself never waits for anything, so its pauses (voluntary context switches) are waits for
+Python's lock. A save has to have a core that the step leaves free.
 """
 
 import argparse
 import os
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,37 +32,74 @@ from tools.bench import harness
 OPERATIONS = 3000  # of a step, about 2 us each
 
 
-def step_seconds(x: torch.Tensor) -> float:
-    began = time.perf_counter()
+WRITER = """
+import os, sys, xxhash
+data = memoryview(bytearray(os.urandom(1 << 20)) * (int(sys.argv[2]) >> 20))
+for i, _ in enumerate(sys.stdin):
+    with open(f"{sys.argv[1]}-{i}", "xb") as stream:
+        stream.write(data)
+        for start in range(0, len(data), 1 << 24):
+            xxhash.xxh3_64_hexdigest(data[start : start + (1 << 24)])
+        stream.flush()
+        os.fsync(stream.fileno())
+    print(flush=True)
+    if i:
+        os.remove(f"{sys.argv[1]}-{i - 1}")
+"""
+
+
+def waited_for_a_core() -> float:
+    """Seconds that this thread could have run and had no core. Linux counts them; elsewhere 0."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
+def step_seconds(x: torch.Tensor) -> tuple[float, int]:
+    """Of one step: seconds without waits for a core, and pauses."""
+    began, waited, paused = time.perf_counter(), waited_for_a_core(), resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     for _ in range(OPERATIONS):
         torch.add(x, 1)
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began - (waited_for_a_core() - waited)
+    return seconds, resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - paused
 
 
-def measure(folder: Path, tensors: int, elements: int, rounds: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of each step without a save, of each step beside a save, and of each save until it is durable."""
+def measure(folder: Path, tensors: int, elements: int, rounds: int) -> tuple[dict[str, list[tuple[float, int]]], list[float]]:
+    """`step_seconds` of each step, by what happened beside it, and of each save until it is durable."""
     mesh = open_mesh(Run(device="cpu"), Parallelism(), 1)
     model = nn.ParameterList([nn.Parameter(torch.zeros(elements)) for _ in range(tensors)])
     optimizer = torch.optim.AdamW(model.parameters())
     checkpoints = CheckpointManager(Checkpoint(keep_last=1), folder / "checkpoints", mesh, {"must_match": {}})
     checkpoints.load(model, optimizer)  # nothing is there yet; as in every run, this makes the buffers
-    x, quiet, beside, durable = torch.ones(8), [], [], []
-    for i in range(1, rounds + 2):
-        alone = [step_seconds(x) for _ in range(40)]
-        checkpoints.save(i, model, optimizer, {})
-        checkpoints.wait_for_copy()  # how long a step waits for the copy is what `tools.bench.checkpoint` measures
-        began, together = time.perf_counter(), []
-        while checkpoints.writing():
-            together.append(step_seconds(x))
-        if i > 1:  # the first save plans, and touches memory for the first time
-            quiet += alone
-            beside += together
-            durable.append(time.perf_counter() - began)
-        checkpoints.poll()
-        os.sync()
+    x, durable = torch.ones(8), []
+    steps: dict[str, list[tuple[float, int]]] = {"without a save": [], "beside a save": [], "beside another process that writes": []}
+    command = [sys.executable, "-c", WRITER, str(folder / "other"), str(tensors * elements * 12)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        os.set_blocking(other.stdout.fileno(), False)
+        for i in range(1, rounds + 2):
+            alone, beside, beside_other = [step_seconds(x) for _ in range(40)], [], []
+            checkpoints.save(i, model, optimizer, {})
+            checkpoints.wait_for_copy()  # how long a step waits for the copy is what `tools.bench.checkpoint` measures
+            began = time.perf_counter()
+            while checkpoints.writing():
+                beside.append(step_seconds(x))
+            seconds = time.perf_counter() - began
+            checkpoints.poll()
+            os.sync()
+            other.stdin.write(b"\n")
+            other.stdin.flush()
+            while not other.stdout.read(1):
+                beside_other.append(step_seconds(x))
+            os.sync()
+            if i > 1:  # the first save plans, and touches memory for the first time
+                durable.append(seconds)
+                for row, seen in zip(steps.values(), (alone, beside, beside_other), strict=True):
+                    row += seen
+        other.stdin.close()
     checkpoints.close()
     close_mesh()
-    return quiet, beside, durable
+    return steps, durable
 
 
 def main() -> None:
@@ -69,11 +112,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        quiet, beside, durable = measure(Path(folder), args.tensors, int(args.gigabytes * 1e9 / 12 / args.tensors), args.rounds)
-    rows = [("without a save", quiet), ("beside a save", beside)]
-    table = [[name, f"{len(steps)}", *(f"{of(steps) * 1e3:.2f} ms" for of in (statistics.median, statistics.mean)),
-              *(f"{of(steps) / of(quiet):.3f}" for of in (statistics.median, statistics.mean))] for name, steps in rows]  # fmt: skip
-    columns = ["step", "steps", "median", "mean", "median / without", "mean / without"]
+        elements = int(args.gigabytes * 1e9 / 12 / args.tensors)
+        steps, durable = measure(Path(folder), args.tensors, elements, args.rounds)
+    quiet, table = [seconds for seconds, _ in steps["without a save"]], []
+    for name, pairs in steps.items():
+        row = [seconds for seconds, _ in pairs]
+        ratios = (of(row) / of(quiet) for of in (statistics.median, statistics.mean))
+        times = (f"{of(row) * 1e3:.2f} ms" for of in (statistics.median, statistics.mean))
+        pauses = sum(paused for _, paused in pairs) / args.rounds
+        table.append([name, f"{len(row)}", *times, *(f"{ratio:.3f}" for ratio in ratios), f"{pauses:.0f}"])
+    columns = ["step", "steps", "median", "mean", "median / without", "mean / without", "pauses in a round"]
     notes = f"{args.tensors * 3:,} tensors, {args.gigabytes:g} GB; a save takes {statistics.median(durable):.2f} s."
     harness.report("A step beside a save", columns, table, notes, args.json)
 

@@ -75,7 +75,7 @@ def main() -> None:
         t.detach().copy_(torch.rand(t.shape))
     on_host = [t.detach().cpu() for t in live.values()]
     size = sum(t.nbytes for t in on_host) / 1e9
-    copies, buffers = [torch.empty_like(t) for t in on_host], state.buffers(live, pin=False)
+    copies, buffers = [torch.empty_like(t) for t in on_host], state.buffers(live)
     x = torch.rand(args.tokens, width, device=mesh.device)
     before = rss_gib()
 

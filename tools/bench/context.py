@@ -14,7 +14,6 @@ import json
 import statistics
 import time
 
-import torch
 
 import train
 from configs.load import load_config

@@ -39,10 +39,11 @@ def main() -> None:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
     began = time.perf_counter()
-    mesh = meshes.open_mesh(cfg.run, cfg.parallelism, check.data_parallel_shard(cfg, args.ranks))
+    has_experts = bool(getattr(numbers, "n_experts", 0))
+    mesh = meshes.open_mesh(cfg.run, cfg.parallelism, check.data_parallel_shard(cfg, args.ranks), has_experts)
     with torch.device("meta"):
         model = family.build(numbers)
-    parallelize(model, mesh, cfg, family.TP_PLAN)
+    parallelize(model, mesh, cfg, family.tp_plan(numbers))
     build_seconds, before = time.perf_counter() - began, peak_gib()
 
     began, values, largest = time.perf_counter(), 0, 0

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import train
 from checkpoint import state, storage, verify
 from checkpoint.protocol import FileReader, FileWriter, OwnBoxes, OwnParts, load
-from checkpoint.storage import Plan
+from checkpoint.storage import Plan, Staged
 from configs.load import load_config
 from configs.schema import Config
 from tools.bench import harness
@@ -60,21 +60,22 @@ def _measure(job: train.Job, ranks: int, folder: Path) -> dict[str, Phase]:
     with plan.measured("own parts"):
         own = Plan.make(live, rows, 0)
         header_bytes = len(own.head)
-    empty = {name: (box[1], storage.DTYPES[rows[name]["dtype"]]) for name, box in own.boxes.items()}
-    buffers = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in empty.items()}
-    staged = {name: storage.as_bytes(buffer) for name, buffer in buffers.items()}
+    with plan.measured("the manifest's rows"):
+        own.table.check(ranks)
+        plan.details["MB of the rows"] = len(own.table.text) / 1e6
+    staged = Staged(own, pin=False)
     kind = storage.kind_of(live)
 
-    def prepare() -> tuple[Plan, dict[str, memoryview]]:
+    def prepare() -> tuple[Plan, Staged]:
         with save.timed("is the plan still right"):
             assert kind == storage.kind_of(live)
         with save.timed("finite"):
-            storage.check_finite(buffers)
+            staged.check_finite()
         return own, staged
 
     def publish(files: list) -> None:
         with save.timed("manifest"):
-            verify.write_manifest(folder, _head() | {"files": files, "tensors": rows})
+            verify.write_manifest(folder, _head() | {"files": files, "tensors": own.table})
 
     with save.measured("tensors by name"):
         live = state.tensors(job.model, job.optimizer)
@@ -87,7 +88,7 @@ def _measure(job: train.Job, ranks: int, folder: Path) -> dict[str, Phase]:
     resume.collectives.append(Collective("broadcast", ranks, manifest_bytes))
     with resume.measured("manifest"):
         manifest = verify.read_manifest(folder)
-    planner = OwnBoxes({name: live[name] for name in own.boxes}, buffers)
+    planner = OwnBoxes({name: live[name] for name in own.boxes}, staged.tensors)
     with resume.measured("dcp.load"):
         load(FileReader(folder, manifest), planner, dist.group.WORLD)
     plan.details["tensors"] = len(live)
@@ -107,7 +108,8 @@ def main() -> None:
     args, options = parser.parse_known_args()
     table = []
     for ranks in args.ranks:
-        cfg = load_config([args.config, *options], ranks, RANKS_PER_HOST)
+        batch = ["--training.local_batch_size=1", f"--training.global_batch_size={ranks}"]  # fits any number; nothing is trained
+        cfg = load_config([args.config, *batch, *options], ranks, RANKS_PER_HOST)
         for name, phase in phases(cfg, ranks).items():
             sent = ", ".join(f"{c.kind} of {c.bytes:,} B" for c in phase.collectives)
             details = ", ".join(f"{what} {value:.3g}" for what, value in phase.details.items())

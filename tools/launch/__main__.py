@@ -204,7 +204,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         if self.meeting.where:
             threading.Thread(target=self._hear, args=self.meeting.where, daemon=True).start()
-        wanted = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]  # nohup ignores SIGHUP
         ranks = super()._start_workers(worker_group)
         interrupts = 0
 
@@ -220,8 +220,8 @@ class Agent(LocalElasticAgent):
                 signal.alarm(self.grace_seconds)
             self._send(number)
 
-        for number in (*wanted, signal.SIGALRM):
-            signal.signal(number, pass_on)
+        for number in (*PASSED_ON, signal.SIGALRM):  # torch has set handlers of its own, also for what was ignored
+            signal.signal(number, signal.SIG_IGN if number in ignored else pass_on)
         return ranks
 
     def _send(self, number: int) -> None:
@@ -481,12 +481,13 @@ def _config(script: list[str], *sizes: int) -> Config | None:
 def _named(log: Path | None) -> str:
     if not log:
         return ""
-    stacks = log.with_suffix(".stacks")  # reliability/health.py::Watchdog
-    return f"; its log: {log}" + (f", its stacks: {stacks}" if stacks.exists() else "")
+    stacks = log.with_suffix(".stacks")  # of reliability/health.py::Watchdog; empty after kill -9
+    return f"; its log: {log}" + (f", its stacks: {stacks}" if stacks.exists() and stacks.stat().st_size else "")
 
 
 def say(sentence: str) -> None:
-    print(f"launch: {sentence}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"launch: {sentence}\n")  # with its end: print writes that apart, and threads then share a line
+    sys.stderr.flush()
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -516,5 +517,13 @@ def main(argv: list[str]) -> int:
     return launch(options, ["-m", *options.script] if options.module else options.script)
 
 
+def leave(code: int) -> None:
+    """End this process as it is. Python would end its threads, and where one that waits for another node's store returns from
+    C++ at that moment, C++ ends the process with SIGABRT instead of the code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

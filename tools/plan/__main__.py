@@ -21,6 +21,7 @@ from tools.plan.device import load_device
 from tools.plan.page import page
 from tools.plan.plan import MARGIN, MTBF_GPU_HOURS, Question, make_plan
 from tools.plan.report import report
+from tools.plan.routing import load_routing
 from tools.plan.search import search, table
 
 
@@ -39,6 +40,9 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                         help="GPU-hours between interruptions (Llama 3's, %(default).0f)")  # fmt: skip
     parser.add_argument("--restart-minutes", type=float, default=10, help="from an interruption to the next step (10)")
     parser.add_argument("--storage-gb-per-s", type=float, default=10, help="of the checkpoint folder, all ranks together (10)")
+    parser.add_argument("--routing", default="balanced",
+                        help="of mixtures of experts: balanced; a number, how many times the mean the fullest rank gets; or the "
+                        "folder of a run that recorded the loads of its experts (balanced)")  # fmt: skip
     parser.add_argument("--search", action="store_true",
                         help="try meshes, checkpointing modes and micro-batches; rank those that fit")  # fmt: skip
     parser.add_argument("--stages", action="store_true", help="of a pipeline show every rank")
@@ -51,6 +55,10 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         low = flags.gpus - flags.gpus % flags.gpus_per_node
         high = low + flags.gpus_per_node
         raise InputError(f"--gpus {flags.gpus} is no whole number of hosts of {flags.gpus_per_node}: take {low} or {high}")
+    for name in ("write", "html"):
+        path = getattr(flags, name)
+        if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+            raise InputError(f"--{name} {path}: this is a folder, or its folder does not exist: name a file that can be written")
     for name in ("mtbf_gpu_hours", "restart_minutes", "storage_gb_per_s"):
         if getattr(flags, name) <= 0:
             raise InputError(f"--{name.replace('_', '-')} must be more than 0")
@@ -61,12 +69,12 @@ def question(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Questi
     """The checked configuration and the question. Raises InputError, ConfigError with every rule that is broken."""
     per_host, device = min(flags.gpus, flags.gpus_per_node), load_device(flags.device)
     if flags.search:  # the search chooses the mesh: what the file says about it must not stand in the way
-        one_process = ("data_parallel_shard=-1", "data_parallel_replicate=1", "context_parallel=1", "tensor_parallel=1",
+        one_process = ("data_parallel_shard=-1", "data_parallel_replicate=1", "context_parallel=1", "tensor_parallel=1", "expert_parallel=1",
                        "pipeline_parallel=1", "pipeline_schedule=1f1b", "pipeline_stages_per_rank=0", "pipeline_layers=[]")  # fmt: skip
         cfg = load_config([*rest, *(f"--parallelism.{option}" for option in one_process)])
     else:
         cfg = load_config(rest, flags.gpus, per_host)
-    on_gpu = flags.device != "cpu"
+    on_gpu = device.kind == "gpu"
     if on_gpu and cfg.training.param_dtype == "float32":
         raise InputError('training.param_dtype = "float32": the device table has peaks for bfloat16 only; plan with "bfloat16" '
                          'or "auto"')  # fmt: skip
@@ -74,7 +82,7 @@ def question(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Questi
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"param_dtype": "bfloat16"})})
     ask = Question(
         flags.gpus, per_host, device, on_gpu, flags.margin, flags.tokens, flags.usd_per_gpu_hour, flags.mtbf_gpu_hours,
-        flags.restart_minutes * 60, flags.storage_gb_per_s,
+        flags.restart_minutes * 60, flags.storage_gb_per_s, load_routing(flags.routing),
     )  # fmt: skip
     return cfg, ask
 
@@ -85,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         flags, rest = arguments(sys.argv[1:] if argv is None else argv)
         cfg, ask = question(flags, rest)
         if flags.search:
+            print("searching: every choice is traced, which takes some minutes", file=sys.stderr, flush=True)
             ranking = search(cfg, ask)
             print(table(ranking) + "\n\nThe first of these:\n")
             cfg = ranking[0].choice.applied_to(cfg)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Literal
 
 import tomli
 import torch
@@ -30,6 +31,7 @@ class Device(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = ""
+    kind: Literal["gpu", "cpu"] = "gpu"
     peak_tflops: float = Field(0.0, ge=0)
     memory_gib: float = Field(gt=0)
     memory_gb_per_s: float = Field(gt=0)
@@ -112,7 +114,7 @@ def measure_cpu(threads: int = 0) -> Device:
     torch.set_num_threads(threads_before)
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return Device(
-        name="this machine's CPU", peak_tflops=products / 1e12, memory_gib=gib,
+        name="this machine's CPU", kind="cpu", peak_tflops=products / 1e12, memory_gib=gib,
         memory_gb_per_s=copied / 1e9 / MEMORY_EFFICIENCY,
         link_gb_per_s=1.0, fabric_gb_per_s=1.0, host_gb_per_s=copied / 1e9, matmul_efficiency=1.0,
         attention_efficiency=min(1.0, attention / products), link_efficiency=1.0, link_latency_us=50, fabric_latency_us=50,

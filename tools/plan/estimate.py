@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tools.plan.device import MEMORY_EFFICIENCY, Device
 from tools.plan.step import IN_BLOCKS, Op, Step, Stretch, Where, fsdp_dimension
 
+GROUP_TILE = 128  # rows of a tile of a grouped product, of which the last one of a group is half empty: assumed
 NCCL_BASE_US = 6.6  # of starting any collective: NCCL's cost model (src/graph/tuning.cc, ring, LL)
 
 
@@ -99,11 +100,14 @@ def op_seconds(op: Op, where: Where, device: Device, fused: bool) -> tuple[float
     causal kernels do half of it."""
     rate = device.peak
     traffic = op.fused if fused and where.block >= 0 else op.traffic
+    bandwidth = device.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY
     product = op.product_flops / (rate * device.matmul_efficiency)
+    if op.rows:
+        product = max(product * (1 + GROUP_TILE / 2 * op.groups / op.rows), op.operands / bandwidth)
     attention = op.attention_flops / 2 / (rate * device.attention_efficiency) + op.attention_rows * device.attention_row_ns * 1e-9
     if "backward" in op.name:
         attention /= device.attention_backward
-    moved = traffic / (device.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY) + device.overhead_us * 1e-6
+    moved = traffic / bandwidth + device.overhead_us * 1e-6
     return product, attention, moved
 
 
@@ -130,7 +134,7 @@ class Playback:
         self.bar_start = 0.0  # since when nothing but computing has happened
         self.link_free = 0.0  # when FSDP's stream is free
         self.gather_from = 0.0  # since when the next gather may run
-        self.gather_ends: list[float] = []  # of the all-gathers that were not waited for yet
+        self.gather_ends: list[tuple[float, str]] = []  # of the all-gathers that were not waited for yet, with their dimensions
         self.last_reduction = (fsdp_dimension(step.groups), "reduce-scatter")  # what clipping waits for
 
     def play(self) -> Estimate:
@@ -181,16 +185,16 @@ class Playback:
         self.link_free = start + seconds
         self.result.bars.append((stream, start, self.link_free, place(where)))
         if op.kind == "all-gather":
-            self.gather_ends.append(self.link_free)
+            self.gather_ends.append((self.link_free, op.dimension))
         else:
             self.last_reduction = (op.dimension, op.kind)
 
     def compute(self, op: Op, where: Where, times: int) -> None:
         if op.wait and self.gather_ends:
-            ready = self.gather_ends.pop(0)
+            ready, dimension = self.gather_ends.pop(0)
             if ready > self.now:
                 self.end_bar(where)
-                self.result.line(fsdp_dimension(self.step.groups), "all-gather").exposed += times * (ready - self.now)
+                self.result.line(dimension, "all-gather").exposed += times * (ready - self.now)
                 self.now = self.bar_start = ready
             self.gather_from = self.now
         product, attention, moved = op_seconds(op, where, self.device, self.compiled)

@@ -17,12 +17,14 @@ from unittest import mock
 import torch
 
 import train
+from configs import check
 from configs.schema import Config
 from parallelisms import pp, schedules
 from parallelisms.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Table, Timeline
 from tools.plan.device import Device
 from tools.plan.estimate import Estimate, Line, Playback, Ring
 from tools.plan.repeat import few_layers, with_layers
+from tools.plan.routing import BALANCED, Routing
 from tools.plan.step import IN_BLOCKS, Curve, Parameters, Step, Where
 from tools.plan.trace import trace_step
 
@@ -168,7 +170,8 @@ class Rank(Curve):
     def place(self, where: Where) -> str:
         if where.phase not in IN_BLOCKS:
             return {"start": "before the first forward", "clip": "clipping", "optimizer": "the optimizer"}[where.phase]
-        return f"{where.phase} of stage {where.block + 1}, micro-batch {where.micro + 1} of {self.micro_batches}"
+        phase = {BACKWARD_INPUT: "first half of backward", BACKWARD_WEIGHT: "second half of backward"}.get(where.phase, where.phase)
+        return f"{phase} of stage {where.block}, micro-batch {where.micro + 1} of {self.micro_batches}"
 
     def total(self) -> Estimate:
         """What the seconds of its step go into, but for those in which it waits for others."""
@@ -228,10 +231,12 @@ class Alone(NamedTuple):
     data_parallel: int
     per_host: int
     on_gpu: bool
+    dense: int = 0  # of the layers, the first ones without a mixture of experts
+    routing: Routing = BALANCED
 
     def trace(self, cfg: Config) -> Step:
         """The step of this stage. It is put together from a few layers where that is exact."""
-        few, edge, period = few_layers(cfg, self.layers)
+        few, edge, period = few_layers(cfg, self.layers, self.dense)
         # Nothing tells in the second half of a backward to which block its operators belong.
         if few < self.layers and self.data_parallel * cfg.parallelism.context_parallel > 1 and not self.split:
             if step := with_layers(self._replace(layers=few).trace_whole(cfg), self.layers, edge, period):
@@ -241,12 +246,13 @@ class Alone(NamedTuple):
     def trace_whole(self, cfg: Config) -> Step:
         torch.set_num_threads(1)
         parallelism = cfg.parallelism.model_copy(update={"pipeline_layers": (self.layers,) * ALONE})
-        model = cfg.model.model_copy(update={"n_layers": self.layers * ALONE})
+        dense = {"n_dense_layers": self.position * self.layers + self.dense} if cfg.model.n_dense_layers is not None else {}
+        model = cfg.model.model_copy(update={"n_layers": self.layers * ALONE} | dense)
         cfg = cfg.model_copy(update={"parallelism": parallelism, "model": model})
         ranks = self.data_parallel * cfg.parallelism.context_parallel * cfg.parallelism.tensor_parallel
         table = one_by_one(min(3, cfg.training.micro_batches(self.data_parallel)), self.split)
         with mock.patch.object(schedules, "table", lambda *_: table):
-            return trace_step(cfg, ALONE * ranks, self.per_host, self.on_gpu, rank=self.position * ranks)
+            return trace_step(cfg, ALONE * ranks, self.per_host, self.on_gpu, rank=self.position * ranks, routing=self.routing)
 
 
 class Stages:
@@ -281,7 +287,9 @@ def one_by_one(micro_batches: int, split: bool) -> Table:
     return [[Action(kind, stage, m) for m in range(micro_batches) for kind in kinds] for stage in range(ALONE)]
 
 
-def make_pipeline(cfg: Config, gpus: int, on_gpu: bool, machine: Machine, stages: Stages) -> Pipeline:
+def make_pipeline(
+    cfg: Config, gpus: int, on_gpu: bool, machine: Machine, stages: Stages, routing: Routing = BALANCED
+) -> Pipeline:
     """Trace the stages of the configuration, which has been checked, and play its schedule."""
     p = cfg.parallelism
     data_parallel = gpus // (p.context_parallel * p.tensor_parallel * p.pipeline_parallel)
@@ -292,8 +300,10 @@ def make_pipeline(cfg: Config, gpus: int, on_gpu: bool, machine: Machine, stages
 
     split = {(a.stage, a.micro_batch) for actions in table for a in actions if a.kind == BACKWARD_INPUT}
     last = len(placement) - 1
+    dense = check.architecture(cfg.model).get("n_dense_layers", 0)
     alone = {  # (stage, whether its backward is in two halves)
-        (s, halves): Alone({0: 0, last: 2}.get(s, 1), len(layers[s]), halves, data_parallel, machine.per_host, on_gpu)
+        (s, halves): Alone({0: 0, last: 2}.get(s, 1), len(layers[s]), halves, data_parallel, machine.per_host, on_gpu,
+                           min(max(dense - layers[s].start, 0), len(layers[s])), routing)
         for s, halves in {(a.stage, (a.stage, a.micro_batch) in split) for actions in table for a in actions}
     }
     steps = stages.steps(cfg, alone.values())
@@ -330,7 +340,7 @@ def played(ranks: list[Rank], table: Table, placement: list[int], machine: Machi
 def groups(cfg: Config, number: int, data_parallel: int) -> dict[str, list[int]]:
     """Mesh dimension -> ranks of the group of the first of the ranks that work on stage `number`."""
     p = cfg.parallelism
-    cp, tp, shard = p.context_parallel, p.tensor_parallel, data_parallel // p.data_parallel_replicate
+    cp, tp, ep, shard = p.context_parallel, p.tensor_parallel, p.expert_parallel, data_parallel // p.data_parallel_replicate
     ranks_of_stage = data_parallel * cp * tp
     begin = number * ranks_of_stage
     found = {
@@ -340,4 +350,6 @@ def groups(cfg: Config, number: int, data_parallel: int) -> dict[str, list[int]]
         "cp": [begin + i * tp for i in range(cp)],
         "tp": [begin + i for i in range(tp)],
     }
+    if check.architecture(cfg.model).get("n_experts") and ep * tp > 1:
+        found |= {"edp": [begin + i * ep for i in range(shard * cp * tp // ep)], "ep": [begin + i for i in range(ep)]}
     return found | ({"dp_shard_cp": [begin + i * tp for i in range(shard * cp)]} if cp > 1 else {})

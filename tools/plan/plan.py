@@ -13,6 +13,7 @@ from tools.plan.device import Device
 from tools.plan.estimate import Estimate, estimate
 from tools.plan.pipeline import Machine, Pipeline, Rank, Stages, make_pipeline
 from tools.plan.repeat import traced
+from tools.plan.routing import BALANCED, Routing
 from tools.plan.step import GIB, Step, Where, fsdp_dimension
 
 # What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's published runs reserved
@@ -37,6 +38,7 @@ class Question:
     mtbf_gpu_hours: float = MTBF_GPU_HOURS
     restart_seconds: float = 600.0
     storage_gb_per_s: float = 10.0
+    routing: Routing = BALANCED
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Plan:
         if not self.fits or self.pipeline or p.reshard_after_forward is False or len(groups[fsdp_dimension(groups)]) == 1:
             return 0
         bytes_per_weight = DTYPES.get(self.cfg.training.param_dtype, torch.bfloat16).itemsize
-        block = self.step.parameters[layers - 1].elements // p.tensor_parallel * bytes_per_weight
+        block = self.step.parameters[layers - 1].gathered * bytes_per_weight
         return min(layers, p.keep_gathered + int((self.usable - self.live) // block))
 
     @property
@@ -170,7 +172,7 @@ def make_plan(cfg: Config, ask: Question, stages: Stages | None = None) -> Plan:
     compiled, selective = cfg.compile.enabled and ask.on_gpu, cfg.activation_checkpoint.mode == "selective"
     if cfg.parallelism.pipeline_parallel > 1:
         machine = Machine(ask.device, ask.per_host, compiled, selective)
-        pipeline = make_pipeline(cfg, ask.gpus, ask.on_gpu, machine, stages or Stages())
+        pipeline = make_pipeline(cfg, ask.gpus, ask.on_gpu, machine, stages or Stages(), ask.routing)
         return Plan(cfg, ask, pipeline.worst, pipeline.time(pipeline.worst), pipeline)
-    step = traced(cfg, ask.gpus, ask.per_host, ask.on_gpu)
+    step = traced(cfg, ask.gpus, ask.per_host, ask.on_gpu, ask.routing)
     return Plan(cfg, ask, step, estimate(step, ask.device, ask.per_host, compiled, selective))

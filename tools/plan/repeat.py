@@ -9,32 +9,35 @@ from dataclasses import replace
 
 from configs import check
 from configs.schema import Config
+from tools.plan.routing import BALANCED, Routing
 from tools.plan.step import IN_BLOCKS, Memory, Op, Step, Stretch, Where
 from tools.plan.trace import trace_step
 
 
-def traced(cfg: Config, world_size: int, per_host: int, on_gpu: bool) -> Step:
+def traced(cfg: Config, world_size: int, per_host: int, on_gpu: bool, routing: Routing = BALANCED) -> Step:
     """The step of rank 0, which has the largest shards. It is put together from a few layers where that is exact."""
-    layers = check.architecture(cfg.model)["n_layers"]
-    few, edge, period = few_layers(cfg, layers)
+    numbers = check.architecture(cfg.model)
+    layers = numbers["n_layers"]
+    few, edge, period = few_layers(cfg, layers, numbers.get("n_dense_layers", 0))
     data_parallel = world_size > cfg.parallelism.tensor_parallel  # without FSDP the two ways were never compared
     if few < layers and data_parallel:
         model = cfg.model.model_copy(update={"n_layers": few})
-        shallow = trace_step(cfg.model_copy(update={"model": model}), world_size, per_host, on_gpu)
+        shallow = trace_step(cfg.model_copy(update={"model": model}), world_size, per_host, on_gpu, routing=routing)
         step = with_layers(shallow, layers, edge, period)
         if step is not None:
             return step
-    return trace_step(cfg, world_size, per_host, on_gpu)
+    return trace_step(cfg, world_size, per_host, on_gpu, routing=routing)
 
 
-def few_layers(cfg: Config, layers: int) -> tuple[int, int, int]:
-    """With how many layers to trace what has `layers`; and the blocks at either end that stand for themselves, and the period
-    of those in between, for `with_layers`."""
+def few_layers(cfg: Config, layers: int, dense: int) -> tuple[int, int, int]:
+    """With how many layers to trace what has `layers`, of which the first `dense` have no mixture of experts where the others
+    do; and the blocks at the front that stand for themselves, and the period of those behind, for `with_layers`."""
     period = cfg.activation_checkpoint.every_n if cfg.activation_checkpoint.mode == "every_n" else 1
     # Blocks at either end that may differ from the middle: FSDP gathers ahead, and the last blocks may stay gathered.
     edge = 1 + cfg.parallelism.prefetch + cfg.parallelism.keep_gathered
-    few = 2 * edge + 2 * period
-    return few + (layers - few) % period, edge, period
+    several = cfg.parallelism.expert_parallel > 1  # FSDP has two groups for a block then, so the last one reaches farther
+    few = dense + 2 * edge + several + 2 * period
+    return few + (layers - few) % period, dense + edge, period
 
 
 def with_layers(step: Step, layers: int, edge: int, period: int) -> Step | None:
@@ -139,16 +142,21 @@ class Repetition:
             for copy in range(self.copies + 1)
         }
         t = self.traced
-        whole = Step(stretches, memory, self.layers, t.micro_batches, t.groups, parameters, t.repeats)
+        mixtures = t.mixtures + self.copies * self.period if t.mixtures else 0
+        whole = Step(stretches, memory, self.layers, t.micro_batches, t.groups, parameters, t.repeats, mixtures)
         _scale(whole, t)
         return whole
 
 
 def _scale(step: Step, traced: Step) -> None:
-    """Enlarge clipping and the optimizer, which work on all parameters in one go: their traffic grows with the number of
-    elements. Their messages do not grow: clipping sends one number for all tensors."""
+    """Enlarge what grows with the layers outside of the blocks. Clipping and the optimizer work on all parameters in one go:
+    their traffic grows with the number of elements. Their messages do not grow: clipping sends one number for all tensors.
+    The sum of the experts' counts has a row for each mixture."""
     before, after = (sum(p.local_bytes for p in s.parameters.values()) for s in (traced, step))
     for stretch in step.stretches:
+        for i, row in enumerate(stretch.rows):
+            if isinstance(row, Op) and row.row_of_mixture:
+                stretch.rows[i] = replace(row, message=row.row_of_mixture * step.mixtures)
         if stretch.where.phase not in ("clip", "optimizer"):
             continue
         for i, row in enumerate(stretch.rows):

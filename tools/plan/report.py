@@ -1,9 +1,14 @@
 """A plan as text for a person."""
 
+import train
 from checkpoint.state import pinned_size
 from configs.schema import SCHEDULES, Config
+from parallelisms.schedules import layers_text
 from tools.plan.plan import CONTEXT_GIB, Plan
+from tools.plan.routing import BALANCED
 from tools.plan.step import GIB, KINDS
+
+MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # the dimensions of which every rank has exactly one place
 
 
 def size_text(count: float) -> str:
@@ -19,6 +24,10 @@ def time_text(seconds: float) -> str:
         if seconds >= least * length:
             return f"{seconds / length:,.1f} {unit}"
     raise AssertionError
+
+
+def parameters_text(count: float) -> str:
+    return f"{count / 1e9:,.2f}B" if count >= 1e8 else f"{count / 1e6:,.2f}M"
 
 
 def token_text(count: float) -> str:
@@ -51,16 +60,17 @@ def recomputes_often(cfg: Config) -> bool:
 def heading(plan: Plan) -> list[str]:
     """The model, the machines, the mesh and the batch."""
     cfg, ask, micro_batches = plan.cfg, plan.ask, plan.micro_batches
-    mesh = " x ".join(f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items() if dim != "dp_shard_cp")
+    mesh = " x ".join(f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items() if dim in MESH)
     kept = f", gradients kept {cfg.parallelism.accumulate_gradients} in between" if micro_batches > 1 else ""
     return [
-        f"{cfg.model.family} {cfg.model.flavor}, {plan.parameters / 1e9:,.2f}B parameters, on {ask.gpus:,} x {ask.device.name} "
+        f"{cfg.model.family} {cfg.model.flavor}, {parameters_text(plan.parameters)} parameters, on {ask.gpus:,} x {ask.device.name} "
         f"({ask.gpus // ask.per_host:,} host{'s' * (ask.gpus > ask.per_host)} of {ask.per_host})",
         f"mesh {mesh}; sequences {cfg.training.global_batch_size:,} x "
         f"{cfg.training.seq_len:,} tokens = {micro_batches} micro-batch{'es' * (micro_batches > 1)} of "
         f"{cfg.training.local_batch_size} per data-parallel rank{kept}; checkpointing {cfg.activation_checkpoint.mode}; "
         f"compile {'on' if cfg.compile.enabled else 'off'}",
         *context(plan),
+        *experts(plan),
     ]
 
 
@@ -75,6 +85,22 @@ def context(plan: Plan) -> list[str]:
             f"{seq_len // p.context_parallel:,} tokens each; FSDP's dimension is dp_shard_cp"]  # fmt: skip
 
 
+def experts(plan: Plan) -> list[str]:
+    """What works on a token, and how its rows find their experts."""
+    family, args = train.architecture(plan.cfg)
+    if not getattr(args, "n_experts", 0):
+        return []
+    ep = plan.cfg.parallelism.expert_parallel
+    lines = [f"mixtures of {args.n_experts} experts, {args.experts_per_token} for each token: {family.active_parameters(args) / 1e9:,.2f}B "
+             "of the parameters work on it"]  # fmt: skip
+    if ep > 1:
+        hosts = len({rank // plan.ask.per_host for rank in plan.step.groups["ep"]})
+        where = "one host" if hosts == 1 else f"{hosts} hosts"
+        lines.append(f"expert parallel: {ep} ranks on {where} have {args.n_experts // ep} experts each; routing: {plan.ask.routing}"
+                     + (" (this plan is of that rank)" if plan.ask.routing != BALANCED else ""))  # fmt: skip
+    return lines
+
+
 def stages(plan: Plan, all_stages: bool) -> list[str]:
     """The ranks of a pipeline, with the layers, the memory and the work of each; and what the schedule costs."""
     pipeline, p = plan.pipeline, plan.cfg.parallelism
@@ -86,10 +112,10 @@ def stages(plan: Plan, all_stages: bool) -> list[str]:
     lines = [f"Pipeline {p.pipeline_schedule}, {len(ranks)} ranks of {len(ranks[0].stages)} stage"
              f"{'s' * (len(ranks[0].stages) > 1)}".ljust(48) + f"{'parameters':>14}{'live at the peak':>20}{'works for':>14}"]  # fmt: skip
     for rank in shown:
-        layers = ", ".join(f"{layers.start + 1}-{layers.stop}" for layers in rank.layers_of.values())
+        layers = ", ".join(layers_text(rank.layers_of[stage]) for stage in sorted(rank.layers_of))
         layers = layers if len(layers) < 30 else f"{rank.layers} in all"
         total = sum(p.elements for p in rank.parameters.values())
-        lines.append(f"  {f'rank {rank.number}: layers {layers}':46}{f'{total / 1e9:,.2f}B':>14}"
+        lines.append(f"  {f'rank {rank.number}: layers {layers}':46}{parameters_text(total):>14}"
                      f"{size_text(rank.peak()[0]):>20}{time_text(rank.busy):>14}")  # fmt: skip
     if len(shown) < len(ranks):
         lines.append(f"  (--stages shows all {len(ranks)} ranks)")
@@ -141,12 +167,15 @@ def communication(plan: Plan) -> list[str]:
 
 def speed(plan: Plan) -> list[str]:
     """FLOPs, the time of a step and what it goes into, tokens per second."""
-    t, d = plan.time, plan.ask.device
+    t, d, args = plan.time, plan.ask.device, train.architecture(plan.cfg)[1]
+    latent = hasattr(args, "value_dim")  # latent attention pads its values
+    formula = f"6N {'of the active ones ' if getattr(args, 'n_experts', 0) else ''}+ {'6LH(W+V)T' if latent else '12LHET'}"
+    fullest = ", of the fullest rank" if plan.ask.routing != BALANCED and plan.cfg.parallelism.expert_parallel > 1 else ""
     derived, counted, recomputed = plan.flops()
     waits = f"; rank {plan.step.number} waits for other stages {time_text(max(0.0, t.seconds - t.computing - t.exposed))}" if plan.pipeline else ""
     return [
-        f"FLOPs per token  {derived:.4g} derived (6N + 12LHET), {counted:.4g} counted ({counted / derived - 1:+.2%}); "
-        f"recomputed beside those {recomputed:.3g} ({recomputed / derived:.1%})",
+        f"FLOPs per token  {derived:.4g} derived ({formula}), {counted:.4g} counted ({counted / derived - 1:+.2%}{fullest}); "
+        f"recomputed{' or padded' * latent} beside those {recomputed:.3g} ({recomputed / derived:.1%})",
         f"Time of a step   {time_text(t.seconds)}: matrix products {time_text(t.products)} at {d.matmul_efficiency:.0%} of "
         f"{d.peak / 1e12:,.{0 if d.peak > 1e13 else 2}f} TFLOP/s, "
         f"attention {time_text(t.attention)} at {d.attention_efficiency:.0%} (causal: half), "

@@ -13,6 +13,7 @@ from tools.plan.plan import Question, make_plan
 from tools.plan.step import GIB
 
 MODES = ("full", "selective", "none")  # of activation checkpointing, by how much they keep
+EXPERT_RANKS = (1, 4, 8, 16, 32, 64)  # degrees of expert parallelism
 LEAST_TOKENS = 8192  # of a rank in a sequence: shorter sequences are not shared between ranks
 
 
@@ -29,6 +30,7 @@ class Choice(NamedTuple):
     stages_per_rank: int = 0
     context_parallel: int = 1
     method: str = "gather"  # parallelism.context_parallel_method
+    expert_parallel: int = 1
 
     def applied_to(self, cfg: Config) -> Config:
         return cfg.model_copy(update={
@@ -37,7 +39,7 @@ class Choice(NamedTuple):
                 "data_parallel_shard": -1, "accumulate_gradients": self.accumulate, "pipeline_layers": (),
                 "pipeline_parallel": self.pipeline_parallel, "pipeline_schedule": self.schedule,
                 "pipeline_stages_per_rank": self.stages_per_rank, "context_parallel": self.context_parallel,
-                "context_parallel_method": self.method}),
+                "context_parallel_method": self.method, "expert_parallel": self.expert_parallel}),
             "activation_checkpoint": cfg.activation_checkpoint.model_copy(update={"mode": self.mode}),
             "training": cfg.training.model_copy(update={"local_batch_size": self.local_batch_size}),
         })  # fmt: skip
@@ -49,7 +51,8 @@ class Choice(NamedTuple):
                     f"{self.stages_per_rank}" if self.pipeline_parallel > 1 else "")  # fmt: skip
         context = (f", context_parallel = {self.context_parallel}, context_parallel_method = {self.method}"
                    if self.context_parallel > 1 else "")  # fmt: skip
-        return (f"tensor_parallel = {self.tensor_parallel}{context}{replicas}{pipeline}, activation_checkpoint.mode = {self.mode}, "
+        experts = f", expert_parallel = {self.expert_parallel}" if self.expert_parallel > 1 else ""
+        return (f"tensor_parallel = {self.tensor_parallel}{context}{experts}{replicas}{pipeline}, activation_checkpoint.mode = {self.mode}, "
                 f"local_batch_size = {self.local_batch_size}{sharded}")  # fmt: skip
 
 
@@ -86,7 +89,7 @@ def candidates(base: Choice, cfg: Config, ask: Question) -> list[Candidate]:
 
     With everything else equal, a mode that keeps more needs more, and so does a larger micro-batch (but for the largest,
     which ends accumulation and with it the gradients that accumulation keeps). Sharded accumulation needs less than whole,
-    but exchanges gradients once per micro-batch: it is tried where whole does not fit.
+    but exchanges gradients once per micro-batch: it is tried where whole does not fit. What it keeps, the largest keeps too.
     """
     largest = cfg.training.global_batch_size * base.tensor_parallel * base.context_parallel // ask.gpus
     sizes = sorted({largest, *(2**i for i in range(12) if 2**i < largest)} - {0})
@@ -97,7 +100,7 @@ def candidates(base: Choice, cfg: Config, ask: Question) -> list[Candidate]:
             choice = base._replace(mode=mode, local_batch_size=local, accumulate=accumulate)
             kind = (accumulate, local < largest)
             leaner = MODES[: MODES.index(mode) + 1]
-            if any(m in leaner and size <= local and k == kind for m, size, k in too_large):
+            if any(m in leaner and size <= local and k in (kind, ("sharded", True)) for m, size, k in too_large):
                 continue
             if not legal(choice.applied_to(cfg), ask):
                 break
@@ -110,44 +113,88 @@ def candidates(base: Choice, cfg: Config, ask: Question) -> list[Candidate]:
 
 def bases(cfg: Config, ask: Question) -> list[Choice]:
     """What `candidates` is asked for: every degree of tensor parallelism, and with it every degree of context parallelism that
-    leaves a rank LEAST_TOKENS of a sequence."""
+    leaves a rank LEAST_TOKENS of a sequence. For mixtures every degree of expert parallelism that divides the experts instead
+    of tensor parallelism, which splits no expert."""
     degrees = [tp for tp in range(1, ask.per_host + 1) if ask.per_host % tp == 0 and ask.gpus % tp == 0]
     shared = [2**i for i in range(1, 12) if 2**i * LEAST_TOKENS <= cfg.training.seq_len]
     methods = get_args(Parallelism.model_fields["context_parallel_method"].annotation)
     contexts = [(1, "gather"), *product(shared, methods)]
-    choices = [Choice(tp, 1, "full", 1, "whole", context_parallel=cp, method=method)
-               for tp, (cp, method) in product(degrees, contexts) if ask.gpus % (tp * cp) == 0]  # fmt: skip
-    return [choice for choice in choices if choice.context_parallel == 1 or legal(choice.applied_to(cfg), ask)]
+    experts = (1,)
+    if check.architecture(cfg.model).get("n_experts"):
+        degrees, experts = [1], EXPERT_RANKS
+    choices = [Choice(tp, 1, "full", 1, "whole", context_parallel=cp, method=method, expert_parallel=ep)
+               for tp, (cp, method), ep in product(degrees, contexts, experts) if ask.gpus % (tp * cp) == 0]  # fmt: skip
+    return [choice for choice in choices if (choice.context_parallel, len(experts)) == (1, 1) or legal(choice.applied_to(cfg), ask)]
 
 
-def pipelines(tensor_parallel: list[int], cfg: Config, ask: Question) -> list[Candidate]:
-    """The choices with pipelines of 2 to 16 ranks and every schedule. Here micro-batches are small, since the bubble is smaller
-    the more there are; and only the leanest mode that fits is compared with the next, since each needs traces of its own.
-    None on one host: pipelines are for links that are too slow for everything else."""
+def best_speed(tried: list[Candidate]) -> float:
+    """Tokens per second of the fastest that fits; 0 where none does."""
+    return max((c.tokens_per_second for c in tried if c.fits), default=0.0)
+
+
+def columns(starts: list[Choice], cfg: Config, ask: Question) -> list[Candidate]:
+    """The candidates of all starts. Experts are exchanged between hosts by more and more ranks until that is slower than with
+    fewer ranks."""
+    inside = [start for start in starts if start.expert_parallel <= ask.per_host]
+    tried = [c for column in in_processes(candidates, [(start, cfg, ask) for start in inside]) for c in column]
+    for degree in sorted({start.expert_parallel for start in starts} - {start.expert_parallel for start in inside}):
+        wider = [(start, cfg, ask) for start in starts if start.expert_parallel == degree]
+        column = [c for column in in_processes(candidates, wider) for c in column]
+        slower = best_speed(column) < best_speed(tried)
+        tried += column
+        if slower:
+            break
+    return tried
+
+
+def pipelines(degrees: list[tuple[int, int]], cfg: Config, ask: Question) -> list[Candidate]:
+    """The choices with pipelines of 2 to 16 ranks and every schedule. degrees: of tensor and of expert parallelism. None on one
+    host: pipelines are for links that are too slow for everything else.
+
+    A deeper pipeline has more bubble and needs less memory, so depths grow until one is slower than a fitting one before it."""
     stages, tried = Stages(), []
-    if ask.gpus == ask.per_host:
-        return tried
-    depths = [depth for depth in (2, 4, 8, 16) if ask.gpus % depth == 0]
+    depths = [depth for depth in (2, 4, 8, 16) if ask.gpus % depth == 0 and ask.gpus != ask.per_host]
+    for tp, ep in degrees:
+        fastest = 0.0
+        for depth in depths:
+            column = of_depth(Choice(tp, 1, "full", 1, "whole", depth, expert_parallel=ep), cfg, ask, stages)
+            tried += column
+            if best_speed(column) < fastest:
+                break
+            fastest = best_speed(column)
+    return tried
+
+
+def of_depth(base: Choice, cfg: Config, ask: Question, stages: Stages) -> list[Candidate]:
+    """The choices with the pipeline of `base`. Micro-batches are small, since the bubble is smaller the more there are. Only the
+    leanest mode that fits is compared with the next, since each needs traces of its own. Where the first schedule, 1f1b, does not
+    fit, the others are not tried."""
+    tried: list[Candidate] = []
     per_rank = [(name, v) for name, row in SCHEDULES.items() for v in (1, 2, 4) if row.stages_per_rank[0] <= v <= row.stages_per_rank[1]]
-    for tp, depth, accumulate in product(tensor_parallel, depths, ("whole", "sharded")):
-        if accumulate == "sharded" and any(c.fits for c in tried if c.choice[0] == tp and c.choice.pipeline_parallel == depth):
-            continue
+    for accumulate in ("whole", "sharded"):
         for mode in MODES:
-            choices = [Choice(tp, 1, mode, 1, accumulate, depth, *schedule) for schedule in per_rank]
-            choices = [choice for choice in choices if legal(choice.applied_to(cfg), ask)]
-            of_mode = [candidate(choice, cfg, ask, stages) for choice in choices]
+            of_mode: list[Candidate] = []
+            for schedule, v in per_rank:
+                choice = base._replace(mode=mode, accumulate=accumulate, schedule=schedule, stages_per_rank=v)
+                if legal(choice.applied_to(cfg), ask):
+                    of_mode.append(candidate(choice, cfg, ask, stages))
+                    if not of_mode[0].fits:
+                        break
             tried += of_mode
             if not any(c.fits for c in of_mode):
                 break
+        if any(c.fits for c in tried):
+            break
     return tried
 
 
 def search(cfg: Config, ask: Question) -> list[Candidate]:
     """The choices that fit, fastest first. Raises InputError where none does; it names the nearest."""
     starts = bases(cfg, ask)
-    tried = [c for column in in_processes(candidates, [(base, cfg, ask) for base in starts]) for c in column]
+    tried = columns(starts, cfg, ask)
     promising = sorted(tried, key=lambda c: (not c.fits, -c.tokens_per_second if c.fits else c.needed))
-    tried += pipelines(list(dict.fromkeys(c.choice.tensor_parallel for c in promising))[:2] or [starts[-1].tensor_parallel], cfg, ask)
+    degrees = dict.fromkeys((c.tensor_parallel, c.expert_parallel) for c in [c.choice for c in promising] or starts[-1:])
+    tried += pipelines(list(degrees)[:2], cfg, ask)
     if not tried:
         raise InputError(f"no mesh of {ask.gpus} GPUs is legal, training.global_batch_size = {cfg.training.global_batch_size}: "
                          f"it must be a multiple of the data-parallel ranks, {ask.gpus} / tensor_parallel / context_parallel / "
@@ -187,14 +234,14 @@ def what_would_do(cfg: Config, ask: Question, nearest: Candidate) -> str:
 
 
 def table(ranking: list[Candidate], shown: int = 20) -> str:
-    rows = [f"{'tp':>4}{'context':>12}{'replicas':>10}{'pipeline':>24}{'checkpointing':>15}{'micro-batch':>13}{'accumulation':>14}"
+    rows = [f"{'tp':>4}{'ep':>4}{'context':>12}{'replicas':>10}{'pipeline':>24}{'checkpointing':>15}{'micro-batch':>13}{'accumulation':>14}"
             f"{'memory GiB':>12}{'s/step':>9}{'exposed':>9}{'bubble':>8}{'tokens/s':>14}{'MFU':>7}"]  # fmt: skip
     for c in ranking[:shown]:
         accumulation = f"{c.micro_batches} {c.choice.accumulate}" if c.micro_batches > 1 else "1"
         depth, stages = c.choice.pipeline_parallel, f" x {c.choice.stages_per_rank}" if c.choice.stages_per_rank > 1 else ""
         pipeline = f"{depth}{stages} {c.choice.schedule}" if depth > 1 else "-"
         context = f"{c.choice.context_parallel} {c.choice.method}" if c.choice.context_parallel > 1 else "-"
-        rows.append(f"{c.choice.tensor_parallel:>4}{context:>12}{c.choice.replicas:>10}{pipeline:>24}{c.choice.mode:>15}"
+        rows.append(f"{c.choice.tensor_parallel:>4}{c.choice.expert_parallel:>4}{context:>12}{c.choice.replicas:>10}{pipeline:>24}{c.choice.mode:>15}"
                     f"{c.choice.local_batch_size:>13}{accumulation:>14}{c.needed / GIB:>12.1f}{c.seconds:>9.2f}{c.exposed / c.seconds:>9.0%}{c.bubble:>8.0%}"
                     f"{c.tokens_per_second:>14,.0f}{c.mfu:>7.1%}")  # fmt: skip
     if len(ranking) > shown:

@@ -58,12 +58,16 @@ class Op:
     product_flops: int = 0
     attention_flops: int = 0
     attention_rows: int = 0  # queries of every head, times products
-    recomputed: int = 0  # FLOPs among these that repeat what was computed before
+    recomputed: int = 0  # FLOPs among these that repeat what was computed before, or are of padding
+    groups: int = 0  # weights of a grouped product (models/kernels/grouped_product.py)
+    rows: int = 0  # of a grouped product
+    operands: int = 0  # bytes of a grouped product's factors and results
     traffic: int = 0  # bytes read and written, for operators that are bound by that
     fused: int = 0  # what is left of `traffic` when neighbouring operators are compiled into one
     kind: str = ""  # of collective; "" for any other operator
     dimension: str = ""  # of the mesh, for a collective
     message: int = 0  # bytes of a collective
+    row_of_mixture: int = 0  # bytes that a collective outside the blocks carries for each mixture of experts
     background: bool = False  # a collective that runs beside computation: FSDP's do
     wait: bool = False  # the copy out of a gathered buffer, which waits for its all-gather
     reads: dict[int, int] = field(default_factory=dict)  # storage -> bytes
@@ -84,6 +88,7 @@ class Parameters:
 
     elements: int = 0
     local_bytes: int = 0
+    gathered: int = 0  # elements that a rank has while FSDP keeps them gathered
 
 
 def fsdp_dimension(groups: dict[str, list[int]]) -> str:
@@ -128,6 +133,7 @@ class Step(Curve):
     groups: dict[str, list[int]]  # mesh dimension -> ranks of this rank's group; with context parallelism also FSDP's
     parameters: dict[int, Parameters]  # by block
     repeats: int = 1
+    mixtures: int = 0  # of experts, in this rank's part of the model
 
     def times(self, where: Where) -> int:
         """How often a stretch happens in the real step."""

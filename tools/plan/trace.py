@@ -36,9 +36,10 @@ from torch.utils._pytree import tree_iter
 import train
 from configs.schema import Config, InputError
 from models.kernels import causal_attention, document_attention
-from parallelisms import cp, pp
+from parallelisms import cp, ep, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
+from tools.plan.routing import BALANCED, Routing
 from tools.plan.step import IN_BLOCKS, Memory, Op, Parameters, Step, Stretch, Where, fuse
 from training import init
 
@@ -58,13 +59,19 @@ COLLECTIVES = {
     functional.reduce_scatter_tensor.default: ("reduce-scatter", lambda args, out: args[0]),
     functional.all_reduce.default: ("all-reduce", lambda args, out: args[0]),
     functional.all_reduce_.default: ("all-reduce", lambda args, out: args[0]),
-    functional.all_to_all_single.default: ("all-to-all", lambda args, out: args[0]),
+    functional.all_to_all_single.default: ("all-to-all", lambda args, out: max(args[0], out, key=nbytes)),
 }
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")  # an unknown operator of these that moves data is an error
 MOVES_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
 
 
 PRODUCTS = {aten.mm.default: 0, aten.mm.out: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # -> position of the left factor
+
+
+def is_of_matrices(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether neither factor is a vector. A product with a vector, such as that of an expert's result with its weight, is bound
+    by memory and no weight of the model, so its FLOPs do not count."""
+    return min(*left.shape[-2:], right.shape[-1]) > 1
 
 
 def attention_product(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
@@ -95,6 +102,10 @@ ATTENTION = {
     aten._flash_attention_backward.default: (
         1, lambda grad, q, k, v, out, lse, *starts: piece_product(q, *starts[:2]), 4, 1),
 }  # fmt: skip
+
+
+# Grouped product -> how many products of as many rows it makes (models/kernels/grouped_product.py).
+GROUPED = {torch.ops.plumbline.grouped_product.default: 1, torch.ops.plumbline.grouped_product_backward.default: 2}
 
 
 def tensors_in(tree: object) -> list[torch.Tensor]:
@@ -131,7 +142,10 @@ class Trace(TorchDispatchMode):
         self.backward = "backward"  # phase of the backward that runs: in a pipeline it may be half of one
         self.propagating = 0  # DTensor is finding shapes, so many calls deep
         self.dimensions: dict[str, str] = {}  # name of a process group -> mesh dimension
-        self.context_group = ""  # name of the group of context parallelism
+        self.context_group = self.experts_group = ""  # names of the groups of context and of expert parallelism
+        self.inside_context = False  # an operator of context parallelism runs
+        self.value_width = 0  # numbers of a value in attention, where they are padded to the width of a key; 0: they are not
+        self.mixtures = 0  # mixtures of experts in this rank's part of the model
         self.patches = ExitStack()
 
     # Memory.
@@ -220,10 +234,12 @@ class Trace(TorchDispatchMode):
                 self.add_from_before(table)
         first = next(self.counter)
         super().__enter__()  # a mode is off while it handles an operator
+        self.inside_context = True
         try:
             return cp.INSIDE[func](*args)
         finally:
             super().__exit__(None, None, None)
+            self.inside_context = False
             for number in range(first + 1, next(self.counter)):
                 if (memory := self.memory[number]).died:
                     memory.kind = "gathered keys and values"
@@ -246,8 +262,9 @@ class Trace(TorchDispatchMode):
             self.tag_fsdp(func, args, kwargs)
         if made or func._schema.is_mutable:  # otherwise it is a view
             op = self.computation(func, args, kwargs, inputs, made)
-            # In backward, only recomputation records a graph or computes attention itself.
-            if in_backward and (torch.is_grad_enabled() or (func in ATTENTION and not op.recomputed)):
+            # In backward, only recomputation records a graph, or runs the forward of attention or of a grouped product.
+            forward = GROUPED.get(func) == 1 or (func in ATTENTION and not ATTENTION[func][3])
+            if in_backward and (torch.is_grad_enabled() or forward):
                 op.recomputed = op.product_flops + op.attention_flops
             if op.product_flops or op.attention_flops or "empty" not in op.name:
                 self.rows().append(op)
@@ -257,11 +274,19 @@ class Trace(TorchDispatchMode):
         op = Op(str(func), kind=kind, message=nbytes(message(args, out)))
         group = group_of(args).group_name
         in_blocks = self.where.phase in IN_BLOCKS and "loss" not in self.labels
-        # Without other data-parallel ranks the groups of context parallelism and of FSDP are one. FSDP's calls are c10d's.
-        of_context = group == self.context_group and in_blocks and func.namespace == "_c10d_functional"
-        op.dimension = "cp" if of_context else self.dimension(group)
+        op.dimension = self.dimension(group)
+        # Groups of the same ranks are one. FSDP's calls are c10d's, and only mixtures exchange rows outside of attention.
+        if in_blocks and func.namespace == "_c10d_functional":
+            of_experts = group == self.experts_group and kind == "all-to-all" and not self.inside_context
+            op.dimension = "ep" if of_experts else "cp" if group == self.context_group else op.dimension
         op.background = func.namespace == "c10d" and in_blocks and op.message > 8  # the sum of the loss is waited for
+        shape = message(args, out).shape
+        if len(shape) > 1 and shape[0] == self.mixtures and self.outside_blocks():
+            op.row_of_mixture = op.message // self.mixtures
         return op
+
+    def outside_blocks(self) -> bool:
+        return not 0 <= self.where.block < len(self.job.model.layers)
 
     def computation(self, func, args: tuple, kwargs: dict, inputs: list[torch.Tensor], made: list[torch.Tensor]) -> Op:
         op = Op(str(func))
@@ -269,11 +294,17 @@ class Trace(TorchDispatchMode):
         if func in ATTENTION:
             q, product, needed, recomputed = ATTENTION[func]
             one = product(*args)
-            op.attention_flops, op.recomputed = (needed + recomputed) * one, recomputed * one
+            width = args[q].shape[-1]
+            padding = needed * (one // width) * (width - (self.value_width or width)) // 2  # half of the products are with values
+            op.attention_flops, op.recomputed = (needed + recomputed) * one, recomputed * one + padding
             op.attention_rows = (needed + recomputed) * math.prod(args[q].shape[:-1])
-        elif func in PRODUCTS:
+        elif func in PRODUCTS and is_of_matrices(*args[PRODUCTS[func] :][:2]):
             left, right = args[PRODUCTS[func] :][:2]
             op.product_flops = 2 * math.prod(left.shape) * right.shape[-1]
+        elif func in GROUPED:
+            rows, weight = args[GROUPED[func] - 1 :][:2]
+            op.groups, op.rows, op.operands = len(weight), len(rows), sum(map(nbytes, [*inputs, *made]))
+            op.product_flops = 2 * GROUPED[func] * len(rows) * weight[0].numel()
         elif "empty" not in op.name:
             written = {id(t) for t in tensors_in(self.mutated(func, args, kwargs))}
             only_written = {id(t) for t in tensors_in(kwargs.get("out"))}
@@ -324,8 +355,8 @@ class Trace(TorchDispatchMode):
             trace.resized(storage, size)
             return out
 
-        def watched_room(param, *how):  # in the first step; on one rank no operator of FSDP's fills it
-            make_room(param, *how)
+        def watched_room(param, *how, **more):  # in the first step; on one rank no operator of FSDP's fills it
+            make_room(param, *how, **more)
             trace.tag(param.all_gather_outputs, "working weights")
 
         def unwatched_propagation(propagator, schema):  # shapes are found by operators on fake tensors, no memory of the step
@@ -380,8 +411,15 @@ class Trace(TorchDispatchMode):
         self.job = job
         mesh, layers = job.mesh, list(job.model.layers.values())
         self.dimensions[dist.group.WORLD.group_name] = "all ranks"
+        if mesh.experts_mesh:
+            for dim in "dp_replicate", "edp", "ep":  # where a group has the ranks of one below, that one names it
+                self.dimensions[mesh.experts_mesh.get_group(dim).group_name] = dim
+            self.experts_group = mesh.experts_mesh.get_group("ep").group_name
         for dim, group in groups_of(mesh).items():
-            self.dimensions[group.group_name] = dim
+            if dim not in ("edp", "ep"):
+                self.dimensions[group.group_name] = dim
+        self.value_width = getattr(job.args, "value_dim", 0)
+        self.mixtures = sum(len(stage.mixtures()) for stage in pp.stages_of(job.model))
         self.context_group = mesh.device_mesh.get_group("cp").group_name
         if mesh.to_lower is not None:
             self.dimensions[mesh.to_lower.group_name] = "pp"
@@ -394,7 +432,7 @@ class Trace(TorchDispatchMode):
 
         def backward_begins_at(block: int):  # when the gradient of this tensor is whole
             def hook(_, inputs, outputs=None):
-                tensor = inputs[0] if outputs is None else outputs
+                tensor = inputs[0] if outputs is None else outputs[0] if isinstance(outputs, tuple) else outputs
                 if tensor.requires_grad:
                     tensor.register_hook(move_to("", block))
 
@@ -447,22 +485,36 @@ class Trace(TorchDispatchMode):
             memory.kind = memory.kind or kind_by_life(memory)
         parameters: dict[int, Parameters] = {}
         for name, p in job.model.named_parameters():
+            if not p.requires_grad:  # a router's bias, which no optimizer moves
+                continue
             block = parameters.setdefault(self.block_of(name, job), Parameters())
             block.elements += p.numel()
+            block.gathered += p.numel() // shared_for_good(p)
             block.local_bytes += nbytes(local(p))
         groups = {dim: dist.get_process_group_ranks(group) for dim, group in groups_of(job.mesh).items()}
         micro_batches = max(s.where.micro for s in self.stretches) + 1
-        step = Step(self.stretches, self.memory, len(job.model.layers), micro_batches, groups, parameters)
+        step = Step(self.stretches, self.memory, len(job.model.layers), micro_batches, groups, parameters, mixtures=self.mixtures)
         fuse(step)
         return step
 
 
 def groups_of(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """By mesh dimension: this rank's groups, and FSDP's, which is over two dimensions where there is context parallelism."""
+    """By mesh dimension: this rank's groups; FSDP's, which is over two dimensions where there is context parallelism; and those
+    of expert parallelism."""
     dims = mesh.device_mesh.mesh_dim_names
     groups = {dim: mesh.device_mesh.get_group(dim) for dim in dims}
+    if mesh.experts_mesh:
+        groups |= {dim: mesh.experts_mesh.get_group(dim) for dim in ("edp", "ep")}
     sharded = mesh.fsdp_mesh.mesh_dim_names[-1]
     return groups if sharded in dims else groups | {sharded: mesh.fsdp_mesh.get_group(sharded)}
+
+
+def shared_for_good(p: nn.Parameter) -> int:
+    """Over how many ranks a weight is spread that FSDP gathers on none of them: those of tensor and expert parallelism."""
+    if not isinstance(p, DTensor):
+        return 1
+    dims = zip(p.device_mesh.mesh_dim_names, p.device_mesh.shape, p.placements)
+    return math.prod(size for name, size, placement in dims if name in ("tp", "ep") and not placement.is_replicate())
 
 
 def kind_by_life(memory: Memory) -> str:
@@ -564,13 +616,16 @@ def prepare(job: train.Job) -> None:
             for hook in stage._forward_pre_hooks.values():
                 hook(stage, ())
     for p in job.model.parameters():
-        p.grad = torch.zeros_like(p)
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
     job.optimizer.step()
     job.optimizer.zero_grad(set_to_none=True)
 
 
-def trace_step(cfg: Config, world_size: int, per_host: int, on_gpu: bool, most: int = 3, rank: int = 0) -> Step:
-    """The step of a rank with all its layers, but with at most `most` micro-batches: first, last and one in between."""
+def trace_step(
+    cfg: Config, world_size: int, per_host: int, on_gpu: bool, most: int = 3, rank: int = 0, routing: Routing = BALANCED
+) -> Step:
+    """The step of a rank with all its layers, but with at most `most` micro-batches: first, last and one in between. With
+    expert parallelism it is the rank that gets the most rows."""
     cfg = tracing(cfg)
     with pretend(world_size, per_host, rank), ExitStack() as stack:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -586,6 +641,10 @@ def trace_step(cfg: Config, world_size: int, per_host: int, on_gpu: bool, most: 
         stack.enter_context(mock.patch.object(document_attention, "_slices", slices_of_real))
         stack.enter_context(mock.patch.object(Mesh, "timeout", lambda _: timedelta(0)))  # the fake group has none
         job = train.build(cfg)
+        if job.mesh.ep > 1:
+            tokens = cfg.training.local_batch_size * cfg.training.seq_len // (job.mesh.cp * job.mesh.tp)
+            sizes = routing.exchange(tokens * job.args.experts_per_token, job.mesh.ep)
+            stack.enter_context(mock.patch.object(ep, "rows_per_rank", lambda *_: sizes))
         stack.enter_context(fake)
         if on_gpu:
             stack.enter_context(AsOnGPU())

@@ -108,18 +108,27 @@ def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
     FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp) gathers a block's weights, of which tensor
     parallelism leaves a share; dp_replicate sums the shards of their gradients; cp exchanges keys and values of whole
     sequences, which are about as large as the activations, [b, T, dim / tp]; tp gathers the activations of a micro-batch,
-    [b, T / cp, dim]; pp sends the share of them that each tensor-parallel rank has.
+    [b, T / cp, dim]; pp sends the share of them that each tensor-parallel rank has. With expert parallelism ep exchanges a row
+    of dim for each expert of each token, and edp gathers the weights of a rank's experts.
     """
     mesh, t = probe.job.mesh, probe.cfg.training
     reduced, layers = dp.DTYPES[t.reduce_dtype], probe.job.model.layers
-    block = sum(p.numel() for p in next(iter(layers.values())).parameters()) / mesh.tp
+    last = list(layers.values())[-1]  # the first ones may have no mixture of experts
+    block = sum(p.numel() for p in last.parameters()) / mesh.tp
     activations = t.local_batch_size * t.seq_len // mesh.cp * probe.args.dim
+    experts = {}
+    if mesh.experts_mesh:
+        weights = sum(p.numel() for p in list(probe.job.model.mixtures().values())[-1].experts.parameters())
+        block -= weights / mesh.tp
+        rows = activations / mesh.tp * probe.args.experts_per_token
+        experts = {"edp": (weights / mesh.ep, probe.dtype), "ep": (rows, probe.dtype)}
     elements = {
         "pp": (activations / mesh.tp, probe.dtype),
         mesh.fsdp_mesh.mesh_dim_names[-1]: (block, probe.dtype),
         "dp_replicate": (block / mesh.fsdp_mesh.size(-1), reduced),
         "cp": (activations * mesh.cp / mesh.tp, probe.dtype),
         "tp": (activations, probe.dtype),
+        **experts,
     }
     return {dim: (int(min(count * dtype.itemsize, 1 << 30)), dtype) for dim, (count, dtype) in elements.items()}
 
@@ -129,7 +138,8 @@ def measure_bandwidth(probe: Probe) -> dict:
     have no collectives that matter: of `pp` there are links alone, and the bytes of a message."""
     mesh, by_dimension, links, stage_bytes = probe.job.mesh, {}, [], 0
     for dim, (size, dtype) in messages(probe).items():
-        group = (mesh.fsdp_mesh if dim in mesh.fsdp_mesh.mesh_dim_names else mesh.device_mesh).get_group(dim)
+        of_experts = mesh.experts_mesh if dim in ("edp", "ep") else None
+        group = (of_experts or (mesh.fsdp_mesh if dim in mesh.fsdp_mesh.mesh_dim_names else mesh.device_mesh)).get_group(dim)
         ranks = dist.get_process_group_ranks(group)
         n = len(ranks)
         if n == 1:
@@ -147,8 +157,12 @@ def measure_bandwidth(probe: Probe) -> dict:
         def reduce(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
             dist.all_reduce(whole, group=group)
 
+        def swap(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
+            dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+
         by_dimension[dim] = {"ranks": ranks, "bytes": whole.nbytes}
-        for name, fn, factor in ("all-gather", gather, (n - 1) / n), ("all-reduce", reduce, 2 * (n - 1) / n):
+        usual = [("all-gather", gather, (n - 1) / n), ("all-reduce", reduce, 2 * (n - 1) / n)]
+        for name, fn, factor in [("all-to-all", swap, (n - 1) / n)] if dim == "ep" else usual:
             by_dimension[dim][name] = whole.nbytes * factor / collective_seconds(fn, mesh.device, group)
         links += neighbours(probe, dim, group, ranks, part[: LINK_BYTES // dtype.itemsize])
     return {"dims": by_dimension, "links": links, "stage_bytes": stage_bytes}
@@ -217,7 +231,7 @@ def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[Row]:
         for a in answers:
             groups.setdefault(tuple(a["dims"][dim]["ranks"]), []).append(a["dims"][dim])
         summary, size = [], answers[0]["dims"][dim]["bytes"]
-        for name in "all-gather", "all-reduce":
+        for name in (name for name in ("all-gather", "all-reduce", "all-to-all") if name in answers[0]["dims"][dim]):
             rates = {ranks: min(row[name] for row in members) / 1e9 for ranks, members in groups.items()}
             middle, low = statistics.median(rates.values()), min(rates, key=rates.__getitem__)
             slow = [ranks for ranks, rate in rates.items() if rate < SLOW["group"] * middle]

@@ -10,7 +10,7 @@ to run, and --again repeats those that are done.
 Beside the JSON file are written, with the same name: the tables as Markdown, ready for docs/performance.md; a device
 for `python -m tools.plan --device runs/device.toml`; and a folder with the log of every part. On a CPU the sizes are
 small. Exit code 0: nothing has failed; 1: a part has failed, the table says why; 2: wrong arguments, nothing was
-started.
+started; 130: stopped by Ctrl-C.
 """
 
 import argparse
@@ -163,9 +163,17 @@ def main(argv: list[str] | None = None, parts: list[Part] = PARTS) -> int:
         print(error, file=sys.stderr)
         return WRONG_INPUT
     chosen = [part for part in parts if not flags.only or part.name in flags.only]
-    measure(record, chosen, kind, flags.minutes, flags.again, logs)
+    stopped = False
+    try:
+        measure(record, chosen, kind, flags.minutes, flags.again, logs)
+    except KeyboardInterrupt:
+        stopped = True
+    record.write()
     print(f"\n{record.summary()}\n\nwritten: {', '.join(map(str, record.files()))}")
-    return int(any(record.state(part.name) == FAILED for part in chosen))
+    missing = [part.name for part in chosen if kind in part.by_device and record.state(part.name) != DONE]
+    if missing:
+        print(f"{'stopped; ' * stopped}the same command goes on with what is missing: {', '.join(missing)}")
+    return 130 if stopped else int(any(record.state(part.name) == FAILED for part in chosen))
 
 
 if __name__ == "__main__":

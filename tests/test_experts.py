@@ -1,0 +1,160 @@
+"""Models with mixtures of experts: every mesh computes what one plain process computes.
+
+`tests/parity.py` says what is compared. As in tests/test_context.py, the runs of a mesh are few combinations of settings, such
+that every two settings meet.
+"""
+
+import importlib.util
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from models.kernels import grouped_product as grouped
+from tests.covering import covering_array
+from tests.parity import CONTEXT, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, SGD, check, plain, trajectory
+from tests.ranks import run_ranks
+from tests.runs import EP2
+
+LEFT_OUT = "every_n", "last two kept"  # they differ from the settings beside them by the blocks that they are for
+FACTORS = {"experts": EXPERTS} | {factor: NUMBERS[factor] for factor in ("optimizer", "clipping")} | {
+    factor: {setting: options for setting, options in table.items() if setting not in LEFT_OUT} for factor, table in EXECUTION.items()
+}  # fmt: skip
+MESHES = ["fsdp2", "ep2", "ep4", "ep2xfsdp2", "ep2xhsdp2", "ep2xpp2", "ep2 of cp2", "ep2xcp2"]
+PAIRWISE = covering_array({"mesh": MESHES} | {factor: list(settings) for factor, settings in FACTORS.items()})
+IN_FEW_SECONDS = ("ep2",)
+
+
+def settings(**chosen: str) -> dict[str, str]:
+    """A combination: the first setting of every factor, except for these."""
+    return {factor: next(iter(table)) for factor, table in (FACTORS | CONTEXT).items()} | chosen
+
+
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("mesh", [
+    pytest.param(mesh, marks=() if mesh in IN_FEW_SECONDS else pytest.mark.slow) for mesh in MESHES
+])  # fmt: skip
+def test_mesh_equals_the_plain_model(mesh):
+    check(mesh, [combination for combination in PAIRWISE if combination["mesh"] == mesh], factors=FACTORS)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("mesh", ["ep2xfsdp3", "ep2xpp2xcp2"])
+def test_many_ranks_equal_the_plain_model(mesh):
+    """Three ranks cannot share four experts evenly."""
+    check(mesh, [
+        settings(experts="deepseek_v3", clipping="in force", checkpointing="selective"),
+        settings(experts="qwen3 experts", optimizer="sgd", accumulation="reduced once" if "pp2" in mesh else "none"),
+    ], factors=FACTORS | CONTEXT)  # fmt: skip
+
+
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("mesh", ["cp2", pytest.param("ep2xcp2", marks=pytest.mark.slow)])
+def test_documents_and_uneven_labels_equal_the_plain_model(mesh):
+    """The balance loss is of whole sequences, which the ranks of a cp group share, whatever their labels are."""
+    check(mesh, [
+        settings(experts="deepseek_v3", documents="masked", labels="at the beginning"),
+        settings(experts="qwen3 experts", method="ulysses", documents="masked", accumulation="reduced each time"),
+    ], factors=FACTORS | CONTEXT)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("mesh, schedule", [
+    ("pp2", "zbv"), ("ep2xpp2", "zero_bubble"), pytest.param("ep2xpp2", "interleaved_1f1b", marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_schedules_equal_the_plain_model(mesh, schedule):
+    more = [f"--parallelism.pipeline_schedule={schedule}", "--model.n_layers=5"]
+    check(mesh, [
+        settings(experts="deepseek_v3", optimizer="sgd", accumulation="reduced once", clipping="in force"),
+        settings(experts="qwen3 experts", optimizer="sgd", accumulation="reduced each time", checkpointing="full"),
+    ], more, factors=FACTORS | CONTEXT)  # fmt: skip
+
+
+COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
+
+
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("mesh, experts, checkpointing", [
+    ("ep2", "deepseek_v3", "selective"), pytest.param("one", "qwen3 experts", "full", marks=pytest.mark.slow),
+    pytest.param("ep2xcp2", "qwen3 experts", "none", marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_compiled_mesh_equals_the_plain_model(mesh, experts, checkpointing):
+    check(mesh, [settings(experts=experts, checkpointing=checkpointing)], COMPILED, factors=FACTORS | CONTEXT)
+
+
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("mesh", ["ep4", pytest.param("ep2xfsdp2", marks=pytest.mark.exhaustive)])
+def test_one_expert_gets_every_token(mesh):
+    """The other ranks' experts have nothing to multiply, and all of them have a gradient of 0."""
+    more = [ONE_EXPERT, "--model.experts_per_token=1", "--training.expert_bias_speed=0"]
+    check(mesh, [settings(experts="deepseek_v3", checkpointing="full")], more, factors=FACTORS | CONTEXT)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_fewer_experts_than_ranks_that_share_them():
+    """Two ranks have the same expert. They share its matrices by rows, but w1 and w3 with 11 of them, which one of the two has."""
+    more = ["--model.n_experts=2", "--model.experts_per_token=1"]
+    check("ep2xfsdp2", [settings(experts="qwen3 experts")], more, factors=FACTORS | CONTEXT)
+
+
+def test_offloaded_experts_equal_the_plain_model():
+    check("ep2", [settings(experts="deepseek_v3")], ["--parallelism.cpu_offload=true"], factors=FACTORS | CONTEXT)
+
+
+def test_bfloat16_is_near_float32():
+    """As tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters. Some tokens choose
+    other experts, so the bound for gradients is wider. A gradient that is twice as large would still be seen."""
+    options = [*EXPERTS["deepseek_v3"], *SGD]
+    oracle = plain(*EXPERTS["deepseek_v3"], optimizer="sgd")
+    seen = run_ranks(2, trajectory, [*options, EP2, "--training.param_dtype=bfloat16"], 2)[0]
+    assert np.max(np.abs(np.array(seen["loss"]) / np.array(oracle["loss"]) - 1)) < 2**-8
+    for n, want in oracle["grad"].items():
+        assert np.linalg.norm(seen["grad"][n] - want) / np.linalg.norm(want) < 0.25, n
+
+
+def product_and_gradients(rows, weight, counts) -> list[torch.Tensor]:
+    rows, weight = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = grouped.grouped_product(rows, weight, counts)
+    return [out, *torch.autograd.grad(out, (rows, weight), torch.ones_like(out).cumsum(0) / len(out))]
+
+
+def test_the_kernel_of_gpus_computes_what_the_loop_does(monkeypatch):
+    """PyTorch has its `grouped_mm` for CPUs too. The second group has no rows."""
+    torch.manual_seed(0)
+    operands = torch.randn(9, 16).bfloat16(), torch.randn(3, 24, 16).bfloat16(), torch.tensor([4, 0, 5])
+    loop = product_and_gradients(*operands)
+    real, calls = torch.nn.functional.grouped_mm, []
+    monkeypatch.setattr(grouped.F, "grouped_mm", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    monkeypatch.setattr(grouped, "fits_grouped_mm", lambda rows, weight: True)
+    for ours, theirs in zip(product_and_gradients(*operands), loop, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("cuda, dtype, width, of_result, fits", [
+    (True, torch.bfloat16, 16, 24, True), (False, torch.bfloat16, 16, 24, False), (True, torch.float32, 16, 24, False),
+    (True, torch.bfloat16, 12, 24, False), (True, torch.bfloat16, 16, 20, False), (True, torch.bfloat16, 12, 20, False),
+])  # fmt: skip
+def test_the_kernel_of_gpus_needs_bfloat16_and_widths_of_16_bytes(cuda, dtype, width, of_result, fits):
+    rows, weight = SimpleNamespace(is_cuda=cuda, dtype=dtype, shape=(5, width)), SimpleNamespace(shape=(3, of_result, width))
+    assert grouped.fits_grouped_mm(rows, weight) == fits
+
+
+FLOAT8 = [  # sides that are multiples of 16
+    *EXPERTS["deepseek_v3"], *SGD, "--model.dim=48", "--model.hidden_dim=64", "--model.expert_dim=16",
+    "--training.param_dtype=bfloat16", "--training.float8=rowwise", "--debug.emulate_float8=true",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (an optional extra)")
+def test_float8_on_two_ranks_that_share_experts_is_near_one_rank():
+    """As tests/test_parallel.py::test_float8_on_two_ranks_is_near_one_rank. Some tokens choose other experts."""
+    alone = run_ranks(1, trajectory, FLOAT8, 1)[0]
+    shared = run_ranks(2, trajectory, [*FLOAT8, EP2], 2)[0]
+    assert np.max(np.abs(np.array(shared["loss"]) / np.array(alone["loss"]) - 1)) < 2**-8
+    for n, want in alone["grad"].items():
+        assert np.linalg.norm(shared["grad"][n] - want) < 2**-4 * np.linalg.norm(want), n

@@ -1,0 +1,147 @@
+"""What a mixture of experts costs: beside a dense layer that multiplies as much, beside a loop of separate experts, and with its
+experts on several ranks.
+
+    python -m tools.bench.experts [--tokens 4096] [--dim 512] [--expert-dim 256] [--experts 32] [--per-token 4] [--ranks 2]
+                                  [--rounds 9] [--json out.json]
+
+Forward and backward of one feed-forward layer, in bfloat16 on a GPU and in float32 elsewhere. Times are of the processor where
+there is no GPU, so that work of others on the machine does not count. The dense layer has as many hidden units as a token's
+experts together, so all rows but those of --ranks compute the same number of products.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from configs.cpu import cpu_settings
+from models.layers import FeedForward
+from models.moe import Experts, MixtureOfExperts
+from parallelisms import ep
+from parallelisms import mesh as meshes
+from tools.bench import harness
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+CLOCK = time.perf_counter if DEVICE.type == "cuda" else time.process_time
+
+
+class Loop(nn.Module):
+    """The experts as separate layers, one after the other: what a first implementation does."""
+
+    def __init__(self, experts: Experts):
+        super().__init__()
+        self.experts = nn.ModuleList(FeedForward(experts.w1.shape[2], experts.w1.shape[1]) for _ in experts.w1)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return torch.cat([expert(part) for expert, part in zip(self.experts, rows.split(counts.tolist()), strict=True)])
+
+
+def filled(module: nn.Module) -> nn.Module:
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.02)
+    return module.to(DEVICE, DTYPE)
+
+
+def work(module: nn.Module, *inputs: Tensor) -> Callable[[], None]:
+    """Forward and backward once; the gradients are dropped."""
+    first, trained = inputs[0].requires_grad_(), [p for p in module.parameters() if p.requires_grad]
+
+    def run() -> None:
+        out = module(first, *inputs[1:])
+        out = out[0] if isinstance(out, tuple) else out
+        torch.autograd.grad(out, [first, *trained], torch.ones_like(out), allow_unused=True)
+
+    return run
+
+
+def numbers(args: argparse.Namespace) -> SimpleNamespace:
+    """Those of a mixture, as a family's `Args` has them."""
+    return SimpleNamespace(
+        dim=args.dim, n_experts=args.experts, experts_per_token=args.per_token, expert_dim=args.expert_dim, n_shared_experts=0,
+        router_score="softmax", normalised_weights=True, routed_scale=1.0, expert_groups=1, groups_per_token=1,
+        balancing_bias=True, balance_loss=0.0,
+    )  # fmt: skip
+
+
+def mixture_of(args: argparse.Namespace, to_few: bool = False) -> nn.Module:
+    """to_few: the biases send all tokens to the same experts."""
+    mixture = filled(MixtureOfExperts(numbers(args)))
+    mixture.router.bias = nn.Parameter(torch.zeros(args.experts, device=DEVICE), requires_grad=False)
+    if to_few:
+        mixture.router.bias[: args.per_token] += 10.0
+    return mixture
+
+
+def contenders(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    torch.manual_seed(0)
+    tokens = torch.randn(1, args.tokens, args.dim, device=DEVICE, dtype=DTYPE)
+    rows = torch.randn(args.tokens * args.per_token, args.dim, device=DEVICE, dtype=DTYPE)
+    even = torch.full((args.experts,), len(rows) // args.experts, device=DEVICE)
+    even[0] += len(rows) - int(even.sum())
+    experts = filled(Experts(numbers(args)))
+    return {
+        "a dense layer of as many products": work(filled(FeedForward(args.dim, args.per_token * args.expert_dim)), tokens),
+        "the experts alone, as separate layers in a loop": work(filled(Loop(experts)), rows.clone(), even),
+        "the experts alone, as grouped products": work(experts, rows, even),
+        "the mixture: router, sorting, experts": work(mixture_of(args), tokens.clone()),
+        f"the mixture, all tokens to {args.per_token} experts": work(mixture_of(args, to_few=True), tokens.clone()),
+    }
+
+
+def measure(args: argparse.Namespace) -> None:
+    """On one rank of an ep group: prints, on rank 0, the slowest rank's median times without and with the exchange as JSON."""
+    here = meshes.world()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(here.local_rank)
+    torch.manual_seed(here.rank)
+    tokens = torch.randn(1, args.tokens, args.dim, device=DEVICE, dtype=DTYPE)
+    local, dealt = mixture_of(args), mixture_of(args)
+    for name, weight in list(dealt.experts.named_parameters()):
+        part = weight.detach().chunk(here.size)[here.rank].clone()
+        setattr(dealt.experts, name, nn.Parameter(part))
+    dealt.experts.forward = ep.exchanged(dealt.experts.forward, dist.group.WORLD)
+    seconds = harness.alternate({"local": work(local, tokens), "dealt": work(dealt, tokens.clone())}, args.rounds, clock=CLOCK)
+    mine = torch.tensor([statistics.median(times) for times in seconds.values()], dtype=torch.float64)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    if here.rank == 0:
+        print(json.dumps(mine.tolist()))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"tokens": 4096, "dim": 512, "expert-dim": 256, "experts": 32, "per-token": 4, "rounds": 9}
+    for name, default in {**sizes, "ranks": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # on one rank, for `harness.child`
+    args = parser.parse_args()
+    if DEVICE.type == "cpu":
+        cpu_settings()
+    if args.measure:
+        return measure(args)
+    seconds = harness.alternate(contenders(args), args.rounds, clock=CLOCK)
+    dense = next(iter(seconds))
+    rows = [[name, f"{statistics.median(times) * 1000:.0f} ms", f"{harness.ratio(seconds, name, dense):.2f}"]
+            for name, times in seconds.items()]  # fmt: skip
+    if args.ranks > 1 and (DEVICE.type == "cpu" or torch.cuda.device_count() >= args.ranks):
+        shape = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in sizes]
+        local, dealt = harness.child("tools.bench.experts", "--measure", *shape, ranks=args.ranks)
+        slower = f"{dealt / local:.2f} times that"
+        rows += [[f"the mixture on each of {args.ranks} ranks, all experts on each", f"{local * 1000:.0f} ms", ""],
+                 [f"the same, the experts dealt to the {args.ranks} ranks", f"{dealt * 1000:.0f} ms", slower]]  # fmt: skip
+    notes = (f"{args.tokens:,} tokens of width {args.dim}, {args.per_token} of {args.experts} experts with {args.expert_dim} "
+             f"hidden units for each, {DTYPE}. Medians of {args.rounds} alternating rounds.".replace("torch.", ""))  # fmt: skip
+    harness.report("A mixture of experts, forward and backward", ["layer", "time", "ratio"], rows, notes, args.json)
+
+
+if __name__ == "__main__":
+    main()
