@@ -16,12 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from string import Template
 
 import pytest
 
+from tests.ranks import NEIGHBOURS, step_timeout
 from tests.runs import environment, free_port, losses_of_four, series, tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,8 @@ STEPS = 60
 
 
 def until(true: Callable[[], object], seconds: float, complaint: Callable[[], str]) -> None:
-    deadline = time.monotonic() + seconds
+    """Wait for it, for so many seconds on a machine of its own."""
+    deadline = time.monotonic() + seconds * NEIGHBOURS
     while not true():
         assert time.monotonic() < deadline, complaint()
         time.sleep(0.1)
@@ -40,7 +41,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A tiny run of four ranks over a small corpus, prepared once."""
     return [
         *tiny_run(tmp_path_factory.mktemp("data")), f"--training.steps={STEPS}",
-        "--parallelism.tensor_parallel=2", "--run.step_timeout_seconds=60",
+        "--parallelism.tensor_parallel=2", step_timeout(30),
     ]  # fmt: skip
 
 
@@ -52,13 +53,16 @@ def unbroken(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
 
 # Slurm ----------------------------------------------------------------------------------------------------------------
 
+# A job that is requeued starts cred_expire + 1 seconds later: sooner, the nodes refuse its credential. That is longer than
+# KillWait. When a job is to end, its node waits KillWait seconds, kills what is left of the job, and may take its next start
+# for that.
 SLURM_CONF = """
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
-AuthInfo=socket={place}/munge.sock,cred_expire=5
+AuthInfo=socket={place}/munge.sock,cred_expire=20
 StateSaveLocation={place}/state
 SlurmdSpoolDir={place}/spool/%n
 SlurmctldPidFile={place}/slurmctld.pid
@@ -76,7 +80,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 ReturnToService=2
-KillWait=30
+KillWait=20
 NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 RealMemory=100000 Gres=gpu:8
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 RealMemory=100000 Gres=gpu:8
 PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -129,17 +133,20 @@ class Slurm:
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
     def wait(self, job: str, states: str, seconds: float, log: Path) -> dict[str, str]:
-        """Until the job is in one of these states. A requeued job starts 6 s later: sooner, the nodes refuse its credential."""
+        """Until the job is in one of these states."""
         until(
             lambda: self.state(job)["JobState"] in states.split(), seconds,
             lambda: f"{self.state(job)}\n{log.exists() and log.read_text()}\n{self.logs()}",
         )  # fmt: skip
         return self.state(job)
 
-    def stop(self) -> None:
+    def end_jobs(self) -> None:
+        """What a test that failed has left would keep the nodes from the next."""
         self("scancel", "--user=root", "--signal=KILL")
         self("scancel", "--user=root")
         until(lambda: not self("squeue", "--noheader"), 30, self.logs)
+
+    def stop(self) -> None:
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGTERM)
             try:
@@ -150,16 +157,21 @@ class Slurm:
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     path = os.environ["PATH"] + ":/usr/sbin"
     missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name, path=path)]
     if missing or os.geteuid() != 0:
         pytest.skip(f"a Slurm of our own needs root and {', '.join(missing) or 'nothing more'} "
                     "(Debian, Ubuntu: apt-get install slurm-wlm munge)")  # fmt: skip
-    place = tmp_path_factory.mktemp("slurm")
-    cluster = Slurm(place)
+    slurm = Slurm(tmp_path_factory.mktemp("slurm"))
+    yield slurm
+    slurm.stop()
+
+
+@pytest.fixture
+def slurm(cluster: Slurm) -> Iterator[Slurm]:
     yield cluster
-    cluster.stop()
+    cluster.end_jobs()
 
 
 def trained(folder: Path, step: int) -> bool:
@@ -172,12 +184,12 @@ def trained(folder: Path, step: int) -> bool:
 def test_slurm_saves_before_the_time_limit_requeues_and_goes_on(slurm, options, unbroken, tmp_path):
     log, folder = tmp_path / "job.log", tmp_path / "run"
     job = slurm.submit(log, "tools/launch/slurm.sh", *options, f"--run.folder={folder}")
-    until(lambda: trained(folder, 6), 150, lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}")
+    until(lambda: trained(folder, 6), 60, lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}")
     slurm("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@120 does when its time has come
-    until(lambda: "stopped on request: requeued" in log.read_text(), 60, log.read_text)
+    until(lambda: "stopped on request: requeued" in log.read_text(), 30, log.read_text)
     reached = len(series(folder))
     assert reached < STEPS and (folder / "checkpoints" / f"step-{reached:08d}").is_dir()
-    state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 240, log)
+    state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 120, log)
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), log.read_text()
     text = log.read_text()
     assert f"resumed after step {reached} of {STEPS}" in text and "start 2, on n[0-1]" in text
@@ -192,7 +204,7 @@ def test_slurm_warns_before_the_time_limit(slurm, options, tmp_path):
     log, folder = tmp_path / "job.log", tmp_path / "run"
     endless = [*options, "--training.steps=1000000", "--metrics.interval=1000", f"--run.folder={folder}"]
     job = slurm.submit(log, "--time=1", "--signal=B:USR1@40", "tools/launch/slurm.sh", *endless)
-    until(lambda: log.exists() and "stopped on request: requeued" in log.read_text(), 120, slurm.logs)
+    until(lambda: log.exists() and "stopped on request: requeued" in log.read_text(), 90, slurm.logs)
     assert "DUE TO TIME LIMIT" not in log.read_text()
     slurm("scancel", job)
 
@@ -202,11 +214,11 @@ def test_slurm_warns_before_the_time_limit(slurm, options, tmp_path):
 def test_slurm_requeues_after_a_node_failure(slurm, options, unbroken, tmp_path):
     log, folder = tmp_path / "job.log", tmp_path / "run"
     job = slurm.submit(log, "tools/launch/slurm.sh", *options, f"--run.folder={folder}")
-    until(lambda: trained(folder, 8), 150, lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}")
+    until(lambda: trained(folder, 8), 60, lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}")
     slurm("scontrol", "update", "nodename=n1", "state=down", "reason=test")
-    until(lambda: slurm.state(job)["JobState"] == "PENDING", 60, lambda: str(slurm.state(job)))
+    until(lambda: slurm.state(job)["JobState"] == "PENDING", 30, lambda: str(slurm.state(job)))
     slurm("scontrol", "update", "nodename=n1", "state=resume")
-    state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 300, log)
+    state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 120, log)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log.read_text()
     assert "resumed after step" in log.read_text() and series(folder) == unbroken
 
@@ -216,9 +228,9 @@ def test_slurm_requeues_after_a_node_failure(slurm, options, unbroken, tmp_path)
 def test_slurm_a_cancelled_job_has_saved_and_does_not_come_back(slurm, options, tmp_path):
     log, folder = tmp_path / "job.log", tmp_path / "run"
     job = slurm.submit(log, "tools/launch/slurm.sh", *options, "--training.steps=100000", f"--run.folder={folder}")
-    until(lambda: trained(folder, 6), 150, lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}")
+    until(lambda: trained(folder, 6), 60, lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}")
     slurm("scancel", job)
-    until(lambda: not slurm("squeue", "--noheader", f"--jobs={job}"), 60, lambda: str(slurm.state(job)))
+    until(lambda: not slurm("squeue", "--noheader", f"--jobs={job}"), 40, lambda: str(slurm.state(job)))
     last = max(series(folder))
     assert (folder / "checkpoints" / f"step-{last:08d}").is_dir(), "saved at the step it stopped at"
     assert slurm.state(job)["JobState"] == "CANCELLED" and "requeued" not in log.read_text()
@@ -234,7 +246,7 @@ def test_slurm_a_failure_is_handed_on(slurm, options, tmp_path, wrong, code, res
         (folder / "metrics.jsonl").mkdir(parents=True)
     added = [f"--run.folder={folder}", *([] if wrong == "crash" else [wrong])]
     job = slurm.submit(log, "--export=ALL,MAX_RESTARTS=1", "tools/launch/slurm.sh", *options, *added)
-    state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 200, log)
+    state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 120, log)
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", code, restarts), log.read_text()
     if wrong != "crash":
         assert "training.steps" in log.read_text() and "Traceback" not in log.read_text()
@@ -303,10 +315,38 @@ def test_the_skypilot_file_names_what_run_train_needs():
 # Ray Train ------------------------------------------------------------------------------------------------------------
 
 
-def ray(*words: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tools.launch.ray_train", "--nodes=2", "--ranks=2", *words]
-    here = environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", RAY_memory_monitor_refresh_ms="0")
-    return subprocess.Popen(command, cwd=ROOT, env=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+class Ray:
+    """tools.launch.ray_train with two workers of two ranks on a Ray of its own. `said` is what it has printed."""
+
+    def __init__(self, log: Path, *words: str) -> None:
+        command = [sys.executable, "-m", "tools.launch.ray_train", "--nodes=2", "--ranks=2", *words]
+        here = environment(
+            OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", RAY_memory_monitor_refresh_ms="0",
+            RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(60 * NEIGHBOURS),
+        )  # fmt: skip
+        self.log = log
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=here, stdout=file, stderr=subprocess.STDOUT)
+
+    def __enter__(self) -> "Ray":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def train(self, folder: Path, step: int) -> None:
+        """Until the run has come to that step."""
+        until(lambda: trained(folder, step) or self.process.poll() is not None, 90, self.said)
+        assert self.process.poll() is None, self.said()
+
+    def wait(self, seconds: float) -> int:
+        """The exit code."""
+        until(lambda: self.process.poll() is not None, seconds, self.said)
+        return self.process.returncode
 
 
 # A mark and not a call in the test: without Ray the fixtures, four ranks for 100 s of processor time, are not made either.
@@ -319,20 +359,14 @@ RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='Ray is
 def test_ray_starts_again_after_a_failure_and_goes_on(options, unbroken, tmp_path):
     """Two workers of two ranks on a local Ray; one rank is killed in mid-run."""
     folder = tmp_path / "run"
-    process = ray("--max-failures=2", *options, f"--run.folder={folder}")
-    with ThreadPoolExecutor() as reader:
-        said = reader.submit(process.stdout.read)
-        try:
-            until(lambda: trained(folder, 8) or process.poll() is not None, 200, lambda: "it does not train")
-            ranks = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_rank_of(pid, folder)]
-            assert len(ranks) == 4, process.poll()
-            os.kill(ranks[2], signal.SIGKILL)
-            code = process.wait(250)
-        finally:
-            process.kill()
-    text = said.result()
-    assert code == 0, text
-    assert "was killed by SIGKILL" in text and "resumed after step" in text, text
+    with Ray(tmp_path / "said", "--max-failures=2", *options, f"--run.folder={folder}") as ray:
+        ray.train(folder, 8)
+        ranks = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_rank_of(pid, folder)]
+        assert len(ranks) == 4, ray.said()
+        os.kill(ranks[2], signal.SIGKILL)
+        code = ray.wait(150)
+    assert code == 0, ray.said()
+    assert "was killed by SIGKILL" in ray.said() and "resumed after step" in ray.said(), ray.said()
     assert series(folder) == unbroken
 
 
@@ -341,17 +375,12 @@ def test_ray_starts_again_after_a_failure_and_goes_on(options, unbroken, tmp_pat
 @pytest.mark.cap(400)
 def test_ray_stopped_by_sigterm_has_saved(options, tmp_path):
     folder = tmp_path / "run"
-    process = ray(*options, "--training.steps=100000", f"--run.folder={folder}")
-    with ThreadPoolExecutor() as reader:
-        said = reader.submit(process.stdout.read)
-        try:
-            until(lambda: trained(folder, 8) or process.poll() is not None, 200, lambda: "it does not train")
-            process.terminate()
-            code = process.wait(120)
-        finally:
-            process.kill()
-    assert code == 75, said.result()
-    assert (folder / "checkpoints" / f"step-{max(series(folder)):08d}").is_dir(), said.result()
+    with Ray(tmp_path / "said", *options, "--training.steps=100000", f"--run.folder={folder}") as ray:
+        ray.train(folder, 8)
+        ray.process.terminate()
+        code = ray.wait(60)
+    assert code == 75, ray.said()
+    assert (folder / "checkpoints" / f"step-{max(series(folder)):08d}").is_dir(), ray.said()
 
 
 def is_rank_of(pid: int, folder: Path) -> bool:
@@ -363,7 +392,6 @@ def is_rank_of(pid: int, folder: Path) -> bool:
 
 
 def test_ray_train_says_what_is_wrong_before_it_starts_ray(tmp_path):
-    process = ray("--training.step=5", f"--run.folder={tmp_path / 'run'}")
-    said = process.communicate(timeout=60)[0]
-    assert process.returncode == 2 and "training.steps" in said and "Traceback" not in said
+    with Ray(tmp_path / "said", "--training.step=5", f"--run.folder={tmp_path / 'run'}") as ray:
+        assert ray.wait(60) == 2 and "training.steps" in ray.said() and "Traceback" not in ray.said()
     assert not (tmp_path / "run").exists()
