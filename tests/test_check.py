@@ -58,7 +58,7 @@ LACKING_GPU = {
 
 
 def problems(place: Path, options: str) -> list[str]:
-    words = f"data.source=PLACE/text.txt data.tokenizer=bytes {options}".replace("PLACE", str(place)).split()
+    words = f"run.folder=PLACE/run data.source=PLACE/text.txt data.tokenizer=bytes {options}".replace("PLACE", str(place)).split()
     given = dict(word.split("=", 1) for word in words)
     if "data.mixture" in given:
         del given["data.source"]
