@@ -124,6 +124,14 @@ def series(folder: Path, key: str = "loss") -> dict[int, float]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
+def in_mid_run(folder: Path, step: int) -> bool:
+    """Whether the run has logged that step and published a checkpoint: only then does a start after a kill resume. A save is
+    published by the side of the steps that follow it, on a busy disk many steps later."""
+    metrics = folder / "metrics.jsonl"
+    logged = metrics.exists() and metrics.read_text().count("\n") >= step
+    return logged and any((folder / "checkpoints").glob("step-*"))
+
+
 def samples(folder: Path, dp_size: int) -> list[list[int]]:
     """The global batch of every step that was trained, in order, put together from the ranks' shares."""
     shares = [[json.loads(line) for line in (folder / f"samples-{r}.jsonl").read_text().splitlines()] for r in range(dp_size)]

@@ -20,7 +20,7 @@ from tests.hosts import (
     hosts,  # noqa: F401  a fixture
 )
 from tests.ranks import NEIGHBOURS
-from tests.runs import losses_of_four, series, tiny_run
+from tests.runs import in_mid_run, losses_of_four, series, tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 30  # the tests interfere after step 12, and a step of four ranks takes over a second of processor time
@@ -58,9 +58,9 @@ def words(said: Path) -> str:
     return "\n".join(f"--- node {node}\n" + Path(f"{said}-{node}").read_text(errors="replace") for node in range(2))
 
 
-def in_mid_run(running: list[subprocess.Popen], folder: Path, said: Path, step: int = 12) -> None:
-    metrics = folder / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.read_text().count("\n") >= step, 120, lambda: words(said))
+def trained(running: list[subprocess.Popen], folder: Path, said: Path, step: int = 12) -> None:
+    """Until both hosts are in mid-run."""
+    until(lambda: in_mid_run(folder, step), 120, lambda: words(said))
     assert all(process.poll() is None for process in running), words(said)
 
 
@@ -81,7 +81,7 @@ def test_two_hosts_train_as_one(hosts: Hosts, options: list[str], unbroken: dict
     """... and node 0 listens on its own address alone."""
     here = [*options, f"--run.folder={tmp_path / 'run'}"]
     running, said = hosts.start(here, tmp_path / "said"), tmp_path / "said"
-    in_mid_run(running, tmp_path / "run", said)
+    trained(running, tmp_path / "run", said)
     for name, address in zip(hosts.names, ADDRESSES, strict=True):
         shown = subprocess.run(["ip", "netns", "exec", name, "ss", "-Hltn"], capture_output=True, text=True).stdout
         listening = {line.split()[3].rpartition(":")[0] for line in shown.splitlines()}
@@ -96,7 +96,7 @@ def test_a_cut_longer_than_the_time_out_ends_both_hosts_and_the_run_resumes(
 ) -> None:
     here, said = [*options, f"--run.folder={tmp_path / 'run'}"], tmp_path / "said"
     running = hosts.start(here, said)
-    in_mid_run(running, tmp_path / "run", said)
+    trained(running, tmp_path / "run", said)
     hosts.cable("down")
     try:
         codes, seconds = ended(running, STEP_TIMEOUT + GRACE, said)
@@ -117,7 +117,7 @@ def test_after_a_cut_both_hosts_start_again_by_themselves(hosts: Hosts, options:
     """RESTARTS=1: nobody starts anything, and node 1 finds the new store of node 0 when the cable is back."""
     here, said = [*options, f"--run.folder={tmp_path / 'run'}"], tmp_path / "said"
     running = hosts.start(here, said, RESTARTS="1")
-    in_mid_run(running, tmp_path / "run", said)
+    trained(running, tmp_path / "run", said)
     hosts.cable("down")
     try:
         until(lambda: words(said).count("launch: restart 1 of 1") == 2, STEP_TIMEOUT + GRACE, lambda: words(said))
@@ -131,7 +131,7 @@ def test_after_a_cut_both_hosts_start_again_by_themselves(hosts: Hosts, options:
 def test_a_cut_of_eight_seconds_costs_eight_seconds(hosts: Hosts, options: list[str], unbroken: dict, tmp_path: Path) -> None:
     here, said = [*options, f"--run.folder={tmp_path / 'run'}", f"--run.step_timeout_seconds={60 * NEIGHBOURS}"], tmp_path / "said"
     running = hosts.start(here, said)
-    in_mid_run(running, tmp_path / "run", said)
+    trained(running, tmp_path / "run", said)
     hosts.cable("down")
     time.sleep(8)
     before = len(series(tmp_path / "run"))
@@ -149,7 +149,7 @@ def test_a_host_that_dies_ends_the_other_and_the_run_resumes(
     """Node 0 serves the store and holds the lease of the run folder."""
     here, said = [*options, f"--run.folder={tmp_path / 'run'}"], tmp_path / "said"
     running = hosts.start(here, said)
-    in_mid_run(running, tmp_path / "run", said)
+    trained(running, tmp_path / "run", said)
     hosts.kill(node)
     codes, seconds = ended(running, STEP_TIMEOUT + GRACE, said)
     print(f"the other host ended {seconds:.1f} s after node {node} died, with code {codes[1 - node]}")

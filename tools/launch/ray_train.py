@@ -6,7 +6,7 @@ fails, Ray starts all of them again, at most --max-failures times, and the run r
 
 SIGTERM to this command stops the run with a checkpoint. run.folder must be on storage that all nodes share. Exit code: 0 done;
 2 wrong configuration; 75 stopped with a checkpoint; 76 one step fails again and again; otherwise that of the last failure.
-Ray is optional: pip install "ray[train]".
+Ray is optional: pip install "ray[default,train]". (Without "default" it works too, but Ray Train then complains once a second.)
 """
 
 import argparse
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, arguments: list[str], ranks: int, folder: P
         from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     except ImportError:
-        raise InputError('Ray Train is not installed: pip install "ray[train]"') from None
+        raise InputError('Ray Train is not installed: pip install "ray[default,train]"') from None
 
     codes = folder / "ray" / "exit-codes"
     codes.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace, arguments: list[str], ranks: int, folder: P
         "script": str(ROOT / "run_train.sh"), "arguments": arguments, "folder": str(ROOT), "ranks": ranks,
         "codes": str(codes), "stop": str(stop),
     }  # fmt: skip
-    ray.init(include_dashboard=False)
+    ray.init()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.touch())  # Ray's own handler would end the driver
     each = {"GPU": options.gpus} if options.gpus else {"CPU": 1}
     trainer = DataParallelTrainer(
