@@ -2,11 +2,11 @@
 
     python -m tools.bench.together [--rounds 3] [--steps 5] [--json out.json] [--table.key=value ...]
 
-`apart` is two runs at the same time, each of one process with half of the batch; the others are one run of two ranks on all of
-it (`tools.bench.sections --one`), every process with half of this machine's threads. `bytes` are the messages of a step of one
-rank, traced (tools/plan/trace.py); `alone` is how long these messages take between two ranks that do nothing else; `expected` is
-the sum of that and of the time of `apart`, which a pipeline lengthens by its planned bubble. In turn, each in processes of their
-own.
+`apart` is two runs at the same time, each of one process with half of the batch; `apart, as PP` is the same in micro-batches of
+the pipeline's size, whose products are smaller. The others are one run of two ranks on all of it (`tools.bench.sections --one`),
+every process with half of this machine's threads. `bytes` are the messages of a step of one rank, traced (tools/plan/trace.py);
+`alone` is how long these messages take between two ranks that do nothing else; `expected` is the sum of that and of the time of
+`apart`. For a pipeline it is that of `apart, as PP`, lengthened by the planned bubble. In turn, each in processes of their own.
 """
 
 import argparse
@@ -82,28 +82,33 @@ def seconds_of(options: list[str], steps: int, **processes: int) -> float:
 def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[list[str]]:
     base = [*MODELS[model].split(), *overrides]
     batch = load_config(base).training.global_batch_size
-    half = [*base, *(f"--training.{name}_batch_size={batch // 2}" for name in ("local", "global"))]
+    half = [*base, f"--training.global_batch_size={batch // 2}"]
+    halves = {"apart": batch // 2, "apart, as PP": batch // MOST_MICRO_BATCHES}
     runs = {
         name: [*base, *words.split(), f"--training.local_batch_size={batch // (ranks * micro_batches)}"]
         for name, (words, ranks, micro_batches) in MESHES.items()
     }
     busy = {name: 1 - bubble(micro_batches) for name, (words, _, micro_batches) in MESHES.items() if "pipeline" in words}
+    against = dict.fromkeys([*busy, "apart, as PP"], "apart, as PP")
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        messages = {"apart": Counter()} | {name: pool.apply(messages_of, (options,)) for name, options in runs.items()}
+        messages = {name: Counter() for name in halves} | {name: pool.apply(messages_of, (options,)) for name, options in runs.items()}
     every = sorted(set().union(*messages.values()))
     seconds, taken = ({name: [] for name in messages} for _ in range(2))
     for _ in range(rounds):
         each = dict(zip(every, harness.child("tools.bench.together", f"--alone={json.dumps(every)}", ranks=2)["seconds"]))
         for name in taken:
             taken[name].append(sum(times * each[message] for message, times in messages[name].items()))
-        with ThreadPoolExecutor() as both:
-            seconds["apart"].append(max(both.map(lambda _: seconds_of(half, steps, beside=2), range(2))))
+        for name, local in halves.items():
+            options = [*half, f"--training.local_batch_size={local}"]
+            with ThreadPoolExecutor() as both:
+                seconds[name].append(max(both.map(lambda _: seconds_of(options, steps, beside=2), range(2))))  # noqa: B023
         for name, options in runs.items():
             seconds[name].append(seconds_of(options, steps, ranks=2))
     rows = []
     for name, times in seconds.items():
         size = sum(size * times for (_, size), times in messages[name].items())
-        expected = [apart / busy.get(name, 1.0) + alone for apart, alone in zip(seconds["apart"], taken[name])]
+        apart = seconds[against.get(name, "apart")]
+        expected = [time / busy.get(name, 1.0) + alone for time, alone in zip(apart, taken[name])]
         both = {"expected": expected, name: times}
         rows.append([
             model, name, f"{statistics.median(times) * 1e3:,.0f} ms", f"{harness.ratio(seconds, name, 'apart'):.2f}",
