@@ -124,12 +124,16 @@ def series(folder: Path, key: str = "loss") -> dict[int, float]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
+def logged(folder: Path, step: int) -> bool:
+    """Whether a run that logs every step has logged that one."""
+    metrics = folder / "metrics.jsonl"
+    return metrics.exists() and metrics.read_text().count("\n") >= step
+
+
 def in_mid_run(folder: Path, step: int) -> bool:
     """Whether the run has logged that step and published a checkpoint: only then does a start after a kill resume. A save is
     published by the side of the steps that follow it, on a busy disk many steps later."""
-    metrics = folder / "metrics.jsonl"
-    logged = metrics.exists() and metrics.read_text().count("\n") >= step
-    return logged and any((folder / "checkpoints").glob("step-*"))
+    return logged(folder, step) and any((folder / "checkpoints").glob("step-*"))
 
 
 def samples(folder: Path, dp_size: int) -> list[list[int]]:
@@ -146,9 +150,8 @@ def killed_at(step: int, options: list[str], folder: Path) -> None:
         with contextlib.suppress(BaseException):
             run(options, folder)
         os._exit(0)
-    metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 60 * ranks.NEIGHBOURS
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= step):
+    while time.monotonic() < deadline and not logged(folder, step):
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

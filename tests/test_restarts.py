@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
-from tests.runs import ROOT, STEPS, environment, free_port, run, samples, series, tiny_run
+from tests.runs import ROOT, STEPS, environment, free_port, logged, run, samples, series, tiny_run
 from tools.bench.faults import WRAPPER
 from reliability.goodput import account, read
 
@@ -128,11 +128,10 @@ def test_a_node_that_does_not_come_back_leaves_a_smaller_run_and_a_returned_one_
     longer = [*options, "--training.steps=60", "--lr_schedule.kind=constant", "--training.local_batch_size=1", "--optimizer.eps=1e-3"]
     flags = ["--max-restarts=2", "--last-call=5", f"--join-timeout={60 * NEIGHBOURS}", *two(port, least=1)]
     first = nodes(longer, folder, "0 SIGKILL 40 2", *flags)
-    metrics = folder / "metrics.jsonl"
 
     def reached(step: int) -> None:
         deadline = time.monotonic() + 90 * NEIGHBOURS
-        while not (metrics.exists() and metrics.read_text().count("\n") >= step):
+        while not logged(folder, step):
             assert time.monotonic() < deadline and first[0].poll() is None, ended(first)
             time.sleep(0.05)
 

@@ -101,7 +101,7 @@ def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[l
         for name, local in halves.items():
             options = [*half, f"--training.local_batch_size={local}"]
             with ThreadPoolExecutor() as both:
-                seconds[name].append(max(both.map(lambda _: seconds_of(options, steps, beside=2), range(2))))  # noqa: B023
+                seconds[name].append(max(both.map(partial(seconds_of, beside=2), [options] * 2, [steps] * 2)))
         for name, options in runs.items():
             seconds[name].append(seconds_of(options, steps, ranks=2))
     rows = []
