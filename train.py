@@ -364,8 +364,8 @@ def resume(job: Job, tokenizer: Tokenizer, watchdog: health.Watchdog) -> tuple[C
     watchdog.arm(watchdog.STORAGE)
     progress = checkpoints.load(job.model, job.optimizer)
     if not progress and cfg.checkpoint.load_hf:
-        family = MODELS[cfg.model.family]
-        checkpoints.origin = hf.load(Path(cfg.checkpoint.load_hf), job.model, family, job.args, checkpoints.group)
+        folder = Path(cfg.checkpoint.load_hf)
+        checkpoints.origin = hf.load(folder, job.model, MODELS, cfg.model.family, job.args, checkpoints.group)
     return checkpoints, progress or {}
 
 

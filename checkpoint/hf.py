@@ -39,29 +39,51 @@ WIDENED = ("F32", "BF16", "F16")  # types of weights that float32 holds exactly
 SHARD_SIZE = 5_000_000_000  # bytes of one exported file at most, unless one tensor has more
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
-# A family is given to these functions as its module, which has the members of models/family.py::Family, and `args` is an
-# instance of that family's Args.
+# A family is given to these functions as its module, which has the members of models/family.py::Family, or by its name
+# and the modules of all families. `args` is an instance of that family's Args.
 
 
-def family_of(folder: Path, families: Mapping[str, Any]) -> Any:
-    """The family among these whose model_type a folder's config.json names, or the first where it names none. Raises
-    InputError."""
-    path = folder / "config.json"
-    by_type = {model_type: family for family in families.values() for model_type in family.HF_TYPES}
-    name = read_json(path).get("model_type", next(iter(by_type)))
-    if name not in by_type:
-        known = " and ".join(json.dumps(known) for known in by_type)
-        raise InputError(f"{path}: model_type is {json.dumps(name)}, only {known} can be converted")
-    return by_type[name]
+def read_model(folder: Path, families: Mapping[str, Any], unnamed: str | None = None) -> tuple[str, Any]:
+    """The name of the family that a folder's config.json describes, and its Args. Every reader of such a folder asks here.
 
-
-def read_args(folder: Path, family: Any) -> Any:
-    """The model's numbers from a folder's config.json; what it does not say has the default of transformers' class.
-
-    Raises InputError for what is not of this family, or a model with parts that ours does not have.
+    unnamed: the family of a file that has no model_type, the first one if not given. Raises InputError for a model of
+    none of these families, or with parts that ours does not have.
     """
     path = folder / "config.json"
     config = read_json(path)
+    by_type = {kind: name for name, family in families.items() for kind in family.HF_TYPES}
+    kind = config.get("model_type")
+    if kind is None:
+        name = unnamed or next(iter(families))
+    elif isinstance(kind, str) and kind in by_type:
+        name = by_type[kind]
+    else:
+        known = " and ".join(json.dumps(known) for known in by_type)
+        raise InputError(f"{path}: model_type is {json.dumps(kind)}, only {known} can be converted")
+    return name, _read_args(path, config, families[name])
+
+
+def check_model(folder: Path, families: Mapping[str, Any], name: str, numbers: dict[str, Any]) -> None:
+    """Raises InputError unless a folder's config.json describes a model of this family with these numbers.
+
+    numbers: those of the family's Args. max_seq_len may differ, because no weight depends on it.
+    """
+    there, args = read_model(folder, families, name)
+    if there != name:
+        raise InputError(
+            f'{folder} holds a model of the family "{there}", and model.family is "{name}": '
+            f'set model.family = "{there}" and a flavor of it'
+        )
+    stored = asdict(args)
+    stored.pop("max_seq_len")
+    lines = state.mismatches(stored, numbers, "model")
+    if lines:
+        raise InputError(f"{folder} holds another model: {'; '.join(lines)}. Set these options, or the flavor")
+
+
+def _read_args(path: Path, config: dict[str, Any], family: Any) -> Any:
+    """The numbers of this family from the fields of config.json; what it does not say has the default of transformers'
+    class. Raises InputError."""
     for key, value in family.HF_FIXED.items():
         if (stored := config.get(key, value)) != value:
             raise InputError(f"{path}: {key} is {json.dumps(stored)}, only {json.dumps(value)} can be converted")
@@ -200,10 +222,12 @@ def _read_slice(stored: Stored, name: str, box: tuple[slice, ...]) -> Tensor:
         raise InputError(f"{stored.file}: {error}") from None
 
 
-def load(folder: Path, model: nn.Module, family: Any, args: Any, group: dist.ProcessGroup) -> str:
+def load(
+    folder: Path, model: nn.Module, families: Mapping[str, Any], name: str, args: Any, group: dist.ProcessGroup
+) -> str:
     """Fill a live model, on any mesh, from a folder of Hugging Face's; returns its absolute path, for the record.
 
-    Every rank of `group` (a gloo group) calls it. Rank 0 reads the headers for all; then each reads its own slices.
+    name: of the model's family among these. Every rank of `group` (a gloo group) calls it. Rank 0 reads the headers for all; then each reads its own slices.
     Raises InputError on all ranks: after a folder that does not fit nothing has changed, after an unreadable byte the
     model is useless.
     """
@@ -211,12 +235,9 @@ def load(folder: Path, model: nn.Module, family: Any, args: Any, group: dist.Pro
     answer: list = [None, None]
     if dist.get_rank(group) == 0:
         try:
-            there = asdict(read_args(folder, family))
-            there.pop("max_seq_len")
-            lines = state.mismatches(there, asdict(args), "model")
-            if lines:
-                raise InputError(f"{folder} holds another model: {'; '.join(lines)}. Set these options, or the flavor")
-            answer[0] = weights(folder, family, args, {name: list(tensor.shape) for name, tensor in live.items()})
+            check_model(folder, families, name, asdict(args))
+            shapes = {parameter: list(tensor.shape) for parameter, tensor in live.items()}
+            answer[0] = weights(folder, families[name], args, shapes)
         except InputError as error:
             answer[1] = error
     dist.broadcast_object_list(answer, src=0, group=group)
@@ -225,10 +246,10 @@ def load(folder: Path, model: nn.Module, family: Any, args: Any, group: dist.Pro
 
     def read() -> None:
         try:
-            for name, tensor in live.items():
-                ranges = zip(*storage.box_of(name, tensor), strict=True)
+            for parameter, tensor in live.items():
+                ranges = zip(*storage.box_of(parameter, tensor), strict=True)
                 box = tuple(slice(start, start + length) for start, length in ranges)
-                storage.local(tensor).copy_(answer[0][name].read(box))
+                storage.local(tensor).copy_(answer[0][parameter].read(box))
         except OSError as failure:
             raise InputError(f"{failure.filename or folder}: {failure.strerror or failure}") from None
 

@@ -1,5 +1,6 @@
 """`run_train.sh` says what this machine lacks before it starts a rank: text, tokenizer, packages, GPUs; all at once."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from configs.load import load_config
 from data.prepare import prepare
 from data.tokenizer import train_bpe, write_rank_file
+from models import llama, qwen3
 from parallelisms import mesh
 from tests.runs import ROOT, environment
 from tools import check
@@ -48,6 +50,15 @@ LACKING = {
     "weights of another run": ("checkpoint.load_path=PLACE/nowhere", 'checkpoint.load_path = "PLACE/nowhere" does not exist'),
     "weights of Hugging Face": ("checkpoint.load_hf=PLACE/nowhere", 'checkpoint.load_hf = "PLACE/nowhere" does not exist'),
 }  # fmt: skip
+CONFIG = llama.hf_config(llama.Args(**llama.FLAVORS["debug"]))
+OTHER_MODELS = {  # config.json -> the words of the one problem
+    "granite": (CONFIG | {"model_type": "granite"}, 'model_type is "granite", only "llama" and "qwen3"'),
+    "mistral with a sliding window": (CONFIG | {"model_type": "mistral", "sliding_window": 4096}, 'model_type is "mistral"'),
+    "a family that we have": (
+        qwen3.hf_config(qwen3.Args(**qwen3.FLAVORS["0.6B"])), 'holds a model of the family "qwen3"|set model.family = "qwen3"'),
+    "biases": (CONFIG | {"attention_bias": True}, "attention_bias is true, only false can be converted"),
+    "a different size": (CONFIG | {"hidden_size": 512}, "model.dim is 512 in the checkpoint and 256 here"),
+}  # fmt: skip
 LACKING_GPU = {
     "CUDA": ("run.device=cuda", "torch sees no GPU here"),
     "a kernel": ("training.attention=flash model.head_dim=32 training.param_dtype=bfloat16", "is a kernel for GPUs, this is a cpu"),
@@ -70,6 +81,22 @@ def test_what_is_not_there_is_a_sentence(name, place):
     options, words = LACKING[name]
     (problem,) = problems(place, options)
     assert all(fragment.replace("PLACE", str(place)) in problem for fragment in words.split("|")), problem
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_a_folder_of_a_different_model_is_refused_before_a_rank_starts(name, place, tmp_path):
+    config, words = OTHER_MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (problem,) = problems(place, f"checkpoint.load_hf={tmp_path}")
+    assert problem.startswith(f"checkpoint.load_hf: {tmp_path}")
+    assert all(fragment in problem for fragment in words.split("|")), problem
+
+
+@pytest.mark.parametrize("model_type", ["llama", None])
+def test_the_folder_of_the_same_model_is_taken(model_type, place, tmp_path):
+    """Also one that does not say its type, as transformers' first files did not."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": model_type}))
+    assert not problems(place, f"checkpoint.load_hf={tmp_path}")
 
 
 @NO_GPU

@@ -104,7 +104,8 @@ def test_in_and_out_again(shape, tmp_path):
     rounding = 1e-5 if getattr(args, "n_experts", 0) else 0
     source, run_folder, back = write_hf(tmp_path / "hf", family, args), tmp_path / "run", tmp_path / "back"
     assert len(list(source.glob("*.safetensors"))) > 2
-    assert hf.family_of(source, MODELS) is family and hf.read_args(source, family) == args
+    name, read = hf.read_model(source, MODELS)
+    assert MODELS[name] is family and read == args
     assert run("hf-to-dcp", source, run_folder) == 0
     theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(source, **kind), family.build(args)
     tokens = torch.randint(0, 263, (2, 37))
@@ -216,7 +217,7 @@ def load_gather_scatter_save(source: Path, folder: Path, more: list[str]) -> dic
     """On this mesh: fill the model from a Hugging Face folder; gather it; scatter it into a model of another seed; save
     that with the manager. Returns what was gathered."""
     job = build(*more)
-    hf.load(source, job.model, llama, job.args, dist.group.WORLD)
+    hf.load(source, job.model, MODELS, "llama", job.args, dist.group.WORLD)
     whole = state.gather_to_rank_0(job.model)
     before = {name: state.local(t).clone() for name, t in job.model.state_dict().items()}
     with torch.no_grad():
@@ -268,7 +269,7 @@ def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_
 def refuse_to_load(source: Path, more: list[str]) -> str:
     job = build(*more)
     try:
-        hf.load(source, job.model, llama, job.args, dist.group.WORLD)
+        hf.load(source, job.model, MODELS, "llama", job.args, dist.group.WORLD)
     except InputError as error:
         return str(error)
     return ""
@@ -283,9 +284,23 @@ def test_a_live_mesh_refuses_another_model_on_every_rank(hf_folder, tmp_path):
     )
     [nothing] = run_ranks(1, refuse_to_load, tmp_path / "nothing", [])
     assert nothing == f"checkpoint.load_hf: {tmp_path}/nothing/config.json cannot be read: No such file or directory"
+    # The family that config.json names is not ours: its numbers and its tensors fit, and its network is a different one.
+    for kind, words in {"granite": 'model_type is "granite", only', "qwen3": 'set model.family = "qwen3"'}.items():
+        copy = renamed(hf_folder, kind, tmp_path / kind)
+        said = run_ranks(2, refuse_to_load, copy, [])
+        assert said[0] == said[1] and words in said[0]
+        assert said[0].startswith(f"checkpoint.load_hf: {copy}")
     # A file that changes after its header was read: only the rank that needs the tensor finds out, and all are told.
     said = run_ranks(2, unreadable_on_one_rank, hf_folder)
     assert all("could not be read: rank 1: InputError" in words for words in said)
+
+
+def renamed(source: Path, model_type: str, copy: Path) -> Path:
+    """The same folder with a different model_type."""
+    shutil.copytree(source, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    return copy
 
 
 def unreadable_on_one_rank(source: Path) -> str:

@@ -17,7 +17,7 @@ from checkpoint import hf, state, verify
 from configs import schema
 from configs.load import load_config
 from configs.schema import InputError
-from models import deepseek_v3
+from models import MODELS, deepseek_v3
 from parallelisms.mesh import world
 from reliability.health import unlike_replicas
 from tests import checkpoints
@@ -276,7 +276,7 @@ def imported(folder: Path, exported: Path) -> list[str]:
     """On this mesh: the weights that are not bitwise the same from the exported folder and from the checkpoint."""
     options = [option for option in TINY_EXPERTS if option.startswith("--model.")]
     models = []
-    for load in (lambda job: hf.load(exported, job.model, deepseek_v3, job.args, dist.group.WORLD),
+    for load in (lambda job: hf.load(exported, job.model, MODELS, "deepseek_v3", job.args, dist.group.WORLD),
                  lambda job: state.load_model(folder, job.model)):  # fmt: skip
         job = train.build(load_config([*options, "--data.tokenizer=bytes", EP2], world().size, world().local_size))
         load(job)

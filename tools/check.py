@@ -32,8 +32,21 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         place = getattr(cfg.checkpoint, option)
         if place and fresh and not Path(place).exists():
             yield f'checkpoint.{option} = "{place}" does not exist here: name the folder to start from, or remove the option'
+        elif place and fresh and option == "load_hf":
+            yield from model_problems(cfg, Path(place))
     yield from gpu_problems(cfg, local_world_size)
     yield from torch_problems(cfg)
+
+
+def model_problems(cfg: Config, folder: Path) -> Iterator[str]:
+    """Whether a folder of Hugging Face's describes the model of the run. What a rank asks when it loads the folder."""
+    from checkpoint import hf  # here, because it imports torch, as the families do
+    from models import MODELS
+
+    try:
+        hf.check_model(folder, MODELS, cfg.model.family, check.architecture(cfg.model))
+    except InputError as error:
+        yield f"checkpoint.load_hf: {error}"
 
 
 def torch_problems(cfg: Config) -> Iterator[str]:

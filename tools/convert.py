@@ -70,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def hf_to_dcp(source: Path, out: Path) -> str:
     """Returns what was done, in a sentence; so do the other three. Raises InputError."""
-    family = hf.family_of(source, MODELS)
-    args = hf.read_args(source, family)
+    name, args = hf.read_model(source, MODELS)
+    family = MODELS[name]
     stored = hf.weights(source, family, args, shapes(family, args))
 
     def read(name: str) -> Tensor:

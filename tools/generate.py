@@ -51,16 +51,16 @@ def load(folder: Path, tokenizer: str = "") -> Loaded:
 
 
 def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
-    family = hf.family_of(folder, MODELS)
-    args = hf.read_args(folder, family)
+    name, args = hf.read_model(folder, MODELS)
+    family = MODELS[name]
     words = load_saved(tokenizer) if tokenizer else hf_tokenizer.read(folder)
     with torch.device("meta"):
         model = family.build(args)
     model.to_empty(device="cpu")
     live = model.state_dict()
-    stored = hf.weights(folder, family, args, {name: list(tensor.shape) for name, tensor in live.items()})
-    for name, tensor in live.items():
-        tensor.copy_(stored[name].read())
+    stored = hf.weights(folder, family, args, {parameter: list(tensor.shape) for parameter, tensor in live.items()})
+    for parameter, tensor in live.items():
+        tensor.copy_(stored[parameter].read())
     return Loaded(model, words, _context(args))
 
 
