@@ -11,6 +11,7 @@ from configs.load import load_config
 from data import hf_tokenizer
 from data.tokenizer import byte_tokenizer
 from models import MODELS
+from parallelisms import attention
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL
@@ -53,6 +54,34 @@ def test_the_same_tokens_as_without_the_cache(tied, temperature, context, multip
         cached = sample(model, prompt, 20, context, CPU, multiple=multiple, **options)
         assert cached == sample(model, prompt, 20, context, CPU, cache=False, **options)
         assert len(cached) == len(prompt) + 20 and len(set(cached)) > (10 if temperature else 2), "a text that repeats itself would prove little"
+
+
+def kernels() -> dict[str, bool]:
+    """PyTorch's switches of this process: which kernels attention may use."""
+    names = ("flash", "cudnn", "mem_efficient", "math")
+    return {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in names}
+
+
+@pytest.mark.parametrize("kernel, family", [("cudnn", "llama"), ("flash", "llama"), ("cudnn", "deepseek_v3")])
+def test_the_kernel_of_training_does_not_end_a_run_at_its_sample(kernel, family):
+    """A forward of one token has a mask, which FlashAttention does not take: "Invalid backend", after the last step. On a CPU
+    the switch "cudnn" leaves no kernel at all, as "flash" does on a GPU for a mask. The setting holds again for who asks for
+    tokens, and after the last one."""
+    model = restless(MODELS[family].small(16), MODELS[family])
+    wanted = texts(model, [[1, 2, 3]], 3, 8, temperature=0)
+    before = kernels()
+    try:
+        attention.choose(kernel, torch.device("cuda"))
+        chosen = kernels()
+        assert chosen != before
+        made = [1, 2, 3]
+        for [token] in sample_stream(model, [made], 3, 8, CPU, temperature=0):
+            made.append(token)
+            assert kernels() == chosen
+        assert [made] == wanted and kernels() == chosen
+    finally:
+        for name, on in before.items():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(on)
 
 
 @pytest.mark.parametrize("shape", [*MODELS, "qwen3 experts", "deepseek_v3 lite"])

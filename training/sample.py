@@ -16,6 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# A forward of one new token has a mask, and FlashAttention has no masks. So `training.attention`, which is set for the whole
+# process, does not hold where text is sampled: PyTorch chooses among all kernels.
+KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class KeyValueCache:
@@ -147,7 +152,8 @@ def sample_stream(
         def logits_of_newest(h: Tensor, weight: Tensor) -> Tensor:
             return _whole(h)[torch.arange(len(newest), device=device), newest] @ _whole(weight).t()  # [B, V]
 
-        with whole_sequences(model), torch.compiler.set_stance("force_eager"):  # lengths vary, and each would be compiled
+        eager = torch.compiler.set_stance("force_eager")  # lengths vary, and each would be compiled
+        with whole_sequences(model), eager, sdpa_kernel(KERNELS):
             logits = (memory.forward if memory else model)(tokens, positions, logits_of_newest).float().cpu()
         drawn: list[int | None] = [None] * len(texts)
         for i, text in enumerate(texts):
