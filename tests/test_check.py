@@ -1,6 +1,9 @@
 """`run_train.sh` says what this machine lacks before it starts a rank: text, tokenizer, packages, GPUs; all at once."""
 
 import json
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from configs.load import load_config
+from data import sources
 from data.prepare import prepare
 from data.tokenizer import train_bpe, write_rank_file
 from models import llama, qwen3
@@ -158,6 +162,37 @@ def test_nothing_is_said_where_nothing_is_missing(place):
 def test_a_run_that_has_a_checkpoint_needs_no_weights_to_start_from(place, tmp_path):
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert not problems(place, f"checkpoint.load_path=PLACE/nowhere run.folder={tmp_path}")
+
+
+PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.toml") if "debug" not in path.stem)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_without_its_files_ends_with_the_command_that_tries_it(preset, tmp_path, monkeypatch, capsys):
+    """The command is legal, lacks nothing on this machine, and its sequences fit into Python's library."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "configs" / f"{preset}.toml").read_text(encoding="utf-8")
+    [(world, local)] = re.findall(r"^# world size: (\d+) \(\d+ hosts? of (\d+)\)$", text, re.M)
+    sizes = [f"--world-size={world}", f"--local-world-size={local}"]
+    monkeypatch.setattr(check, "gpu_problems", lambda cfg, local: iter(()))
+    assert check.main([f"configs/{preset}.toml", "--optimizer.lr=1e-4", *sizes]) == 2
+    said = capsys.readouterr().err
+    assert "assets/" in said and 'data.source = "corpus/' in said
+    program, *arguments = shlex.split(said.strip().splitlines()[-1])
+    assert program == "./run_train.sh" and "--optimizer.lr=1e-4" in arguments
+    cfg = load_config(arguments, int(world), int(local))
+    assert not list(check.problems(cfg, int(local)))
+    assert cfg.data.source == "stdlib" and not cfg.validation.interval and cfg.run.folder != f"runs/{preset}"
+    characters = sum(file.size for file in sources.find("stdlib"))
+    assert cfg.training.seq_len < characters / 8, "a token of this tokenizer has less than 8 characters"
+
+
+@pytest.mark.parametrize("options", ["--data.source=nowhere.txt", "--data.tokenizer=nowhere.json"])
+def test_whoever_names_other_files_is_told_about_these_alone(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert check.main([str(ROOT / "configs/llama_8b.toml"), options]) == 2
+    assert "./run_train.sh" not in capsys.readouterr().err
 
 
 def test_run_train_says_it_all_at_once_and_starts_nothing(tmp_path):

@@ -10,13 +10,14 @@ nothing else can answer.
 
 import argparse
 import importlib.util
+import shlex
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 from configs import check
-from configs.load import ConfigError, help_text, load_config
+from configs.load import ConfigError, as_given, help_text, load_config
 from configs.schema import Config, InputError
 from data import inputs
 
@@ -36,6 +37,22 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
             yield from model_problems(cfg, Path(place))
     yield from gpu_problems(cfg, local_world_size)
     yield from torch_problems(cfg)
+
+
+def without_files(cfg: Config, argv: list[str]) -> str:
+    """The command that tries a preset without its corpus and its tokenizer, on what every machine has; "" where it would not
+    help: the files are there, or the person has named others.
+
+    argv: the configuration's arguments. No validation: the preset's small share of Python's library is shorter than one of
+    its sequences. A folder of its own: the run that the preset is for has another tokenizer.
+    """
+    _, given = as_given(argv)
+    if cfg.data.mixture or cfg.validation.sets or {"data.source", "data.tokenizer"} & given.keys():
+        return ""
+    if not any(inputs.problems(cfg, check.architecture(cfg.model)["vocab_size"])):
+        return ""
+    words = ["--data.source=stdlib", "--data.tokenizer=bpe", "--validation.interval=0", "--run.folder=runs/try"]
+    return shlex.join(["./run_train.sh", *argv, *words])
 
 
 def model_problems(cfg: Config, folder: Path) -> Iterator[str]:
@@ -99,12 +116,17 @@ def main(argv: list[str]) -> int:
     sizes, arguments = parser.parse_known_args(argv)
     try:
         cfg = load_config(arguments, sizes.world_size, sizes.local_world_size)
-        if found := list(dict.fromkeys(problems(cfg, sizes.local_world_size))):
-            raise ConfigError(found)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
+    found = list(dict.fromkeys(problems(cfg, sizes.local_world_size)))
+    if not found:
+        return 0
+    print(ConfigError(found), file=sys.stderr)
+    command = without_files(cfg, arguments)
+    if command:
+        print(f"README.md says where a tokenizer and a corpus come from. To try it without them:\n    {command}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
