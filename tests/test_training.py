@@ -412,8 +412,8 @@ def test_loss_and_norm_of_the_whole_debug_preset_do_not_depend_on_the_mesh():
 @pytest.mark.parametrize("name, flavor", [
     ("llama", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("deepseek_v3", "debug"),
 ])  # fmt: skip
-def test_the_gain_of_no_norm_is_decayed_and_all_else_is(name, flavor):
-    """Also those of queries, keys and narrow vectors. Decay would draw a gain towards 0."""
+def test_norms_are_not_decayed(name, flavor):
+    """Those of queries, keys and narrow vectors among them; all else is decayed."""
     family = MODELS[name]
     sizes = {"n_layers": 2, "vocab_size": 11} | ({"q_rank": 8} if name == "deepseek_v3" else {})
     model = family.build(family.Args(**family.FLAVORS[flavor] | sizes))
