@@ -96,7 +96,7 @@ def build(cfg: Config) -> Job:
         with torch.device("meta"):
             stages[number] = family.build(args, layers[number])
         parallelize(stages[number], mesh, cfg, tp_plan)
-        stages[number].to_empty(device="cpu" if cfg.parallelism.cpu_offload else mesh.device)
+        dp.allocate(stages[number], mesh.device, cfg.parallelism.cpu_offload)
     model = pp.Pipeline(stages, layers, mesh, cfg) if mesh.pp > 1 else stages[0]
     init.initialise(model, family.initial_values(args), cfg.run.seed)
     optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)

@@ -40,6 +40,22 @@ def param_dtype(cfg: Training, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def allocate(model: nn.Module, device: torch.device, cpu_offload: bool) -> None:
+    """Give the parameters of a model on `meta` memory without values. device: where forward computes.
+
+    With `cpu_offload` they live on the CPU, and FSDP copies them to the device for forward and backward. It knows the trained
+    ones alone. Whatever is fixed, a router's bias, is read as it lies, so it lies on the device.
+    """
+    model.to_empty(device="cpu" if cpu_offload else device)
+    if not cpu_offload:
+        return
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if not param.requires_grad:
+                there = torch.empty_like(param, device=device)
+                module.register_parameter(name, nn.Parameter(there, requires_grad=False))
+
+
 @contextmanager
 def shared_groups() -> Iterator[None]:
     """Inside, all modules with `reshard_after_forward` = N keep their weights over the same groups of N ranks.

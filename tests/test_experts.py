@@ -5,12 +5,15 @@ that every two settings meet.
 """
 
 import importlib.util
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import train
+from configs.load import load_config
 from models.kernels import grouped_product as grouped
 from tests.covering import covering_array
 from tests.parity import CONTEXT, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, SGD, check, plain, trajectory
@@ -103,6 +106,27 @@ def test_fewer_experts_than_ranks_that_share_them():
 
 def test_offloaded_experts_equal_the_plain_model():
     check("ep2", [settings(experts="deepseek_v3")], ["--parallelism.cpu_offload=true"], factors=FACTORS | CONTEXT)
+
+
+def homes_of_parameters() -> dict[str, set[tuple[str, str]]]:
+    """With and without offload, the last word of every parameter's name and where it lives, if the mesh computes on a device
+    that is not the CPU. `meta` is such a device everywhere."""
+    real = train.meshes.open_mesh
+    train.meshes.open_mesh = lambda *args: replace(real(*args), device=torch.device("meta"))
+    homes = {}
+    sizes = ["--model.family=deepseek_v3", "--model.flavor=debug", "--run.device=cpu"]
+    for offload in "true", "false":
+        cfg = load_config([*sizes, f"--parallelism.cpu_offload={offload}"], 1, 1)
+        parameters = train.build(cfg).model.named_parameters()
+        homes[offload] = {(name.rpartition(".")[2], p.device.type) for name, p in parameters}
+    return homes
+
+
+def test_offload_leaves_what_fsdp_does_not_move_where_it_is_read():
+    """A router's bias is no parameter of FSDP's. It stayed on the CPU, and the first forward of a GPU failed."""
+    homes = run_ranks(1, homes_of_parameters)[0]
+    assert homes["true"] == {("weight", "cpu"), ("bias", "meta"), ("w1", "cpu"), ("w2", "cpu"), ("w3", "cpu")}
+    assert {device for _, device in homes["false"]} == {"meta"}
 
 
 def test_bfloat16_is_near_float32():
