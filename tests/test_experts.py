@@ -159,6 +159,34 @@ def test_the_kernel_of_gpus_computes_what_the_loop_does(monkeypatch):
     assert len(calls) == 3
 
 
+real_grouped_mm = torch.nn.functional.grouped_mm
+
+
+def careless_grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """PyTorch's, with two faults that it has had on GPUs: where rows are summed, a group without rows is left as the memory
+    was, and no rows at all are an error."""
+    assert a.numel(), "the kernel was called without rows"
+    out = real_grouped_mm(a, b, offs=offs)
+    if b.ndim == 2:
+        out[offs.diff(prepend=offs.new_zeros(1)) == 0] = float("nan")
+    return out
+
+
+@pytest.mark.parametrize("counts", [[0, 4, 0, 5, 0], [9, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+@pytest.mark.parametrize("uses_kernel", [True, False])
+def test_an_expert_without_rows_has_a_gradient_of_zero(monkeypatch, counts, uses_kernel):
+    """Whatever the kernel leaves there."""
+    torch.manual_seed(0)
+    rows, weight = torch.randn(sum(counts), 16).bfloat16(), torch.randn(5, 24, 16).bfloat16()
+    monkeypatch.setattr(grouped.F, "grouped_mm", careless_grouped_mm)
+    monkeypatch.setattr(grouped, "fits_grouped_mm", lambda rows, weight: uses_kernel)
+    out, of_rows, of_weight = product_and_gradients(rows, weight, torch.tensor(counts))
+    assert out.shape == (len(rows), 24) and of_rows.shape == rows.shape
+    is_idle = torch.tensor(counts) == 0
+    assert of_weight[is_idle].count_nonzero() == 0
+    assert of_weight[~is_idle].isfinite().all() and of_weight[~is_idle].flatten(1).any(1).all()
+
+
 @pytest.mark.parametrize("cuda, dtype, width, of_result, fits", [
     (True, torch.bfloat16, 16, 24, True), (False, torch.bfloat16, 16, 24, False), (True, torch.float32, 16, 24, False),
     (True, torch.bfloat16, 12, 24, False), (True, torch.bfloat16, 16, 20, False), (True, torch.bfloat16, 12, 20, False),

@@ -20,6 +20,8 @@ def fits_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
 def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """rows [M, D], group after group; weight [X, F, D]; counts int64 [X], the rows of each group, M in sum -> [M, F]: each row
     times the transposed weight of its group."""
+    if not len(rows):
+        return rows.new_empty(0, weight.shape[1])
     if fits_grouped_mm(rows, weight):
         return F.grouped_mm(rows, weight.mT, offs=counts.cumsum(0).int())
     out = rows.new_empty(len(rows), weight.shape[1])
@@ -30,11 +32,19 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 @torch.library.custom_op("plumbline::grouped_product_backward", mutates_args=())
 def grouped_product_backward(grad: Tensor, rows: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Grad of the rows [M, D] and of the weight [X, F, D]. A group without rows has a gradient of 0."""
+    """Grad of the rows [M, D] and of the weight [X, F, D].
+
+    A group without rows has a gradient of 0. The kernel of Blackwell GPUs leaves it as the memory was (pytorch#172439,
+    pytorch#193633, cutlass#2674), so it is set here, by a mask: which groups are empty is known to the GPU alone.
+    """
+    if not len(rows):
+        return rows.new_empty(rows.shape), weight.new_zeros(weight.shape)
     grad = grad.contiguous()
     if fits_grouped_mm(rows, weight):
         ends = counts.cumsum(0).int()
-        return F.grouped_mm(grad, weight, offs=ends), F.grouped_mm(grad.t(), rows, offs=ends)
+        of_weight = F.grouped_mm(grad.t(), rows, offs=ends)
+        of_weight.masked_fill_((counts == 0)[:, None, None], 0)
+        return F.grouped_mm(grad, weight, offs=ends), of_weight
     of_rows, of_weight = torch.empty_like(rows), torch.empty_like(weight, memory_format=torch.contiguous_format)
     parts = zip(_groups(grad, counts), _groups(rows, counts), _groups(of_rows, counts), strict=True)
     for (own, part, into), group, gradient in zip(parts, weight.unbind(0), of_weight.unbind(0), strict=True):
