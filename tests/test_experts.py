@@ -14,11 +14,16 @@ import torch
 
 import train
 from configs.load import load_config
+from models import moe
 from models.kernels import grouped_product as grouped
+from parallelisms.mesh import world
 from tests.covering import covering_array
-from tests.parity import CONTEXT, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, SGD, check, plain, trajectory
+from tests.parity import (
+    BATCH, CONTEXT, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, OPTIONS, SEQ, SGD, VOCAB, check, plain, trajectory,
+)  # fmt: skip
 from tests.ranks import run_ranks
 from tests.runs import EP2
+from training.loss import plain_cross_entropy
 
 LEFT_OUT = "every_n", "last two kept"  # they differ from the settings beside them by the blocks that they are for
 FACTORS = {"experts": EXPERTS} | {factor: NUMBERS[factor] for factor in ("optimizer", "clipping")} | {
@@ -138,6 +143,117 @@ def test_bfloat16_is_near_float32():
     assert np.max(np.abs(np.array(seen["loss"]) / np.array(oracle["loss"]) - 1)) < 2**-8
     for n, want in oracle["grad"].items():
         assert np.linalg.norm(seen["grad"][n] - want) / np.linalg.norm(want) < 0.25, n
+
+
+# The plain model beside the equations of DeepSeek-V3: a mesh is compared with the plain model only
+
+OF_ONE = [*OPTIONS, "--training.local_batch_size=24"]
+SPEED = 0.01
+
+
+def job_and_batch(experts: str, *more: str) -> tuple[train.Job, dict[str, torch.Tensor]]:
+    """A model with these experts on this rank, and a batch of one micro-batch."""
+    own = EXPERTS[experts]
+    base = [o for o in OF_ONE if experts != "deepseek_v3" or not o.startswith(DENSE_HEADS)]
+    job = train.build(load_config([*base, *own, *more], world().size, world().local_size))
+    tokens = torch.randint(0, VOCAB, (1, BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    return job, {"tokens": tokens[..., :-1].contiguous(), "labels": tokens[..., 1:].contiguous()}
+
+
+DENSE_HEADS = "--model.n_kv_heads", "--model.head_dim"
+
+
+def balance_loss(args, affinities: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Equations 17 to 20 of arXiv:2412.19437 for each sequence, [B], written as they stand there.
+
+    affinities [B, T, X], s' of equation 19; experts [B, T, k]: which each token is sent to."""
+    losses = []
+    for s, chosen in zip(affinities, experts, strict=True):
+        total = 0
+        for i in range(args.n_experts):
+            f = args.n_experts / (args.experts_per_token * len(s)) * (chosen == i).sum()  # (18)
+            P = s[:, i].sum() / len(s)  # (20)
+            total = total + f * P
+        losses.append(args.balance_loss * total)  # (17)
+    return torch.stack(losses)
+
+
+def balanced(experts: str) -> None:
+    """What a step reports of the balance loss, and its part of the gradient, are those of the equations."""
+    job, batch = job_and_batch(experts)
+    seen = {}
+    for number, mixture in job.model.mixtures().items():
+        mixture.router.register_forward_hook(lambda *call, number=number: seen.update({number: call[-1]}))
+    logits = job.model(batch["tokens"][0], torch.arange(SEQ))
+    losses = {}
+    for number, choice in seen.items():
+        of_tokens = choice.affinities.view(BATCH, SEQ, -1), choice.experts.view(BATCH, SEQ, -1)
+        losses[number] = balance_loss(job.args, *of_tokens)
+    loss = plain_cross_entropy(logits, batch["labels"][0]) / (BATCH * SEQ)
+    total = loss + torch.stack([of_layer.mean() for of_layer in losses.values()]).sum()
+    routers = {f"layers.{i}.feed_forward.router.weight" for i in losses}
+    weights = {n: p for n, p in job.model.named_parameters() if n in routers}
+    want = dict(zip(weights, torch.autograd.grad(total, list(weights.values())), strict=True))
+
+    step = train.gradients(job, batch)
+    for number, of_layer in losses.items():
+        reported = step.router_sums[number][0] / (BATCH * SEQ)
+        torch.testing.assert_close(reported, of_layer.mean(), rtol=1e-5, atol=0)
+    for name, weight in weights.items():
+        assert (weight.grad - want[name]).norm() < 1e-5 * want[name].norm(), name
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_the_balance_loss_is_that_of_the_equations(experts):
+    """Even affinities cost `balance_loss` however many experts a token has: k cancels."""
+    run_ranks(1, balanced, experts)
+
+
+def biases_after_steps() -> None:
+    job, batch = job_and_batch("deepseek_v3")
+    biases = {i: mixture.router.bias for i, mixture in job.model.mixtures().items()}
+
+    def step(skip_above: float) -> train.StepResult:
+        return train.train_step(job, batch, skip_above)
+
+    for _ in range(3):
+        before = {i: bias.clone() for i, bias in biases.items()}
+        result = step(torch.inf)
+        for i, counts in result.expert_counts.items():
+            moved = biases[i] - before[i]
+            mean = counts.double().mean()
+            assert (counts > mean).any() and (counts < mean).any()
+            assert (moved[counts > mean] < 0).all(), "an expert with too many tokens is wanted less"
+            assert (moved[counts < mean] > 0).all(), "an expert with too few tokens is wanted more"
+            torch.testing.assert_close(moved.abs(), SPEED * (counts != mean).float())
+    before = {i: bias.clone() for i, bias in biases.items()}
+    assert step(0.0).skipped
+    assert all(torch.equal(bias, before[i]) for i, bias in biases.items())
+
+
+def test_a_balancing_bias_moves_against_the_load_and_not_in_a_skipped_step():
+    """The other way it would train towards collapse (arXiv:2408.15664, algorithm 1)."""
+    run_ranks(1, biases_after_steps)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_a_router_multiplies_in_float32_whatever_the_type_of_the_weights(score):
+    """In bfloat16 the scores would be off by 1e-3, which changes the experts of many tokens."""
+    args = SimpleNamespace(
+        n_experts=64, dim=512, experts_per_token=4, router_score=score, normalised_weights=True,
+        routed_scale=1.0, expert_groups=1, balancing_bias=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    router = moe.Router(args).bfloat16()
+    router.weight.data.copy_(torch.randn(64, 512, generator=generator) / 8)
+    x = torch.randn(100, 512, generator=generator).bfloat16()
+    with torch.no_grad():
+        choice = router(x)
+    scores = x.double() @ router.weight.detach().double().t()
+    scores = scores.softmax(-1) if score == "softmax" else scores.sigmoid()
+    assert choice.affinities.dtype == choice.weights.dtype == torch.float32
+    want = scores / scores.sum(-1, keepdim=True)
+    torch.testing.assert_close(choice.affinities.double(), want, rtol=1e-4, atol=1e-7)
 
 
 def product_and_gradients(rows, weight, counts) -> list[torch.Tensor]:
