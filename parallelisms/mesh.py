@@ -198,9 +198,8 @@ def open_group(run: Run) -> torch.device:
 
     CUDA runs get NCCL for GPU tensors and gloo for CPU ones, so that flags and checkpoints need no GPU synchronisation.
     There gloo connects two ranks when they first have something to send. Otherwise each of its groups would be a socket
-    from every rank to every other, and two groups of 512 ranks are more files than a process may usually have open. On
-    CPUs they are connected at once: a first send waits until the other rank connects too, and the stages of a pipeline
-    would wait for each other for ever.
+    from every rank to every other, and two groups of 512 ranks are more files than a process may usually have open.
+    Messages of a pipeline need more care then (`meet_neighbours`).
     """
     here = world()
     device = pick_device(run, here.local_rank)
@@ -257,7 +256,37 @@ def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int, has_experts: bo
     mesh = Mesh(device_mesh, fsdp_mesh(device_mesh), device, rank, *sizes, replicate * dp_shard + shard, part, stage,
                 head_and_tail, ep, experts_mesh, to_lower)  # fmt: skip
     mesh.set_timeout(run.init_timeout_seconds)
+    meet_neighbours(mesh, device, timedelta(seconds=run.init_timeout_seconds))
     return mesh
+
+
+def meet_neighbours(mesh: Mesh, device: torch.device, limit: timedelta) -> None:
+    """Open every connection that messages of a pipeline use, for tensors of this device. All ranks of a pipeline call it.
+
+    NCCL connects two ranks of a group at their first message, and gloo does where its connections are lazy. Whoever comes
+    first waits for the other one. In a step both may come at the same time with different messages: rank 0 asks for a
+    gradient, from rank 1, while rank 1 asks for a hidden state, from rank 0. Both would wait for ever. So each pair
+    exchanges one number in each direction here, and all ranks go through the pairs in one order.
+    """
+    for lower, higher in neighbours(mesh.pp):
+        for sender, receiver, group in (lower, higher, mesh.device_mesh.get_group("pp")), (higher, lower, mesh.to_lower):
+            number = torch.zeros(1, device=device)
+            if mesh.pp_rank == sender:
+                work = dist.isend(number, group=group, group_dst=receiver)
+            elif mesh.pp_rank == receiver:
+                work = dist.irecv(number, group=group, group_src=sender)
+            else:
+                continue
+            work.wait(limit)
+
+
+def neighbours(ranks: int) -> list[tuple[int, int]]:
+    """The pairs of ranks of a pipeline that send each other something, the lower rank first. No pair waits for more than two
+    others, whatever the number of ranks."""
+    even = [(i, i + 1) for i in range(0, ranks - 1, 2)]
+    odd = [(i, i + 1) for i in range(1, ranks - 1, 2)]
+    ring = [(0, ranks - 1)] if ranks > 2 else []  # a loop of stages goes on at rank 0; a tied weight is at both ends
+    return even + odd + ring
 
 
 def fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:

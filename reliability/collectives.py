@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from parallelisms import cp
-from parallelisms.mesh import Mesh
+from parallelisms.mesh import Mesh, meet_neighbours
 from reliability.health import odd_ones
 
 NAMESPACES = ("c10d", "_c10d_functional")
@@ -127,10 +127,8 @@ class CheckedLink:
         """link: what sends and receives. All ranks of a pipeline call this together."""
         self.link, self.mesh = link, mesh
         self.awaited: dict[int, deque[AwaitedMessage]] = {}  # by sender, in the order in which it sends them
-        # On GPUs a first message over the CPU waits until both ranks connect (parallelisms/mesh.py::open_group). Neighbours
-        # of a ring exchange something in this sum, and only they have messages for each other.
-        for group in mesh.device_mesh.get_group("pp"), mesh.to_lower:
-            dist.all_reduce(torch.zeros(1), group=group)
+        # On GPUs these ranks have sent each other nothing over the CPU so far.
+        meet_neighbours(mesh, torch.device("cpu"), mesh.timeout())
 
     def send(self, name: str, tensor: Tensor, rank: int) -> "LabelledMessage":
         label = packed(f"{name}, {_type_and_shape(tensor)}")

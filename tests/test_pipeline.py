@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 import train
 from configs.load import load_config
-from parallelisms import pp
+from configs.schema import SCHEDULES
+from parallelisms import mesh as meshes, pp, schedules
+from parallelisms.mesh import neighbours
 from reliability import collectives
 from reliability.health import unlike_replicas
 from tests.ranks import run_ranks, step_timeout
@@ -199,3 +202,78 @@ def test_a_slow_stage_is_named_with_the_half_of_the_step_in_which_it_is_slow(opt
         late = re.findall(r"rank (\d) is late: the others wait ([\d.]+) s per step for its (\w+)", said(folder))
         slowest = max(late, key=lambda line: float(line[1]))
         assert (slowest[0], slowest[2]) == ("1", kind) and float(slowest[1]) > 0.2, late
+
+
+def connect_as_nccl_does() -> None:
+    """From now on the first message between two ranks of a group, whether it is sent or received, blocks until the other rank
+    comes to one as well. NCCL makes the pair's communicator then. (With TORCH_GLOO_LAZY_INIT, a first send alone blocks.)"""
+    store, met = dist.distributed_c10d._get_default_store(), set()
+    send, receive = dist.isend, dist.irecv
+
+    def meet(group: dist.ProcessGroup, other: int) -> None:
+        pair = (group.group_name, *sorted((group.rank(), other)))
+        if pair in met:
+            return
+        met.add(pair)
+        store.add(f"met {pair}", 1)
+        while store.add(f"met {pair}", 0) < 2:
+            time.sleep(0.002)
+
+    def meet_and_send(tensor, group, group_dst):
+        meet(group, group_dst)
+        return send(tensor, group=group, group_dst=group_dst)
+
+    def meet_and_receive(tensor, group, group_src):
+        meet(group, group_src)
+        return receive(tensor, group=group, group_src=group_src)
+
+    dist.isend, dist.irecv = meet_and_send, meet_and_receive
+
+
+def sample_and_step(options: list[str], lazy: Callable | None = None, meets: bool = True) -> tuple[list[int], float]:
+    """What the initial model samples, and the norm of a step. lazy: makes connections so; meets: whether `open_mesh` lets the
+    ranks meet."""
+    if lazy:
+        lazy()
+    if not meets:
+        meshes.meet_neighbours = lambda *_: None
+    ranks = dist.get_world_size()
+    job = train.build(load_config(options, ranks, ranks))
+    text = train.sample(job.model, [1, 2, 3], 2, 16, job.mesh.device)
+    tokens = torch.randint(263, (job.cfg.training.micro_batches(1), 2, 16), generator=torch.Generator().manual_seed(0))
+    return text, train.train_step(job, {"tokens": tokens, "labels": tokens}).grad_norm
+
+
+# A tied weight would be sent first, and connect the ranks.
+LAZY = {
+    "one micro-batch": ["--training.global_batch_size=2", "--model.tied_embeddings=false"],
+    "two stages per rank": ["--parallelism.pipeline_schedule=interleaved_1f1b", "--model.tied_embeddings=false"],
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_ranks_whose_connections_are_lazy_do_not_wait_for_each_other(name, options, monkeypatch):
+    given = [*options, *MESHES["pp2"][1], *LAZY[name]]
+    want = run_ranks(2, sample_and_step, given)
+    assert run_ranks(2, sample_and_step, given, connect_as_nccl_does) == want
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    assert run_ranks(2, sample_and_step, given) == want
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_negative_control_ranks_that_have_not_met_wait_for_each_other(name, options):
+    given = [*options, *MESHES["pp2"][1], *LAZY[name]]
+    with pytest.raises(AssertionError, match="rank 0 did not end in time\nrank 1 did not end in time"):
+        run_ranks(2, sample_and_step, given, connect_as_nccl_does, False, timeout=2)
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_all_ranks_that_send_each_other_something_meet(ranks):
+    pairs = neighbours(ranks)
+    assert len(set(pairs)) == len(pairs)
+    for schedule in SCHEDULES:
+        placement = schedules.placement(schedule, ranks)
+        table = schedules.table(schedule, ranks, 0, 4 * ranks)
+        messages = {tuple(sorted((t.sender, t.receiver))) for t in schedules.transfers(table, placement)}
+        of_tied_weight = {tuple(sorted((placement[0], placement[-1])))} - {(0, 0)}
+        assert messages | of_tied_weight <= set(pairs), schedule
