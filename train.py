@@ -353,6 +353,8 @@ def resume(job: Job, tokenizer: Tokenizer, watchdog: health.Watchdog) -> tuple[C
     Opening them makes the folder this run's alone, so its configuration and its tokenizer are written there.
     """
     cfg, folder = job.cfg, Path(job.cfg.run.folder)
+    if cfg.checkpoint.export_hf:
+        hf.config_of(MODELS[cfg.model.family], job.args)  # what cannot be exported is refused before it is trained
     facts = {
         "family": cfg.model.family, "config": dump(cfg), "seq_len": cfg.training.seq_len,
         "must_match": {"model": asdict(job.args), "tokenizer": tokenizer.fingerprint},

@@ -313,6 +313,14 @@ def split(sizes: dict[str, int], limit: int) -> list[list[str]]:
     return groups
 
 
+def config_of(family: Any, args: Any) -> dict[str, Any]:
+    """The fields of config.json. Raises InputError for a model that transformers does not have: ask before it is trained."""
+    try:
+        return family.hf_config(args)
+    except ValueError as error:
+        raise InputError(f"the model cannot be written for Hugging Face: {error}") from None
+
+
 def export(
     path: Path,
     out: Path,
@@ -336,10 +344,7 @@ def export(
         if not numbers:
             raise InputError(f"{path} does not say which model it holds, so it cannot be exported")
         args = family.Args(**numbers)
-        try:
-            config = family.hf_config(args)
-        except ValueError as error:
-            raise InputError(str(error)) from None
+        config = config_of(family, args)
         theirs = {f"model.{ours}": hf for ours, hf in family.hf_names(args).items()}
         stored = state.select(manifest["tensors"], "model", ())
         if stored.keys() != theirs.keys():

@@ -7,6 +7,7 @@ depend on the mesh, so any mesh can load what any other saved. Hyperparameters a
 
 import json
 import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,23 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
     learning rate is left out, because its schedule changes it at every step."""
     groups = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
     return json.loads(json.dumps({f"group {i}": group for i, group in enumerate(groups)}))  # lists for tuples
+
+
+def model_of(path: Path, manifest: dict, families: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The family, one of these, of the model that a checkpoint holds, and its Args. Raises InputError."""
+    facts = manifest["facts"]
+    name = facts.get("family")
+    numbers = facts.get("must_match", {}).get("model")
+    if name is None or not numbers:
+        raise InputError(f"{path} does not say which model it holds")
+    if name not in families:
+        known = ", ".join(families)
+        raise InputError(f"{path} holds a model of the family {json.dumps(name)}, which is not among those here: {known}")
+    family = families[name]
+    try:
+        return family, family.Args(**numbers)
+    except TypeError as error:
+        raise InputError(f"{path} holds a {name} with other numbers than those here: {error}") from None
 
 
 def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:

@@ -30,6 +30,7 @@ import json
 import math
 import os
 import re
+import signal
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -473,4 +474,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
     sys.exit(main())

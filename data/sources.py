@@ -3,7 +3,8 @@
 | source                        | documents                                                                      | name      |
 |-------------------------------|--------------------------------------------------------------------------------|-----------|
 | `stdlib`                      | every .py file of this Python's standard library but its tests (about 11 MB)   | file      |
-| a file                        | one document, whatever its suffix, unless it is one of those below             | file      |
+| a file                        | one document, whatever its suffix (also `.json`), unless it is one of those    | file      |
+|                               | below                                                                          |           |
 | `.jsonl`, `.ndjson`           | one per line that is not blank: the string under `data.text_field`             | file:line |
 | `.parquet`                    | one per row: the string in the column `data.text_field`                        | file:row  |
 | any of these + `.gz`, `.zst`  | the same, decompressed as it is read (`.json.gz` is JSON lines, as C4 and Dolma | the same  |
@@ -33,7 +34,7 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import IO, Any, NamedTuple
 
 from configs.schema import InputError
@@ -51,6 +52,7 @@ STDLIB_LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "idlelib",
 HUGGING_FACE = "hf:"
 BUFFER = 1 << 20  # bytes read at a time
 ROWS = 256  # rows of a column that are read at a time
+MOST_LOOKED_AT = 100  # .json files of a source, in search of JSON lines
 WHOLE = -1  # the number of a document that is its whole file
 TOO_LONG = "too long"  # the one problem that an option asks for, so that it is no failure
 UNREADABLE = "cannot be read: "  # a problem that begins so may be gone at the next attempt
@@ -175,6 +177,27 @@ def _is_build_record(path: str) -> bool:
 # ----------------------------------------------------------------------------------------------- what is in a file
 
 
+def warn_of_lines(files: list[File], log: Callable[[str], object]) -> None:
+    """Say which .json files look like JSON lines, which are a document each only under a name of JSON_LINES."""
+    plain = [file for file in files if _is(file, (".json",))]
+    lines = [file for file in plain[:MOST_LOOKED_AT] if _has_json_lines(file)]
+    if lines:
+        log(f"warning: {lines[0].path} has one JSON object per line, and a .json file is one document, braces and all: "
+            "rename it to .jsonl to make each line a document"
+            + (f" ({len(lines)} files are so)" if len(lines) > 1 else ""))  # fmt: skip
+
+
+def _has_json_lines(file: File) -> bool:
+    """Whether the first line is a JSON object, and the next one begins another. What cannot be read is reported later."""
+    try:
+        with open(file.path, "rb") as content:
+            first = content.readline(BUFFER)
+            second = content.readline(BUFFER)
+        return isinstance(json.loads(first), dict) and second.lstrip().startswith(b"{")
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
 def _is(file: File, suffixes: tuple[str, ...]) -> bool:
     return file.path.lower().endswith(suffixes)
 
@@ -261,10 +284,15 @@ def _json_lines(file: IO[bytes], raw: Any, piece: Piece, field: str) -> Generato
             continue
         done = position - piece.start if divided else raw.tell()
         try:
-            text = json.loads(line.decode("utf-8-sig" if number == 1 and not piece.start else "utf-8"))[field]
+            row = json.loads(line.decode("utf-8-sig" if number == 1 and not piece.start else "utf-8"))
+            text = row[field]
             text.encode("utf-8")  # refuses what is not a string, and escapes of half a character (lone surrogates)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            problem = f'is not a JSON object with a string under "{field}" ({error!r:.200})'
+        except KeyError:
+            keys = ", ".join(f'"{key}"' for key in list(row)[:20])
+            problem = f'has nothing under "{field}" (data.text_field), but {keys or "no keys"}'
+            yield Document(number, "", problem, done)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            problem = f'is not a JSON object with a string under "{field}" (data.text_field) ({error!r:.200})'
             yield Document(number, "", problem, done)
         else:
             yield Document(number, text, "", done)

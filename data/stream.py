@@ -96,6 +96,7 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> Source:
     every = -(-cfg.streams // len(pieces))
     log(f"{cfg.source}: {len(files):,} files, streamed in {len(pieces):,} pieces by {cfg.streams} streams"
         + (f"; each piece is read {every} times per epoch, as there are fewer than streams" if every > 1 else ""))  # fmt: skip
+    sources.warn_of_lines(files, log)
     units = tuple(Unit(piece, first, every) for piece in pieces for first in range(every))
     cut = [[p.file.name, p.file.size, p.file.mtime_ns if p.file.path.startswith(sources.HUGGING_FACE) else 0, p.start,
             p.stop] for p in pieces]  # fmt: skip

@@ -16,6 +16,7 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -83,6 +84,9 @@ KNOWN_RANK_FILES = {
                       "<|end_of_text|>"),
     199_998: RankFile("o200k_base", SPLIT_O200K, {END_OF_TEXT: 199_999, "<|endofprompt|>": 200_018}, END_OF_TEXT),
 }  # fmt: skip
+
+# The files of a published model's folder that are its tokenizer: Hugging Face's, Meta's, data/train_tokenizer.py's.
+FILES = ("tokenizer.json", "tokenizer.model", os.path.join("original", "tokenizer.model"), "tokenizer.tiktoken")
 
 # tiktoken's and rustbpe's regular expressions keep one stack entry per whitespace character (the lookahead may have to
 # go back): 300,000 in a row work, 1,000,000 raise (tiktoken) or panic (rustbpe). Longer runs are cut at this length.
@@ -203,6 +207,11 @@ def read_rank_file(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read()
+    except IsADirectoryError:
+        found = (os.path.join(path, name) for name in FILES if os.path.isfile(os.path.join(path, name)))
+        inside = next(found, "")
+        advice = f"name the file in it, {inside}" if inside else "and none of the files in it is a tokenizer that is known here"
+        raise InputError(f"data.tokenizer: {path} is a folder: {advice}") from None
     except OSError as error:
         raise InputError(f'data.tokenizer: {path} cannot be read ({error.strerror}); give "bpe", "bytes" or the path '
                          "of a tiktoken rank file or of a tokenizer.json") from error

@@ -38,6 +38,7 @@ def train(
     or is too small, or if `out` has something in it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out: {out} exists already: give another folder, or remove it")
+    sources.warn_of_lines(sources.find(source), print)
     tok = tokenizer.train_bpe(_texts(source, field, characters), vocab_size)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.write_rank_file(tok, str(out / RANKS))

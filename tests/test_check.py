@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train
 from configs.load import load_config
+from configs.schema import InputError
 from data import sources
 from data.prepare import prepare
 from data.tokenizer import train_bpe, write_rank_file
@@ -162,6 +165,21 @@ def test_nothing_is_said_where_nothing_is_missing(place):
 def test_a_run_that_has_a_checkpoint_needs_no_weights_to_start_from(place, tmp_path):
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert not problems(place, f"checkpoint.load_path=PLACE/nowhere run.folder={tmp_path}")
+
+
+def test_a_model_that_cannot_be_exported_is_a_sentence_before_it_is_trained(place, monkeypatch):
+    """A family's own table of rules may lack one: what `hf_config` says at the end of the run is asked before it."""
+
+    def refuse(args):
+        raise ValueError("transformers has no such norm")
+
+    monkeypatch.setattr(llama, "hf_config", refuse)
+    assert not problems(place, "")
+    (problem,) = problems(place, "checkpoint.export_hf=float32")
+    assert problem.startswith('checkpoint.export_hf = "float32": ') and problem.endswith(": transformers has no such norm")
+    with pytest.raises(InputError, match="transformers has no such norm"):
+        job = SimpleNamespace(cfg=load_config(["--checkpoint.export_hf=float32"]), args=None)
+        train.resume(job, None, None)
 
 
 PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.toml") if "debug" not in path.stem)

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import train
+from checkpoint import verify
 from configs.load import load_config
+from configs.schema import InputError
 from data import hf_tokenizer
 from data.tokenizer import byte_tokenizer
 from models import MODELS
@@ -54,6 +56,25 @@ def test_the_same_tokens_as_without_the_cache(tied, temperature, context, multip
         cached = sample(model, prompt, 20, context, CPU, multiple=multiple, **options)
         assert cached == sample(model, prompt, 20, context, CPU, cache=False, **options)
         assert len(cached) == len(prompt) + 20 and len(set(cached)) > (10 if temperature else 2), "a text that repeats itself would prove little"
+
+
+@pytest.mark.parametrize("facts, words", [
+    ({"family": "mamba"}, 'holds a model of the family "mamba", which is not among those here: llama, qwen3'),
+    ({"family": None}, "does not say which model it holds"),
+    ({"must_match": {}}, "does not say which model it holds"),
+    ({"must_match": {"model": {"dim": 8, "n_states": 16}}}, "holds a llama with other numbers than those here"),
+])  # fmt: skip
+def test_a_checkpoint_of_another_code_is_a_sentence(facts, words, tmp_path, monkeypatch, capsys):
+    """Of a fork with one family more, or with one number more: generate and convert."""
+    path = tmp_path / "step-00000001"
+    manifest = {"facts": {"family": "llama", "must_match": {"model": {"dim": 8}}} | facts}
+    monkeypatch.setattr(verify, "newest", lambda folder: path)
+    monkeypatch.setattr(verify, "read_manifest", lambda path: manifest)
+    with pytest.raises(InputError) as caught:
+        generate(tmp_path, "a", 3, 0, 1, 0)
+    assert str(caught.value).startswith(str(path)) and words in str(caught.value)
+    assert convert.main(["dcp-to-hf", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert words in capsys.readouterr().err
 
 
 def kernels() -> dict[str, bool]:

@@ -23,7 +23,7 @@ import pytest
 from pyarrow import parquet
 
 from configs.schema import Data, InputError, is_prepared
-from data import hf_tokenizer, order, sources, tokenizer
+from data import hf_tokenizer, order, sources, stream, tokenizer
 from data.prepare import prepare
 from data.tokens import SPLITS, Prepared, Tokens, open_prepared, verify
 
@@ -123,7 +123,8 @@ def bad_sources() -> dict[str, tuple[str, str]]:
         "dangling link": ("links", "links/gone.txt cannot be read: No such file"),
         "pipe": ("pipe.txt", "pipe.txt is not a regular file"),
         "not JSON": ("bad.jsonl", "bad.jsonl, line 2 is not a JSON object"),
-        "no text": ("field.jsonl", "field.jsonl, line 1 is not a JSON object with a string under"),
+        "no text": ("field.jsonl", r'field.jsonl, line 1 has nothing under "text" \(data.text_field\), but "txt", "id"'),
+        "a list": ("list.jsonl", r'list.jsonl, line 1 is not a JSON object with a string under "text" \(data.text_field\)'),
         "no string": ("number.jsonl", "number.jsonl, line 1 is not"),
         "half a character": ("surrogate.jsonl", "surrogate.jsonl, line 1 is not"),
         "empty": ("empty.txt", r"has no text: 1 files, 1 documents \(1 empty\)"),
@@ -139,7 +140,8 @@ def test_bad_sources_are_one_sentence(what: str, corpus: Path, tmp_path: Path) -
     (corpus / "latin" / "a.txt").write_bytes(b"\xff")
     (corpus / "links" / "gone.txt").symlink_to(corpus / "nowhere")
     (corpus / "bad.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
-    (corpus / "field.jsonl").write_text('{"txt": "a"}\n')
+    (corpus / "field.jsonl").write_text('{"txt": "a", "id": 1}\n')
+    (corpus / "list.jsonl").write_text('["text"]\n')
     (corpus / "number.jsonl").write_text('{"text": 1}\n')
     (corpus / "surrogate.jsonl").write_text('{"text": "\\ud800"}\n')
     (corpus / "empty.txt").write_text("")
@@ -148,7 +150,35 @@ def test_bad_sources_are_one_sentence(what: str, corpus: Path, tmp_path: Path) -
     with pytest.raises(InputError, match=sentence) as caught:
         prepare(data(corpus / path, tmp_path))
     assert "\n" not in str(caught.value)
+    if what != "empty":  # a vocabulary that cannot be trained would be a consequence, and the wrong thing to mend
+        with pytest.raises(InputError, match=sentence):
+            prepare(data(corpus / path, tmp_path, tokenizer="bpe"))
     assert not [p for p in tmp_path.glob("cache/*") if p.suffix != ".lock"], "something was left in the cache"
+
+
+def test_failures_that_are_allowed_do_not_stop_a_bpe(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("[]\n" + LINES + "{\n")
+    cfg = data(path, tmp_path, tokenizer="bpe", bpe_vocab_size=300)
+    with pytest.raises(InputError, match="a.jsonl, line 1 "):
+        prepare(cfg)
+    assert prepare(cfg.model_copy(update={"skip_failed": 2})).tokenizer.n_vocab == 300
+
+
+@pytest.mark.parametrize("content, warned", [
+    ('{"text": "a"}\n{"text": "b"}\n', True), ('{"text": "a"}\n', False), ('{\n "text": "a"\n}\n', False),
+    ('[{"text": "a"},\n{"text": "b"}]\n', False), ('{"a": 1}\nno json', False),
+])  # fmt: skip
+def test_json_lines_under_the_name_of_a_document_are_noticed(content: str, warned: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.json").write_text(content)
+    (folder / "b.jsonl").write_text('{"text": "b"}\n{"text": "c"}\n')
+    for read in (prepare, stream.open_source):
+        lines: list[str] = []
+        read(data(folder, tmp_path / "cache"), log=lines.append)
+        said = [line for line in lines if line.startswith("warning: ")]
+        assert [f"{folder}/a.json has one JSON object per line" in line for line in said] == [True] * warned, lines
 
 
 # ---- the tokenised corpus

@@ -536,3 +536,16 @@ def test_a_launcher_ends_with_its_code_while_a_thread_hears_of_other_nodes(end, 
     """The second row is the negative control: what Python's own exit does to such a thread."""
     done = subprocess.run([sys.executable, "-c", LISTENING.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr
+
+
+@pytest.mark.parametrize("program", [
+    "tools.compare_runs", "tools.goodput", "tools.generate", "checkpoint.verify", "data.audit", "configs.load", "tools.plan",
+])  # fmt: skip
+def test_a_program_whose_reader_has_left_ends_quietly(program):
+    """`... | head`: the pipe is closed before the program writes."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run([sys.executable, "-m", program, "--help"], cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True,
+                              timeout=60)  # fmt: skip
+    assert done.returncode == -signal.SIGPIPE and "BrokenPipe" not in done.stderr, done.stderr

@@ -16,6 +16,7 @@ import tiktoken
 
 from configs.schema import InputError
 from data import hf_tokenizer, tokenizer, train_tokenizer
+from data.prepare.encoding import open_tokenizer
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]
@@ -95,6 +96,18 @@ def test_bpe_has_the_vocabulary_asked_for_and_compresses(bpe: tokenizer.Tokenize
     assert bpe.decode([bpe.eot_id]) == "<|endoftext|>"
     with pytest.raises(InputError, match="data.bpe_vocab_size is 4096, but the corpus has text for"):
         tokenizer.train_bpe(["too little"], 4096)
+
+
+@pytest.mark.parametrize("inside", [
+    "tokenizer.json", "tokenizer.model", "original/tokenizer.model", "tokenizer.tiktoken", "",
+])  # fmt: skip
+def test_a_folder_is_answered_with_the_file_in_it(inside: str, tmp_path: Path) -> None:
+    (tmp_path / "original").mkdir()
+    if inside:
+        (tmp_path / inside).write_text("")
+    advice = f"name the file in it, {tmp_path}/{inside}$" if inside else "none of the files in it is a tokenizer"
+    with pytest.raises(InputError, match=f"^data.tokenizer: {tmp_path} is a folder: .*{advice}"):
+        open_tokenizer(str(tmp_path))
 
 
 def test_bpe_is_the_same_in_another_process_with_other_threads(bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:

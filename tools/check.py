@@ -35,6 +35,8 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
             yield f'checkpoint.{option} = "{place}" does not exist here: name the folder to start from, or remove the option'
         elif place and fresh and option == "load_hf":
             yield from model_problems(cfg, Path(place))
+    if cfg.checkpoint.export_hf:
+        yield from export_problems(cfg)
     yield from gpu_problems(cfg, local_world_size)
     yield from torch_problems(cfg)
 
@@ -64,6 +66,18 @@ def model_problems(cfg: Config, folder: Path) -> Iterator[str]:
         hf.check_model(folder, MODELS, cfg.model.family, check.architecture(cfg.model))
     except InputError as error:
         yield f"checkpoint.load_hf: {error}"
+
+
+def export_problems(cfg: Config) -> Iterator[str]:
+    """Whether the model can be written for Hugging Face, which would be found out only when it is trained."""
+    from checkpoint import hf  # here, because it imports torch, as the families do
+    from models import MODELS
+
+    family = MODELS[cfg.model.family]
+    try:
+        hf.config_of(family, family.Args(**check.architecture(cfg.model)))
+    except InputError as error:
+        yield f'checkpoint.export_hf = "{cfg.checkpoint.export_hf}": {error}'
 
 
 def torch_problems(cfg: Config) -> Iterator[str]:

@@ -15,6 +15,7 @@ in the optimizer.
 import argparse
 import json
 import math
+import signal
 import statistics
 import sys
 from dataclasses import asdict, dataclass
@@ -303,4 +304,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
     sys.exit(main())

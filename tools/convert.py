@@ -332,8 +332,7 @@ def newest(source: Path) -> tuple[Path, dict]:
         manifest = verify.read_manifest(path)
     except Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
-    if manifest["facts"].get("family") not in MODELS or "model" not in manifest["facts"].get("must_match", {}):
-        raise InputError(f"{path} does not say which model it holds")
+    state.model_of(path, manifest, MODELS)
     return path, manifest
 
 

@@ -9,6 +9,7 @@ prompts are continued side by side, each as it would be alone. On a terminal the
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from checkpoint import hf, verify
-from checkpoint.state import load_model
+from checkpoint import hf, state, verify
 from configs.schema import InputError
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer, load_saved
@@ -39,15 +39,14 @@ def load(folder: Path, tokenizer: str = "") -> Loaded:
         return _load_hugging_face(folder, tokenizer)
     path = verify.newest(folder)
     try:
-        facts = verify.read_manifest(path)["facts"]
+        manifest = verify.read_manifest(path)
     except verify.Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
-    family = MODELS[facts["family"]]
-    args = family.Args(**facts["must_match"]["model"])
+    family, args = state.model_of(path, manifest, MODELS)
     words = load_saved(tokenizer or str(path.resolve().parent.parent / "tokenizer.json"))
     model = family.build(args)
-    load_model(path, model)
-    return Loaded(model, words, facts.get("seq_len", _context(args)))  # a converted checkpoint has no seq_len
+    state.load_model(path, model)
+    return Loaded(model, words, manifest["facts"].get("seq_len", _context(args)))  # a converted checkpoint has no seq_len
 
 
 def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
@@ -129,4 +128,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
     sys.exit(main())

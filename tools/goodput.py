@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -172,4 +173,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
     sys.exit(main())

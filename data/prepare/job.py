@@ -61,6 +61,7 @@ class Job:
         total = sum(file.size for file in files)
         parts = _divide(files, max(PART_BYTES, total // MOST_PARTS))
         log(f"{cfg.source}: {len(files):,} files, {total / 1e6:,.1f} MB, {len(parts):,} parts")
+        sources.warn_of_lines(files, log)
         job = Job(folder, cfg, files, parts, _make_tokenizer(cfg, files, log))
         job.tokenizer.save(os.path.join(folder, "tokenizer.json"))
         sync(os.path.join(folder, "tokenizer.json"))
@@ -132,8 +133,7 @@ class Job:
 
     @property
     def allowed(self) -> float:
-        """How many documents may be unreadable."""
-        return float("inf") if self.cfg.source == "stdlib" else self.cfg.skip_failed
+        return allowed_failures(self.cfg)
 
     def too_many_failures(self, example: list) -> InputError:
         piece, number, problem = example
@@ -257,6 +257,11 @@ class Job:
         }
 
 
+def allowed_failures(cfg: Data) -> float:
+    """How many documents may be unreadable."""
+    return float("inf") if cfg.source == "stdlib" else cfg.skip_failed
+
+
 def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer.Tokenizer:
     """The tokenizer that data.tokenizer asks for, trained first if it is a BPE of this source."""
     if cfg.tokenizer == "bpe":
@@ -271,14 +276,18 @@ def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer
 
 
 def _first_texts(cfg: Data, files: list[sources.File]) -> Iterator[str]:
-    """The first texts, until they have BPE_CHARACTERS together (the last one is not cut). Unreadable documents are
-    dealt with later."""
+    """The first texts, until they have BPE_CHARACTERS together (the last one is not cut). InputError: more documents than
+    allowed cannot be read. Too few texts would make a vocabulary that is too small, and that is not the mistake."""
     taken = 0
+    failed = 0
     for file in files:
         for piece in sources.pieces(file):
             for document in sources.read(piece, cfg.text_field, cfg.max_document_bytes):
                 if taken >= BPE_CHARACTERS:
                     return
+                failed += document.problem not in ("", sources.TOO_LONG)
+                if failed > allowed_failures(cfg):
+                    raise sources.failure(piece, document)
                 taken += len(document.text)
                 yield document.text
 
