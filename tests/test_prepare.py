@@ -638,7 +638,7 @@ def test_the_report_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert (report["empty"], report["too_long"], report["failed"]) == (2, 2, 6)
         assert report["kept"] == 60 + 0 + 2  # of a damaged archive the last megabyte before the damage is not read
         assert report["tokens"] == len(made[0].train) + len(made[0].validation)
-        want = [("a.jsonl:11", "JSON"), ("a.jsonl:14", "'text'"), ("b.jsonl.gz:", "Truncated"), ("c.txt", "UTF-8"),
+        want = [("a.jsonl:11", "JSON"), ("a.jsonl:14", 'nothing under "text"'), ("b.jsonl.gz:", "Truncated"), ("c.txt", "UTF-8"),
                 ("f.parquet:1", "no string"), ("g.parquet", "arquet")]  # fmt: skip
         assert [(name.startswith(n), w in problem) for (name, problem), (n, w) in zip(failures, want, strict=True)] == [
             (True, True)
