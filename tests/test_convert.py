@@ -94,6 +94,20 @@ def hf_folder(tmp_path_factory) -> Path:
 # -------------------------------------------------------------------------------------------------------- Hugging Face
 
 
+def test_an_exported_model_begins_and_ends_texts_as_its_tokenizer_does(hf_folder, tmp_path):
+    """Llama 3's texts begin with one token and end with another. `generate` reads both of two files."""
+    begin, end = "<|begin_of_text|>", "<|end_of_text|>"
+    words = Tokenizer([bytes([i]) for i in range(256)], SPLIT, [begin, end], end)
+    assert run("hf-to-dcp", hf_folder, tmp_path / "run") == 0
+    words.save(str(tmp_path / "run" / "tokenizer.json"))
+    assert run("dcp-to-hf", tmp_path / "run", tmp_path / "out") == 0
+    for name in "config.json", "generation_config.json":
+        said = json.loads((tmp_path / "out" / name).read_text())
+        assert (said["bos_token_id"], said["eos_token_id"]) == (words.bos_id, words.eot_id) == (256, 257)
+    said = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (said["bos_token"], said["eos_token"]) == (begin, end)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_and_out_again(shape, tmp_path):
     """Import and export: logits bitwise (with experts, whose outputs are summed in another order, to 1e-5), nothing missing,

@@ -245,6 +245,23 @@ def test_a_spike_is_one_and_noise_is_not():
     assert Spikes(0.0, spikes.state()).limit("loss") == math.inf and Spikes(0.0, {}).state() == {}
 
 
+def test_after_a_lasting_change_of_level_the_new_level_is_no_spike():
+    """Spikes are in the window like every other step, skipped or not, so they become what is usual."""
+    numbers = random.Random(5)
+    cfg = load_config(["--training.spike_threshold=6.0", "--training.skip_spikes=true"])
+    guard = Guard(cfg, None, None, None, {})
+
+    def said(level: float) -> bool:
+        norm = level + numbers.gauss(0, 0.05)
+        skipped = norm > guard.skip_above()
+        return guard.note(loss=3.0, grad_norm=norm, skipped=skipped) != ""
+
+    assert not any(said(3.0) for _ in range(200))
+    after = [said(5.0) for _ in range(2 * Spikes.WINDOW)]
+    assert all(after[:10]) and not any(after[Spikes.WINDOW :])
+    assert 10 < sum(after) <= Spikes.WINDOW // 2 + 1
+
+
 def spiking(options: list[str], folder: Path, stop_at: int | None) -> tuple[int, str]:
     """A run of which the gradient of step 11 is a hundred times what it should be."""
     Spikes.LEAST = 5
@@ -411,6 +428,23 @@ def test_what_is_small_or_the_same_everywhere_is_no_straggler():
     assert none == [] and all(other == late for other in others)
     assert [(rank, section) for rank, section, _ in late] == [(1, "optimizer"), (3, "data")]
     assert late[0][2] == pytest.approx(0.15) and late[1][2] == pytest.approx(0.499)
+
+
+def two_reports(late: list[int]) -> list[list]:
+    """What is reported of two stretches of steps, of which only in the first a rank is late."""
+    found = Stragglers()
+    job = train.build(load_config(["--model.n_layers=1", "--training.local_batch_size=1"], dist.get_world_size()))
+    reports = []
+    for stretch in range(2):
+        found.since -= 10.0
+        found.add(data=5.0 if stretch == 0 and dist.get_rank() in late else 0.01)
+        reports.append(found.report(job.mesh, 10))
+    return reports
+
+
+def test_a_rank_that_was_late_once_is_not_named_again():
+    for first, second in run_ranks(2, two_reports, [1]):
+        assert [(rank, section) for rank, section, _ in first] == [(1, "data")] and second == []
 
 
 @pytest.mark.torture

@@ -112,6 +112,20 @@ def test_no_held_out_text_is_in_a_training_window_of_any_source(options, tmp_pat
             assert not any(whole.startswith(piece) for whole in held_out) or len(piece) < 12
 
 
+def test_every_seed_is_validated_on_the_same_sequences_in_the_same_order(options):
+    """Or the losses of two seeds would differ by the choice of text."""
+    alone = SimpleNamespace(dp_rank=0, dp_size=1, places=lambda seq_len: [range(seq_len)])
+    seen, trained = [], []
+    for seed in 0, 1:
+        corpora = open_corpora(train.load_config([*options, f"--run.seed={seed}"]), log=lambda _: None)
+        sets = corpora.held_out(alone, 263)
+        assert list(sets) == ["web", "code", "further"]
+        seen.append({name: [rows[i]["tokens"].tolist() for i in range(2)] for name, rows in sets.items()})
+        trained.append(corpora.rows(corpora.order({}), alone, 263)[0]["tokens"].tolist())
+    assert seen[0] == seen[1]
+    assert trained[0] != trained[1], "the control: the order of the training data follows the seed"
+
+
 def test_changed_data_is_refused_or_recorded(options, tmp_path, place):
     """A run of 10 steps with other weights from there on: refused, then spliced, then an ordinary resume."""
     assert run_ranks(1, run, options, tmp_path) == [(0, "")]

@@ -183,6 +183,20 @@ def test_a_ring_is_as_fast_as_its_slowest_link(ranks, per_host, gb_per_s):
     assert 0 < ring.seconds("all-reduce", 4, H100) < 1e-3
 
 
+@pytest.mark.parametrize("ranks, hosts, hops_us", [
+    (8, 1, 7 * 2.0),  # around the ring of a host
+    (16, 2, 13 * 2.0 + 2 * 30.0),  # and two of the hops between hosts
+])  # fmt: skip
+def test_the_latency_of_an_all_reduce_is_that_of_two_rounds(ranks, hosts, hops_us):
+    """A reduce-scatter, then an all-gather; the start of the kernel counts once. NCCL's model of a ring."""
+    device = H100.model_copy(update={"link_latency_us": 2.0, "fabric_latency_us": 30.0})
+    ring = Ring(ranks, hosts)
+    base = estimates.NCCL_BASE_US
+    assert ring.seconds("all-gather", 0, device) == pytest.approx((hops_us + base) * 1e-6)
+    assert ring.seconds("reduce-scatter", 0, device) == pytest.approx((hops_us + base) * 1e-6)
+    assert ring.seconds("all-reduce", 0, device) == pytest.approx((2 * hops_us + base) * 1e-6)
+
+
 def test_slow_links_are_exposed_and_fast_ones_hide(monkeypatch):
     step = apart(traced, config([NONE, "--training.local_batch_size=2"], 4), 4, 4, True)
     monkeypatch.setattr(estimates, "NCCL_BASE_US", 0)

@@ -6,6 +6,7 @@ import pytest
 
 from configs.schema import SCHEDULES
 from parallelisms import schedules
+from parallelisms.pp import forward_table
 from parallelisms.schedules import (
     BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, bubble, consecutive, least_micro_batches, placement,
     stage_layers, table, timeline, transfers,
@@ -44,6 +45,21 @@ def test_every_table_is_complete_and_never_stands_still(ranks):
         assert 0 not in {stage for stage, _ in by_kind[BACKWARD_INPUT]}  # nobody waits for a gradient of tokens
         assert all(rank_of[a.stage] == rank for rank, of_rank in enumerate(actions) for a in of_rank)
         timeline(actions, rank_of, ticks, lambda *_: 0.5)  # raises where ranks wait for each other
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_forwards_alone_take_every_micro_batch_through_every_stage(ranks):
+    """Validation has as many micro-batches as a batch has, whether the ranks divide them or not. One
+    that is left out would count tokens without their loss."""
+    for name, row in SCHEDULES.items():
+        rank_of = placement(name, ranks, row.stages_per_rank[0])
+        for micro_batches in range(1, 10):
+            actions = forward_table(rank_of, ranks, micro_batches)
+            stages = range(len(rank_of))
+            every = Counter(Action(FORWARD, s, m) for s in stages for m in range(micro_batches))
+            assert Counter(action for of_rank in actions for action in of_rank) == every
+            assert all(rank_of[a.stage] == r for r, of_rank in enumerate(actions) for a in of_rank)
+            timeline(actions, rank_of, ticks, lambda *_: 0.5)  # raises where ranks wait for each other
 
 
 def test_placement():

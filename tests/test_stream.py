@@ -130,6 +130,24 @@ def test_an_epoch_has_every_document_once_and_none_that_is_held_out(corpus, frac
         assert len(held_out) > 20 and sorted(held_out + found) == sorted(texts)
 
 
+def test_every_epoch_deals_the_units_anew(corpus, monkeypatch):
+    """Each epoch has every unit once, and no two epochs have them in one order."""
+    source, description = opened(options(corpus[0], stream_epochs=3))
+    order, read, units = stream.begin(description), {}, len(source.units)
+
+    def nothing(one: Stream, unit: stream.Unit, place: stream.Place) -> list:
+        read[one.number + place.unit * STREAMS] = source.units.index(unit)
+        return []
+
+    monkeypatch.setattr(Stream, "_read", nothing)
+    for number in range(STREAMS):
+        with pytest.raises(Exhausted):
+            Stream(source, order, number, threading.Event()).window()
+    epochs = [[read[epoch * units + i] for i in range(units)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(units)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
 @pytest.mark.parametrize("mask", [False, True])
 def test_batches_are_the_same_on_any_ranks_and_micro_batches(corpus, mask):
     source, description = opened(options(corpus[0], mask_documents=mask))

@@ -272,6 +272,12 @@ def test_metrics_are_logged_at_the_first_step_every_few_and_at_the_last(options,
     assert list(series(tmp_path)) == [1, 3, 5]
 
 
+def test_the_last_step_has_the_lowest_learning_rate(options, tmp_path):
+    more = ["--training.steps=5", "--lr_schedule.warmup_steps=2", "--lr_schedule.min_ratio=0.25"]
+    assert run_ranks(1, run, [*options, *more, "--lr_schedule.kind=linear"], tmp_path) == [(0, "")]
+    assert list(series(tmp_path, "lr").values()) == pytest.approx([0.005, 0.01, 0.0075, 0.005, 0.0025])
+
+
 def test_damaged_tokens_end_a_run_in_a_sentence(options, tmp_path):
     """W2: a token beyond the vocabulary is met when it is read; with data.verify any changed byte before the first step."""
     assert run_ranks(1, run, options, tmp_path)[0][0] == 0
