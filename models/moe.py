@@ -159,18 +159,19 @@ class MixtureOfExperts(nn.Module):
         out = torch.bmm(choice.weights.to(rows.dtype)[:, None], rows[back].view(B * T, k, -1)).view_as(x)
         if self.args.n_shared_experts:
             out = out + self.shared_experts(x)
-        balance = self.balance(choice.affinities.view(B, T, -1), self.whole_sequences(counts))
+        balance = self.balance(choice.affinities.view(B, T, -1), counts)
         return out, Routing(counts.sum(0), balance, torch.special.entr(choice.affinities.detach()).sum())
 
     def balance(self, affinities: Tensor, counts: Tensor) -> Tensor:
         """DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations 17 to 20) times the tokens of each sequence,
-        summed over the sequences. affinities [B, T, X]; counts int64 [B, X] of the whole sequences, which T may be a part of.
+        summed over the sequences. affinities [B, T, X]; counts int64 [B, X], both of T tokens, which may be a part of a sequence.
 
         Equation 20 averages the affinities over a sequence. Here each token adds its own, so that the loss of a sequence is
         the sum over the ranks that share it, and is divided by the tokens of the global batch like every other loss.
         """
         if not self.args.balance_loss:
             return affinities.new_zeros(())
+        counts = self.whole_sequences(counts)  # not earlier: a sum that nobody reads is waited for by nobody
         share = counts / counts.sum(-1, keepdim=True) * self.args.n_experts  # [B, X], 1 where all experts get as many
         return self.args.balance_loss * torch.einsum("btx,bx->", affinities, share)
 

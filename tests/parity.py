@@ -103,11 +103,17 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
             batch["positions"] = torch.arange(length) % (3 + sample % 5)
         batch["labels"] = batch["labels"].masked_fill(masked, -100)
         result = train.train_step(job, batch)
+        assert not unfinished_works(), f"step {step} has begun collectives that nobody waits for: {unfinished_works()}"
         seen["loss"].append(result.loss)
         seen["norm"].append(result.grad_norm)
         seen["counts"].append({layer: counts.tolist() for layer, counts in result.expert_counts.items()})
     seen["weights"] = {n: whole(p).numpy() for n, p in job.model.named_parameters()}
     return seen
+
+
+def unfinished_works() -> int:
+    """How many functional collectives this process has begun and not waited for. PyTorch keeps what belongs to each."""
+    return torch._C._distributed_c10d._get_work_registry_size()
 
 
 def options_of(combination: Combination, factors: dict = FACTORS) -> list[str]:

@@ -81,6 +81,13 @@ def test_schedules_equal_the_plain_model(mesh, schedule):
     ], more, factors=FACTORS | CONTEXT)  # fmt: skip
 
 
+@pytest.mark.parametrize("mesh", ["cp2", "experts on tp2"])
+def test_without_a_balance_loss_no_counts_are_summed_for_it(mesh):
+    """They were, in every forward, and nobody read the sums: each kept memory for good."""
+    more = ["--model.balance_loss=0"]
+    check(mesh, [settings(experts="deepseek_v3", clipping="in force")], more, factors=FACTORS | CONTEXT)
+
+
 COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 
 
