@@ -32,7 +32,7 @@ import torch._refs  # noqa: F401
 import train
 from checkpoint import layout, lease, manager, state, storage, verify
 from checkpoint.manager import CheckpointManager
-from checkpoint.retention import expired
+from checkpoint.retention import Retention, expired
 from checkpoint.verify import Damaged
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError, Parallelism, Run
@@ -843,6 +843,32 @@ def test_retention_on_disk_and_leftovers(tmp_path):
         (folder / left / "rank-00000.safetensors").write_bytes(b"half")
     run_ranks(1, lambda: save_all(folder, [8], keep_last=2, keep_every=3))
     assert sorted(p.name for p in folder.iterdir()) == [".lease", *(verify.step_name(s, 0) for s in (3, 6, 7, 8))]
+
+
+@pytest.mark.parametrize("damaged, gone", [
+    ({}, [1, 2, 3]), ({5: "short"}, [1, 2]), ({4: "missing", 5: "short"}, [1]), ({2: "torn"}, [1, 2, 3]),
+    ({2: "short", 3: "torn", 4: "missing", 5: "short"}, []),
+])  # fmt: skip
+def test_a_damaged_checkpoint_does_not_count_as_kept(damaged, gone, tmp_path):
+    """keep_last = 2 of five: the two newest that have all their bytes stay, and no newer one is removed for being damaged. Of
+    fewer than two, none is."""
+    folder = tmp_path / "c"
+    run_ranks(1, lambda: save_all(folder, [1, 2, 3, 4, 5], keep_last=0))
+    names = [verify.step_name(step, 0) for step in range(1, 6)]
+    for step, how in damaged.items():
+        place = folder / names[step - 1]
+        file = place / ("manifest.json" if how == "torn" else "rank-00000.safetensors")
+        if how == "missing":
+            file.unlink()
+        else:
+            os.truncate(file, file.stat().st_size - 1)
+    held = SimpleNamespace(id="0123abcd", check=lambda: None)
+    retention = Retention(folder, held, Checkpoint(keep_last=2))
+    retention.remove_expired(names, 7)
+    retention.close()
+    assert sorted(retention.gone) == [names[step - 1] for step in gone]
+    left = [name for name in names if name not in retention.gone]
+    assert sorted(path.name for path in folder.glob("[!.]*")) == left
 
 
 # One run per folder
