@@ -303,25 +303,32 @@ class Step:
             return
         x, h = self.in_flight[action.stage, action.micro_batch]
         gradient = self.gradient(action, stage)
-        dp.synchronise_gradients(stage, False, "whole")
-        dp.keep_gathered(stage, True)
+        self.nothing_ends(stage)
         with record_function("backward"):
             [gradient], rest = stage_backward_input([h], None if gradient is None else [gradient], [x], trained(stage))
         self.in_flight[action.stage, action.micro_batch] = rest
         self.messages.give(result(action), gradient)
 
     def backward_weight(self, action: Action, stage: nn.Module) -> None:
-        """The other half."""
+        """The other half. PyTorch computes it by one backward for each group of weights. After each of them FSDP would reduce
+        all gradients and free all weights, which other groups still need: a tied weight has a gradient in two groups, and
+        full checkpointing computes forward anew in each. So FSDP hears that this is the end when all have their gradients."""
         if stage.first:
             return self.backward(action, stage)
         rest = self.in_flight.pop((action.stage, action.micro_batch))
-        self.synchronise(action.stage, stage)
+        self.nothing_ends(stage)
         with record_function("backward"):
             stage_backward_weight(trained(stage), rest)
+            self.synchronise(action.stage, stage)
             dp.end_backward(stage)
 
+    def nothing_ends(self, stage: nn.Module) -> None:
+        """Let FSDP reduce no gradients and free no weights in what comes now."""
+        dp.synchronise_gradients(stage, False, "whole")
+        dp.keep_gathered(stage, True)
+
     def synchronise(self, number: int, stage: nn.Module) -> None:
-        """Before the end of a backward. The last one of a stage reduces the gradients over the data-parallel ranks, and frees
+        """Before FSDP ends a backward. The last one of a stage reduces the gradients over the data-parallel ranks, and frees
         the weights. They stay gathered until then, unless every forward frees them too."""
         self.left[number] -= 1
         is_last = self.left[number] == 0

@@ -88,6 +88,12 @@ def test_without_a_balance_loss_no_counts_are_summed_for_it(mesh):
     check(mesh, [settings(experts="deepseek_v3", clipping="in force")], more, factors=FACTORS | CONTEXT)
 
 
+@pytest.mark.cap(300)
+def test_a_tied_weight_beside_experts_with_a_split_backward_equals_the_plain_model():
+    more = ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=4", "--model.tied_embeddings=true"]
+    check("ep2xpp2", [settings(experts="qwen3 experts", optimizer="sgd", accumulation="reduced once")], more, factors=FACTORS)
+
+
 COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 
 

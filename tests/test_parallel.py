@@ -100,6 +100,15 @@ def test_every_schedule_equals_the_plain_model(mesh, schedule):
     ], [f"--parallelism.pipeline_schedule={schedule}", "--model.n_layers=5"])  # fmt: skip
 
 
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("schedule", ["zbv", pytest.param("zero_bubble", marks=pytest.mark.slow)])
+def test_a_tied_weight_stays_gathered_for_the_whole_second_half_of_a_backward(schedule):
+    """Its gradient comes from two parts of that half, and with full checkpointing each part computes the block anew."""
+    check("pp2xfsdp2", [
+        combination_of(optimizer="sgd", accumulation="reduced once", embeddings="tied", checkpointing="full"),
+    ], [f"--parallelism.pipeline_schedule={schedule}", "--model.n_layers=4"])  # fmt: skip
+
+
 @pytest.mark.slow
 def test_several_stages_per_rank_on_four_ranks_equal_the_plain_model():
     layers = ["--parallelism.pipeline_schedule=interleaved_1f1b", "--model.n_layers=9"]

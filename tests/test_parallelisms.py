@@ -236,6 +236,43 @@ def test_a_stage_keeps_its_weights_for_the_next_micro_batch():
     assert run_ranks(1, gathers_of_a_second_micro_batch)[0] == [6, 0]
 
 
+class Reductions(TorchDispatchMode):
+    """How many reduce-scatters have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "reduce_scatter" in func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def reductions_of_a_step(runs: list[list[str]]) -> list[int]:
+    counts = []
+    for options in runs:
+        job = train.build(load_config([*SMALL_MODEL, *options], 4, 4))
+        tokens = torch.zeros(4, 1, 16, dtype=torch.int64)
+        with Reductions() as seen:
+            train.gradients(job, {"tokens": tokens, "labels": tokens})
+        counts.append(seen.count)
+    return counts
+
+
+# schedule -> reduce-scatters of a step on both ranks of a pipeline, untied and tied: 8 blocks, and the root of each stage but
+# the middle ones, which have nothing but blocks; untied, the output is one more.
+REDUCTIONS = {"1f1b": ([5, 6], [5, 5]), "zero_bubble": ([5, 6], [5, 5]), "zbv": ([7, 4], [6, 4])}
+
+
+def test_a_stage_reduces_its_gradients_once_in_a_step_also_where_the_backward_is_split():
+    base = "--model.n_layers=8 --parallelism.pipeline_parallel=2 --training.local_batch_size=1 --training.global_batch_size=8".split()
+    runs = [[*base, f"--parallelism.pipeline_schedule={schedule}", f"--model.tied_embeddings={tied}"]
+            for schedule in REDUCTIONS for tied in ("false", "true")]  # fmt: skip
+    first, again, last, again_last = run_ranks(4, reductions_of_a_step, runs)
+    assert first == again and last == again_last
+    assert list(zip(first, last)) == [tuple(pair) for both in REDUCTIONS.values() for pair in both]
+
+
 def overlaps() -> list[str]:
     """What happens, in its order, when a model is placed with and without the option."""
     happened = []
