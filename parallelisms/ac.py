@@ -20,6 +20,7 @@ KEEP = {
     "aten.addmm.default",
     "aten.bmm.default",
     "aten._scaled_mm.default",  # training.float8
+    "plumbline.grouped_product.default",  # the products of experts (models/kernels/grouped_product.py)
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",

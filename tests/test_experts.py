@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.load import load_config
@@ -92,6 +93,33 @@ def test_without_a_balance_loss_no_counts_are_summed_for_it(mesh):
 def test_a_tied_weight_beside_experts_with_a_split_backward_equals_the_plain_model():
     more = ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=4", "--model.tied_embeddings=true"]
     check("ep2xpp2", [settings(experts="qwen3 experts", optimizer="sgd", accumulation="reduced once")], more, factors=FACTORS)
+
+
+class CountProducts(TorchDispatchMode):
+    """How many products of experts are computed, those of backward aside."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += func is torch.ops.plumbline.grouped_product.default
+        return func(*args, **(kwargs or {}))
+
+
+def products_of_experts(modes: list[str]) -> list[int]:
+    """Of a forward and backward of two mixtures, in one process."""
+    sizes = ["--model.family=deepseek_v3", "--model.n_layers=3", "--run.device=cpu", "--training.param_dtype=float32"]
+    tokens, seen = torch.zeros(1, 8, dtype=torch.int64), []
+    for mode in modes:
+        job = train.build(load_config([*sizes, f"--activation_checkpoint.mode={mode}"], 1, 1))
+        with CountProducts() as count:
+            job.model(tokens, torch.arange(8)).sum().backward()
+        seen.append(count.seen)
+    return seen
+
+
+def test_selective_checkpointing_keeps_the_products_of_experts():
+    """As those of every other layer: three for each of two mixtures, which `full` computes once more."""
+    assert run_ranks(1, products_of_experts, ["none", "selective", "full"])[0] == [6, 6, 12]
 
 
 COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
