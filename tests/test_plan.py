@@ -9,11 +9,14 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+import train
 from configs.load import load_config
 from configs.schema import InputError
 from parallelisms import mesh as meshes
@@ -27,7 +30,7 @@ from tools.plan.estimate import Ring, estimate
 from tools.plan.plan import Question, make_plan
 from tools.plan.repeat import traced, with_layers
 from tools.plan.search import bases
-from tools.plan.step import Where
+from tools.plan.step import Op, Step, Stretch, Where
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -112,6 +115,54 @@ def test_blocks_that_differ_are_all_traced():
     step = apart(trace.trace_step, cfg.model_copy(update={"model": cfg.model.model_copy(update={"n_layers": 6})}), 4, 4, True)
     assert with_layers(step, 9, edge=2, period=1) is None
     assert with_layers(step, 10, edge=1, period=2) is not None
+
+
+@pytest.mark.parametrize("op", [Op("aten.mm.default", product_flops=8), Op("c10d.allreduce_", kind="all-reduce")])
+def test_an_optimizer_that_does_more_than_elements_is_traced_with_all_layers(op):
+    """Its operators grow with the layers in a way that nobody knows: Muon's products, for example."""
+    step = Step([], {}, 4, 1, {}, {})
+    step.stretches.append(Stretch(Where(0, "optimizer", -1), [Op("aten._fused_adamw_", traffic=8)]))
+    with mock.patch("tools.plan.repeat.Repetition") as repetition:
+        assert with_layers(step, 9, edge=1, period=1) is repetition.return_value.step.return_value
+        step.stretches[0].rows.append(op)
+        assert with_layers(step, 9, edge=1, period=1) is None
+        step.stretches[0] = Stretch(Where(0, "clip", -1), step.stretches[0].rows)  # sums of squares are reduced over the ranks
+        assert with_layers(step, 9, edge=1, period=1) is not None
+
+
+def test_the_title_has_the_numbers_that_are_changed():
+    assert report.model_name(load_config([])) == "llama debug"
+    changed = load_config(["--model.n_layers=3", "--model.tied_embeddings=true"])
+    assert report.model_name(changed) == "llama debug with n_layers = 3, tied_embeddings = True"
+
+
+def test_options_that_change_nothing_in_a_plan_are_said():
+    cfg = config([], 1)
+    assert report.left_out(SimpleNamespace(cfg=cfg)) == []
+    training = cfg.training.model_copy(update={"float8": "rowwise", "attention": "flash3"})
+    overlapped = cfg.parallelism.model_copy(update={"async_tensor_parallel": True})
+    cfg = cfg.model_copy(update={"training": training, "parallelism": overlapped})
+    said = report.left_out(SimpleNamespace(cfg=cfg, ask=SimpleNamespace(device=H100)))
+    options = ('training.float8 = "rowwise"', 'training.attention = "flash3"', "parallelism.async_tensor_parallel")
+    assert [line.split(" is left out")[0].strip() for line in said] == list(options)
+
+
+def plan_of_other_moments() -> tuple[int, int, str]:
+    """With an optimizer that keeps one moment, where the configuration says AdamW; and a line of the report."""
+
+    def one_moment(model, *_):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    training = {"training": config([], 2).training.model_copy(update={"attention": "flash"})}
+    with mock.patch.object(train, "build_optimizer", one_moment):
+        plan = make_plan(config(["--model.n_layers=2"], 2), Question(2, 2, H100))
+    return plan.parameters, plan.checkpoint_bytes, report.report(replace(plan, cfg=plan.cfg.model_copy(update=training)))
+
+
+def test_the_moments_of_an_optimizer_are_those_that_it_has():
+    parameters, size, said = apart(plan_of_other_moments)
+    assert size == parameters * 4 * 2
+    assert 'training.attention = "flash" is left out' in said
 
 
 def plan_of_fork(edits: dict[str, str], folder: str, labelled_loss: bool = True) -> tuple:

@@ -24,9 +24,10 @@ from tools.plan.__main__ import main
 from tools.plan.device import load_device
 from tools.plan.drawing import drawing
 from tools.plan.drawing import main as draw
+from tools.plan.estimate import Ring
 from tools.plan.pipeline import Part, Stages
 from tools.plan.plan import Plan, Question, make_plan
-from tools.plan.report import recomputes_often
+from tools.plan.report import recomputes_often, report
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = (
@@ -214,6 +215,27 @@ def test_the_report_and_the_page_show_every_rank(tmp_path, capsys):
     assert "Who works when" in text and "backward_weight of stage 7, micro-batch 7" in text
     for image in re.findall(r"<svg.*?</svg>", text, re.S):
         ElementTree.fromstring(image)
+
+
+def test_a_tied_weight_travels_twice_a_step_and_the_slowest_rank_is_timed():
+    """Messages between stages have the size of the hidden states, whatever else is sent. A slow fabric shows each message."""
+    slow = load_device("h100").model_copy(update={"fabric_gb_per_s": 0.01, "fabric_latency_us": 0.0})
+    ask = Question(2, 1, slow, on_gpu=False)
+    stages, layers = Stages(), "--parallelism.pipeline_layers=[5,4]"
+    plain = make_plan(config(2, "1f1b", layers), ask, stages)
+    tied = make_plan(config(2, "1f1b", layers, TIED), ask, stages)
+    weight = Ring(2, 2).seconds("send", 1031 * 120 * 4, slow)  # float32 [V, D]
+    hidden = Ring(2, 2).seconds("send", 64 * 120 * 2, slow)  # bfloat16 [T, D]
+    assert 2 * hidden < plain.pipeline.p2p < 2 * 8 * hidden < weight
+    assert tied.pipeline.p2p == pytest.approx(plain.pipeline.p2p + 2 * weight, rel=0.01)
+    assert tied.time.seconds - plain.time.seconds == pytest.approx(2 * weight, rel=0.01)
+
+    # The first rank keeps the activations of two micro-batches, the last one has more to do.
+    assert (plain.step.number, plain.pipeline.slowest.number) == (0, 1)
+    of_ranks = [rank.total().computing for rank in plain.pipeline.ranks]
+    assert plain.time.computing == of_ranks[1] != of_ranks[0]
+    said = report(plain)
+    assert "(rank 1, the slowest): matrix products" in said and "Memory of rank 0, which needs the most" in said
 
 
 @pytest.mark.parametrize(("schedule", "mode", "slow"), [("zbv", "full", True), ("zbv", "none", False), ("1f1b", "full", False)])

@@ -21,7 +21,32 @@ from tests.ranks import run_ranks
 from tools.bench import harness
 from training import init
 from training.loss import linear_cross_entropy, plain_cross_entropy
-from training.optim import build_optimizer, clip_grad_norm, learning_rate
+from training.optim import build_optimizer, clip_grad_norm, learning_rate, moments
+
+class OneMoment(torch.optim.Optimizer):
+    """Betas, as AdamW has them, and one moment, as Lion has."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "betas": (0.9, 0.99)})
+
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param)}
+
+
+@pytest.mark.parametrize("kind, options, number", [
+    (torch.optim.AdamW, {"fused": True}, 2), (torch.optim.AdamW, {"amsgrad": True}, 3), (torch.optim.SGD, {"lr": 0.1}, 0),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1), (torch.optim.Adagrad, {}, 1), (OneMoment, {}, 1),
+])  # fmt: skip
+def test_moments_are_counted_in_any_optimizer_and_nothing_of_it_changes(kind, options, number):
+    weight = nn.Parameter(torch.ones(3, 5))
+    optimizer = kind([weight], **options)
+    before = len(optimizer.state[weight])
+    assert moments(optimizer) == number
+    assert torch.equal(weight, torch.ones(3, 5)) and weight.grad is None and len(optimizer.state[weight]) == before
+    assert optimizer.param_groups[0]["params"] == [weight] and list(optimizer.state) == [weight]
+
 
 # ------------------------------------------------------------------------------------------------------ initial values
 

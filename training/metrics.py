@@ -26,6 +26,7 @@ from configs import schema
 from configs.schema import InputError
 from parallelisms.mesh import Mesh
 from training.experts import FILE
+from training.optim import moments
 
 # Rows: a regular expression, dense bfloat16 TFLOP/s of one device, source. The expression must match the whole of
 # torch.cuda.get_device_name(), so that a slice of a GPU (MIG) or a laptop's variant is unknown rather than wrong.
@@ -96,8 +97,8 @@ def model_summary(
 
     family: the module, with the members of `models/family.py::Family`; args: the model's numbers, its `Args`."""
     shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    moments = 2 if "betas" in optimizer.defaults else int(optimizer.defaults.get("momentum", 0) > 0)
-    copies = 2 + moments  # weight, gradient, moments: all in the type of the weight
+    kept = moments(optimizer)
+    copies = 2 + kept  # weight, gradient, moments: all in the type of the weight
     share = copies * sum(p.numel() * p.element_size() for p in shards)
     # In a pipeline `model` is a part of the whole.
     whole = copies * family.parameters(args) * shards[0].element_size()
@@ -108,7 +109,7 @@ def model_summary(
         f"model: {family.parameters(args):,} parameters; {family.describe(args)}\n"
         f"mesh: {dimensions} = {mesh.size} process{'es' if mesh.size > 1 else ''} on {mesh.device.type}, "
         f"{ep}computing in {str(dtype).removeprefix('torch.')}\n"
-        f"state: weights, gradients and {moments} optimizer moments take {in_bytes(whole, 1024)} in all, "
+        f"state: weights, gradients and {kept} optimizer moments take {in_bytes(whole, 1024)} in all, "
         f"{in_bytes(share, 1024)} on this rank\n"
         f"{_step_summary(training, mesh.dp_size)}"
     )

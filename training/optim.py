@@ -1,6 +1,8 @@
 """The optimizer with its decay groups, the learning-rate schedules, and gradient clipping over the whole mesh."""
 
+import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
@@ -32,6 +34,18 @@ def build_optimizer(model: nn.Module, decay_rows: list[tuple[str, bool]], cfg: O
         return torch.optim.SGD(rows, lr=cfg.lr, momentum=cfg.momentum)
     # fused: one kernel over all parameters, also on CPU, where it measures several times faster than the default loop
     return torch.optim.AdamW(rows, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors of a weight's size the optimizer keeps for each weight: those that it has after a step on a weight of
+    its own. So nobody has to know which kinds of optimizers there are."""
+    weight = nn.Parameter(torch.zeros(2, 2))
+    weight.grad = torch.zeros_like(weight)
+    alike = copy.copy(optimizer)
+    alike.state = defaultdict(dict)
+    alike.param_groups = [optimizer.param_groups[0] | {"params": [weight]}]
+    alike.step()
+    return sum(isinstance(t, Tensor) and t.shape == weight.shape for t in alike.state[weight].values())
 
 
 # What follows the warm-up: kind -> how much of the way from the peak down to min_ratio is done, at progress p (0..1 after

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from html import escape
 
 from tools.plan.plan import Plan
+from tools.plan.report import model_name
 from tools.plan.step import GIB, IN_BLOCKS, KINDS
 
 COLORS = {  # by kind of memory, from the bottom up: all kinds of tools/plan/step.py::KINDS
@@ -39,7 +40,7 @@ text{font:12px system-ui,sans-serif;fill:#222}text.dim{fill:#777}figcaption{colo
 
 def page(plan: Plan, report: str) -> str:
     """The page as HTML."""
-    title = f"{plan.cfg.model.flavor} on {plan.ask.gpus:,} x {plan.ask.device.name}"
+    title = f"{model_name(plan.cfg)} on {plan.ask.gpus:,} x {plan.ask.device.name}"
     rank = plan.step.number if plan.pipeline else 0
     figures = (
         ("Memory over a step", memory(plan), f"Live bytes of rank {rank} in the order of the operators, one after the other; of more "

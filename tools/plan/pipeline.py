@@ -212,6 +212,11 @@ class Pipeline:
         """The rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: rank.peak()[0])
 
+    @property
+    def slowest(self) -> Rank:
+        """The rank that works longest on micro-batches: the others wait for it."""
+        return max(self.ranks, key=lambda rank: rank.busy)
+
     def time(self, rank: Rank) -> Estimate:
         """The step as one rank sees it."""
         estimate = rank.total()
@@ -317,11 +322,16 @@ def make_pipeline(
 
 
 def played(ranks: list[Rank], table: Table, placement: list[int], machine: Machine, ranks_of_stage: int) -> Pipeline:
-    message = max((line.largest for rank in ranks for (_, kind), line in rank.total().lines.items() if kind == "send"), default=0)
+    forwards = [part for rank in ranks for action, part in rank.costs.items() if action.kind == FORWARD]
+    message = max(map(largest_sent, forwards), default=0)  # every one between stages: hidden states, or their gradients
 
-    def travel(sender: int, receiver: int) -> float:
+    def travel(sender: int, receiver: int, size: int = message) -> float:
         ring = Ring.of([sender * ranks_of_stage, receiver * ranks_of_stage], machine.per_host)
-        return ring.seconds("send", message, machine.device)
+        return ring.seconds("send", size, machine.device)
+
+    # A tied weight goes to the last stage before the first forward, and its gradient comes back after the last backward.
+    first, last = placement[0], placement[-1]
+    tied = travel(first, last, largest_sent(ranks[first].stages[0].parts["start", -1])) if first != last else 0.0
 
     def seconds(action: Action) -> float:
         return ranks[placement[action.stage]].seconds(action)
@@ -333,8 +343,14 @@ def played(ranks: list[Rank], table: Table, placement: list[int], machine: Machi
         rank.busy = sum(stop - start for _, start, stop in actions)
     start = max(rank.stages[rank.first].parts["start", -1].time.seconds for rank in ranks)
     rest = max(rank.clip_and_optimizer for rank in ranks)
-    p2p = max(ends) - max(actions[-1][2] for actions in at_once)
-    return Pipeline(ranks, real, schedules.bubble(real), p2p, max(reduced) - max(ends), start + max(reduced) + rest)
+    p2p = max(ends) - max(actions[-1][2] for actions in at_once) + 2 * tied
+    seconds = start + max(reduced) + rest + 2 * tied
+    return Pipeline(ranks, real, schedules.bubble(real), p2p, max(reduced) - max(ends), seconds)
+
+
+def largest_sent(part: Part) -> int:
+    """Bytes of the largest message that a part of the step sends to another stage; 0: it sends none."""
+    return max((line.largest for (_, kind), line in part.time.lines.items() if kind == "send"), default=0)
 
 
 def groups(cfg: Config, number: int, data_parallel: int) -> dict[str, list[int]]:

@@ -46,7 +46,7 @@ class Plan:
     cfg: Config
     ask: Question
     step: Step | Rank  # of rank 0; in a pipeline of the rank that needs the most memory
-    time: Estimate
+    time: Estimate  # of rank 0; in a pipeline as the slowest rank sees it
     pipeline: Pipeline | None = None
 
     @property
@@ -131,10 +131,10 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights and optimizer state of the whole model, float32."""
-        o = self.cfg.optimizer
-        moments = 2 if o.kind == "adamw" else int(o.momentum > 0)
-        return self.parameters * 4 * (1 + moments)
+        """Weights and optimizer state of the whole model, float32. Of the state each rank of the trace has its share."""
+        weights = sum(p.local_bytes for rank in self.ranks for p in rank.parameters.values())
+        moments = sum(rank.before().get("optimizer state", 0) for rank in self.ranks) / weights
+        return round(self.parameters * 4 * (1 + moments))
 
     @property
     def staging(self) -> int:
@@ -173,6 +173,6 @@ def make_plan(cfg: Config, ask: Question, stages: Stages | None = None) -> Plan:
     if cfg.parallelism.pipeline_parallel > 1:
         machine = Machine(ask.device, ask.per_host, compiled, selective)
         pipeline = make_pipeline(cfg, ask.gpus, ask.on_gpu, machine, stages or Stages(), ask.routing)
-        return Plan(cfg, ask, pipeline.worst, pipeline.time(pipeline.worst), pipeline)
+        return Plan(cfg, ask, pipeline.worst, pipeline.time(pipeline.slowest), pipeline)
     step = traced(cfg, ask.gpus, ask.per_host, ask.on_gpu, ask.routing)
     return Plan(cfg, ask, step, estimate(step, ask.device, ask.per_host, compiled, selective))

@@ -43,8 +43,12 @@ def few_layers(cfg: Config, layers: int, dense: int) -> tuple[int, int, int]:
 def with_layers(step: Step, layers: int, edge: int, period: int) -> Step | None:
     """The step of the same model with `layers` blocks, from one with fewer: blocks `edge` ... `edge + period - 1` repeated.
 
-    None where that would not be exact: those blocks and the next `period` ones differ in some event.
+    None where that would not be exact: those blocks and the next `period` ones differ in some event, or the optimizer does
+    more than update each element by itself, which `_scale` would not know how to enlarge.
     """
+    optimizer = (op for where, _, op in step.ops() if where.phase == "optimizer")
+    if any(op.product_flops or op.groups or op.attention_flops or op.kind for op in optimizer):
+        return None
     repetition = Repetition(step, layers, edge, period)
     return repetition.step() if repetition.is_exact() else None
 

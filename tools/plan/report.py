@@ -42,12 +42,36 @@ def report(plan: Plan, all_stages: bool = False) -> str:
     lines = [*heading(plan), "", *stages(plan, all_stages), *memory(plan), *communication(plan), "", *speed(plan), *run(plan)]
     if plan.cfg.data.mask_documents:
         lines.append("  data.mask_documents computes less attention than this: the time is an upper bound.")
+    lines += left_out(plan)
     if recomputes_often(plan.cfg):
         lines.append("  A split backward recomputes a checkpointed block for each of its weights: without checkpointing, or with the "
                      "schedule 1f1b or interleaved_1f1b, steps are faster.")  # fmt: skip
     if not plan.fits:
         lines += ["", f"It does not fit: {advice(plan)}"]
     return "\n".join(lines)
+
+
+def model_name(cfg: Config) -> str:
+    """Family and flavor, and the numbers of the flavor that the configuration changes."""
+    given = {key: value for key, value in vars(cfg.model).items() if value is not None}
+    name = f"{given.pop('family')} {given.pop('flavor')}"
+    changed = ", ".join(f"{key} = {value}" for key, value in given.items())
+    return f"{name} with {changed}" if changed else name
+
+
+def left_out(plan: Plan) -> list[str]:
+    """Options of speed that change nothing in this plan."""
+    training, lines = plan.cfg.training, []
+    if training.float8 != "none":
+        lines.append(f'  training.float8 = "{training.float8}" is left out: products are planned in bfloat16, so the time is an '
+                     "upper bound.")  # fmt: skip
+    if training.attention != "auto":
+        lines.append(f'  training.attention = "{training.attention}" is left out: attention is planned at '
+                     f"{plan.ask.device.attention_efficiency:.0%} of the peak, whatever its kernel.")  # fmt: skip
+    if plan.cfg.parallelism.async_tensor_parallel:
+        lines.append("  parallelism.async_tensor_parallel is left out: computing waits for the collectives of tensor parallelism, "
+                     "so the time is an upper bound.")  # fmt: skip
+    return lines
 
 
 def recomputes_often(cfg: Config) -> bool:
@@ -63,7 +87,7 @@ def heading(plan: Plan) -> list[str]:
     mesh = " x ".join(f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items() if dim in MESH)
     kept = f", gradients kept {cfg.parallelism.accumulate_gradients} in between" if micro_batches > 1 else ""
     return [
-        f"{cfg.model.family} {cfg.model.flavor}, {parameters_text(plan.parameters)} parameters, on {ask.gpus:,} x {ask.device.name} "
+        f"{model_name(cfg)}, {parameters_text(plan.parameters)} parameters, on {ask.gpus:,} x {ask.device.name} "
         f"({ask.gpus // ask.per_host:,} host{'s' * (ask.gpus > ask.per_host)} of {ask.per_host})",
         f"mesh {mesh}; sequences {cfg.training.global_batch_size:,} x "
         f"{cfg.training.seq_len:,} tokens = {micro_batches} micro-batch{'es' * (micro_batches > 1)} of "
@@ -156,7 +180,8 @@ def memory(plan: Plan) -> list[str]:
 def communication(plan: Plan) -> list[str]:
     """A line for each kind of collective on each mesh dimension."""
     sizes = {dim: len(ranks) for dim, ranks in plan.step.groups.items()}
-    lines = ["Communication of a step".ljust(34) + f"{'count':>8}{'bytes':>14}{'a message':>26}{'time':>11}{'exposed':>11}"]
+    of = f" of rank {plan.pipeline.slowest.number}" if plan.pipeline else ""
+    lines = [f"Communication of a step{of}".ljust(34) + f"{'count':>8}{'bytes':>14}{'a message':>26}{'time':>11}{'exposed':>11}"]
     for (dim, kind), line in sorted(plan.time.lines.items()):
         if sizes.get(dim, 2) > 1:
             message = " - ".join(dict.fromkeys((size_text(line.smallest), size_text(line.largest))))
@@ -172,11 +197,15 @@ def speed(plan: Plan) -> list[str]:
     formula = f"6N {'of the active ones ' if getattr(args, 'n_experts', 0) else ''}+ {'6LH(W+V)T' if latent else '12LHET'}"
     fullest = ", of the fullest rank" if plan.ask.routing != BALANCED and plan.cfg.parallelism.expert_parallel > 1 else ""
     derived, counted, recomputed = plan.flops()
-    waits = f"; rank {plan.step.number} waits for other stages {time_text(max(0.0, t.seconds - t.computing - t.exposed))}" if plan.pipeline else ""
+    whose = waits = ""
+    if plan.pipeline:
+        waiting = max(0.0, t.seconds - t.computing - t.exposed)
+        whose = f" (rank {plan.pipeline.slowest.number}, the slowest)"
+        waits = f"; it waits for other stages {time_text(waiting)}"
     return [
         f"FLOPs per token  {derived:.4g} derived ({formula}), {counted:.4g} counted ({counted / derived - 1:+.2%}{fullest}); "
         f"recomputed{' or padded' * latent} beside those {recomputed:.3g} ({recomputed / derived:.1%})",
-        f"Time of a step   {time_text(t.seconds)}: matrix products {time_text(t.products)} at {d.matmul_efficiency:.0%} of "
+        f"Time of a step   {time_text(t.seconds)}{whose}: matrix products {time_text(t.products)} at {d.matmul_efficiency:.0%} of "
         f"{d.peak / 1e12:,.{0 if d.peak > 1e13 else 2}f} TFLOP/s, "
         f"attention {time_text(t.attention)} at {d.attention_efficiency:.0%} (causal: half), "
         f"memory-bound {time_text(t.memory_bound)}, "
