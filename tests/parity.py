@@ -1,10 +1,11 @@
 """The parity check: a run on a mesh compared with the plain model, which is one process.
 
 The oracle is the plain model in float32, without checkpointing, with one micro-batch. The initial weights must be equal bitwise.
-Loss, gradient norm, every gathered gradient and the weights after 5 optimizer steps must agree to 1e-5, and the tokens that
-every expert got must be the same. (Where scores are equal up to rounding, two meshes may choose different experts, and both are
-right. No oracle has such a tie.) Meshes do not divide the sizes of the model evenly: vocabulary 263, width 50. Labels that do not count are spread unevenly over ranks and micro-batches.
-A run is a combination of one setting per factor (FACTORS).
+Loss, gradient norm and every gathered gradient of the first step must agree to 1e-5, and so must the losses, the norms and the
+weights of 5 optimizer steps, or to a bound that says how a model amplifies rounding (`bounds`). The tokens that every expert got
+must be the same. (Where scores are equal up to rounding, two meshes may choose different experts, and both are right.
+No oracle has such a tie.) Meshes do not divide the sizes of the model evenly: vocabulary 263, width 50. Labels that do not
+count are spread unevenly over ranks and micro-batches. A run is a combination of one setting per factor (FACTORS).
 """
 
 import functools
@@ -31,7 +32,8 @@ ONE_EXPERT = "one expert"  # the balancing biases send every token to expert 5 o
 FEW_LABELS = "few labels"  # labels count in the first quarter of a window alone, so some ranks of a cp group have none
 
 SMALLEST_GAP = 1e-7  # the scores of experts differ by some 1e-8 from mesh to mesh
-MARKERS = DOCUMENTS, FEW_LABELS, ONE_EXPERT
+SHAKEN = "shaken"  # every initial weight is one unit in the last place larger or smaller; no option either
+MARKERS = DOCUMENTS, FEW_LABELS, ONE_EXPERT, SHAKEN
 
 # factor -> {setting: options}. The first setting of a factor is the plain model's.
 NUMBERS = {  # what is computed: every combination of these has an oracle of its own
@@ -72,7 +74,7 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
     warnings.simplefilter("ignore")
     in_pipeline = any("pipeline_parallel" in option for option in options)
     local = BATCH // dp_size // ((6 if in_pipeline else 2) if TWO_MICRO_BATCHES in options else 1)
-    has_documents, has_few_labels, has_one_expert = (marker in options for marker in (DOCUMENTS, FEW_LABELS, ONE_EXPERT))
+    has_documents, has_few_labels, has_one_expert, is_shaken = (marker in options for marker in MARKERS)
     options = [option for option in options if option not in (TWO_MICRO_BATCHES, *MARKERS)]
     base = [o for o in OPTIONS if DEEPSEEK[0] not in options or not o.startswith(("--model.n_kv_heads", "--model.head_dim"))]
     cfg = load_config([*base, f"--training.local_batch_size={local}", *options], world().size, world().local_size)
@@ -81,6 +83,8 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
         for name, bias in job.model.named_parameters():
             if name.endswith("router.bias"):
                 bias.data[5] = 100.0
+    if is_shaken:
+        shake(job.model)
     seen = {"init": {n: whole(p).numpy() for n, p in job.model.named_parameters()}, "loss": [], "norm": [], "counts": []}
 
     def keep_gradients(*_):
@@ -109,6 +113,17 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
         seen["counts"].append({layer: counts.tolist() for layer, counts in result.expert_counts.items()})
     seen["weights"] = {n: whole(p).numpy() for n, p in job.model.named_parameters()}
     return seen
+
+
+@torch.no_grad()
+def shake(model: torch.nn.Module) -> None:
+    """Move every trained weight to a float32 beside it."""
+    up = torch.tensor(torch.inf)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            goes_up = torch.rand(weight.shape, generator=generator) < 0.5
+            weight.copy_(torch.where(goes_up, weight.nextafter(up), weight.nextafter(-up)))
 
 
 def unfinished_works() -> int:
@@ -142,7 +157,7 @@ def plain(*more: str, **numbers: str) -> dict:
 def _oracle(options: tuple[str, ...]) -> dict:
     seen, gap = run_ranks(1, _with_gap, list(options))[0]
     assert gap > SMALLEST_GAP, f"an expert of {options} is chosen by a lead of {gap:.0e}, which rounding may change: take another seed"
-    return seen
+    return seen | {"options": options}
 
 
 def _with_gap(options: list[str]) -> tuple[dict, float]:
@@ -159,22 +174,56 @@ def _with_gap(options: list[str]) -> tuple[dict, float]:
     return trajectory(options), min(gaps, default=1.0)
 
 
+# At equal weights, which are those of step 1, a mesh and the plain model differ by the rounding of sums: 1e-7 to 1e-6 in the
+# gradients. So loss, norm and gradients are judged there to EQUAL. Afterwards the weights themselves are apart, and training
+# amplifies that. By how much is a property of the model and the optimizer, and is measured: the plain model is trained once
+# more, with every initial weight moved by one unit in the last place (SHAKEN), which is an error like that of rounding. In a
+# norm or a weight a correct mesh was up to 3 times as far off as that run, so the trajectory may be AMPLIFIED times as far.
+# Most models stay below EQUAL, and are judged to that. Where a bound came above LARGEST it would let mistakes pass.
+EQUAL, AMPLIFIED, LARGEST = 1e-5, 8, 1e-2
+
+
+def apart(seen: dict, oracle: dict) -> tuple[dict[str, float], dict[str, float]]:
+    """Relative differences by name: at equal weights, and along the trajectory."""
+    equal_weights, later = {}, {}
+    for key in "loss", "norm":
+        error = np.abs(np.array(seen[key]) / np.array(oracle[key]) - 1)
+        equal_weights[key], later[key] = error[0], np.max(error[1:])
+    for key, errors in ("grad", equal_weights), ("weights", later):
+        assert seen[key].keys() == oracle[key].keys()
+        for n, want in oracle[key].items():
+            size = np.linalg.norm(want) or np.finfo(np.float32).tiny
+            errors[f"{key} of {n}"] = np.linalg.norm(seen[key][n] - want) / size
+    return equal_weights, later
+
+
+def bounds(oracle: dict) -> dict[str, float]:
+    """How far "loss", "norm" and "weights" may be off along the trajectory. Without its options, an oracle allows EQUAL."""
+    if "options" not in oracle:
+        return dict.fromkeys(("loss", "norm", "weights"), EQUAL)
+    if "bounds" not in oracle:
+        shaken = run_ranks(1, trajectory, [*oracle["options"], SHAKEN])[0]
+        _, later = apart(shaken, oracle)
+        oracle["bounds"] = {}
+        for key in "loss", "norm", "weights":
+            amplified = AMPLIFIED * max(error for name, error in later.items() if name.startswith(key))
+            oracle["bounds"][key] = min(max(EQUAL, amplified), LARGEST)
+    return oracle["bounds"]
+
+
 def compare(name: str, seen: dict, oracle: dict) -> list[str]:
     """What differs: sentences, empty when all is equal."""
     problems = [f"{name}: initial {n} is not bitwise equal" for n, w in oracle["init"].items()
                 if not np.array_equal(w, seen["init"][n])]  # fmt: skip
-    for key in "loss", "norm":
-        error = np.max(np.abs(np.array(seen[key]) / np.array(oracle[key]) - 1))
-        if not error <= 1e-5:
-            problems.append(f"{name}: {key} off by {error:.1e} relative")
     if seen["counts"] != oracle["counts"]:
         problems.append(f"{name}: experts got other numbers of tokens")
-    for key in "grad", "weights":
-        assert seen[key].keys() == oracle[key].keys()
-        for n, want in oracle[key].items():
-            error = np.linalg.norm(seen[key][n] - want) / (np.linalg.norm(want) or np.finfo(np.float32).tiny)
-            if not error <= 1e-5:
-                problems.append(f"{name}: {key} of {n} off by {error:.1e} relative")
+    equal_weights, later = apart(seen, oracle)
+    for what, error in equal_weights.items():
+        if not error <= EQUAL:
+            problems.append(f"{name}: {what} off by {error:.1e} relative at equal weights")
+    for what, error in later.items():
+        if not error <= EQUAL and not error <= bounds(oracle)[what.partition(" ")[0]]:
+            problems.append(f"{name}: {what} off by {error:.1e} relative after step 1")
     return problems
 
 

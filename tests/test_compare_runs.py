@@ -59,13 +59,34 @@ def test_another_mesh_is_equal_to_rounding(runs):
     assert found.environment["devices"] == ["cpu 1", "cpu 2"] and "the mesh or the tensors differ" in found.checkpoint
 
 
+def two_runs(place: Path, differences: list[float]) -> compare_runs.Comparison:
+    """Of runs whose losses differ by so much in each step, relatively."""
+    for name, factor in ("a", 0.0), ("b", 1.0):
+        (place / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": 5.0 * (1 + factor * size), "lr": 0.1}) for step, size in enumerate(differences, 1)]
+        (place / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return compare(place / "a", place / "b")
+
+
+@pytest.mark.parametrize("differences, says", [
+    ([0, 8.5e-8, 1e-6, 2e-5, 2e-4, 1e-3], True),  # a model that amplifies rounding
+    ([0, 8.5e-8, 8.5e-8, 9e-8, 1e-3, 2e-3], False),  # meshes that agree, until one of them makes a mistake
+    ([0, 2e-5, 3e-5, 3e-5, 4e-5, 4e-5], False),  # it began at 2e-5
+    ([0, 0, 0, 1e-3, 1e-3, 1e-3], False),
+])  # fmt: skip
+def test_it_says_rounding_where_a_difference_began_small_and_grew(tmp_path, differences, says):
+    found = two_runs(tmp_path, differences)
+    assert found.code == 1 and found.verdict.startswith("they part at step ")
+    assert ("like rounding" in found.verdict) == says, found.verdict
+
+
 def test_another_learning_rate_shows_one_step_later_than_in_the_metric_itself(runs):
     """1.1 times the rate: lr differs by 1/11 at the first step, the first loss is the same, the second is not."""
     found = compare(runs["first"], runs["lr"])
     by = rows(found)
     assert found.code == 1 and by["lr"].first_beyond == 1 and by["loss"].first_difference == by["grad_norm"].first_difference == 2
     assert by["lr"].first_size == pytest.approx(1 / 11) and "they part at step 1 (lr by 9.1e-02)" in found.verdict
-    assert found.config == {"optimizer.lr": [0.01, 0.011]}
+    assert found.config == {"optimizer.lr": [0.01, 0.011]} and "rounding" not in found.verdict
     assert "tensors differ" in found.checkpoint and by["lr"].last_tenth == pytest.approx(0.1 * 0.01 * 0.1, rel=1)
 
 
