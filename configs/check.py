@@ -322,6 +322,11 @@ RULES = {
         "{parallelism.pipeline_schedule} splits the backward pass, which PyTorch cannot do with {compile.enabled}: set that "
         'to false, or use the schedule "1f1b" or "interleaved_1f1b"',
     ),
+    "pipeline_float8": (  # torchao's product is one node too, so each half would compute both gradients
+        lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward and c.training.float8 != "none",
+        "{parallelism.pipeline_schedule} splits the backward pass, and with {training.float8} each half would do the work of "
+        'both: set that to "none", or use the schedule "1f1b" or "interleaved_1f1b"',
+    ),
     # GPU kernels of attention.
     "mask_compile": (  # what does not fit is a loop over documents, and never one graph
         lambda c: c.data.mask_documents and c.compile.enabled and c.run.device != "cpu" and _no_flash(c),

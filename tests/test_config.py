@@ -588,6 +588,12 @@ RULE_CASES = {
         'pipeline_schedule = "zbv" splits the backward pass|compile.enabled = true',
         "compile.enabled=false",
     ),
+    "pipeline_float8": (
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zbv training.float8=rowwise",
+        2, 2,
+        'pipeline_schedule = "zbv" splits the backward pass|training.float8 = "rowwise" each half|"1f1b"',
+        "parallelism.pipeline_schedule=interleaved_1f1b",
+    ),
     "bpe_vocabulary": (
         "data.bpe_vocab_size=5000",
         1, 1,

@@ -310,7 +310,7 @@ def test_the_kernel_of_gpus_computes_what_the_loop_does(monkeypatch):
     loop = product_and_gradients(*operands)
     real, calls = torch.nn.functional.grouped_mm, []
     monkeypatch.setattr(grouped.F, "grouped_mm", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
-    monkeypatch.setattr(grouped, "fits_grouped_mm", lambda rows, weight: True)
+    monkeypatch.setattr(grouped, "fits_grouped_mm", lambda rows, width: True)
     for ours, theirs in zip(product_and_gradients(*operands), loop, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7)
     assert len(calls) == 3
@@ -336,7 +336,7 @@ def test_an_expert_without_rows_has_a_gradient_of_zero(monkeypatch, counts, uses
     torch.manual_seed(0)
     rows, weight = torch.randn(sum(counts), 16).bfloat16(), torch.randn(5, 24, 16).bfloat16()
     monkeypatch.setattr(grouped.F, "grouped_mm", careless_grouped_mm)
-    monkeypatch.setattr(grouped, "fits_grouped_mm", lambda rows, weight: uses_kernel)
+    monkeypatch.setattr(grouped, "fits_grouped_mm", lambda rows, width: uses_kernel)
     out, of_rows, of_weight = product_and_gradients(rows, weight, torch.tensor(counts))
     assert out.shape == (len(rows), 24) and of_rows.shape == rows.shape
     is_idle = torch.tensor(counts) == 0
@@ -349,8 +349,8 @@ def test_an_expert_without_rows_has_a_gradient_of_zero(monkeypatch, counts, uses
     (True, torch.bfloat16, 12, 24, False), (True, torch.bfloat16, 16, 20, False), (True, torch.bfloat16, 12, 20, False),
 ])  # fmt: skip
 def test_the_kernel_of_gpus_needs_bfloat16_and_widths_of_16_bytes(cuda, dtype, width, of_result, fits):
-    rows, weight = SimpleNamespace(is_cuda=cuda, dtype=dtype, shape=(5, width)), SimpleNamespace(shape=(3, of_result, width))
-    assert grouped.fits_grouped_mm(rows, weight) == fits
+    rows = SimpleNamespace(is_cuda=cuda, dtype=dtype, shape=(5, width))
+    assert grouped.fits_grouped_mm(rows, of_result) == fits
 
 
 FLOAT8 = [  # sides that are multiples of 16

@@ -1,10 +1,13 @@
 """Whole runs of a pipeline, and what can go wrong in one. That it computes what one process computes: tests/test_parallel.py."""
 
 import contextlib
+import gc
 import os
 import re
 import signal
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.load import load_config
@@ -180,6 +184,63 @@ def test_messages_that_are_not_the_expected_ones_are_named(options):
     ]:
         said = run_ranks(2, step_with, options, fault, True)[rank]
         assert f"Drift: rank {rank} of the pipeline expects the {expected}, but rank {1 - rank} sends the {sent}: " in said, said
+
+
+class Products(TorchDispatchMode):
+    """How many matrix products have run, by name, and which factors of those of experts are still in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.rows = Counter(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name == "mm" or name.startswith("grouped_product"):
+            self.counts[name] += 1
+        if name == "grouped_product":
+            self.rows.append(weakref.ref(args[0].untyped_storage()))
+        return func(*args, **(kwargs or {}))
+
+
+def products_of_halves(options: list[str]) -> tuple[dict[str, Counter], list[int]]:
+    """Of a step of the last stage: the products of each kind of action, and how many rows of experts are in memory after each
+    second half of a backward."""
+    gc.disable()  # as in a run: what hangs in a circle is not free
+    job = train.build(load_config([*options, *MESHES["pp2"][1]], 2, 2))
+    seen: dict[str, Counter] = {}
+    forwards, alive = [], []
+
+    def watched(real: Callable) -> Callable:
+        def play(step, action, stage):
+            with Products() as mode:
+                real(step, action, stage)
+            seen.setdefault(action.kind, Counter()).update(mode.counts)
+            forwards.extend(mode.rows)
+            if action.kind == schedules.BACKWARD_WEIGHT:
+                alive.append(sum(rows() is not None for rows in forwards))
+
+        return play
+
+    for kind in schedules.RESULTS:
+        setattr(pp.Step, kind, watched(getattr(pp.Step, kind)))
+    tokens = torch.randint(263, (4, 2, 16), generator=torch.Generator().manual_seed(0))
+    train.gradients(job, {"tokens": tokens, "labels": tokens})
+    return seen, alive
+
+
+EXPERTS = "--model.family=qwen3 --model.n_experts=4 --model.experts_per_token=2 --model.expert_dim=12".split()
+
+
+def test_each_half_of_a_backward_has_the_products_of_its_own_gradients(options):
+    """The last of two stages has two blocks, each with seven products or, with experts, with five and three grouped ones; and a
+    step has four micro-batches. The products of the loss are in its forward."""
+    given = [*options, "--parallelism.pipeline_schedule=zero_bubble", "--parallelism.pipeline_stages_per_rank=1"]
+    dense, _ = run_ranks(2, products_of_halves, given)[1]
+    assert dense["backward_input"] == dense["backward_weight"] == {"mm": 4 * 2 * 7}
+    experts, alive = run_ranks(2, products_of_halves, [*given, *EXPERTS])[1]
+    assert experts["backward_input"] == {"mm": 4 * 2 * 5, "grouped_product_backward_rows": 4 * 2 * 3}
+    assert experts["backward_weight"] == {"mm": 4 * 2 * 5, "grouped_product_backward_weight": 4 * 2 * 3}
+    assert alive[-1] == 0, f"rows of experts that are in memory after each micro-batch: {alive}"
 
 
 def slow_stage(options: list[str], folder: Path, kind: str) -> tuple[int, str]:

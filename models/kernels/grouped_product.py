@@ -12,17 +12,53 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def fits_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == weight.shape[1] % 8 == 0
+def fits_grouped_mm(rows: Tensor, width: int) -> bool:
+    """width: of a result, F."""
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == width % 8 == 0
+
+
+def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """rows [M, D], group after group; weight [X, F, D]; counts int64 [X], the rows of each group, M in sum -> [M, F]: each row
+    times the transposed weight of its group.
+
+    The gradients of the rows and of the weight are two nodes of autograd's graph, as they are two products. A node with both
+    would compute both whenever a backward needs one of them: twice in a pipeline that splits the backward (parallelisms/pp.py).
+    """
+    product = _grouped_product(rows, weight.detach(), counts)
+    return _Joined.apply(product, _OfWeight.apply(weight, rows.detach(), counts))
+
+
+class _OfWeight(torch.autograd.Function):
+    """Nothing in forward, in the shape of the product; its gradient is the product's, and gives that of the weight."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, counts)
+        return rows.new_empty(()).expand(rows.shape[0], weight.shape[1])  # memory of one number, which nobody reads
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grouped_product_backward_weight(grad, *ctx.saved_tensors), None, None
+
+
+class _Joined(torch.autograd.Function):
+    """The product. Both its parts get its gradient."""
+
+    @staticmethod
+    def forward(ctx, product: Tensor, of_weight: Tensor) -> Tensor:
+        return product.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
 
 
 @torch.library.custom_op("plumbline::grouped_product", mutates_args=())
-def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """rows [M, D], group after group; weight [X, F, D]; counts int64 [X], the rows of each group, M in sum -> [M, F]: each row
-    times the transposed weight of its group."""
+def _grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """As `grouped_product`, without a gradient for the weight."""
     if not len(rows):
         return rows.new_empty(0, weight.shape[1])
-    if fits_grouped_mm(rows, weight):
+    if fits_grouped_mm(rows, weight.shape[1]):
         return F.grouped_mm(rows, weight.mT, offs=counts.cumsum(0).int())
     out = rows.new_empty(len(rows), weight.shape[1])
     for part, group, into in zip(_groups(rows, counts), weight.unbind(0), _groups(out, counts), strict=True):
@@ -30,49 +66,66 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("plumbline::grouped_product_backward", mutates_args=())
-def grouped_product_backward(grad: Tensor, rows: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Grad of the rows [M, D] and of the weight [X, F, D].
+@torch.library.custom_op("plumbline::grouped_product_backward_rows", mutates_args=())
+def grouped_product_backward_rows(grad: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Grad of the rows [M, D], of the product's [M, F]."""
+    if not len(grad):
+        return grad.new_empty(0, weight.shape[2])
+    grad = grad.contiguous()
+    if fits_grouped_mm(grad, weight.shape[2]):
+        return F.grouped_mm(grad, weight, offs=counts.cumsum(0).int())
+    of_rows = grad.new_empty(len(grad), weight.shape[2])
+    for own, group, into in zip(_groups(grad, counts), weight.unbind(0), _groups(of_rows, counts), strict=True):
+        torch.mm(own, group, out=into)
+    return of_rows
+
+
+@torch.library.custom_op("plumbline::grouped_product_backward_weight", mutates_args=())
+def grouped_product_backward_weight(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    """Grad of the weight [X, F, D], of the product's [M, F].
 
     A group without rows has a gradient of 0. The kernel of Blackwell GPUs leaves it as the memory was (pytorch#172439,
     pytorch#193633, cutlass#2674), so it is set here, by a mask: which groups are empty is known to the GPU alone.
     """
+    shape = len(counts), grad.shape[1], rows.shape[1]
     if not len(rows):
-        return rows.new_empty(rows.shape), weight.new_zeros(weight.shape)
+        return rows.new_zeros(shape)
     grad = grad.contiguous()
-    if fits_grouped_mm(rows, weight):
-        ends = counts.cumsum(0).int()
-        of_weight = F.grouped_mm(grad.t(), rows, offs=ends)
-        of_weight.masked_fill_((counts == 0)[:, None, None], 0)
-        return F.grouped_mm(grad, weight, offs=ends), of_weight
-    of_rows, of_weight = torch.empty_like(rows), torch.empty_like(weight, memory_format=torch.contiguous_format)
-    parts = zip(_groups(grad, counts), _groups(rows, counts), _groups(of_rows, counts), strict=True)
-    for (own, part, into), group, gradient in zip(parts, weight.unbind(0), of_weight.unbind(0), strict=True):
-        torch.mm(own, group, out=into)
-        torch.mm(own.t(), part, out=gradient)
-    return of_rows, of_weight
+    if fits_grouped_mm(rows, grad.shape[1]):
+        of_weight = F.grouped_mm(grad.t(), rows, offs=counts.cumsum(0).int())
+        return of_weight.masked_fill_((counts == 0)[:, None, None], 0)
+    of_weight = rows.new_empty(shape)
+    for own, part, into in zip(_groups(grad, counts), _groups(rows, counts), of_weight.unbind(0), strict=True):
+        torch.mm(own.t(), part, out=into)
+    return of_weight
 
 
 def _groups(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
     return x.split(counts.tolist())
 
 
-@grouped_product.register_fake
+@_grouped_product.register_fake
 def _(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
-@grouped_product_backward.register_fake
-def _(grad: Tensor, rows: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), weight.new_empty(weight.shape)
+@grouped_product_backward_rows.register_fake
+def _(grad: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[0], weight.shape[2])
+
+
+@grouped_product_backward_weight.register_fake
+def _(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    return rows.new_empty(counts.shape[0], grad.shape[1], rows.shape[1])
 
 
 def _keep(ctx, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    _, weight, counts = inputs
+    ctx.save_for_backward(weight, counts)
 
 
-def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *grouped_product_backward(grad, *ctx.saved_tensors), None
+def _backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    return grouped_product_backward_rows(grad, *ctx.saved_tensors), None, None
 
 
-grouped_product.register_autograd(_backward, setup_context=_keep)
+_grouped_product.register_autograd(_backward, setup_context=_keep)

@@ -104,8 +104,13 @@ ATTENTION = {
 }  # fmt: skip
 
 
-# Grouped product -> how many products of as many rows it makes (models/kernels/grouped_product.py).
-GROUPED = {torch.ops.plumbline.grouped_product.default: 1, torch.ops.plumbline.grouped_product_backward.default: 2}
+# Products of rows with the weights of their groups (models/kernels/grouped_product.py). The arguments of each are two matrices
+# with as many rows, or one of them and the weights; then the rows of each group.
+GROUPED_FORWARD = torch.ops.plumbline.grouped_product.default
+GROUPED = {
+    GROUPED_FORWARD, torch.ops.plumbline.grouped_product_backward_rows.default,
+    torch.ops.plumbline.grouped_product_backward_weight.default,
+}  # fmt: skip
 
 
 def tensors_in(tree: object) -> list[torch.Tensor]:
@@ -263,7 +268,7 @@ class Trace(TorchDispatchMode):
         if made or func._schema.is_mutable:  # otherwise it is a view
             op = self.computation(func, args, kwargs, inputs, made)
             # In backward, only recomputation records a graph, or runs the forward of attention or of a grouped product.
-            forward = GROUPED.get(func) == 1 or (func in ATTENTION and not ATTENTION[func][3])
+            forward = func == GROUPED_FORWARD or (func in ATTENTION and not ATTENTION[func][3])
             if in_backward and (torch.is_grad_enabled() or forward):
                 op.recomputed = op.product_flops + op.attention_flops
             if op.product_flops or op.attention_flops or "empty" not in op.name:
@@ -302,9 +307,10 @@ class Trace(TorchDispatchMode):
             left, right = args[PRODUCTS[func] :][:2]
             op.product_flops = 2 * math.prod(left.shape) * right.shape[-1]
         elif func in GROUPED:
-            rows, weight = args[GROUPED[func] - 1 :][:2]
-            op.groups, op.rows, op.operands = len(weight), len(rows), sum(map(nbytes, [*inputs, *made]))
-            op.product_flops = 2 * GROUPED[func] * len(rows) * weight[0].numel()
+            rows, other, counts = args
+            width = other[0].numel() if other.ndim == 3 else rows.shape[1] * other.shape[1]
+            op.groups, op.rows, op.operands = len(counts), len(rows), sum(map(nbytes, [*inputs, *made]))
+            op.product_flops = 2 * len(rows) * width
         elif "empty" not in op.name:
             written = {id(t) for t in tensors_in(self.mutated(func, args, kwargs))}
             only_written = {id(t) for t in tensors_in(kwargs.get("out"))}
