@@ -228,6 +228,12 @@ RULES = {
         "{parallelism.tensor_parallel}, the ranks of data_parallel_shard, context_parallel and tensor_parallel, from which its "
         "groups are taken",
     ),
+    "ep_reshard": (  # experts are sharded over a slice of the ranks, with groups of N of its own, and so in tp_reshard
+        lambda c: _is_number(c.parallelism.reshard_after_forward) and c.parallelism.expert_parallel > 1,
+        "{parallelism.reshard_after_forward}, a number of ranks, together with {parallelism.expert_parallel} is not supported, "
+        'because experts are sharded over fewer ranks than other weights: use true, false or "default", or set expert_parallel '
+        "to 1",
+    ),
     "cp_sequence": (
         lambda c: c.parallelism.context_parallel > 1 and c.training.seq_len % c.sequence_unit != 0,
         "{training.seq_len} is not a multiple of {sequence_unit}, so {parallelism.context_parallel} by "

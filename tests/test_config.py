@@ -392,6 +392,14 @@ RULE_CASES = {
         "parallelism.expert_parallel = 4 does not divide 2 times parallelism.context_parallel = 1",
         "parallelism.expert_parallel=2",
     ),
+    "ep_reshard": (
+        "model.family=qwen3 model.flavor=debug_moe parallelism.expert_parallel=4 parallelism.reshard_after_forward=2 "
+        "training.local_batch_size=1",
+        8, 8,
+        "parallelism.reshard_after_forward = 2, a number of ranks, together with parallelism.expert_parallel = 4 is not "
+        'supported|"default"',
+        "parallelism.expert_parallel=1",
+    ),
     "experts": (
         "model.family=qwen3 model.flavor=debug_moe model.n_experts=8 model.experts_per_token=9",
         1, 1,
