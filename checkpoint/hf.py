@@ -227,7 +227,8 @@ def load(
 ) -> str:
     """Fill a live model, on any mesh, from a folder of Hugging Face's; returns its absolute path, for the record.
 
-    name: of the model's family among these. Every rank of `group` (a gloo group) calls it. Rank 0 reads the headers for all; then each reads its own slices.
+    name: of the model's family among these. Every rank of `group` (a gloo group) calls it. Rank 0 reads the headers for
+    all; then each reads its own slices.
     Raises InputError on all ranks: after a folder that does not fit nothing has changed, after an unreadable byte the
     model is useless.
     """

@@ -2,7 +2,8 @@
 
 | source                        | documents                                                                      | name      |
 |-------------------------------|--------------------------------------------------------------------------------|-----------|
-| `stdlib`                      | every .py file of this Python's standard library but its tests (about 11 MB)   | file      |
+| `stdlib`                      | every .py file of this Python's standard library but its tests and its tables  | file      |
+|                               | of characters (about 9 MB)                                                     |           |
 | a file                        | one document, whatever its suffix (also `.json`), unless it is one of those    | file      |
 |                               | below                                                                          |           |
 | `.jsonl`, `.ndjson`           | one per line that is not blank: the string under `data.text_field`             | file:line |
@@ -47,8 +48,14 @@ TEXT = (
 JSON_LINES = (".jsonl", ".ndjson")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffix -> pyarrow's name of the codec
 SUFFIXES = (*TEXT, *JSON_LINES, ".parquet", *(kind + packed for kind in (*TEXT, *JSON_LINES) for packed in COMPRESSED))
-# Left out: tests (odd on purpose, and larger than all the rest) and whatever was installed later.
-STDLIB_LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "idlelib", "__pycache__"}
+# Left out: tests (odd on purpose, and larger than all the rest), whatever was installed later, and tables that a program has
+# made. A model that is trained for two minutes learns tables first, since they repeat themselves, and writes them.
+STDLIB_LEFT_OUT = {
+    "test", "tests", "site-packages", "dist-packages", "idlelib", "__pycache__",
+    "encodings",  # code points of 100 character sets
+    "pydoc_data",  # the language reference as strings
+}  # fmt: skip
+STDLIB_TABLES = ("html/entities.py", "re/_casefix.py", "stringprep.py")  # of characters; the last one has code around them
 HUGGING_FACE = "hf:"
 BUFFER = 1 << 20  # bytes read at a time
 ROWS = 256  # rows of a column that are read at a time
@@ -129,7 +136,8 @@ def find(source: str) -> list[File]:
     path = os.path.expanduser(source)
     if source == "stdlib":
         root = sysconfig.get_path("stdlib")
-        paths = [p for p in _walk(root, STDLIB_LEFT_OUT) if p.endswith(".py") and not _is_build_record(p)]
+        tables = tuple(os.path.join(root, *table.split("/")) for table in STDLIB_TABLES)
+        paths = [p for p in _walk(root, STDLIB_LEFT_OUT) if p.endswith(".py") and p not in tables and not _is_build_record(p)]
     elif os.path.isdir(path):
         root = path
         paths = [p for p in _walk(root, set()) if p.lower().endswith(SUFFIXES)]

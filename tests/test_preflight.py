@@ -136,7 +136,7 @@ B3 = r"rank 3 \(host b\)"
 FAULTS = {
     "healthy": Fault((), None, "", 0, r"ranks +ok +4, 2 on each of 2 hosts"),
     # C3 of the torture suite: one rank with another ...
-    "config": Fault((3,), option("--optimizer.lr=0.5"), "config", 1, rf"optimizer.lr is 0.003 on ranks 0-2 .*but 0.5 on {B3}"),
+    "config": Fault((3,), option("--optimizer.lr=0.5"), "config", 1, rf"optimizer.lr is 0.0015 on ranks 0-2 .*but 0.5 on {B3}"),
     "commit": Fault((2,), replaced(machine, "commit", lambda real: "abc"), "same", 1, r"commit is \w+ on ranks 0-1, 3 .*but abc on rank 2"),
     "torch": Fault((1,), lambda patch, place: patch.setattr(torch, "__version__", "2.99"), "same", 1, r"but 2.99 on rank 1 \(host a\)"),
     "seed": Fault((2, 3), option("--run.seed=7"), "config", 1, r"run.seed is 0 on ranks 0-1 \(host a\), but 7 on ranks 2-3 \(host b\)"),

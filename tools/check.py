@@ -139,7 +139,8 @@ def main(argv: list[str]) -> int:
     print(ConfigError(found), file=sys.stderr)
     command = without_files(cfg, arguments)
     if command:
-        print(f"README.md says where a tokenizer and a corpus come from. To try it without them:\n    {command}", file=sys.stderr)
+        print("README.md says where a tokenizer and a corpus come from. To try it without them:", file=sys.stderr)
+        print(f"    {command}", file=sys.stderr)
     return 2
 
 
