@@ -4,12 +4,14 @@ import hashlib
 import math
 import re
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
@@ -20,8 +22,61 @@ from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tools.bench import harness
 from training import init
+from training.feed import Feed
 from training.loss import linear_cross_entropy, plain_cross_entropy
 from training.optim import build_optimizer, clip_grad_norm, learning_rate, moments
+
+
+class Copies(TorchFunctionMode):
+    """The tensors that go to another device, and whether the host may wait for the copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to:
+            self.seen.append((args[0], bool((kwargs or {}).get("non_blocking"))))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cp, is_masked", [(1, False), (1, True), (2, True)])
+def test_a_step_copies_its_batch_once_as_the_loader_has_pinned_it(cp, is_masked):
+    """A tensor that is made on the host is in pageable memory, and a copy from there waits for
+    the GPU. `meta` is another device that every machine has."""
+    tokens = torch.zeros(3, 2, 16 // cp, dtype=torch.int64)
+    batch = {"tokens": tokens, "labels": tokens.clone()}
+    if is_masked:
+        batch["positions"] = torch.arange(16).expand(3, 2, 16).contiguous()
+    device = torch.device("meta")
+    places = [range(4), range(12, 16)] if cp == 2 else [range(16)]
+    mesh = SimpleNamespace(device=device, cp=cp, places=lambda length: places)
+    model = SimpleNamespace(documents=lambda within, device: None)
+    with Copies() as copies:
+        feed = Feed(model, batch, mesh, linear_cross_entropy, 8)
+        positions = [feed(a)[1] for a in range(len(feed))]
+    pinned = {x.data_ptr(): name for name, x in batch.items()}
+    copied = [pinned.get(x.data_ptr(), "made on the host") for x, _ in copies.seen]
+    assert sorted(copied) == sorted(batch), "each tensor of the batch once, and nothing else"
+    assert all(goes_on for _, goes_on in copies.seen)
+    shape = (2, 16 // cp) if is_masked else (16,)
+    assert [p.shape for p in positions] == [shape] * 3
+
+
+@pytest.mark.parametrize("places", [[range(16)], [range(4), range(12, 16)]])
+def test_positions_are_those_of_this_ranks_parts(places):
+    length = sum(map(len, places))
+    tokens = torch.zeros(3, 2, length, dtype=torch.int64)
+    within = torch.randint(16, (3, 2, 16), generator=torch.Generator().manual_seed(0))
+    mesh = SimpleNamespace(device=torch.device("cpu"), cp=16 // length, places=lambda length: places)
+    model = SimpleNamespace(documents=lambda within, device: within)
+    batch = {"tokens": tokens, "labels": tokens, "positions": within}
+    feed = Feed(model, batch, mesh, linear_cross_entropy, 8)
+    index = torch.tensor([position for part in places for position in part])
+    for a in range(3):
+        _, positions, _, documents, _ = feed(a)
+        assert torch.equal(positions, within[a][:, index]) and torch.equal(documents, within[a])
+
 
 class OneMoment(torch.optim.Optimizer):
     """Betas, as AdamW has them, and one moment, as Lion has."""

@@ -26,9 +26,16 @@ class Feed:
         self.tokens = batch["tokens"].to(mesh.device, non_blocking=True)
         self.labels = batch["labels"].to(mesh.device, non_blocking=True)
         self.losses = torch.empty(self.labels.shape, device=mesh.device)
-        self.places = mesh.places(self.tokens.shape[-1] * mesh.cp)
-        self.positions = torch.cat([torch.arange(p.start, p.stop, device=mesh.device) for p in self.places])  # [t], of every sequence
+        places = mesh.places(self.tokens.shape[-1] * mesh.cp)
         self.within_documents = batch.get("positions")  # int64 [A, b, T] on the CPU; with data.mask_documents only
+        if self.within_documents is None:
+            own = [torch.arange(p.start, p.stop, device=mesh.device) for p in places]
+        else:
+            # Copied as the loader has pinned it. A part that is made here would be in pageable
+            # memory, and the host would wait for its copy.
+            whole = self.within_documents.to(mesh.device, non_blocking=True)
+            own = [whole[..., p.start : p.stop] for p in places]
+        self.positions = torch.cat(own, -1)  # [t], of every sequence, or [A, b, t]
         self.routings: Any = None  # what a model with experts tells, a models/moe.py::Routings, in training
 
     def __len__(self) -> int:
@@ -45,7 +52,5 @@ class Feed:
 
         if self.within_documents is None:
             return self.tokens[a], self.positions, head, None, self.routings
-        within = self.within_documents[a]
-        positions = torch.cat([within[:, p.start : p.stop] for p in self.places], 1)
-        documents = self.model.documents(within, self.device)
-        return self.tokens[a], positions.to(self.device, non_blocking=True), head, documents, self.routings
+        documents = self.model.documents(self.within_documents[a], self.device)
+        return self.tokens[a], self.positions[a], head, documents, self.routings
