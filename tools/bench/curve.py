@@ -35,11 +35,11 @@ def source() -> np.ndarray:
     return np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
 
 
-def curve(options: list[str], seed: int, steps: int) -> list[float]:
-    """The loss of every step."""
+def curve(options: list[str], seed: int, steps: int, text: np.ndarray) -> list[float]:
+    """The loss of every step on this text (bytes)."""
     cfg = load_config([*MODEL, f"--run.seed={seed}", f"--training.steps={steps}", *options])
     job = train.build(cfg)
-    batches, losses = harness.batches(cfg, job.mesh, source()), []
+    batches, losses = harness.batches(cfg, job.mesh, text), []
     for step in range(steps):
         train.set_learning_rate(job.optimizer, train.learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule))
         losses.append(train.train_step(job, batches[step]).loss)
@@ -50,11 +50,13 @@ def windows(losses: list[float]) -> list[float]:
     return [statistics.fmean(losses[a : a + WINDOW]) for a in range(0, len(losses), WINDOW)]
 
 
-def compared(fast: list[str], steps: int, seeds: int) -> list[tuple[float, float, float]]:
+def compared(
+    fast: list[str], steps: int, seeds: int, text: np.ndarray
+) -> list[tuple[float, float, float]]:
     """For each window of steps: plain loss and fast - plain, means over the seeds, and the deviation of the plain loss over
     them."""
     plain, other = (
-        [windows(curve(options, seed, steps)) for seed in range(seeds)] for options in (["--training.param_dtype=float32"], fast)
+        [windows(curve(options, seed, steps, text)) for seed in range(seeds)] for options in (["--training.param_dtype=float32"], fast)
     )
     return [
         (statistics.fmean(slow), statistics.fmean(quick) - statistics.fmean(slow), statistics.stdev(slow))
@@ -69,7 +71,7 @@ def main() -> None:
     parser.add_argument("--json")
     args, overrides = parser.parse_known_args()
     torch.manual_seed(0)
-    seen = compared([*FAST, *overrides], args.steps, args.seeds)
+    seen = compared([*FAST, *overrides], args.steps, args.seeds, source())
     rows = [
         [f"{i * WINDOW + 1} to {(i + 1) * WINDOW}", f"{plain:.4f}", f"{apart:+.4f}", f"{spread:.4f}", f"{abs(apart) / spread:.2f}"]
         for i, (plain, apart, spread) in enumerate(seen)
