@@ -26,9 +26,9 @@ def post_norm(monkeypatch):
     """In this process, and in the ranks that it forks."""
     monkeypatch.setattr(layers.Block, "forward", normalised_outputs)
     monkeypatch.setitem(parity.NUMBERS["optimizer"], "adamw", [*parity.ADAMW, *LARGE_STEPS])
-    parity._oracle.cache_clear()
+    parity.oracle_of.cache_clear()
     yield
-    parity._oracle.cache_clear()
+    parity.oracle_of.cache_clear()
 
 
 def on_a_mesh() -> dict:
