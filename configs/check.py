@@ -228,11 +228,12 @@ RULES = {
         "{parallelism.tensor_parallel}, the ranks of data_parallel_shard, context_parallel and tensor_parallel, from which its "
         "groups are taken",
     ),
-    "ep_reshard": (  # experts are sharded over a slice of the ranks, with groups of N of its own, and so in tp_reshard
-        lambda c: _is_number(c.parallelism.reshard_after_forward) and c.parallelism.expert_parallel > 1,
-        "{parallelism.reshard_after_forward}, a number of ranks, together with {parallelism.expert_parallel} is not supported, "
-        'because experts are sharded over fewer ranks than other weights: use true, false or "default", or set expert_parallel '
-        "to 1",
+    "ep_reshard": (  # as in tp_reshard: experts are sharded over a slice of the ranks
+        lambda c: _is_number(c.parallelism.reshard_after_forward)
+        and c.parallelism.expert_parallel > 1,
+        "{parallelism.reshard_after_forward}, a number of ranks, together with "
+        "{parallelism.expert_parallel} is not supported, because experts are sharded over fewer "
+        'ranks than other weights: use true, false or "default", or set expert_parallel to 1',
     ),
     "cp_sequence": (
         lambda c: c.parallelism.context_parallel > 1 and c.training.seq_len % c.sequence_unit != 0,
@@ -328,10 +329,12 @@ RULES = {
         "{parallelism.pipeline_schedule} splits the backward pass, which PyTorch cannot do with {compile.enabled}: set that "
         'to false, or use the schedule "1f1b" or "interleaved_1f1b"',
     ),
-    "pipeline_float8": (  # torchao's product is one node too, so each half would compute both gradients
-        lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward and c.training.float8 != "none",
-        "{parallelism.pipeline_schedule} splits the backward pass, and with {training.float8} each half would do the work of "
-        'both: set that to "none", or use the schedule "1f1b" or "interleaved_1f1b"',
+    "pipeline_float8": (  # torchao makes one node of a product: each half computes both gradients
+        lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward
+        and c.training.float8 != "none",
+        "{parallelism.pipeline_schedule} splits the backward pass, and with {training.float8} each "
+        'half would do the work of both: set that to "none", or use the schedule "1f1b" or '
+        '"interleaved_1f1b"',
     ),
     # GPU kernels of attention.
     "mask_compile": (  # what does not fit is a loop over documents, and never one graph

@@ -261,15 +261,18 @@ def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int, has_experts: bo
 
 
 def meet_neighbours(mesh: Mesh, device: torch.device, limit: timedelta) -> None:
-    """Open every connection that messages of a pipeline use, for tensors of this device. All ranks of a pipeline call it.
+    """Open every connection that messages of a pipeline use, for tensors of this device. All ranks
+    of a pipeline call it.
 
-    NCCL connects two ranks of a group at their first message, and gloo does where its connections are lazy. Whoever comes
-    first waits for the other one. In a step both may come at the same time with different messages: rank 0 asks for a
-    gradient, from rank 1, while rank 1 asks for a hidden state, from rank 0. Both would wait for ever. So each pair
-    exchanges one number in each direction here, and all ranks go through the pairs in one order.
+    NCCL connects two ranks of a group at their first message, and gloo does where its connections
+    are lazy. Whoever comes first waits for the other one. In a step both may come at the same time
+    with different messages: rank 0 asks for a gradient, from rank 1, while rank 1 asks for a hidden
+    state, from rank 0. Both would wait for ever. So each pair exchanges one number in each
+    direction here, and all ranks go through the pairs in one order.
     """
+    to_higher, to_lower = mesh.device_mesh.get_group("pp"), mesh.to_lower
     for lower, higher in neighbours(mesh.pp):
-        for sender, receiver, group in (lower, higher, mesh.device_mesh.get_group("pp")), (higher, lower, mesh.to_lower):
+        for sender, receiver, group in (lower, higher, to_higher), (higher, lower, to_lower):
             number = torch.zeros(1, device=device)
             if mesh.pp_rank == sender:
                 work = dist.isend(number, group=group, group_dst=receiver)
@@ -281,11 +284,12 @@ def meet_neighbours(mesh: Mesh, device: torch.device, limit: timedelta) -> None:
 
 
 def neighbours(ranks: int) -> list[tuple[int, int]]:
-    """The pairs of ranks of a pipeline that send each other something, the lower rank first. No pair waits for more than two
-    others, whatever the number of ranks."""
+    """The pairs of ranks of a pipeline that send each other something, the lower rank first. No
+    pair waits for more than two others, whatever the number of ranks."""
     even = [(i, i + 1) for i in range(0, ranks - 1, 2)]
     odd = [(i, i + 1) for i in range(1, ranks - 1, 2)]
-    ring = [(0, ranks - 1)] if ranks > 2 else []  # a loop of stages goes on at rank 0; a tied weight is at both ends
+    # A loop of stages goes on at rank 0, and a tied weight is at both ends.
+    ring = [(0, ranks - 1)] if ranks > 2 else []
     return even + odd + ring
 
 

@@ -310,9 +310,10 @@ class Step:
         self.messages.give(result(action), gradient)
 
     def backward_weight(self, action: Action, stage: nn.Module) -> None:
-        """The other half. PyTorch computes it by one backward for each group of weights. After each of them FSDP would reduce
-        all gradients and free all weights, which other groups still need: a tied weight has a gradient in two groups, and
-        full checkpointing computes forward anew in each. So FSDP hears that this is the end when all have their gradients."""
+        """The other half. PyTorch computes it by one backward for each group of weights. After each
+        of them FSDP would reduce all gradients and free all weights, which other groups still need:
+        a tied weight has a gradient in two groups, and full checkpointing computes forward anew in
+        each. So FSDP hears that this is the end when all have their gradients."""
         if stage.first:
             return self.backward(action, stage)
         rest = self.in_flight.pop((action.stage, action.micro_batch))

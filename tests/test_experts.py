@@ -119,8 +119,9 @@ def test_without_a_balance_loss_no_counts_are_summed_for_it(mesh):
 
 @pytest.mark.cap(300)
 def test_a_tied_weight_beside_experts_with_a_split_backward_equals_the_plain_model():
-    more = ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=4", "--model.tied_embeddings=true"]
-    check("ep2xpp2", [settings(experts="qwen3 experts", optimizer="sgd", accumulation="reduced once")], more, factors=FACTORS)
+    more = "--parallelism.pipeline_schedule=zbv --model.n_layers=4 --model.tied_embeddings=true"
+    chosen = settings(experts="qwen3 experts", optimizer="sgd", accumulation="reduced once")
+    check("ep2xpp2", [chosen], more.split(), factors=FACTORS)
 
 
 class CountProducts(TorchDispatchMode):

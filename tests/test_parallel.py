@@ -103,10 +103,13 @@ def test_every_schedule_equals_the_plain_model(mesh, schedule):
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("schedule", ["zbv", pytest.param("zero_bubble", marks=pytest.mark.slow)])
 def test_a_tied_weight_stays_gathered_for_the_whole_second_half_of_a_backward(schedule):
-    """Its gradient comes from two parts of that half, and with full checkpointing each part computes the block anew."""
-    check("pp2xfsdp2", [
-        combination_of(optimizer="sgd", accumulation="reduced once", embeddings="tied", checkpointing="full"),
-    ], [f"--parallelism.pipeline_schedule={schedule}", "--model.n_layers=4"])  # fmt: skip
+    """Its gradient comes from two parts of that half, and with full checkpointing each part computes
+    the block anew."""
+    tied = combination_of(
+        optimizer="sgd", accumulation="reduced once", embeddings="tied", checkpointing="full"
+    )
+    more = [f"--parallelism.pipeline_schedule={schedule}", "--model.n_layers=4"]
+    check("pp2xfsdp2", [tied], more)
 
 
 @pytest.mark.slow

@@ -259,15 +259,20 @@ def reductions_of_a_step(runs: list[list[str]]) -> list[int]:
     return counts
 
 
-# schedule -> reduce-scatters of a step on both ranks of a pipeline, untied and tied: 8 blocks, and the root of each stage but
-# the middle ones, which have nothing but blocks; untied, the output is one more.
+# schedule -> reduce-scatters of a step on both ranks of a pipeline, untied and tied: 8 blocks, and
+# the root of each stage but the middle ones, which have nothing but blocks; untied, the output too.
 REDUCTIONS = {"1f1b": ([5, 6], [5, 5]), "zero_bubble": ([5, 6], [5, 5]), "zbv": ([7, 4], [6, 4])}
 
 
 def test_a_stage_reduces_its_gradients_once_in_a_step_also_where_the_backward_is_split():
-    base = "--model.n_layers=8 --parallelism.pipeline_parallel=2 --training.local_batch_size=1 --training.global_batch_size=8".split()
-    runs = [[*base, f"--parallelism.pipeline_schedule={schedule}", f"--model.tied_embeddings={tied}"]
-            for schedule in REDUCTIONS for tied in ("false", "true")]  # fmt: skip
+    base = (
+        "--model.n_layers=8 --parallelism.pipeline_parallel=2 --training.local_batch_size=1 "
+        "--training.global_batch_size=8"
+    ).split()
+    runs = []
+    for schedule in REDUCTIONS:
+        given = [*base, f"--parallelism.pipeline_schedule={schedule}"]
+        runs += [[*given, f"--model.tied_embeddings={tied}"] for tied in ("false", "true")]
     first, again, last, again_last = run_ranks(4, reductions_of_a_step, runs)
     assert first == again and last == again_last
     assert list(zip(first, last)) == [tuple(pair) for both in REDUCTIONS.values() for pair in both]

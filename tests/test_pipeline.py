@@ -187,7 +187,7 @@ def test_messages_that_are_not_the_expected_ones_are_named(options):
 
 
 class Products(TorchDispatchMode):
-    """How many matrix products have run, by name, and which factors of those of experts are still in memory."""
+    """How many matrix products have run, by name, and which rows of experts are still in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,8 +203,8 @@ class Products(TorchDispatchMode):
 
 
 def products_of_halves(options: list[str]) -> tuple[dict[str, Counter], list[int]]:
-    """Of a step of the last stage: the products of each kind of action, and how many rows of experts are in memory after each
-    second half of a backward."""
+    """Of a step of the last stage: the products of each kind of action, and how many rows of
+    experts are in memory after each second half of a backward."""
     gc.disable()  # as in a run: what hangs in a circle is not free
     job = train.build(load_config([*options, *MESHES["pp2"][1]], 2, 2))
     seen: dict[str, Counter] = {}
@@ -228,18 +228,23 @@ def products_of_halves(options: list[str]) -> tuple[dict[str, Counter], list[int
     return seen, alive
 
 
-EXPERTS = "--model.family=qwen3 --model.n_experts=4 --model.experts_per_token=2 --model.expert_dim=12".split()
+EXPERTS = (
+    "--model.family=qwen3 --model.n_experts=4 --model.experts_per_token=2 --model.expert_dim=12"
+).split()
+ONE_STAGE = "--parallelism.pipeline_schedule=zero_bubble --parallelism.pipeline_stages_per_rank=1".split()
 
 
 def test_each_half_of_a_backward_has_the_products_of_its_own_gradients(options):
-    """The last of two stages has two blocks, each with seven products or, with experts, with five and three grouped ones; and a
-    step has four micro-batches. The products of the loss are in its forward."""
-    given = [*options, "--parallelism.pipeline_schedule=zero_bubble", "--parallelism.pipeline_stages_per_rank=1"]
+    """The last of two stages has two blocks, each with seven products or, with experts, with five
+    and three grouped ones; and a step has four micro-batches. The products of the loss are in its
+    forward."""
+    given, blocks = [*options, *ONE_STAGE], 4 * 2
     dense, _ = run_ranks(2, products_of_halves, given)[1]
-    assert dense["backward_input"] == dense["backward_weight"] == {"mm": 4 * 2 * 7}
+    assert dense["backward_input"] == dense["backward_weight"] == {"mm": 7 * blocks}
     experts, alive = run_ranks(2, products_of_halves, [*given, *EXPERTS])[1]
-    assert experts["backward_input"] == {"mm": 4 * 2 * 5, "grouped_product_backward_rows": 4 * 2 * 3}
-    assert experts["backward_weight"] == {"mm": 4 * 2 * 5, "grouped_product_backward_weight": 4 * 2 * 3}
+    of_rows, of_weight = "grouped_product_backward_rows", "grouped_product_backward_weight"
+    assert experts["backward_input"] == {"mm": 5 * blocks, of_rows: 3 * blocks}
+    assert experts["backward_weight"] == {"mm": 5 * blocks, of_weight: 3 * blocks}
     assert alive[-1] == 0, f"rows of experts that are in memory after each micro-batch: {alive}"
 
 
@@ -266,8 +271,9 @@ def test_a_slow_stage_is_named_with_the_half_of_the_step_in_which_it_is_slow(opt
 
 
 def connect_as_nccl_does() -> None:
-    """From now on the first message between two ranks of a group, whether it is sent or received, blocks until the other rank
-    comes to one as well. NCCL makes the pair's communicator then. (With TORCH_GLOO_LAZY_INIT, a first send alone blocks.)"""
+    """From now on the first message between two ranks of a group, whether it is sent or received,
+    blocks until the other rank comes to one as well. NCCL makes the pair's communicator then. (With
+    TORCH_GLOO_LAZY_INIT, a first send alone blocks.)"""
     store, met = dist.distributed_c10d._get_default_store(), set()
     send, receive = dist.isend, dist.irecv
 
@@ -291,9 +297,11 @@ def connect_as_nccl_does() -> None:
     dist.isend, dist.irecv = meet_and_send, meet_and_receive
 
 
-def sample_and_step(options: list[str], lazy: Callable | None = None, meets: bool = True) -> tuple[list[int], float]:
-    """What the initial model samples, and the norm of a step. lazy: makes connections so; meets: whether `open_mesh` lets the
-    ranks meet."""
+def sample_and_step(
+    options: list[str], lazy: Callable | None = None, meets: bool = True
+) -> tuple[list[int], float]:
+    """What the initial model samples, and the norm of a step. lazy: makes connections so; meets:
+    whether `open_mesh` lets the ranks meet."""
     if lazy:
         lazy()
     if not meets:
@@ -301,14 +309,16 @@ def sample_and_step(options: list[str], lazy: Callable | None = None, meets: boo
     ranks = dist.get_world_size()
     job = train.build(load_config(options, ranks, ranks))
     text = train.sample(job.model, [1, 2, 3], 2, 16, job.mesh.device)
-    tokens = torch.randint(263, (job.cfg.training.micro_batches(1), 2, 16), generator=torch.Generator().manual_seed(0))
+    shape = (job.cfg.training.micro_batches(1), 2, 16)
+    tokens = torch.randint(263, shape, generator=torch.Generator().manual_seed(0))
     return text, train.train_step(job, {"tokens": tokens, "labels": tokens}).grad_norm
 
 
 # A tied weight would be sent first, and connect the ranks.
+UNTIED = "--model.tied_embeddings=false"
 LAZY = {
-    "one micro-batch": ["--training.global_batch_size=2", "--model.tied_embeddings=false"],
-    "two stages per rank": ["--parallelism.pipeline_schedule=interleaved_1f1b", "--model.tied_embeddings=false"],
+    "one micro-batch": [UNTIED, "--training.global_batch_size=2"],
+    "two stages per rank": [UNTIED, "--parallelism.pipeline_schedule=interleaved_1f1b"],
 }
 
 
@@ -324,7 +334,8 @@ def test_ranks_whose_connections_are_lazy_do_not_wait_for_each_other(name, optio
 @pytest.mark.parametrize("name", LAZY)
 def test_negative_control_ranks_that_have_not_met_wait_for_each_other(name, options):
     given = [*options, *MESHES["pp2"][1], *LAZY[name]]
-    with pytest.raises(AssertionError, match="rank 0 did not end in time\nrank 1 did not end in time"):
+    stuck = "rank 0 did not end in time\nrank 1 did not end in time"
+    with pytest.raises(AssertionError, match=stuck):
         run_ranks(2, sample_and_step, given, connect_as_nccl_does, False, timeout=2)
 
 
@@ -335,6 +346,7 @@ def test_all_ranks_that_send_each_other_something_meet(ranks):
     for schedule in SCHEDULES:
         placement = schedules.placement(schedule, ranks)
         table = schedules.table(schedule, ranks, 0, 4 * ranks)
-        messages = {tuple(sorted((t.sender, t.receiver))) for t in schedules.transfers(table, placement)}
+        transfers = schedules.transfers(table, placement)
+        messages = {tuple(sorted((t.sender, t.receiver))) for t in transfers}
         of_tied_weight = {tuple(sorted((placement[0], placement[-1])))} - {(0, 0)}
         assert messages | of_tied_weight <= set(pairs), schedule

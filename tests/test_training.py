@@ -68,7 +68,8 @@ def test_positions_are_those_of_this_ranks_parts(places):
     length = sum(map(len, places))
     tokens = torch.zeros(3, 2, length, dtype=torch.int64)
     within = torch.randint(16, (3, 2, 16), generator=torch.Generator().manual_seed(0))
-    mesh = SimpleNamespace(device=torch.device("cpu"), cp=16 // length, places=lambda length: places)
+    device = torch.device("cpu")
+    mesh = SimpleNamespace(device=device, cp=16 // length, places=lambda length: places)
     model = SimpleNamespace(documents=lambda within, device: within)
     batch = {"tokens": tokens, "labels": tokens, "positions": within}
     feed = Feed(model, batch, mesh, linear_cross_entropy, 8)

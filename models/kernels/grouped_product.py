@@ -21,20 +21,23 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """rows [M, D], group after group; weight [X, F, D]; counts int64 [X], the rows of each group, M in sum -> [M, F]: each row
     times the transposed weight of its group.
 
-    The gradients of the rows and of the weight are two nodes of autograd's graph, as they are two products. A node with both
-    would compute both whenever a backward needs one of them: twice in a pipeline that splits the backward (parallelisms/pp.py).
+    The gradients of the rows and of the weight are two nodes of autograd's graph, as they are two
+    products. A node with both would compute both whenever a backward needs one of them: twice in a
+    pipeline that splits the backward (parallelisms/pp.py).
     """
     product = _grouped_product(rows, weight.detach(), counts)
     return _Joined.apply(product, _OfWeight.apply(weight, rows.detach(), counts))
 
 
 class _OfWeight(torch.autograd.Function):
-    """Nothing in forward, in the shape of the product; its gradient is the product's, and gives that of the weight."""
+    """Nothing in forward, in the shape of the product. Its gradient is the product's, and gives that
+    of the weight."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(rows, counts)
-        return rows.new_empty(()).expand(rows.shape[0], weight.shape[1])  # memory of one number, which nobody reads
+        # [M, F], in the memory of one number, which nobody reads
+        return rows.new_empty(()).expand(rows.shape[0], weight.shape[1])
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -75,7 +78,8 @@ def grouped_product_backward_rows(grad: Tensor, weight: Tensor, counts: Tensor) 
     if fits_grouped_mm(grad, weight.shape[2]):
         return F.grouped_mm(grad, weight, offs=counts.cumsum(0).int())
     of_rows = grad.new_empty(len(grad), weight.shape[2])
-    for own, group, into in zip(_groups(grad, counts), weight.unbind(0), _groups(of_rows, counts), strict=True):
+    parts = _groups(grad, counts), weight.unbind(0), _groups(of_rows, counts)
+    for own, group, into in zip(*parts, strict=True):
         torch.mm(own, group, out=into)
     return of_rows
 
@@ -95,7 +99,8 @@ def grouped_product_backward_weight(grad: Tensor, rows: Tensor, counts: Tensor) 
         of_weight = F.grouped_mm(grad.t(), rows, offs=counts.cumsum(0).int())
         return of_weight.masked_fill_((counts == 0)[:, None, None], 0)
     of_weight = rows.new_empty(shape)
-    for own, part, into in zip(_groups(grad, counts), _groups(rows, counts), of_weight.unbind(0), strict=True):
+    parts = _groups(grad, counts), _groups(rows, counts), of_weight.unbind(0)
+    for own, part, into in zip(*parts, strict=True):
         torch.mm(own.t(), part, out=into)
     return of_weight
 

@@ -104,8 +104,9 @@ ATTENTION = {
 }  # fmt: skip
 
 
-# Products of rows with the weights of their groups (models/kernels/grouped_product.py). The arguments of each are two matrices
-# with as many rows, or one of them and the weights; then the rows of each group.
+# Products of rows with the weights of their groups (models/kernels/grouped_product.py). The
+# arguments of each are two matrices with as many rows, or one of them and the weights; then the
+# rows of each group.
 GROUPED_FORWARD = torch.ops.plumbline.grouped_product.default
 GROUPED = {
     GROUPED_FORWARD, torch.ops.plumbline.grouped_product_backward_rows.default,
