@@ -81,6 +81,16 @@ class Latents(nn.Module):
         return torch.cat((latent, rotate(k_rope[:, :, None], cos, sin).flatten(2)), -1)
 
 
+class Core(layers.AttentionCore):
+    """Values are narrower than keys, and fast kernels want them as wide. They are padded here, so that those who replace
+    `forward` to exchange keys and values between ranks send no zeros."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        """q and k [B, T, H, W], v [B, T, H, V] -> [B, T, H, V]."""
+        padded = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+        return super().forward(q, k, padded, documents)[..., : v.shape[-1]]
+
+
 class Attention(nn.Module):
     """Multi-head latent attention."""
 
@@ -96,7 +106,7 @@ class Attention(nn.Module):
         self.latents = Latents(args)
         self.wkv_b = nn.Linear(args.kv_rank, args.n_heads * (args.nope_dim + args.value_dim), bias=False)
         self.wo = nn.Linear(args.n_heads * args.value_dim, args.dim, bias=False)
-        self.core = layers.AttentionCore()
+        self.core = Core()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
         args, narrow_widths = self.args, (self.args.kv_rank, self.args.rope_dim)
@@ -108,8 +118,7 @@ class Attention(nn.Module):
         kv = self.wkv_b(latent).unflatten(-1, (-1, args.nope_dim + args.value_dim))
         k_nope, v = kv.split((args.nope_dim, args.value_dim), -1)  # [B, T, H, U], [B, T, H, V]
         k = torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, k_nope.shape[2], -1)), -1)
-        v = F.pad(v, (0, k.shape[-1] - args.value_dim))  # fast kernels want values as wide as keys
-        return self.wo(self.core(q, k, v, documents)[..., : args.value_dim].flatten(2))  # [B, T, D]
+        return self.wo(self.core(q, k, v, documents).flatten(2))  # [B, T, D]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

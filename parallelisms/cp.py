@@ -12,7 +12,7 @@ ulysses: ranks swap, so that each has all tokens for some of the heads, and swap
 docs/parallelism.md compares them.
 
 Shapes:  b sequences of a micro-batch   T their length   t = T / cp, the tokens of a rank in each   n = b t
-         H query heads   K key/value heads   E head_dim   V width of a value   (H and K under tensor parallelism: this rank's)
+         H query heads   K key/value heads   (under tensor parallelism: this rank's)   E head_dim   V width of a value, E at most
 """
 
 from collections.abc import Callable
@@ -126,9 +126,10 @@ def attend(
     group, and its log-sum-exp, float32 [n, H]. For the other arguments see `Pieces`. Raises InputError where `check_kernel`
     does."""
     check_kernel(q.device, q.dtype, q.shape[-1])
-    k, v = _gather(k, v, keys, group)
-    out, lse = piece_attention(q.flatten(0, 1), k, v, starts, key_starts, longest, longest_keys)
-    return out.view(*q.shape[:3], -1), lse
+    all_k, all_v = _gather(k, v, keys, group)
+    padded = _as_wide(q, all_v)
+    out, lse = piece_attention(q.flatten(0, 1), all_k, padded, starts, key_starts, longest, longest_keys)
+    return out[..., : v.shape[3]].contiguous().view(*q.shape[:3], -1), lse
 
 
 def attend_backward(
@@ -137,8 +138,10 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Grad of q, k, v of `attend`."""
     all_k, all_v = _gather(k, v, keys, group)
-    grad, q_, out = (x.flatten(0, 1) for x in (grad, q, out))
-    dq, *pair = piece_attention_backward(grad, q_, all_k, all_v, out, lse, starts, key_starts, longest, longest_keys)
+    grad, q_, out = (_as_wide(q, x.flatten(0, 1)) for x in (grad, q, out))
+    padded = _as_wide(q, all_v)
+    dq, all_dk, all_dv = piece_attention_backward(grad, q_, all_k, padded, out, lse, starts, key_starts, longest, longest_keys)
+    pair = all_dk, all_dv[..., : v.shape[3]]
     size = _resolve_process_group(group).size()
     whole = grad.new_zeros(size * q_.shape[0], k.shape[2], k.shape[3] + v.shape[3])
     whole.index_add_(0, keys, torch.cat(pair, -1))  # a key may be in two pieces: in those of a rank's two parts
@@ -153,6 +156,12 @@ def _gather(k: Tensor, v: Tensor, keys: Tensor, group: str) -> tuple[Tensor, Ten
     size = _resolve_process_group(group).size()
     everyone = funcol.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(pair, size, group))
     return everyone.index_select(0, keys).split((k.shape[3], v.shape[3]), -1)
+
+
+def _as_wide(q: Tensor, x: Tensor) -> Tensor:
+    """x with its last dimension as wide as that of q: kernels want values as wide as keys, and zeros need not be sent."""
+    missing = q.shape[-1] - x.shape[-1]
+    return nn.functional.pad(x, (0, missing)) if missing else x
 
 
 # As one operator each, so that autograd keeps this rank's own keys and values alone, selective checkpointing keeps the result

@@ -222,6 +222,43 @@ def test_checkpointing_sends_nothing_twice_that_it_says_to_keep():
     assert swap_none == swap_selective == layers(0, 0, 4) and swap_full == layers(0, 0, 6)
 
 
+class Numbers(Watch):
+    """How many numbers this rank hands to the collectives of attention: not integers, which are the counts of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[int] = []
+
+    def see(self, name, func, args):
+        if func.namespace == "_c10d_functional" and name != "all_reduce" and args[0].is_floating_point():
+            self.seen.append(args[0].numel())
+
+
+def sent_by_latent_attention(method: list[str]) -> list[int]:
+    """In a forward and backward of one layer without experts: 2 sequences of 16 tokens, of which this rank has half."""
+    family = ["--model.family=deepseek_v3", "--model.n_layers=1", "--model.n_dense_layers=1", "--run.device=cpu"]
+    batch = ["--training.seq_len=16", "--training.global_batch_size=2", "--training.local_batch_size=2", "--data.tokenizer=bytes"]
+    job = train.build(load_config([*family, *batch, CP2, *method, "--training.param_dtype=float32"], world().size, world().local_size))
+    tokens = np.random.default_rng(0).integers(0, 256, 999).astype(np.uint16)
+    with Numbers() as numbers:
+        train.train_step(job, harness.batches(job.cfg, job.mesh, tokens)[0])
+    return numbers.seen
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_latent_attention_sends_no_padding(method):
+    """Kernels want values as wide as keys, 48 numbers of each head here, and values have 32. A rank sends the 32: keys and
+    values are gathered twice and their gradients scattered, or queries, keys and values swapped, and the result swapped back."""
+    tokens, heads, key, value = 2 * 8, 4, 32 + 16, 32
+    wanted = {
+        "gather": [(key + value)] * 2 + [2 * (key + value)],  # what is scattered are the gradients of all ranks' tokens
+        "ulysses": [2 * key + value, value] + [value, 2 * key + value],
+    }[method]
+    options = [ULYSSES] if method == "ulysses" else []
+    for seen in run_ranks(2, sent_by_latent_attention, options):
+        assert seen == [tokens * heads * width for width in wanted]
+
+
 def kept(options: list[str], seq_len: int) -> int:
     """Bytes that autograd keeps on this rank between forward and backward."""
     job, batch = job_and_batch(*options, "--parallelism.reshard_after_forward=false", seq_len=seq_len, rows=1)
