@@ -27,6 +27,7 @@ from reliability.health import unlike_replicas
 from tests.ranks import run_ranks, step_timeout
 from tests.runs import MESHES, STEPS, ends, killed, run, said, samples, tiny_run, trained
 from tools import compare_runs
+from training.validate import validate
 
 MORE = (
     "--model.n_layers=4 --model.tied_embeddings=true --checkpoint.interval=2 --validation.interval=4 --validation.steps=3 "
@@ -79,6 +80,35 @@ def test_a_run_that_is_killed_on_one_depth_after_another_is_the_run_on_one_proce
     assert max(float((exported[name] - x).abs().max() / x.abs().max()) for name, x in expected.items()) <= 1e-4
     texts = [said(folder).split("a sample from the final weights:")[1].split("tensorboard")[0] for folder in (tmp_path, oracle)]
     assert texts[0] == texts[1]
+
+
+VALIDATED = (
+    "--model.dim=32 --model.n_layers=4 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 --model.hidden_dim=36 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16"
+).split()
+
+
+def sums_of_validation(options: list[str], counts: list[int]) -> list[list[float]]:
+    """What `validate` returns of one batch of so many micro-batches."""
+    job = train.build(load_config([*VALIDATED, *options], meshes.world().size, meshes.world().local_size))
+    sizes = torch.ones(263, dtype=torch.int64)
+    sums = []
+    for count in counts:
+        windows = torch.randint(0, 263, (count, 2, 17), generator=torch.Generator().manual_seed(count))
+        batch = {"tokens": windows[..., :-1], "labels": windows[..., 1:]}
+        sums.append(validate(job.model, job.mesh, [batch], 64, sizes).tolist())
+    return sums
+
+
+def test_validation_counts_every_micro_batch_whether_the_ranks_divide_them_or_not():
+    """One that the pipeline left out would count with its tokens and without its loss."""
+    counts = [1, 2, 3, 5]
+    batches = ["--training.global_batch_size=12", "--training.local_batch_size=2"]
+    pipeline = [*batches, "--parallelism.pipeline_parallel=2"]
+    alone = run_ranks(1, sums_of_validation, batches, counts)[0]
+    for seen in run_ranks(2, sums_of_validation, pipeline, counts):
+        for (loss, *tokens), (want, *others) in zip(seen, alone, strict=True):
+            assert tokens == others and loss == pytest.approx(want, rel=1e-5)
 
 
 def troubled(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
