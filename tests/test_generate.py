@@ -77,6 +77,21 @@ def test_a_checkpoint_of_another_code_is_a_sentence(facts, words, tmp_path, monk
     assert words in capsys.readouterr().err
 
 
+def test_a_kernel_gets_values_as_wide_as_keys(monkeypatch):
+    """Those of latent attention are narrower, and some kernels of GPUs refuse them."""
+    widths, real = set(), torch.nn.functional.scaled_dot_product_attention
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> torch.Tensor:
+        widths.add((k.shape[-1], v.shape[-1]))
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    family = MODELS["deepseek_v3"]
+    args = replace(family.small(16), value_dim=4)
+    texts(restless(args, family), [[1, 2, 3]], 3, 8)
+    assert widths == {(8, 8)}
+
+
 def kernels() -> dict[str, bool]:
     """PyTorch's switches of this process: which kernels attention may use."""
     names = ("flash", "cudnn", "mem_efficient", "math")

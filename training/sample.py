@@ -88,9 +88,11 @@ def to_all_before(positions: Tensor, length: int) -> Callable:
     mask = torch.arange(length, device=positions.device) <= positions[:, None, :, None]  # [B, 1, T, length]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
+        width = v.shape[-1]
+        v = F.pad(v, (0, k.shape[-1] - width))  # not every kernel takes values that are narrower than keys
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, ., E]
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-        return o.transpose(1, 2)  # [B, T, H, E]
+        return o.transpose(1, 2)[..., :width]  # [B, T, H, width of a value]
 
     return attend
 
