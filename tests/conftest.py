@@ -7,6 +7,7 @@ import fcntl
 import functools
 import json
 import signal
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -50,6 +51,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=place)
     (config._tmp_path_factory.getbasetemp() / "groups.json").write_text(json.dumps(groups))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server() -> None:
+    """The server that forks ranks begins with the first test: it takes some seconds to import what they need."""
+    if forks := sys.modules.get("tests.forks"):
+        forks.start_server()
 
 
 @pytest.hookimpl(optionalhook=True)

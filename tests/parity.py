@@ -17,6 +17,7 @@ import torch
 
 import train
 from configs.load import load_config
+from models import tables
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, SMALL_MODEL, ULYSSES, whole
@@ -31,10 +32,11 @@ TWO_MICRO_BATCHES = "two micro-batches"  # six in a pipeline. trajectory() makes
 DOCUMENTS = "documents"  # windows have documents of 3 to 7 tokens, and attention stays inside each; no option of a run either
 ONE_EXPERT = "one expert"  # the balancing biases send every token to expert 5 of each mixture; no option either
 FEW_LABELS = "few labels"  # labels count in the first quarter of a window alone, so some ranks of a cp group have none
+NARROW_QUERIES = "narrow queries"  # of DeepSeek: computed from a vector of 23 numbers; the debug flavor has none; no option
 
 LEAST_GAP, SEEDS = 1e-6, range(20)  # the scores of experts differ by some 1e-7 of their size from mesh to mesh
 SHAKEN = "shaken"  # every initial weight is one unit in the last place larger or smaller; no option either
-MARKERS = DOCUMENTS, FEW_LABELS, ONE_EXPERT, SHAKEN
+MARKERS = DOCUMENTS, FEW_LABELS, ONE_EXPERT, SHAKEN, NARROW_QUERIES
 
 # factor -> {setting: options}. The first setting of a factor is the plain model's.
 NUMBERS = {  # what is computed: every combination of these has an oracle of its own
@@ -75,7 +77,8 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
     warnings.simplefilter("ignore")
     in_pipeline = any("pipeline_parallel" in option for option in options)
     local = BATCH // dp_size // ((6 if in_pipeline else 2) if TWO_MICRO_BATCHES in options else 1)
-    has_documents, has_few_labels, has_one_expert, is_shaken = (marker in options for marker in MARKERS)
+    has_documents, has_few_labels, has_one_expert, is_shaken, is_narrow = (marker in options for marker in MARKERS)
+    tables("deepseek_v3").FLAVORS["debug"]["q_rank"] = 23 if is_narrow else 0
     options = [option for option in options if option not in (TWO_MICRO_BATCHES, *MARKERS)]
     base = [o for o in OPTIONS if DEEPSEEK[0] not in options or not o.startswith(("--model.n_kv_heads", "--model.head_dim"))]
     cfg = load_config([*base, f"--training.local_batch_size={local}", *options], world().size, world().local_size)

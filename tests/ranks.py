@@ -1,28 +1,28 @@
 """Real ranks for tests: forked processes with a gloo group, in a second rather than the five that torchrun needs.
 
-The parent has imported torch already, so a fork is cheap; a child computes on one thread, so the parent's thread pool, which
-a fork does not carry along, is never needed. Every call has a time limit: a hang
-is a failure that names the ranks that did not come back, and no process outlives its test.
+They are forked by a server that has imported torch and never computes (tests/forks.py), so a rank has neither threads nor
+patches of the process that asks for it. Every call has a time limit: a hang is a failure that names the ranks that did not
+come back, and no process outlives its test.
 """
 
 import faulthandler
 import os
 import pickle
-import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # imported by the first call of FSDP or checkpointing: without this line by every rank, in 0.8 s
 import torch.distributed as dist
 
 from models import MODELS
+from tests import forks
 
-list(MODELS.values())  # imports every family, for the same reason
+list(MODELS.values())  # imports every family, so that no rank has to
 
 NEIGHBOURS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # test processes that share this machine, with this one
 
@@ -40,24 +40,27 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) ->
 
     Raises AssertionError with the traceback of every rank that failed, or with the names of those that hang.
     """
+    ranks: list[ForkServerProcess] = []
     with tempfile.TemporaryDirectory() as folder:
-        children = {}
-        for rank in range(world_size):
-            pid = os.fork()
-            if pid == 0:
-                _child(Path(folder), rank, world_size, fn, args, waits=True)
-            children[pid] = rank
-        failed = _wait(children, timeout * NEIGHBOURS)
+        try:
+            for rank in range(world_size):
+                ranks.append(forks.start(child, Path(folder), rank, world_size, fn, args, True))
+            failed = _wait(ranks, timeout * NEIGHBOURS)
+            for rank, process in enumerate(ranks):
+                if process.exitcode == 1 and not (Path(folder) / f"{rank}").exists():
+                    failed.append(f"rank {rank} could not begin: its traceback is in what it printed")
+        finally:
+            for process in ranks:
+                forks.end(process)
         results = [_result(Path(folder), rank) for rank in range(world_size)]
     errors = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(results) if not ok]
     assert not errors and not failed, "\n".join(errors + failed)
     return [value for _, value in results]
 
 
-def _child(folder: Path, rank: int, world_size: int, fn: Callable, args: tuple, waits: bool = False) -> None:
-    """Become a rank. waits: it ends when all ranks have."""
+def child(folder: Path, rank: int, world_size: int, fn: Callable, args: tuple, waits: bool = False) -> None:
+    """Become a rank, in a process that tests/forks.py has started. waits: it ends when all ranks have."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    signal.alarm(0)  # the parent's cap is not ours
     faulthandler.enable()
     ok, value = True, None
     try:
@@ -74,24 +77,22 @@ def _child(folder: Path, rank: int, world_size: int, fn: Callable, args: tuple, 
     os._exit(0 if ok else 1)
 
 
-def _wait(children: dict[int, int], timeout: float) -> list[str]:
-    """Until all have ended, or a little after the first failure; then kill the rest."""
-    deadline, running, problems = time.monotonic() + timeout, dict(children), []
+def _wait(ranks: list[ForkServerProcess], timeout: float) -> list[str]:
+    """Until all have ended, or a little after the first failure: who died of a signal, and who still runs."""
+    deadline = time.monotonic() + timeout
+    running = dict(enumerate(ranks))
+    problems = []
     while running and time.monotonic() < deadline:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            time.sleep(0.005)
-        elif pid in running:
-            rank = running.pop(pid)
-            if status != 0:
+        time.sleep(0.005)
+        for rank, process in list(running.items()):
+            if process.exitcode is None:
+                continue
+            del running[rank]
+            if process.exitcode != 0:
                 deadline = min(deadline, time.monotonic() + 5)
-                if os.WIFSIGNALED(status):
-                    problems.append(f"rank {rank} died of signal {os.WTERMSIG(status)}")
-    for pid, rank in running.items():
-        problems.append(f"rank {rank} did not end in time")
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return problems
+            if process.exitcode < 0:
+                problems.append(f"rank {rank} died of signal {-process.exitcode}")
+    return [*problems, *(f"rank {rank} did not end in time" for rank in running)]
 
 
 def _result(folder: Path, rank: int) -> tuple[bool, Any]:

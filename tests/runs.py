@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from tests import ranks
+from tests import forks, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 MESHES = {  # name: (ranks, options, data-parallel ranks)
@@ -144,17 +145,19 @@ def samples(folder: Path, dp_size: int) -> list[list[int]]:
 
 def killed_at(step: int, options: list[str], folder: Path) -> None:
     """A run in processes of its own, killed with -9 as soon as it has logged `step`."""
-    pid = os.fork()
-    if pid == 0:
-        torch.set_num_threads(1)  # the parent's thread pool did not come along (see tests/ranks.py)
-        with contextlib.suppress(BaseException):
-            run(options, folder)
-        os._exit(0)
-    deadline = time.monotonic() + 60 * ranks.NEIGHBOURS
-    while time.monotonic() < deadline and not logged(folder, step):
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    process = forks.start(_on_one_thread, options, folder)
+    try:
+        deadline = time.monotonic() + 60 * ranks.NEIGHBOURS
+        while time.monotonic() < deadline and not logged(folder, step):
+            time.sleep(0.002)
+    finally:
+        forks.end(process)
+
+
+def _on_one_thread(options: list[str], folder: Path) -> None:
+    torch.set_num_threads(1)
+    with contextlib.suppress(BaseException):
+        run(options, folder)
 
 
 def stopped_at(step: int, options: list[str], folder: Path, signalled_rank: int = 0) -> int:
@@ -202,26 +205,26 @@ def ends(n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60,
     """Like run_ranks, for ranks that may end at once: the exit code of each, or minus the signal it died of. None for one that
     has not ended in time. last_hangs: so the last rank is not waited for when the others have ended."""
     folder.mkdir(parents=True, exist_ok=True)
-    pids = []
-    for rank in range(n):
-        if (pid := os.fork()) == 0:
-
-            def body(*args):
-                os._exit(fn(*args)[0])
-
-            ranks._child(folder, rank, n, body, args)
-        pids.append(pid)
-    deadline, codes = time.monotonic() + seconds * ranks.NEIGHBOURS, []
-    for rank, pid in enumerate(pids):
-        if last_hangs and rank == n - 1:
-            deadline = time.monotonic() + ranks.NEIGHBOURS
-        while not (done := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if not done[0]:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        codes.append(os.waitstatus_to_exitcode(done[1]) if done[0] else None)
+    processes: list[ForkServerProcess] = []
+    codes = []
+    try:
+        for rank in range(n):
+            processes.append(forks.start(ranks.child, folder, rank, n, _and_exit, (fn, args)))
+        deadline = time.monotonic() + seconds * ranks.NEIGHBOURS
+        for rank, process in enumerate(processes):
+            if last_hangs and rank == n - 1:
+                deadline = time.monotonic() + ranks.NEIGHBOURS
+            while process.exitcode is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            codes.append(process.exitcode)
+    finally:
+        for process in processes:
+            forks.end(process)
     return codes
+
+
+def _and_exit(fn: Callable, args: tuple) -> None:
+    os._exit(fn(*args)[0])
 
 
 def environment(**settings: str) -> dict[str, str]:

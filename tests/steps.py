@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 import train
 from configs.schema import Config
+from tests import forks
 from tools.plan import repeat, trace
 from tools.plan.repeat import traced
 from tools.plan.step import Step, Where
@@ -24,8 +24,7 @@ def collectives(step: Step) -> Counter:
 
 def apart(fn, *args):
     """fn(*args) in a process of its own: PyTorch keeps meshes of a fake group in caches that a real one would find."""
-    with multiprocessing.get_context("fork").Pool(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return pool.apply(fn, args)
+    return forks.call(fn, *args)
 
 
 # What PyTorch's profiler calls a collective -> its kind, which of its inputs is the message, and by what that is multiplied.

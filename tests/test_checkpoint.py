@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -345,20 +346,20 @@ def test_a_tool_loads_the_weights_alone(saved):
 def test_the_newest_is_resumed_and_a_step_on_request(saved, tmp_path):
     folder = copy_of(saved, tmp_path)
     assert run_ranks(2, resume, folder) == [(30, [30.0], [])] * 2
-    step, found, words = run_ranks(1, lambda: resume(folder, load_step=20))[0]
+    step, found, words = run_ranks(1, partial(resume, folder, load_step=20))[0]
     assert (step, found) == (20, [20.0]) and "goes back from step-00000030" in words[0]
-    for step, found, words in run_ranks(2, lambda: resume(folder, load_step=25)):
+    for step, found, words in run_ranks(2, partial(resume, folder, load_step=25)):
         assert (step, found) == (-1, [-1.0]) and "load_step = 25" in words[0] and "[10, 20, 30]" in words[0]
 
 
 def test_a_fresh_folder_is_a_fresh_start_but_not_on_request(tmp_path):
     assert run_ranks(1, resume, tmp_path / "a")[0] == (None, [-1.0], [])
-    assert "load_step = 5" in run_ranks(1, lambda: resume(tmp_path / "b", load_step=5))[0][2][0]
+    assert "load_step = 5" in run_ranks(1, partial(resume, tmp_path / "b", load_step=5))[0][2][0]
 
 
 def test_going_back_starts_an_attempt_that_is_newer_than_the_future_it_replaces(saved, tmp_path):
     folder = copy_of(saved, tmp_path)
-    run_ranks(2, lambda: save_all(folder, [20], load_step=10))
+    run_ranks(2, partial(save_all, folder, [20], load_step=10))
     assert verify.published(folder) == ["step-00000020.1", "step-00000030", "step-00000020", "step-00000010"]
     assert run_ranks(1, resume, folder)[0][:2] == (20, [20.0])
     assert verify.read_manifest(folder / "step-00000020.1")["parent"] == "step-00000010"
@@ -385,6 +386,18 @@ def test_a_step_that_is_saved_is_not_written_again(saved, tmp_path):
     run_ranks(1, _saves_again, copy_of(saved, tmp_path))
 
 
+def _refused(folder: Path, facts: dict, options: list[str]) -> str:
+    job = build(*(o for o in options if o != "bfloat16"))
+    if "bfloat16" in options:
+        job.model.to(torch.bfloat16)
+    before = {name: t.clone() for name, t in tensors(job).items()}
+    checkpoints = open_manager(job, folder, {"must_match": facts})
+    with pytest.raises(InputError) as refusal:
+        checkpoints.load(job.model, job.optimizer)
+    assert all(torch.equal(t, before[name]) for name, t in tensors(job).items())
+    return str(refusal.value)
+
+
 @pytest.mark.parametrize(("facts", "options", "words"), [
     ({"data": "xyz"}, [], 'data is "abc" in the checkpoint and "xyz" here'),
     ({"run.seed": 3}, [], "run.seed is 0 in the checkpoint and 3 here"),
@@ -396,19 +409,7 @@ def test_a_step_that_is_saved_is_not_written_again(saved, tmp_path):
     ({}, ["bfloat16"], "model.tok_embeddings.weight has type F32 there and BF16 here"),
 ])  # fmt: skip
 def test_a_checkpoint_of_another_run_is_refused_by_name(facts, options, words, saved, tmp_path):
-    def attempt() -> str:
-        job = build(*(o for o in options if o != "bfloat16"))
-        if "bfloat16" in options:
-            job.model.to(torch.bfloat16)
-        before = {name: t.clone() for name, t in tensors(job).items()}
-        checkpoints = open_manager(job, folder, {"must_match": facts})
-        with pytest.raises(InputError) as refusal:
-            checkpoints.load(job.model, job.optimizer)
-        assert all(torch.equal(t, before[name]) for name, t in tensors(job).items())
-        return str(refusal.value)
-
-    folder = copy_of(saved, tmp_path)
-    said = run_ranks(2, attempt)
+    said = run_ranks(2, _refused, copy_of(saved, tmp_path), facts, options)
     assert said[0] == said[1] and words in said[0] and "step-00000030" in said[0]
 
 
@@ -427,7 +428,7 @@ def _start_from(folder: Path, **options: object) -> tuple[dict | None, dict[str,
 
 def test_a_new_run_starts_from_the_weights_of_another(saved, tmp_path):
     def start(folder: str, **options: object) -> tuple:
-        return run_ranks(2, lambda: _start_from(tmp_path / folder, **options))[0]
+        return run_ranks(2, partial(_start_from, tmp_path / folder, **options))[0]
 
     progress, found, parent = start("a", load_path=str(saved))
     assert progress is None and list(found.values()) == [30, 30, -1] and parent == str(saved / "step-00000030")
@@ -437,13 +438,13 @@ def test_a_new_run_starts_from_the_weights_of_another(saved, tmp_path):
     assert list(found.values()) == [30, -1, -1]
     # Once the run has a checkpoint of its own it goes on from that one.
     facts = {"must_match": {"data": "other data"}}
-    assert run_ranks(1, lambda: resume(tmp_path / "a", facts, load_path=str(saved)))[0][:2] == (1, [50.0])
+    assert run_ranks(1, partial(resume, tmp_path / "a", facts, load_path=str(saved)))[0][:2] == (1, [50.0])
     for path in ("nowhere", "x" * 300, "~", "../x"):
-        said = run_ranks(1, lambda: resume(tmp_path / "d", load_path=path))[0][2][-1]
+        said = run_ranks(1, partial(resume, tmp_path / "d", load_path=path))[0][2][-1]
         assert ("cannot be read" if len(path) > 255 else "there is no checkpoint in") in said
     with pytest.raises(InputError):
         verify.find(Path("a\0b"))
-    said = run_ranks(1, lambda: resume(tmp_path / "d", load_path=str(saved), exclude_from_loading=("outptu.*",)))[0][2]
+    said = run_ranks(1, partial(resume, tmp_path / "d", load_path=str(saved), exclude_from_loading=("outptu.*",)))[0][2]
     assert "'outptu.*'" in said[-1]
 
 
@@ -516,7 +517,7 @@ def test_ranks_agree_on_a_damage_that_only_one_of_them_reads(saved, tmp_path):
     flip(folder / "step-00000030" / "rank-00001.safetensors")
     for step, found, words in run_ranks(2, resume, folder):
         assert (step, found) == (20, [20.0])
-    for step, found, words in run_ranks(2, lambda: resume(folder, load_step=30)):
+    for step, found, words in run_ranks(2, partial(resume, folder, load_step=30)):
         assert (step, found) == (-1, [-1.0]) and "load_step = 30, but step-00000030 is damaged" in words[-1]
 
 
@@ -524,7 +525,7 @@ def test_without_verification_a_flipped_bit_is_silent(saved, tmp_path):
     """The control: it is `verify_on_load` that finds it."""
     folder = copy_of(saved, tmp_path)
     flip(folder / "step-00000030" / "rank-00000.safetensors")
-    step, found, _ = run_ranks(1, lambda: resume(folder, verify_on_load=False))[0]
+    step, found, _ = run_ranks(1, partial(resume, folder, verify_on_load=False))[0]
     assert step == 30 and len(found) == 2
 
 
@@ -559,38 +560,39 @@ def test_a_newer_format_is_refused_by_name(saved, tmp_path):
 # Hostile folders
 
 
+def _hostile(saved: Path, tmp_path: Path, payload: bytes) -> list[str]:
+    said = []
+    for i, target in enumerate([".metadata", "extra.pt", "rank-00000.safetensors", "manifest.json"]):
+        folder = copy_of(saved, tmp_path / f"p{i}")
+        (folder / "step-00000030" / target).write_bytes(payload)
+        (folder / target).write_bytes(payload)
+        said.append(str(resume(folder)[:2]))
+    # A pickle whose hashes are right is read as what it is: numbers.
+    folder = copy_of(saved, tmp_path / "signed") / "step-00000030"
+    manifest = verify.read_manifest(folder)
+    row = manifest["tensors"]["model.norm.weight"]
+    box = layout.box_of_rank(row, 0)
+    with verify.Shard(folder, manifest, 0) as shard:
+        part = shard.find("model.norm.weight", box)
+    data = bytearray((folder / "rank-00000.safetensors").read_bytes())
+    data[part["start"] : part["start"] + 100] = payload[:100]
+    (folder / "rank-00000.safetensors").write_bytes(data)
+    block = data[part["start"] : part["start"] + verify.nbytes("F32", box[1])]
+
+    def sign(header: dict) -> None:
+        set_hash(header, verify.part_name("model.norm.weight", box), verify.digest(bytes(block)))
+
+    rewrite_header(folder, sign)
+    said.append(str(resume(folder.parent)[0]))
+    return said
+
+
 def test_no_file_of_a_checkpoint_can_run_code_or_leave_the_folder(saved, tmp_path):
     """X1, X4."""
     marker, payload = tmp_path / "marker", pickle.dumps(Attack(tmp_path / "marker"))
     pickle.loads(payload)  # the control: it works where something unpickles
     marker.rmdir()
-    def hostile() -> list[str]:
-        said = []
-        for i, target in enumerate([".metadata", "extra.pt", "rank-00000.safetensors", "manifest.json"]):
-            folder = copy_of(saved, tmp_path / f"p{i}")
-            (folder / "step-00000030" / target).write_bytes(payload)
-            (folder / target).write_bytes(payload)
-            said.append(str(resume(folder)[:2]))
-        # A pickle whose hashes are right is read as what it is: numbers.
-        folder = copy_of(saved, tmp_path / "signed") / "step-00000030"
-        manifest = verify.read_manifest(folder)
-        row = manifest["tensors"]["model.norm.weight"]
-        box = layout.box_of_rank(row, 0)
-        with verify.Shard(folder, manifest, 0) as shard:
-            part = shard.find("model.norm.weight", box)
-        data = bytearray((folder / "rank-00000.safetensors").read_bytes())
-        data[part["start"] : part["start"] + 100] = payload[:100]
-        (folder / "rank-00000.safetensors").write_bytes(data)
-        block = data[part["start"] : part["start"] + verify.nbytes("F32", box[1])]
-
-        def sign(header: dict) -> None:
-            set_hash(header, verify.part_name("model.norm.weight", box), verify.digest(bytes(block)))
-
-        rewrite_header(folder, sign)
-        said.append(str(resume(folder.parent)[0]))
-        return said
-
-    said = run_ranks(1, hostile)[0]
+    said = run_ranks(1, _hostile, saved, tmp_path, payload)[0]
     assert said == ["(30, [30.0])", "(30, [30.0])", "(20, [20.0])", "(20, [20.0])", "30"]
     assert not marker.exists()
     source = "".join(path.read_text() for path in Path(verify.__file__).parent.glob("*.py"))
@@ -657,7 +659,7 @@ def test_removal_follows_no_link_and_a_linked_run_folder_works(tmp_path):
     folder.mkdir()
     (folder / "step-00000001").symlink_to(other / "step-00000001")
     (folder / ".tmp-01234567-1-step-00000001").symlink_to(other)
-    run_ranks(1, lambda: save_all(folder, [2, 3, 4], keep_last=1))
+    run_ranks(1, partial(save_all, folder, [2, 3, 4], keep_last=1))
     assert verify.published(folder) == ["step-00000004"]
     assert verify.verify(other / "step-00000001")["step"] == 1
     assert not any(p.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP) for p in real.rglob("*") if not p.is_symlink())
@@ -836,12 +838,12 @@ def test_retention_of_random_histories(n: int = 2000):
 
 def test_retention_on_disk_and_leftovers(tmp_path):
     folder = tmp_path / "c"
-    run_ranks(2, lambda: save_all(folder, [1, 2, 3, 4, 5, 6, 7], keep_last=2, keep_every=3))
+    run_ranks(2, partial(save_all, folder, [1, 2, 3, 4, 5, 6, 7], keep_last=2, keep_every=3))
     assert verify.published(folder) == [verify.step_name(s, 0) for s in (7, 6, 3)]
     for left in (".tmp-0123abcd-4-step-00000008", ".del-0123abcd-4-step-00000001.2"):
         (folder / left).mkdir()
         (folder / left / "rank-00000.safetensors").write_bytes(b"half")
-    run_ranks(1, lambda: save_all(folder, [8], keep_last=2, keep_every=3))
+    run_ranks(1, partial(save_all, folder, [8], keep_last=2, keep_every=3))
     assert sorted(p.name for p in folder.iterdir()) == [".lease", *(verify.step_name(s, 0) for s in (3, 6, 7, 8))]
 
 
@@ -853,7 +855,7 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(damaged, gone, tmp_path):
     """keep_last = 2 of five: the two newest that have all their bytes stay, and no newer one is removed for being damaged. Of
     fewer than two, none is."""
     folder = tmp_path / "c"
-    run_ranks(1, lambda: save_all(folder, [1, 2, 3, 4, 5], keep_last=0))
+    run_ranks(1, partial(save_all, folder, [1, 2, 3, 4, 5], keep_last=0))
     names = [verify.step_name(step, 0) for step in range(1, 6)]
     for step, how in damaged.items():
         place = folder / names[step - 1]

@@ -3,7 +3,6 @@ input."""
 
 import functools
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from checkpoint import state
 from configs.load import load_config
 from configs.schema import InputError
 from models.kernels import document_attention as masked
+from tests import forks
 from tests.ranks import run_ranks
 from tools.bench import idle
 from tools.bench.device import __main__ as command, checks, measure
@@ -344,9 +344,7 @@ def plans_on_a_gpu(layers: int) -> float:
 def test_the_plan_of_8b_layers():
     """A layer more takes at least its weights (bfloat16 and float32), gradient and moments: 18 bytes for each of 218
     million."""
-    fork = multiprocessing.get_context("fork")  # as in tests/test_plan.py
-    with fork.Pool(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        two, four = (pool.apply(plans_on_a_gpu, (layers,)) for layers in (2, 4))
+    two, four = (forks.call(plans_on_a_gpu, layers) for layers in (2, 4))
     assert 18 * 218.1e6 / 2**30 * 0.95 < (four - two) / 2 < 5
 
 

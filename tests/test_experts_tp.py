@@ -6,13 +6,11 @@ import torch
 import train
 from checkpoint.storage import box_of, local
 from configs.load import load_config
-from models import tables
 from parallelisms import ep
 from parallelisms.mesh import world
 from reliability.health import unlike_replicas
-from tests import parity
 from tests.parity import (
-    CONTEXT, DEEPSEEK, EXECUTION, EXPERTS, NUMBERS, OPTIONS, check, compare, plain, seed_of, trajectory,
+    CONTEXT, DEEPSEEK, EXECUTION, EXPERTS, NARROW_QUERIES, NUMBERS, OPTIONS, check, compare, plain, seed_of, trajectory,
 )  # fmt: skip
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, EXPERT_MESHES, whole
@@ -43,13 +41,10 @@ def test_mesh_equals_the_plain_model(mesh, more):
     ("ep2 of tp2", ["--compile.enabled=true", "--compile.backend=aot_eager"]),
     ("pp2xtp2", ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=5"]),
 ])  # fmt: skip
-def test_queries_from_a_narrow_vector_equal_the_plain_model(mesh, more, monkeypatch):
+def test_queries_from_a_narrow_vector_equal_the_plain_model(mesh, more):
     """As in DeepSeek-V3 itself, whose debug flavor has no such vector. Compiled, and with a backward that is split."""
-    monkeypatch.setitem(tables("deepseek_v3").FLAVORS["debug"], "q_rank", 23)
-    parity.oracle_of.cache_clear()
     combination = settings(experts="deepseek_v3", optimizer="sgd", accumulation="reduced once")
-    check(f"experts on {mesh}", [combination], more, factors=FACTORS)
-    parity.oracle_of.cache_clear()
+    check(f"experts on {mesh}", [combination], [*more, NARROW_QUERIES], factors=FACTORS)
 
 
 def boxes_and_replicas(options: list[str]) -> tuple[list[str], list[str]]:

@@ -1,13 +1,17 @@
 """What grows with the number of ranks: messages of a step, process groups, sockets."""
 
 import itertools
+import multiprocessing
 import os
+import signal
 import socket
 import stat
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -22,6 +26,7 @@ from checkpoint import storage
 from configs.schema import Run
 from parallelisms import dp, mesh as meshes
 from reliability.collectives import Watch
+from tests import forks
 from tests.ranks import run_ranks
 from tests.runs import MESHES, free_port, run, tiny_run
 from tools.bench import ranks as bench
@@ -93,6 +98,85 @@ def replayed(options: list[str]) -> tuple[list[int], train.Flags]:
 def test_a_signal_between_two_passes_is_no_difference_of_the_gradient(tmp_path):
     options = [*tiny_run(tmp_path), *MESHES["fsdp2"][1]]
     assert run_ranks(2, replayed, options) == [([], train.Flags())] * 2
+
+
+# ------------------------------------------------------------------------------------------- who forks the ranks
+
+
+def backward() -> float:
+    x = torch.ones(3, requires_grad=True)
+    (x * 2).sum().backward()
+    return x.grad.sum().item()
+
+
+def test_ranks_compute_although_this_process_has():
+    """They are forked by a server. Negative control: this process's own child is refused, as the CUDA build would on a GPU."""
+    backward()
+    assert run_ranks(2, backward) == [6.0, 6.0]
+    with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(RuntimeError, match="forked by one that had run a backward"):
+        pool.apply(backward)
+
+
+def test_what_a_server_must_not_have_done(monkeypatch):
+    """A module of the tests that computes, or starts a thread, while it is imported."""
+    assert forks.call(forks._what_is_unfit) == ""
+    assert "has run a backward" in forks.call(unfit_after_a_backward)
+    if sys.platform == "linux":
+        assert forks.call(unfit_with_a_thread).startswith("the server that forks ranks has 2 threads")
+    monkeypatch.setattr(forks, "_enter", refused)
+    with pytest.raises(AssertionError, match="rank 0 could not begin"):
+        run_ranks(1, backward)
+
+
+def unfit_after_a_backward() -> str:
+    backward()
+    return forks._what_is_unfit()
+
+
+def unfit_with_a_thread() -> str:
+    forks._threads_when_ready = 1
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        return forks._what_is_unfit()
+
+
+def refused(*call: object) -> None:
+    forks._unfit = "what a server must not do"
+    forks._enter(*call)
+
+
+def wait_for_ever(place: Path) -> None:
+    (place / f"{dist.get_rank()}").touch()
+    time.sleep(600)
+
+
+def test_a_test_that_is_cut_short_leaves_no_rank_and_the_next_is_answered(tmp_path):
+    """As the cap of tests/conftest.py does: an exception in the middle of run_ranks."""
+    seen = []
+
+    def cut(signum, frame):
+        seen.extend(multiprocessing.active_children())
+        raise TimeoutError("the cap")
+
+    def when_both_run():
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    previous = signal.signal(signal.SIGUSR1, cut)
+    try:
+        threading.Thread(target=when_both_run, daemon=True).start()
+        with pytest.raises(TimeoutError, match="the cap"):
+            run_ranks(2, wait_for_ever, tmp_path)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert len(seen) == 2 and not multiprocessing.active_children()
+    assert run_ranks(2, backward) == [6.0, 6.0]
+
+
+def test_what_cannot_be_sent_to_a_rank_is_named():
+    with pytest.raises(AssertionError, match="is not sent to another process"):
+        run_ranks(1, lambda: 0)
 
 
 # ------------------------------------------------------------------------------------------------- groups and sockets

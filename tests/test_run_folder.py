@@ -10,6 +10,7 @@ import signal
 import stat
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import data.open
 import train
 from checkpoint.manager import CheckpointManager
 from configs import schema
+from tests import forks
 from tests.ranks import run_ranks
 from tests.runs import MESHES, STEPS, run, series, stopped_at, tiny_run
 from tools import goodput as tool
@@ -30,20 +32,25 @@ SAVED = ["--checkpoint.async_save=false", "--metrics.interval=7"]  # published w
 
 def dies_at(step: int, options: list[str], folder: Path) -> None:
     """A process of its own that is killed with -9 when it begins `step` (of this start)."""
-    pid = os.fork()
-    if pid == 0:
-        torch.set_num_threads(1)  # the parent's thread pool did not come along (see tests/ranks.py)
-        real, begun = train.train_step, itertools.count(1)
+    process = forks.start(_dies_at, step, options, folder)
+    try:
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    finally:
+        forks.end(process)
 
-        def train_step(job, batch, *options):
-            if next(begun) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(job, batch, *options)
 
-        train.train_step = train_step
-        run(options, folder)
-        os._exit(1)
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+def _dies_at(step: int, options: list[str], folder: Path) -> None:
+    torch.set_num_threads(1)
+    real, begun = train.train_step, itertools.count(1)
+
+    def train_step(job, batch, *options):
+        if next(begun) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(job, batch, *options)
+
+    train.train_step = train_step
+    run(options, folder)
 
 
 def diverges(options: list[str], folder: Path) -> str:
@@ -205,14 +212,20 @@ def leaks(folder: Path) -> set[str]:
     return {canary for canary in CANARIES if any(canary.encode() in content for content in everything)}
 
 
-def with_canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def diverges_unredacted(options: list[str], folder: Path) -> str:
+    record.redact = lambda text: text
+    record.SECRET_NAME = record.re.compile("no such name")
+    return diverges(options, folder)
+
+
+def with_canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable = diverges) -> Path:
     monkeypatch.setenv("WANDB_API_KEY", CANARIES[0])
     toml = tmp_path / "mine.toml"
     toml.write_text(f"# from https://bob:canary-in-comment@host/corpus with {CANARIES[4]}\n[run]\nseed = 3\n")
     options = [str(toml), *tiny_run(tmp_path), *SAVED, "--metrics.tensorboard=true", f"--data.cache={tmp_path / CANARIES[0]}"]
     folder = tmp_path / "run"
     folder.mkdir()
-    (words,) = run_ranks(1, diverges, options, folder)
+    (words,) = run_ranks(1, ends, options, folder)
     assert "canary-in-url" in words
     return folder
 
@@ -227,9 +240,7 @@ def test_no_secret_is_written(tmp_path, monkeypatch):
 
 
 def test_control_without_redaction_the_canaries_are_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "redact", lambda text: text)
-    monkeypatch.setattr(record, "SECRET_NAME", record.re.compile("no such name"))
-    assert leaks(with_canaries(tmp_path, monkeypatch) / "starts") == set(CANARIES)
+    assert leaks(with_canaries(tmp_path, monkeypatch, diverges_unredacted) / "starts") == set(CANARIES)
 
 
 def test_a_password_is_no_option(tmp_path):

@@ -391,6 +391,7 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "active"], check=True)
     settings = environment(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
     settings["PATH"] = f"{tmp_path / 'active' / 'bin'}:{os.environ['PATH']}"
+    settings.pop("INSTALL_FIRST", None)
     command = ["bash", "-euc", "source tools/environment.sh; find_python requirements.txt; echo $PYTHON"]
     made = f"{tmp_path}/.venv/bin/python\n"
 
@@ -431,6 +432,21 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
     assert start().communicate(timeout=60)[0] == "", "1.4 is older than 1.10"
     (tmp_path / "requirements.txt").write_text("probe==1.9  # >= 1.3\n")
     assert start().communicate(timeout=60) == (f"{tmp_path}/active/bin/python3\n", "")
+
+
+@pytest.mark.parametrize("first, build", [("probe===1.4", "1.4"), ("", "1.4+cpu"), ("probe===7", "1.4+cpu")])
+def test_ci_gets_the_build_that_people_get(first: str, build: str, tmp_path: Path) -> None:
+    """Where a CPU wheel of the pinned version is at hand, as where CI runs; and if there is no other."""
+    for version in ("1.4", "1.4+cpu"):
+        wheel(tmp_path, version)
+    (tmp_path / "requirements.txt").write_text("probe==1.4\n")
+    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    words = "import importlib.metadata as m; print(m.version('probe'))"
+    command = ["bash", "-euc", f'source tools/environment.sh; find_python requirements.txt; $PYTHON -c "{words}"']
+    settings = environment(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path), INSTALL_FIRST=first)
+    done = subprocess.run(command, cwd=tmp_path, env=settings, text=True, capture_output=True, timeout=100)
+    assert done.stdout == f"{build}\n", done.stderr
+    assert ("so it chooses a build itself" in done.stderr) == (first == "probe===7"), done.stderr
 
 
 # run_tests.sh and .ci/run ---------------------------------------------------------------------------------------------

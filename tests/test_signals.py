@@ -184,53 +184,53 @@ def test_s2_ranks_that_do_not_ask_each_other_do_not(options, tmp_path):
     assert ends(2, tmp_path / "ranks", each_for_itself, tmp_path, given, seconds=20) != [75, 75]
 
 
+def signalled_twice(folder: Path, options: list[str]) -> tuple[int, str]:
+    stop.ECHO = 0.1
+
+    def deaf():
+        def again():
+            kill()
+            time.sleep(0.5)
+            kill()
+
+        threading.Thread(target=again).start()
+        dist.new_group([0], backend="gloo").rank()
+        dist.distributed_c10d._get_default_store().get("never set")  # waits in C
+
+    train.train_step = once(train.train_step, deaf, 6)
+    return run(options, folder)
+
+
 def test_the_same_signal_again_ends_the_process_at_once(options, tmp_path):
     """... even one whose main thread hears nothing; what was saved stays."""
-
-    def start(folder: Path) -> tuple[int, str]:
-        stop.ECHO = 0.1
-
-        def deaf():
-            def again():
-                kill()
-                time.sleep(0.5)
-                kill()
-
-            threading.Thread(target=again).start()
-            dist.new_group([0], backend="gloo").rank()
-            dist.distributed_c10d._get_default_store().get("never set")  # waits in C
-
-        train.train_step = once(train.train_step, deaf, 6)
-        return run(options, folder)
-
     options = [o for o in options if not o.startswith("--parallelism")]
-    assert ends(1, tmp_path / "ranks", start, tmp_path) == [128 + signal.SIGTERM]
+    assert ends(1, tmp_path / "ranks", signalled_twice, tmp_path, options) == [128 + signal.SIGTERM]
     assert [p.name for p in tmp_path.glob("checkpoints/step-*")] == ["step-00000004"]
     end = json.loads((tmp_path / "starts" / "0001" / "end.json").read_text())
     assert end["exit_code"] == 143 and "a second time" in end["reason"]
 
 
+def limited(folder: Path, options: list[str], seconds: float, pause: float) -> tuple[int, str]:
+    """A run whose third step takes `pause` seconds more than the others, with a limit of so many seconds from now."""
+    real, steps = stop.Stop.__init__, itertools.count(1)
+
+    def born_now(self, born, max_minutes, end):
+        real(self, time.monotonic(), max_minutes, end)
+
+    def slow(job, batch, *options, real=train.train_step):
+        if next(steps) == 3:
+            time.sleep(pause)
+        return real(job, batch, *options)
+
+    stop.Stop.__init__, train.train_step = born_now, slow
+    return run([*options, f"--run.max_minutes={seconds / 60}"], folder)
+
+
 def test_the_time_limit_stops_as_a_signal_does(options, tmp_path):
     """It counts from the birth of the process, so it is over before the first step, or within the third one."""
-
-    def start(folder: Path, seconds: float, pause: float) -> tuple[int, str]:
-        """A run whose third step takes `pause` seconds more than the others, with a limit of so many seconds from now."""
-        real, steps = stop.Stop.__init__, itertools.count(1)
-
-        def born_now(self, born, max_minutes, end):
-            real(self, time.monotonic(), max_minutes, end)
-
-        def slow(job, batch, *options, real=train.train_step):
-            if next(steps) == 3:
-                time.sleep(pause)
-            return real(job, batch, *options)
-
-        stop.Stop.__init__, train.train_step = born_now, slow
-        return run([*options, f"--run.max_minutes={seconds / 60}"], folder)
-
-    assert ends(2, tmp_path / "a", start, tmp_path, 0.0006, 0.0) == [75, 75]
+    assert ends(2, tmp_path / "a", limited, tmp_path, options, 0.0006, 0.0) == [75, 75]
     assert not list(tmp_path.glob("checkpoints/step-*"))
-    assert ends(2, tmp_path / "b", start, tmp_path, 4.0 * NEIGHBOURS, 4.0 * NEIGHBOURS) == [75, 75]
+    assert ends(2, tmp_path / "b", limited, tmp_path, options, 4.0 * NEIGHBOURS, 4.0 * NEIGHBOURS) == [75, 75]
     assert max(series(tmp_path)) == 3
     assert run_ranks(2, run, options, tmp_path) == [(0, "")] * 2
     assert series(tmp_path) == series(whole(options))

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.context import ForkServerProcess
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from reliability import disk
-from tests import ranks
+from tests import forks, ranks
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.checkpoints import (
     MESHES,
@@ -80,39 +81,39 @@ def killed_run(place: Path, victim: int, when: tuple[int, float] | None, fn: Cal
     """Two ranks of fn(place, *args). When both have touched ready-N, and then begun so many saves, and then after so
     many seconds, kill -9 one (None: it dies by itself). The other must end by itself within 5 seconds of that."""
     place.mkdir()
-    pids = {}
-    for rank in range(2):
-        if (pid := os.fork()) == 0:
-            faulthandler.register(signal.SIGUSR1, open(place / f"stacks-{rank}", "w"))  # noqa: SIM115
-            ranks._child(place, rank, 2, fn, (place, *args))
-        pids[rank] = pid
+    processes = []
     try:
+        for rank in range(2):
+            processes.append(forks.start(_with_stacks, place, rank, fn, args))
         if when is not None:
             saves, seconds = when
             wait_until(lambda: len(list(place.glob("ready-*"))) == 2, 30, "the ranks did not start")
             wait_until(lambda: len(begun(place)) >= saves, 30, "the ranks do not save")
             time.sleep(seconds)
-            os.kill(pids[victim], signal.SIGKILL)
-        wait_until(lambda: ended(pids[victim]), 20, "the victim lives")
+            processes[victim].kill()
+        wait_until(lambda: ended(processes[victim]), 20, "the victim lives")
         try:
-            wait_until(lambda: ended(pids[1 - victim]), 5, "the survivor hangs")
+            wait_until(lambda: ended(processes[1 - victim]), 5, "the survivor hangs")
         except AssertionError:
-            os.kill(pids[1 - victim], signal.SIGUSR1)
+            os.kill(processes[1 - victim].pid, signal.SIGUSR1)
             time.sleep(0.5)
             stacks = (place / f"stacks-{1 - victim}").read_text()
             if "fsync" not in stacks and "disk.py" not in stacks:  # a disk that others keep busy is not a hang
                 pytest.fail("the survivor hangs\n" + stacks)
-            wait_until(lambda: ended(pids[1 - victim]), 60, "the survivor hangs after its fsync")
-        assert ended(pids[victim]).si_code == os.CLD_KILLED
+            wait_until(lambda: ended(processes[1 - victim]), 60, "the survivor hangs after its fsync")
+        assert processes[victim].exitcode == -signal.SIGKILL
     finally:
-        for pid in pids.values():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for process in processes:
+            forks.end(process)
 
 
-def ended(pid: int) -> os.waitid_result | None:
-    """How it ended, if it has; it stays a zombie, and the caller still has to wait for it."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+def _with_stacks(place: Path, rank: int, fn: Callable, args: tuple) -> None:
+    faulthandler.register(signal.SIGUSR1, open(place / f"stacks-{rank}", "w"))  # noqa: SIM115
+    ranks.child(place, rank, 2, fn, (place, *args))
+
+
+def ended(process: ForkServerProcess) -> bool:
+    return process.exitcode is not None
 
 
 def wait_until(true: Callable[[], bool], seconds: float, complaint: str) -> None:
@@ -813,7 +814,7 @@ def test_x1_a_pickle_is_no_place_to_start_from(kind, saved, tmp_path):  # noqa: 
             torch.distributed.checkpoint.load({"w": torch.ones(3), "x": bomb}, checkpoint_id=hostile, no_dist=True)
     assert fires(marker), "the control: it works where something unpickles"
 
-    for step, found, words in run_ranks(2, lambda: resume(tmp_path / "c", load_path=str(hostile))):
+    for step, found, words in run_ranks(2, partial(resume, tmp_path / "c", load_path=str(hostile))):
         assert (step, found) == (-1, [-1.0]) and "there is no checkpoint in" in words[-1]
     if kind != "pt":  # among a run's own, with our name: damaged, and the one before is used
         shutil.copytree(hostile, copy_of(saved, tmp_path) / "step-00000040")
@@ -863,7 +864,7 @@ def two_runs(folder: Path, rng: random.Random) -> list[str]:
     pids, ends = [], []
     for delay in (0.0, rng.uniform(0, 0.05)):
         read, write = os.pipe()
-        if (pid := os.fork()) == 0:
+        if (pid := os.fork()) == 0:  # it does not compute
             os.write(write, contend(folder, delay).encode())
             os._exit(0)
         os.close(write)
@@ -901,10 +902,14 @@ def test_r2_every_mesh_loads_what_every_mesh_saved(more, tmp_path):
         assert run_ranks(n, load_pattern, folders, options) == [[[]] * 6] * n, target
 
 
-def test_control_one_wrong_bit_fails_the_matrix(tmp_path, monkeypatch):
+def load_unchecked(folders: list[Path], options: list[str]) -> list:
+    read = verify.read_blocks
+    verify.read_blocks = lambda *args: read(*args[:5], check=False)
+    return load_pattern(folders, options)
+
+
+def test_control_one_wrong_bit_fails_the_matrix(tmp_path):
     n, options = mesh_options("2x1")
     run_ranks(n, save_pattern, tmp_path, options)
     flip(tmp_path / "step-00000007" / "rank-00001.safetensors")
-    read = verify.read_blocks
-    monkeypatch.setattr(verify, "read_blocks", lambda *args: read(*args[:5], check=False))
-    assert len(run_ranks(1, load_pattern, [tmp_path], [])[0][0]) == 1
+    assert len(run_ranks(1, load_unchecked, [tmp_path], [])[0][0]) == 1

@@ -4,6 +4,7 @@
 # `find_python requirements.txt ...` sets PYTHON to an interpreter that has the packages these files list:
 #   1. the python3 (or python) of the active environment, if it has all of them and they are recent enough;
 #   2. otherwise that of .venv in this folder, which is made first, or updated if the files have changed.
+# INSTALL_FIRST, which CI sets, is a package that .venv gets before those files: a build of torch that pip would not choose.
 # It never touches the active environment. A failure is one sentence and exit code 2.
 
 find_python() {
@@ -47,6 +48,9 @@ make_venv() (  # a subshell: when it ends, the lock is released
     fi
     log=$PWD/.venv/install.log
     say "installing ${*} into .venv ($(.venv/bin/python --version)); this happens once and takes a few minutes"
+    if [[ ${INSTALL_FIRST-} ]] && ! .venv/bin/python -m pip install --no-input "$INSTALL_FIRST" </dev/null &>"$log"; then
+        say "pip could not install $INSTALL_FIRST, so it chooses a build itself: $(grep -m1 '^ERROR' "$log" || tail -n1 "$log")"
+    fi
     .venv/bin/python -m pip install --no-input "${@/#/--requirement=}" </dev/null &>"$log" ||
         fail "pip could not install ${*}: $(grep -m1 '^ERROR' "$log" || tail -n1 "$log") (its whole output: $log)"
     cksum "$@" >.venv/made-from

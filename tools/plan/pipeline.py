@@ -279,10 +279,15 @@ class Stages:
 
 
 def in_processes(function: Callable, calls: list[tuple]) -> list:
-    """function(*call) for each call, in a process of its own: PyTorch keeps what belongs to a mesh while a process lives."""
+    """function(*call) for each call, in a process of its own: PyTorch keeps what belongs to a mesh while a process lives.
+
+    They are forked by a server that computes nothing: this process may have run a backward, after which PyTorch's CUDA build
+    refuses one in a fork."""
     if not calls:
         return []
-    with multiprocessing.get_context("fork").Pool(min(len(calls), os.cpu_count() or 1), maxtasksperchild=1) as pool:
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["tools.plan.search"])
+    with server.Pool(min(len(calls), os.cpu_count() or 1), maxtasksperchild=1) as pool:
         return pool.starmap(function, calls, chunksize=1)
 
 
