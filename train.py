@@ -155,7 +155,8 @@ def train_step(
     else:
         step, unlike = gradients(job, batch, flags), []
     with record_function("clip"):
-        grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm, job.mesh.sum_over_pp).to(step.loss.device)
+        grad_norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm, job.mesh.sum_over_pp)
+    grad_norm = grad_norm.to(step.loss.device, non_blocking=True)  # it is on the CPU where the weights are offloaded
     fine = grad_norm.isfinite() & step.loss.isfinite() & (grad_norm <= skip_above)  # the same on every rank: all are global
     fine &= (step.raised[Flags._fields.index("no_data")] == 0) & (not unlike)
     numbers = read_later(torch.cat((torch.stack((step.loss, grad_norm, fine)), step.raised)))
@@ -190,7 +191,7 @@ def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = F
     total += model.gradients(feed, scale) if mesh.pp > 1 else one_after_another(job, feed, scale)
     for i, flag in enumerate(flags()):
         if flag:
-            raised[i] = 1.0  # a kernel that fills: nothing is copied to the device, so nobody waits for it
+            raised[i].fill_(1.0)  # `raised[i] = 1.0` would copy the number from the host, and wait for the copy
     mesh.sum_over_ranks(sums)
     loss = total / (mesh.tp * counted)  # the ranks of a tp group have the same loss
     return Gradients(loss.float(), raised, feed.losses, counts_of_step(feed.routings, mesh), feed.routings.sums, prepare_seconds)
