@@ -19,6 +19,7 @@ import train
 from checkpoint import state
 from configs.load import load_config
 from configs.schema import InputError
+from models import moe
 from models.kernels import document_attention as masked
 from tests import forks
 from tests.ranks import run_ranks
@@ -33,7 +34,8 @@ CPU = torch.device("cpu")
 
 # ------------------------------------------------------------------------------------------------------- the checks
 
-ON_CPU = {name: check.run for name, check in checks.CHECKS.items() if not name.endswith("compiled")}
+ON_ONE = {name: check.run for name, check in checks.CHECKS.items() if check.ranks == 1 and name != "error"}
+ON_CPU = {name: run for name, run in ON_ONE.items() if not name.endswith("compiled")}
 ON_CPU["compiled"] = functools.partial(checks.compiled, backend="aot_eager")  # inductor would take 20 s
 
 
@@ -49,6 +51,27 @@ def test_the_checks_pass_on_a_cpu(tmp_path):
     assert not any(wrong.values()), wrong
 
 
+def errors_on_ranks(names: list[str], folder: Path) -> dict[str, dict[str, float]]:
+    return {name: checks.CHECKS[name].run(CPU, folder / name) for name in names}
+
+
+def test_the_checks_of_two_ranks_pass_on_a_cpu(tmp_path):
+    names = [name for name, check in checks.CHECKS.items() if check.ranks == 2]
+    assert len(names) == 5
+    for seen in run_ranks(2, errors_on_ranks, names, tmp_path):
+        wrong = {name: checks.failures(errors, checks.CHECKS[name].limit) for name, errors in seen.items()}
+        assert not any(wrong.values()), wrong
+
+
+@pytest.mark.slow
+def test_checks_that_start_processes_pass_on_a_cpu(tmp_path):
+    """A rank that raises; and the command, which starts the ranks of a check itself."""
+    errors = checks.CHECKS["error"].run(CPU, tmp_path / "error")
+    assert not checks.failures(errors, 0), errors
+    too_large, errors = checks.apart("pipeline")
+    assert not too_large and errors["gradients"] < checks.ROUNDING
+
+
 MISTAKES = {  # check -> a mistake that it must see
     "float32": lambda: mock.patch.object(train, "IGNORE", 3),  # the loss is divided by a wrong number of tokens
     "fsdp": lambda: mock.patch.object(train, "clip_grad_norm", lambda *_: torch.tensor(0.1)),
@@ -57,6 +80,8 @@ MISTAKES = {  # check -> a mistake that it must see
     "sampling": lambda: mock.patch.object(checks, "sample", lambda *_, cache, **__: [int(cache)] * 25),
     "documents": lambda: mock.patch.object(masked, "document_attention", lambda q, k, v, _: q),
     "checkpoint": lambda: mock.patch.object(state, "put_back", lambda *_: None),  # a load that changes nothing
+    "experts": lambda: mock.patch.object(moe, "grouped_product", lambda rows, w, counts: rows @ w[0].T),
+    "offload": lambda: mock.patch.object(train, "clip_grad_norm", lambda *_: torch.tensor(0.1)),
 }
 
 

@@ -44,9 +44,13 @@ class Part:
 CHECKS, MEASURE = "tools.bench.device.checks", "tools.bench.device.measure"
 NUMBERS = f"{CHECKS} float32 fsdp fsdp_and_tp bfloat16 control sampling"
 DOCUMENTS = f"{CHECKS} documents documents_compiled"
+MIXTURES = f"{CHECKS} experts experts_bfloat16 offload error"
+MESHES = f"{CHECKS} fsdp_of_two tensor_parallel pipeline context expert_parallel"
 PARTS = [  # the most valuable first
     Part("numbers", {"cuda": (45, NUMBERS), "cpu": (15, NUMBERS)}),
     Part("checkpoint", {"cuda": (20, f"{CHECKS} checkpoint"), "cpu": (10, f"{CHECKS} checkpoint")}),
+    Part("experts", {"cuda": (60, MIXTURES), "cpu": (60, MIXTURES)}),
+    Part("meshes", {"cuda": (90, MESHES), "cpu": (90, MESHES)}),
     Part("documents", {"cuda": (40, DOCUMENTS), "cpu": (40, DOCUMENTS)}),
     Part("compile", {"cuda": (60, f"{CHECKS} compiled"), "cpu": (60, f"{CHECKS} compiled")}),
     Part("rates", {"cuda": (20, f"{MEASURE} rates"), "cpu": (15, f"{MEASURE} rates")}),

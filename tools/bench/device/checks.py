@@ -11,9 +11,13 @@ the check's limit. tests/test_device.py runs them on the CPU, tests/test_gpu.py 
 """
 
 import argparse
+import json
 import math
+import os
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -33,7 +37,7 @@ from checkpoint.manager import CheckpointManager
 from configs.load import load_config
 from configs.schema import Checkpoint, Config
 from models.kernels import document_attention as masked
-from parallelisms import contract, dp, tp
+from parallelisms import contract, dp, mesh as meshes, tp
 from parallelisms.mesh import Mesh, close_mesh
 from tools.bench import harness
 from training import init
@@ -41,6 +45,7 @@ from training.loss import IGNORE
 from training.optim import build_optimizer
 from training.sample import sample
 
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
 STEPS, ROWS, TOKENS, VOCABULARY = 3, 4, 48, 263
 # Sides are multiples of 16, as GPU kernels want them, and all different. With an eps of 1e-8 Adam would amplify rounding
 # where a gradient is near 0.
@@ -55,8 +60,12 @@ DOCUMENTS = (1, 255, 45, 7, 64, 128, 1, 11)  # tokens of each, in two windows of
 PROMPT, CONTEXT = (1, 5, 9, 2, 7), 12  # the sampled text becomes longer than the context
 
 
+def config_words(device: torch.device) -> list[str]:
+    return [*MODEL, "--training.param_dtype=float32", f"--run.device={device.type}"]
+
+
 def config(device: torch.device, *options: str) -> Config:
-    return load_config([*MODEL, "--training.param_dtype=float32", f"--run.device={device.type}", *options])
+    return load_config([*config_words(device), *options])
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -97,33 +106,45 @@ def judge(cfg: Config) -> Seen:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.training.max_norm)
         if step == 0:
             seen["logits"] = {"": whole(logits)}
-            seen["gradients"] = {n: whole(p.grad) for n, p in model.named_parameters()}
+            seen["gradients"] = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         seen["loss and norm"] |= {f"loss {step}": whole(loss), f"norm {step}": whole(norm)}
         optimizer.step()
         optimizer.zero_grad()
     return seen | {"weights": {n: whole(p) for n, p in model.named_parameters()}}
 
 
-def trained(cfg: Config) -> Seen:
-    """The same numbers from `train.build` and `train.train_step` on the device."""
+def trained(cfg: Config, has_logits: bool = True) -> Seen:
+    """The same numbers from `train.build` and `train.train_step` on the device. has_logits: false on a mesh whose ranks
+    share sequences or layers, where no rank has them."""
     job = train.build(cfg)
     model, device = job.model, job.mesh.device
     contract.verify(model, job.optimizer, job.mesh, {})
     seen = {"initial weights": {n: whole(p) for n, p in model.named_parameters()}, "loss and norm": {}}
-    tokens, positions = batches()[0]["tokens"][0].to(device), torch.arange(TOKENS, device=device)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        seen["logits"] = {"": whole(model(tokens, positions, product))}
-    dp.reshard(model)
+    if has_logits:
+        tokens = batches()[0]["tokens"][0].to(device)
+        positions = torch.arange(TOKENS, device=device)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            seen["logits"] = {"": whole(model(tokens, positions, product))}
+        dp.reshard(model)
 
     def keep_gradients(*_: object) -> None:
-        seen.setdefault("gradients", {n: whole(p.grad) for n, p in model.named_parameters()})
+        seen.setdefault("gradients", {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad})
 
     job.optimizer.register_step_pre_hook(keep_gradients)
     for step, batch in enumerate(batches()):
-        result = train.train_step(job, batch)
+        result = train.train_step(job, share_of(batch, job))
         numbers = {f"loss {step}": result.loss, f"norm {step}": result.grad_norm}
         seen["loss and norm"] |= {name: torch.tensor(number) for name, number in numbers.items()}
     return seen | {"weights": {n: whole(p) for n, p in model.named_parameters()}}
+
+
+def share_of(batch: dict[str, Tensor], job: train.Job) -> dict[str, Tensor]:
+    """This rank's part of a batch: its rows, in micro-batches, and of every row its part of the sequence."""
+    rows = ROWS // job.mesh.dp_size
+    first = job.mesh.dp_rank * rows
+    places = torch.cat([torch.arange(place.start, place.stop) for place in job.mesh.places(TOKENS)])
+    size = job.cfg.training.local_batch_size
+    return {name: x[0, first : first + rows][:, places].unflatten(0, (-1, size)) for name, x in batch.items()}
 
 
 def product(h: Tensor, weight: Tensor) -> Tensor:
@@ -170,10 +191,10 @@ def fsdp_and_tp(device: torch.device, folder: Path) -> dict[str, float]:
     return exchanging_with_nobody(device, tensor_parallel=True)
 
 
-def exchanging_with_nobody(device: torch.device, tensor_parallel: bool = False) -> dict[str, float]:
+def exchanging_with_nobody(device: torch.device, *options: str, tensor_parallel: bool = False) -> dict[str, float]:
     """FSDP2, or FSDP2 and tensor parallelism, over groups of one rank. A run leaves them out there
     (`parallelisms.dp.apply`, `parallelisms.tp.apply`); here the collectives run, over NCCL on a GPU."""
-    cfg = config(device)
+    cfg = config(device, *options)
 
     def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, plan: dict[str, str]) -> nn.Module:
         for pattern, style in plan.items() if tensor_parallel else ():
@@ -291,10 +312,99 @@ def sampling(device: torch.device, folder: Path) -> dict[str, float]:
     return errors
 
 
+# Mixtures whose experts are chosen by leads that rounding does not change, in widths that grouped GEMMs take.
+EXPERTS = (
+    "--model.family=qwen3", "--model.n_experts=4", "--model.experts_per_token=2", "--model.expert_dim=32",
+    "--model.balance_loss=0",
+)  # fmt: skip
+
+
+def experts(device: torch.device, folder: Path) -> dict[str, float]:
+    cfg = config(device, *EXPERTS)
+    return differences(trained(cfg), judge(cfg))
+
+
+def experts_bfloat16(device: torch.device, folder: Path) -> dict[str, float]:
+    """The grouped GEMM of a GPU, which takes no float32."""
+    cfg = config(device, *EXPERTS, "--training.param_dtype=bfloat16")
+    return {"loss and norm": differences(trained(cfg), judge(cfg))["loss and norm"]}
+
+
+def offload(device: torch.device, folder: Path) -> dict[str, float]:
+    """Weights and optimizer on the CPU, over groups of one rank."""
+    return exchanging_with_nobody(device, "--parallelism.cpu_offload=true")
+
+
+def on_a_mesh(device: torch.device, *options: str) -> dict[str, float]:
+    """A run on the mesh of these options; every rank compares the parameters that it has."""
+    cfg = load_config([*config_words(device), *options], meshes.world().size, meshes.world().local_size)
+    seen, wanted = trained(cfg, has_logits=False), judge(cfg)
+    wanted.pop("logits")
+    for kind in "initial weights", "gradients", "weights":
+        wanted[kind] = {n: x for n, x in wanted[kind].items() if n in seen[kind]}
+    return differences(seen, wanted)
+
+
+def fsdp_of_two(device: torch.device, folder: Path) -> dict[str, float]:
+    return on_a_mesh(device, "--training.local_batch_size=2")
+
+
+def tensor_parallel(device: torch.device, folder: Path) -> dict[str, float]:
+    return on_a_mesh(device, "--parallelism.tensor_parallel=2")
+
+
+def pipeline(device: torch.device, folder: Path) -> dict[str, float]:
+    return on_a_mesh(device, "--parallelism.pipeline_parallel=2", "--training.local_batch_size=2")
+
+
+def context(device: torch.device, folder: Path) -> dict[str, float]:
+    options = "--parallelism.context_parallel=2", "--parallelism.context_parallel_method=ulysses"
+    return on_a_mesh(device, *options)
+
+
+def expert_parallel(device: torch.device, folder: Path) -> dict[str, float]:
+    return on_a_mesh(device, *EXPERTS, "--parallelism.expert_parallel=2", "--training.local_batch_size=2")
+
+
+ONE_RAISES = """
+import os, sys
+import train
+real, steps = train.train_step, []
+def step(*args, **kwargs):
+    steps.append(1)
+    if len(steps) == 2 and os.environ["RANK"] == os.environ["FAILS"]:
+        raise ValueError("a mistake of one rank alone")
+    return real(*args, **kwargs)
+train.train_step = step
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def error(device: torch.device, folder: Path) -> dict[str, float]:
+    """A rank that raises says so and ends at once, although the others wait for it in a collective."""
+    ranks = 2 if device.type == "cpu" else min(2, torch.cuda.device_count())
+    program = folder / "one_raises.py"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(ONE_RAISES)
+    run = [*config_words(device), "--data.source=stdlib", f"--data.cache={folder / 'cache'}", f"--run.folder={folder / 'run'}"]
+    run += ["--training.local_batch_size=2", "--training.steps=4", "--validation.interval=0", "--debug.sample_tokens=0"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(program)]
+    place = {"PYTHONPATH": str(ROOT), "FAILS": str(ranks - 1)}
+    outside = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    began = time.monotonic()
+    done = subprocess.run([*launcher, *run], cwd=ROOT, env=outside | place, capture_output=True, text=True, timeout=300)
+    return {
+        "exit code 0": float(done.returncode == 0),
+        "error not told": float("a mistake of one rank alone" not in done.stdout + done.stderr),
+        "seconds beyond 120": max(0.0, time.monotonic() - began - 120),
+    }
+
+
 class Check(NamedTuple):
     run: Callable[[torch.device, Path], dict[str, float]]
     limit: float  # of each error
     about: str
+    ranks: int = 1  # each with a device of its own
 
 
 CHECKS = {
@@ -308,12 +418,54 @@ CHECKS = {
     "documents": Check(documents, 0.01, "attention inside documents, bfloat16"),
     "documents_compiled": Check(documents_compiled, 0.01, "the same compiled"),
     "checkpoint": Check(checkpoint, 0, "a save beside training, and a load"),
+    "experts": Check(experts, ROUNDING, "mixtures of experts in float32"),
+    "experts_bfloat16": Check(experts_bfloat16, 0.05, "the same in bfloat16, by a grouped GEMM"),
+    "offload": Check(offload, ROUNDING, "weights and optimizer on the CPU, under FSDP2 on one rank"),
+    "error": Check(error, 0, "a rank that raises ends the run at once"),
+    "fsdp_of_two": Check(fsdp_of_two, ROUNDING, "FSDP2 on two ranks", 2),
+    "tensor_parallel": Check(tensor_parallel, ROUNDING, "tensor parallelism on two ranks", 2),
+    "pipeline": Check(pipeline, ROUNDING, "a pipeline of two stages", 2),
+    "context": Check(context, ROUNDING, "context parallelism on two ranks", 2),
+    "expert_parallel": Check(expert_parallel, ROUNDING, "expert parallelism on two ranks", 2),
 }
 
 
 def failures(errors: dict[str, float], limit: float) -> list[str]:
     """The things whose error is above the limit, or no number."""
     return [f"{name} {error:.2g}" for name, error in errors.items() if not error <= limit]
+
+
+def here(name: str, device: torch.device) -> tuple[list[str], dict[str, float]]:
+    """What is above the limit, and all errors, of a check on this process."""
+    check = CHECKS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        errors = check.run(device, Path(folder))
+    close_mesh()
+    return failures(errors, check.limit), errors
+
+
+def apart(name: str) -> tuple[list[str], dict[str, float]]:
+    """The same of a check that takes several ranks, in processes of their own. The largest error of any rank counts."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"PLUMBLINE_ERRORS": folder}
+        ranks = CHECKS[name].ranks
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [*launcher, "-m", "tools.bench.device.checks", name]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        written = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    if len(written) < ranks:
+        return [f"its ranks ended with {done.returncode}: {done.stderr[-2000:]}"], {}
+    errors = {what: max(of_rank[what] for of_rank in written) for what in written[0]}
+    return failures(errors, CHECKS[name].limit), errors
+
+
+def as_rank(name: str, place: Path) -> int:
+    """Run a check on this rank, and leave its errors for `apart`."""
+    rank = meshes.world().rank
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    _, errors = here(name, device)
+    (place / f"{rank}.json").write_text(json.dumps(errors))
+    return 0
 
 
 def main() -> int:
@@ -323,14 +475,18 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.names) - CHECKS.keys():
         parser.error(f"{', '.join(sorted(unknown))}: unknown; there are {', '.join(CHECKS)}")
+    if place := os.environ.get("PLUMBLINE_ERRORS"):  # a rank of `apart`
+        return as_rank(args.names[0], Path(place))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     rows, wrong = [], []
     for name in args.names or CHECKS:
         check = CHECKS[name]
-        with tempfile.TemporaryDirectory() as folder:
-            errors = check.run(device, Path(folder))
-        close_mesh()
-        too_large = failures(errors, check.limit)
+        lacking = device.type == "cuda" and torch.cuda.device_count() < check.ranks
+        if lacking:
+            rows.append([name, check.about, "", f"{check.limit:g}", f"left out: it needs {check.ranks} GPUs"])
+            print(" | ".join(rows[-1]), flush=True)
+            continue
+        too_large, errors = apart(name) if check.ranks > meshes.world().size else here(name, device)
         wrong += [f"{name}: {what}" for what in too_large]
         measured = "; ".join(f"{what} {error:.2g}" for what, error in errors.items())
         rows.append([name, check.about, measured, f"{check.limit:g}", "FAILED" if too_large else "ok"])
