@@ -256,8 +256,8 @@ _PORTS = iter(range(12_000 + 1000 * (_WORKER % 16) + os.getpid() % 500, 12_000 +
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole tensor, gathered where it is a DTensor (a collective)."""
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+    """A copy of the whole tensor on the CPU, gathered where it is a DTensor (a collective)."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().to("cpu", copy=True)
 
 
 class Count(TorchDispatchMode):

@@ -1,0 +1,280 @@
+"""What ranks with simulated GPUs run in tests/test_simulate.py. Ranks import it by name."""
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import train
+from tests import parity
+from tools.bench.device import checks
+from tools.simulate.job import in_steps, train_here
+
+PATIENCE = timedelta(seconds=60)
+
+
+def trajectories(runs: list[list[str]], dp_size: int) -> list[dict]:
+    """Those of tests/parity.py on this rank's GPU; the host waits inside train_step are
+    recorded."""
+    real = in_steps(train.train_step)
+
+    def step(job, batch, *rest):
+        """With a batch as a run's loader makes it."""
+        if job.mesh.device.type == "cuda":
+            batch = {name: x.pin_memory() for name, x in batch.items()}
+        return real(job, batch, *rest)
+
+    train.train_step = step
+    return parity.trajectories([[*run, f"--run.device={device()}"] for run in runs], dp_size)
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def runs(each: list[list[str]]) -> list[dict]:
+    """Several runs of train.py, one after another in the same processes."""
+    real = train.build, train.train_step
+    seen = []
+    for argv in each:
+        train.build, train.train_step = real
+        seen.append(train_here(argv))
+    return seen
+
+
+def stopped(argv: list[str], step: int) -> dict:
+    """A run of which rank 0 gets SIGTERM as a step begins."""
+    real, steps = train.train_step, []
+
+    def with_signal(*args, **kwargs):
+        steps.append(1)
+        if len(steps) == step and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **kwargs)
+
+    train.train_step = with_signal
+    return train_here(argv)
+
+
+def raising(argv: list[str]) -> None:
+    """A run whose last rank raises in its second step."""
+    real, steps = train.train_step, []
+
+    def with_error(*args, **kwargs):
+        steps.append(1)
+        if len(steps) == 2 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            raise ValueError("a mistake of this rank alone")
+        return real(*args, **kwargs)
+
+    train.train_step = with_error
+    os._exit(train.main(argv))
+
+
+def check_errors(names: list[str], folder: Path) -> dict[str, dict[str, float]]:
+    gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return {name: checks.CHECKS[name].run(gpu, folder / name) for name in names}
+
+
+# ------------------------------------------------------------------ mistakes that a GPU would show
+
+
+def open_group() -> int:
+    """NCCL and gloo, as a run opens them; returns this rank."""
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=PATIENCE)
+    return rank
+
+
+def with_mistake(argv: list[str], mistake: str) -> dict:
+    """A run whose train_step has a mistake in it."""
+    real = train.train_step
+
+    def step(job, batch, *rest):
+        MISTAKES[mistake](job, batch)
+        return real(job, batch, *rest)
+
+    train.train_step = step
+    return train_here(argv)
+
+
+def reads_a_number(job, batch) -> None:
+    next(job.model.parameters()).sum().item()
+
+
+def multiplies_with_the_host(job, batch) -> None:
+    weight = next(job.model.parameters())
+    torch.mul(weight, torch.ones(weight.shape))
+
+
+def copies_from_pageable_memory(job, batch) -> None:
+    torch.arange(7).to(job.mesh.device, non_blocking=True)
+
+
+MISTAKES: dict[str, Callable] = {
+    "item": reads_a_number,
+    "host tensor": multiplies_with_the_host,
+    "pageable": copies_from_pageable_memory,
+}
+
+
+def reads_on_another_stream() -> None:
+    x = torch.ones(1000, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x.mul_(2)
+    x.sum()
+
+
+def waits_for_the_stream() -> None:
+    x = torch.ones(1000, device="cuda")
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        x.mul_(2)
+    torch.cuda.current_stream().wait_stream(other)
+    x.sum()
+
+
+def writes_pinned_memory(waits: bool) -> None:
+    host = torch.ones(1000).pin_memory()
+    host.to("cuda", non_blocking=True)
+    if waits:
+        torch.cuda.current_stream().synchronize()
+    host.fill_(3)
+    torch.cuda.synchronize()
+
+
+def reads_before_it_arrives(waits: bool) -> float:
+    host = torch.full((10,), 5.0, device="cuda").to("cpu", non_blocking=True)
+    if waits:
+        torch.cuda.current_stream().synchronize()
+    return host.sum().item()
+
+
+def uses_a_result_too_early(waits: bool) -> float:
+    """An all-reduce of another stream, whose result is taken without waiting for it."""
+    open_group()
+    x = torch.ones(4, device="cuda")
+    out = torch.zeros(8, device="cuda")
+    work = dist.all_gather_into_tensor(out, x, async_op=True)
+    if waits:
+        work.wait()
+    total = out.sum()
+    work.wait()
+    torch.cuda.synchronize()
+    return total.item()
+
+
+def leaves_one_out() -> None:
+    rank = open_group()
+    x = torch.ones(4, device="cuda")
+    dist.all_reduce(x)
+    if rank == 0:
+        dist.all_reduce(x)
+    dist.barrier(group=dist.new_group(backend="gloo"))
+    torch.cuda.synchronize()
+
+
+def other_order() -> None:
+    rank = open_group()
+    small, large = torch.ones(4, device="cuda"), torch.ones(8, device="cuda")
+    for x in (small, large) if rank == 0 else (large, small):
+        dist.all_reduce(x)
+    torch.cuda.synchronize()
+
+
+def other_type() -> None:
+    rank = open_group()
+    dist.all_reduce(
+        torch.ones(4, device="cuda", dtype=torch.float32 if rank == 0 else torch.bfloat16)
+    )
+    torch.cuda.synchronize()
+
+
+def sends_at_the_same_time() -> None:
+    """Each rank makes the two-rank communicator of its own send first, which blocks until the other
+    one joins it."""
+    rank = open_group()
+    other = 1 - rank
+    first, second = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
+    groups = dist.new_group([0, 1]), dist.new_group([0, 1])
+    works = [dist.isend(first, other, group=groups[rank])]
+    works.append(dist.irecv(second, other, group=groups[other]))
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize()
+
+
+def host_memory() -> None:
+    open_group()
+    group = dist.new_group(backend="nccl")
+    dist.all_reduce(torch.ones(3), group=group)
+
+
+def closes_alone() -> None:
+    """Rank 1 goes on without closing its groups."""
+    rank = open_group()
+    dist.all_reduce(torch.ones(4, device="cuda"))
+    torch.cuda.synchronize()
+    if rank == 0:
+        dist.destroy_process_group()
+    else:
+        dist.barrier(group=dist.new_group([1], backend="gloo"))
+        os._exit(0)
+
+
+def exchanges() -> dict[str, list[float]]:
+    """Every kind of exchange, on small numbers; closes its groups."""
+    rank = open_group()
+    size = dist.get_world_size()
+    mine = torch.arange(size, device="cuda", dtype=torch.float32) + 10 * rank
+    seen = {}
+
+    def note(name: str, x: torch.Tensor) -> None:
+        seen[name] = x.tolist()
+
+    for name, op in {
+        "sum": dist.ReduceOp.SUM,
+        "max": dist.ReduceOp.MAX,
+        "avg": dist.ReduceOp.AVG,
+    }.items():
+        x = mine.clone()
+        dist.all_reduce(x, op)
+        note(name, x)
+    x = mine.to(torch.int64)
+    dist.all_reduce(x, dist.ReduceOp.MIN)
+    note("min", x)
+    out = torch.empty(size * size, device="cuda")
+    dist.all_gather_into_tensor(out, mine)
+    note("all_gather", out)
+    part = torch.empty(1, device="cuda")
+    dist.reduce_scatter_tensor(part, mine)
+    note("reduce_scatter", part)
+    out = torch.empty(size, device="cuda")
+    dist.all_to_all_single(out, mine)
+    note("all_to_all", out)
+    sizes = [1] + [0] * (size - 2) + [size - 1]  # uneven: rank r sends sizes[i] rows to rank i
+    received = [sizes[rank]] * size
+    out = torch.empty(sum(received), device="cuda")
+    dist.all_to_all_single(out, mine, received, sizes)
+    note("uneven all_to_all", out)
+    x = mine.clone()
+    dist.broadcast(x, 1)
+    note("broadcast", x)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    got = torch.empty_like(mine)
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, got, left)]
+    ):
+        work.wait()
+    note("ring", got)
+    dist.destroy_process_group()
+    return seen
+
+
+def numbered(number: int) -> int:
+    return number

@@ -1,0 +1,536 @@
+"""Training on simulated GPUs: PyTorch's own code for CUDA and NCCL above stand-ins (tools/simulate,
+docs/simulate.md).
+
+Skipped where torch is no CUDA build: CI's default suite has one.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests import parity, simulated
+from tests.covering import covering_array
+from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, ROOT, ULYSSES, series, tiny_run
+from tools.bench.device import checks
+from tools.simulate import build, ranks as of_simulate
+from tools.simulate.__main__ import main
+from tools.simulate.ranks import Outcome, Simulator
+
+pytestmark = [
+    pytest.mark.simulated,
+    pytest.mark.skipif(build.missing() is not None, reason=build.missing() or ""),
+]
+PATIENT = {"PLUMBLINE_SIMULATED_NCCL_SECONDS": "60"}
+HASTY = {"PLUMBLINE_SIMULATED_NCCL_SECONDS": "2"}
+
+
+@pytest.fixture(scope="module")
+def simulator():
+    with Simulator() as made:
+        yield made
+
+
+@pytest.fixture
+def run(simulator, tmp_path):
+    """simulator.run, in a folder of the test."""
+
+    def run(gpus, function, *arguments, environment=PATIENT, **how) -> Outcome:
+        how.setdefault("folder", tmp_path / "ranks")
+        return simulator.run(gpus, function, *arguments, environment=environment, **how)
+
+    return run
+
+
+def waits_in_steps(outcome: Outcome) -> set[str]:
+    """Where training steps made the host wait, but for the event of the numbers that are read late
+    (train.py::read_later)."""
+    found = set()
+    for record in outcome.records:
+        for inside, why, where, _ in record["waits"]:
+            if inside and why != "an event":
+                found.add(f"{where}: {why}")
+        for inside, why, where, _ in record["late"]:
+            if inside:
+                found.add(f"{where}: {why}")
+    return found
+
+
+# The one place where a mixture under expert parallelism must wait: it has to know how many rows to
+# send.
+ROWS = "parallelisms/ep.py"
+GROUPED = "models/kernels/grouped_product.py"  # float32, for which no GPU has a grouped GEMM, asks for the groups' sizes
+THE_TEST = "tests/"  # it keeps the gradients
+ASKED = "training/optim.py"  # SGD, and weights that are offloaded (training/optim.py::step_if)
+NORM = "train.py"  # of weights that are offloaded it is computed on the CPU
+
+
+def assert_no_waits(outcome: Outcome, *allowed: str) -> None:
+    found = {wait for wait in waits_in_steps(outcome) if not wait.startswith(allowed)}
+    assert not found, f"a training step waits for the GPU: {found}"
+
+
+# -------------------------------------------------------------------------------- the same numbers
+
+PLAIN_MODELS = {
+    "llama": [],
+    "qwen3": ["--model.family=qwen3"],
+    "qwen3 experts": parity.EXPERTS["qwen3 experts"],
+    "deepseek_v3": parity.EXPERTS["deepseek_v3"],
+}
+KERNELS = 3e-5  # relative: what the rounding of other kernels makes of gradients of float32
+
+
+@pytest.mark.parametrize("model", PLAIN_MODELS)
+def test_one_gpu_is_the_cpu(run, model, tmp_path):
+    """The numbers of the plain model on the CPU, within the rounding of other kernels."""
+    options = [*ADAMW, *PLAIN_MODELS[model]]
+    on_gpu = run(1, simulated.trajectories, [options], 1)
+    assert on_gpu.whole, on_gpu.explain()
+    on_cpu = run(0, simulated.trajectories, [options], 1, folder=tmp_path / "cpu")
+    assert on_cpu.whole, on_cpu.explain()
+    problems = parity.compare(model, on_gpu.results[0][0], on_cpu.results[0][0], KERNELS)
+    assert not problems, "\n".join(problems)
+    assert_no_waits(on_gpu, GROUPED, THE_TEST)
+    assert not on_gpu.findings
+
+
+def combinations(count: int) -> list[parity.Combination]:
+    """Of CI's covering array: as many runs as this mesh gets."""
+    return covering_array(parity.FACTORS)[:count]
+
+
+MATRIX = {  # mesh -> (combinations of the covering array, further options)
+    "fsdp2": (4, []),
+    "ddp2": (2, []),
+    "tp2": (4, []),
+    "fsdp2xtp2": (3, []),
+    "hsdp2x2": (2, []),
+    "pp2": (3, []),
+    "pp2xfsdp2": (2, []),
+    "pp2xtp2": (2, []),
+    "cp2": (3, [ULYSSES]),
+    "fsdp2xcp2": (2, [ULYSSES]),
+    "cp2xtp2": (2, [ULYSSES]),
+    "pp2xcp2": (2, [ULYSSES]),
+    "hsdp2x2xtp2": (1, []),
+    "pp2xfsdp2xtp2": (1, []),
+    "pp2xhsdp2x2": (1, []),
+    "fsdp2xcp2xtp2": (1, [ULYSSES]),
+    "hsdp2x2xcp2": (1, [ULYSSES]),
+    "pp2xfsdp2xcp2": (1, [ULYSSES]),
+}
+
+
+def agrees(run, tmp_path, mesh: str, runs: list[list[str]], names: list[str]) -> None:
+    """Each run on this mesh of simulated GPUs equals the plain one on one simulated GPU to 1e-5."""
+    ranks, options, dp_size = (MESHES | CONTEXT_MESHES | EXPERT_MESHES)[mesh]
+    on_mesh = run(
+        ranks, simulated.trajectories, [[*one, *options] for one in runs], dp_size, seconds=280
+    )
+    assert on_mesh.whole, on_mesh.explain()
+    plain = [
+        [
+            o
+            for o in one
+            if o.startswith(
+                ("--model.", "--optimizer.", "--training.max_norm", "--training.expert_")
+            )
+        ]
+        for one in runs
+    ]
+    shape = [o for o in options if o.startswith("--model.")]
+    oracle = run(
+        1,
+        simulated.trajectories,
+        [[*one, *shape] for one in plain],
+        1,
+        folder=tmp_path / "plain",
+        seconds=100,
+    )
+    assert oracle.whole, oracle.explain()
+    problems = []
+    for i, name in enumerate(names):
+        seen = parity.whole_model([of_rank[i] for of_rank in on_mesh.results])
+        problems += parity.compare(f"{mesh} {name}", seen, oracle.results[0][i])
+    assert not problems, "\n".join(problems)
+    assert_no_waits(on_mesh, GROUPED, ASKED, ROWS, THE_TEST)
+    assert not on_mesh.findings
+
+
+@pytest.mark.cap(300)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(
+            mesh, marks=[pytest.mark.slow] if (MESHES | CONTEXT_MESHES)[mesh][0] > 3 else []
+        )
+        for mesh in MATRIX
+    ],
+)
+def test_a_mesh_is_one_gpu(run, mesh, tmp_path):
+    count, more = MATRIX[mesh]
+    chosen = combinations(count)
+    runs = [[*parity.options_of(combination), *more] for combination in chosen]
+    agrees(run, tmp_path, mesh, runs, [str(combination) for combination in chosen])
+
+
+@pytest.mark.cap(300)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "ep2",
+        "experts on tp2",
+        pytest.param("ep2xpp2", marks=pytest.mark.slow),
+        pytest.param("ep2xcp2", marks=pytest.mark.slow),
+        pytest.param("experts on ep2xtp2", marks=pytest.mark.slow),
+        pytest.param("ep2xhsdp2", marks=pytest.mark.slow),
+        pytest.param("ep2xpp2xcp2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_with_experts_is_one_gpu(run, mesh, tmp_path):
+    runs = [
+        [*ADAMW, *options, *([ULYSSES] if "cp2" in mesh else [])]
+        for options in parity.EXPERTS.values()
+    ]
+    agrees(run, tmp_path, mesh, runs, list(parity.EXPERTS))
+
+
+# -------------------------------------------------------------------------------------- whole runs
+
+DENSE = (
+    "--model.dim=64 --model.n_layers=4 --model.n_heads=4 --model.n_kv_heads=2 --model.head_dim=16 --model.hidden_dim=96 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.seq_len=32 --training.global_batch_size=8 "
+    "--training.local_batch_size=2 --training.steps=3 --lr_schedule.warmup_steps=1 --optimizer.eps=1e-5 "
+    "--checkpoint.interval=2 --metrics.interval=1 --metrics.tensorboard=false --validation.interval=2 --validation.steps=1 "
+    "--data.validation_fraction=0.2 --debug.sample_tokens=4 --metrics.progress=off --training.loss_chunk_tokens=40"
+).split()
+TP2, PP2, EP2 = (
+    "--parallelism.tensor_parallel=2",
+    "--parallelism.pipeline_parallel=2",
+    "--parallelism.expert_parallel=2",
+)
+CP2 = "--parallelism.context_parallel=2"
+ONE_MICROBATCH = "--training.local_batch_size=8"
+_EXPERTS = ["--model.n_experts=8", "--model.experts_per_token=3", "--model.expert_dim=16"]
+QWEN3_EXPERTS = ["--model.family=qwen3", *_EXPERTS]
+LATENT = ["--model.family=deepseek_v3", *_EXPERTS]
+WHOLE_RUNS = {  # name -> (GPUs, options, where a step may wait)
+    "default": (2, ["--checkpoint.export_hf=float32"], ()),
+    "float32": (2, [TP2, "--training.param_dtype=float32"], ()),
+    "documents": (1, ["--data.mask_documents=true"], ()),
+    "documents, gather": (2, ["--data.mask_documents=true", CP2], ()),
+    "gather": (2, [CP2], ()),
+    "flash": (1, ["--training.attention=flash"], ()),
+    "cudnn": (1, ["--training.attention=cudnn"], ()),
+    "full checkpointing": (2, ["--activation_checkpoint.mode=full"], ()),
+    "selective": (2, ["--activation_checkpoint.mode=selective"], ()),
+    "every second block": (1, ["--activation_checkpoint.mode=every_n"], ()),
+    "offload": (2, ["--parallelism.cpu_offload=true"], (ASKED, NORM)),
+    "workers": (1, ["--data.workers=1"], ()),
+    "synchronous saves": (2, ["--checkpoint.async_save=false"], ()),
+    "experts": (1, QWEN3_EXPERTS, ()),
+    "experts, ep": (2, [*QWEN3_EXPERTS, EP2], (ROWS,)),
+    "experts, selective": (
+        2,
+        [*QWEN3_EXPERTS, EP2, "--activation_checkpoint.mode=selective"],
+        (ROWS,),
+    ),
+    "latent attention": (2, [*LATENT, EP2], (ROWS,)),
+    "latent attention, offload": (2, [*LATENT, "--parallelism.cpu_offload=true"], (ASKED, NORM)),
+    "latent attention, gather": (2, [*LATENT, CP2], ()),
+    "pipeline": (2, [PP2], ()),
+    "one microbatch in a pipeline": (2, [PP2, ONE_MICROBATCH], ()),
+    "zero bubble": (2, [PP2, "--parallelism.pipeline_schedule=zero_bubble"], ()),
+    "zbv": (2, [PP2, "--parallelism.pipeline_schedule=zbv", "--training.local_batch_size=1"], ()),
+    "dualpipe_v": (
+        2,
+        [PP2, "--parallelism.pipeline_schedule=dualpipe_v", "--training.local_batch_size=1"],
+        (),
+    ),
+    "interleaved": (
+        2,
+        [PP2, "--parallelism.pipeline_schedule=interleaved_1f1b", "--training.local_batch_size=1"],
+        (),
+    ),
+}
+WITH_GPUS_ALONE = (
+    "--parallelism.",
+    "--training.attention",
+    "--checkpoint.export",
+    "--training.local_batch_size",
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> list[str]:
+    """The options of a corpus of its own."""
+    return [
+        o
+        for o in tiny_run(tmp_path_factory.mktemp("corpus"))
+        if o.startswith(("--data.source", "--data.cache"))
+    ]
+
+
+def a_run(corpus: list[str], folder: Path, *options: str) -> list[str]:
+    given = {option.split("=")[0] for option in options}
+    kept = [option for option in DENSE if option.split("=")[0] not in given]
+    if LATENT[0] in options:
+        kept = [o for o in kept if not o.startswith(("--model.n_kv_heads", "--model.head_dim"))]
+    return [*kept, *corpus, *options, f"--run.folder={folder}"]
+
+
+@pytest.mark.parametrize("name", WHOLE_RUNS)
+def test_a_run_trains_as_on_the_cpu(run, corpus, name, tmp_path):
+    """With an asynchronous save, validation, a sample at the end: the losses of one CPU process, to
+    bfloat16's rounding."""
+    gpus, options, may_wait = WHOLE_RUNS[name]
+    outcome = run(gpus, simulated.train_here, a_run(corpus, tmp_path / "run", *options))
+    assert outcome.whole and [seen["code"] for seen in outcome.results] == [0] * gpus, (
+        outcome.explain()
+    )
+    assert not outcome.findings
+    assert_no_waits(outcome, *may_wait)
+    plain = [option for option in options if not option.startswith(WITH_GPUS_ALONE)]
+    on_cpu = run(
+        0,
+        simulated.train_here,
+        a_run(corpus, tmp_path / "cpu", *plain),
+        folder=tmp_path / "processor",
+    )
+    assert on_cpu.whole and on_cpu.results[0]["code"] == 0, on_cpu.explain()
+    losses, wanted = series(tmp_path / "run"), series(tmp_path / "cpu")
+    assert losses.keys() == wanted.keys()
+    for step, loss in losses.items():
+        assert loss == pytest.approx(wanted[step], rel=2e-3), f"step {step}"
+    validated, wanted = (series(tmp_path / which, "validation_loss") for which in ("run", "cpu"))
+    assert validated.keys() == wanted.keys() and validated
+    for step, loss in validated.items():
+        assert loss == pytest.approx(wanted[step], rel=2e-3), f"validation after step {step}"
+
+
+@pytest.mark.cap(200)
+def test_a_resumed_run_is_bitwise_the_whole_one(run, corpus, tmp_path):
+    """Also after SIGTERM, with what the GPU's generator has drawn; and a model that was exported is
+    loaded again."""
+    options = ["--training.steps=6", "--checkpoint.export_hf=float32"]
+    whole = run(
+        2, simulated.runs, [a_run(corpus, tmp_path / "whole", *options)], folder=tmp_path / "a"
+    )
+    assert whole.whole, whole.explain()
+    stopped = run(
+        2, simulated.stopped, a_run(corpus, tmp_path / "parts", *options), 3, folder=tmp_path / "b"
+    )
+    assert stopped.whole and {seen["code"] for seen in stopped.results} == {75}, stopped.explain()
+    resumed = run(
+        2, simulated.runs, [a_run(corpus, tmp_path / "parts", *options)], folder=tmp_path / "c"
+    )
+    assert resumed.whole and resumed.results[0][0]["code"] == 0, resumed.explain()
+    assert series(tmp_path / "parts") == series(tmp_path / "whole")
+    assert series(tmp_path / "parts", "grad_norm") == series(tmp_path / "whole", "grad_norm")
+    exported = tmp_path / "whole" / "hf" / "step-00000006"
+    argv = a_run(
+        corpus,
+        tmp_path / "loaded",
+        "--training.steps=1",
+        f"--checkpoint.load_hf={exported}",
+        "--optimizer.lr=1e-9",
+    )
+    loaded = run(2, simulated.runs, [argv], folder=tmp_path / "d")
+    assert loaded.whole and loaded.results[0][0]["code"] == 0, loaded.explain()
+    assert series(tmp_path / "loaded")[1] < series(tmp_path / "whole")[1]
+    assert not (whole.findings + stopped.findings + resumed.findings + loaded.findings)
+
+
+def test_a_rank_that_raises_ends_with_its_error(run, corpus, tmp_path):
+    """It says what happened and leaves; it does not wait for ranks that wait for it, as NCCL's end
+    of a group would."""
+    argv = a_run(corpus, tmp_path / "run")
+    outcome = run(
+        2,
+        simulated.raising,
+        argv,
+        seconds=60,
+        environment={"PLUMBLINE_SIMULATED_NCCL_SECONDS": "20"},
+    )
+    assert outcome.codes[1] == 1, outcome.explain()
+    log = outcome.logs[1].read_text()
+    assert "a mistake of this rank alone" in log + outcome.errors[1]
+
+
+@pytest.mark.parametrize(
+    "name", ["default", "float32", "gather", "pipeline", "experts, ep", "offload"]
+)
+def test_no_race_between_streams(run, corpus, name, tmp_path):
+    gpus, options, _ = WHOLE_RUNS[name]
+    outcome = run(
+        gpus, simulated.train_here, a_run(corpus, tmp_path / "run", *options), sanitize=True
+    )
+    assert outcome.whole and outcome.results[0]["code"] == 0, outcome.explain()
+
+
+# ------------------------------------------------------------- what only a GPU would show is named
+
+
+def test_negative_control_a_number_read_in_a_step(run, corpus, tmp_path):
+    outcome = run(1, simulated.with_mistake, a_run(corpus, tmp_path / "run"), "item")
+    assert "tests/simulated.py" in str(waits_in_steps(outcome)) and "item" in str(
+        waits_in_steps(outcome)
+    )
+
+
+def test_negative_control_a_copy_from_pageable_memory(run, corpus, tmp_path):
+    outcome = run(1, simulated.with_mistake, a_run(corpus, tmp_path / "run"), "pageable")
+    assert "a copy from pageable memory" in str(waits_in_steps(outcome))
+
+
+def test_negative_control_a_tensor_of_the_host_in_a_product(run, corpus, tmp_path):
+    outcome = run(1, simulated.with_mistake, a_run(corpus, tmp_path / "run"), "host tensor")
+    assert not outcome.whole
+    assert (
+        "Expected all tensors to be on the same device" in outcome.errors[0]
+        and "simulated.py" in outcome.errors[0]
+    )
+
+
+def test_negative_control_a_read_on_another_stream(run, tmp_path):
+    raced = run(1, simulated.reads_on_another_stream, sanitize=True)
+    assert not raced.whole and "CUDASanitizerErrors" in raced.explain()
+    ordered = run(1, simulated.waits_for_the_stream, sanitize=True, folder=tmp_path / "ordered")
+    assert ordered.whole, ordered.explain()
+
+
+def test_negative_control_pinned_memory_written_too_early(run, tmp_path):
+    early = run(1, simulated.writes_pinned_memory, False)
+    assert any(
+        "pinned memory was written before its copy" in finding and "simulated.py" in finding
+        for finding in early.findings
+    )
+    assert not run(1, simulated.writes_pinned_memory, True, folder=tmp_path / "late").findings
+
+
+def test_negative_control_host_memory_read_too_early(run, tmp_path):
+    assert run(1, simulated.reads_before_it_arrives, True).results == [50.0]
+    early = run(1, simulated.reads_before_it_arrives, False, folder=tmp_path / "early").results[0]
+    assert early != early, "it has arrived before anybody waited"
+
+
+def test_negative_control_a_result_used_before_its_exchange(run, tmp_path):
+    slow = PATIENT | {"PLUMBLINE_SIMULATED_NCCL_DELAY": "100000"}
+    assert run(2, simulated.uses_a_result_too_early, True, environment=slow).results == [8.0, 8.0]
+    early = run(
+        2, simulated.uses_a_result_too_early, False, environment=slow, folder=tmp_path / "early"
+    ).results
+    assert all(total != total for total in early)
+
+
+@pytest.mark.parametrize("mistake, sentences", [
+    (simulated.leaves_one_out, ["rank 1", "never joined all-reduce of 4 float32", "exchange 2 of the group of ranks 0 1"]),
+    (simulated.other_order, ["differs: rank 0 calls all-reduce of 4 float32 (sum), rank 1 all-reduce of 8 float32 (sum)"]),
+    (simulated.other_type, ["differs: rank 0 calls all-reduce of 4 float32 (sum), rank 1 all-reduce of 4 bfloat16 (sum)"]),
+    (simulated.sends_at_the_same_time, ["never joined a communicator of 2 ranks"]),
+    (simulated.closes_alone, ["rank 1", "never closed the group of ranks 0 1"]),
+], ids=lambda x: getattr(x, "__name__", ""))  # fmt: skip
+def test_negative_control_ranks_that_do_not_agree(run, mistake, sentences):
+    outcome = run(2, mistake, environment=HASTY, seconds=60)
+    assert not outcome.whole
+    for sentence in sentences:
+        assert sentence in "\n".join(outcome.findings), outcome.explain()
+
+
+def test_negative_control_nccl_takes_no_memory_of_the_host(run):
+    outcome = run(2, simulated.host_memory, environment=HASTY)
+    assert (
+        not outcome.whole and "No backend type associated with device type cpu" in outcome.explain()
+    )
+
+
+def test_every_kind_of_exchange(run):
+    outcome = run(3, simulated.exchanges)
+    assert outcome.whole, outcome.explain()
+    for rank, seen in enumerate(outcome.results):
+        assert seen["sum"] == [30.0, 33.0, 36.0] and seen["max"] == [20.0, 21.0, 22.0]
+        assert seen["avg"] == [10.0, 11.0, 12.0] and seen["min"] == [0, 1, 2]
+        assert seen["all_gather"] == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+        assert seen["reduce_scatter"] == [30.0 + 3 * rank]
+        assert seen["all_to_all"] == [rank, 10.0 + rank, 20.0 + rank]
+        assert seen["uneven all_to_all"] == {0: [0, 10, 20], 1: [], 2: [1, 2, 11, 12, 21, 22]}[rank]
+        assert seen["broadcast"] == [10, 11, 12]
+        assert seen["ring"] == [10.0 * ((rank - 1) % 3) + i for i in range(3)]
+    assert not outcome.findings
+
+
+def test_a_run_that_is_interrupted_leaves_the_next_one_alone(simulator, tmp_path):
+    """A test's time limit raises while the ranks work: their answer must not be taken for that of
+    the next run."""
+
+    def too_late(_) -> None:
+        raise TimeoutError
+
+    with mock.patch.object(of_simulate, "_receive", too_late), pytest.raises(TimeoutError):
+        simulator.run(1, simulated.reads_before_it_arrives, True, folder=tmp_path / "a")
+    assert simulator.run(1, simulated.numbered, 7, folder=tmp_path / "b").results == [7]
+
+
+# -------------------------------------------------------------- what a GPU session would run first
+
+# inductor's code for CUDA is what a simulation does not have
+COMPILES = {"compiled", "documents_compiled"}  # a simulation has no code that inductor makes
+COARSER = {"control"}  # TF32 is a property of a GPU's products
+STARTS = {"error"}  # starts processes of its own; test_a_rank_that_raises_ends_with_its_error
+
+
+@pytest.mark.cap(200)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_checks_of_a_device_pass(run, tmp_path, ranks):
+    names = [name for name, check in checks.CHECKS.items() if check.ranks == ranks]
+    names = [name for name in names if name not in COMPILES | COARSER | STARTS]
+    assert len(names) > 4
+    outcome = run(ranks, simulated.check_errors, names, tmp_path / "checks", seconds=180)
+    assert outcome.whole, outcome.explain()
+    for seen in outcome.results:
+        wrong = {
+            name: checks.failures(errors, checks.CHECKS[name].limit)
+            for name, errors in seen.items()
+        }
+        assert not any(wrong.values()), wrong
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_reports_a_run(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "tools.simulate",
+        "--gpus=2",
+        "configs/llama_debug.toml",
+        *DENSE,
+        "--data.workers=0",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for sentence in (
+        "host-device syncs in a training step: 0", "dp_shard (ranks 0 1) reduce-scatter", "most memory that a GPU held",
+        "Not shown by a simulation: speed", "nothing was found",
+    ):  # fmt: skip
+        assert sentence in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (["--gpus=0"], "between 1 and 16"),
+        (["configs/llama_8b.toml", "--data.source=stdlib", "--data.tokenizer=bytes"], "has 8,"),
+        (["--training.float8=rowwise"], "no float8"),
+        (["--compile.enabled=true"], "inductor"),
+        (["--parallelism.tensor_parallel=3", "--gpus=2"], "tensor_parallel"),
+        (["--training.stepz=3"], "training.steps"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(options, sentence, capsys):
+    assert main(options) == 2
+    assert sentence in capsys.readouterr().err

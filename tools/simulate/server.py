@@ -1,0 +1,33 @@
+"""The process that forks the ranks of tools/simulate/ranks.py. It loads all that they need, and
+computes nothing itself."""
+
+import os
+import sys
+
+import torch
+import torch._dynamo  # what ranks would import at their first FSDP or checkpoint, each for itself
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+import train  # noqa: F401  for the same reason
+from models import MODELS
+from tools.simulate import kernels
+from tools.simulate.ranks import _receive, _send, answer
+
+
+def main() -> None:
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what is printed must not run into the answers
+    torch.set_num_threads(1)
+    list(MODELS.values())  # imports every family
+    kernels.install()
+    while True:
+        try:
+            request = _receive(requests)
+        except EOFError:
+            return
+        _send(answers, answer(request))
+
+
+if __name__ == "__main__":
+    main()
