@@ -16,7 +16,7 @@ from tests.covering import covering_array
 from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, ROOT, ULYSSES, series, tiny_run
 from tools.bench.device import checks
 from tools.simulate import build, ranks as of_simulate
-from tools.simulate.__main__ import main
+from tools.simulate.__main__ import main, waits
 from tools.simulate.ranks import Outcome, Simulator
 
 pytestmark = [
@@ -518,6 +518,18 @@ def test_the_command_reports_a_run(tmp_path):
         "Not shown by a simulation: speed", "nothing was found",
     ):  # fmt: skip
         assert sentence in done.stdout, done.stdout
+
+
+def test_the_command_says_where_a_step_must_wait_and_where_it_should_not():
+    needed = (True, "item", "parallelisms/ep.py:86", 6)
+    mistake = (True, "item", "training/loss.py:7", 3)
+    outcome = Outcome([0], [{}], [""], [{"waits": [needed, mistake], "late": []}], [])
+    lines, wrong = waits(outcome, 3, {"parallelisms/ep.py": "it must"})
+    assert lines[:2] == [
+        "host-device syncs in a training step: 3",
+        "    parallelisms/ep.py:86: item (6 in 3 steps), since it must",
+    ]
+    assert wrong == ["a training step waits for the GPU at training/loss.py:7: item"]
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,24 @@ def losses(
     return lines, wrong
 
 
-def waits(outcome: Outcome, steps: int) -> tuple[list[str], list[str]]:
+def necessary(cfg: Config) -> dict[str, str]:
+    """Files in which a step of this configuration has to wait for the GPU, and why."""
+    offloads = cfg.parallelism.cpu_offload
+    reasons = {}
+    if cfg.parallelism.expert_parallel > 1:
+        reasons["parallelisms/ep.py"] = "the host has to know how many rows it sends"
+    if offloads or cfg.optimizer.kind == "sgd":
+        reasons["training/optim.py"] = "the host decides whether the optimizer steps"
+    if offloads:
+        reasons["train.py"] = "the norm comes from weights on the CPU"
+    if cfg.training.param_dtype == "float32":
+        reasons["models/kernels/grouped_product.py"] = "GPUs have no grouped GEMM in float32"
+    return reasons
+
+
+def waits(outcome: Outcome, steps: int, expected: dict[str, str]) -> tuple[list[str], list[str]]:
     """Host-device syncs by line of the program, of the rank that has most of them; what is wrong:
-    those in a step."""
+    those in a step. expected: as `necessary` makes it."""
     in_step, outside, late = Counter(), Counter(), Counter()
     for record in outcome.records:
         for inside, why, where, times in record.get("waits", []):
@@ -166,14 +181,15 @@ def waits(outcome: Outcome, steps: int) -> tuple[list[str], list[str]]:
             if inside:
                 late[f"{where}: {why}"] = max(late[f"{where}: {why}"], times)
     lines = [f"host-device syncs in a training step: {sum(in_step.values()) / max(steps, 1):g}"]
-    lines += [f"    {line} ({times} in {steps} steps)" for line, times in in_step.most_common()]
-    lines += [
-        f"    {line} ({times} in {steps} steps), which may wait"
-        for line, times in late.most_common()
-    ]
+    wrong = []
+    for line, times in (in_step + late).most_common():
+        reason = expected.get(line.partition(":")[0])
+        since = f", since {reason}" if reason else ""
+        lines.append(f"    {line} ({times} in {steps} steps){since}")
+        if not reason:
+            wrong.append(f"a training step waits for the GPU at {line}")
     lines.append("outside of steps, and for an event that is read late:")
     lines += [f"    {line} ({times})" for line, times in outside.most_common(8)]
-    wrong = [f"a training step waits for the GPU at {line}" for line in (in_step | late)]
     return lines, wrong
 
 
@@ -183,7 +199,9 @@ def collectives(outcome: Outcome) -> list[str]:
     times, sizes = Counter(), Counter()
     for exchange in outcome.records[0].get("exchanges", []):
         ranks = exchange["ranks"]
-        key = f"{groups.get(ranks, 'all' if len(ranks.split()) == len(outcome.codes) else 'other')} (ranks {ranks}) {exchange['kind']}"
+        whole = len(ranks.split()) == len(outcome.codes)
+        group = groups.get(ranks, "all" if whole else "other")
+        key = f"{group} (ranks {ranks}) {exchange['kind']}"
         times[key] += exchange["times"]
         sizes[key] += exchange["times"] * exchange["count"] * BYTES.get(exchange["type"], 1)
     lines = ["collectives of rank 0 in the whole run:"]
@@ -247,7 +265,7 @@ def simulate(flags: argparse.Namespace, rest: list[str], place: Path) -> int:
         )
     here = series(place / "run", "loss")
     table, different = losses(here, series(place / "cpu", "loss"), AGREEMENT[dtype])
-    syncs, waiting = waits(outcome, len(here))
+    syncs, waiting = waits(outcome, len(here), necessary(cfg))
     wrong += different + waiting
     lines = [*table, *syncs, *collectives(outcome)]
     peaks = [result["peak"] for result in outcome.results if result]
