@@ -481,18 +481,19 @@ def main(argv: list[str] | None = None) -> int:
                 health.FailureTime(),
             ):
                 this_start.code = train(cfg, this_start, stop, watchdog)
+        meshes.close_mesh()
         return this_start.code
     except (InputError, LoaderError) as error:
         print(f"rank {here.rank}: {error}" if here.size > 1 else error, file=sys.stderr, flush=True)
+        meshes.abort_mesh()
         return WRONG_INPUT if isinstance(error, InputError) else FAILED
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             raise
         print(f"rank {here.rank}: cannot write {error.filename or 'to the run folder'}: {error.strerror}. What was saved "
               "before is untouched; make room and run the same command again", file=sys.stderr, flush=True)  # fmt: skip
+        meshes.abort_mesh()
         return FAILED
-    finally:
-        meshes.close_mesh()
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ class Begun:
                 file.truncate(8)
                 self.memory = mmap.mmap(file.fileno(), 8)
 
-    def another(self) -> None:
-        self.count += 1
+    def another(self, by: int = 1) -> None:
+        self.count += by
         struct.pack_into("<q", self.memory, 0, self.count)
 
 
@@ -305,5 +305,13 @@ def fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
 
 
 def close_mesh() -> None:
+    """Destroy the process groups after an orderly end. NCCL waits for the collectives in flight, so all ranks call this."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort_mesh() -> None:
+    """Drop the process groups after a failure of this rank alone. Destroying them would wait for collectives that the other
+    ranks cannot finish. A rank that raises calls neither: its exception has to be written first, and the process ends."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()

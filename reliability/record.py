@@ -209,6 +209,7 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
+    installed["torch"] = torch.__version__  # the metadata do not say which build it is
     if torch.cuda.is_available():
         installed["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return installed

@@ -226,12 +226,18 @@ def bounds(oracle: dict) -> dict[str, float]:
         return dict.fromkeys(("loss", "norm", "weights"), EQUAL)
     if "bounds" not in oracle:
         shaken = run_ranks(1, trajectory, [*oracle["options"], SHAKEN])[0]
-        _, later = apart(shaken, oracle)
-        oracle["bounds"] = {}
-        for key in "loss", "norm", "weights":
-            amplified = AMPLIFIED * max(error for name, error in later.items() if name.startswith(key))
-            oracle["bounds"][key] = min(max(EQUAL, amplified), LARGEST)
+        oracle["bounds"] = amplified(shaken, oracle)
     return oracle["bounds"]
+
+
+def amplified(shaken: dict, oracle: dict) -> dict[str, float]:
+    """The bounds that follow from a plain run whose initial weights were moved by rounding."""
+    _, later = apart(shaken, oracle)
+    result = {}
+    for key in "loss", "norm", "weights":
+        error = max(error for name, error in later.items() if name.startswith(key))
+        result[key] = min(max(EQUAL, AMPLIFIED * error), LARGEST)
+    return result
 
 
 def compare(name: str, seen: dict, oracle: dict, limit: float = EQUAL) -> list[str]:

@@ -1,12 +1,14 @@
 """Models that amplify rounding: a correct mesh passes the parity check, and a wrong one fails."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import train
 from models import layers
 from tests import parity
-from tests.parity import EQUAL, apart, compare, plain, trajectory
+from tests.parity import EQUAL, apart, compare, trajectory
 from tests.ranks import run_ranks
 from tests.runs import MESHES
 
@@ -21,30 +23,39 @@ def normalised_outputs(block: torch.nn.Module, x: torch.Tensor, cos, sin, docume
     return h + block.ffn_norm(block.feed_forward(h))
 
 
-@pytest.fixture
-def post_norm(monkeypatch):
-    """In this process, and in the ranks that it forks."""
-    monkeypatch.setattr(layers.Block, "forward", normalised_outputs)
-    monkeypatch.setitem(parity.NUMBERS["optimizer"], "adamw", [*parity.ADAMW, *LARGE_STEPS])
-    parity.oracle_of.cache_clear()
-    yield
-    parity.oracle_of.cache_clear()
+OPTIONS = [*parity.ADAMW, *LARGE_STEPS]
 
 
-def on_a_mesh() -> dict:
-    return run_ranks(RANKS, trajectory, [*parity.NUMBERS["optimizer"]["adamw"], *MESH], DP_SIZE)[0]
+def post_norm(options: list[str], dp_size: int = 1, mistake: Callable[[], None] | None = None) -> dict:
+    """A trajectory of such a model. Runs in a rank, so the patches end with it."""
+    layers.Block.forward = normalised_outputs
+    if mistake:
+        mistake()
+    return trajectory(options, dp_size)
 
 
-def test_a_correct_mesh_passes_although_five_steps_amplify_its_rounding(post_norm):
+@pytest.fixture(scope="module")
+def oracle() -> dict:
+    """The plain model, and how far it is off when its initial weights are moved by rounding."""
+    seen = run_ranks(1, post_norm, OPTIONS)[0] | {"options": OPTIONS}
+    shaken = run_ranks(1, post_norm, [*OPTIONS, parity.SHAKEN])[0]
+    return seen | {"bounds": parity.amplified(shaken, seen)}
+
+
+def on_a_mesh(mistake: Callable[[], None] | None = None) -> dict:
+    return run_ranks(RANKS, post_norm, [*OPTIONS, *MESH], DP_SIZE, mistake)[0]
+
+
+def test_a_correct_mesh_passes_although_five_steps_amplify_its_rounding(oracle):
     """By more than 10, so that 1e-5 would not do."""
-    seen, oracle = on_a_mesh(), plain()
+    seen = on_a_mesh()
     equal_weights, later = apart(seen, oracle)
     assert max(equal_weights.values()) < EQUAL / 4 and max(later.values()) > 10 * max(equal_weights.values())
     assert max(later.values()) > EQUAL
     assert not compare("post-norm", seen, oracle)
 
 
-def gradient_slightly_off(patch: pytest.MonkeyPatch) -> None:
+def gradient_slightly_off() -> None:
     """One part in 10,000, in the first step and in all others."""
     real = train.clip_grad_norm
 
@@ -54,19 +65,16 @@ def gradient_slightly_off(patch: pytest.MonkeyPatch) -> None:
             p.grad.mul_(1.0001)
         return real(parameters, *rest)
 
-    patch.setattr(train, "clip_grad_norm", clip)
+    train.clip_grad_norm = clip
 
 
-def no_decay(patch: pytest.MonkeyPatch) -> None:
+def no_decay() -> None:
     """The first gradients are right, and the weights are not."""
     real = train.build_optimizer
-    patch.setattr(train, "build_optimizer", lambda model, rows, cfg: real(model, [("*", False)], cfg))
+    train.build_optimizer = lambda model, rows, cfg: real(model, [("*", False)], cfg)
 
 
 @pytest.mark.parametrize("mistake, seen_in", [(gradient_slightly_off, "at equal weights"), (no_decay, "after step 1")])
-def test_a_wrong_mesh_does_not_pass(post_norm, monkeypatch, mistake, seen_in):
-    oracle = plain()
-    mistake(monkeypatch)
-    seen = on_a_mesh()
-    problems = compare(mistake.__name__, seen, oracle)
+def test_a_wrong_mesh_does_not_pass(oracle, mistake, seen_in):
+    problems = compare(mistake.__name__, on_a_mesh(mistake), oracle)
     assert problems and all(seen_in in problem for problem in problems), problems

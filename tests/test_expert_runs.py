@@ -302,3 +302,24 @@ def test_what_was_exported_on_an_ep_mesh_loads_in_transformers_and_on_another_ep
     exported = moved / "hf" / "step-00000006"
     assert run_ranks(1, logits_of_both, moved, exported)[0] <= 2e-6
     assert run_ranks(2, imported, moved, exported) == [[], []]
+
+
+def exchanges_of_a_run(options: list[str], folder: Path) -> int:
+    """How many exchanges this rank had begun when the last step ended."""
+    counts, real = [], train.train_step
+
+    def noting(job, *rest):
+        result = real(job, *rest)
+        counts.append(job.mesh.begun.count)
+        return result
+
+    train.train_step = noting
+    assert run(options, folder) == (0, "")
+    return counts[-1]
+
+
+def test_a_stage_without_mixtures_is_not_behind_one_that_has_some(tmp_path):
+    """A launcher names the rank with the fewest exchanges when a run hangs. The first stage has the dense layer alone."""
+    options = [*tiny_experts(tmp_path), "--model.n_layers=2", "--parallelism.pipeline_parallel=2", "--training.steps=3"]
+    dense, experts = run_ranks(2, exchanges_of_a_run, options, tmp_path / "run")
+    assert dense == experts > 0

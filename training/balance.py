@@ -22,6 +22,7 @@ def counts_of_step(routings: Routings, mesh: Mesh) -> dict[int, Tensor]:
     """By the number of the layer, how many tokens of the global batch each of its experts got, int64 [X]. Every rank calls it;
     a stage of a pipeline has its own layers."""
     if not routings.counts:
+        mesh.begun.another(by=2)  # a stage with mixtures begins two collectives here, and is not ahead for that
         return {}
     together = sum_over_routed(torch.stack(list(routings.counts.values())), mesh)
     return dict(zip(routings.counts, together, strict=True))
