@@ -1,13 +1,15 @@
 """The model in Hugging Face's terms, in and out, without transformers.
 
-In: a folder as the hub holds it, `config.json` and safetensors files. `load` fills a live model on any mesh, each rank
-reading its own slices; `python -m tools.convert hf-to-dcp` makes a checkpoint of it. Out: `export` makes such a folder
-of a checkpoint, whatever mesh saved it. The fields of config.json and the names of tensors come from the model's family
-(`models/family.py`). Layouts are the same, so tensors are renamed and nothing else: bfloat16 and float16 widen exactly to the
-float32 that we train in, and bfloat16 narrows back to the same bytes.
+In: a folder as the hub holds it, `config.json` and safetensors files. `load` fills a live model on
+any mesh, each rank reading its own slices; `python -m tools.convert hf-to-dcp` makes a checkpoint
+of it. Out: `export` makes such a folder of a checkpoint, whatever mesh saved it. The fields of
+config.json and the names of tensors come from the model's family (`models/family.py`). Layouts are
+the same, so tensors are renamed and nothing else: bfloat16 and float16 widen exactly to the float32
+that we train in, and bfloat16 narrows back to the same bytes.
 
-One tensor is in memory at a time. A folder from elsewhere is not trusted: no pickle is read, an index can only name
-files beside it, and the tensors must be exactly those of the model that `config.json` describes.
+One tensor is in memory at a time. A folder from elsewhere is not trusted: no pickle is read, an
+index can only name files beside it, and the tensors must be exactly those of the model that
+`config.json` describes.
 """
 
 import json
@@ -39,15 +41,19 @@ WIDENED = ("F32", "BF16", "F16")  # types of weights that float32 holds exactly
 SHARD_SIZE = 5_000_000_000  # bytes of one exported file at most, unless one tensor has more
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
-# A family is given to these functions as its module, which has the members of models/family.py::Family, or by its name
-# and the modules of all families. `args` is an instance of that family's Args.
+# A family is given to these functions as its module, which has the members of
+# models/family.py::Family, or by its name and the modules of all families. `args` is an instance of
+# that family's Args.
 
 
-def read_model(folder: Path, families: Mapping[str, Any], unnamed: str | None = None) -> tuple[str, Any]:
-    """The name of the family that a folder's config.json describes, and its Args. Every reader of such a folder asks here.
+def read_model(
+    folder: Path, families: Mapping[str, Any], unnamed: str | None = None
+) -> tuple[str, Any]:
+    """The name of the family that a folder's config.json describes, and its Args. Every reader of
+    such a folder asks here.
 
-    unnamed: the family of a file that has no model_type, the first one if not given. Raises InputError for a model of
-    none of these families, or with parts that ours does not have.
+    unnamed: the family of a file that has no model_type, the first one if not given. Raises
+    InputError for a model of none of these families, or with parts that ours does not have.
     """
     path = folder / "config.json"
     config = read_json(path)
@@ -63,8 +69,11 @@ def read_model(folder: Path, families: Mapping[str, Any], unnamed: str | None = 
     return name, _read_args(path, config, families[name])
 
 
-def check_model(folder: Path, families: Mapping[str, Any], name: str, numbers: dict[str, Any]) -> None:
-    """Raises InputError unless a folder's config.json describes a model of this family with these numbers.
+def check_model(
+    folder: Path, families: Mapping[str, Any], name: str, numbers: dict[str, Any]
+) -> None:
+    """Raises InputError unless a folder's config.json describes a model of this family with these
+    numbers.
 
     numbers: those of the family's Args. max_seq_len may differ, because no weight depends on it.
     """
@@ -78,21 +87,27 @@ def check_model(folder: Path, families: Mapping[str, Any], name: str, numbers: d
     stored.pop("max_seq_len")
     lines = state.mismatches(stored, numbers, "model")
     if lines:
-        raise InputError(f"{folder} holds another model: {'; '.join(lines)}. Set these options, or the flavor")
+        raise InputError(
+            f"{folder} holds another model: {'; '.join(lines)}. Set these options, or the flavor"
+        )
 
 
 def _read_args(path: Path, config: dict[str, Any], family: Any) -> Any:
-    """The numbers of this family from the fields of config.json; what it does not say has the default of transformers'
-    class. Raises InputError."""
+    """The numbers of this family from the fields of config.json; what it does not say has the
+    default of transformers' class. Raises InputError."""
     for key, value in family.HF_FIXED.items():
         if (stored := config.get(key, value)) != value:
-            raise InputError(f"{path}: {key} is {json.dumps(stored)}, only {json.dumps(value)} can be converted")
+            raise InputError(
+                f"{path}: {key} is {json.dumps(stored)}, only {json.dumps(value)} can be converted"
+            )
     try:
         return family.args_from_hf(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
         kinds = " or ".join(family.HF_TYPES)
-        raise InputError(f"{path} is not the configuration of a model of type {kinds}: {what}") from None
+        raise InputError(
+            f"{path} is not the configuration of a model of type {kinds}: {what}"
+        ) from None
 
 
 def read_json(path: Path) -> dict:
@@ -111,7 +126,8 @@ def read_json(path: Path) -> dict:
     return value
 
 
-# ------------------------------------------------------------------------------------------------------------------ in
+# --------------------------------------------------------------------------------------------------
+# in
 
 
 class Stored(NamedTuple):
@@ -139,13 +155,15 @@ def inventory(folder: Path) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """A file may be a symbolic link, as all are in the hub's cache; a name that leads out of the folder is refused."""
+    """A file may be a symbolic link, as all are in the hub's cache; a name that leads out of the
+    folder is refused."""
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
     index = folder / INDEX
     if not index.is_file():
         raise InputError(
-            f"{folder} has neither {ONE_FILE} nor {INDEX} (weights in .bin or .pth files are pickles and are not read)"
+            f"{folder} has neither {ONE_FILE} nor {INDEX} (weights in .bin or .pth files are "
+            "pickles and are not read)"
         )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -153,14 +171,19 @@ def _files(folder: Path) -> list[Path]:
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise InputError(f"{index} names {name!r}, which is not the name of a safetensors file beside it")
+            raise InputError(
+                f"{index} names {name!r}, which is not the name of a safetensors file beside it"
+            )
         if not (folder / name).is_file():
             raise InputError(f"{index} names {name}, which is not there")
     return [folder / name for name in names]
 
 
-def check_tensors(folder: Path, found: dict[str, tuple[str, list[int]]], wanted: dict[str, list[int]]) -> None:
-    """Raises InputError, naming some of the differences, if these (type, shape) by name are not the shapes wanted."""
+def check_tensors(
+    folder: Path, found: dict[str, tuple[str, list[int]]], wanted: dict[str, list[int]]
+) -> None:
+    """Raises InputError, naming some of the differences, if these (type, shape) by name are not the
+    shapes wanted."""
     lines = []
     for name, shape in wanted.items():
         if name not in found:
@@ -172,10 +195,13 @@ def check_tensors(folder: Path, found: dict[str, tuple[str, list[int]]], wanted:
     lines += [f"{name} is not a tensor of such a model" for name in found if name not in wanted]
     if lines:
         more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
-        raise InputError(f"{folder} does not hold the model that it describes: {'; '.join(lines[:4])}{more}")
+        raise InputError(
+            f"{folder} does not hold the model that it describes: {'; '.join(lines[:4])}{more}"
+        )
 
 
-EXPERT = "#"  # in a name of theirs: the number of an expert. Ours has the weights of all experts in one parameter
+# in a name of theirs: the number of an expert. Ours has the weights of all experts in one parameter
+EXPERT = "#"
 
 
 def in_files(theirs: str, shape: list[int]) -> dict[str, list[int]]:
@@ -193,28 +219,47 @@ class Source:
     stacked: bool
 
     def read(self, box: tuple[slice, ...] = ()) -> Tensor:
-        """This box of the parameter, or all of it. Raises InputError where a file has changed since its header was checked."""
+        """This box of the parameter, or all of it. Raises InputError where a file has changed since
+        its header was checked."""
         if not self.stacked:
             ((name, stored),) = self.parts.items()
             return _read_slice(stored, name, box)
         experts, inside = (box[0], box[1:]) if box else (slice(None), ())
-        return torch.stack([_read_slice(stored, name, inside) for name, stored in list(self.parts.items())[experts]])
+        return torch.stack(
+            [
+                _read_slice(stored, name, inside)
+                for name, stored in list(self.parts.items())[experts]
+            ]
+        )
 
 
-def weights(folder: Path, family: Any, args: Any, shapes: dict[str, list[int]]) -> dict[str, Source]:
-    """Where each parameter of ours lies in a folder, all of them and nothing else. shapes: those that they must have.
+def weights(
+    folder: Path, family: Any, args: Any, shapes: dict[str, list[int]]
+) -> dict[str, Source]:
+    """Where each parameter of ours lies in a folder, all of them and nothing else. shapes: those
+    that they must have.
 
     Raises InputError.
     """
     names, there, ignored = family.hf_names(args), inventory(folder), family.hf_ignored(args)
-    read = {name: (stored.dtype, stored.shape) for name, stored in there.items() if not re.fullmatch(ignored, name)}
+    read = {
+        name: (stored.dtype, stored.shape)
+        for name, stored in there.items()
+        if not re.fullmatch(ignored, name)
+    }
     wanted = {ours: in_files(theirs, shapes[ours]) for ours, theirs in names.items()}
-    check_tensors(folder, read, {name: shape for parts in wanted.values() for name, shape in parts.items()})
-    return {ours: Source({name: there[name] for name in parts}, EXPERT in names[ours]) for ours, parts in wanted.items()}
+    check_tensors(
+        folder, read, {name: shape for parts in wanted.values() for name, shape in parts.items()}
+    )
+    return {
+        ours: Source({name: there[name] for name in parts}, EXPERT in names[ours])
+        for ours, parts in wanted.items()
+    }
 
 
 def _read_slice(stored: Stored, name: str, box: tuple[slice, ...]) -> Tensor:
-    """This box of a tensor, or all of it. The file is mapped for it alone, so that its pages are given back with it."""
+    """This box of a tensor, or all of it. The file is mapped for it alone, so that its pages are
+    given back with it."""
     try:
         with safe_open(stored.file, "pt") as file:
             return file.get_slice(name)[box] if box else file.get_tensor(name)
@@ -223,14 +268,19 @@ def _read_slice(stored: Stored, name: str, box: tuple[slice, ...]) -> Tensor:
 
 
 def load(
-    folder: Path, model: nn.Module, families: Mapping[str, Any], name: str, args: Any, group: dist.ProcessGroup
+    folder: Path,
+    model: nn.Module,
+    families: Mapping[str, Any],
+    name: str,
+    args: Any,
+    group: dist.ProcessGroup,
 ) -> str:
-    """Fill a live model, on any mesh, from a folder of Hugging Face's; returns its absolute path, for the record.
+    """Fill a live model, on any mesh, from a folder of Hugging Face's; returns its absolute path,
+    for the record.
 
-    name: of the model's family among these. Every rank of `group` (a gloo group) calls it. Rank 0 reads the headers for
-    all; then each reads its own slices.
-    Raises InputError on all ranks: after a folder that does not fit nothing has changed, after an unreadable byte the
-    model is useless.
+    name: of the model's family among these. Every rank of `group` (a gloo group) calls it. Rank 0
+    reads the headers for all; then each reads its own slices. Raises InputError on all ranks: after
+    a folder that does not fit nothing has changed, after an unreadable byte the model is useless.
     """
     folder, live = Path(folder).resolve(), dict(model.state_dict())
     answer: list = [None, None]
@@ -252,7 +302,9 @@ def load(
                 box = tuple(slice(start, start + length) for start, length in ranges)
                 storage.local(tensor).copy_(answer[0][parameter].read(box))
         except OSError as failure:
-            raise InputError(f"{failure.filename or folder}: {failure.strerror or failure}") from None
+            raise InputError(
+                f"{failure.filename or folder}: {failure.strerror or failure}"
+            ) from None
 
     try:
         on_every_rank(group, read)
@@ -262,19 +314,25 @@ def load(
     return str(folder)
 
 
-# ----------------------------------------------------------------------------------------------------------------- out
+# --------------------------------------------------------------------------------------------------
+# out
 
 
 def read_whole(path: Path, manifest: dict, names: Iterable[str]) -> Iterator[Tensor]:
-    """These tensors of a checkpoint, in order, put together from the parts of all ranks, each block verified.
+    """These tensors of a checkpoint, in order, put together from the parts of all ranks, each block
+    verified.
 
-    They are read in groups that need no more memory than the largest tensor, because a group opens each file once: the
-    checkpoint of thousands of ranks has as many files, and a header in each. Raises Damaged.
+    They are read in groups that need no more memory than the largest tensor, because a group opens
+    each file once: the checkpoint of thousands of ranks has as many files, and a header in each.
+    Raises Damaged.
     """
     stored = {name: manifest["tensors"][name] for name in names}
     sizes = {name: verify.nbytes(row["dtype"], row["shape"]) for name, row in stored.items()}
     for group in split(sizes, max(sizes.values(), default=0)):
-        whole = {name: torch.empty(stored[name]["shape"], dtype=DTYPES[stored[name]["dtype"]]) for name in group}
+        whole = {
+            name: torch.empty(stored[name]["shape"], dtype=DTYPES[stored[name]["dtype"]])
+            for name in group
+        }
         boxes = {name: ([0] * tensor.ndim, list(tensor.shape)) for name, tensor in whole.items()}
         storage.read(path, manifest, boxes, whole)
         for name in group:
@@ -284,8 +342,9 @@ def read_whole(path: Path, manifest: dict, names: Iterable[str]) -> Iterator[Ten
 def write_safetensors(
     path: Path, shapes: dict[str, list[int]], dtype: torch.dtype, tensors: Iterator[Tensor]
 ) -> None:
-    """A safetensors file of the next `tensors`, as many as there are shapes. They are taken one after the other: the
-    library's own writer wants all of them in memory. Synced to disk. The format: https://huggingface.co/docs/safetensors."""
+    """A safetensors file of the next `tensors`, as many as there are shapes. They are taken one
+    after the other: the library's own writer wants all of them in memory. Synced to disk. The
+    format: https://huggingface.co/docs/safetensors."""
     table: dict = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -315,7 +374,8 @@ def split(sizes: dict[str, int], limit: int) -> list[list[str]]:
 
 
 def config_of(family: Any, args: Any) -> dict[str, Any]:
-    """The fields of config.json. Raises InputError for a model that transformers does not have: ask before it is trained."""
+    """The fields of config.json. Raises InputError for a model that transformers does not have: ask
+    before it is trained."""
     try:
         return family.hf_config(args)
     except ValueError as error:
@@ -331,10 +391,12 @@ def export(
     limit: int = SHARD_SIZE,
     progress: Callable[[int], object] = lambda n: None,
 ) -> None:
-    """Write the model of one checkpoint as a folder for `from_pretrained`, in one process, whatever mesh saved it.
+    """Write the model of one checkpoint as a folder for `from_pretrained`, in one process, whatever
+    mesh saved it.
 
-    files: the tokenizer's (`data/hf_tokenizer.py::files`), by name; they may be missing. `progress` is told the bytes
-    read. The folder appears when it is whole. Raises InputError, with nothing left behind.
+    files: the tokenizer's (`data/hf_tokenizer.py::files`), by name; they may be missing. `progress`
+    is told the bytes read. The folder appears when it is whole. Raises InputError, with nothing
+    left behind.
     """
     out = Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -350,7 +412,8 @@ def export(
         stored = state.select(manifest["tensors"], "model", ())
         if stored.keys() != theirs.keys():
             raise InputError(
-                f"{path} does not hold the tensors of its model: {sorted(stored.keys() ^ theirs.keys())[:4]}"
+                f"{path} does not hold the tensors of its model: "
+                f"{sorted(stored.keys() ^ theirs.keys())[:4]}"
             )
         temporary = out.parent / f".tmp-{uuid.uuid4().hex[:8]}-{out.name}"
         temporary.mkdir(parents=True)
@@ -364,7 +427,9 @@ def export(
     except Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     except OSError as error:
-        raise InputError(f"{path} could not be exported to {out}: {error.filename or ''} {error.strerror}") from None
+        raise InputError(
+            f"{path} could not be exported to {out}: {error.filename or ''} {error.strerror}"
+        ) from None
 
 
 def export_newest(
@@ -375,8 +440,8 @@ def export_newest(
     files: dict[str, dict],
     say: Callable[[str], object],
 ) -> None:
-    """Export the newest of a run's checkpoints to a folder of its name in `out`, unless it is there already: a run that
-    has ended and is started again has nothing to do."""
+    """Export the newest of a run's checkpoints to a folder of its name in `out`, unless it is there
+    already: a run that has ended and is started again has nothing to do."""
     path = verify.newest(checkpoints)
     if (out / path.name).exists():
         return
@@ -385,9 +450,16 @@ def export_newest(
 
 
 def _write_folder(
-    folder: Path, path: Path, manifest: dict, config: dict, theirs: dict[str, str], dtype: torch.dtype,
-    files: dict[str, dict], limit: int, progress: Callable[[int], object],
-) -> None:  # fmt: skip
+    folder: Path,
+    path: Path,
+    manifest: dict,
+    config: dict,
+    theirs: dict[str, str],
+    dtype: torch.dtype,
+    files: dict[str, dict],
+    limit: int,
+    progress: Callable[[int], object],
+) -> None:
     def read() -> Iterator[Tensor]:
         tensors = read_whole(path, manifest, theirs)
         for hf in theirs.values():
@@ -399,16 +471,22 @@ def _write_folder(
     shapes: dict[str, list[int]] = {}
     for name, hf in theirs.items():
         shapes |= in_files(hf, manifest["tensors"][name]["shape"])
-    shards = split({name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}, limit)
+    shards = split(
+        {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}, limit
+    )
     tensors, weight_map = read(), {}
     for i, shard in enumerate(shards):
-        file = ONE_FILE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        file = (
+            ONE_FILE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        )
         write_safetensors(folder / file, {name: shapes[name] for name in shard}, dtype, tensors)
         weight_map |= dict.fromkeys(shard, file)
     numbers = sum(math.prod(shape) for shape in shapes.values())
     documents = {"generation_config.json": NO_TOKENS} | files
     tokens = {key: documents["generation_config.json"][key] for key in NO_TOKENS}
-    documents["config.json"] = config | tokens | dict.fromkeys(("dtype", "torch_dtype"), str(dtype)[6:])
+    documents["config.json"] = (
+        config | tokens | dict.fromkeys(("dtype", "torch_dtype"), str(dtype)[6:])
+    )
     if len(shards) > 1:
         sizes = {"total_parameters": numbers, "total_size": numbers * dtype.itemsize}
         documents[INDEX] = {"metadata": sizes, "weight_map": weight_map}

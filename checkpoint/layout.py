@@ -1,14 +1,16 @@
-"""Where the parts of a tensor lie in a checkpoint: a rule that any process can apply, not a list that grows with ranks.
+"""Where the parts of a tensor lie in a checkpoint: a rule that any process can apply, not a list
+that grows with ranks.
 
-A row describes a tensor: `{"dtype": "F32", "shape": [8, 6], "first": 4, "split": [[0, 2, 1], [1, 3, 2]]}`. Each entry
-`[dim, pieces, stride]` of `split` cuts what the entries before it have left, along one dimension, in pieces as
-torch.chunk makes them: all are equally long but the last ones, which may be shorter or empty. Piece i of an entry lies
-`i * stride` ranks further on, counted from rank `first`. So the part of this tensor that is cut into pieces 1 and 2
-lies in the file of rank 4 + 1 * 1 + 2 * 2 = 9.
+A row describes a tensor: `{"dtype": "F32", "shape": [8, 6], "first": 4, "split": [[0, 2, 1], [1, 3,
+2]]}`. Each entry `[dim, pieces, stride]` of `split` cuts what the entries before it have left,
+along one dimension, in pieces as torch.chunk makes them: all are equally long but the last ones,
+which may be shorter or empty. Piece i of an entry lies `i * stride` ranks further on, counted from
+rank `first`. So the part of this tensor that is cut into pieces 1 and 2 lies in the file of rank 4
++ 1 * 1 + 2 * 2 = 9.
 
-A DeviceMesh numbers its ranks in this way, so one row describes a tensor on any mesh, or on a part of one. Ranks of
-different pipeline stages have different `first`. Where several ranks hold the same shard, `first` chooses which of them
-writes it.
+A DeviceMesh numbers its ranks in this way, so one row describes a tensor on any mesh, or on a part
+of one. Ranks of different pipeline stages have different `first`. Where several ranks hold the same
+shard, `first` chooses which of them writes it.
 
 This file imports no torch. A box is a pair of lists: its offset in the tensor and its shape.
 """
@@ -27,7 +29,8 @@ def piece(length: int, pieces: int, i: int) -> tuple[int, int]:
 
 
 def box_at(shape: list[int], split: list[list[int]], places: list[int]) -> Box:
-    """The box that is left of a tensor after each entry of `split`, of which the piece in `places` is taken."""
+    """The box that is left of a tensor after each entry of `split`, of which the piece in `places`
+    is taken."""
     offset, size = [0] * len(shape), list(shape)
     for (dim, pieces, _), i in zip(split, places, strict=True):
         start, size[dim] = piece(size[dim], pieces, i)
@@ -39,19 +42,27 @@ def box_of_rank(row: dict, rank: int) -> Box | None:
     """The part of a tensor that lies in this rank's file. None if there is none, or if it is empty."""
     ahead = rank - row["first"]
     places = [ahead // stride % pieces for _, pieces, stride in row["split"]]
-    if sum(place * stride for place, (_, _, stride) in zip(places, row["split"], strict=True)) != ahead:
+    if (
+        sum(place * stride for place, (_, _, stride) in zip(places, row["split"], strict=True))
+        != ahead
+    ):
         return None
     box = box_at(row["shape"], row["split"], places)
     return box if all(box[1]) else None
 
 
 def parts_in(row: dict, box: Box) -> Iterator[tuple[int, Box]]:
-    """The rank and the box of every part of a tensor that overlaps `box`. Takes as long as there are such parts."""
+    """The rank and the box of every part of a tensor that overlaps `box`. Takes as long as there
+    are such parts."""
     if all(box[1]):
-        yield from _parts_in(row["split"], row["first"], ([0] * len(row["shape"]), row["shape"]), box)
+        yield from _parts_in(
+            row["split"], row["first"], ([0] * len(row["shape"]), row["shape"]), box
+        )
 
 
-def _parts_in(split: list[list[int]], rank: int, left: Box, wanted: Box) -> Iterator[tuple[int, Box]]:
+def _parts_in(
+    split: list[list[int]], rank: int, left: Box, wanted: Box
+) -> Iterator[tuple[int, Box]]:
     if not split:
         yield rank, left
         return
@@ -76,7 +87,8 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def check(name: str, row: dict, ranks: int) -> None:
-    """Raises ValueError, KeyError or TypeError unless a row makes sense in a checkpoint of so many files."""
+    """Raises ValueError, KeyError or TypeError unless a row makes sense in a checkpoint of so many
+    files."""
     shape, split, last = row["shape"], row["split"], row["first"]
     if not is_counts(shape) or not is_counts([row["first"]]):
         raise ValueError(f"{name}: shape {shape}, first {row['first']}")

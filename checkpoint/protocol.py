@@ -1,9 +1,11 @@
-"""A rank's plan, writer and reader (`storage.py`) as torch.distributed.checkpoint (DCP) drives them.
+"""A rank's plan, writer and reader (`storage.py`) as torch.distributed.checkpoint (DCP) drives
+them.
 
-DCP lets all ranks begin together and tells all of them of an error of any. With its usual collectives it does so by
-objects that rank 0 gathers from every rank and sends back: at 16,384 ranks that takes 2 s of rank 0 at every save, even
-if the objects are empty. So DCP is told to leave the ranks to themselves (`use_collectives=False`, `no_dist=True`). Each
-rank plans, writes and reads its own part, and then sends rank 0 two numbers; `agree` tells all ranks of an error.
+DCP lets all ranks begin together and tells all of them of an error of any. With its usual
+collectives it does so by objects that rank 0 gathers from every rank and sends back: at 16,384
+ranks that takes 2 s of rank 0 at every save, even if the objects are empty. So DCP is told to leave
+the ranks to themselves (`use_collectives=False`, `no_dist=True`). Each rank plans, writes and reads
+its own part, and then sends rank 0 two numbers; `agree` tells all ranks of an error.
 """
 
 import os
@@ -18,7 +20,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -32,15 +41,18 @@ from configs.schema import InputError
 class OwnParts(SavePlanner):
     """Plans what this rank writes, without any other rank.
 
-    prepare: makes or reuses the plan, and gives the bytes of its parts. The state is not handed to DCP, which would look
-    at each tensor in Python.
+    prepare: makes or reuses the plan, and gives the bytes of its parts. The state is not handed to
+    DCP, which would look at each tensor in Python.
     """
 
     def __init__(self, prepare: Callable[[], tuple[Plan, OneByOne | Staged]]):
         self.prepare = prepare
-        self.error: BaseException | None = None  # of `prepare`; every rank must take part in FileWriter.finish
+        # of `prepare`; every rank must take part in FileWriter.finish
+        self.error: BaseException | None = None
 
-    def set_up_planner(self, state_dict: dict, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: dict, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         pass
 
     def create_local_plan(self) -> SavePlan:
@@ -61,9 +73,9 @@ class OwnParts(SavePlanner):
 
 
 class FileWriter(dcp.StorageWriter):
-    """Writes this rank's file into `folder`. When all ranks of `group` have done so, `publish(files)` on rank 0 makes
-    the folder a checkpoint; `files` is the list of the manifest. `dcp.save` raises the error of any rank, also that of
-    `publish`, on all ranks (`agree`)."""
+    """Writes this rank's file into `folder`. When all ranks of `group` have done so,
+    `publish(files)` on rank 0 makes the folder a checkpoint; `files` is the list of the manifest.
+    `dcp.save` raises the error of any rank, also that of `publish`, on all ranks (`agree`)."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup, publish: Callable[[list], None]):
         self.folder, self.group, self.publish = folder, group, publish
@@ -87,7 +99,11 @@ class FileWriter(dcp.StorageWriter):
             try:
                 self.folder.mkdir(exist_ok=True)
                 size, header_hash = storage.write(self.folder, planner.plan, planner.parts)
-                results = [WriteResult(MetadataIndex(verify.file_name(planner.plan.rank)), size, header_hash)]
+                results = [
+                    WriteResult(
+                        MetadataIndex(verify.file_name(planner.plan.rank)), size, header_hash
+                    )
+                ]
             except BaseException as error:  # any error: the other ranks must not wait for this one
                 self.error = error
         done: Future[list[WriteResult]] = Future()
@@ -109,23 +125,30 @@ class FileWriter(dcp.StorageWriter):
 
 
 def gather_files(results: list[WriteResult], group: dist.ProcessGroup) -> list[list] | None:
-    """The size of each rank's file and the hash of its header, on rank 0; size -1 for a rank without a result."""
-    size, header_hash = (results[0].size_in_bytes, results[0].storage_data) if results else (-1, "0" * 16)
+    """The size of each rank's file and the hash of its header, on rank 0; size -1 for a rank
+    without a result."""
+    size, header_hash = (
+        (results[0].size_in_bytes, results[0].storage_data) if results else (-1, "0" * 16)
+    )
     row = torch.tensor([size, int.from_bytes(bytes.fromhex(header_hash), "big", signed=True)])
     ranks, coordinator = dist.get_world_size(group), dist.get_rank(group) == 0
     rows = torch.empty(ranks, 2, dtype=torch.int64)
     dist.gather(row, list(rows) if coordinator else None, group=group, group_dst=0)
-    return [[size, value.to_bytes(8, "big", signed=True).hex()] for size, value in rows.tolist()] if coordinator else None
+    return (
+        [[size, value.to_bytes(8, "big", signed=True).hex()] for size, value in rows.tolist()]
+        if coordinator
+        else None
+    )
 
 
-# Errors that one rank raises and all of them then raise as they are. The first ones win if ranks fail for different
-# reasons; an error of another kind becomes a RuntimeError.
+# Errors that one rank raises and all of them then raise as they are. The first ones win if ranks
+# fail for different reasons; an error of another kind becomes a RuntimeError.
 KINDS = (NotFinite, Lost, InputError, Damaged)
 
 
 def agree(error: BaseException | None, group: dist.ProcessGroup | None) -> None:
-    """Raise the error of one rank, if any has one, on all ranks of `group`: every rank calls it. Without a group, raise
-    this process's own."""
+    """Raise the error of one rank, if any has one, on all ranks of `group`: every rank calls it.
+    Without a group, raise this process's own."""
     if group is None:
         if error is not None:
             raise error
@@ -144,7 +167,8 @@ def agree(error: BaseException | None, group: dist.ProcessGroup | None) -> None:
 
 
 def on_every_rank(group: dist.ProcessGroup | None, fn: Callable, *args: object) -> Any:
-    """Call fn(*args), and return its result if no rank's call has raised anything. Raises as `agree` does."""
+    """Call fn(*args), and return its result if no rank's call has raised anything. Raises as
+    `agree` does."""
     result, error = None, None
     try:
         result = fn(*args)
@@ -155,13 +179,15 @@ def on_every_rank(group: dist.ProcessGroup | None, fn: Callable, *args: object) 
 
 
 class OwnBoxes(LoadPlanner):
-    """Plans what this rank reads: for each tensor its own box, into a buffer, so that nothing live changes before every
-    rank has read and verified all of its part."""
+    """Plans what this rank reads: for each tensor its own box, into a buffer, so that nothing live
+    changes before every rank has read and verified all of its part."""
 
     def __init__(self, wanted: Mapping[str, Tensor], buffers: Mapping[str, Tensor]):
         self.wanted, self.buffers = wanted, buffers
 
-    def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         pass
 
     def create_local_plan(self) -> LoadPlan:
@@ -185,8 +211,9 @@ class OwnBoxes(LoadPlanner):
 
 
 class FileReader(dcp.StorageReader):
-    """Reads this rank's boxes out of a checkpoint whose manifest has been checked (`verify.read_manifest`). With
-    `check`, every block is verified as it is read. Raises Damaged."""
+    """Reads this rank's boxes out of a checkpoint whose manifest has been checked
+    (`verify.read_manifest`). With `check`, every block is verified as it is read. Raises
+    Damaged."""
 
     def __init__(self, folder: Path, manifest: dict, check: bool = True):
         self.folder, self.manifest, self.check = folder, manifest, check
@@ -197,7 +224,9 @@ class FileReader(dcp.StorageReader):
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return Metadata({})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
+    ) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -221,8 +250,8 @@ class FileReader(dcp.StorageReader):
 
 
 def load(reader: FileReader, planner: OwnBoxes, group: dist.ProcessGroup | None) -> None:
-    """Fill the planner's buffers on every rank of `group`, or in this process alone. Raises the error of any rank on
-    all."""
+    """Fill the planner's buffers on every rank of `group`, or in this process alone. Raises the
+    error of any rank on all."""
     error: BaseException | None = None
     try:
         with warnings.catch_warnings():

@@ -1,8 +1,9 @@
-"""Removes old checkpoints, and what an unfinished save left behind, in a thread that nobody waits for.
+"""Removes old checkpoints, and what an unfinished save left behind, in a thread that nobody waits
+for.
 
-Removing files can take minutes on a busy file system, and a person gains nothing by waiting for it. So rank 0 only asks
-this thread, and goes on. The thread is a daemon: a process that ends does not wait for it either. Whatever it leaves
-carries a temporary name, and the next start removes it.
+Removing files can take minutes on a busy file system, and a person gains nothing by waiting for it.
+So rank 0 only asks this thread, and goes on. The thread is a daemon: a process that ends does not
+wait for it either. Whatever it leaves carries a temporary name, and the next start removes it.
 """
 
 import itertools
@@ -40,7 +41,8 @@ class Retention:
             self.tasks.put(lambda path=path: shutil.rmtree(path, ignore_errors=True))
 
     def remove_expired(self, ancestors: list[str], number: int) -> None:
-        """Remove the checkpoints among `ancestors` (oldest first, the newest included) that the options do not keep.
+        """Remove the checkpoints among `ancestors` (oldest first, the newest included) that the
+        options do not keep.
 
         number: of the save that asks. It makes the temporary names differ.
         """
@@ -52,7 +54,8 @@ class Retention:
             self.tasks.all_tasks_done.wait_for(lambda: not self.tasks.unfinished_tasks, seconds)
 
     def close(self) -> None:
-        """Wait for GRACE seconds, then begin no further removal. To be called before the lease is given back."""
+        """Wait for GRACE seconds, then begin no further removal. To be called before the lease is
+        given back."""
         self.wait(GRACE)
         self.closing = True
 
@@ -85,12 +88,15 @@ class Retention:
 def expired(ancestors: list[str], whole: list[str], keep_last: int, keep_every: int) -> list[str]:
     """Names of the checkpoints to remove: a pure function of names.
 
-    ancestors: the checkpoints that the run descends from, oldest first, its newest included. No other checkpoint is
-    ever removed, neither what others put into the folder nor a future that was abandoned. whole: the ancestors whose
-    files are complete (the newest keep_last are enough). Only these count as kept, so the newest whole one always
-    stays. keep_last = 0 keeps all; a step that keep_every divides stays.
+    ancestors: the checkpoints that the run descends from, oldest first, its newest included. No
+    other checkpoint is ever removed, neither what others put into the folder nor a future that was
+    abandoned. whole: the ancestors whose files are complete (the newest keep_last are enough). Only
+    these count as kept, so the newest whole one always stays. keep_last = 0 keeps all; a step that
+    keep_every divides stays.
     """
     if keep_last == 0 or len(whole) < keep_last:
         return []
     older = ancestors[: ancestors.index(whole[-keep_last])]
-    return [name for name in older if not (keep_every and verify.parse_name(name)[1] % keep_every == 0)]
+    return [
+        name for name in older if not (keep_every and verify.parse_name(name)[1] % keep_every == 0)
+    ]

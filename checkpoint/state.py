@@ -1,8 +1,9 @@
 """What a checkpoint holds, and how a run on any mesh loads it again.
 
-It holds tensors under flat names: `model.<parameter>`, `optimizer.<parameter>.<key>`, `rng.<device>` (one row per rank);
-everything else (the step, the samples consumed, the config) is JSON in the manifest. Names and global shapes do not
-depend on the mesh, so any mesh can load what any other saved. Hyperparameters are not state: they always come from the config.
+It holds tensors under flat names: `model.<parameter>`, `optimizer.<parameter>.<key>`,
+`rng.<device>` (one row per rank); everything else (the step, the samples consumed, the config) is
+JSON in the manifest. Names and global shapes do not depend on the mesh, so any mesh can load what
+any other saved. Hyperparameters are not state: they always come from the config.
 """
 
 import json
@@ -26,7 +27,8 @@ from configs.schema import InputError
 
 LIKE, SCALAR = "like the parameter", "one float32"
 
-# What each optimizer keeps per parameter, all of it zero before its first step: key -> LIKE or SCALAR.
+# What each optimizer keeps per parameter, all of it zero before its first step: key -> LIKE or
+# SCALAR.
 KEPT = {
     "AdamW": {"exp_avg": LIKE, "exp_avg_sq": LIKE, "step": SCALAR},
     "SGD": {"momentum_buffer": LIKE},
@@ -34,11 +36,11 @@ KEPT = {
 
 
 def materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the optimizer state that its first step would give it. A run then has all its memory from
-    the start, and a checkpoint of step 0 has the same names as any other.
+    """Give every parameter the optimizer state that its first step would give it. A run then has
+    all its memory from the start, and a checkpoint of step 0 has the same names as any other.
 
-    A step with zero gradients, as `get_optimizer_state_dict` does it, would leave AdamW's `step` at 1
-    (pytorch#164929). Raises KeyError for an optimizer without a row in KEPT.
+    A step with zero gradients, as `get_optimizer_state_dict` does it, would leave AdamW's `step` at
+    1 (pytorch#164929). Raises KeyError for an optimizer without a row in KEPT.
     """
     for group in optimizer.param_groups:
         if group.get("momentum") == 0:
@@ -49,29 +51,40 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
                 if form == LIKE and key not in state:
                     state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
                 elif form == SCALAR and key not in state:
-                    # A fused optimizer reads the number on the device of its parameter, the others on the CPU.
-                    device = local(param).device if group.get("fused") or group.get("capturable") else "cpu"
+                    # A fused optimizer reads the number on the device of its parameter, the others
+                    # on the CPU.
+                    device = (
+                        local(param).device
+                        if group.get("fused") or group.get("capturable")
+                        else "cpu"
+                    )
                     state[key] = torch.zeros((), dtype=torch.float32, device=device)
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """The live tensors by name, as DTensors where they are sharded. Without an optimizer, only those of the model.
+    """The live tensors by name, as DTensors where they are sharded. Without an optimizer, only
+    those of the model.
 
-    `state_dict` comes first: it makes FSDP re-shard what a forward without backward left gathered. Tied weights appear
-    under each of their names. Persistent buffers are included.
+    `state_dict` comes first: it makes FSDP re-shard what a forward without backward left gathered.
+    Tied weights appear under each of their names. Persistent buffers are included.
     """
-    live = {f"model.{name}": t for name, t in model.state_dict(keep_vars=True).items()}  # to detach DTensors takes long
+    # to detach DTensors takes long
+    live = {f"model.{name}": t for name, t in model.state_dict(keep_vars=True).items()}
     if optimizer is not None:
         names = {id(param): name for name, param in model.named_parameters()}
         for param, state in optimizer.state.items():
-            live |= {f"optimizer.{names[id(param)]}.{key}": t for key, t in state.items() if isinstance(t, Tensor)}
+            live |= {
+                f"optimizer.{names[id(param)]}.{key}": t
+                for key, t in state.items()
+                if isinstance(t, Tensor)
+            }
         live |= {f"{GENERATOR}{device}": t[None] for device, t in _rng().items()}
     return live
 
 
 def _rng() -> dict[str, Tensor]:
-    """The states of this rank's random generators, for a model that draws numbers (dropout, say). They mean nothing on
-    a different mesh."""
+    """The states of this rank's random generators, for a model that draws numbers (dropout, say).
+    They mean nothing on a different mesh."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -88,8 +101,9 @@ STAGING = ("pinned", "pageable", "none")  # kinds of buffers for copies, the bes
 
 
 def staging(size: int, free: int | None, local_ranks: int, pin: bool) -> str:
-    """The best kind of buffers that fits when each of `local_ranks` ranks of a host wants `size` bytes of the `free`
-    ones (None: unknown). A fifth of the free memory is left to others. pin: whether copies come from a GPU."""
+    """The best kind of buffers that fits when each of `local_ranks` ranks of a host wants `size`
+    bytes of the `free` ones (None: unknown). A fifth of the free memory is left to others. pin:
+    whether copies come from a GPU."""
     share = math.inf if free is None else 0.8 * free / local_ranks
     if pin and pinned_size(size) <= share:
         return "pinned"
@@ -97,30 +111,36 @@ def staging(size: int, free: int | None, local_ranks: int, pin: bool) -> str:
 
 
 def pinned_size(size: int) -> int:
-    """What CUDA takes for a pinned buffer of so many bytes: PyTorch's caching host allocator rounds it up to a power of
-    two (aten/src/ATen/core/CachingHostAllocator.h)."""
+    """What CUDA takes for a pinned buffer of so many bytes: PyTorch's caching host allocator rounds
+    it up to a power of two (aten/src/ATen/core/CachingHostAllocator.h)."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def free_host_memory() -> int | None:
-    """Bytes that this host can still give to processes, page cache included; None where Linux does not say."""
+    """Bytes that this host can still give to processes, page cache included; None where Linux does
+    not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None
+    )
 
 
-def stage(live: dict[str, Tensor], into: dict[str, Tensor], computed: torch.cuda.Event | None) -> torch.cuda.Event | None:
+def stage(
+    live: dict[str, Tensor], into: dict[str, Tensor], computed: torch.cuda.Event | None
+) -> torch.cuda.Event | None:
     """Copy the shards that have a buffer into it, from a thread beside training.
 
-    computed: on a GPU, the event that is set when the values to copy exist. The copies are then queued on a stream of
-    their own, beside the kernels of the next step. The event that is returned is set when they are done; the values
-    must not change before that.
+    computed: on a GPU, the event that is set when the values to copy exist. The copies are then
+    queued on a stream of their own, beside the kernels of the next step. The event that is returned
+    is set when they are done; the values must not change before that.
     """
     shards = [local(live[name]) for name in into]
     if computed is None:
-        torch._foreach_copy_(list(into.values()), shards)  # one call, so that training has the interpreter meanwhile
+        # one call, so that training has the interpreter meanwhile
+        torch._foreach_copy_(list(into.values()), shards)
         return None
     stream = torch.cuda.Stream(computed.device)
     stream.wait_event(computed)
@@ -131,11 +151,12 @@ def stage(live: dict[str, Tensor], into: dict[str, Tensor], computed: torch.cuda
 
 @torch.no_grad()
 def put_back(loaded: dict[str, Tensor], live: dict[str, Tensor]) -> None:
-    """Copy the buffers that were read into the live tensors, and set the random generators. The buffers may be reused
-    afterwards."""
+    """Copy the buffers that were read into the live tensors, and set the random generators. The
+    buffers may be reused afterwards."""
     for name, tensor in live.items():
         if name == "rng.cpu":
-            torch.set_rng_state(loaded[name][0].clone())  # given a view, torch 2.13 reads from the start of its storage
+            # given a view, torch 2.13 reads from the start of its storage
+            torch.set_rng_state(loaded[name][0].clone())
         elif name == "rng.cuda":
             torch.cuda.set_rng_state(loaded[name][0].clone())
         else:
@@ -143,20 +164,34 @@ def put_back(loaded: dict[str, Tensor], live: dict[str, Tensor]) -> None:
 
 
 def select(by_name: dict[str, Any], content: str, exclude: tuple[str, ...]) -> dict[str, Any]:
-    """The entries of the kinds in `content` ("model+optimizer") whose names match no pattern (fnmatch) in `exclude`."""
-    chosen = {name: value for name, value in by_name.items() if name.partition(".")[0] in content.split("+")}
-    return {name: value for name, value in chosen.items() if not any(fnmatchcase(name, pattern) for pattern in exclude)}
+    """The entries of the kinds in `content` ("model+optimizer") whose names match no pattern
+    (fnmatch) in `exclude`."""
+    chosen = {
+        name: value
+        for name, value in by_name.items()
+        if name.partition(".")[0] in content.split("+")
+    }
+    return {
+        name: value
+        for name, value in chosen.items()
+        if not any(fnmatchcase(name, pattern) for pattern in exclude)
+    }
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
-    """The optimizer's options by group, as JSON: for the record, and for a note if they differ after a resume. The
-    learning rate is left out, because its schedule changes it at every step."""
-    groups = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
-    return json.loads(json.dumps({f"group {i}": group for i, group in enumerate(groups)}))  # lists for tuples
+    """The optimizer's options by group, as JSON: for the record, and for a note if they differ
+    after a resume. The learning rate is left out, because its schedule changes it at every step."""
+    groups = [
+        {k: v for k, v in group.items() if k not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
+    # lists for tuples
+    return json.loads(json.dumps({f"group {i}": group for i, group in enumerate(groups)}))
 
 
 def model_of(path: Path, manifest: dict, families: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The family, one of these, of the model that a checkpoint holds, and its Args. Raises InputError."""
+    """The family, one of these, of the model that a checkpoint holds, and its Args. Raises
+    InputError."""
     facts = manifest["facts"]
     name = facts.get("family")
     numbers = facts.get("must_match", {}).get("model")
@@ -164,20 +199,28 @@ def model_of(path: Path, manifest: dict, families: Mapping[str, Any]) -> tuple[A
         raise InputError(f"{path} does not say which model it holds")
     if name not in families:
         known = ", ".join(families)
-        raise InputError(f"{path} holds a model of the family {json.dumps(name)}, which is not among those here: {known}")
+        raise InputError(
+            f"{path} holds a model of the family {json.dumps(name)}, which is not among those "
+            f"here: {known}"
+        )
     family = families[name]
     try:
         return family, family.Args(**numbers)
     except TypeError as error:
-        raise InputError(f"{path} holds a {name} with other numbers than those here: {error}") from None
+        raise InputError(
+            f"{path} holds a {name} with other numbers than those here: {error}"
+        ) from None
 
 
 def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:
-    """Sentences that say where two JSON values differ. A key that only one of two dicts has is not compared: the code
-    that wrote the other did not know it."""
+    """Sentences that say where two JSON values differ. A key that only one of two dicts has is not
+    compared: the code that wrote the other did not know it."""
     if isinstance(saved, dict) and isinstance(current, dict):
         return [
-            line for k in saved if k in current for line in mismatches(saved[k], current[k], f"{key}.{k}" if key else k)
+            line
+            for k in saved
+            if k in current
+            for line in mismatches(saved[k], current[k], f"{key}.{k}" if key else k)
         ]
     if saved == current:
         return []
@@ -185,13 +228,20 @@ def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:
 
 
 def check_fits(
-    path: Path, manifest: dict, wanted: dict, content: str, exclude: tuple[str, ...] = (), group: dist.ProcessGroup | None = None
+    path: Path,
+    manifest: dict,
+    wanted: dict,
+    content: str,
+    exclude: tuple[str, ...] = (),
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raises InputError, naming some of the differences, if a checkpoint does not have exactly the `wanted` tensors.
+    """Raises InputError, naming some of the differences, if a checkpoint does not have exactly the
+    `wanted` tensors.
 
-    Nothing is cast, cropped or left out silently: a different type or shape, and a missing or superfluous name, all
-    count as differences. `wanted` are this rank's tensors. With a group, all its ranks call this and come to the same verdict.
-    A rank may then want a part of the model only, as a stage of a pipeline does: a name is superfluous if no rank wants it.
+    Nothing is cast, cropped or left out silently: a different type or shape, and a missing or
+    superfluous name, all count as differences. `wanted` are this rank's tensors. With a group, all
+    its ranks call this and come to the same verdict. A rank may then want a part of the model only,
+    as a stage of a pipeline does: a name is superfluous if no rank wants it.
     """
     lines, stored = [], manifest["tensors"]
     for name, tensor in wanted.items():
@@ -210,24 +260,38 @@ def check_fits(
         of_ranks: list = [None] * dist.get_world_size(group)
         dist.all_gather_object(of_ranks, lines[:1000], group)
         lines = list(dict.fromkeys(line for of_rank in of_ranks for line in of_rank))
-    lines += [f"{name} is in it and not in this run" for name, flag in zip(names, is_wanted, strict=True) if not flag]
+    lines += [
+        f"{name} is in it and not in this run"
+        for name, flag in zip(names, is_wanted, strict=True)
+        if not flag
+    ]
     if lines:
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        raise InputError(f"{path} does not fit this model and optimizer: {'; '.join(lines[:4])}{more}")
+        raise InputError(
+            f"{path} does not fit this model and optimizer: {'; '.join(lines[:4])}{more}"
+        )
 
 
-def read(path: Path, manifest: dict, wanted: dict, buffers: dict, check: bool, group: dist.ProcessGroup | None) -> None:
-    """Fill the `wanted` tensors from the buffers, once every rank has read all of its part into them. Raises Damaged on
-    all ranks, with nothing changed. Without a process group, this process reads for itself alone."""
+def read(
+    path: Path,
+    manifest: dict,
+    wanted: dict,
+    buffers: dict,
+    check: bool,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Fill the `wanted` tensors from the buffers, once every rank has read all of its part into
+    them. Raises Damaged on all ranks, with nothing changed. Without a process group, this process
+    reads for itself alone."""
     reader, planner = FileReader(path, manifest, check), OwnBoxes(wanted, buffers)
     protocol.load(reader, planner, group)
     put_back(buffers, wanted)
 
 
 def load_model(folder: Path, model: nn.Module, check: bool = True) -> dict:
-    """Load the weights of a checkpoint into a model on any mesh or none, and return the manifest. `folder` may also
-    hold several checkpoints, or be a run's folder: the newest is taken. This is for tools; a run resumes with
-    `CheckpointManager.load`. Raises InputError."""
+    """Load the weights of a checkpoint into a model on any mesh or none, and return the manifest.
+    `folder` may also hold several checkpoints, or be a run's folder: the newest is taken. This is
+    for tools; a run resumes with `CheckpointManager.load`. Raises InputError."""
     path = verify.newest(Path(folder))
     try:
         manifest = verify.read_manifest(path)
@@ -240,9 +304,9 @@ def load_model(folder: Path, model: nn.Module, check: bool = True) -> dict:
 
 
 def gather_to_rank_0(model: nn.Module) -> dict[str, Tensor] | None:
-    """The whole model in the CPU memory of rank 0, by our names; None on the other ranks. Every rank calls it, and
-    holds one whole tensor at a time. It is for code that needs one dict; `python -m tools.convert` makes files without
-    it."""
+    """The whole model in the CPU memory of rank 0, by our names; None on the other ranks. Every
+    rank calls it, and holds one whole tensor at a time. It is for code that needs one dict; `python
+    -m tools.convert` makes files without it."""
     whole = {}
     for name, tensor in model.state_dict().items():
         tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
@@ -252,10 +316,11 @@ def gather_to_rank_0(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def scatter_from_rank_0(whole: dict[str, Tensor] | None, model: nn.Module) -> None:
-    """Load rank 0's dict into the model, on any mesh: the counterpart of `gather_to_rank_0`. The other ranks give None.
-    The dict is not changed.
+    """Load rank 0's dict into the model, on any mesh: the counterpart of `gather_to_rank_0`. The
+    other ranks give None. The dict is not changed.
 
-    Raises InputError on all ranks, before anything changes, if names, shapes or types are not the model's.
+    Raises InputError on all ranks, before anything changes, if names, shapes or types are not the
+    model's.
     """
     live = model.state_dict()
     answer = [""]
@@ -263,7 +328,11 @@ def scatter_from_rank_0(whole: dict[str, Tensor] | None, model: nn.Module) -> No
         expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
         received = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
         wrong = [name for name in expected | received if expected.get(name) != received.get(name)]
-        answer = [f"these tensors are not the model's: {', '.join(wrong[:4])} ({len(wrong)} in all)" if wrong else ""]
+        answer = [
+            f"these tensors are not the model's: {', '.join(wrong[:4])} ({len(wrong)} in all)"
+            if wrong
+            else ""
+        ]
     dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
     if answer[0]:
         raise InputError(answer[0])

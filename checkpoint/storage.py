@@ -1,14 +1,15 @@
 """How a rank writes and reads its part of a checkpoint (`verify.py` describes the files).
 
-Every rank works out from the meshes of the live tensors which parts it writes: a `Plan`, made once and used as long as
-names, shapes and placements stay. torch.distributed.checkpoint (DCP) drives this (`protocol.py`), with planners of ours
-that need no other rank. Its own planners plan all parts of all ranks on rank 0, at every save, and gather there what
-was written: 33 s of processor time at 128 ranks of a 70B model, and more with each rank. Their cached plans
-(`enable_plan_caching` of DefaultSavePlanner) save the first half of that only.
+Every rank works out from the meshes of the live tensors which parts it writes: a `Plan`, made once
+and used as long as names, shapes and placements stay. torch.distributed.checkpoint (DCP) drives
+this (`protocol.py`), with planners of ours that need no other rank. Its own planners plan all parts
+of all ranks on rank 0, at every save, and gather there what was written: 33 s of processor time at
+128 ranks of a 70B model, and more with each rank. Their cached plans (`enable_plan_caching` of
+DefaultSavePlanner) save the first half of that only.
 
-DCP's FileSystemWriter is not used: its `.metadata` is a pickle, its items are torch.save archives whose CRC32
-nobody checks, and an error in one of its writer threads is lost (pytorch#191391). Each of our files is also a valid
-safetensors file that any tool opens.
+DCP's FileSystemWriter is not used: its `.metadata` is a pickle, its items are torch.save archives
+whose CRC32 nobody checks, and an error in one of its writer threads is lost (pytorch#191391). Each
+of our files is also a valid safetensors file that any tool opens.
 """
 
 import heapq
@@ -33,34 +34,50 @@ from checkpoint.layout import Box
 from checkpoint.verify import Shard
 
 DTYPES = {
-    "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
-    "BF16": torch.bfloat16, "I16": torch.int16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-GENERATOR = "rng."  # names of tensors that have one row per rank; each rank has its own row, of shape [1, n]
-# Of a tensor that several ranks hold, smaller parts than this (bytes) are written by the first of them. To spread them
-# would save no time, and would make each rank open many files in order to read them.
+# names of tensors that have one row per rank; each rank has its own row, of shape [1, n]
+GENERATOR = "rng."
+# Of a tensor that several ranks hold, smaller parts than this (bytes) are written by the first of
+# them. To spread them would save no time, and would make each rank open many files in order to read
+# them.
 SMALL = 1 << 16
 
 
 class NotFinite(ArithmeticError):
-    """The state has values that are not finite. No run could go on from it, so none of it is published."""
+    """The state has values that are not finite. No run could go on from it, so none of it is
+    published."""
 
 
-# ---------------------------------------------------------------------------------------------------- who writes what
+# --------------------------------------------------------------------------------------------------
+# who writes what
 
 
 def cuts(tensor: DTensor) -> list[tuple[int, int]]:
     """(tensor dimension, mesh dimension) of each cut, in the order in which the cuts are made.
 
-    If FSDP shards what tensor parallelism has already cut, FSDP's placement is a `_StridedShard`, whose cut comes
-    second although its mesh dimension comes first. Raises ValueError for a placement that is no shard and no replica.
+    If FSDP shards what tensor parallelism has already cut, FSDP's placement is a `_StridedShard`,
+    whose cut comes second although its mesh dimension comes first. Raises ValueError for a
+    placement that is no shard and no replica.
     """
     placements = list(enumerate(tensor.placements))
     if not all(p.is_replicate() or hasattr(p, "dim") for _, p in placements):
         raise ValueError(f"a tensor with the placements {tensor.placements} cannot be saved")
-    sharded = [(p.dim, d, isinstance(p, _StridedShard)) for d, p in placements if not p.is_replicate()]
+    sharded = [
+        (p.dim, d, isinstance(p, _StridedShard)) for d, p in placements if not p.is_replicate()
+    ]
     return [(dim, d) for dim, d, strided in sorted(sharded, key=lambda cut: cut[2])]
 
 
@@ -79,29 +96,40 @@ def strides(mesh: DeviceMesh) -> tuple[int, list[int]]:
     """The first rank of a mesh, and how many ranks further on the next one is along each dimension."""
     ranks = mesh.mesh
     first = int(ranks.flatten()[0])
-    steps = [int(ranks.select(d, min(1, n - 1)).flatten()[0]) - first for d, n in enumerate(ranks.shape)]
+    steps = [
+        int(ranks.select(d, min(1, n - 1)).flatten()[0]) - first for d, n in enumerate(ranks.shape)
+    ]
     expected = torch.tensor(first)
     for d, (n, step) in enumerate(zip(ranks.shape, steps, strict=True)):
-        expected = expected + (torch.arange(n) * step).view([n if i == d else 1 for i in range(ranks.ndim)])
+        expected = expected + (torch.arange(n) * step).view(
+            [n if i == d else 1 for i in range(ranks.ndim)]
+        )
     if not torch.equal(expected, ranks.to(expected)):
         raise ValueError(f"a mesh whose ranks are not evenly spaced cannot be saved: {ranks}")
     return first, steps
 
 
 def describe(live: Mapping[str, Tensor], ranks: int, holders: range) -> dict[str, dict]:
-    """The rows of these tensors in the manifest (`layout.py`). All ranks that hold a tensor get the same row for it,
-    because it follows from its name, its shape and its mesh.
+    """The rows of these tensors in the manifest (`layout.py`). All ranks that hold a tensor get the
+    same row for it, because it follows from its name, its shape and its mesh.
 
-    ranks: of the whole run. holders: the ranks that hold the tensors that are no DTensors, this one among them.
-    A tensor that several ranks hold is written by the one that has the fewest bytes of such tensors so far.
+    ranks: of the whole run. holders: the ranks that hold the tensors that are no DTensors, this one
+    among them. A tensor that several ranks hold is written by the one that has the fewest bytes of
+    such tensors so far.
     """
     rows: dict[str, dict] = {}
     known: dict[int, tuple[int, list[int]]] = {}  # id of a mesh -> its strides
-    loads: dict[tuple, list[tuple[int, int]]] = {}  # replicas of a kind -> a heap of (bytes, distance from the first)
+    # replicas of a kind -> a heap of (bytes, distance from the first)
+    loads: dict[tuple, list[tuple[int, int]]] = {}
     for name, tensor in live.items():
         shape, dtype = list(tensor.shape), CODES[tensor.dtype]
         if name.startswith(GENERATOR):
-            rows[name] = {"dtype": dtype, "shape": [ranks, shape[1]], "first": 0, "split": [[0, ranks, 1]]}
+            rows[name] = {
+                "dtype": dtype,
+                "shape": [ranks, shape[1]],
+                "first": 0,
+                "split": [[0, ranks, 1]],
+            }
             continue
         first, split, replicas = holders.start, [], [(len(holders), 1)]
         if isinstance(tensor, DTensor):
@@ -112,7 +140,9 @@ def describe(live: Mapping[str, Tensor], ranks: int, holders: range) -> dict[str
             replicas = [(mesh.size(d), steps[d]) for d in whole if mesh.size(d) > 1]
         size = verify.nbytes(dtype, shape) // math.prod(pieces for _, pieces, _ in split)
         if size >= SMALL and replicas:
-            load = loads.setdefault((first, *replicas), [(0, distance) for distance in distances(replicas)])
+            load = loads.setdefault(
+                (first, *replicas), [(0, distance) for distance in distances(replicas)]
+            )
             least, distance = load[0]
             heapq.heapreplace(load, (least + size, distance))
             first += distance
@@ -121,8 +151,8 @@ def describe(live: Mapping[str, Tensor], ranks: int, holders: range) -> dict[str
 
 
 def distances(replicas: list[tuple[int, int]]) -> list[int]:
-    """How far each replica is from the first one, in ranks, in rising order. replicas: (how many, stride) by mesh
-    dimension."""
+    """How far each replica is from the first one, in ranks, in rising order. replicas: (how many,
+    stride) by mesh dimension."""
     found = [0]
     for count, stride in replicas:
         found = [distance + i * stride for distance in found for i in range(count)]
@@ -130,13 +160,16 @@ def distances(replicas: list[tuple[int, int]]) -> list[int]:
 
 
 def share_rows(rows: dict[str, dict], group: dist.ProcessGroup) -> dict[str, dict]:
-    """The rows of all ranks of `group`; every rank calls it. Ranks of another pipeline stage hold other tensors.
+    """The rows of all ranks of `group`; every rank calls it. Ranks of another pipeline stage hold
+    other tensors.
 
-    It costs one number of each rank if all have the same rows. If not, the first rank of each kind sends its rows to
-    all. Where two kinds have a name in common (tied weights of two stages), the lower rank's row counts. Raises
-    ValueError if their shapes differ.
+    It costs one number of each rank if all have the same rows. If not, the first rank of each kind
+    sends its rows to all. Where two kinds have a name in common (tied weights of two stages), the
+    lower rank's row counts. Raises ValueError if their shapes differ.
     """
-    mine = int.from_bytes(bytes.fromhex(verify.digest(json.dumps(rows).encode())), "big", signed=True)
+    mine = int.from_bytes(
+        bytes.fromhex(verify.digest(json.dumps(rows).encode())), "big", signed=True
+    )
     kinds = torch.empty(dist.get_world_size(group), 1, dtype=torch.int64)
     dist.all_gather(list(kinds), torch.tensor([mine]), group)
     first_of_kind: dict[int, int] = {}
@@ -151,13 +184,17 @@ def share_rows(rows: dict[str, dict], group: dist.ProcessGroup) -> dict[str, dic
         for name, row in sent[0].items():
             other = shared.setdefault(name, row)
             if (other["shape"], other["dtype"]) != (row["shape"], row["dtype"]):
-                raise ValueError(f"ranks disagree on {name}: {other['dtype']} {other['shape']}, {row['dtype']} {row['shape']}")
+                raise ValueError(
+                    f"ranks disagree on {name}: {other['dtype']} {other['shape']}, {row['dtype']} "
+                    f"{row['shape']}"
+                )
     return shared
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank writes. It holds for all states with the same names, shapes, types and placements."""
+    """What one rank writes. It holds for all states with the same names, shapes, types and
+    placements."""
 
     rows: dict[str, dict]  # all tensors of the checkpoint, as the manifest describes them
     rank: int
@@ -165,13 +202,18 @@ class Plan:
 
     @staticmethod
     def make(live: Mapping[str, Tensor], rows: dict[str, dict], rank: int) -> "Plan":
-        """rows: of all tensors of all ranks. Raises ValueError if this rank holds another shard than its row says."""
+        """rows: of all tensors of all ranks. Raises ValueError if this rank holds another shard
+        than its row says."""
         boxes = {name: box for name in live if (box := layout.box_of_rank(rows[name], rank))}
         for name, (_, shape) in boxes.items():
             if shape != list(local(live[name]).shape):
-                raise ValueError(f"{name}: a shard of shape {list(local(live[name]).shape)}, {shape} expected")
+                raise ValueError(
+                    f"{name}: a shard of shape {list(local(live[name]).shape)}, {shape} expected"
+                )
         # Largest elements first: every part is then aligned to its element size, as in safetensors.
-        order = sorted(boxes, key=lambda name: (-verify.SIZES[rows[name]["dtype"]], rows[name]["dtype"]))
+        order = sorted(
+            boxes, key=lambda name: (-verify.SIZES[rows[name]["dtype"]], rows[name]["dtype"])
+        )
         return Plan(rows, rank, {name: boxes[name] for name in order})
 
     @cached_property
@@ -204,10 +246,14 @@ class Plan:
 
 def kind_of(live: Mapping[str, Tensor]) -> list[tuple]:
     """What a plan depends on: two states with equal kinds can share one."""
-    return [(name, t.shape, t.dtype, t.placements if isinstance(t, DTensor) else None) for name, t in live.items()]
+    return [
+        (name, t.shape, t.dtype, t.placements if isinstance(t, DTensor) else None)
+        for name, t in live.items()
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
+# --------------------------------------------------------------------------------------------------
+# writing
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -219,15 +265,20 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raises NotFinite, naming the tensor. Only where a norm is not finite, which may be an overflow, is each value
-    looked at."""
+    """Raises NotFinite, naming the tensor. Only where a norm is not finite, which may be an
+    overflow, is each value looked at."""
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.linalg.vector_norm(tensor).isfinite() and not tensor.isfinite().all():
+        if (
+            tensor.is_floating_point()
+            and not torch.linalg.vector_norm(tensor).isfinite()
+            and not tensor.isfinite().all()
+        ):
             raise NotFinite(f"{name} has values that are not finite")
 
 
 class OneByOne:
-    """The parts that a rank writes, each copied to host memory when it is written and then forgotten."""
+    """The parts that a rank writes, each copied to host memory when it is written and then
+    forgotten."""
 
     def __init__(self, live: Mapping[str, Tensor]):
         self.live = live
@@ -244,26 +295,33 @@ class OneByOne:
 
 
 class Staged:
-    """Host memory for a copy of the parts that a rank writes: one block, in the order of the rank's file.
+    """Host memory for a copy of the parts that a rank writes: one block, in the order of the rank's
+    file.
 
-    A thread that hashes and writes a checkpoint needs Python's lock before and after each call, and training needs it
-    for each operation. So all that is done at every save is one call for many tensors, not some calls for each.
+    A thread that hashes and writes a checkpoint needs Python's lock before and after each call, and
+    training needs it for each operation. So all that is done at every save is one call for many
+    tensors, not some calls for each.
 
-    pin: pin the block, so that a GPU copies into it without waiting. CUDA then rounds its size up to a power of two.
+    pin: pin the block, so that a GPU copies into it without waiting. CUDA then rounds its size up
+    to a power of two.
     """
 
     def __init__(self, plan: Plan, pin: bool):
-        # Touched here and not in the first save, because fresh pages cost several times the copy itself.
+        # Touched here and not in the first save, because fresh pages cost several times the copy
+        # itself.
         self.block = torch.zeros(plan.nbytes, dtype=torch.uint8, pin_memory=pin)
         self.tensors: dict[str, Tensor] = {}  # views of the block, by name
         self.floating: list[Tensor] = []  # views of it too, one for all parts of a type
-        self.data, self.hashed = as_bytes(self.block), []  # the whole block, and what has a hash of its own
+        # the whole block, and what has a hash of its own
+        self.data, self.hashed = as_bytes(self.block), []
         end = 0
         for code, names in itertools.groupby(plan.boxes, lambda name: plan.rows[name]["dtype"]):
             first = end
             for name in names:
                 start, end = end, end + plan.bytes_of(name)
-                self.tensors[name] = self.block[start:end].view(DTYPES[code]).view(plan.boxes[name][1])
+                self.tensors[name] = (
+                    self.block[start:end].view(DTYPES[code]).view(plan.boxes[name][1])
+                )
                 self.hashed += blocks(self.data[start:end])
             if DTYPES[code].is_floating_point:
                 self.floating.append(self.block[first:end].view(DTYPES[code]))
@@ -290,8 +348,8 @@ def as_bytes(tensor: Tensor) -> memoryview:
 def write(folder: Path, plan: Plan, parts: OneByOne | Staged) -> list:
     """Write this rank's file into `folder` and sync it. Returns its row in the manifest's `files`.
 
-    parts: what its parts hold: spans of bytes in the order of the file, each with its blocks. The hashes of the blocks
-    are known last, but as many digits are kept free for them at the start.
+    parts: what its parts hold: spans of bytes in the order of the file, each with its blocks. The
+    hashes of the blocks are known last, but as many digits are kept free for them at the start.
     """
     hashes: list[str] = []
     with open(folder / verify.file_name(plan.rank), "xb") as stream:
@@ -308,12 +366,20 @@ def write(folder: Path, plan: Plan, parts: OneByOne | Staged) -> list:
     return [size, verify.digest(head)]
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+# --------------------------------------------------------------------------------------------------
+# reading
 
 
-def read(folder: Path, manifest: dict, boxes: Mapping[str, Box], into: Mapping[str, Tensor], check: bool = True) -> None:
-    """Fill the tensors of `into` with these boxes of a checkpoint's tensors. Opens the files that hold them, and no
-    other. With `check`, every block that is read is verified. Raises Damaged or OSError.
+def read(
+    folder: Path,
+    manifest: dict,
+    boxes: Mapping[str, Box],
+    into: Mapping[str, Tensor],
+    check: bool = True,
+) -> None:
+    """Fill the tensors of `into` with these boxes of a checkpoint's tensors. Opens the files that
+    hold them, and no other. With `check`, every block that is read is verified. Raises Damaged or
+    OSError.
     """
     wanted: dict[int, list[tuple[str, Box]]] = {}
     for name, box in boxes.items():
@@ -329,10 +395,15 @@ def read(folder: Path, manifest: dict, boxes: Mapping[str, Box], into: Mapping[s
                 if shared[1] != box[1]:
                     target = target[_slices(shared, box[0])]
                 whole = shared[1] == list(part_box[1]) and target.dtype == DTYPES[part["dtype"]]
-                if whole and target.is_contiguous():  # straight into its place: no second copy in memory
-                    verify.read_blocks(shard.stream, shard.label(name), part, 0, as_bytes(target), check)
+                # straight into its place: no second copy in memory
+                if whole and target.is_contiguous():
+                    verify.read_blocks(
+                        shard.stream, shard.label(name), part, 0, as_bytes(target), check
+                    )
                 else:
-                    target.copy_(_read_part(shard, name, part, _relative(shared, part_box[0]), check))
+                    target.copy_(
+                        _read_part(shard, name, part, _relative(shared, part_box[0]), check)
+                    )
 
 
 def _relative(box: Box, origin: list[int]) -> Box:
@@ -340,7 +411,9 @@ def _relative(box: Box, origin: list[int]) -> Box:
 
 
 def _slices(box: Box, origin: list[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in zip(*_relative(box, origin), strict=True))
+    return tuple(
+        slice(start, start + length) for start, length in zip(*_relative(box, origin), strict=True)
+    )
 
 
 def _read_part(shard: Shard, name: str, part: dict, box: Box, check: bool) -> Tensor:
@@ -353,7 +426,9 @@ def _read_part(shard: Shard, name: str, part: dict, box: Box, check: bool) -> Te
     begin = first_block * verify.BLOCK
     end = min(-(-(first_row + rows) * row_bytes // verify.BLOCK) * verify.BLOCK, size)
     buffer = torch.empty(end - begin, dtype=torch.uint8)
-    verify.read_blocks(shard.stream, shard.label(name), part, first_block, memoryview(buffer.numpy()), check)
+    verify.read_blocks(
+        shard.stream, shard.label(name), part, first_block, memoryview(buffer.numpy()), check
+    )
     cut = buffer[first_row * row_bytes - begin : (first_row + rows) * row_bytes - begin].view(dtype)
     if not shape:
         return cut[0]

@@ -1,4 +1,5 @@
-"""What makes a checkpoint trustworthy: a manifest, a hash of every byte, and a reader that checks both.
+"""What makes a checkpoint trustworthy: a manifest, a hash of every byte, and a reader that checks
+both.
 
 A checkpoint is a folder `step-00000100` with one file per rank and one manifest:
 
@@ -6,23 +7,25 @@ A checkpoint is a folder `step-00000100` with one file per rank and one manifest
     manifest.json            what is not a tensor; how each tensor is cut (`layout.py`); the size of each file, and the
                              hash of its header
 
-The hashes form a tree. The manifest carries its own hash, and those of the headers. A header says where each part lies
-in its file, and carries the hashes of its blocks. So the manifest stays small however many ranks there are, rank 0
-writes nothing for other ranks, and whoever reads a part reads the manifest, one header and that part's blocks.
+The hashes form a tree. The manifest carries its own hash, and those of the headers. A header says
+where each part lies in its file, and carries the hashes of its blocks. So the manifest stays small
+however many ranks there are, rank 0 writes nothing for other ranks, and whoever reads a part reads
+the manifest, one header and that part's blocks.
 
-The manifest is written last. A folder is a checkpoint if its manifest agrees with itself and with the files; the
-existence of a file proves nothing. There is no pickle anywhere, and no name of a file is ever read from a file: rank
-numbers are. So reading a hostile checkpoint can fail, but it cannot run code or leave the folder. (xxh3 finds
-accidents, not forgeries: whoever may write the folder decides which numbers it holds.)
+The manifest is written last. A folder is a checkpoint if its manifest agrees with itself and with
+the files; the existence of a file proves nothing. There is no pickle anywhere, and no name of a
+file is ever read from a file: rank numbers are. So reading a hostile checkpoint can fail, but it
+cannot run code or leave the folder. (xxh3 finds accidents, not forgeries: whoever may write the
+folder decides which numbers it holds.)
 
-Format 1 had all parts and their hashes in the manifest. It is still read: `read_manifest` returns what both have in
-common (`_as_now`), and `Shard` finds the parts in either.
+Format 1 had all parts and their hashes in the manifest. It is still read: `read_manifest` returns
+what both have in common (`_as_now`), and `Shard` finds the parts in either.
 
     python -m checkpoint.verify DIR [--all]
 
-reads every byte of the newest checkpoint, or of all. It exits with 0 if these are the bytes that were written; with 1
-if not, naming the file, the position, and what was expected and found; and with 2 if there is nothing to verify. It
-imports no torch.
+reads every byte of the newest checkpoint, or of all. It exits with 0 if these are the bytes that
+were written; with 1 if not, naming the file, the position, and what was expected and found; and
+with 2 if there is nothing to verify. It imports no torch.
 """
 
 import argparse
@@ -48,27 +51,49 @@ from reliability import disk
 
 FORMAT = 2  # of the folder as described here; a reader refuses a newer one by name
 MANIFEST = "manifest.json"
-METADATA = "__metadata__"  # where a safetensors header holds what is no tensor; ours holds the hashes of the blocks there
-BLOCK = 1 << 24  # bytes under one hash: the least that a rank reads to trust one row of a large tensor
+# where a safetensors header holds what is no tensor; ours holds the hashes of the blocks there
+METADATA = "__metadata__"
+# bytes under one hash: the least that a rank reads to trust one row of a large tensor
+BLOCK = 1 << 24
 FILE = re.compile(r"rank-([0-9]{5,})\.safetensors")
 NAME = re.compile(r"step-([0-9]{8,})(?:\.([1-9][0-9]*))?")
 HEX = re.compile(r"[0-9a-f]{16}")  # a hash
 HEAD = {  # what every manifest says, beside "files" and "tensors"
-    "format": int, "step": int, "progress": dict, "mesh": dict, "facts": dict, "optimizer": str,
-    "hyperparameters": dict, "parent": str, "ancestors": list, "torch": str, "saved": str,
-}  # fmt: skip
+    "format": int,
+    "step": int,
+    "progress": dict,
+    "mesh": dict,
+    "facts": dict,
+    "optimizer": str,
+    "hyperparameters": dict,
+    "parent": str,
+    "ancestors": list,
+    "torch": str,
+    "saved": str,
+}
 SIZES = {  # bytes per element, by the names of the safetensors format
-    "F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1,
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
     "BOOL": 1,
-}  # fmt: skip
+}
 
 
 class Damaged(Exception):
-    """A checkpoint that is not what was written; the message says which file, where, what was expected and found."""
+    """A checkpoint that is not what was written; the message says which file, where, what was
+    expected and found."""
 
 
-# The hash of bytes, as 16 digits. xxh3 (64 bits) is the fastest hash that depends on their order: several GB/s on one
-# core. It does not hold Python's lock for more than 64 KB.
+# The hash of bytes, as 16 digits. xxh3 (64 bits) is the fastest hash that depends on their order:
+# several GB/s on one core. It does not hold Python's lock for more than 64 KB.
 digest: Callable[[bytes | memoryview], str] = xxhash.xxh3_64_hexdigest
 
 
@@ -77,11 +102,13 @@ def step_name(step: int, attempt: int) -> str:
 
 
 def parse_name(name: str) -> tuple[int, int] | None:
-    """(attempt, step) of a checkpoint's folder name, None for any other name. The pairs sort from oldest to newest.
+    """(attempt, step) of a checkpoint's folder name, None for any other name. The pairs sort from
+    oldest to newest.
 
-    The attempt counts how often the run went back to an earlier checkpoint, by `load_step` or because the newest was
-    damaged. Everything saved after that carries it (`step-00000200.1`), so no published folder is ever written again
-    and an abandoned future is never newer than what replaced it, whatever the clocks say.
+    The attempt counts how often the run went back to an earlier checkpoint, by `load_step` or
+    because the newest was damaged. Everything saved after that carries it (`step-00000200.1`), so
+    no published folder is ever written again and an abandoned future is never newer than what
+    replaced it, whatever the clocks say.
     """
     match = NAME.fullmatch(name)
     if not match:
@@ -91,7 +118,8 @@ def parse_name(name: str) -> tuple[int, int] | None:
 
 
 def published(folder: Path) -> list[str]:
-    """Names of the checkpoints in a folder, newest first. Whatever else lies there is not ours, and is not looked at.
+    """Names of the checkpoints in a folder, newest first. Whatever else lies there is not ours, and
+    is not looked at.
 
     A symbolic link is not a checkpoint: its target is not this run's to read or to remove.
     """
@@ -101,8 +129,8 @@ def published(folder: Path) -> list[str]:
 
 
 def find(folder: Path) -> list[Path]:
-    """The checkpoints that a person may mean by `folder`, newest first: the folder itself, or those in it, or those in
-    its `checkpoints`. Raises InputError if there are none.
+    """The checkpoints that a person may mean by `folder`, newest first: the folder itself, or those
+    in it, or those in its `checkpoints`. Raises InputError if there are none.
     """
     try:
         if (folder / MANIFEST).exists():
@@ -112,7 +140,10 @@ def find(folder: Path) -> list[Path]:
                 return [parent / name for name in names]
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise InputError(f"{str(folder)!r} cannot be read: {error}") from None
-    raise InputError(f"there is no checkpoint in {str(folder)!r} (looked for {MANIFEST}, step-*, checkpoints/step-*)")
+    raise InputError(
+        f"there is no checkpoint in {str(folder)!r} (looked for {MANIFEST}, step-*, "
+        "checkpoints/step-*)"
+    )
 
 
 def newest(folder: Path) -> Path:
@@ -121,8 +152,9 @@ def newest(folder: Path) -> Path:
 
 
 class Rows(dict[str, dict]):
-    """The `tensors` of a manifest, for a run that writes the same ones at every save. They are checked once and made into
-    text once: for thousands of tensors that takes 50 ms, in which training would wait for Python's lock."""
+    """The `tensors` of a manifest, for a run that writes the same ones at every save. They are
+    checked once and made into text once: for thousands of tensors that takes 50 ms, in which
+    training would wait for Python's lock."""
 
     checked_for: int | None = None  # a number of files
 
@@ -153,7 +185,11 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 def _text(value: object) -> str:
     """JSON that does not depend on the order of keys."""
-    return value.text if isinstance(value, Rows) else json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return (
+        value.text
+        if isinstance(value, Rows)
+        else json.dumps(value, sort_keys=True, separators=(",", ":"))
+    )
 
 
 def _hash_of(texts: dict[str, str]) -> str:
@@ -167,7 +203,8 @@ def manifest_hash(manifest: dict) -> str:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading: a link could lead out of the folder, and a pipe would block for ever."""
+    """Open a regular file for reading: a link could lead out of the folder, and a pipe would block
+    for ever."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -176,8 +213,9 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest, after checking its hash and its inner consistency. Opens no other file: `Shard` checks each file
-    that is read. Raises Damaged, or InputError if the checkpoint is whole but of a format newer than this code.
+    """The manifest, after checking its hash and its inner consistency. Opens no other file: `Shard`
+    checks each file that is read. Raises Damaged, or InputError if the checkpoint is whole but of a
+    format newer than this code.
     """
     try:
         with open_regular(folder / MANIFEST) as stream:
@@ -185,28 +223,39 @@ def read_manifest(folder: Path) -> dict:
         manifest = outer["manifest"]
         actual_hash = manifest_hash(manifest)
         if actual_hash != outer["hash"]:
-            raise Damaged(f"{folder / MANIFEST}: hash {outer['hash']} expected, {actual_hash} found")
+            raise Damaged(
+                f"{folder / MANIFEST}: hash {outer['hash']} expected, {actual_hash} found"
+            )
         if manifest["format"] > FORMAT:
-            raise InputError(f"{folder} has format {manifest['format']}, this code reads up to {FORMAT}: update it")
+            raise InputError(
+                f"{folder} has format {manifest['format']}, this code reads up to {FORMAT}: "
+                "update it"
+            )
         _check(manifest)
         manifest = manifest | {"mesh": all_dimensions(manifest["mesh"])}
         return _as_now(manifest) if manifest["format"] == 1 else manifest
     except OSError as error:
         raise Damaged(f"{error.filename or folder}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{folder / MANIFEST}: not a manifest ({type(error).__name__}: {error})") from None
+        raise Damaged(
+            f"{folder / MANIFEST}: not a manifest ({type(error).__name__}: {error})"
+        ) from None
 
 
 def all_dimensions(mesh: dict[str, int]) -> dict[str, int]:
-    """The sizes of a mesh by dimension. One that was written down before this code knew a dimension does not name it."""
+    """The sizes of a mesh by dimension. One that was written down before this code knew a dimension
+    does not name it."""
     return {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1} | mesh
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint has all its files in their full size. Reads no tensor, so damaged bytes do not show."""
+    """Whether a checkpoint has all its files in their full size. Reads no tensor, so damaged bytes
+    do not show."""
     try:
         files = enumerate(read_manifest(folder)["files"])
-        return all((folder / file_name(rank)).lstat().st_size == file[0] for rank, file in files if file)
+        return all(
+            (folder / file_name(rank)).lstat().st_size == file[0] for rank, file in files if file
+        )
     except (Damaged, InputError, OSError):
         return False
 
@@ -221,7 +270,8 @@ def part_name(name: str, box: Box) -> str:
 
 
 def _check(manifest: dict) -> None:
-    """Raises ValueError, KeyError, TypeError or AttributeError unless the manifest is consistent in itself."""
+    """Raises ValueError, KeyError, TypeError or AttributeError unless the manifest is consistent in
+    itself."""
     for key, kind in HEAD.items():
         if type(manifest[key]) is not kind:
             raise ValueError(f"{key} is {manifest[key]!r}")
@@ -243,8 +293,8 @@ def _check_rows(tensors: dict[str, dict], ranks: int) -> None:
 
 
 def _check_format_1(manifest: dict) -> None:
-    """As `_check`: every part lies inside its tensor and its file, the parts fill the tensors, and only shard files are
-    named."""
+    """As `_check`: every part lies inside its tensor and its file, the parts fill the tensors, and
+    only shard files are named."""
     files = manifest["files"]
     for name, file in files.items():
         if not FILE.fullmatch(name) or name != file_name(int(FILE.fullmatch(name)[1])):
@@ -258,20 +308,32 @@ def _check_format_1(manifest: dict) -> None:
         for part in tensor["parts"]:
             offset, shape, file = part["offset"], part["shape"], files[part["file"]]
             size = nbytes(tensor["dtype"], shape)
-            inside = layout.is_counts(offset) and layout.is_counts(shape) and len(offset) == len(shape) == len(tensor["shape"])
-            inside = inside and all(o + n <= whole for o, n, whole in zip(offset, shape, tensor["shape"], strict=True))
-            if not inside or not file["header"] <= part["start"] <= part["start"] + size <= file["size"]:
+            inside = (
+                layout.is_counts(offset)
+                and layout.is_counts(shape)
+                and len(offset) == len(shape) == len(tensor["shape"])
+            )
+            inside = inside and all(
+                o + n <= whole for o, n, whole in zip(offset, shape, tensor["shape"], strict=True)
+            )
+            if (
+                not inside
+                or not file["header"] <= part["start"] <= part["start"] + size <= file["size"]
+            ):
                 raise ValueError(f"{name}: the part at {offset} lies outside of its tensor or file")
             if len(part["hashes"]) != -(-size // BLOCK):
                 raise ValueError(f"{name}: {len(part['hashes'])} hashes for {size} bytes")
             filled += math.prod(shape)
         if filled != math.prod(tensor["shape"]):
-            raise ValueError(f"{name}: its parts hold {filled} of {math.prod(tensor['shape'])} elements")
+            raise ValueError(
+                f"{name}: its parts hold {filled} of {math.prod(tensor['shape'])} elements"
+            )
 
 
 def _as_now(manifest: dict) -> dict:
-    """A manifest of format 1 with `files` as in format 2 (None for a rank without a file), and the random generators
-    of all ranks, which were tensors of their own, as the rows of one tensor. Its tensors keep their `parts`."""
+    """A manifest of format 1 with `files` as in format 2 (None for a rank without a file), and the
+    random generators of all ranks, which were tensors of their own, as the rows of one tensor. Its
+    tensors keep their `parts`."""
     number = {name: int(FILE.fullmatch(name)[1]) for name in manifest["files"]}
     files: list = [None] * (max(number.values(), default=-1) + 1)
     for name, file in manifest["files"].items():
@@ -285,13 +347,18 @@ def _as_now(manifest: dict) -> dict:
             tensors[name] = tensor
     for name, by_rank in generators.items():
         length = next(iter(by_rank.values()))["shape"][0]
-        parts = [part | {"offset": [rank, 0], "shape": [1, length]} for rank, t in by_rank.items() for part in t["parts"]]
+        parts = [
+            part | {"offset": [rank, 0], "shape": [1, length]}
+            for rank, t in by_rank.items()
+            for part in t["parts"]
+        ]
         tensors[name] = {"dtype": "U8", "shape": [max(by_rank) + 1, length], "parts": parts}
     return {**manifest, "files": files, "tensors": tensors}
 
 
 def parts_in(manifest: dict, name: str, box: Box) -> Iterator[tuple[int, Box]]:
-    """The rank and the box of every part of a tensor that overlaps `box`. The part lies in the file of that rank."""
+    """The rank and the box of every part of a tensor that overlaps `box`. The part lies in the file
+    of that rank."""
     row = manifest["tensors"][name]
     if "parts" not in row:
         yield from layout.parts_in(row, box)
@@ -305,8 +372,8 @@ def parts_in(manifest: dict, name: str, box: Box) -> Iterator[tuple[int, Box]]:
 class Shard:
     """The file of one rank, opened for reading. A context manager.
 
-    Its size and its header are checked when it is opened, so each part that it finds is what the manifest means. Without
-    `check`, the header's hash is not compared. Raises Damaged.
+    Its size and its header are checked when it is opened, so each part that it finds is what the
+    manifest means. Without `check`, the header's hash is not compared. Raises Damaged.
     """
 
     def __init__(self, folder: Path, manifest: dict, rank: int, check: bool = True):
@@ -326,7 +393,11 @@ class Shard:
             if check and (actual := digest(head)) != header_hash:
                 raise Damaged(f"{path} at byte 0: hash {header_hash} expected, {actual} found")
             self.header = len(head)
-            self.parts = self._parts_of_format_1() if manifest["format"] == 1 else self._parts(json.loads(head[8:]))
+            self.parts = (
+                self._parts_of_format_1()
+                if manifest["format"] == 1
+                else self._parts(json.loads(head[8:]))
+            )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self.stream.close()
             raise Damaged(f"{path}: not a header ({type(error).__name__}: {error})") from None
@@ -335,18 +406,26 @@ class Shard:
             raise
 
     def _parts(self, header: dict) -> dict[str, dict]:
-        """The table of parts: name -> dtype, shape, start (a byte of the file) and the hashes of its blocks."""
+        """The table of parts: name -> dtype, shape, start (a byte of the file) and the hashes of
+        its blocks."""
         hashes, parts, used = header.pop(METADATA)["hashes"], {}, 0
         for name, row in header.items():
             begin, end = row["data_offsets"]
             size, blocks = end - begin, -(-(end - begin) // BLOCK)
-            if size != nbytes(row["dtype"], row["shape"]) or not 0 <= begin <= end <= self.size - self.header:
+            if (
+                size != nbytes(row["dtype"], row["shape"])
+                or not 0 <= begin <= end <= self.size - self.header
+            ):
                 raise ValueError(f"{name}: data_offsets {begin}, {end}")
             own = hashes[16 * used : 16 * (used + blocks)]
             if len(own) != 16 * blocks:
                 raise ValueError(f"{name}: hashes are missing")
-            parts[name] = {"dtype": row["dtype"], "shape": row["shape"], "start": self.header + begin,
-                           "hashes": [own[i : i + 16] for i in range(0, len(own), 16)]}  # fmt: skip
+            parts[name] = {
+                "dtype": row["dtype"],
+                "shape": row["shape"],
+                "start": self.header + begin,
+                "hashes": [own[i : i + 16] for i in range(0, len(own), 16)],
+            }
             used += blocks
         return parts
 
@@ -355,15 +434,24 @@ class Shard:
         for name, tensor in self.manifest["tensors"].items():
             for part in tensor["parts"]:
                 if part["file"] == file:
-                    row = {"dtype": tensor["dtype"], **{key: part[key] for key in ("shape", "start", "hashes")}}
+                    row = {
+                        "dtype": tensor["dtype"],
+                        **{key: part[key] for key in ("shape", "start", "hashes")},
+                    }
                     parts[part_name(name, (part["offset"], part["shape"]))] = row
         return parts
 
     def find(self, name: str, box: Box) -> dict:
         """The part of a tensor that the manifest says lies here. Raises Damaged if it does not."""
         part = self.parts.get(part_name(name, box))
-        if part is None or part["dtype"] != self.manifest["tensors"][name]["dtype"] or part["shape"] != list(box[1]):
-            raise Damaged(f"{self.path}: it does not hold {part_name(name, box)}, as the manifest says")
+        if (
+            part is None
+            or part["dtype"] != self.manifest["tensors"][name]["dtype"]
+            or part["shape"] != list(box[1])
+        ):
+            raise Damaged(
+                f"{self.path}: it does not hold {part_name(name, box)}, as the manifest says"
+            )
         return part
 
     def label(self, name: str) -> str:
@@ -381,9 +469,12 @@ def nbytes(dtype: str, shape: list[int]) -> int:
     return math.prod(shape) * SIZES[dtype]
 
 
-def read_blocks(stream: BinaryIO, label: str, part: dict, first: int, into: memoryview, check: bool = True) -> None:
-    """Fill `into` with the bytes of a part, beginning at its block number `first`. With `check`, each block is
-    verified, and `into` must hold whole blocks (the last one of a part may be shorter).
+def read_blocks(
+    stream: BinaryIO, label: str, part: dict, first: int, into: memoryview, check: bool = True
+) -> None:
+    """Fill `into` with the bytes of a part, beginning at its block number `first`. With `check`,
+    each block is verified, and `into` must hold whole blocks (the last one of a part may be
+    shorter).
 
     label: what is read, for the message. part: as in `Shard.parts`. Raises Damaged.
     """
@@ -391,14 +482,17 @@ def read_blocks(stream: BinaryIO, label: str, part: dict, first: int, into: memo
     for i in range(0, len(into), BLOCK):
         block, position = into[i : i + BLOCK], part["start"] + first * BLOCK + i
         if (count := stream.readinto(block)) != len(block):
-            raise Damaged(f"{label}: ends at byte {position + count}, {position + len(block)} expected")
+            raise Damaged(
+                f"{label}: ends at byte {position + count}, {position + len(block)} expected"
+            )
         if check and (actual := digest(block)) != (expected := part["hashes"][first + i // BLOCK]):
             raise Damaged(f"{label} at byte {position}: hash {expected} expected, {actual} found")
 
 
 def verify(folder: Path, progress: Callable[[int], object] = lambda n: None) -> dict:
-    """Read every byte of a checkpoint, compare the hashes, and return its manifest. `progress` is called with the
-    number of bytes of each block that was read. Raises Damaged at the first difference.
+    """Read every byte of a checkpoint, compare the hashes, and return its manifest. `progress` is
+    called with the number of bytes of each block that was read. Raises Damaged at the first
+    difference.
     """
     manifest = read_manifest(folder)
     buffer = memoryview(bytearray(BLOCK))
@@ -415,10 +509,16 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda n: None) -> 
 
 def _verify_shard(shard: Shard, buffer: memoryview, progress: Callable[[int], object]) -> None:
     if shard.manifest["format"] > 1:
-        boxes = ((name, layout.box_of_rank(row, shard.rank)) for name, row in shard.manifest["tensors"].items())
+        boxes = (
+            (name, layout.box_of_rank(row, shard.rank))
+            for name, row in shard.manifest["tensors"].items()
+        )
         expected = [shard.find(name, box) for name, box in boxes if box]
         if len(expected) != len(shard.parts):
-            raise Damaged(f"{shard.path}: {len(shard.parts)} parts, of which the manifest knows {len(expected)}")
+            raise Damaged(
+                f"{shard.path}: {len(shard.parts)} parts, of which the manifest knows "
+                f"{len(expected)}"
+            )
     end = shard.header
     for name, part in shard.parts.items():
         size = nbytes(part["dtype"], part["shape"])
@@ -432,8 +532,8 @@ def _verify_shard(shard: Shard, buffer: memoryview, progress: Callable[[int], ob
 
 
 def part_hashes(folder: Path, manifest: dict) -> dict[str, list]:
-    """For each tensor, the names and hashes of all its parts: equal for equal tensors that were cut alike. Reads the
-    header of every file. Raises Damaged."""
+    """For each tensor, the names and hashes of all its parts: equal for equal tensors that were cut
+    alike. Reads the header of every file. Raises Damaged."""
     hashes: dict[str, list] = {name: [] for name in manifest["tensors"]}
     for rank, file in enumerate(manifest["files"]):
         if file is None:
@@ -445,9 +545,15 @@ def part_hashes(folder: Path, manifest: dict) -> dict[str, list]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m checkpoint.verify", description="Verify every byte of a checkpoint.")
-    parser.add_argument("folder", type=Path, help="a checkpoint, a folder of checkpoints, or a run's folder")
-    parser.add_argument("--all", action="store_true", help="verify all checkpoints, not only the newest")
+    parser = argparse.ArgumentParser(
+        prog="python -m checkpoint.verify", description="Verify every byte of a checkpoint."
+    )
+    parser.add_argument(
+        "folder", type=Path, help="a checkpoint, a folder of checkpoints, or a run's folder"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="verify all checkpoints, not only the newest"
+    )
     args = parser.parse_args(argv)
     try:
         paths = find(args.folder)[: None if args.all else 1]
@@ -463,13 +569,24 @@ def main(argv: list[str] | None = None) -> int:
                 ours = {MANIFEST, *map(file_name, range(len(manifest["files"])))}
                 extra = sorted(p.name for p in path.iterdir() if p.name not in ours)
                 note = f"ok; not ours and never read: {', '.join(extra)}" if extra else "ok"
-                rows.append((path.name, f"{len(manifest['tensors'])} tensors", f"{size / 2**20:.1f} MiB", note))
+                rows.append(
+                    (
+                        path.name,
+                        f"{len(manifest['tensors'])} tensors",
+                        f"{size / 2**20:.1f} MiB",
+                        note,
+                    )
+                )
             except (Damaged, InputError) as error:
                 damaged += 1
                 rows.append((path.name, "", f"{size / 2**20:.1f} MiB", f"DAMAGED {error}"))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip())
+        print(
+            "  ".join(
+                cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)
+            ).rstrip()
+        )
     return 1 if damaged else 0
 
 

@@ -1,12 +1,14 @@
-"""The rules that span options: each a row, `name: (what breaks it, the sentence that says what to change)`.
+"""The rules that span options: each a row, `name: (what breaks it, the sentence that says what to
+change)`.
 
-Rules are evaluated independently, so one run of the check names everything that is wrong. They depend on the
-configuration, the model's table of flavors and the number of processes (and on whether data.source is a prepared folder,
-which all hosts share): every rank finds the same problems and no rank is left waiting for one that gave up. What concerns
-one option alone is a bound in `configs/schema.py`.
+Rules are evaluated independently, so one run of the check names everything that is wrong. They
+depend on the configuration, the model's table of flavors and the number of processes (and on
+whether data.source is a prepared folder, which all hosts share): every rank finds the same problems
+and no rank is left waiting for one that gave up. What concerns one option alone is a bound in
+`configs/schema.py`.
 
-Like all of `configs/` this never imports torch. What a family of models demands stands in its own table RULES, which
-`models/__init__.py::tables` reads without torch.
+Like all of `configs/` this never imports torch. What a family of models demands stands in its own
+table RULES, which `models/__init__.py::tables` reads without torch.
 """
 
 import glob
@@ -18,12 +20,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import models
-from configs.schema import SCHEDULES, Config, Data, Derived, InputError, Model, Parallelism, is_prepared
+from configs.schema import (
+    SCHEDULES,
+    Config,
+    Data,
+    Derived,
+    InputError,
+    Model,
+    Parallelism,
+    is_prepared,
+)
 
 
 def architecture(model: Model, folder: Path = models.HERE) -> dict:
-    """The numbers of the family's Args: its flavor's row, with the overrides of [model] laid on top, and what follows from
-    these (the family's FOLLOWS). Raises InputError for an unknown flavor and for an option that the family does not have."""
+    """The numbers of the family's Args: its flavor's row, with the overrides of [model] laid on
+    top, and what follows from these (the family's FOLLOWS). Raises InputError for an unknown flavor
+    and for an option that the family does not have."""
     given = {key: value for key, value in vars(model).items() if value is not None}
     family, flavor = given.pop("family"), given.pop("flavor")
     tables = models.tables(family, folder)
@@ -31,10 +43,15 @@ def architecture(model: Model, folder: Path = models.HERE) -> dict:
         near = get_close_matches(flavor.lower(), [name.lower() for name in tables.FLAVORS], n=1)
         hints = [f'; did you mean "{name}"?' for name in tables.FLAVORS if name.lower() in near]
         allowed = ", ".join(tables.FLAVORS)
-        raise InputError(f"model.flavor = {json.dumps(flavor)}: models/{family}.py has {allowed}{''.join(hints)}")
+        raise InputError(
+            f"model.flavor = {json.dumps(flavor)}: models/{family}.py has {allowed}{''.join(hints)}"
+        )
     if foreign := [key for key in given if key not in tables.OPTIONS]:
         allowed = ", ".join(tables.OPTIONS)
-        raise InputError(f"model.{foreign[0]}: the family {family} has no such number; remove it (there are {allowed})")
+        raise InputError(
+            f"model.{foreign[0]}: the family {family} has no such number; remove it (there are "
+            f"{allowed})"
+        )
     numbers = tables.FLAVORS[flavor] | given
     for key, (sources, follow) in tables.FOLLOWS.items():
         if key not in given and any(source in given for source in sources):
@@ -54,13 +71,16 @@ def rules(family: str, folder: Path = models.HERE) -> dict:
 
 
 def data_parallel_shard(cfg: Config, world_size: int | None) -> int:
-    """`parallelism.data_parallel_shard` with -1 resolved. Raises InputError when no whole number of ranks is left."""
+    """`parallelism.data_parallel_shard` with -1 resolved. Raises InputError when no whole number of
+    ranks is left."""
     p = cfg.parallelism
     if p.data_parallel_shard != -1:
         return p.data_parallel_shard
     others = _besides_shard(p)
     if world_size is None or world_size % others:
-        raise InputError(f"parallelism.data_parallel_shard = -1: {others} does not divide {world_size} processes")
+        raise InputError(
+            f"parallelism.data_parallel_shard = -1: {others} does not divide {world_size} processes"
+        )
     return world_size // others
 
 
@@ -70,15 +90,17 @@ def _besides_shard(p: Parallelism) -> int:
 
 
 def derive(cfg: Config, world_size: int | None) -> Config:
-    """The configuration with a `Derived` number in place of every option that was not set and follows from others.
+    """The configuration with a `Derived` number in place of every option that was not set and
+    follows from others.
 
-    Without a world size it is that of the smallest mesh with these replicas, and this context, tensor and pipeline
-    parallelism.
+    Without a world size it is that of the smallest mesh with these replicas, and this context,
+    tensor and pipeline parallelism.
     """
     p, training, schedule = cfg.parallelism, cfg.training, cfg.lr_schedule
     if training.local_batch_size is None:
         shard = data_parallel_shard(cfg, world_size or _besides_shard(p))
-        rows = training.global_batch_size // (p.data_parallel_replicate * shard)  # the rule batch_ranks: nothing is left
+        # the rule batch_ranks: nothing is left
+        rows = training.global_batch_size // (p.data_parallel_replicate * shard)
         if p.pipeline_parallel > 1:  # the bubble is smallest with as many micro-batches as possible
             rows = 1
         training = training.model_copy(update={"local_batch_size": Derived(max(1, rows))})
@@ -93,10 +115,15 @@ def _warmup_steps(cfg: Config) -> int:
 
 
 def _batch_repair(global_batch: int, ranks: int, local: int | None) -> str:
-    """The values next to the given ones that make whole micro-batches: "training.global_batch_size to 6 or 9"."""
+    """The values next to the given ones that make whole micro-batches: "training.global_batch_size
+    to 6 or 9"."""
     unit = ranks * (local or 1)
     below = global_batch // unit * unit
-    batches = f"training.global_batch_size to {below} or {below + unit}" if below else f"training.global_batch_size to {unit}"
+    batches = (
+        f"training.global_batch_size to {below} or {below + unit}"
+        if below
+        else f"training.global_batch_size to {unit}"
+    )
     rows, rest = divmod(global_batch, ranks)
     if local is None or rest:
         return batches
@@ -108,11 +135,13 @@ def _batch_repair(global_batch: int, ranks: int, local: int | None) -> str:
 def trains_bpe(data: Data) -> bool:
     """Whether a tokenizer of data.bpe_vocab_size will be trained for a source of the run.
 
-    A prepared folder has its own tokenizer. A path that does not exist may be such a folder on the machines of the run, so
-    it counts as one; they check again.
+    A prepared folder has its own tokenizer. A path that does not exist may be such a folder on the
+    machines of the run, so it counts as one; they check again.
     """
     sources = [row.source for row in data.mixture] or [data.source]
-    return data.tokenizer == "bpe" and not all(is_prepared(source) or _is_elsewhere(source) for source in sources)
+    return data.tokenizer == "bpe" and not all(
+        is_prepared(source) or _is_elsewhere(source) for source in sources
+    )
 
 
 def _is_elsewhere(source: str) -> bool:
@@ -136,13 +165,16 @@ def _no_flash(c: SimpleNamespace) -> bool:
 
 
 def _sequence_unit(p: Parallelism) -> int:
-    """A sequence must be a multiple of this: each of its parts is as long as the others, and so are those into which tensor
-    parallelism splits a part. With "gather" every rank has two parts."""
-    parts = p.context_parallel * (2 if p.context_parallel > 1 and p.context_parallel_method == "gather" else 1)
+    """A sequence must be a multiple of this: each of its parts is as long as the others, and so are
+    those into which tensor parallelism splits a part. With "gather" every rank has two parts."""
+    parts = p.context_parallel * (
+        2 if p.context_parallel > 1 and p.context_parallel_method == "gather" else 1
+    )
     return math.lcm(parts, p.context_parallel * p.tensor_parallel)
 
 
-# Numbers that rules share. One whose inputs are unknown is unknown too, and the rules that need it are left out.
+# Numbers that rules share. One whose inputs are unknown is unknown too, and the rules that need it
+# are left out.
 DERIVED = {
     "shard": lambda c: data_parallel_shard(c, getattr(c, "world", None)),
     "dp": lambda c: c.parallelism.data_parallel_replicate * c.shard,
@@ -152,262 +184,410 @@ DERIVED = {
     "sequence_unit": lambda c: _sequence_unit(c.parallelism),
     "micro": lambda c: c.dp * (c.training.local_batch_size or 1),
     "schedule": lambda c: SCHEDULES[c.parallelism.pipeline_schedule],
-    "stages": lambda c: c.parallelism.pipeline_parallel * (c.parallelism.pipeline_stages_per_rank or c.schedule.default_stages),
-    "least_micro_batches": lambda c: c.schedule.micro_batches_per_rank * c.parallelism.pipeline_parallel,
+    "stages": lambda c: (
+        c.parallelism.pipeline_parallel
+        * (c.parallelism.pipeline_stages_per_rank or c.schedule.default_stages)
+    ),
+    "least_micro_batches": lambda c: (
+        c.schedule.micro_batches_per_rank * c.parallelism.pipeline_parallel
+    ),
     "least_batch": lambda c: c.least_micro_batches * c.micro,
-    "batch_repair": lambda c: _batch_repair(c.training.global_batch_size, c.dp, c.training.local_batch_size),
+    "batch_repair": lambda c: _batch_repair(
+        c.training.global_batch_size, c.dp, c.training.local_batch_size
+    ),
     "warmup": lambda c: _warmup_steps(c),
     "decay": lambda c: int(c.lr_schedule.decay_fraction * c.training.steps),
 }
 
-# In a rule `c` is the configuration, but c.model has the numbers of the architecture; c.world and c.local_world are the
-# processes of the run and of each host, and the numbers above are there too. In a sentence {table.key} becomes
-# "table.key = value", {numbers.key} is a number of the architecture alone, and {query_numbers} those of QUERY_WIDTH. A family's
-# RULES have the same form.
+# In a rule `c` is the configuration, but c.model has the numbers of the architecture; c.world and
+# c.local_world are the processes of the run and of each host, and the numbers above are there too.
+# In a sentence {table.key} becomes "table.key = value", {numbers.key} is a number of the
+# architecture alone, and {query_numbers} those of QUERY_WIDTH. A family's RULES have the same form.
 RULES = {
     # The mesh.
     "mesh_product": (
         lambda c: c.parallelism.data_parallel_shard != -1 and c.product != c.world,
-        "{parallelism.data_parallel_replicate}, {parallelism.data_parallel_shard}, {parallelism.context_parallel}, "
-        "{parallelism.tensor_parallel} and {parallelism.pipeline_parallel} multiply to {product}, but the run has {world} "
-        "processes (NGPU on each node): make the two equal, or set data_parallel_shard = -1 to take what is left",
+        "{parallelism.data_parallel_replicate}, {parallelism.data_parallel_shard}, "
+        "{parallelism.context_parallel}, "
+        "{parallelism.tensor_parallel} and {parallelism.pipeline_parallel} multiply to {product}, "
+        "but the run has {world} "
+        "processes (NGPU on each node): make the two equal, or set data_parallel_shard = -1 to "
+        "take what is left",
     ),
     "mesh_rest": (
-        lambda c: c.parallelism.data_parallel_shard == -1
-        and c.world % c.besides_shard != 0,
-        "{parallelism.data_parallel_shard} leaves no whole number of ranks: {parallelism.data_parallel_replicate} times "
-        "{parallelism.context_parallel} times {parallelism.tensor_parallel} times {parallelism.pipeline_parallel} must divide "
+        lambda c: c.parallelism.data_parallel_shard == -1 and c.world % c.besides_shard != 0,
+        "{parallelism.data_parallel_shard} leaves no whole number of ranks: "
+        "{parallelism.data_parallel_replicate} times "
+        "{parallelism.context_parallel} times {parallelism.tensor_parallel} times "
+        "{parallelism.pipeline_parallel} must divide "
         "the {world} processes of the run (NGPU on each node)",
     ),
     "tp_host": (
-        lambda c: not c.parallelism.tensor_parallel_across_hosts and c.local_world % c.parallelism.tensor_parallel != 0,
-        "{parallelism.tensor_parallel} does not divide the {local_world} processes of a host, so every layer would "
-        "wait for the network: use a divisor, or set parallelism.tensor_parallel_across_hosts = true",
+        lambda c: (
+            not c.parallelism.tensor_parallel_across_hosts
+            and c.local_world % c.parallelism.tensor_parallel != 0
+        ),
+        "{parallelism.tensor_parallel} does not divide the {local_world} processes of a host, so "
+        "every layer would "
+        "wait for the network: use a divisor, or set parallelism.tensor_parallel_across_hosts = "
+        "true",
     ),
     "tp_sequence": (
-        lambda c: c.parallelism.context_parallel == 1 and c.training.seq_len % c.parallelism.tensor_parallel != 0,
-        "{parallelism.tensor_parallel} does not divide {training.seq_len}: each rank keeps an equal part of the "
+        lambda c: (
+            c.parallelism.context_parallel == 1
+            and c.training.seq_len % c.parallelism.tensor_parallel != 0
+        ),
+        "{parallelism.tensor_parallel} does not divide {training.seq_len}: each rank keeps an "
+        "equal part of the "
         "sequence",
     ),
-    "tp_vocabulary": (  # rows are dealt as torch.chunk does: ceil(vocab / tp) to each rank until none are left
-        lambda c: (c.parallelism.tensor_parallel - 1) * -(-c.model.vocab_size // c.parallelism.tensor_parallel)
-        >= c.model.vocab_size,
-        "{parallelism.tensor_parallel} leaves a rank without a row of the vocabulary, {model.vocab_size}: use a "
+    # rows are dealt as torch.chunk does: ceil(vocab / tp) to each rank until none are left
+    "tp_vocabulary": (
+        lambda c: (
+            (c.parallelism.tensor_parallel - 1)
+            * -(-c.model.vocab_size // c.parallelism.tensor_parallel)
+            >= c.model.vocab_size
+        ),
+        "{parallelism.tensor_parallel} leaves a rank without a row of the vocabulary, "
+        "{model.vocab_size}: use a "
         "smaller tensor_parallel or a larger vocabulary (it need not be a multiple)",
     ),
     "tp_offload": (
         lambda c: c.parallelism.cpu_offload and c.parallelism.tensor_parallel > 1,
-        "{parallelism.cpu_offload} together with {parallelism.tensor_parallel} is not supported: use one of the two",
+        "{parallelism.cpu_offload} together with {parallelism.tensor_parallel} is not supported: "
+        "use one of the two",
     ),
     "tp_async": (
-        lambda c: c.parallelism.async_tensor_parallel
-        and (c.parallelism.tensor_parallel == 1 or not c.compile.enabled or c.compile.backend != "inductor"
-             or c.parallelism.tensor_parallel_across_hosts),
-        "{parallelism.async_tensor_parallel} is a rewriting of compiled blocks for GPUs of one host: it needs tensor_parallel "
-        'above 1, compile.enabled = true, compile.backend = "inductor", and tensor_parallel_across_hosts = false',
+        lambda c: (
+            c.parallelism.async_tensor_parallel
+            and (
+                c.parallelism.tensor_parallel == 1
+                or not c.compile.enabled
+                or c.compile.backend != "inductor"
+                or c.parallelism.tensor_parallel_across_hosts
+            )
+        ),
+        "{parallelism.async_tensor_parallel} is a rewriting of compiled blocks for GPUs of one "
+        "host: it needs tensor_parallel "
+        'above 1, compile.enabled = true, compile.backend = "inductor", and '
+        "tensor_parallel_across_hosts = false",
     ),
     "cp_async": (
         lambda c: c.parallelism.async_tensor_parallel and c.parallelism.context_parallel > 1,
-        "{parallelism.async_tensor_parallel} together with {parallelism.context_parallel} is not supported, since nobody has tried "
+        "{parallelism.async_tensor_parallel} together with {parallelism.context_parallel} is not "
+        "supported, since nobody has tried "
         "the two: use one of them",
     ),
-    "tp_reshard": (  # FSDP2 makes the groups of N from each rank's slice of the mesh; the slices wait for each other
-        lambda c: _is_number(c.parallelism.reshard_after_forward)
-        and c.parallelism.tensor_parallel * c.parallelism.context_parallel * c.parallelism.pipeline_parallel > 1,
-        "{parallelism.reshard_after_forward}, a number of ranks, together with {parallelism.tensor_parallel}, "
-        "{parallelism.context_parallel} and {parallelism.pipeline_parallel} is not supported, and would hang with some of "
+    # FSDP2 makes the groups of N from each rank's slice of the mesh; the slices wait for each other
+    "tp_reshard": (
+        lambda c: (
+            _is_number(c.parallelism.reshard_after_forward)
+            and c.parallelism.tensor_parallel
+            * c.parallelism.context_parallel
+            * c.parallelism.pipeline_parallel
+            > 1
+        ),
+        "{parallelism.reshard_after_forward}, a number of ranks, together with "
+        "{parallelism.tensor_parallel}, "
+        "{parallelism.context_parallel} and {parallelism.pipeline_parallel} is not supported, and "
+        "would hang with some of "
         'them: use true, false or "default", or set these to 1',
     ),
     "ep_experts": (
         lambda c: c.parallelism.expert_parallel > 1 and not getattr(c.model, "n_experts", 0),
-        "{parallelism.expert_parallel} has no effect on a model without experts: set it to 1, or choose a model that has some",
+        "{parallelism.expert_parallel} has no effect on a model without experts: set it to 1, or "
+        "choose a model that has some",
     ),
     "ep_ranks": (
-        lambda c: c.shard * c.parallelism.context_parallel * c.parallelism.tensor_parallel % c.parallelism.expert_parallel != 0,
-        "{parallelism.expert_parallel} does not divide {shard} times {parallelism.context_parallel} times "
-        "{parallelism.tensor_parallel}, the ranks of data_parallel_shard, context_parallel and tensor_parallel, from which its "
+        lambda c: (
+            c.shard
+            * c.parallelism.context_parallel
+            * c.parallelism.tensor_parallel
+            % c.parallelism.expert_parallel
+            != 0
+        ),
+        "{parallelism.expert_parallel} does not divide {shard} times "
+        "{parallelism.context_parallel} times "
+        "{parallelism.tensor_parallel}, the ranks of data_parallel_shard, context_parallel and "
+        "tensor_parallel, from which its "
         "groups are taken",
     ),
     "ep_reshard": (  # as in tp_reshard: experts are sharded over a slice of the ranks
-        lambda c: _is_number(c.parallelism.reshard_after_forward)
-        and c.parallelism.expert_parallel > 1,
+        lambda c: (
+            _is_number(c.parallelism.reshard_after_forward) and c.parallelism.expert_parallel > 1
+        ),
         "{parallelism.reshard_after_forward}, a number of ranks, together with "
         "{parallelism.expert_parallel} is not supported, because experts are sharded over fewer "
         'ranks than other weights: use true, false or "default", or set expert_parallel to 1',
     ),
     "cp_sequence": (
         lambda c: c.parallelism.context_parallel > 1 and c.training.seq_len % c.sequence_unit != 0,
-        "{training.seq_len} is not a multiple of {sequence_unit}, so {parallelism.context_parallel} by "
-        "{parallelism.context_parallel_method} with {parallelism.tensor_parallel} cannot split it into equal parts: change one "
+        "{training.seq_len} is not a multiple of {sequence_unit}, so "
+        "{parallelism.context_parallel} by "
+        "{parallelism.context_parallel_method} with {parallelism.tensor_parallel} cannot split it "
+        "into equal parts: change one "
         "of them",
     ),
     "cp_attention": (
-        lambda c: c.parallelism.context_parallel > 1 and c.parallelism.context_parallel_method == "gather"
-        and c.training.attention == "cudnn",
-        "{training.attention} has no kernel for {parallelism.context_parallel_method}, where a rank has fewer queries than "
+        lambda c: (
+            c.parallelism.context_parallel > 1
+            and c.parallelism.context_parallel_method == "gather"
+            and c.training.attention == "cudnn"
+        ),
+        "{training.attention} has no kernel for {parallelism.context_parallel_method}, where a "
+        "rank has fewer queries than "
         'keys: use "auto" or "flash", or context_parallel_method = "ulysses"',
     ),
     "cp_kernel": (  # with run.device = "auto" tools/check.py asks, on the machine
-        lambda c: c.parallelism.context_parallel > 1 and c.parallelism.context_parallel_method == "gather"
-        and c.run.device == "cuda" and _no_flash(c),
-        "{parallelism.context_parallel_method} with {parallelism.context_parallel} needs on a GPU a 16-bit type and heads of 8, "
-        '16, ... 256 numbers, but {training.param_dtype} and {query_numbers}: use context_parallel_method = "ulysses", or change '
+        lambda c: (
+            c.parallelism.context_parallel > 1
+            and c.parallelism.context_parallel_method == "gather"
+            and c.run.device == "cuda"
+            and _no_flash(c)
+        ),
+        "{parallelism.context_parallel_method} with {parallelism.context_parallel} needs on a GPU "
+        "a 16-bit type and heads of 8, "
+        "16, ... 256 numbers, but {training.param_dtype} and {query_numbers}: use "
+        'context_parallel_method = "ulysses", or change '
         "these",
     ),
     "reshard_ranks": (
-        lambda c: _is_number(c.parallelism.reshard_after_forward)
-        and (c.parallelism.reshard_after_forward >= c.shard or c.shard % c.parallelism.reshard_after_forward != 0),
-        "{parallelism.reshard_after_forward} must be less than the {shard} ranks over which FSDP shards, and divide "
+        lambda c: (
+            _is_number(c.parallelism.reshard_after_forward)
+            and (
+                c.parallelism.reshard_after_forward >= c.shard
+                or c.shard % c.parallelism.reshard_after_forward != 0
+            )
+        ),
+        "{parallelism.reshard_after_forward} must be less than the {shard} ranks over which FSDP "
+        "shards, and divide "
         "them (true means all of them)",
     ),
     "keep_gathered": (
-        lambda c: c.parallelism.keep_gathered > (0 if c.parallelism.reshard_after_forward is False else c.model.n_layers),
-        "{parallelism.keep_gathered} is for blocks whose weights would be freed after forward, and there are {model.n_layers} "
+        lambda c: (
+            c.parallelism.keep_gathered
+            > (0 if c.parallelism.reshard_after_forward is False else c.model.n_layers)
+        ),
+        "{parallelism.keep_gathered} is for blocks whose weights would be freed after forward, "
+        "and there are {model.n_layers} "
         "blocks and {parallelism.reshard_after_forward}: lower it",
     ),
     **{
         f"{option}_unused": (
-            lambda c, option=option, degree=degree: getattr(c.parallelism, degree) == 1
-            and getattr(c.parallelism, option) != getattr(Parallelism(), option),
-            f"{{parallelism.{option}}} has no effect with {{parallelism.{degree}}}: remove it, or set {degree} above 1",
+            lambda c, option=option, degree=degree: (
+                getattr(c.parallelism, degree) == 1
+                and getattr(c.parallelism, option) != getattr(Parallelism(), option)
+            ),
+            f"{{parallelism.{option}}} has no effect with {{parallelism.{degree}}}: remove it, or "
+            f"set {degree} above 1",
         )
         for option, degree in {
-            "context_parallel_method": "context_parallel", "pipeline_schedule": "pipeline_parallel",
-            "pipeline_stages_per_rank": "pipeline_parallel", "pipeline_layers": "pipeline_parallel",
+            "context_parallel_method": "context_parallel",
+            "pipeline_schedule": "pipeline_parallel",
+            "pipeline_stages_per_rank": "pipeline_parallel",
+            "pipeline_layers": "pipeline_parallel",
         }.items()
-    },  # fmt: skip
-    # The pipeline. Several rules ask for pipeline_parallel > 1, because its other options have no effect without it.
+    },
+    # The pipeline. Several rules ask for pipeline_parallel > 1, because its other options have no
+    # effect without it.
     "pipeline_stages_per_rank": (
-        lambda c: c.parallelism.pipeline_parallel > 1 and c.parallelism.pipeline_stages_per_rank != 0
-        and not c.schedule.stages_per_rank[0] <= c.parallelism.pipeline_stages_per_rank <= c.schedule.stages_per_rank[1],
-        "{parallelism.pipeline_stages_per_rank}, but {parallelism.pipeline_schedule} has {schedule.stages_per_rank[0]} to "
-        "{schedule.stages_per_rank[1]} stages on each rank: remove it (then there are {schedule.default_stages}), or choose "
+        lambda c: (
+            c.parallelism.pipeline_parallel > 1
+            and c.parallelism.pipeline_stages_per_rank != 0
+            and not c.schedule.stages_per_rank[0]
+            <= c.parallelism.pipeline_stages_per_rank
+            <= c.schedule.stages_per_rank[1]
+        ),
+        "{parallelism.pipeline_stages_per_rank}, but {parallelism.pipeline_schedule} has "
+        "{schedule.stages_per_rank[0]} to "
+        "{schedule.stages_per_rank[1]} stages on each rank: remove it (then there are "
+        "{schedule.default_stages}), or choose "
         "another schedule",
     ),
     "pipeline_stages": (
         lambda c: c.parallelism.pipeline_parallel > 1 and c.stages > c.model.n_layers,
-        "{parallelism.pipeline_parallel} and {parallelism.pipeline_schedule} make {stages} stages, but there are only "
-        "{model.n_layers} and every stage needs a layer: lower pipeline_parallel or pipeline_stages_per_rank",
+        "{parallelism.pipeline_parallel} and {parallelism.pipeline_schedule} make {stages} "
+        "stages, but there are only "
+        "{model.n_layers} and every stage needs a layer: lower pipeline_parallel or "
+        "pipeline_stages_per_rank",
     ),
     "pipeline_layers": (
-        lambda c: c.parallelism.pipeline_parallel > 1 and c.parallelism.pipeline_layers
-        and (len(c.parallelism.pipeline_layers) != c.stages or sum(c.parallelism.pipeline_layers) != c.model.n_layers),
-        "{parallelism.pipeline_layers} must have one number for each of the {stages} stages, and together they must be "
+        lambda c: (
+            c.parallelism.pipeline_parallel > 1
+            and c.parallelism.pipeline_layers
+            and (
+                len(c.parallelism.pipeline_layers) != c.stages
+                or sum(c.parallelism.pipeline_layers) != c.model.n_layers
+            )
+        ),
+        "{parallelism.pipeline_layers} must have one number for each of the {stages} stages, and "
+        "together they must be "
         "{model.n_layers}: change it, or remove it to divide the layers by their cost",
     ),
     "pipeline_micro_batches": (
-        lambda c: c.parallelism.pipeline_parallel > 1 and c.training.global_batch_size < c.least_batch,
-        "{parallelism.pipeline_schedule} on {parallelism.pipeline_parallel} ranks needs at least {least_micro_batches} "
-        "micro-batches, and one has {micro} sequences over all data-parallel ranks, but {training.global_batch_size}: set it to "
+        lambda c: (
+            c.parallelism.pipeline_parallel > 1 and c.training.global_batch_size < c.least_batch
+        ),
+        "{parallelism.pipeline_schedule} on {parallelism.pipeline_parallel} ranks needs at least "
+        "{least_micro_batches} "
+        "micro-batches, and one has {micro} sequences over all data-parallel ranks, but "
+        "{training.global_batch_size}: set it to "
         "{least_batch} or more, lower training.local_batch_size, or choose a different schedule",
     ),
     "pipeline_offload": (
         lambda c: c.parallelism.cpu_offload and c.parallelism.pipeline_parallel > 1,
-        "{parallelism.cpu_offload} together with {parallelism.pipeline_parallel} is not supported: use one of the two",
+        "{parallelism.cpu_offload} together with {parallelism.pipeline_parallel} is not "
+        "supported: use one of the two",
     ),
-    "pipeline_reshard": (  # the second half of a backward needs the weights that the first one would free
-        lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward
-        and c.parallelism.reshard_after_forward is True,
-        "{parallelism.pipeline_schedule} splits the backward pass and needs the weights between its halves, so they cannot be "
-        'freed with {parallelism.reshard_after_forward}: set it to "default", or use the schedule "1f1b" or "interleaved_1f1b"',
+    # the second half of a backward needs the weights that the first one would free
+    "pipeline_reshard": (
+        lambda c: (
+            c.parallelism.pipeline_parallel > 1
+            and c.schedule.splits_backward
+            and c.parallelism.reshard_after_forward is True
+        ),
+        "{parallelism.pipeline_schedule} splits the backward pass and needs the weights between "
+        "its halves, so they cannot be "
+        'freed with {parallelism.reshard_after_forward}: set it to "default", or use the schedule '
+        '"1f1b" or "interleaved_1f1b"',
     ),
-    "pipeline_keep_gathered": (  # then parallelisms/dp.py frees none of a stage's weights before its last backward
-        lambda c: c.parallelism.pipeline_parallel > 1 and c.parallelism.keep_gathered > 0
-        and c.parallelism.reshard_after_forward == "default",
-        "{parallelism.keep_gathered} has no effect with {parallelism.pipeline_parallel} and {parallelism.reshard_after_forward}, "
-        "with which a stage keeps all its weights gathered for the next micro-batch: remove it, or set reshard_after_forward = "
+    # then parallelisms/dp.py frees none of a stage's weights before its last backward
+    "pipeline_keep_gathered": (
+        lambda c: (
+            c.parallelism.pipeline_parallel > 1
+            and c.parallelism.keep_gathered > 0
+            and c.parallelism.reshard_after_forward == "default"
+        ),
+        "{parallelism.keep_gathered} has no effect with {parallelism.pipeline_parallel} and "
+        "{parallelism.reshard_after_forward}, "
+        "with which a stage keeps all its weights gathered for the next micro-batch: remove it, "
+        "or set reshard_after_forward = "
         "true to free those of all other blocks",
     ),
-    "pipeline_selective": (  # the second half of a backward pass would recompute what the first one has recomputed
-        lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward
-        and c.activation_checkpoint.mode == "selective",
-        "{parallelism.pipeline_schedule} splits the backward pass, which PyTorch cannot do with {activation_checkpoint.mode}: "
+    # the second half of a backward pass would recompute what the first one has recomputed
+    "pipeline_selective": (
+        lambda c: (
+            c.parallelism.pipeline_parallel > 1
+            and c.schedule.splits_backward
+            and c.activation_checkpoint.mode == "selective"
+        ),
+        "{parallelism.pipeline_schedule} splits the backward pass, which PyTorch cannot do with "
+        "{activation_checkpoint.mode}: "
         'use the mode "none", "full" or "every_n", or the schedule "1f1b" or "interleaved_1f1b"',
     ),
-    "pipeline_compile": (  # AOTAutograd makes one node of a compiled block, whose backward gives all gradients at once
-        lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward and c.compile.enabled,
-        "{parallelism.pipeline_schedule} splits the backward pass, which PyTorch cannot do with {compile.enabled}: set that "
+    # AOTAutograd makes one node of a compiled block, whose backward gives all gradients at once
+    "pipeline_compile": (
+        lambda c: (
+            c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward and c.compile.enabled
+        ),
+        "{parallelism.pipeline_schedule} splits the backward pass, which PyTorch cannot do with "
+        "{compile.enabled}: set that "
         'to false, or use the schedule "1f1b" or "interleaved_1f1b"',
     ),
     "pipeline_float8": (  # torchao makes one node of a product: each half computes both gradients
-        lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward
-        and c.training.float8 != "none",
+        lambda c: (
+            c.parallelism.pipeline_parallel > 1
+            and c.schedule.splits_backward
+            and c.training.float8 != "none"
+        ),
         "{parallelism.pipeline_schedule} splits the backward pass, and with {training.float8} each "
         'half would do the work of both: set that to "none", or use the schedule "1f1b" or '
         '"interleaved_1f1b"',
     ),
     # GPU kernels of attention.
     "mask_compile": (  # what does not fit is a loop over documents, and never one graph
-        lambda c: c.data.mask_documents and c.compile.enabled and c.run.device != "cpu" and _no_flash(c),
-        "{data.mask_documents} with {compile.enabled} needs on a GPU a 16-bit type and heads of 8, 16, ... 256 numbers, "
+        lambda c: (
+            c.data.mask_documents and c.compile.enabled and c.run.device != "cpu" and _no_flash(c)
+        ),
+        "{data.mask_documents} with {compile.enabled} needs on a GPU a 16-bit type and heads of "
+        "8, 16, ... 256 numbers, "
         "but {training.param_dtype} and {query_numbers}: change these, do without one of the two, "
         'or set run.device = "cpu" for a run without a GPU',
     ),
     "attention": (
         lambda c: c.training.attention != "auto" and (c.run.device == "cpu" or _no_flash(c)),
-        "{training.attention} is a kernel for GPUs, 16-bit types and heads of 8, 16, ... 256 numbers, but {run.device}, "
+        "{training.attention} is a kernel for GPUs, 16-bit types and heads of 8, 16, ... 256 "
+        "numbers, but {run.device}, "
         '{training.param_dtype} and {query_numbers}: set it to "auto", or change these',
     ),
     # The batch and the model.
     "batch": (
-        lambda c: c.training.local_batch_size is not None and c.training.global_batch_size % c.micro != 0,
-        "{training.global_batch_size} is not a multiple of {micro}, which is {training.local_batch_size} on {dp} "
+        lambda c: (
+            c.training.local_batch_size is not None and c.training.global_batch_size % c.micro != 0
+        ),
+        "{training.global_batch_size} is not a multiple of {micro}, which is "
+        "{training.local_batch_size} on {dp} "
         "data-parallel ranks, so no whole number of micro-batches: set {batch_repair}",
     ),
     "batch_ranks": (
         lambda c: c.training.local_batch_size is None and c.training.global_batch_size % c.dp != 0,
-        "{training.global_batch_size} is not a multiple of the {dp} data-parallel ranks, which share it equally: "
+        "{training.global_batch_size} is not a multiple of the {dp} data-parallel ranks, which "
+        "share it equally: "
         "set {batch_repair}",
     ),
     "seq_len": (
         lambda c: c.training.seq_len > c.model.max_seq_len,
-        "{training.seq_len} is more than {model.max_seq_len}, the positions that the model is made for: use a smaller one, or "
-        "set model.max_seq_len (and a larger base of the rotary positions) to train the model for longer sequences",
+        "{training.seq_len} is more than {model.max_seq_len}, the positions that the model is "
+        "made for: use a smaller one, or "
+        "set model.max_seq_len (and a larger base of the rotary positions) to train the model for "
+        "longer sequences",
     ),
     # The vocabulary.
     "bpe_vocabulary": (
         lambda c: trains_bpe(c.data) and c.data.bpe_vocab_size > c.model.vocab_size,
-        "{data.bpe_vocab_size} is more than the embedding has rows, {model.vocab_size}: lower the one or raise "
+        "{data.bpe_vocab_size} is more than the embedding has rows, {model.vocab_size}: lower the "
+        "one or raise "
         "the other",
     ),
     "bytes_vocabulary": (
         lambda c: c.data.tokenizer == "bytes" and c.model.vocab_size < 257,
-        "{data.tokenizer} needs at least 257 rows of the embedding (256 bytes and the end of a text), but "
+        "{data.tokenizer} needs at least 257 rows of the embedding (256 bytes and the end of a "
+        "text), but "
         "{model.vocab_size}",
     ),
     # The sources.
     "mixture_source": (
         lambda c: c.data.mixture and c.data.source != Data().source,
-        "{data.source} has no effect with data.mixture, which names the sources: remove it, or give it a row there",
+        "{data.source} has no effect with data.mixture, which names the sources: remove it, or "
+        "give it a row there",
     ),
     "validation_names": (
-        lambda c: {row.name for row in c.validation.sets} & {"held_out", *(row.name for row in c.data.mixture)},
-        "{validation.sets} and the held-out documents of data.mixture (or of data.source, called held_out) share a name: "
+        lambda c: (
+            {row.name for row in c.validation.sets}
+            & {"held_out", *(row.name for row in c.data.mixture)}
+        ),
+        "{validation.sets} and the held-out documents of data.mixture (or of data.source, called "
+        "held_out) share a name: "
         "give the set another",
     ),
     # Streaming.
     "stream_tokenizer": (
         lambda c: c.data.stream and c.data.tokenizer == "bpe",
-        "{data.stream}, but {data.tokenizer} is trained on a corpus first: give the path of a tokenizer "
+        "{data.stream}, but {data.tokenizer} is trained on a corpus first: give the path of a "
+        "tokenizer "
         '(python -m data.train_tokenizer makes one), or "bytes"',
     ),
     "stream_ranks": (
         lambda c: c.data.stream and c.data.streams % c.dp != 0,
-        "{data.streams} is not a multiple of the {dp} data-parallel ranks: set it to one (of every number of ranks that "
+        "{data.streams} is not a multiple of the {dp} data-parallel ranks: set it to one (of "
+        "every number of ranks that "
         "the run may have one day: it cannot change later)",
     ),
     "stream_mixture": (
         lambda c: c.data.stream and c.data.mixture,
-        "{data.stream} reads data.source alone, but there is a data.mixture: prepare its sources, or mix them into one",
+        "{data.stream} reads data.source alone, but there is a data.mixture: prepare its sources, "
+        "or mix them into one",
     ),
     "stream_splice": (
         lambda c: c.data.stream and c.data.allow_splice,
-        "{data.allow_splice} with {data.stream} is not supported: to go on with other data, start from the weights in "
+        "{data.allow_splice} with {data.stream} is not supported: to go on with other data, start "
+        "from the weights in "
         "another run.folder, with checkpoint.load_path",
     ),
     "stream_skip": (
         lambda c: c.data.stream and c.data.skip,
-        "{data.skip} with {data.stream} is not supported: prepare the source, or start from the weights in another run.folder",
+        "{data.skip} with {data.stream} is not supported: prepare the source, or start from the "
+        "weights in another run.folder",
     ),
     "stream_workers": (
         lambda c: c.data.stream and c.data.workers > 0,
@@ -415,28 +595,34 @@ RULES = {
     ),
     "stream_timeout": (
         lambda c: c.data.stream and c.data.timeout_seconds >= c.run.step_timeout_seconds,
-        "{data.timeout_seconds} is not less than {run.step_timeout_seconds}: the ranks that wait for one whose stream "
-        "hangs would give up before it does, without a checkpoint; lower the first or raise the second",
+        "{data.timeout_seconds} is not less than {run.step_timeout_seconds}: the ranks that wait "
+        "for one whose stream "
+        "hangs would give up before it does, without a checkpoint; lower the first or raise the "
+        "second",
     ),
     "stream_validation": (
         lambda c: c.data.stream and c.validation.interval > 0 and not c.validation.sets,
-        "{validation.interval} with {data.stream} needs [[validation.sets]]: prepare a part of the source (what it holds out "
+        "{validation.interval} with {data.stream} needs [[validation.sets]]: prepare a part of "
+        "the source (what it holds out "
         "is held out of the stream too) and name it there, or set interval = 0",
     ),
     # The time line of the run.
     "warmup": (
         lambda c: c.warmup > c.training.steps,
-        "{lr_schedule.warmup_steps} is more than {training.steps}: the peak learning rate would never be reached. Lower "
+        "{lr_schedule.warmup_steps} is more than {training.steps}: the peak learning rate would "
+        "never be reached. Lower "
         "it, or leave it out and set lr_schedule.warmup_fraction, which fits any number of steps",
     ),
     "wsd": (
         lambda c: c.lr_schedule.kind == "wsd" and c.warmup + c.decay > c.training.steps,
-        "{lr_schedule.kind}: {warmup} steps of warm-up and the {decay} steps of {lr_schedule.decay_fraction} "
+        "{lr_schedule.kind}: {warmup} steps of warm-up and the {decay} steps of "
+        "{lr_schedule.decay_fraction} "
         "are together more than {training.steps}: lower one of the two",
     ),
     "profiler_window": (
         lambda c: c.profiler.enabled and c.profiler.start_step > c.training.steps,
-        "{profiler.start_step} is beyond the end of the run, {training.steps}, so nothing would be traced: lower the first",
+        "{profiler.start_step} is beyond the end of the run, {training.steps}, so nothing would "
+        "be traced: lower the first",
     ),
     "load_step": (
         lambda c: c.checkpoint.load_step > c.training.steps,
@@ -445,51 +631,67 @@ RULES = {
     # Options that exclude or need one another.
     "skip_spikes": (
         lambda c: c.training.skip_spikes and c.training.spike_threshold == 0,
-        "{training.skip_spikes} needs training.spike_threshold, which says what a spike is: set it (6, say)",
+        "{training.skip_spikes} needs training.spike_threshold, which says what a spike is: set "
+        "it (6, say)",
     ),
     "replicas": (
-        lambda c: c.debug.replica_check_interval > 0
-        and c.parallelism.data_parallel_replicate * c.parallelism.tensor_parallel == 1,
-        "{debug.replica_check_interval} compares ranks that hold the same state, and here none does: it needs "
+        lambda c: (
+            c.debug.replica_check_interval > 0
+            and c.parallelism.data_parallel_replicate * c.parallelism.tensor_parallel == 1
+        ),
+        "{debug.replica_check_interval} compares ranks that hold the same state, and here none "
+        "does: it needs "
         "data_parallel_replicate or tensor_parallel above 1, or remove it",
     ),
     "replay": (
         lambda c: c.debug.replay_interval > 0 and c.run.device != "cpu" and not c.run.deterministic,
-        "{debug.replay_interval} compares two gradients bit by bit, which on a GPU differ anyway with {run.deterministic}: set "
+        "{debug.replay_interval} compares two gradients bit by bit, which on a GPU differ anyway "
+        "with {run.deterministic}: set "
         'that to true (or run.device = "cpu" for a run without a GPU)',
     ),
-    "watch_compile": (  # a dispatch mode sees no operator of a compiled region, or forbids its compilation
+    # a dispatch mode sees no operator of a compiled region, or forbids its compilation
+    "watch_compile": (
         lambda c: (c.debug.check_collectives or c.debug.replay_interval) and c.compile.enabled,
-        "{debug.check_collectives} and {debug.replay_interval} watch operators one by one, which {compile.enabled} takes out of "
+        "{debug.check_collectives} and {debug.replay_interval} watch operators one by one, which "
+        "{compile.enabled} takes out of "
         "sight: do without the one or the other",
     ),
     "float8_tp": (
         lambda c: c.training.float8 != "none" and c.parallelism.tensor_parallel > 1,
-        "{training.float8} together with {parallelism.tensor_parallel} is not supported: use one of the two",
+        "{training.float8} together with {parallelism.tensor_parallel} is not supported: use one "
+        "of the two",
     ),
     "float8_dtype": (  # auto is bfloat16 on every GPU that has float8
         lambda c: c.training.float8 != "none" and c.training.param_dtype == "float32",
-        '{training.float8} rounds what {training.param_dtype} would keep: set param_dtype = "bfloat16", or float8 = "none"',
+        "{training.float8} rounds what {training.param_dtype} would keep: set param_dtype = "
+        '"bfloat16", or float8 = "none"',
     ),
     "float8_emulate": (
         lambda c: c.debug.emulate_float8 and c.training.float8 == "none",
-        "{debug.emulate_float8} has no effect with {training.float8}: remove it, or choose a recipe",
+        "{debug.emulate_float8} has no effect with {training.float8}: remove it, or choose a "
+        "recipe",
     ),
     "momentum": (
         lambda c: c.optimizer.kind == "adamw" and c.optimizer.momentum > 0,
-        '{optimizer.momentum} has no effect with {optimizer.kind}, which has betas: remove it, or use kind = "sgd"',
+        "{optimizer.momentum} has no effect with {optimizer.kind}, which has betas: remove it, or "
+        'use kind = "sgd"',
     ),
     "load_path": (
         lambda c: c.checkpoint.exclude_from_loading and not c.checkpoint.load_path,
-        "{checkpoint.exclude_from_loading} has no effect without checkpoint.load_path: set it, or remove the patterns",
+        "{checkpoint.exclude_from_loading} has no effect without checkpoint.load_path: set it, or "
+        "remove the patterns",
     ),
     "load_hf": (
         lambda c: c.checkpoint.load_hf and c.checkpoint.load_path,
-        "{checkpoint.load_hf} and {checkpoint.load_path} are both to start the run from: remove one of them",
+        "{checkpoint.load_hf} and {checkpoint.load_path} are both to start the run from: remove "
+        "one of them",
     ),
     "validation_split": (
-        lambda c: c.validation.interval > 0 and c.data.validation_fraction == 0 and not c.validation.sets,
-        "{validation.interval} needs held-out documents, but {data.validation_fraction}: hold some out, name some "
+        lambda c: (
+            c.validation.interval > 0 and c.data.validation_fraction == 0 and not c.validation.sets
+        ),
+        "{validation.interval} needs held-out documents, but {data.validation_fraction}: hold "
+        "some out, name some "
         "validation.sets, or set interval = 0",
     ),
 }
@@ -503,17 +705,21 @@ def broken_rules(
 ) -> list[str]:
     """The sentences of all rules that the configuration breaks; empty when it is sound.
 
-    cfg may lack options (a SimpleNamespace of SimpleNamespaces, from a file with mistakes), and the sizes may be
-    unknown: rules that need what is missing are left out, the others count.
+    cfg may lack options (a SimpleNamespace of SimpleNamespaces, from a file with mistakes), and the
+    sizes may be unknown: rules that need what is missing are left out, the others count.
     """
     problems, applicable = [], RULES
-    c = SimpleNamespace(**{table: options for table, options in vars(cfg).items() if table != "model"})
+    c = SimpleNamespace(
+        **{table: options for table, options in vars(cfg).items() if table != "model"}
+    )
     words = {table: _named(table, options) for table, options in vars(c).items()}
     try:
         numbers = architecture(cfg.model, folder)
         applicable = rules(cfg.model.family, folder)
         wrong = {key for key in Model.model_fields if not hasattr(cfg.model, key)}
-        c.model = SimpleNamespace(**{key: value for key, value in numbers.items() if key not in wrong})
+        c.model = SimpleNamespace(
+            **{key: value for key, value in numbers.items() if key not in wrong}
+        )
         words["model"], words["numbers"] = _named("model", c.model), c.model
         for key in vars(c.model):
             if getattr(cfg.model, key, None) is None:

@@ -1,7 +1,9 @@
-"""What a process asks of the CPU and of the libraries below PyTorch: how threads wait, who multiplies, what memory is kept.
+"""What a process asks of the CPU and of the libraries below PyTorch: how threads wait, who
+multiplies, what memory is kept.
 
-Import this module before torch: OpenMP reads its settings when its library is loaded. `train.py` and the packages whose
-modules are started with `python -m` (tools, data, checkpoint) do so first of all. What the environment says already counts.
+Import this module before torch: OpenMP reads its settings when its library is loaded. `train.py`
+and the packages whose modules are started with `python -m` (tools, data, checkpoint) do so first of
+all. What the environment says already counts.
 """
 
 import ctypes
@@ -9,8 +11,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-# A thread that waits spins for some 10 us, then sleeps. If it slept at once, a step would take longer. If it spun for long, as
-# OpenMP does by default, a step would take several times longer when other work wants the cores (docs/performance.md).
+# A thread that waits spins for some 10 us, then sleeps. If it slept at once, a step would take
+# longer. If it spun for long, as OpenMP does by default, a step would take several times longer
+# when other work wants the cores (docs/performance.md).
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 for _name, _value in THREADS.items():
@@ -20,9 +23,10 @@ for _name, _value in THREADS.items():
 def keep_memory() -> None:
     """Let this process keep the memory that tensors give back, as the GPU's allocator does.
 
-    glibc returns large pieces to the kernel, and the next tensor touches its pages again, which takes a good part of a step
-    where layers are large (docs/performance.md). With these settings of mallopt(3) nothing is made by mmap and nothing is
-    trimmed. Where the C library has no mallopt, this does nothing.
+    glibc returns large pieces to the kernel, and the next tensor touches its pages again, which
+    takes a good part of a step where layers are large (docs/performance.md). With these settings of
+    mallopt(3) nothing is made by mmap and nothing is trimmed. Where the C library has no mallopt,
+    this does nothing.
     """
     with suppress(OSError, AttributeError):
         mallopt, mmap_max, trim_threshold = ctypes.CDLL(None).mallopt, -4, -1
@@ -31,15 +35,21 @@ def keep_memory() -> None:
 
 
 def float32_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """Let oneDNN multiply float32 matrices where MKL, PyTorch's choice, reaches only half the rate: on AMD's processors with
-    AVX-512 (340 against 164 GFLOP/s at 2048^3 on two cores of Zen 5, docs/performance.md).
+    """Let oneDNN multiply float32 matrices where MKL, PyTorch's choice, reaches only half the rate:
+    on AMD's processors with AVX-512 (340 against 164 GFLOP/s at 2048^3 on two cores of Zen 5,
+    docs/performance.md).
 
-    PyTorch takes oneDNN for float32 only if it may compute in bfloat16 inside. oneDNN does that with AMX alone, which no
-    processor of AMD has: it runs its float32 kernel. A product that bfloat16 cannot represent makes sure of it.
+    PyTorch takes oneDNN for float32 only if it may compute in bfloat16 inside. oneDNN does that
+    with AMX alone, which no processor of AMD has: it runs its float32 kernel. A product that
+    bfloat16 cannot represent makes sure of it.
     """
     import torch  # not above: see the first paragraph
 
-    if not cpuinfo.exists() or "AuthenticAMD" not in cpuinfo.read_text() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if (
+        not cpuinfo.exists()
+        or "AuthenticAMD" not in cpuinfo.read_text()
+        or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    ):
         return
     torch.set_float32_matmul_precision("medium")
     fine = torch.full((64, 64), 1 + 2.0**-20)  # bfloat16 ends at 2^-7

@@ -1,13 +1,15 @@
-"""Turns `[CONFIG.toml] [--table.key=value ...]` into a checked Config. The TOML overrides the defaults, and the command
-line overrides both.
+"""Turns `[CONFIG.toml] [--table.key=value ...]` into a checked Config. The TOML overrides the
+defaults, and the command line overrides both.
 
-All mistakes are reported at once. Each is one line that names the option, where it was set, what was found and what is
-allowed. Nothing is written and torch is not imported, so a mistake costs a fraction of a second:
+All mistakes are reported at once. Each is one line that names the option, where it was set, what
+was found and what is allowed. Nothing is written and torch is not imported, so a mistake costs a
+fraction of a second:
 
     python -m configs.load configs/llama_8b.toml --training.seq_len=4096 --world-size=64 --local-world-size=8
 
-prints the resolved configuration, or the mistakes (exit code 2); `--quiet` prints the mistakes only. `run_train.sh`
-runs it before it launches anything. `--help` lists every option; `--write-schema` writes `schema.json` for editors.
+prints the resolved configuration, or the mistakes (exit code 2); `--quiet` prints the mistakes
+only. `run_train.sh` runs it before it launches anything. `--help` lists every option;
+`--write-schema` writes `schema.json` for editors.
 """
 
 import argparse
@@ -34,18 +36,21 @@ COMMAND_LINE = "command line"
 
 
 def _plain(schema: Any, definitions: dict[str, dict]) -> Any:
-    """A JSON schema without titles, in which each reference to a definition is replaced by the definition."""
+    """A JSON schema without titles, in which each reference to a definition is replaced by the
+    definition."""
     if isinstance(schema, list):
         return [_plain(part, definitions) for part in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         return _plain(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    return {keyword: _plain(part, definitions) for keyword, part in schema.items() if keyword != "title"}
+    return {
+        keyword: _plain(part, definitions) for keyword, part in schema.items() if keyword != "title"
+    }
 
 
-# Everything below is derived from the schema. table -> its model; "table.key" -> its JSON schema: type, bounds, default
-# and description.
+# Everything below is derived from the schema. table -> its model; "table.key" -> its JSON schema:
+# type, bounds, default and description.
 TABLES = {table: field.annotation for table, field in Config.model_fields.items()}
 OPTIONS = {
     f"{table}.{key}": option
@@ -61,24 +66,32 @@ class ConfigError(InputError):
     def __init__(self, problems: list[str]):
         self.problems = problems
         count = f"{len(problems)} mistake" + "s" * (len(problems) > 1)
-        lines = [f"{count} in the configuration:", *(f"  - {problem}" for problem in problems[:MAX_SHOWN])]
+        lines = [
+            f"{count} in the configuration:",
+            *(f"  - {problem}" for problem in problems[:MAX_SHOWN]),
+        ]
         if len(problems) > MAX_SHOWN:
             lines.append(f"  and {len(problems) - MAX_SHOWN} more")
         super().__init__("\n".join(lines))
 
 
-def load_config(argv: list[str], world_size: int | None = None, local_world_size: int | None = None) -> Config:
-    """The configuration of the run that `argv` describes. If it names no file, configs/llama_debug.toml is taken.
+def load_config(
+    argv: list[str], world_size: int | None = None, local_world_size: int | None = None
+) -> Config:
+    """The configuration of the run that `argv` describes. If it names no file,
+    configs/llama_debug.toml is taken.
 
-    With the number of processes (of the run, of this host) the rules of the mesh are checked too. An option that was
-    not set and follows from others, such as training.local_batch_size, gets its number. Raises ConfigError.
+    With the number of processes (of the run, of this host) the rules of the mesh are checked too.
+    An option that was not set and follows from others, such as training.local_batch_size, gets its
+    number. Raises ConfigError.
     """
     path, overrides, problems, doubtful = _arguments(argv)
     given = {}  # "table.key" -> (value, where it was set)
     try:
         tables = _read(path)
     except ConfigError as error:
-        tables, doubtful = {}, set(OPTIONS)  # nobody knows what the file was to say, so no rule can be checked
+        # nobody knows what the file was to say, so no rule can be checked
+        tables, doubtful = {}, set(OPTIONS)
         problems += error.problems
     file_label = _printable(str(path))
     for table, options in tables.items():
@@ -92,7 +105,11 @@ def load_config(argv: list[str], world_size: int | None = None, local_world_size
 
     sound = {}  # table -> its options that were given and are right
     for table, model in TABLES.items():
-        values = {name[len(table) + 1 :]: value for name, (value, _) in given.items() if name.startswith(table + ".")}
+        values = {
+            name[len(table) + 1 :]: value
+            for name, (value, _) in given.items()
+            if name.startswith(table + ".")
+        }
         wrong = _errors(model, values)
         for key, error in wrong.items():
             name = f"{table}.{key}"
@@ -107,7 +124,9 @@ def load_config(argv: list[str], world_size: int | None = None, local_world_size
 
     cfg = Config.model_validate(sound)
     certain = {
-        table: SimpleNamespace(**{k: v for k, v in vars(options).items() if f"{table}.{k}" not in doubtful})
+        table: SimpleNamespace(
+            **{k: v for k, v in vars(options).items() if f"{table}.{k}" not in doubtful}
+        )
         for table, options in vars(cfg).items()
     }
     problems += broken_rules(SimpleNamespace(**certain), world_size, local_world_size)
@@ -122,7 +141,8 @@ def as_given(argv: list[str]) -> tuple[Path, dict[str, object]]:
 
 
 def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set[str]]:
-    """The file, the overrides by option, what is wrong with the arguments, and the options left in doubt."""
+    """The file, the overrides by option, what is wrong with the arguments, and the options left in
+    doubt."""
     files, overrides, problems, doubtful = [], {}, [], set()
     remaining = list(argv)
     while remaining:
@@ -134,7 +154,9 @@ def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set
         option = OPTIONS.get(name, {})
         if not equals:
             follows = bool(remaining) and not remaining[0].startswith("--")
-            if option.get("type") == "boolean" and not (follows and remaining[0] in ("true", "false")):
+            if option.get("type") == "boolean" and not (
+                follows and remaining[0] in ("true", "false")
+            ):
                 text = "true"
             elif follows and (option or not remaining[0].endswith(".toml")):
                 text = remaining.pop(0)
@@ -148,7 +170,10 @@ def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set
             problems.append(f"{COMMAND_LINE}: {problem}")
             doubtful |= meant
     if len(files) > 1:
-        problems.append(f"{COMMAND_LINE}: one configuration file is allowed, found {', '.join(map(_printable, files))}")
+        problems.append(
+            f"{COMMAND_LINE}: one configuration file is allowed, found "
+            f"{', '.join(map(_printable, files))}"
+        )
     return Path(files[0]) if files else HERE / "llama_debug.toml", overrides, problems, doubtful
 
 
@@ -161,20 +186,29 @@ def _toml_or_text(text: str) -> object:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """The tables of a TOML file. A byte order mark, which some editors write, is skipped. Raises ConfigError."""
+    """The tables of a TOML file. A byte order mark, which some editors write, is skipped. Raises
+    ConfigError."""
     label = _printable(str(path))
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError([f"{label}: a {'folder' if path.is_dir() else 'special file'}; give a TOML file"])
+            raise ConfigError(
+                [f"{label}: a {'folder' if path.is_dir() else 'special file'}; give a TOML file"]
+            )
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        known = [str(other) for folder in (path.parent, HERE) for other in sorted(folder.glob("*.toml"))]
+        known = [
+            str(other) for folder in (path.parent, HERE) for other in sorted(folder.glob("*.toml"))
+        ]
         near = get_close_matches(path.name, [Path(other).name for other in known], n=1)
-        hints = [f"; did you mean {_printable(other)}?" for other in known if Path(other).name in near]
+        hints = [
+            f"; did you mean {_printable(other)}?" for other in known if Path(other).name in near
+        ]
         raise ConfigError([f"{label}: no such file{''.join(hints[:1])}"]) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise ConfigError([f"{label}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
+        raise ConfigError(
+            [f"{label}: cannot be read: {getattr(error, 'strerror', None) or error}"]
+        ) from None
     if len(content) > MAX_BYTES:
         raise ConfigError([f"{label}: larger than {MAX_BYTES:,} bytes, so not a configuration"])
     try:
@@ -182,18 +216,25 @@ def _read(path: Path) -> dict[str, object]:
         tables = tomli.loads(text)
     except UnicodeDecodeError as error:
         line, byte = content[: error.start].count(b"\n") + 1, content[error.start]
-        raise ConfigError([f"{label}: line {line} is not UTF-8 (byte 0x{byte:02x}): save it as UTF-8"]) from None
+        raise ConfigError(
+            [f"{label}: line {line} is not UTF-8 (byte 0x{byte:02x}): save it as UTF-8"]
+        ) from None
     except RecursionError:
-        raise ConfigError([f"{label}: nested too deeply; options are [table] and key = value"]) from None
+        raise ConfigError(
+            [f"{label}: nested too deeply; options are [table] and key = value"]
+        ) from None
     except ValueError as error:
         raise ConfigError([f"{label}: not valid TOML: {_syntax_error(text, str(error))}"]) from None
     if not tables:
-        raise ConfigError([f"{label}: sets nothing; leave the argument out to run configs/llama_debug.toml"])
+        raise ConfigError(
+            [f"{label}: sets nothing; leave the argument out to run configs/llama_debug.toml"]
+        )
     return tables
 
 
 def _syntax_error(text: str, message: str) -> str:
-    """The parser's message with the line that it means, and with plainer words for the commonest mistake."""
+    """The parser's message with the line that it means, and with plainer words for the commonest
+    mistake."""
     lines = text.rstrip().split("\n")
     number = re.search(r"at line (\d+)", message)
     lines = lines[: int(number[1])] if number else lines
@@ -203,7 +244,8 @@ def _syntax_error(text: str, message: str) -> str:
 
 
 def _errors(model: type, values: dict[str, object]) -> dict[str, dict]:
-    """key -> pydantic's error about it (the last one, if an option that allows several types has several errors)."""
+    """key -> pydantic's error about it (the last one, if an option that allows several types has
+    several errors)."""
     try:
         model.model_validate(values)
     except ValidationError as error:
@@ -211,7 +253,14 @@ def _errors(model: type, values: dict[str, object]) -> dict[str, dict]:
     return {}
 
 
-KINDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
+KINDS = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a float",
+    str: "a string",
+    list: "a list",
+    dict: "a table",
+}
 
 
 def _expected(option: dict, value: object, error: dict) -> str:
@@ -253,22 +302,36 @@ def _no_such_option(name: str) -> tuple[str, set[str]]:
     meant = [f"{table}.{sibling}" for sibling in near]
     meant = meant or ([] if siblings else get_close_matches(name, OPTIONS, n=1, cutoff=0.75))
     meant = meant or [option for option in OPTIONS if option.split(".")[1] == key]
-    known = f"[{table}] has {', '.join(siblings)}" if siblings else f"the tables are {', '.join(TABLES)}"
-    return f"{_printable(name)}: no such option; {f'did you mean {_either(meant)}?' if meant else known}", set(meant)
+    known = (
+        f"[{table}] has {', '.join(siblings)}"
+        if siblings
+        else f"the tables are {', '.join(TABLES)}"
+    )
+    return (
+        f"{_printable(name)}: no such option; "
+        f"{f'did you mean {_either(meant)}?' if meant else known}",
+        set(meant),
+    )
 
 
 def _not_a_table(name: str, value: object) -> tuple[str, set[str]]:
-    """The problem with something else in the place of a table, and the options that may have been meant."""
+    """The problem with something else in the place of a table, and the options that may have been
+    meant."""
     meant = [option for option in OPTIONS if option.split(".")[0] == name]
     if meant:
-        return f"{name} = {_shown(value)}: a table is needed, as in {meant[0]} = {_default(meant[0])}", set(meant)
+        return (
+            f"{name} = {_shown(value)}: a table is needed, as in {meant[0]} = {_default(meant[0])}",
+            set(meant),
+        )
     meant = [option for option in OPTIONS if option.split(".")[1] == name]
     if meant and not isinstance(value, dict):
         return f"{name}: stands in no table; did you mean {_either(meant)}?", set(meant)
     near = get_close_matches(name.lower().replace("-", "_"), TABLES, n=1)
     hint = f"did you mean [{near[0]}]?" if near else f"the tables are {', '.join(TABLES)}"
     kind = "table" if isinstance(value, dict) else "table or option"
-    return f"{_printable(name)}: no such {kind}; {hint}", {option for option in OPTIONS if option.split(".")[0] in near}
+    return f"{_printable(name)}: no such {kind}; {hint}", {
+        option for option in OPTIONS if option.split(".")[0] in near
+    }
 
 
 def _either(names: Iterable[str]) -> str:
@@ -296,23 +359,34 @@ def _literals(option: dict) -> list[object]:
 
 
 def allowed(option: dict) -> str:
-    """A description of the values that an option's JSON schema allows: "an integer >= 1", '"adamw" or "sgd"'."""
+    """A description of the values that an option's JSON schema allows: "an integer >= 1", '"adamw"
+    or "sgd"'."""
     if "anyOf" in option:
-        return _either(allowed(alternative) for alternative in option["anyOf"] if alternative.get("type") != "null")
+        return _either(
+            allowed(alternative)
+            for alternative in option["anyOf"]
+            if alternative.get("type") != "null"
+        )
     if _literals(option):
         return _either(_toml(value) for value in _literals(option))
     if option["type"] == "array":
         if "items" in option:
             return f"a list, each {allowed(option['items'])}"
         each = list(dict.fromkeys(map(allowed, option["prefixItems"])))
-        return f"a list of {option['minItems']}, each {each[0]}" if len(each) == 1 else f"[{', '.join(each)}]"
+        return (
+            f"a list of {option['minItems']}, each {each[0]}"
+            if len(each) == 1
+            else f"[{', '.join(each)}]"
+        )
     if option["type"] == "object":
         return f"a table of {', '.join(option['properties'])}"
     if option["type"] == "boolean":
         return "true or false"
     if option["type"] == "string":
         low, high = option.get("minLength", 0), option.get("maxLength")
-        return f"text of {low} to {high} characters" if high else "text, not empty" if low else "text"
+        return (
+            f"text of {low} to {high} characters" if high else "text, not empty" if low else "text"
+        )
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {_toml(option[word])}" for word, sign in signs.items() if word in option]
     kind = "an integer" if option["type"] == "integer" else "a finite number"
@@ -340,8 +414,9 @@ def _default(name: str) -> str:
 
 
 def dump(cfg: Config) -> str:
-    """The configuration as TOML, which `load_config` reads back to an equal one. Options that are None are left out, and
-    `Derived` numbers stand in comments: read for a different mesh, the file gives that mesh's numbers."""
+    """The configuration as TOML, which `load_config` reads back to an equal one. Options that are
+    None are left out, and `Derived` numbers stand in comments: read for a different mesh, the file
+    gives that mesh's numbers."""
     lines = []
     for table, options in vars(cfg).items():
         lines.append(f"[{table}]")
@@ -359,24 +434,31 @@ def help_text() -> str:
     lines = [
         "./run_train.sh [CONFIG.toml] [--table.key=value ...]",
         "",
-        "The options of a run, as the tables of a TOML file; on the command line as --table.key=value.",
+        "The options of a run, as the tables of a TOML file; on the command line as "
+        "--table.key=value.",
         "Without a CONFIG.toml: configs/llama_debug.toml.",
     ]
     for table in TABLES:
         lines += ["", f"[{table}]"]
         for name, option in OPTIONS.items():
             if name.startswith(table + "."):
-                lines.append(f"  {name.split('.')[1]} = {_default(name)}".ljust(38) + f"  {allowed(option)}")
+                lines.append(
+                    f"  {name.split('.')[1]} = {_default(name)}".ljust(38) + f"  {allowed(option)}"
+                )
                 lines.append(f"      {option['description']}")
     return "\n".join(lines)
 
 
 def json_schema() -> str:
-    """The JSON schema of the TOML file, for editors (`#:schema schema.json` as a preset's first line).
+    """The JSON schema of the TOML file, for editors (`#:schema schema.json` as a preset's first
+    line).
 
     It has no references, and its dialect is draft 7, because the TOML editors know no later one.
     """
-    tables = {table: {"type": "object", "additionalProperties": False, "properties": {}} for table in TABLES}
+    tables = {
+        table: {"type": "object", "additionalProperties": False, "properties": {}}
+        for table in TABLES
+    }
     for name, option in OPTIONS.items():
         table, key = name.split(".")
         tables[table]["properties"][key] = option
@@ -387,7 +469,9 @@ def json_schema() -> str:
 
 def main(argv: list[str]) -> int:
     """Run the command line that this file's first lines show. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m configs.load", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m configs.load", add_help=False, allow_abbrev=False
+    )
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--write-schema", action="store_true")

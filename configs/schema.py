@@ -1,9 +1,11 @@
-"""Every option of a run: one frozen model per TOML table. Every field has a type, bounds and one line of explanation.
+"""Every option of a run: one frozen model per TOML table. Every field has a type, bounds and one
+line of explanation.
 
-This file is the only list of options. `--help`, the strict parser, the JSON schema for editors and the tests are all
-derived from it, so an option that is not in this file does not exist. Only the numbers of a model come from its family's
-table OPTIONS. It imports no other file of this repository but the registry of families, and no torch, so a wrong
-configuration is reported in well under a second. Rules that span tables are rows in `configs/check.py`.
+This file is the only list of options. `--help`, the strict parser, the JSON schema for editors and
+the tests are all derived from it, so an option that is not in this file does not exist. Only the
+numbers of a model come from its family's table OPTIONS. It imports no other file of this repository
+but the registry of families, and no torch, so a wrong configuration is reported in well under a
+second. Rules that span tables are rows in `configs/check.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ import os
 import re
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    field_validator,
+)
 
 from models import FAMILIES, tables
 
@@ -20,22 +30,30 @@ DType = Literal["auto", "float32", "bfloat16"]
 
 
 class InputError(Exception):
-    """A configuration, corpus or checkpoint that cannot be used. The message is a sentence for a person (what, where,
-    what to do); `train.py` and the tools print it without a traceback and exit with 2."""
+    """A configuration, corpus or checkpoint that cannot be used. The message is a sentence for a
+    person (what, where, what to do); `train.py` and the tools print it without a traceback and exit
+    with 2."""
 
 
-# What must never be written to a file or a console: the password or token of a URL, in front of its host or among its
-# parameters, and tokens that have a known shape (Hugging Face, GitHub, OpenAI, AWS).
+# What must never be written to a file or a console: the password or token of a URL, in front of its
+# host or among its parameters, and tokens that have a known shape (Hugging Face, GitHub, OpenAI,
+# AWS).
 URL_USER = re.compile(r"(\w://)[^/\s@'\"]+@")
 SECRETS = (
     (URL_USER, r"\1***@"),
-    (re.compile(r"([?&][\w-]*(?:token|key|secret|passw|signature|credential)[\w-]*=)[^&\s'\"#]+", re.I), r"\1***"),
+    (
+        re.compile(
+            r"([?&][\w-]*(?:token|key|secret|passw|signature|credential)[\w-]*=)[^&\s'\"#]+", re.I
+        ),
+        r"\1***",
+    ),
     (re.compile(r"\b(?:hf_\w{20,}|gh[a-z]_\w{30,}|sk-[\w-]{20,}|AKIA[0-9A-Z]{16})"), "***"),
 )
 
 
 def redact(text: str) -> str:
-    """The text without secrets. For everything that goes to a file or a console and that is not our own text."""
+    """The text without secrets. For everything that goes to a file or a console and that is not our
+    own text."""
     for pattern, instead in SECRETS:
         text = pattern.sub(instead, text)
     return text
@@ -55,7 +73,8 @@ def _path(value: str) -> str:
 
 
 def _folder(value: str) -> str:
-    """A ~ that no shell has expanded would become a folder of that name. (data/ expands ~ in its own options.)"""
+    """A ~ that no shell has expanded would become a folder of that name. (data/ expands ~ in its
+    own options.)"""
     if value.startswith("~"):
         raise ValueError("must be written out: ~ is not expanded")
     return value
@@ -70,10 +89,19 @@ class Table(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        """An option's docstring may be wrapped here. In `--help` and in the JSON schema it is one
+        line."""
+        for field in cls.model_fields.values():
+            field.description = field.description and " ".join(field.description.split())
+        cls.model_rebuild(force=True)
+
     @field_validator("*", mode="before")
     @classmethod
     def _fits_64_bits(cls, value: object) -> object:
-        """TOML guarantees 64-bit integers, and every tensor and file that receives such a number can hold no more."""
+        """TOML guarantees 64-bit integers, and every tensor and file that receives such a number
+        can hold no more."""
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("must fit into 64 bits")
         return value
@@ -83,55 +111,73 @@ class Table(BaseModel):
     def _has_no_password(cls, value: object) -> object:
         """Every option is written to the run's folder and into checkpoints."""
         if isinstance(value, str) and URL_USER.search(value):
-            raise ValueError("must not contain a user or password: options are written to files (~/.netrc can hold it)")
+            raise ValueError(
+                "must not contain a user or password: options are written to files (~/.netrc can "
+                "hold it)"
+            )
         return value
 
 
 class Derived(int):
-    """A number that nobody set, because it follows from other options (`configs/check.py::derive`). It counts like any
-    integer, but `configs/load.py::dump` does not write it as a setting, so that it is derived anew wherever the file is
-    read: on a different mesh, say."""
+    """A number that nobody set, because it follows from other options (`configs/check.py::derive`).
+    It counts like any integer, but `configs/load.py::dump` does not write it as a setting, so that
+    it is derived anew wherever the file is read: on a different mesh, say."""
 
 
 class Run(Table):
-    folder: Annotated[PathText, AfterValidator(_folder)] = Field("runs/debug", min_length=1, max_length=240)
-    """Folder of this run: config, metrics, logs, TensorBoard, checkpoints. To resume, start with the same folder."""
+    folder: Annotated[PathText, AfterValidator(_folder)] = Field(
+        "runs/debug", min_length=1, max_length=240
+    )
+    """Folder of this run: config, metrics, logs, TensorBoard, checkpoints. To resume, start with
+    the same folder."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the initial weights and of the order of the data. The same seed gives the same run on any mesh."""
+    """Seed of the initial weights and of the order of the data. The same seed gives the same run on
+    any mesh."""
     deterministic: bool = False
-    """Use only deterministic kernels (slower on CUDA; on CPU runs on the same mesh repeat bitwise in any case)."""
+    """Use only deterministic kernels (slower on CUDA; on CPU runs on the same mesh repeat bitwise
+    in any case)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: CUDA when a GPU is visible, otherwise CPU."""
     init_timeout_seconds: int = Field(600, ge=1, le=86400)
-    """Longest time for a collective until the first step has ended (start-up, compilation, loading a checkpoint)."""
+    """Longest time for a collective until the first step has ended (start-up, compilation, loading
+    a checkpoint)."""
     step_timeout_seconds: int = Field(300, ge=1, le=86400)
-    """Longest time for a collective or a step afterwards; a hung or dead rank is noticed within this time."""
+    """Longest time for a collective or a step afterwards; a hung or dead rank is noticed within
+    this time."""
     max_minutes: float = Field(0.0, ge=0)
-    """Save a checkpoint and stop this many minutes after the processes started, as after a signal; 0: no limit."""
+    """Save a checkpoint and stop this many minutes after the processes started, as after a signal;
+    0: no limit."""
     max_failures_at_step: int = Field(3, ge=0)
-    """Refuse to start (exit code 76) when this many starts in a row have failed at the same step; 0: never refuse."""
+    """Refuse to start (exit code 76) when this many starts in a row have failed at the same step;
+    0: never refuse."""
     logs: Literal["auto", "all", "hosts"] = "auto"
-    """Ranks that write a log: all, or the first of each host; auto: all if fewer than 1,024. Errors are always logged."""
+    """Ranks that write a log: all, or the first of each host; auto: all if fewer than 1,024. Errors
+    are always logged."""
     gc_interval: int = Field(50, ge=1)
-    """Steps between collections of Python garbage, which happen on all ranks at once, not at random moments."""
+    """Steps between collections of Python garbage, which happen on all ranks at once, not at random
+    moments."""
 
 
 class Architecture(Table):
     family: Literal[FAMILIES] = "llama"
     """Which file of models/ defines the model."""
     flavor: str = "debug"
-    """A row of FLAVORS in that file (debug, 8B, ...); a name that it does not have is answered with the list."""
+    """A row of FLAVORS in that file (debug, 8B, ...); a name that it does not have is answered with
+    the list."""
 
 
 def _overrides() -> dict:
-    """A field for every number that some family lets the user override; None is the flavor's number. Two families that have
-    an option of the same name mean the same by it. Raises ValueError where their types or bounds differ."""
+    """A field for every number that some family lets the user override; None is the flavor's
+    number. Two families that have an option of the same name mean the same by it. Raises ValueError
+    where their types or bounds differ."""
     fields: dict = {}
     for family in FAMILIES:
         for name, (kind, bounds, explanation) in tables(family).OPTIONS.items():
             field = (kind | None, Field(None, description=explanation, **bounds))
             if repr(fields.setdefault(name, field)) != repr(field):
-                raise ValueError(f"models/{family}.py: OPTIONS has another {name} than another family")
+                raise ValueError(
+                    f"models/{family}.py: OPTIONS has another {name} than another family"
+                )
     return fields
 
 
@@ -147,7 +193,9 @@ def _ascending(steps: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float],
 def _named_once(rows: tuple) -> tuple:
     names = [row.name for row in rows]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"must give each row a different name; there are several called {', '.join(twice)}")
+        raise ValueError(
+            f"must give each row a different name; there are several called {', '.join(twice)}"
+        )
     return rows
 
 
@@ -171,9 +219,11 @@ class MixtureRow(Table):
     """This source's share of the tokens, relative to the sum of all weights."""
     schedule: Annotated[
         tuple[Annotated[tuple[Step, Weight], BeforeValidator(_as_tuple)], ...],
-        BeforeValidator(_as_tuple), AfterValidator(_ascending),
-    ] = ()  # fmt: skip
-    """Weights that change later: [[step, weight], ...]; each applies after that many steps of the run."""
+        BeforeValidator(_as_tuple),
+        AfterValidator(_ascending),
+    ] = ()
+    """Weights that change later: [[step, weight], ...]; each applies after that many steps of the
+    run."""
     max_epochs: float = Field(0.0, ge=0)
     """Largest number of epochs of this source in the whole run; 0: no limit."""
 
@@ -182,32 +232,48 @@ class ValidationSet(Table):
     name: Name
     """Name of this set in metrics."""
     source: PathText = Field(min_length=1)
-    """What to read, as for data.source; of a prepared folder with held-out documents, only those are used."""
+    """What to read, as for data.source; of a prepared folder with held-out documents, only those
+    are used."""
 
 
 def is_prepared(source: str) -> bool:
-    """Whether a source is a folder that `python -m data.prepare` made. One of these files may be missing: the code that
-    opens the folder says so."""
+    """Whether a source is a folder that `python -m data.prepare` made. One of these files may be
+    missing: the code that opens the folder says so."""
     path = os.path.expanduser(source)
-    return sum(os.path.isfile(os.path.join(path, name)) for name in ("manifest.json", "tokenizer.json", "names.starts")) > 1
+    return (
+        sum(
+            os.path.isfile(os.path.join(path, name))
+            for name in ("manifest.json", "tokenizer.json", "names.starts")
+        )
+        > 1
+    )
 
 
 class Data(Table):
     source: PathText = Field("stdlib", min_length=1)
-    """What to train on: stdlib (Python's own library), a file, folder or glob, hf:NAME, or a prepared folder."""
-    mixture: Annotated[tuple[MixtureRow, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)] = ()
-    """Several sources instead of one: tables [[data.mixture]] with name, source, weight, schedule, max_epochs."""
+    """What to train on: stdlib (Python's own library), a file, folder or glob, hf:NAME, or a
+    prepared folder."""
+    mixture: Annotated[
+        tuple[MixtureRow, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)
+    ] = ()
+    """Several sources instead of one: tables [[data.mixture]] with name, source, weight, schedule,
+    max_epochs."""
     allow_splice: bool = False
-    """Allow a resume with changed data, weights, seed, seq_len or global_batch_size; the change is recorded."""
+    """Allow a resume with changed data, weights, seed, seq_len or global_batch_size; the change is
+    recorded."""
     skip: Annotated[
         tuple[Annotated[tuple[Step, Step], BeforeValidator(_as_tuple)], ...],
-        BeforeValidator(_as_tuple), AfterValidator(_ascending),
-    ] = ()  # fmt: skip
-    """Batches to skip: [[step, count], ...]; after that step, jump over the batches of `count` steps."""
+        BeforeValidator(_as_tuple),
+        AfterValidator(_ascending),
+    ] = ()
+    """Batches to skip: [[step, count], ...]; after that step, jump over the batches of `count`
+    steps."""
     mask_documents: bool = False
-    """Restart attention and positions at each document's first token; no loss from one document to the next."""
+    """Restart attention and positions at each document's first token; no loss from one document to
+    the next."""
     tokenizer: PathText = Field("bpe", min_length=1)
-    """bpe (trained on the source at first use), bytes, or the path of a tiktoken rank file or a tokenizer.json."""
+    """bpe (trained on the source at first use), bytes, or the path of a tiktoken rank file or a
+    tokenizer.json."""
     bpe_vocab_size: int = Field(4096, ge=257, le=1_000_000)
     """Vocabulary size of the trained BPE, special tokens included; only used by tokenizer = "bpe"."""
     cache: PathText = Field("", max_length=240)
@@ -221,23 +287,32 @@ class Data(Table):
     max_document_bytes: int = Field(0, ge=0)
     """Leave out (and count) documents with more bytes of UTF-8 than this; 0: no limit."""
     skip_failed: int = Field(0, ge=0)
-    """Unreadable documents (not UTF-8, not JSON, ...) that preparation tolerates, or with stream each stream."""
+    """Unreadable documents (not UTF-8, not JSON, ...) that preparation tolerates, or with stream
+    each stream."""
     validation_fraction: float = Field(0.01, ge=0, lt=0.5)
-    """Share of the documents that is held out of training for validation; a hash of the text chooses them."""
+    """Share of the documents that is held out of training for validation; a hash of the text
+    chooses them."""
     verify: bool = False
-    """Read the whole tokenised corpus before the first step, once per host, and compare its hashes (seconds per GB)."""
+    """Read the whole tokenised corpus before the first step, once per host, and compare its hashes
+    (seconds per GB)."""
     stream: bool = False
-    """Tokenise data.source during training, without preparation; docs/data.md says what is not possible then."""
+    """Tokenise data.source during training, without preparation; docs/data.md says what is not
+    possible then."""
     streams: int = Field(64, ge=1, le=65536)
-    """With stream: number of logical streams; part of the order like the seed; data-parallel ranks must divide it."""
+    """With stream: number of logical streams; part of the order like the seed; data-parallel ranks
+    must divide it."""
     stream_epochs: int = Field(0, ge=0)
-    """With stream: times to read the source; the run ends when the first stream has read its share; 0: no end."""
+    """With stream: times to read the source; the run ends when the first stream has read its share;
+    0: no end."""
     retries: int = Field(5, ge=0)
-    """With stream: attempts to open again what cannot be read, before the run saves a checkpoint and fails."""
+    """With stream: attempts to open again what cannot be read, before the run saves a checkpoint
+    and fails."""
     retry_seconds: float = Field(1.0, ge=0, le=600)
-    """With stream: pause before the first such attempt; it doubles before each further attempt, up to 30."""
+    """With stream: pause before the first such attempt; it doubles before each further attempt, up
+    to 30."""
     workers: int = Field(0, ge=0, le=64)
-    """Loader processes per rank; 0: read in the training process (a batch costs well under a millisecond per rank)."""
+    """Loader processes per rank; 0: read in the training process (a batch costs well under a
+    millisecond per rank)."""
     prefetch: int = Field(2, ge=1, le=64)
     """Batches that each worker keeps ready."""
     timeout_seconds: int = Field(120, ge=1)
@@ -252,27 +327,34 @@ class Training(Table):
     global_batch_size: int = Field(8, ge=1)
     """Sequences per optimizer step, over all ranks and micro-batches."""
     local_batch_size: int | None = Field(None, ge=1)
-    """Sequences per data-parallel rank and micro-batch; the rest accumulates. Not set: all of them; 1 in a pipeline."""
+    """Sequences per data-parallel rank and micro-batch; the rest accumulates. Not set: all of them;
+    1 in a pipeline."""
     param_dtype: DType = "auto"
-    """Dtype of weights in forward and backward (float32 in the optimizer); auto: bfloat16 if the hardware has it."""
+    """Dtype of weights in forward and backward (float32 in the optimizer); auto: bfloat16 if the
+    hardware has it."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over data-parallel ranks."""
     float8: Literal["none", "tensorwise", "rowwise"] = "none"
-    """Compute the blocks' linear layers in float8 with these scales (needs torchao and a GPU since Ada or Hopper)."""
+    """Compute the blocks' linear layers in float8 with these scales (needs torchao and a GPU since
+    Ada or Hopper)."""
     attention: Literal["auto", "flash", "flash3", "cudnn"] = "auto"
-    """GPU kernel of causal attention; auto: PyTorch's choice. `python -m tools.bench.attention` measures them."""
+    """GPU kernel of causal attention; auto: PyTorch's choice. `python -m tools.bench.attention`
+    measures them."""
     max_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this value; 0: no clipping."""
     loss_chunk_tokens: int = Field(1024, ge=1)
     """Tokens for which the loss holds float32 logits at the same time."""
     max_skipped_steps: int = Field(3, ge=0)
-    """Steps in a row that may be skipped (a non-finite loss or gradient, a spike) before the run fails."""
+    """Steps in a row that may be skipped (a non-finite loss or gradient, a spike) before the run
+    fails."""
     spike_threshold: float = Field(0.0, ge=0)
-    """Warn if loss or gradient norm is this many deviations above the median of the last 128 steps (try 6); 0: off."""
+    """Warn if loss or gradient norm is this many deviations above the median of the last 128 steps
+    (try 6); 0: off."""
     skip_spikes: bool = False
     """Change no weight in a step whose gradient norm exceeds spike_threshold."""
     expert_bias_speed: float = Field(0.001, ge=0)
-    """How far an expert's balancing bias moves after each step, in a model that has such biases; 0: they stay."""
+    """How far an expert's balancing bias moves after each step, in a model that has such biases; 0:
+    they stay."""
 
     def micro_batches(self, dp_size: int) -> int:
         """Micro-batches of a step, on each of `dp_size` data-parallel ranks."""
@@ -308,7 +390,8 @@ class LRSchedule(Table):
 
 
 class Schedule(NamedTuple):
-    """What distinguishes a pipeline schedule. `parallelisms/schedules.py` makes its table of actions."""
+    """What distinguishes a pipeline schedule. `parallelisms/schedules.py` makes its table of
+    actions."""
 
     shape: Literal["loop", "v"]
     """How stages go to three ranks, for example: 0 1 2, 0 1 2, or 0 1 2, 2 1 0."""
@@ -319,63 +402,83 @@ class Schedule(NamedTuple):
     splits_backward: bool
     """Whether the gradients of inputs and those of weights are computed apart."""
     micro_batches_per_rank: int
-    """This times the ranks of a pipeline is the least number of micro-batches; 0: any number will do."""
+    """This times the ranks of a pipeline is the least number of micro-batches; 0: any number will
+    do."""
 
 
 SCHEDULES = {
     # PipeDream-Flush: Narayanan et al., arXiv:2104.04473, section 2.2.1.
     "1f1b": Schedule("loop", (1, 1), 1, False, 0),
-    # The same paper, section 2.2.2. More stages per rank make the bubble smaller, and more is sent between ranks.
+    # The same paper, section 2.2.2. More stages per rank make the bubble smaller, and more is sent
+    # between ranks.
     "interleaved_1f1b": Schedule("loop", (2, 1000), 2, False, 0),
-    # ZB-H1: Qi et al., arXiv:2401.10241, section 3.1. With several stages per rank it is interleaved as above.
+    # ZB-H1: Qi et al., arXiv:2401.10241, section 3.1. With several stages per rank it is
+    # interleaved as above.
     "zero_bubble": Schedule("loop", (1, 1000), 2, True, 0),
     # ZB-V: the same paper, section 6. The first and the last stage are on the same rank.
     "zbv": Schedule("v", (2, 2), 2, True, 0),
-    # DualPipe cut in half: github.com/deepseek-ai/DualPipe, after DeepSeek-V3 (arXiv:2412.19437, section 3.2.1).
+    # DualPipe cut in half: github.com/deepseek-ai/DualPipe, after DeepSeek-V3 (arXiv:2412.19437,
+    # section 3.2.1).
     "dualpipe_v": Schedule("v", (2, 2), 2, True, 2),
 }
 
 
 class Parallelism(Table):
     data_parallel_replicate: int = Field(1, ge=1)
-    """Replicas of the model; with data_parallel_shard = 1 this is plain data parallelism, otherwise HSDP."""
+    """Replicas of the model; with data_parallel_shard = 1 this is plain data parallelism, otherwise
+    HSDP."""
     data_parallel_shard: Literal[-1] | Annotated[int, Field(ge=1)] = -1
-    """Ranks over which FSDP2 shards weights, gradients and optimizer state; -1: all ranks that are left."""
+    """Ranks over which FSDP2 shards weights, gradients and optimizer state; -1: all ranks that are
+    left."""
     tensor_parallel: int = Field(1, ge=1)
-    """Ranks of one host that split every matrix (with sequence-parallel norms and a vocabulary-parallel loss)."""
+    """Ranks of one host that split every matrix (with sequence-parallel norms and a
+    vocabulary-parallel loss)."""
     tensor_parallel_across_hosts: bool = False
     """Allow tensor parallelism to cross hosts, where the network makes it slow."""
     context_parallel: int = Field(1, ge=1)
-    """Ranks that share every sequence: each holds an equal part of its tokens and of their activations."""
+    """Ranks that share every sequence: each holds an equal part of its tokens and of their
+    activations."""
     context_parallel_method: Literal["gather", "ulysses"] = "gather"
-    """How attention sees the whole sequence: every rank gathers keys and values, or ranks swap heads for tokens."""
+    """How attention sees the whole sequence: every rank gathers keys and values, or ranks swap
+    heads for tokens."""
     expert_parallel: int = Field(1, ge=1)
-    """Ranks of data_parallel_shard x context_parallel x tensor_parallel that share the experts of every mixture."""
+    """Ranks of data_parallel_shard x context_parallel x tensor_parallel that share the experts of
+    every mixture."""
     async_tensor_parallel: bool = False
-    """Hide tensor parallelism's gathers and scatters behind its products (needs compiled blocks and NVLink)."""
+    """Hide tensor parallelism's gathers and scatters behind its products (needs compiled blocks and
+    NVLink)."""
     reshard_after_forward: bool | Literal["default"] | Annotated[int, Field(ge=2)] = "default"
-    """Free gathered weights after forward; default: except the output projection's; N: keep sharded over N ranks."""
+    """Free gathered weights after forward; default: except the output projection's; N: keep sharded
+    over N ranks."""
     keep_gathered: int = Field(0, ge=0)
-    """Last blocks (of a stage) that keep gathered weights until backward; `tools.plan` says for how many there is room."""
+    """Last blocks (of a stage) that keep gathered weights until backward; `tools.plan` says for how
+    many there is room."""
     pipeline_parallel: int = Field(1, ge=1)
-    """Ranks that share the layers: each has one or several stages of the model, and micro-batches pass through them."""
+    """Ranks that share the layers: each has one or several stages of the model, and micro-batches
+    pass through them."""
     pipeline_schedule: Literal[tuple(SCHEDULES)] = "1f1b"
-    """Order in which ranks work on micro-batches; zero_bubble, zbv and dualpipe_v split the backward pass."""
+    """Order in which ranks work on micro-batches; zero_bubble, zbv and dualpipe_v split the
+    backward pass."""
     pipeline_stages_per_rank: int = Field(0, ge=0)
     """Stages of each rank; 0: the schedule's own number (1 with 1f1b, otherwise 2)."""
-    pipeline_layers: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_as_tuple)] = ()
-    """Number of layers of each stage, as [3, 4, 4, 3]; empty: equal cost, where embedding and output count as well."""
+    pipeline_layers: Annotated[
+        tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_as_tuple)
+    ] = ()
+    """Number of layers of each stage, as [3, 4, 4, 3]; empty: equal cost, where embedding and
+    output count as well."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory and stream them to the GPU."""
     accumulate_gradients: Literal["whole", "sharded"] = "whole"
-    """whole: reduce gradients once per step; sharded: after each micro-batch (less memory, more communication)."""
+    """whole: reduce gradients once per step; sharded: after each micro-batch (less memory, more
+    communication)."""
     prefetch: int = Field(0, ge=0, le=8)
     """Blocks that FSDP2 gathers ahead explicitly; 0: its implicit prefetch of the next block."""
 
 
 class ActivationCheckpoint(Table):
     mode: Literal["none", "full", "every_n", "selective"] = "none"
-    """What backward recomputes; selective: everything except results of matmuls, attention and collectives."""
+    """What backward recomputes; selective: everything except results of matmuls, attention and
+    collectives."""
     every_n: int = Field(2, ge=2)
     """With mode every_n: recompute every n-th block."""
 
@@ -391,23 +494,30 @@ class Checkpoint(Table):
     interval: int = Field(100, ge=0)
     """Steps between saves; the end of the run is also saved; 0: only the end."""
     async_save: bool = True
-    """Write checkpoints in the background; training only waits for a copy, which stays in host memory."""
+    """Write checkpoints in the background; training only waits for a copy, which stays in host
+    memory."""
     keep_last: int = Field(3, ge=0)
-    """Newest checkpoints to keep; older ones are removed after a newer one is published; 0: keep all."""
+    """Newest checkpoints to keep; older ones are removed after a newer one is published; 0: keep
+    all."""
     keep_every: int = Field(0, ge=0)
     """Also keep every checkpoint whose step this divides; 0: none."""
     load_step: int = Field(-1, ge=-1)
-    """Resume from this step of the run's own checkpoints; -1: the newest good one, or from scratch without any."""
+    """Resume from this step of the run's own checkpoints; -1: the newest good one, or from scratch
+    without any."""
     load_path: PathText = Field("", max_length=1000)
-    """If the run has no checkpoint yet, start at step 0 with the weights of this checkpoint (or folder of a run)."""
+    """If the run has no checkpoint yet, start at step 0 with the weights of this checkpoint (or
+    folder of a run)."""
     load_path_content: Literal["model", "model+optimizer"] = "model"
     """What to take from load_path."""
     exclude_from_loading: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
-    """Tensors not to load from load_path, as patterns such as "model.output.*"; they keep their initial values."""
+    """Tensors not to load from load_path, as patterns such as "model.output.*"; they keep their
+    initial values."""
     load_hf: PathText = Field("", max_length=1000)
-    """If the run has no checkpoint yet, start at step 0 with the weights of this Hugging Face folder."""
+    """If the run has no checkpoint yet, start at step 0 with the weights of this Hugging Face
+    folder."""
     export_hf: Literal["", "float32", "bfloat16"] = ""
-    """At the end of the run, write the model in this dtype for Hugging Face, to <run.folder>/hf; empty: do not."""
+    """At the end of the run, write the model in this dtype for Hugging Face, to <run.folder>/hf;
+    empty: do not."""
     verify_on_load: bool = True
     """Before the model changes, compare the hash of every block that is read."""
     max_failures: int = Field(3, ge=0)
@@ -424,11 +534,13 @@ class Metrics(Table):
     straggler_interval: int = Field(50, ge=0)
     """Steps between reports that name the ranks for which the others wait; 0: none."""
     expert_interval: int = Field(50, ge=0)
-    """Steps between reports of how tokens are spread over the experts of each layer (docs/experts.md); 0: none."""
+    """Steps between reports of how tokens are spread over the experts of each layer
+    (docs/experts.md); 0: none."""
     progress: Literal["auto", "on", "off"] = "auto"
     """Progress bar; auto: on a terminal."""
     peak_tflops: float = Field(0.0, ge=0)
-    """Peak TFLOP/s of one device for MFU; 0: from the table of known devices, and no MFU for an unknown one."""
+    """Peak TFLOP/s of one device for MFU; 0: from the table of known devices, and no MFU for an
+    unknown one."""
 
 
 class Profiler(Table):
@@ -447,21 +559,28 @@ class Validation(Table):
     """Steps between validations; there is one at the end as well; 0: never."""
     steps: int = Field(4, ge=1)
     """Batches of global_batch_size sequences from each set per validation."""
-    sets: Annotated[tuple[ValidationSet, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)] = ()
+    sets: Annotated[
+        tuple[ValidationSet, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)
+    ] = ()
     """Sets besides the held-out documents: tables [[validation.sets]] with name and source."""
 
 
 class Debug(Table):
     self_check: bool = True
-    """Before step 1, check that blocks are sharded, the optimizer has all parameters and all ranks the same config."""
+    """Before step 1, check that blocks are sharded, the optimizer has all parameters and all ranks
+    the same config."""
     replica_check_interval: int = Field(0, ge=0)
-    """Steps between comparisons of the state that several ranks should hold alike (silent corruption); 0: never."""
+    """Steps between comparisons of the state that several ranks should hold alike (silent
+    corruption); 0: never."""
     replay_interval: int = Field(0, ge=0)
-    """Steps between checks that compute a gradient twice and name the rank whose two results differ; 0: never."""
+    """Steps between checks that compute a gradient twice and name the rank whose two results
+    differ; 0: never."""
     emulate_float8: bool = False
-    """Round to float8 but multiply in the wider dtype, on any device, to see the effect of training.float8; slow."""
+    """Round to float8 but multiply in the wider dtype, on any device, to see the effect of
+    training.float8; slow."""
     check_collectives: bool = False
-    """Compare collectives across ranks before they run, and messages of a pipeline with what is expected; slow."""
+    """Compare collectives across ranks before they run, and messages of a pipeline with what is
+    expected; slow."""
     sample_tokens: int = Field(0, ge=0)
     """Generate this many tokens from the final weights at the end of the run; 0: none."""
     sample_prompt: str = "def "

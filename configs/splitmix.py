@@ -1,7 +1,9 @@
-"""The numbers of splitmix64, by which `run.seed` becomes initial values (training/init.py) and an order of the data
-(data/order.py). Both hash an index with it, the one in torch and the other in numpy, so they share its constants only.
+"""The numbers of splitmix64, by which `run.seed` becomes initial values (training/init.py) and an
+order of the data (data/order.py). Both hash an index with it, the one in torch and the other in
+numpy, so they share its constants only.
 
-Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014; variant 13 of its output function,
+Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014; variant 13
+of its output function,
 
     x ^= x >> SHIFTS[0];  x *= FACTORS[0];  x ^= x >> SHIFTS[1];  x *= FACTORS[1];  x ^= x >> SHIFTS[2]   (modulo 2^64)
 """

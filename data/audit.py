@@ -1,14 +1,17 @@
-"""Tells which documents a run saw, and when: from the order of its data, which is a function, not from a log.
+"""Tells which documents a run saw, and when: from the order of its data, which is a function, not
+from a log.
 
-    python -m data.audit runs/mine --steps 1:10            list what the rows of steps 1 to 10 were made of (--json: as
-    JSON) python -m data.audit runs/mine --prove                 prove that so far no epoch has repeated or skipped a
-    sample python -m data.audit runs/mine --find web:1234         list the steps in which a document was or will be seen
-    python -m data.audit runs/mine --find "some text"      the same for every document that contains the text
+    python -m data.audit runs/mine --steps 1:10        what the rows of steps 1 to 10 were made of
+                                                       (--json: as JSON)
+    python -m data.audit runs/mine --prove             prove that no epoch has repeated or skipped
+                                                       a sample so far
+    python -m data.audit runs/mine --find web:1234     the steps in which a document is seen
+    python -m data.audit runs/mine --find "some text"  the same for every document with this text
 
-Steps are counted as in the log: the first is 1. A document is given as SOURCE:NUMBER, as printed here (without a
-mixture as NUMBER), or by its name. Anything else is searched as text in all documents. The run's `data.json` says which
-order it used. The tokens are read from where they were prepared, and must not have changed. Exit code 1: the proof
-failed.
+Steps are counted as in the log: the first is 1. A document is given as SOURCE:NUMBER, as printed
+here (without a mixture as NUMBER), or by its name. Anything else is searched as text in all
+documents. The run's `data.json` says which order it used. The tokens are read from where they were
+prepared, and must not have changed. Exit code 1: the proof failed.
 """
 
 import argparse
@@ -28,7 +31,6 @@ from data import order as orders
 from data.order import BLOCK, Order, Source, Stage
 from data.tokens import Prepared, open_prepared
 
-
 CHUNK = 1 << 16  # samples that are computed at once
 
 
@@ -47,46 +49,75 @@ def open_run(folder: str) -> Audited:
         with open(path, encoding="utf-8") as file:
             record = json.load(file)
         if "streams" in record:
-            raise InputError(f"{folder} streams its text (data.stream), and what a step of a stream sees depends on all "
-                             "steps before: only a run on a prepared corpus can be audited")
+            raise InputError(
+                f"{folder} streams its text (data.stream), and what a step of a stream sees "
+                "depends on all "
+                "steps before: only a run on a prepared corpus can be audited"
+            )
         order, steps, folders = orders.restore(record), record["steps"], record["folders"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} does not say what a run has seen ({error!r}): give the folder of a run that has "
-                         "started") from error
+        raise InputError(
+            f"{path} does not say what a run has seen ({error!r}): give the folder of a run that "
+            "has "
+            "started"
+        ) from error
     corpora = {}
-    for source in {source.fingerprint: source for stage in order.stages for source in stage.sources}.values():
+    for source in {
+        source.fingerprint: source for stage in order.stages for source in stage.sources
+    }.values():
         prepared_folder = folders.get(source.fingerprint)
         if prepared_folder is None:  # a source that an earlier splice has ended
             continue
         if not os.path.isdir(prepared_folder):
-            raise InputError(f"the tokens of source {source.name or 'data.source'} are gone from {prepared_folder}: "
-                             "prepare them there again")
+            raise InputError(
+                f"the tokens of source {source.name or 'data.source'} are gone from "
+                f"{prepared_folder}: "
+                "prepare them there again"
+            )
         corpora[source.fingerprint] = corpus = open_prepared(prepared_folder)
         if corpus.fingerprint != source.fingerprint:
-            raise InputError(f"{prepared_folder} has changed since this run read it ({source.fingerprint} then, "
-                             f"{corpus.fingerprint} now): what the run saw can no longer be told")
-    saved = [re.fullmatch(r"step-(\d{8,})(\.\d+)?", os.path.basename(p)) for p in glob.glob(f"{folder}/checkpoints/step-*")]
-    return Audited(order, max((int(match[1]) for match in saved if match), default=0), steps, corpora)
+            raise InputError(
+                f"{prepared_folder} has changed since this run read it ({source.fingerprint} then, "
+                f"{corpus.fingerprint} now): what the run saw can no longer be told"
+            )
+    saved = [
+        re.fullmatch(r"step-(\d{8,})(\.\d+)?", os.path.basename(p))
+        for p in glob.glob(f"{folder}/checkpoints/step-*")
+    ]
+    return Audited(
+        order, max((int(match[1]) for match in saved if match), default=0), steps, corpora
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- what was seen
+# --------------------------------------------------------------------------------------------------
+# what was seen
 
 
 def seen(run: Audited, first: int, last: int) -> Iterator[dict]:
-    """One dict for each row of the steps `first` to `last` (counted from 1): step, row, source, epoch, window,
-    documents. Each document has number, name, and [start, stop): which of its tokens are in the window, as inputs or
-    labels."""
+    """One dict for each row of the steps `first` to `last` (counted from 1): step, row, source,
+    epoch, window, documents. Each document has number, name, and [start, stop): which of its tokens
+    are in the window, as inputs or labels."""
     for step in range(first - 1, last):
         stage = run.order.stage(step)
-        for row, (s, window, epoch) in enumerate(zip(*run.order.rows(step, 0, stage.global_batch_size), strict=True)):
+        for row, (s, window, epoch) in enumerate(
+            zip(*run.order.rows(step, 0, stage.global_batch_size), strict=True)
+        ):
             source = stage.sources[s]
-            entry = {"step": step + 1, "row": row, "source": source.name, "epoch": int(epoch), "window": int(window)}
+            entry = {
+                "step": step + 1,
+                "row": row,
+                "source": source.name,
+                "epoch": int(epoch),
+                "window": int(window),
+            }
             yield entry | {"documents": documents(run, stage, source, int(window))}
 
 
 def documents(run: Audited, stage: Stage, source: Source, window: int) -> list[dict]:
     if source.fingerprint not in run.corpora:
-        raise InputError(f"the tokens of source {source.name} are not known any more: a splice has ended it")
+        raise InputError(
+            f"the tokens of source {source.name} are not known any more: a splice has ended it"
+        )
     tokens = run.corpora[source.fingerprint].train
     begin, end = window * stage.seq_len, window * stage.seq_len + stage.seq_len + 1
     pieces = []
@@ -103,18 +134,23 @@ def extent(tokens, number: int) -> tuple[int, int]:
     return int(starts[number]), int(starts[number + 1]) if number + 1 < len(starts) else len(tokens)
 
 
-# ------------------------------------------------------------------------------------------------------------- the proof
+# --------------------------------------------------------------------------------------------------
+# the proof
 
 
 def prove(order: Order, steps: int) -> list[str]:
     """Walk through every sample of the first `steps` steps, and return a sentence for each problem.
 
-    A problem is a window that comes twice in an epoch of its source, an epoch that begins before every window of the
-    previous one was seen, or a block that does not have exactly its shares. It takes one bool of memory per window."""
+    A problem is a window that comes twice in an epoch of its source, an epoch that begins before
+    every window of the previous one was seen, or a block that does not have exactly its shares. It
+    takes one bool of memory per window."""
     problems = []
-    marked = {s.key: np.zeros(s.windows, bool) for stage in order.stages for s in stage.sources}  # seen in this epoch
+    # seen in this epoch
+    marked = {s.key: np.zeros(s.windows, bool) for stage in order.stages for s in stage.sources}
     epochs = dict.fromkeys(marked, 0)
-    for stage, end in zip(order.stages, [*(stage.step for stage in order.stages[1:]), steps], strict=True):
+    for stage, end in zip(
+        order.stages, [*(stage.step for stage in order.stages[1:]), steps], strict=True
+    ):
         G = stage.global_batch_size
         hop, owners = max(1, CHUNK // G), np.zeros(0, np.int64)
         for step in range(stage.step, min(end, steps), hop):
@@ -136,8 +172,11 @@ def prove(order: Order, steps: int) -> list[str]:
     return problems
 
 
-def _mark(source: Source, window: np.ndarray, epoch: np.ndarray, bits: np.ndarray, epochs: dict[int, int]) -> Iterator[str]:
-    """Mark the next samples of a source, which come in order, in `bits`; yields a sentence for each problem."""
+def _mark(
+    source: Source, window: np.ndarray, epoch: np.ndarray, bits: np.ndarray, epochs: dict[int, int]
+) -> Iterator[str]:
+    """Mark the next samples of a source, which come in order, in `bits`; yields a sentence for each
+    problem."""
     for part in np.split(np.arange(len(epoch)), np.flatnonzero(np.diff(epoch)) + 1):
         if not len(part):
             continue
@@ -147,34 +186,49 @@ def _mark(source: Source, window: np.ndarray, epoch: np.ndarray, bits: np.ndarra
             return
         if e != epochs[source.key]:
             if e != epochs[source.key] + 1 or not bits.all():
-                yield f"epoch {e} follows {epochs[source.key]}, of which {np.count_nonzero(~bits)} windows were not seen"
+                yield (
+                    f"epoch {e} follows {epochs[source.key]}, of which "
+                    f"{np.count_nonzero(~bits)} windows were not seen"
+                )
             bits[:], epochs[source.key] = False, e
         if repeated := int(bits[windows].sum()) + len(windows) - len(np.unique(windows)):
             yield f"{repeated} windows of epoch {e} come again"
         bits[windows] = True
 
 
-# --------------------------------------------------------------------------------------------------------------- finding
+# --------------------------------------------------------------------------------------------------
+# finding
 
 
 def find(run: Audited, wanted: str) -> list[tuple[Source, int]]:
     """[(source, number)] of the documents that `wanted` means: a number, a name or a text."""
-    sources = {s.fingerprint: s for stage in run.order.stages for s in stage.sources if s.fingerprint in run.corpora}
+    sources = {
+        s.fingerprint: s
+        for stage in run.order.stages
+        for s in stage.sources
+        if s.fingerprint in run.corpora
+    }
     name, _, number = wanted.rpartition(":")
     documents = []
     for source in sources.values():
         tokens = run.corpora[source.fingerprint].train
         if number.isdecimal() and name == source.name:
             if int(number) >= len(tokens.document_starts):
-                raise InputError(f"{wanted}: the source has {len(tokens.document_starts):,} documents, from 0")
+                raise InputError(
+                    f"{wanted}: the source has {len(tokens.document_starts):,} documents, from 0"
+                )
             return [(source, int(number))]
-        documents += [(source, i) for i in range(len(tokens.document_starts)) if tokens.name(i) == wanted]
-    return documents or [(source, i) for source in sources.values() for i in _with_text(run, source, wanted)]
+        documents += [
+            (source, i) for i in range(len(tokens.document_starts)) if tokens.name(i) == wanted
+        ]
+    return documents or [
+        (source, i) for source in sources.values() for i in _with_text(run, source, wanted)
+    ]
 
 
 def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
-    """Numbers of the documents that contain the text. They are decoded, because the tokens of a piece of text depend on
-    what is around it."""
+    """Numbers of the documents that contain the text. They are decoded, because the tokens of a
+    piece of text depend on what is around it."""
     corpus = run.corpora[source.fingerprint]
     for number in range(len(corpus.train.document_starts)):
         if text in corpus.tokenizer.decode(corpus.train.read(*extent(corpus.train, number))):
@@ -182,8 +236,8 @@ def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
 
 
 def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
-    """The steps (counted from 1) and rows whose windows have a token of this document, up to the end of the run, in
-    order."""
+    """The steps (counted from 1) and rows whose windows have a token of this document, up to the
+    end of the run, in order."""
     tokens = run.corpora[source.fingerprint].train
     start, stop = extent(tokens, number)
     rows, order = [], run.order
@@ -199,8 +253,17 @@ def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
                 sample = epoch * s.windows + orders.unpermute(windows, epoch, s.windows, s.key)
                 for window, k in zip(windows.tolist(), sample.tolist(), strict=True):
                     if s.consumed <= k < consumed:
-                        step, row = divmod(stage.position(i, k - s.consumed), stage.global_batch_size)
-                        rows.append({"step": stage.step + step + 1, "row": row, "epoch": epoch, "window": window})
+                        step, row = divmod(
+                            stage.position(i, k - s.consumed), stage.global_batch_size
+                        )
+                        rows.append(
+                            {
+                                "step": stage.step + step + 1,
+                                "row": row,
+                                "epoch": epoch,
+                                "window": window,
+                            }
+                        )
     return sorted(rows, key=lambda entry: (entry["step"], entry["row"]))
 
 
@@ -220,13 +283,21 @@ def _steps(text: str, run: Audited) -> tuple[int, int]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m data.audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m data.audit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", help="a run's folder")
     parser.add_argument("--steps", help="FIRST:LAST, both included: list what they saw")
-    parser.add_argument("--prove", action="store_true", help="check all samples so far (the default)")
-    parser.add_argument("--find", metavar="TEXT|DOCUMENT", help="tell when a document was or will be seen")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of tables")
+    parser.add_argument(
+        "--prove", action="store_true", help="check all samples so far (the default)"
+    )
+    parser.add_argument(
+        "--find", metavar="TEXT|DOCUMENT", help="tell when a document was or will be seen"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per line instead of tables"
+    )
     args = parser.parse_args(argv)
     try:
         run = open_run(args.run)
@@ -242,40 +313,75 @@ def main(argv: list[str] | None = None) -> int:
 
 def _print_steps(run: Audited, first: int, last: int, as_json: bool) -> None:
     if not as_json:
-        print(f"{'step':>8} {'row':>6} {'source':<16} {'epoch':>5} {'window':>10}  document [tokens of it]")
+        print(
+            f"{'step':>8} {'row':>6} {'source':<16} {'epoch':>5} {'window':>10}  document [tokens "
+            "of it]"
+        )
     for entry in seen(run, first, last):
         if as_json:
             print(json.dumps(entry))
             continue
-        head = f"{entry['step']:>8} {entry['row']:>6} {entry['source']:<16} {entry['epoch']:>5} {entry['window']:>10}"
+        head = (
+            f"{entry['step']:>8} {entry['row']:>6} {entry['source']:<16} {entry['epoch']:>5} "
+            f"{entry['window']:>10}"
+        )
         for piece in entry["documents"]:
-            print(f"{head}  {_id(entry['source'], piece['number'])} [{piece['start']}:{piece['stop']}] {piece['name']}")
+            print(
+                f"{head}  {_id(entry['source'], piece['number'])} "
+                f"[{piece['start']}:{piece['stop']}] {piece['name']}"
+            )
             head = " " * len(head)
 
 
 def _print_found(run: Audited, wanted: str, as_json: bool) -> None:
     documents = find(run, wanted)
     if not documents and not as_json:
-        print(f"no training document is called or contains {wanted!r} (what is held out is in no training sample)")
+        print(
+            f"no training document is called or contains {wanted!r} (what is held out is in no "
+            "training sample)"
+        )
     for source, number in documents:
-        name, rows = run.corpora[source.fingerprint].train.name(number), occurrences(run, source, number)
+        name, rows = (
+            run.corpora[source.fingerprint].train.name(number),
+            occurrences(run, source, number),
+        )
         if as_json:
-            print(json.dumps({"source": source.name, "number": number, "name": name, "done": run.done, "seen": rows}))
+            print(
+                json.dumps(
+                    {
+                        "source": source.name,
+                        "number": number,
+                        "name": name,
+                        "done": run.done,
+                        "seen": rows,
+                    }
+                )
+            )
             continue
         print(f"{_id(source.name, number)} {name}: " + ("seen in no step" if not rows else ""))
         for row in rows:
             when = "seen" if row["step"] <= run.done else "to come"
-            print(f"    step {row['step']}, row {row['row']}, window {row['window']} of epoch {row['epoch']}: {when}")
+            print(
+                f"    step {row['step']}, row {row['row']}, window {row['window']} of epoch "
+                f"{row['epoch']}: {when}"
+            )
 
 
 def _print_proof(run: Audited) -> int:
     problems = prove(run.order, run.done)
-    print("\n".join(problems) if problems else f"steps 1 to {run.done}, {run.order.samples(run.done):,} samples: none is "
-          "repeated or skipped within an epoch of its source, and every block has its exact shares")
+    print(
+        "\n".join(problems)
+        if problems
+        else f"steps 1 to {run.done}, {run.order.samples(run.done):,} samples: none is "
+        "repeated or skipped within an epoch of its source, and every block has its exact shares"
+    )
     stage = run.order.stage(run.done)
     for source, consumed in zip(stage.sources, run.order.consumed(run.done), strict=True):
         tokens, epochs = consumed * stage.seq_len, consumed / source.windows
-        print(f"    {source.name or 'data.source'}: {consumed:,} samples, {tokens:,} tokens, {epochs:.3f} epochs")
+        print(
+            f"    {source.name or 'data.source'}: {consumed:,} samples, {tokens:,} tokens, "
+            f"{epochs:.3f} epochs"
+        )
     return 1 if problems else 0
 
 

@@ -1,7 +1,7 @@
 """What a run would read: is it there, and does its tokenizer fit the model?
 
-`tools/check.py` asks on each node before the ranks start, `data/open.py` when they open their text. So nothing here imports
-torch, writes a file or opens a connection.
+`tools/check.py` asks on each node before the ranks start, `data/open.py` when they open their text.
+So nothing here imports torch, writes a file or opens a connection.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ from data.tokenizer import Tokenizer
 
 
 def sources_of(cfg: Config) -> tuple[dict[str, str], dict[str, str]]:
-    """What the run trains on, and [[validation.sets]]: name -> source. The source of a run without a mixture is called ""."""
+    """What the run trains on, and [[validation.sets]]: name -> source. The source of a run without
+    a mixture is called ""."""
     rows = {row.name: row.source for row in cfg.data.mixture} or {"": cfg.data.source}
     return rows, {row.name: row.source for row in cfg.validation.sets}
 
 
 def check_bpe(cfg: Config) -> None:
-    """Raises InputError if a BPE would have to be trained on several sources: each would get one of its own."""
+    """Raises InputError if a BPE would have to be trained on several sources: each would get one of
+    its own."""
     rows, further = sources_of(cfg)
     unprepared = [source for source in (rows | further).values() if not is_prepared(source)]
     if cfg.data.tokenizer == "bpe" and len(rows | further) > 1 and unprepared:
         raise InputError(
-            f'data.tokenizer = "bpe" is trained on one source, but there are several, and {unprepared[0]} is not prepared '
-            'yet: give the path of a tokenizer (python -m data.train_tokenizer makes one), or "bytes"'
+            'data.tokenizer = "bpe" is trained on one source, but there are several, and '
+            f"{unprepared[0]} is not prepared "
+            "yet: give the path of a tokenizer (python -m data.train_tokenizer makes one), or "
+            '"bytes"'
         )
 
 
@@ -37,22 +41,27 @@ def check_vocabulary(tokenizer: Tokenizer, cfg: Config, vocab_size: int) -> None
     """Raises InputError if the tokenizer has ids that a model of `vocab_size` tokens does not know."""
     if tokenizer.n_vocab > vocab_size:
         raise InputError(
-            f"the tokenizer {cfg.data.tokenizer!r} has {tokenizer.n_vocab} tokens, the model's vocabulary only "
+            f"the tokenizer {cfg.data.tokenizer!r} has {tokenizer.n_vocab} tokens, the model's "
+            "vocabulary only "
             f"{vocab_size}: set model.vocab_size to at least {tokenizer.n_vocab}"
         )
 
 
 def problems(cfg: Config, vocab_size: int) -> Iterator[str]:
-    """One sentence for each thing that is wrong with the text of a run or with its tokenizer, as seen from this machine.
+    """One sentence for each thing that is wrong with the text of a run or with its tokenizer, as
+    seen from this machine.
 
-    vocab_size: of the model. A tokenizer that is yet to be trained is not looked at: its size is an option, which
-    `configs/check.py` compares with the model's.
+    vocab_size: of the model. A tokenizer that is yet to be trained is not looked at: its size is an
+    option, which `configs/check.py` compares with the model's.
     """
     rows, further = sources_of(cfg)
     checks = [lambda: check_bpe(cfg)]
     if cfg.data.tokenizer != "bpe":
         checks.append(lambda: check_vocabulary(open_tokenizer(cfg.data.tokenizer), cfg, vocab_size))
-    checks += [lambda source=source: _check_source(cfg, source, vocab_size) for source in {**rows, **further}.values()]
+    checks += [
+        lambda source=source: _check_source(cfg, source, vocab_size)
+        for source in {**rows, **further}.values()
+    ]
     for check in checks:
         try:
             check()
@@ -63,9 +72,12 @@ def problems(cfg: Config, vocab_size: int) -> Iterator[str]:
 def _check_source(cfg: Config, source: str, vocab_size: int) -> None:
     if is_prepared(source):  # then `prepare` opens it, and makes nothing
         prepared = prepare(cfg.data.model_copy(update={"source": source}))
-        if cfg.data.tokenizer == "bpe":  # otherwise the tokenizer is the one that is named, which is looked at by itself
+        # otherwise the tokenizer is the one that is named, which is looked at by itself
+        if cfg.data.tokenizer == "bpe":
             check_vocabulary(prepared.tokenizer, cfg, vocab_size)
     elif not source.startswith(sources.HUGGING_FACE):
         sources.find(source)
     elif importlib.util.find_spec("datasets") is None:
-        raise InputError(f'data.source = "{source}" needs the package datasets: pip install datasets')
+        raise InputError(
+            f'data.source = "{source}" needs the package datasets: pip install datasets'
+        )

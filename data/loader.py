@@ -1,8 +1,8 @@
-"""Makes batches of tokens. A batch is a function of (seed, step), so any rank of any mesh computes its own rows, and a
-resume needs no replay.
+"""Makes batches of tokens. A batch is a function of (seed, step), so any rank of any mesh computes
+its own rows, and a resume needs no replay.
 
-`data/order.py` decides which windows a step consists of. This file reads them for one rank, in this process or ahead of
-time in worker processes. The number of workers cannot change a batch.
+`data/order.py` decides which windows a step consists of. This file reads them for one rank, in this
+process or ahead of time in worker processes. The number of workers cannot change a batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from data.order import Order
 from data.tokens import Tokens
 
 AHEAD = 512  # rows whose source and window are computed at once
-IGNORE = -100  # the label of a token that does not count: torch's own convention, and that of training/loss.py
+# the label of a token that does not count: torch's own convention, and that of training/loss.py
+IGNORE = -100
 LOOK_SECONDS = 0.1  # between two looks at the worker processes while the trainer waits for a batch
 
 Batch = dict[str, torch.Tensor]
@@ -38,10 +39,12 @@ class LoaderError(Exception):
 
 
 class Batches:
-    """`batches[step]` gives this rank's rows of the global batch of any step, the millionth as fast as the first.
+    """`batches[step]` gives this rank's rows of the global batch of any step, the millionth as fast
+    as the first.
 
-    Of G rows, rank r of n holds the contiguous rows [r*G/n, (r+1)*G/n), as micro-batches of `local_batch_size`. The
-    rows of all ranks, one after another, are the batch of a single rank in the same order.
+    Of G rows, rank r of n holds the contiguous rows [r*G/n, (r+1)*G/n), as micro-batches of
+    `local_batch_size`. The rows of all ranks, one after another, are the batch of a single rank in
+    the same order.
     """
 
     def __init__(
@@ -55,13 +58,17 @@ class Batches:
         vocab_size: int = 2**32,
         places: Sequence[range] = (),
     ) -> None:
-        """`sources`: one split of each source, in the order of `order.last`, the stage whose steps are read. `places`: the
-        positions of a window whose tokens this rank has; none given: all. Reading a token that is not below
-        `vocab_size` raises ValueError. Raises InputError if ranks and micro-batches do not divide the global batch."""
+        """`sources`: one split of each source, in the order of `order.last`, the stage whose steps
+        are read. `places`: the positions of a window whose tokens this rank has; none given: all.
+        Reading a token that is not below `vocab_size` raises ValueError. Raises InputError if ranks
+        and micro-batches do not divide the global batch."""
         stage = order.last
         if stage.global_batch_size % (dp_size * local_batch_size):
-            raise InputError(f"training.global_batch_size = {stage.global_batch_size} is not a multiple of {dp_size} "
-                             f"data-parallel ranks x {local_batch_size} sequences (training.local_batch_size)")
+            raise InputError(
+                f"training.global_batch_size = {stage.global_batch_size} is not a multiple of "
+                f"{dp_size} "
+                f"data-parallel ranks x {local_batch_size} sequences (training.local_batch_size)"
+            )
         self.sources = tuple(sources)
         self.order = order
         self.seq_len = stage.seq_len
@@ -71,29 +78,40 @@ class Batches:
         self.vocab_size = vocab_size
         self.places = places or [range(self.seq_len)]
         self.known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self.shapes = shapes_of(self.rows, local_batch_size, self.places, self.seq_len, mask_documents)
+        self.shapes = shapes_of(
+            self.rows, local_batch_size, self.places, self.seq_len, mask_documents
+        )
 
     def __getitem__(self, step: int) -> Batch:
-        """A dict of int64 tensors: tokens and labels [A, b, t], for A accumulation steps and the t `places` of a window;
-        sample [A*b], the number of each window in its source; source [A*b], the index of the source. With
-        mask_documents also positions [A, b, T]: the position of each token of the whole window in its document, counted
-        from the beginning of the window if the document began before. A label that is the first token of the next
+        """A dict of int64 tensors: tokens and labels [A, b, t], for A accumulation steps and the t
+        `places` of a window; sample [A*b], the number of each window in its source; source
+        [A*b], the index of the source. With mask_documents also positions [A, b, T]: the
+        position of each token of the whole window in its document, counted from the beginning of
+        the window if the document began before. A label that is the first token of the next
         document is then IGNORE."""
         source, sample = self._rows(step)
         start, window = sample * self.seq_len, np.zeros((self.rows, self.seq_len + 1), np.int64)
         for row, s, first in zip(window, source.tolist(), start.tolist(), strict=True):
             for part in self.places:
-                row[part.start : part.stop + 1] = self.sources[s].read(first + part.start, first + part.stop + 1)
+                row[part.start : part.stop + 1] = self.sources[s].read(
+                    first + part.start, first + part.stop + 1
+                )
         if (highest := window.max()) >= self.vocab_size:
             corpus = self.sources[source[window.max(axis=1).argmax()]]
-            raise ValueError(f"{corpus.folder} has token {highest}, the model's vocabulary {self.vocab_size}: this "
-                             "tokenised corpus is damaged (data.verify = true finds where)")
+            raise ValueError(
+                f"{corpus.folder} has token {highest}, the model's vocabulary {self.vocab_size}: "
+                "this "
+                "tokenised corpus is damaged (data.verify = true finds where)"
+            )
         begins = self._document_begins(source, start) if self.mask_documents else None
-        return as_batch(window, begins, {"sample": sample, "source": source}, self.shapes, self.places)
+        return as_batch(
+            window, begins, {"sample": sample, "source": source}, self.shapes, self.places
+        )
 
     def _rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and window of each of this rank's rows. A call of numpy costs more than its work on a few numbers, so
-        several steps are computed at once, and kept until a step outside of them is asked for."""
+        """Source and window of each of this rank's rows. A call of numpy costs more than its work
+        on a few numbers, so several steps are computed at once, and kept until a step outside of
+        them is asked for."""
         if step not in self.known:
             ahead = max(1, AHEAD // self.rows)
             first = max(step - step % ahead, self.order.stage(step).step)
@@ -103,12 +121,15 @@ class Batches:
         return self.known[step]
 
     def _document_begins(self, source: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """bool [A*b, T + 1]: whether a token of the windows that begin at `start` is the first of a document."""
+        """bool [A*b, T + 1]: whether a token of the windows that begin at `start` is the first of a
+        document."""
         begins = np.zeros((self.rows, self.seq_len + 1), bool)
         for i in np.unique(source):
             rows = np.flatnonzero(source == i)
             starts = self.sources[i].document_starts
-            low, high = (np.searchsorted(starts, start[rows] + offset) for offset in (0, self.seq_len + 1))
+            low, high = (
+                np.searchsorted(starts, start[rows] + offset) for offset in (0, self.seq_len + 1)
+            )
             for row, a, b in zip(rows, low, high, strict=True):
                 begins[row, starts[a:b] - start[row]] = True
         return begins
@@ -131,14 +152,20 @@ def shapes_of(
 
 
 def as_batch(
-    window: np.ndarray, begins: np.ndarray | None, more: dict[str, np.ndarray], shapes: dict, places: Sequence[range]
+    window: np.ndarray,
+    begins: np.ndarray | None,
+    more: dict[str, np.ndarray],
+    shapes: dict,
+    places: Sequence[range],
 ) -> Batch:
-    """The batch of these windows, int64 [A*b, T + 1], of which only tokens and labels at `places` are read and kept. begins:
-    with masked documents, whether a token is the first of its document, bool [A*b, T + 1] (overwritten); more: further
-    arrays by name."""
+    """The batch of these windows, int64 [A*b, T + 1], of which only tokens and labels at `places`
+    are read and kept. begins: with masked documents, whether a token is the first of its document,
+    bool [A*b, T + 1] (overwritten); more: further arrays by name."""
 
     def at_places(array: np.ndarray, shift: int) -> np.ndarray:
-        return np.concatenate([array[:, part.start + shift : part.stop + shift] for part in places], axis=1)
+        return np.concatenate(
+            [array[:, part.start + shift : part.stop + shift] for part in places], axis=1
+        )
 
     batch = {"tokens": at_places(window, 0), "labels": at_places(window, 1)}
     batch |= {name: array.copy() for name, array in more.items()}
@@ -155,14 +182,23 @@ def loader(
 ) -> Iterator[Batch]:
     """The batches of steps `start_step` .. `steps - 1`, the same for any number of workers.
 
-    With `cfg.workers` = 0 they are read in this process. Workers read ahead, which pays if the file system is slow. The
-    loader has no state to save, since a resume begins at its step. Raises LoaderError if a batch cannot be read, or if
-    its worker died or sent nothing for `cfg.timeout_seconds`."""
+    With `cfg.workers` = 0 they are read in this process. Workers read ahead, which pays if the file
+    system is slow. The loader has no state to save, since a resume begins at its step. Raises
+    LoaderError if a batch cannot be read, or if its worker died or sent nothing for
+    `cfg.timeout_seconds`."""
     order = range(start_step, steps)
-    source = _read_by_workers(batches, order, cfg) if cfg.workers and order else _read_here(batches, order)
+    source = (
+        _read_by_workers(batches, order, cfg)
+        if cfg.workers and order
+        else _read_here(batches, order)
+    )
     with closing(source):
         for batch in source:
-            yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
+            yield (
+                {name: tensor.pin_memory() for name, tensor in batch.items()}
+                if pin_memory
+                else batch
+            )
 
 
 def _read_here(batches: Batches, order: range) -> Iterator[Batch]:
@@ -190,38 +226,54 @@ def _cannot_read(batches: Batches, step: int, error: Exception) -> str:
 class _Workers:
     """torchdata's StatefulDataLoader, in a thread that may block so that the trainer does not.
 
-    In the main thread the loader has two faults. When a worker dies, its handler of SIGCHLD raises in the middle of
-    whatever the trainer is doing. And to receive a batch it asks the worker for a file descriptor, so a stopped worker
-    blocks it without a limit and without being named. Here the trainer waits for a queue, with a limit, and looks at
-    the processes. The thread also spends the milliseconds that it takes to receive a batch.
+    In the main thread the loader has two faults. When a worker dies, its handler of SIGCHLD raises
+    in the middle of whatever the trainer is doing. And to receive a batch it asks the worker for a
+    file descriptor, so a stopped worker blocks it without a limit and without being named. Here the
+    trainer waits for a queue, with a limit, and looks at the processes. The thread also spends the
+    milliseconds that it takes to receive a batch.
 
-    Workers are forked while the trainer waits for its first batch. A fork takes some milliseconds and shares what the
-    trainer has mapped; a fresh interpreter would have to import torch first. A forked process must neither use CUDA nor
-    wait for a lock that a thread of the trainer held. A worker copies numbers with numpy, on one thread, and touches
-    nothing else. Should it hang all the same, it is named like any other worker that hangs."""
+    Workers are forked while the trainer waits for its first batch. A fork takes some milliseconds
+    and shares what the trainer has mapped; a fresh interpreter would have to import torch first. A
+    forked process must neither use CUDA nor wait for a lock that a thread of the trainer held. A
+    worker copies numbers with numpy, on one thread, and touches nothing else. Should it hang all
+    the same, it is named like any other worker that hangs."""
 
     def __init__(self, batches: Batches, order: range, cfg: Data) -> None:
         self.batches, self.order, self.cfg = batches, order, cfg
         count = min(cfg.workers, len(order))
         self.served = _Served(batches, torch.zeros(count, 2, dtype=torch.int64).share_memory_())
         self.processes: list[multiprocessing.Process] = []
-        self.ready: queue.Queue[Batch | str | Exception] = queue.Queue(1)  # str: the sentence of a worker that cannot read
+        # str: the sentence of a worker that cannot read
+        self.ready: queue.Queue[Batch | str | Exception] = queue.Queue(1)
         self.stopped = threading.Event()
-        threading.Thread(target=self._receive, args=(count,), name="data workers", daemon=True).start()
+        threading.Thread(
+            target=self._receive, args=(count,), name="data workers", daemon=True
+        ).start()
 
     def _receive(self, count: int) -> None:
         """Runs in the thread: moves batches from the workers into `ready`."""
         try:
             before = set(multiprocessing.active_children())
-            with warnings.catch_warnings():  # they are about a call of torchdata's, few cores, the fork
+            # they are about a call of torchdata's, few cores, the fork
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                received = iter(StatefulDataLoader(
-                    self.served, batch_size=None, sampler=self.order, num_workers=count, prefetch_factor=self.cfg.prefetch,
-                    multiprocessing_context="fork", worker_init_fn=self.served.start, snapshot_every_n_steps=0,
-                    generator=torch.Generator(),  # otherwise it draws its workers' seeds from the trainer's generator
-                ))  # fmt: skip
+                received = iter(
+                    StatefulDataLoader(
+                        self.served,
+                        batch_size=None,
+                        sampler=self.order,
+                        num_workers=count,
+                        prefetch_factor=self.cfg.prefetch,
+                        multiprocessing_context="fork",
+                        worker_init_fn=self.served.start,
+                        snapshot_every_n_steps=0,
+                        # otherwise it draws its workers' seeds from the trainer's generator
+                        generator=torch.Generator(),
+                    )
+                )
             self.processes = list(set(multiprocessing.active_children()) - before)
-            atexit.register(self.stop)  # multiprocessing would wait for processes that ignore SIGTERM
+            # multiprocessing would wait for processes that ignore SIGTERM
+            atexit.register(self.stop)
             for item in received:
                 self._put(item)
                 if self.stopped.is_set():
@@ -252,8 +304,10 @@ class _Workers:
             raise LoaderError(item)
         if isinstance(item, BaseException):  # most likely how the loader reports a worker that died
             time.sleep(LOOK_SECONDS)
-            failure = (f"the data workers failed while {self.batches.describe(step)} was waited for: "
-                       f"{type(item).__name__}: {item}")  # fmt: skip
+            failure = (
+                f"the data workers failed while {self.batches.describe(step)} was waited for: "
+                f"{type(item).__name__}: {item}"
+            )
             raise LoaderError(self._died(step) or failure) from item
         return item
 
@@ -262,17 +316,23 @@ class _Workers:
         for process in self.processes:
             if (code := process.exitcode) is not None:
                 end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                return f"data worker {process.pid} died ({end}), while {self._busy_with(process.pid, step)}"
+                return (
+                    f"data worker {process.pid} died ({end}), while "
+                    f"{self._busy_with(process.pid, step)}"
+                )
         return ""
 
     def _silent(self, step: int) -> str:
-        """The sentence for the case that no worker has died and none sends anything: either one is stopped, or the one
-        whose turn it is hangs."""
+        """The sentence for the case that no worker has died and none sends anything: either one is
+        stopped, or the one whose turn it is hangs."""
         pids = self.served.table[:, 0].tolist()
         stopped = [pid for pid in pids if pid and _is_stopped(pid)]
         pid = stopped[0] if stopped else pids[(step - self.order.start) % len(pids)]
-        return (f"data worker {pid} sent nothing for {self.cfg.timeout_seconds} s (data.timeout_seconds), while "
-                f"{self._busy_with(pid, step)}: it {'is stopped' if stopped else 'hangs'}")  # fmt: skip
+        return (
+            f"data worker {pid} sent nothing for {self.cfg.timeout_seconds} s "
+            "(data.timeout_seconds), while "
+            f"{self._busy_with(pid, step)}: it {'is stopped' if stopped else 'hangs'}"
+        )
 
     def _busy_with(self, pid: int, step: int) -> str:
         reading = dict(self.served.table.tolist()).get(pid, _Served.IDLE)
@@ -281,7 +341,8 @@ class _Workers:
         return f"it read {self.batches.describe(reading)}"
 
     def stop(self) -> None:
-        """End the workers at once, whatever they are doing, because they only read. The thread ends with them."""
+        """End the workers at once, whatever they are doing, because they only read. The thread ends
+        with them."""
         if self.stopped.is_set():
             return
         self.stopped.set()
@@ -292,17 +353,19 @@ class _Workers:
 
 
 class _Served:
-    """The batches as a worker serves them. If a step cannot be read, it serves the sentence that says so."""
+    """The batches as a worker serves them. If a step cannot be read, it serves the sentence that
+    says so."""
 
     IDLE = -1
 
     def __init__(self, batches: Batches, table: torch.Tensor) -> None:
-        """table: int64 [workers, 2], shared with the trainer: each worker's process id, and the step it is reading."""
+        """table: int64 [workers, 2], shared with the trainer: each worker's process id, and the
+        step it is reading."""
         self.batches, self.table = batches, table
 
     def start(self, worker: int) -> None:
-        """Runs in a new worker. The worker ignores the signals that ask a run to stop: the trainer acts on them, and it
-        needs batches until it has saved."""
+        """Runs in a new worker. The worker ignores the signals that ask a run to stop: the trainer
+        acts on them, and it needs batches until it has saved."""
         self.state = self.table[worker]
         self.state[:] = torch.tensor([os.getpid(), self.IDLE])
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -319,7 +382,8 @@ class _Served:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger (proc(5), the state in /proc/PID/stat)."""
+    """Whether a process is stopped by a signal or a debugger (proc(5), the state in
+    /proc/PID/stat)."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] in "Tt"

@@ -1,4 +1,5 @@
-"""Where text comes from: `documents(source)` yields (name, text) in an order that depends on names only.
+"""Where text comes from: `documents(source)` yields (name, text) in an order that depends on names
+only.
 
 | source                        | documents                                                                      | name      |
 |-------------------------------|--------------------------------------------------------------------------------|-----------|
@@ -16,14 +17,16 @@
 |                               | `datasets` can load                                                            |           |
 | `hf:NAME[/CONFIG][@SPLIT]`    | one per row of a dataset of the Hugging Face Hub, streamed shard by shard      | path:row  |
 
-Lines count from 1, rows from 0. Text is UTF-8, taken byte for byte (no newline translation, a BOM stays). If something
-cannot be read (bytes that are not UTF-8, a line that is not JSON, a truncated .gz), everything stops with its name,
-unless `data.skip_failed` allows as many failures: guessing would train on garbage, and skipping would change the corpus
-in silence. Only for the standard library is such a file skipped, since nobody chose it (CPython 3.10 to 3.13 have none
-outside their tests).
+Lines count from 1, rows from 0. Text is UTF-8, taken byte for byte (no newline translation, a BOM
+stays). If something cannot be read (bytes that are not UTF-8, a line that is not JSON, a truncated
+.gz), everything stops with its name, unless `data.skip_failed` allows as many failures: guessing
+would train on garbage, and skipping would change the corpus in silence. Only for the standard
+library is such a file skipped, since nobody chose it (CPython 3.10 to 3.13 have none outside their
+tests).
 
-A file is read in `Piece`s, so that several processes can share a large one. A piece is a range of bytes (JSON lines),
-of row groups (Parquet) or of rows (a saved dataset). A compressed file is one piece.
+A file is read in `Piece`s, so that several processes can share a large one. A piece is a range of
+bytes (JSON lines), of row groups (Parquet) or of rows (a saved dataset). A compressed file is one
+piece.
 """
 
 from __future__ import annotations
@@ -41,21 +44,72 @@ from typing import IO, Any, NamedTuple
 from configs.schema import InputError
 
 TEXT = (
-    ".txt", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".json", ".yaml", ".yml", ".toml", ".ini",
-    ".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".js", ".ts",
-    ".go", ".rs", ".rb", ".php", ".pl", ".lua", ".jl", ".r", ".hs", ".ml", ".swift", ".sh", ".sql", ".css",
-)  # fmt: skip
+    ".txt",
+    ".md",
+    ".rst",
+    ".tex",
+    ".html",
+    ".xml",
+    ".csv",
+    ".tsv",
+    ".json",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".ini",
+    ".py",
+    ".pyi",
+    ".ipynb",
+    ".c",
+    ".h",
+    ".cc",
+    ".cpp",
+    ".hpp",
+    ".cu",
+    ".cuh",
+    ".java",
+    ".kt",
+    ".scala",
+    ".js",
+    ".ts",
+    ".go",
+    ".rs",
+    ".rb",
+    ".php",
+    ".pl",
+    ".lua",
+    ".jl",
+    ".r",
+    ".hs",
+    ".ml",
+    ".swift",
+    ".sh",
+    ".sql",
+    ".css",
+)
 JSON_LINES = (".jsonl", ".ndjson")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffix -> pyarrow's name of the codec
-SUFFIXES = (*TEXT, *JSON_LINES, ".parquet", *(kind + packed for kind in (*TEXT, *JSON_LINES) for packed in COMPRESSED))
-# Left out: tests (odd on purpose, and larger than all the rest), whatever was installed later, and tables that a program has
-# made. A model that is trained for two minutes learns tables first, since they repeat themselves, and writes them.
+SUFFIXES = (
+    *TEXT,
+    *JSON_LINES,
+    ".parquet",
+    *(kind + packed for kind in (*TEXT, *JSON_LINES) for packed in COMPRESSED),
+)
+# Left out: tests (odd on purpose, and larger than all the rest), whatever was installed later, and
+# tables that a program has made. A model that is trained for two minutes learns tables first, since
+# they repeat themselves, and writes them.
 STDLIB_LEFT_OUT = {
-    "test", "tests", "site-packages", "dist-packages", "idlelib", "__pycache__",
+    "test",
+    "tests",
+    "site-packages",
+    "dist-packages",
+    "idlelib",
+    "__pycache__",
     "encodings",  # code points of 100 character sets
     "pydoc_data",  # the language reference as strings
-}  # fmt: skip
-STDLIB_TABLES = ("html/entities.py", "re/_casefix.py", "stringprep.py")  # of characters; the last one has code around them
+}
+# of characters; the last one has code around them
+STDLIB_TABLES = ("html/entities.py", "re/_casefix.py", "stringprep.py")
 HUGGING_FACE = "hf:"
 BUFFER = 1 << 20  # bytes read at a time
 ROWS = 256  # rows of a column that are read at a time
@@ -74,21 +128,26 @@ class File(NamedTuple):
 
 class Piece(NamedTuple):
     file: File
-    start: int  # in bytes (JSON lines), row groups (Parquet), rows (a saved dataset) or shards (a stream); otherwise 0
+    # in bytes (JSON lines), row groups (Parquet), rows (a saved dataset) or shards (a stream);
+    # otherwise 0
+    start: int
     stop: int
     size: int  # bytes of the file, about: to share the work evenly, and to show progress
 
 
 class Document(NamedTuple):
-    number: int  # its line in the piece, counted from 1; or its row in the file, counted from 0; or WHOLE
+    # its line in the piece, counted from 1; or its row in the file, counted from 0; or WHOLE
+    number: int
     text: str
     problem: str  # "", TOO_LONG, or why it cannot be read
     done: int  # bytes of the piece, about, that have been read after this document
 
 
-def documents(source: str, files: list[File] | None = None, field: str = "text") -> Iterator[tuple[str, str]]:
-    """(name, text) of every document. `files`: what `find(source)` returned, if it was called already. Raises
-    InputError as described above."""
+def documents(
+    source: str, files: list[File] | None = None, field: str = "text"
+) -> Iterator[tuple[str, str]]:
+    """(name, text) of every document. `files`: what `find(source)` returned, if it was called
+    already. Raises InputError as described above."""
     for file in find(source) if files is None else files:
         for piece in pieces(file):
             for document in read(piece, field):
@@ -103,41 +162,57 @@ def name(file: str, number: int) -> str:
 
 
 def failure(piece: Piece, document: Document) -> InputError:
-    """The error for a document that cannot be read. It counts the lines before the piece, to name the right line."""
-    return InputError(f"data.source: {piece.file.path}{_place(piece, document.number)} {document.problem}")
+    """The error for a document that cannot be read. It counts the lines before the piece, to name
+    the right line."""
+    return InputError(
+        f"data.source: {piece.file.path}{_place(piece, document.number)} {document.problem}"
+    )
 
 
 def _place(piece: Piece, number: int) -> str:
     if number == WHOLE:
         return ""
     path = piece.file.path
-    return f", {'row' if path.startswith(HUGGING_FACE) or path.endswith('.parquet') else 'line'} {lines_before(piece) + number}"
+    return (
+        f", {'row' if path.startswith(HUGGING_FACE) or path.endswith('.parquet') else 'line'} "
+        f"{lines_before(piece) + number}"
+    )
 
 
 def lines_before(piece: Piece) -> int:
-    """How many lines of the file begin before the piece, whose documents are numbered from there. Reads up to the
-    piece."""
+    """How many lines of the file begin before the piece, whose documents are numbered from there.
+    Reads up to the piece."""
     if not piece.start or not _is(piece.file, JSON_LINES):
         return 0
     with open(piece.file.path, "rb") as file:
         bytes_left, lines, last_byte = piece.start, 0, b""
         while block := file.read(min(bytes_left, BUFFER)):
-            lines, bytes_left, last_byte = lines + block.count(b"\n"), bytes_left - len(block), block[-1:]
+            lines, bytes_left, last_byte = (
+                lines + block.count(b"\n"),
+                bytes_left - len(block),
+                block[-1:],
+            )
     return lines + (last_byte != b"\n")
 
 
-# ---------------------------------------------------------------------------------------------------- which files
+# --------------------------------------------------------------------------------------------------
+# which files
 
 
 def find(source: str) -> list[File]:
-    """The files of a source, sorted by name. Raises InputError if there are none, or if it cannot be read."""
+    """The files of a source, sorted by name. Raises InputError if there are none, or if it cannot
+    be read."""
     if source.startswith(HUGGING_FACE):
         return [_hugging_face_file(source)]
     path = os.path.expanduser(source)
     if source == "stdlib":
         root = sysconfig.get_path("stdlib")
         tables = tuple(os.path.join(root, *table.split("/")) for table in STDLIB_TABLES)
-        paths = [p for p in _walk(root, STDLIB_LEFT_OUT) if p.endswith(".py") and p not in tables and not _is_build_record(p)]
+        paths = [
+            p
+            for p in _walk(root, STDLIB_LEFT_OUT)
+            if p.endswith(".py") and p not in tables and not _is_build_record(p)
+        ]
     elif os.path.isdir(path):
         root = path
         paths = [p for p in _walk(root, set()) if p.lower().endswith(SUFFIXES)]
@@ -148,8 +223,14 @@ def find(source: str) -> list[File]:
         root, paths = os.path.dirname(path) or ".", [path]
     files = sorted(_file(path, root) for path in paths)
     if not files:
-        nothing = f"no file with a text suffix ({' '.join(SUFFIXES[:4])} ...)" if os.path.isdir(path) else "no file"
-        raise InputError(f'data.source = "{source}": {nothing} found there; name a file, a folder or a glob')
+        nothing = (
+            f"no file with a text suffix ({' '.join(SUFFIXES[:4])} ...)"
+            if os.path.isdir(path)
+            else "no file"
+        )
+        raise InputError(
+            f'data.source = "{source}": {nothing} found there; name a file, a folder or a glob'
+        )
     return files
 
 
@@ -157,46 +238,63 @@ def _file(path: str, root: str) -> File:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise InputError(f"data.source: {path} cannot be read: {error.strerror}; name a file, a folder, a glob or "
-                         '"stdlib"') from error
-    if not stat.S_ISREG(status.st_mode):  # a pipe would block for ever, and be empty the second time
-        raise InputError(f"data.source: {path} is not a regular file: write its content to one first")
+        raise InputError(
+            f"data.source: {path} cannot be read: {error.strerror}; name a file, a folder, a glob "
+            "or "
+            '"stdlib"'
+        ) from error
+    # a pipe would block for ever, and be empty the second time
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(
+            f"data.source: {path} is not a regular file: write its content to one first"
+        )
     relative = os.path.relpath(path, root).replace(os.sep, "/")
     return File(relative, os.path.abspath(path), status.st_size, status.st_mtime_ns)
 
 
 def _walk(root: str, left_out: set[str]) -> Iterator[str]:
-    """Every file under `root` but hidden files and what is in hidden folders. Links to folders are not followed."""
+    """Every file under `root` but hidden files and what is in hidden folders. Links to folders are
+    not followed."""
 
     def refuse(error: OSError) -> None:
-        raise InputError(f"data.source: {error.filename} cannot be read: {error.strerror}") from error
+        raise InputError(
+            f"data.source: {error.filename} cannot be read: {error.strerror}"
+        ) from error
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
-        subfolders[:] = [name for name in subfolders if name not in left_out and not name.startswith(".")]
+        subfolders[:] = [
+            name for name in subfolders if name not in left_out and not name.startswith(".")
+        ]
         yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
 
 
 def _is_build_record(path: str) -> bool:
-    """Whether a file tells how this very Python was compiled (_sysconfigdata_*.py, config-3.x-*/). Without these files
-    the corpus is the same on every machine with the same Python version."""
+    """Whether a file tells how this very Python was compiled (_sysconfigdata_*.py, config-3.x-*/).
+    Without these files the corpus is the same on every machine with the same Python version."""
     return "_sysconfigdata" in path or f"{os.sep}config-" in path
 
 
-# ----------------------------------------------------------------------------------------------- what is in a file
+# --------------------------------------------------------------------------------------------------
+# what is in a file
 
 
 def warn_of_lines(files: list[File], log: Callable[[str], object]) -> None:
-    """Say which .json files look like JSON lines, which are a document each only under a name of JSON_LINES."""
+    """Say which .json files look like JSON lines, which are a document each only under a name of
+    JSON_LINES."""
     plain = [file for file in files if _is(file, (".json",))]
     lines = [file for file in plain[:MOST_LOOKED_AT] if _has_json_lines(file)]
     if lines:
-        log(f"warning: {lines[0].path} has one JSON object per line, and a .json file is one document, braces and all: "
+        log(
+            f"warning: {lines[0].path} has one JSON object per line, and a .json file is one "
+            "document, braces and all: "
             "rename it to .jsonl to make each line a document"
-            + (f" ({len(lines)} files are so)" if len(lines) > 1 else ""))  # fmt: skip
+            + (f" ({len(lines)} files are so)" if len(lines) > 1 else "")
+        )
 
 
 def _has_json_lines(file: File) -> bool:
-    """Whether the first line is a JSON object, and the next one begins another. What cannot be read is reported later."""
+    """Whether the first line is a JSON object, and the next one begins another. What cannot be read
+    is reported later."""
     try:
         with open(file.path, "rb") as content:
             first = content.readline(BUFFER)
@@ -211,8 +309,8 @@ def _is(file: File, suffixes: tuple[str, ...]) -> bool:
 
 
 def pieces(file: File, size: int = 1 << 62) -> list[Piece]:
-    """The file in pieces of about `size` bytes, if its kind allows it, in order. It never raises for a damaged file:
-    reading the piece will say what is wrong."""
+    """The file in pieces of about `size` bytes, if its kind allows it, in order. It never raises
+    for a damaged file: reading the piece will say what is wrong."""
     if file.path.startswith(HUGGING_FACE):
         stop = _hugging_face_parts(file)
         step = max(1, stop * size // file.size) if file.size else 1
@@ -224,14 +322,18 @@ def pieces(file: File, size: int = 1 << 62) -> list[Piece]:
     else:
         return [Piece(file, 0, 0, file.size)]
     ranges = [(start, min(start + step, stop)) for start in range(0, stop, step)]
-    # A shard of unknown size is said to be as large as a piece should be, so that each shard becomes a piece.
-    return [Piece(file, start, end, file.size * (end - start) // stop if file.size else size) for start, end in ranges]
+    # A shard of unknown size is said to be as large as a piece should be, so that each shard
+    # becomes a piece.
+    return [
+        Piece(file, start, end, file.size * (end - start) // stop if file.size else size)
+        for start, end in ranges
+    ]
 
 
 def read(piece: Piece, field: str = "text", longest: int = 0) -> Generator[Document, None, int]:
-    """The documents of a piece; a document with a problem has no text. A problem of the file itself comes last, as
-    WHOLE. longest: a text file of more bytes is TOO_LONG and not read further; 0: no limit. Returns the number of lines
-    read."""
+    """The documents of a piece; a document with a problem has no text. A problem of the file itself
+    comes last, as WHOLE. longest: a text file of more bytes is TOO_LONG and not read further; 0: no
+    limit. Returns the number of lines read."""
     path = piece.file.path.lower()
     inner, packed = os.path.splitext(path)
     try:
@@ -243,10 +345,13 @@ def read(piece: Piece, field: str = "text", longest: int = 0) -> Generator[Docum
             with open(piece.file.path, "rb", BUFFER) as file:
                 return (yield from _json_lines(file, file, piece, field))
         elif packed in COMPRESSED:
-            import pyarrow  # it reports every damage, also a truncated .zst. The import takes a tenth of a second
+            # it reports every damage, also a truncated .zst. The import takes a tenth of a second
+            import pyarrow
 
             with pyarrow.OSFile(piece.file.path) as raw:
-                file = io.BufferedReader(pyarrow.CompressedInputStream(raw, COMPRESSED[packed]), BUFFER)
+                file = io.BufferedReader(
+                    pyarrow.CompressedInputStream(raw, COMPRESSED[packed]), BUFFER
+                )
                 if inner.endswith((*JSON_LINES, ".json")):
                     return (yield from _json_lines(file, raw, piece, field))
                 yield _text(file, piece, longest)
@@ -269,9 +374,11 @@ def _text(file: IO[bytes], piece: Piece, longest: int) -> Document:
         return Document(WHOLE, "", problem, piece.size)
 
 
-def _json_lines(file: IO[bytes], raw: Any, piece: Piece, field: str) -> Generator[Document, None, int]:
-    """The lines that begin in the piece. The last one may end in the next piece. `raw` tells how far the file is
-    read."""
+def _json_lines(
+    file: IO[bytes], raw: Any, piece: Piece, field: str
+) -> Generator[Document, None, int]:
+    """The lines that begin in the piece. The last one may end in the next piece. `raw` tells how
+    far the file is read."""
     position = piece.start
     if position:  # the line that holds the byte before it belongs to the previous piece
         file.seek(position - 1)
@@ -292,24 +399,32 @@ def _json_lines(file: IO[bytes], raw: Any, piece: Piece, field: str) -> Generato
             continue
         done = position - piece.start if divided else raw.tell()
         try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 and not piece.start else "utf-8"))
+            row = json.loads(
+                line.decode("utf-8-sig" if number == 1 and not piece.start else "utf-8")
+            )
             text = row[field]
-            text.encode("utf-8")  # refuses what is not a string, and escapes of half a character (lone surrogates)
+            # refuses what is not a string, and escapes of half a character (lone surrogates)
+            text.encode("utf-8")
         except KeyError:
             keys = ", ".join(f'"{key}"' for key in list(row)[:20])
             problem = f'has nothing under "{field}" (data.text_field), but {keys or "no keys"}'
             yield Document(number, "", problem, done)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            problem = f'is not a JSON object with a string under "{field}" (data.text_field) ({error!r:.200})'
+            problem = (
+                f'is not a JSON object with a string under "{field}" (data.text_field) '
+                f"({error!r:.200})"
+            )
             yield Document(number, "", problem, done)
         else:
             yield Document(number, text, "", done)
     return number
 
 
-def _rows(piece: Piece, field: str, batches: Iterator[tuple[int, float, Any]]) -> Iterator[Document]:
-    """The documents of batches: (row of the first, share of the piece that has been read with it, column of
-    strings)."""
+def _rows(
+    piece: Piece, field: str, batches: Iterator[tuple[int, float, Any]]
+) -> Iterator[Document]:
+    """The documents of batches: (row of the first, share of the piece that has been read with it,
+    column of strings)."""
     for first, share, column in batches:
         done = round(share * piece.size)
         try:
@@ -320,7 +435,9 @@ def _rows(piece: Piece, field: str, batches: Iterator[tuple[int, float, Any]]) -
             try:
                 text.encode("utf-8")
             except (AttributeError, ValueError) as error:
-                problem = "is not UTF-8 text" if isinstance(text, bytes) else f"has no string ({error})"
+                problem = (
+                    "is not UTF-8 text" if isinstance(text, bytes) else f"has no string ({error})"
+                )
                 yield Document(row, "", f'{problem} in the column "{field}"', done)
             else:
                 yield Document(row, text, "", done)
@@ -333,7 +450,8 @@ def _decoded(value: Any) -> str | bytes:
         return b""
 
 
-# ------------------------------------------------------------------------------------------------------- Parquet
+# --------------------------------------------------------------------------------------------------
+# Parquet
 
 
 def _row_groups(file: File) -> int:
@@ -357,32 +475,51 @@ def _parquet_batches(piece: Piece, field: str) -> Iterator[tuple[int, float, Any
             row = sum(groups[: piece.start])
             for group in range(piece.start, piece.stop):
                 end = row + groups[group]
-                for batch in file.iter_batches(ROWS, row_groups=[group], columns=[field], use_threads=False):
+                for batch in file.iter_batches(
+                    ROWS, row_groups=[group], columns=[field], use_threads=False
+                ):
                     unread = (end - row - len(batch)) / max(groups[group], 1)
-                    yield row, (group + 1 - piece.start - unread) / (piece.stop - piece.start), batch.column(0)
+                    yield (
+                        row,
+                        (group + 1 - piece.start - unread) / (piece.stop - piece.start),
+                        batch.column(0),
+                    )
                     row += len(batch)
     except ArrowException as error:
         raise OSError(str(error).splitlines()[0]) from error
 
 
-# ------------------------------------------------------------------------------------------------- Hugging Face
+# --------------------------------------------------------------------------------------------------
+# Hugging Face
 
 
 def _hugging_face_file(source: str) -> File:
-    """A dataset as a `File`. On this disk it has the size and time of its files; on the Hub the hash of its builder
-    takes the place of the time."""
+    """A dataset as a `File`. On this disk it has the size and time of its files; on the Hub the
+    hash of its builder takes the place of the time."""
     path, split = _hugging_face_name(source)
     if _is_saved(path):
         files = sorted(f for f in _walk(path, set()) if f.endswith(".arrow"))
         stats = [os.stat(f) for f in files]
         size, time = sum(s.st_size for s in stats), max((s.st_mtime_ns for s in stats), default=0)
-        return File(f"{os.path.basename(path)}@{split}", f"{HUGGING_FACE}{os.path.abspath(path)}@{split}", size, time)
+        return File(
+            f"{os.path.basename(path)}@{split}",
+            f"{HUGGING_FACE}{os.path.abspath(path)}@{split}",
+            size,
+            time,
+        )
     try:
         builder = _datasets().load_dataset_builder(*_hub_name(path))
     except Exception as error:  # the many libraries below raise all kinds
-        raise InputError(f'data.source = "{source}" cannot be opened by datasets: {str(error).splitlines()[0]}') from error
+        raise InputError(
+            f'data.source = "{source}" cannot be opened by datasets: {str(error).splitlines()[0]}'
+        ) from error
     size = builder.info.download_size or builder.info.dataset_size or 0
-    return File(f"{os.path.basename(path)}@{split}", f"{HUGGING_FACE}{path}@{split}", size, int(builder.hash[:15], 16))
+    return File(
+        f"{os.path.basename(path)}@{split}",
+        f"{HUGGING_FACE}{path}@{split}",
+        size,
+        int(builder.hash[:15], 16),
+    )
 
 
 def _hugging_face_name(source: str) -> tuple[str, str]:
@@ -396,14 +533,18 @@ def _hub_name(path: str) -> list[str]:
 
 
 def _is_saved(path: str) -> bool:
-    return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
+    return any(
+        os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")
+    )
 
 
 def _datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise InputError("data.source: a Hugging Face dataset needs `pip install datasets`") from error
+        raise InputError(
+            "data.source: a Hugging Face dataset needs `pip install datasets`"
+        ) from error
     return datasets
 
 
@@ -417,7 +558,9 @@ def _hugging_face(file: File) -> tuple[Any, bool]:
         saved = datasets.load_from_disk(path)
         return (saved[split] if isinstance(saved, datasets.DatasetDict) else saved), False
     except Exception as error:
-        raise InputError(f"data.source: {file.path} cannot be opened by datasets: {str(error).splitlines()[0]}") from error
+        raise InputError(
+            f"data.source: {file.path} cannot be opened by datasets: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _hugging_face_parts(file: File) -> int:
@@ -426,17 +569,23 @@ def _hugging_face_parts(file: File) -> int:
 
 
 def _hugging_face_batches(piece: Piece, field: str) -> Iterator[tuple[int, float, Any]]:
-    """(row of the first, share of the piece, column) of each batch. The rows of a streamed shard count from shard <<
-    32, since nobody knows how many rows the shards before it have."""
+    """(row of the first, share of the piece, column) of each batch. The rows of a streamed shard
+    count from shard << 32, since nobody knows how many rows the shards before it have."""
     dataset, streamed = _hugging_face(piece.file)
     columns = dataset.column_names
     if columns is not None and field not in columns:
-        raise OSError(f'it has no column "{field}" (data.text_field), but {", ".join(columns[:20])}')
+        raise OSError(
+            f'it has no column "{field}" (data.text_field), but {", ".join(columns[:20])}'
+        )
     if not streamed:
         table = dataset.with_format("arrow")
         for row in range(piece.start, piece.stop, ROWS):
             stop = min(row + ROWS, piece.stop)
-            yield row, (stop - piece.start) / (piece.stop - piece.start), table[row:stop].column(field)
+            yield (
+                row,
+                (stop - piece.start) / (piece.stop - piece.start),
+                table[row:stop].column(field),
+            )
         return
     for shard in range(piece.start, piece.stop):
         row = shard << 32

@@ -1,25 +1,29 @@
 """Tokenises text while the run trains on it: no preparation, nothing on the disk, any size.
 
-With a prepared corpus, arithmetic tells what a step sees (data/order.py). Here it depends on state. The state belongs
-to neither a rank nor a worker but to one of `data.streams` logical streams, whose number is part of the run like its
-seed:
+With a prepared corpus, arithmetic tells what a step sees (data/order.py). Here it depends on state.
+The state belongs to neither a rank nor a worker but to one of `data.streams` logical streams, whose
+number is part of the run like its seed:
 
-1. The source is cut into units: files, ranges of bytes of JSON lines, row groups, shards (data/sources.py::pieces), or
-every
-   n-th document of one of these if there are fewer of them than streams. The units of all epochs are numbered one after
-   another, each epoch in its own order (a permutation keyed by seed and epoch). Unit q belongs to stream q % streams.
-2. A stream is the tokens of its units' documents, one after another. It is cut into windows like a prepared corpus.
-3. Rows and streams are both cut into gcd(global_batch_size, streams) equal groups, and the rows of a group take windows
-   from the group's streams in turn. A data-parallel rank has one or more whole groups.
+1. The source is cut into units: files, ranges of bytes of JSON lines, row groups, shards
+   (data/sources.py::pieces), or every n-th document of one of these if there are fewer of them than
+   streams. The units of all epochs are numbered one after another, each epoch in its own order (a
+   permutation keyed by seed and epoch). Unit q belongs to stream q % streams.
+2. A stream is the tokens of its units' documents, one after another. It is cut into windows like a
+   prepared corpus.
+3. Rows and streams are both cut into gcd(global_batch_size, streams) equal groups, and the rows of
+   a group take windows from the group's streams in turn. A data-parallel rank has one or more whole
+   groups.
 
-So batch(step) is the same, order included, on every number of ranks that divides both, and the whole state of a stream
-is the `Place` of its next token. A resume opens the unit again and passes over the documents before that place; their
-checksum must be the one that was saved. No token is dropped between documents, units or epochs.
+So batch(step) is the same, order included, on every number of ranks that divides both, and the
+whole state of a stream is the `Place` of its next token. A resume opens the unit again and passes
+over the documents before that place; their checksum must be the one that was saved. No token is
+dropped between documents, units or epochs.
 
-One thread reads and tokenises, `data.prefetch` batches ahead. It does some two million tokens per second and rank, and
-tiktoken releases the GIL meanwhile. (Worker processes are no option: threads of the libraries for Hugging Face and
-Parquet would not survive a fork. And the state of torchdata's StatefulDataLoader is that of its workers, so it is lost
-when the number of workers or of ranks changes.)
+One thread reads and tokenises, `data.prefetch` batches ahead. It does some two million tokens per
+second and rank, and tiktoken releases the GIL meanwhile. (Worker processes are no option: threads
+of the libraries for Hugging Face and Parquet would not survive a fork. And the state of torchdata's
+StatefulDataLoader is that of its workers, so it is lost when the number of workers or of ranks
+changes.)
 """
 
 from __future__ import annotations
@@ -46,9 +50,11 @@ from data.order import permute
 from data.prepare.encoding import encode, open_tokenizer
 from data.tokenizer import Tokenizer
 
-LEAST, MOST = 1 << 18, 64_000_000  # bytes of a unit, about: it is cheap to open, and takes seconds to read again
+# bytes of a unit, about: it is cheap to open, and takes seconds to read again
+LEAST, MOST = 1 << 18, 64_000_000
 UNITS = 8  # for each stream, if there is enough text: the more units, the more even the streams
-BARREN = 16  # after so many epochs' worth of units without a token, a stream concludes that there is no text
+# after so many epochs' worth of units without a token, a stream concludes that there is no text
+BARREN = 16
 LONGEST_PAUSE = 30.0  # seconds between attempts
 say = logging.getLogger("plumbline")
 
@@ -70,8 +76,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Source:
-    """What is read, how it is cut, and how it becomes tokens. Equal `fingerprint`s mean the same names, sizes and
-    options. Whether the text is the same too is only seen when it is read again."""
+    """What is read, how it is cut, and how it becomes tokens. Equal `fingerprint`s mean the same
+    names, sizes and options. Whether the text is the same too is only seen when it is read
+    again."""
 
     cfg: Data
     tokenizer: Tokenizer
@@ -85,33 +92,69 @@ class Source:
 def open_source(cfg: Data, log: Callable[[str], object] = print) -> Source:
     """Open `cfg.source`: only names and sizes are read. Raises InputError if it cannot be streamed."""
     if is_prepared(cfg.source):
-        raise InputError(f"data.source: {cfg.source} is prepared already, so there is nothing to stream: data.stream = false")
+        raise InputError(
+            f"data.source: {cfg.source} is prepared already, so there is nothing to stream: "
+            "data.stream = false"
+        )
     tok, files = open_tokenizer(cfg.tokenizer), sources.find(cfg.source)
     if cfg.add_bos and tok.bos_id is None:
-        raise InputError(f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text")
+        raise InputError(
+            f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text"
+        )
     size = min(max(sum(file.size for file in files) // (cfg.streams * UNITS), LEAST), MOST)
     pieces = [piece for file in files for piece in sources.pieces(file, size)]
     if not pieces:
         raise InputError(f"data.source: {cfg.source} has no text")
     every = -(-cfg.streams // len(pieces))
-    log(f"{cfg.source}: {len(files):,} files, streamed in {len(pieces):,} pieces by {cfg.streams} streams"
-        + (f"; each piece is read {every} times per epoch, as there are fewer than streams" if every > 1 else ""))  # fmt: skip
+    log(
+        (
+            f"{cfg.source}: {len(files):,} files, streamed in {len(pieces):,} pieces by "
+            f"{cfg.streams} "
+            "streams"
+        )
+        + (
+            f"; each piece is read {every} times per epoch, as there are fewer than streams"
+            if every > 1
+            else ""
+        )
+    )
     sources.warn_of_lines(files, log)
     units = tuple(Unit(piece, first, every) for piece in pieces for first in range(every))
-    cut = [[p.file.name, p.file.size, p.file.mtime_ns if p.file.path.startswith(sources.HUGGING_FACE) else 0, p.start,
-            p.stop] for p in pieces]  # fmt: skip
-    options = [cfg.text_field, cfg.add_bos, cfg.add_eos, cfg.max_document_bytes, cfg.validation_fraction]
+    cut = [
+        [
+            p.file.name,
+            p.file.size,
+            p.file.mtime_ns if p.file.path.startswith(sources.HUGGING_FACE) else 0,
+            p.start,
+            p.stop,
+        ]
+        for p in pieces
+    ]
+    options = [
+        cfg.text_field,
+        cfg.add_bos,
+        cfg.add_eos,
+        cfg.max_document_bytes,
+        cfg.validation_fraction,
+    ]
     digest = hashlib.sha256(json.dumps([cut, every, options]).encode())
     return Source(cfg, tok, units, digest.hexdigest()[:32], cfg.source)
 
 
-# ------------------------------------------------------------------------------------------------------------ the order
+# --------------------------------------------------------------------------------------------------
+# the order
 
 
 def describe(source: Source, seed: int, seq_len: int, global_batch_size: int) -> dict:
     """What decides the order, as JSON."""
-    return {"fingerprint": source.fingerprint, "tokenizer": source.tokenizer.fingerprint, "streams": source.cfg.streams,
-            "seed": seed, "seq_len": seq_len, "global_batch_size": global_batch_size}  # fmt: skip
+    return {
+        "fingerprint": source.fingerprint,
+        "tokenizer": source.tokenizer.fingerprint,
+        "streams": source.cfg.streams,
+        "seed": seed,
+        "seq_len": seq_len,
+        "global_batch_size": global_batch_size,
+    }
 
 
 @dataclass(frozen=True)
@@ -131,11 +174,14 @@ class Order:
     def __init__(self, description: dict, places: list[Place]) -> None:
         """places: of all streams."""
         self.description, self.places = description, places
-        self.seed, self.seq_len, self.rows = (description[key] for key in ("seed", "seq_len", "global_batch_size"))
+        self.seed, self.seq_len, self.rows = (
+            description[key] for key in ("seed", "seq_len", "global_batch_size")
+        )
         self.groups = math.gcd(self.rows, len(places))
 
     def row(self, step: int, row: int) -> tuple[int, int]:
-        """The stream of a row in the global batch of `step`, and the number of the row's window in that stream."""
+        """The stream of a row in the global batch of `step`, and the number of the row's window in
+        that stream."""
         per_step, per_group = self.rows // self.groups, len(self.places) // self.groups
         group, index = divmod(row, per_step)
         window, stream = divmod(step * per_step + index, per_group)
@@ -155,25 +201,44 @@ def begin(description: dict) -> Order:
     return Order(description, [Place()] * description["streams"])
 
 
-def resume(progress: dict, description: dict, allow_splice: bool = False) -> tuple[Order, list[str]]:
-    """The order of a run that goes on from a checkpoint's progress, and an empty list of changes (as
-    data/order.py::resume). Raises InputError for any change, since a stream cannot go on with different data."""
+def resume(
+    progress: dict, description: dict, allow_splice: bool = False
+) -> tuple[Order, list[str]]:
+    """The order of a run that goes on from a checkpoint's progress, and an empty list of changes
+    (as data/order.py::resume). Raises InputError for any change, since a stream cannot go on with
+    different data."""
     step, saved = progress["step"], progress.get("data")
     if not step and saved is None:
         return begin(description), []
-    instead = "restore it, or start from the weights in another run.folder, with checkpoint.load_path"
+    instead = (
+        "restore it, or start from the weights in another run.folder, with checkpoint.load_path"
+    )
     if not saved or "streams" not in saved:
-        raise InputError(f"the checkpoint of step {step} is of a run that did not stream (data.stream = true does): {instead}")
-    option_of = {"fingerprint": "the files of data.source, or how they are read,", "tokenizer": "data.tokenizer",
-             "streams": "data.streams", "seed": "run.seed", "seq_len": "training.seq_len",
-             "global_batch_size": "training.global_batch_size"}  # fmt: skip
+        raise InputError(
+            f"the checkpoint of step {step} is of a run that did not stream (data.stream = true "
+            f"does): {instead}"
+        )
+    option_of = {
+        "fingerprint": "the files of data.source, or how they are read,",
+        "tokenizer": "data.tokenizer",
+        "streams": "data.streams",
+        "seed": "run.seed",
+        "seq_len": "training.seq_len",
+        "global_batch_size": "training.global_batch_size",
+    }
     before = saved["description"]
     if before["streams"] != description["streams"]:
         del option_of["fingerprint"]  # how the files are cut follows from it
-    lines = [f"{option} was {before[key]} and is {description[key]}"
-             for key, option in option_of.items() if before[key] != description[key]]  # fmt: skip
+    lines = [
+        f"{option} was {before[key]} and is {description[key]}"
+        for key, option in option_of.items()
+        if before[key] != description[key]
+    ]
     if lines:
-        raise InputError(f"the data would change at step {step}, which a stream cannot: {'; '.join(lines)}: {instead}")
+        raise InputError(
+            f"the data would change at step {step}, which a stream cannot: {'; '.join(lines)}: "
+            f"{instead}"
+        )
     return Order(description, [Place(**place) for place in saved["streams"]]), []
 
 
@@ -182,7 +247,8 @@ def state(order: Order, description: dict) -> dict:
     return {"description": description, "streams": [asdict(place) for place in order.places]}
 
 
-# ------------------------------------------------------------------------------------------------------------ one stream
+# --------------------------------------------------------------------------------------------------
+# one stream
 
 
 class Stream:
@@ -192,13 +258,14 @@ class Stream:
         self.source, self.cfg, self.number, self.stop = source, source.cfg, number, stop
         self.streams, self.seed, self.seq_len = len(order.places), order.seed, order.seq_len
         self.place = order.places[number]  # of the next window's first token
-        self.waiting: deque[tuple[Place, np.ndarray]] = deque()  # documents with tokens that are in no window yet
+        # documents with tokens that are in no window yet
+        self.waiting: deque[tuple[Place, np.ndarray]] = deque()
         self.held = -self.place.token  # how many such tokens they have
         self.documents = self._documents(replace(self.place, token=0))
 
     def window(self) -> tuple[np.ndarray, np.ndarray]:
-        """The next window, int64 [T + 1], and whether a token is the first of a document, bool [T + 1]. `place` moves
-        on by T tokens. Raises Exhausted, Changed or LoaderError."""
+        """The next window, int64 [T + 1], and whether a token is the first of a document, bool [T +
+        1]. `place` moves on by T tokens. Raises Exhausted, Changed or LoaderError."""
         T = self.seq_len
         while self.held < T + 1:
             place, ids = next(self.documents)
@@ -219,7 +286,8 @@ class Stream:
         return tokens, begins
 
     def _documents(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """(place, tokens) of each document to train on, from `place` on. Documents without a token are passed over."""
+        """(place, tokens) of each document to train on, from `place` on. Documents without a token
+        are passed over."""
         units, cfg = self.source.units, self.cfg
         allowed = math.inf if cfg.source == "stdlib" else cfg.skip_failed
         barren = 0  # units in a row without a token to train on
@@ -227,8 +295,10 @@ class Stream:
             barren += 1
             epoch, index = divmod(self.number + place.unit * self.streams, len(units))
             if cfg.stream_epochs and epoch >= cfg.stream_epochs:
-                raise Exhausted(f"data stream {self.number} has no text left: data.stream_epochs = "
-                                f"{cfg.stream_epochs} is reached; raise it, give more text or train fewer steps")  # fmt: skip
+                raise Exhausted(
+                    f"data stream {self.number} has no text left: data.stream_epochs = "
+                    f"{cfg.stream_epochs} is reached; raise it, give more text or train fewer steps"
+                )
             unit = units[int(permute(np.array([index]), epoch, len(units), self.seed)[0])]
             for number, document, checksum in self._read(unit, place):
                 place = replace(place, document=number)
@@ -241,26 +311,37 @@ class Stream:
                         barren = 0
                         yield place, ids
                 failed = bool(problem) and problem != sources.TOO_LONG
-                place = replace(place, document=number + 1, checksum=checksum, failed=place.failed + failed)
+                place = replace(
+                    place, document=number + 1, checksum=checksum, failed=place.failed + failed
+                )
                 if failed:
                     error = sources.failure(unit.piece, document._replace(problem=problem))
                     if place.failed > allowed:
-                        raise LoaderError(f"data stream {self.number}: {error}; repair it, or let each stream leave out some "
-                                          f"(data.skip_failed = {cfg.skip_failed})")  # fmt: skip
+                        raise LoaderError(
+                            f"data stream {self.number}: {error}; repair it, or let each stream "
+                            "leave out some "
+                            f"(data.skip_failed = {cfg.skip_failed})"
+                        )
                     say.warning(f"data stream {self.number}: left out: {error}")
             place = Place(unit=place.unit + 1, failed=place.failed)
-            if barren > BARREN * len(units):  # each epoch deals the units anew, so a stream finds text if there is any
-                raise InputError(f"data.source: {cfg.source} has no text to train on (data stream {self.number})")
+            # each epoch deals the units anew, so a stream finds text if there is any
+            if barren > BARREN * len(units):
+                raise InputError(
+                    f"data.source: {cfg.source} has no text to train on (data stream {self.number})"
+                )
 
     def _read(self, unit: Unit, place: Place) -> Iterator[tuple[int, sources.Document, int]]:
-        """(number in its piece, document, checksum after it) of a unit's documents, from `place` on. If the piece
-        cannot be read, it is opened again up to `data.retries` times, and reading goes on after the last document that
-        came."""
+        """(number in its piece, document, checksum after it) of a unit's documents, from `place`
+        on. If the piece cannot be read, it is opened again up to `data.retries` times, and reading
+        goes on after the last document that came."""
         done, checksum, attempt = place.document, place.checksum, 0
         while True:
             try:
-                passed, number = 0, -1  # the checksum of the documents so far; the number of the last one
-                for number, document in enumerate(sources.read(unit.piece, self.cfg.text_field, self.cfg.max_document_bytes)):
+                # the checksum of the documents so far; the number of the last one
+                passed, number = 0, -1
+                for number, document in enumerate(
+                    sources.read(unit.piece, self.cfg.text_field, self.cfg.max_document_bytes)
+                ):
                     if document.problem.startswith(sources.UNREADABLE):
                         raise OSError(document.problem.removeprefix(sources.UNREADABLE))
                     if number == done and passed != checksum:
@@ -274,55 +355,84 @@ class Stream:
                     yield number, document, checksum
                     done, attempt = number + 1, 0
                 if passed != checksum or number + 1 < done:
-                    raise Changed(f"data.source: the text of {unit.piece.file.path} is not what data stream {self.number} "
-                                  "read of it before: restore it, or start from the weights in another run.folder, with "
-                                  "checkpoint.load_path")  # fmt: skip
+                    raise Changed(
+                        f"data.source: the text of {unit.piece.file.path} is not what data stream "
+                        f"{self.number} "
+                        "read of it before: restore it, or start from the weights in another "
+                        "run.folder, with "
+                        "checkpoint.load_path"
+                    )
                 return
             except Changed:
                 raise
             except Exception as error:  # the many libraries below raise all kinds
                 attempt += 1
-                failure = (f"data stream {self.number}: {unit.piece.file.path}, after document {done}, cannot be read: "
-                        f"{type(error).__name__}: {error}")  # fmt: skip
+                failure = (
+                    f"data stream {self.number}: {unit.piece.file.path}, after document {done}, "
+                    "cannot be read: "
+                    f"{type(error).__name__}: {error}"
+                )
                 if attempt > self.cfg.retries:
-                    raise LoaderError(f"{failure} (attempt {attempt} of {attempt}: data.retries)") from error
+                    raise LoaderError(
+                        f"{failure} (attempt {attempt} of {attempt}: data.retries)"
+                    ) from error
                 pause = min(self.cfg.retry_seconds * 2 ** (attempt - 1), LONGEST_PAUSE)
-                say.warning(f"{failure} (attempt {attempt} of {self.cfg.retries + 1}; the next in {pause:g} s)")
+                say.warning(
+                    f"{failure} (attempt {attempt} of {self.cfg.retries + 1}; the next in "
+                    f"{pause:g} s)"
+                )
                 if self.stop.wait(pause):
                     raise
 
 
-# ---------------------------------------------------------------------------------------------------------- the batches
+# --------------------------------------------------------------------------------------------------
+# the batches
 
 
 class Batches:
     """An iterator of this rank's batches, in lockstep with all other ranks.
 
-    Where this rank's streams end, `problem` says why: Exhausted, Changed or a LoaderError. From then on its batches are
-    empty: no label counts. The rank tells the others so with the loss of that step (`train.Flags`), which then changes
-    no weight, and all ranks call `end`."""
+    Where this rank's streams end, `problem` says why: Exhausted, Changed or a LoaderError. From
+    then on its batches are empty: no label counts. The rank tells the others so with the loss of
+    that step (`train.Flags`), which then changes no weight, and all ranks call `end`."""
 
     def __init__(
-        self, source: Source, order: Order, steps: range, local_batch_size: int, dp_rank: int, dp_size: int,
-        gather: Callable[[object], list], vocab_size: int = 2**32, pin_memory: bool = False, places: Sequence[range] = (),
-    ) -> None:  # fmt: skip
-        """gather: returns the objects of all ranks, as a list; all ranks call it at the same step. places: the positions of
-        a window whose tokens this rank has; none given: all. Raises InputError if the ranks do not divide streams and
-        rows."""
+        self,
+        source: Source,
+        order: Order,
+        steps: range,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        gather: Callable[[object], list],
+        vocab_size: int = 2**32,
+        pin_memory: bool = False,
+        places: Sequence[range] = (),
+    ) -> None:
+        """gather: returns the objects of all ranks, as a list; all ranks call it at the same step.
+        places: the positions of a window whose tokens this rank has; none given: all. Raises
+        InputError if the ranks do not divide streams and rows."""
         if order.groups % dp_size:
-            raise InputError(f"{dp_size} data-parallel ranks must divide data.streams = {len(order.places)} and "
-                             f"training.global_batch_size = {order.rows}")  # fmt: skip
+            raise InputError(
+                f"{dp_size} data-parallel ranks must divide data.streams = {len(order.places)} and "
+                f"training.global_batch_size = {order.rows}"
+            )
         self.source, self.order, self.cfg, self.steps = source, order, source.cfg, steps
         self.gather, self.vocab_size, self.pin_memory = gather, vocab_size, pin_memory
         rows, streams = order.rows // dp_size, len(order.places) // dp_size
         self.rows = range(dp_rank * rows, (dp_rank + 1) * rows)
         self.mine = range(dp_rank * streams, (dp_rank + 1) * streams)
         self.places_in_window = places or [range(order.seq_len)]
-        self.shapes = shapes_of(rows, local_batch_size, self.places_in_window, order.seq_len, self.cfg.mask_documents)
+        self.shapes = shapes_of(
+            rows, local_batch_size, self.places_in_window, order.seq_len, self.cfg.mask_documents
+        )
         self.problem: Exception | None = None
-        self.places = order.places[self.mine.start : self.mine.stop]  # after the batch that was given last
+        # after the batch that was given last
+        self.places = order.places[self.mine.start : self.mine.stop]
         self.places_before = self.places  # before that batch
-        self.ready: queue.Queue[tuple[Batch, list[Place]] | Exception] = queue.Queue(self.cfg.prefetch)
+        self.ready: queue.Queue[tuple[Batch, list[Place]] | Exception] = queue.Queue(
+            self.cfg.prefetch
+        )
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._work, name="data stream", daemon=True)
         self.thread.start()
@@ -331,26 +441,32 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch, as in data/loader.py::Batches; `sample` is stream + streams * (number of its window
-        there)."""
+        """The next batch, as in data/loader.py::Batches; `sample` is stream + streams * (number of
+        its window there)."""
         item, self.places_before = self.problem or self._take(), self.places
         if isinstance(item, Exception):
             self.problem = item
             return self._empty()
         batch, self.places = item
-        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
+        return (
+            {name: tensor.pin_memory() for name, tensor in batch.items()}
+            if self.pin_memory
+            else batch
+        )
 
     def _empty(self) -> Batch:
         """A batch that takes part in a step and counts for nothing."""
         values = {"tokens": 0, "labels": IGNORE, "sample": 0, "source": 0}
         batch = {name: torch.full(self.shapes[name], value) for name, value in values.items()}
         if self.cfg.mask_documents:
-            batch["positions"] = torch.arange(self.order.seq_len).expand(self.shapes["positions"]).clone()
+            batch["positions"] = (
+                torch.arange(self.order.seq_len).expand(self.shapes["positions"]).clone()
+            )
         return batch
 
     def end(self) -> None:
-        """Go back to before the last batch, because some rank had none. From now on `problem` is the same on all ranks,
-        which all call this."""
+        """Go back to before the last batch, because some rank had none. From now on `problem` is
+        the same on all ranks, which all call this."""
         self.places = self.places_before
         problems = [problem for problem in self.gather(self.problem) if problem]
         self.problem = next((p for p in problems if not isinstance(p, Exhausted)), problems[0])
@@ -359,14 +475,15 @@ class Batches:
     def state(self) -> dict:
         """JSON for a checkpoint: the places of all streams. All ranks call it."""
         places = list(self.order.places)
-        for first, part in self.gather((self.mine.start, self.places)):  # ranks of a tp or cp group send the same
+        # ranks of a tp or cp group send the same
+        for first, part in self.gather((self.mine.start, self.places)):
             places[first : first + len(part)] = part
         description = self.order.description
         return state(Order(description, places), description)
 
     def close(self) -> None:
-        """Tell the thread to end when it has read its current batch. A read that hangs does not keep the run from
-        ending."""
+        """Tell the thread to end when it has read its current batch. A read that hangs does not
+        keep the run from ending."""
         self.stop.set()
         while not self.ready.empty():
             self.ready.get_nowait()
@@ -380,13 +497,17 @@ class Batches:
                 if not self.thread.is_alive() and self.ready.empty():
                     return LoaderError("the data thread died without an error message")
                 if time.monotonic() > deadline:
-                    return LoaderError(f"data streams {self.mine.start} to {self.mine.stop - 1} gave nothing for "
-                                       f"{self.cfg.timeout_seconds} s (data.timeout_seconds): reading hangs")  # fmt: skip
+                    return LoaderError(
+                        f"data streams {self.mine.start} to {self.mine.stop - 1} gave nothing for "
+                        f"{self.cfg.timeout_seconds} s (data.timeout_seconds): reading hangs"
+                    )
 
     def _work(self) -> None:
         """Runs in the thread: puts batches, or the reason why there are no more, into `ready`."""
         try:
-            streams = {number: Stream(self.source, self.order, number, self.stop) for number in self.mine}
+            streams = {
+                number: Stream(self.source, self.order, number, self.stop) for number in self.mine
+            }
             for step in self.steps:
                 batch = self._batch(step, streams)
                 if not self._put((batch, [stream.place for stream in streams.values()])):
@@ -407,7 +528,9 @@ class Batches:
             window[i], begins[i] = streams[number].window()
             sample[i] = number + count * len(self.order.places)
         if (highest := window.max()) >= self.vocab_size:
-            raise LoaderError(f"token {highest} is not in the model's vocabulary of {self.vocab_size}")
+            raise LoaderError(
+                f"token {highest} is not in the model's vocabulary of {self.vocab_size}"
+            )
         masked = begins if self.cfg.mask_documents else None
         more = {"sample": sample, "source": np.zeros_like(sample)}
         return as_batch(window, masked, more, self.shapes, self.places_in_window)

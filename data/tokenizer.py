@@ -1,13 +1,14 @@
-"""Turns text into token ids and back. One class serves bytes, a BPE trained on the corpus, or anyone's byte-level BPE.
+"""Turns text into token ids and back. One class serves bytes, a BPE trained on the corpus, or
+anyone's byte-level BPE.
 
-A byte-level BPE is fully defined by a list of byte strings (the position of each is its rank), the pattern that splits
-text before merging, special tokens, and the ids of all these (mostly the ranks, and then the special tokens in order).
-`Tokenizer` holds this definition, and tiktoken runs it. `fingerprint` is its hash, so that tokens and tokenizer can be
-checked against each other.
+A byte-level BPE is fully defined by a list of byte strings (the position of each is its rank), the
+pattern that splits text before merging, special tokens, and the ids of all these (mostly the ranks,
+and then the special tokens in order). `Tokenizer` holds this definition, and tiktoken runs it.
+`fingerprint` is its hash, so that tokens and tokenizer can be checked against each other.
 
-rustbpe does the training. It has wheels for CPython 3.10 to 3.14, is four times as fast as Hugging Face's `tokenizers`
-(4096 tokens from 11 MB in 0.9 s on two cores) with the same compression, gives the same result on any number of
-threads, and tiktoken takes its ranks as they are.
+rustbpe does the training. It has wheels for CPython 3.10 to 3.14, is four times as fast as Hugging
+Face's `tokenizers` (4096 tokens from 11 MB in 0.9 s on two cores) with the same compression, gives
+the same result on any number of threads, and tiktoken takes its ranks as they are.
 """
 
 from __future__ import annotations
@@ -28,16 +29,18 @@ import tiktoken
 
 from configs.schema import InputError
 
-# How text is cut before merging: the pattern of cl100k_base when Llama 3 took it (meta-llama/llama3,
-# llama/tokenizer.py): contractions | words | up to 3 digits | punctuation | line breaks | other whitespace.
+# How text is cut before merging: the pattern of cl100k_base when Llama 3 took it
+# (meta-llama/llama3, llama/tokenizer.py): contractions | words | up to 3 digits | punctuation |
+# line breaks | other whitespace.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The patterns of openai/tiktoken (tiktoken_ext/openai_public.py). That file writes the first two with possessive
-# quantifiers. These cut the same, but they take longer here (1.4 times, tiktoken 0.14) and mean something else in
-# `tokenizers`. cl100k_base has since gained an alternative: whitespace up to the end of the text, where SPLIT would end
-# after a line break. `\z` is what `$` means in tiktoken; in `tokenizers` `$` would be the end of a line.
+# The patterns of openai/tiktoken (tiktoken_ext/openai_public.py). That file writes the first two
+# with possessive quantifiers. These cut the same, but they take longer here (1.4 times, tiktoken
+# 0.14) and mean something else in `tokenizers`. cl100k_base has since gained an alternative:
+# whitespace up to the end of the text, where SPLIT would end after a line break. `\z` is what `$`
+# means in tiktoken; in `tokenizers` `$` would be the end of a line.
 SPLIT_CL100K = SPLIT.replace(r"|\s*[\r\n]+", r"|\s++\z|\s*[\r\n]+")
 SPLIT_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPLIT_O200K = (  # o200k_base's: words begin at a change from lower to upper case
@@ -45,13 +48,16 @@ SPLIT_O200K = (  # o200k_base's: words begin at a change from lower to upper cas
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLIT_QWEN2 = SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # digits one by one (Qwen/Qwen2-7B, tokenizer.json)
+# digits one by one (Qwen/Qwen2-7B, tokenizer.json)
+SPLIT_QWEN2 = SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 NO_SPLIT = ""  # every byte is a token: nothing to split, nothing to merge
 END_OF_TEXT = "<|endoftext|>"
-BEGIN_OF_TEXT = "<|begin_of_text|>"  # of Llama 3; begins a text in every vocabulary that has this special token
+# of Llama 3; begins a text in every vocabulary that has this special token
+BEGIN_OF_TEXT = "<|begin_of_text|>"
 
-# Llama 3's 256 special tokens, in the order of their ids from 128000 (meta-llama/llama3, llama/tokenizer.py).
-# Llama 3.1 gave names to some of the reserved ones; their ids, and the meaning of all others, stayed.
+# Llama 3's 256 special tokens, in the order of their ids from 128000 (meta-llama/llama3,
+# llama/tokenizer.py). Llama 3.1 gave names to some of the reserved ones; their ids, and the meaning
+# of all others, stayed.
 LLAMA3_SPECIAL_TOKENS = [
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -63,6 +69,7 @@ LLAMA3_SPECIAL_TOKENS = [
     *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
 ]
 
+
 class RankFile(NamedTuple):
     """What a published rank file does not say. Source, except for Llama 3: openai/tiktoken,
     tiktoken_ext/openai_public.py."""
@@ -73,47 +80,82 @@ class RankFile(NamedTuple):
     end_of_text: str
 
 
-# By number of ranks. All four number the 256 bytes as GPT-2 did, the printable ones first (`gpt2_bytes`). A file of
-# another origin that happens to have as many ranks does not (those of rustbpe and `tokenizers` begin with byte 0).
+# By number of ranks. All four number the 256 bytes as GPT-2 did, the printable ones first
+# (`gpt2_bytes`). A file of another origin that happens to have as many ranks does not (those of
+# rustbpe and `tokenizers` begin with byte 0).
 KNOWN_RANK_FILES = {
     50_256: RankFile("GPT-2 (r50k_base)", SPLIT_GPT2, {END_OF_TEXT: 50_256}, END_OF_TEXT),
-    100_256: RankFile("cl100k_base", SPLIT_CL100K, {
-        END_OF_TEXT: 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259, "<|fim_suffix|>": 100_260,
-        "<|endofprompt|>": 100_276}, END_OF_TEXT),
-    128_000: RankFile("Llama 3", SPLIT, {token: 128_000 + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)},
-                      "<|end_of_text|>"),
-    199_998: RankFile("o200k_base", SPLIT_O200K, {END_OF_TEXT: 199_999, "<|endofprompt|>": 200_018}, END_OF_TEXT),
-}  # fmt: skip
+    100_256: RankFile(
+        "cl100k_base",
+        SPLIT_CL100K,
+        {
+            END_OF_TEXT: 100_257,
+            "<|fim_prefix|>": 100_258,
+            "<|fim_middle|>": 100_259,
+            "<|fim_suffix|>": 100_260,
+            "<|endofprompt|>": 100_276,
+        },
+        END_OF_TEXT,
+    ),
+    128_000: RankFile(
+        "Llama 3",
+        SPLIT,
+        {token: 128_000 + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)},
+        "<|end_of_text|>",
+    ),
+    199_998: RankFile(
+        "o200k_base", SPLIT_O200K, {END_OF_TEXT: 199_999, "<|endofprompt|>": 200_018}, END_OF_TEXT
+    ),
+}
 
-# The files of a published model's folder that are its tokenizer: Hugging Face's, Meta's, data/train_tokenizer.py's.
-FILES = ("tokenizer.json", "tokenizer.model", os.path.join("original", "tokenizer.model"), "tokenizer.tiktoken")
+# The files of a published model's folder that are its tokenizer: Hugging Face's, Meta's,
+# data/train_tokenizer.py's.
+FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    os.path.join("original", "tokenizer.model"),
+    "tokenizer.tiktoken",
+)
 
-# tiktoken's and rustbpe's regular expressions keep one stack entry per whitespace character (the lookahead may have to
-# go back): 300,000 in a row work, 1,000,000 raise (tiktoken) or panic (rustbpe). Longer runs are cut at this length.
+# tiktoken's and rustbpe's regular expressions keep one stack entry per whitespace character (the
+# lookahead may have to go back): 300,000 in a row work, 1,000,000 raise (tiktoken) or panic
+# (rustbpe). Longer runs are cut at this length.
 LONGEST_WHITESPACE = 100_000
 _LONG_WHITESPACE = re.compile(rf"(?<!\s)\s{{{LONGEST_WHITESPACE + 1},}}")
 
 
 class Tokenizer:
-    """A byte-level BPE. Every text survives `decode(encode(text))`: bytes are tokens, so nothing is unknown."""
+    """A byte-level BPE. Every text survives `decode(encode(text))`: bytes are tokens, so nothing is
+    unknown."""
 
     def __init__(
-        self, ranks: list[bytes], split: str, special_tokens: list[str], end_of_text: str, ids: list[int] | None = None,
+        self,
+        ranks: list[bytes],
+        split: str,
+        special_tokens: list[str],
+        end_of_text: str,
+        ids: list[int] | None = None,
         begin_of_text: str | None = None,
-    ) -> None:  # fmt: skip
-        """ids: those of the ranks, then those of the special tokens; None: 0, 1, 2, ... begin_of_text: one of the
-        special tokens; None: that of Llama 3, if it is one of them."""
+    ) -> None:
+        """ids: those of the ranks, then those of the special tokens; None: 0, 1, 2, ...
+        begin_of_text: one of the special tokens; None: that of Llama 3, if it is one of them."""
         count = len(ranks) + len(special_tokens)
         self.ranks = ranks
         self.split = split
         self.special_tokens = special_tokens
         self.end_of_text = end_of_text
-        self.begin_of_text = begin_of_text or (BEGIN_OF_TEXT if BEGIN_OF_TEXT in special_tokens else None)
+        self.begin_of_text = begin_of_text or (
+            BEGIN_OF_TEXT if BEGIN_OF_TEXT in special_tokens else None
+        )
         self.ids = None if ids == list(range(count)) else ids
         self.special_ids = ids[len(ranks) :] if ids else list(range(len(ranks), count))
         self.n_vocab = max(ids) + 1 if ids else count  # some ids below may stand for nothing
         self.eot_id = self.special_ids[special_tokens.index(end_of_text)]
-        self.bos_id = self.special_ids[special_tokens.index(self.begin_of_text)] if self.begin_of_text else None
+        self.bos_id = (
+            self.special_ids[special_tokens.index(self.begin_of_text)]
+            if self.begin_of_text
+            else None
+        )
         self.dtype = np.dtype(np.uint16 if self.n_vocab <= 2**16 else np.uint32)
         definition = [split, special_tokens, end_of_text, [len(token) for token in ranks]]
         if self.ids:
@@ -123,7 +165,8 @@ class Tokenizer:
 
     @cached_property
     def _bpe(self) -> tiktoken.Encoding:
-        """Built at first use: 128,000 ranks take a tenth of a second, and reading cached tokens encodes nothing."""
+        """Built at first use: 128,000 ranks take a tenth of a second, and reading cached tokens
+        encodes nothing."""
         return tiktoken.Encoding(
             self.fingerprint,
             pat_str=self.split,
@@ -142,34 +185,40 @@ class Tokenizer:
 
     @property
     def byte_lengths(self) -> list[int]:
-        """How many bytes of text each id stands for, 0 for special tokens: needed to count a loss per byte."""
+        """How many bytes of text each id stands for, 0 for special tokens: needed to count a loss
+        per byte."""
         lengths = [0] * self.n_vocab
         for id, token in zip(self.ids or range(len(self.ranks)), self.ranks):
             lengths[id] = len(token)
         return lengths
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids [n] of `dtype`. "<|endoftext|>" in a text is ordinary text: only code that knows a document's end makes
-        special tokens. The GIL is released, so threads encode in parallel. Lone surrogates: UnicodeEncodeError."""
+        """Ids [n] of `dtype`. "<|endoftext|>" in a text is ordinary text: only code that knows a
+        document's end makes special tokens. The GIL is released, so threads encode in parallel.
+        Lone surrogates: UnicodeEncodeError."""
         data = text.encode()  # raises for what tiktoken would replace by a different character
         if self.split == NO_SPLIT:  # a hundred times faster than tiktoken with 256 ranks
             return np.frombuffer(data, np.uint8).astype(self.dtype)
-        # With tiktoken 0.14 a list is twice as fast as its encode_to_numpy, which looks for special tokens. And
-        # Python's array reads a list in a third of the time that NumPy takes.
-        pieces = [np.frombuffer(array("I", self._bpe.encode_ordinary(piece)), np.uint32) for piece in _pieces(text)]
+        # With tiktoken 0.14 a list is twice as fast as its encode_to_numpy, which looks for special
+        # tokens. And Python's array reads a list in a third of the time that NumPy takes.
+        pieces = [
+            np.frombuffer(array("I", self._bpe.encode_ordinary(piece)), np.uint32)
+            for piece in _pieces(text)
+        ]
         ranks = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return self._id_of_rank[ranks] if self.ids else ranks.astype(self.dtype)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of these ids. Special tokens appear by name. Bytes that are not UTF-8 (half a character) and ids
-        beyond the vocabulary (a model may have more rows than the tokenizer has tokens) become U+FFFD, so that any
-        sample can be shown."""
+        """The text of these ids. Special tokens appear by name. Bytes that are not UTF-8 (half a
+        character) and ids beyond the vocabulary (a model may have more rows than the tokenizer has
+        tokens) become U+FFFD, so that any sample can be shown."""
         unknown = "\ufffd".encode()
         tokens = (self._bytes_of_id.get(i, unknown) for i in np.asarray(ids).tolist())
         return b"".join(tokens).decode("utf-8", errors="replace")
 
     def save(self, path: str) -> None:
-        """Write one JSON file, from which `load_saved` makes the same tokenizer, with the same fingerprint."""
+        """Write one JSON file, from which `load_saved` makes the same tokenizer, with the same
+        fingerprint."""
         with open(path, "w", encoding="ascii") as file:
             json.dump(
                 {
@@ -186,11 +235,13 @@ class Tokenizer:
 
 
 def load_saved(path: str) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote. Raises InputError if the file is missing or something else."""
+    """The tokenizer that `Tokenizer.save` wrote. Raises InputError if the file is missing or
+    something else."""
     try:
         with open(path, encoding="ascii") as file:
             saved = json.load(file)
-        ranks = [binascii.a2b_base64(token) for token in saved["ranks"]]  # b64decode takes three times as long
+        # b64decode takes three times as long
+        ranks = [binascii.a2b_base64(token) for token in saved["ranks"]]
         names = (saved["split"], saved["special_tokens"], saved["end_of_text"])
         return Tokenizer(ranks, *names, saved.get("ids"), saved.get("begin_of_text"))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -203,34 +254,49 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def read_rank_file(path: str) -> bytes:
-    """The content of the file, not parsed: enough to tell whether this file made the tokens in a cache."""
+    """The content of the file, not parsed: enough to tell whether this file made the tokens in a
+    cache."""
     try:
         with open(path, "rb") as file:
             return file.read()
     except IsADirectoryError:
-        found = (os.path.join(path, name) for name in FILES if os.path.isfile(os.path.join(path, name)))
+        found = (
+            os.path.join(path, name) for name in FILES if os.path.isfile(os.path.join(path, name))
+        )
         inside = next(found, "")
-        advice = f"name the file in it, {inside}" if inside else "and none of the files in it is a tokenizer that is known here"
+        advice = (
+            f"name the file in it, {inside}"
+            if inside
+            else "and none of the files in it is a tokenizer that is known here"
+        )
         raise InputError(f"data.tokenizer: {path} is a folder: {advice}") from None
     except OSError as error:
-        raise InputError(f'data.tokenizer: {path} cannot be read ({error.strerror}); give "bpe", "bytes" or the path '
-                         "of a tiktoken rank file or of a tokenizer.json") from error
+        raise InputError(
+            f'data.tokenizer: {path} cannot be read ({error.strerror}); give "bpe", "bytes" or '
+            "the path "
+            "of a tiktoken rank file or of a tokenizer.json"
+        ) from error
 
 
 def from_rank_file(path: str) -> Tokenizer:
-    """The tokenizer of a tiktoken rank file, which has one `<base64 of the token> <rank>` per line. Raises InputError
-    if it is not one. KNOWN_RANK_FILES has what the file does not say; any other file gets Llama 3's pattern and one
-    special token."""
+    """The tokenizer of a tiktoken rank file, which has one `<base64 of the token> <rank>` per line.
+    Raises InputError if it is not one. KNOWN_RANK_FILES has what the file does not say; any other
+    file gets Llama 3's pattern and one special token."""
     lines = [line.split() for line in read_rank_file(path).splitlines() if line.strip()]
     try:
         tokens = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
     except ValueError as error:
-        raise InputError(f"data.tokenizer: {path} is not a tiktoken rank file (lines of base64 and rank); a "
-                         "SentencePiece model cannot be used") from error
+        raise InputError(
+            f"data.tokenizer: {path} is not a tiktoken rank file (lines of base64 and rank); a "
+            "SentencePiece model cannot be used"
+        ) from error
     ranks = [tokens.get(rank, b"") for rank in range(len(lines))]
     if len(set(ranks) - {b""}) != len(lines) or not {bytes([i]) for i in range(256)} <= set(ranks):
-        raise InputError(f"data.tokenizer: {path} is damaged: {len(lines)} ranks must be 0 to {len(lines) - 1}, each "
-                         "of a different token, all 256 single bytes among them")
+        raise InputError(
+            f"data.tokenizer: {path} is damaged: {len(lines)} ranks must be 0 to "
+            f"{len(lines) - 1}, each "
+            "of a different token, all 256 single bytes among them"
+        )
     known = KNOWN_RANK_FILES.get(len(ranks))
     if not known or ranks[:256] != gpt2_bytes():
         return Tokenizer(ranks, SPLIT, [END_OF_TEXT], END_OF_TEXT)
@@ -239,21 +305,24 @@ def from_rank_file(path: str) -> Tokenizer:
 
 
 def gpt2_bytes() -> list[bytes]:
-    """The 256 bytes in GPT-2's order: those that are printable in Latin-1, then the others (openai/gpt-2, encoder.py)."""
+    """The 256 bytes in GPT-2's order: those that are printable in Latin-1, then the others
+    (openai/gpt-2, encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return [bytes([byte]) for byte in (*printable, *sorted(set(range(256)) - set(printable)))]
 
 
 def write_rank_file(tok: Tokenizer, path: str) -> None:
-    """Write the ranks as a tiktoken file. If the tokenizer was trained here, `from_rank_file` reads the same one
-    back."""
+    """Write the ranks as a tiktoken file. If the tokenizer was trained here, `from_rank_file` reads
+    the same one back."""
     with open(path, "wb") as file:
-        file.writelines(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tok.ranks))
+        file.writelines(
+            b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tok.ranks)
+        )
 
 
 def train_bpe(texts: Iterable[str], n_vocab: int) -> Tokenizer:
-    """A BPE of exactly `n_vocab` ids, including the end of text. The same texts give the same BPE on any number of
-    threads."""
+    """A BPE of exactly `n_vocab` ids, including the end of text. The same texts give the same BPE
+    on any number of threads."""
     import rustbpe  # imported only here, so that everything else works without it
 
     trainer = rustbpe.Tokenizer()
@@ -261,13 +330,17 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> Tokenizer:
     trainer.train_from_iterator(pieces, n_vocab - 1, pattern=SPLIT)
     ranks = [bytes(token) for token, _ in trainer.get_mergeable_ranks()]
     if len(ranks) < n_vocab - 1:
-        raise InputError(f"data.bpe_vocab_size is {n_vocab}, but the corpus has text for {len(ranks) + 1} tokens only: "
-                         f"set it to {len(ranks) + 1} or less, or use tokenizer = \"bytes\"")
+        raise InputError(
+            f"data.bpe_vocab_size is {n_vocab}, but the corpus has text for {len(ranks) + 1} "
+            "tokens only: "
+            f'set it to {len(ranks) + 1} or less, or use tokenizer = "bytes"'
+        )
     return Tokenizer(ranks, SPLIT, [END_OF_TEXT], END_OF_TEXT)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text, cut inside runs of more than LONGEST_WHITESPACE whitespace characters and nowhere else."""
+    """The text, cut inside runs of more than LONGEST_WHITESPACE whitespace characters and nowhere
+    else."""
     start = 0
     if len(text) > LONGEST_WHITESPACE:
         for run in _LONG_WHITESPACE.finditer(text):

@@ -1,9 +1,11 @@
-"""Trains a tokenizer: `python -m data.train_tokenizer --source corpus/ --vocab-size 32000 --out tokenizer/`.
+"""Trains a tokenizer: `python -m data.train_tokenizer --source corpus/ --vocab-size 32000 --out
+tokenizer/`.
 
-rustbpe trains it (data/tokenizer.py) on the first BPE_CHARACTERS of the source. It is written in the two forms that
-others read: `tokenizer.tiktoken` (ranks, for data.tokenizer and tiktoken) and Hugging Face's `tokenizer.json` with the
-files that belong to it. Then both are read back. Both must give the same ids, and the ids must give the text back, on a
-sample of the texts it was trained on and on hard text: all planes of Unicode, long runs, no text at all.
+rustbpe trains it (data/tokenizer.py) on the first BPE_CHARACTERS of the source. It is written in
+the two forms that others read: `tokenizer.tiktoken` (ranks, for data.tokenizer and tiktoken) and
+Hugging Face's `tokenizer.json` with the files that belong to it. Then both are read back. Both must
+give the same ids, and the ids must give the text back, on a sample of the texts it was trained on
+and on hard text: all planes of Unicode, long runs, no text at all.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ HARD = (
 def train(
     source: str, vocab_size: int, out: Path, field: str = "text", characters: int = BPE_CHARACTERS
 ) -> tokenizer.Tokenizer:
-    """Train the tokenizer, write it to the folder `out` and verify it. Raises InputError if the source cannot be read
-    or is too small, or if `out` has something in it."""
+    """Train the tokenizer, write it to the folder `out` and verify it. Raises InputError if the
+    source cannot be read or is too small, or if `out` has something in it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out: {out} exists already: give another folder, or remove it")
     sources.warn_of_lines(sources.find(source), print)
@@ -43,7 +45,9 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.write_rank_file(tok, str(out / RANKS))
     for name, document in hf_tokenizer.files(tok, 1 << 20).items():
-        (out / name).write_text(json.dumps(document, ensure_ascii=False, indent=1), encoding="utf-8")
+        (out / name).write_text(
+            json.dumps(document, ensure_ascii=False, indent=1), encoding="utf-8"
+        )
     verify(tok, out, [*_texts(source, field, SAMPLE), *HARD])
     return tok
 
@@ -58,12 +62,17 @@ def _texts(source: str, field: str, characters: int) -> Iterator[str]:
 
 
 def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
-    """Raises InputError if a written form does not give the ids of `tok`, or if ids do not give the text back. If
-    `tokenizers` is installed, it is asked too."""
-    forms = {RANKS: tokenizer.from_rank_file(str(out / RANKS)), "tokenizer.json": hf_tokenizer.read(out)}
+    """Raises InputError if a written form does not give the ids of `tok`, or if ids do not give the
+    text back. If `tokenizers` is installed, it is asked too."""
+    forms = {
+        RANKS: tokenizer.from_rank_file(str(out / RANKS)),
+        "tokenizer.json": hf_tokenizer.read(out),
+    }
     for name, form in forms.items():
         if form.fingerprint != tok.fingerprint:
-            raise InputError(f"{out / name} is not the tokenizer that was trained: please report this as a bug")
+            raise InputError(
+                f"{out / name} is not the tokenizer that was trained: please report this as a bug"
+            )
     reference = None
     try:
         import tokenizers
@@ -74,21 +83,39 @@ def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
     for text in texts:
         ids = tok.encode(text)
         if tok.decode(ids) != text:
-            raise InputError(f"a text of {len(text)} characters does not survive the tokenizer: please report this as a bug")
+            raise InputError(
+                f"a text of {len(text)} characters does not survive the tokenizer: please report "
+                "this as a bug"
+            )
         # tokenizers differs in two cases, names of special tokens and very long whitespace: see
         # data/hf_tokenizer.py::files.
         plain = tokenizer.END_OF_TEXT not in text and len(list(tokenizer._pieces(text))) == 1
-        if reference and plain and reference.encode(text, add_special_tokens=False).ids != ids.tolist():
-            raise InputError(f"tokenizers gives different ids for a text of {len(text)} characters: "
-                             "please report this as a bug")  # fmt: skip
+        if (
+            reference
+            and plain
+            and reference.encode(text, add_special_tokens=False).ids != ids.tolist()
+        ):
+            raise InputError(
+                f"tokenizers gives different ids for a text of {len(text)} characters: "
+                "please report this as a bug"
+            )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m data.train_tokenizer", description="Train a byte-level BPE.")
+    parser = argparse.ArgumentParser(
+        prog="python -m data.train_tokenizer", description="Train a byte-level BPE."
+    )
     parser.add_argument("--source", default=Data().source, help="as data.source [stdlib]")
     parser.add_argument("--text-field", default=Data().text_field, help="as data.text_field [text]")
-    parser.add_argument("--vocab-size", type=int, required=True, help="ids, the end of a text included")
-    parser.add_argument("--characters", type=int, default=BPE_CHARACTERS, help=f"to train on at most [{BPE_CHARACTERS}]")
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, help="ids, the end of a text included"
+    )
+    parser.add_argument(
+        "--characters",
+        type=int,
+        default=BPE_CHARACTERS,
+        help=f"to train on at most [{BPE_CHARACTERS}]",
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
     args = parser.parse_args()
     began = time.monotonic()
@@ -99,7 +126,10 @@ def main() -> int:
     except (InputError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{tok.n_vocab:,} tokens in {time.monotonic() - began:.1f} s (fingerprint {tok.fingerprint}), verified")
+    print(
+        f"{tok.n_vocab:,} tokens in {time.monotonic() - began:.1f} s (fingerprint "
+        f"{tok.fingerprint}), verified"
+    )
     print(f"use it with   --data.tokenizer={os.path.join(args.out, RANKS)}")
     return 0
 

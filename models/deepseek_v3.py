@@ -1,11 +1,13 @@
 """DeepSeek-V3 as single-device code: it knows torch, and nothing of meshes.
 
-Attention is multi-head latent attention (MLA): keys and values of all heads are computed from one narrow vector of each
-token, and only a part of each head, the same for all heads of the keys, is rotated. All layers but the first few are
-mixtures of experts with shared experts, whose load a bias balances. `models/family.py` explains what stands below. Source:
-DeepSeek-V3 technical report, arXiv:2412.19437; MLA: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+Attention is multi-head latent attention (MLA): keys and values of all heads are computed from one
+narrow vector of each token, and only a part of each head, the same for all heads of the keys, is
+rotated. All layers but the first few are mixtures of experts with shared experts, whose load a bias
+balances. `models/family.py` explains what stands below. Source: DeepSeek-V3 technical report,
+arXiv:2412.19437; MLA: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 
-Shapes:  B batch   T sequence   H heads   P rotated part of a head   U the part that is not   W = U + P   V width of a value
+Shapes:  B batch   T sequence   H heads   P rotated part of a head   U the part that is not
+         W = U + P   V width of a value
 """
 
 import math
@@ -17,8 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import dense, layers, moe
-from models.dense import OPTIONS as DENSE_OPTIONS
-from models.dense import RULES as DENSE_RULES
 from models.dense import (  # noqa: F401  what holds for all decoders
     DECAY,
     OPTIONS_OF_EXPERTS,
@@ -26,18 +26,23 @@ from models.dense import (  # noqa: F401  what holds for all decoders
     initial_values,
     ulysses_rule,
 )
+from models.dense import OPTIONS as DENSE_OPTIONS
+from models.dense import RULES as DENSE_RULES
 from models.layers import Documents
 
 
 @dataclass(frozen=True)
 class Args:
-    """The numbers that define a model: a row of FLAVORS, with the overrides of the [model] table laid on top."""
+    """The numbers that define a model: a row of FLAVORS, with the overrides of the [model] table
+    laid on top."""
 
     dim: int
     n_layers: int
     n_dense_layers: int  # of them, the first ones have no mixture of experts
     n_heads: int
-    q_rank: int  # width of the vector that a token's queries are computed from; 0: directly from the hidden state
+    # width of the vector that a token's queries are computed from; 0: directly from the hidden
+    # state
+    q_rank: int
     kv_rank: int  # width of the vector that its keys and values are computed from
     nope_dim: int  # U, the part of a query's and a key's head that is not rotated
     rope_dim: int  # P
@@ -63,13 +68,14 @@ class Args:
     balancing_bias: ClassVar[bool] = True
 
 
-LATENT_EPS = 1e-6  # of the norms of the narrow vectors, whatever norm_eps is (DeepSeek's and transformers' code)
+# of the norms of the narrow vectors, whatever norm_eps is (DeepSeek's and transformers' code)
+LATENT_EPS = 1e-6
 
 
 class Latents(nn.Module):
-    """What the keys and values of a token are computed from: kv_rank numbers, and P for all heads of the keys. It has no
-    parameters, and is a module for the sake of others: tensor parallelism gathers the sequence before it, and sampling keeps
-    what it returns of earlier tokens."""
+    """What the keys and values of a token are computed from: kv_rank numbers, and P for all heads
+    of the keys. It has no parameters, and is a module for the sake of others: tensor parallelism
+    gathers the sequence before it, and sampling keeps what it returns of earlier tokens."""
 
     def __init__(self, args: Args):
         super().__init__()
@@ -82,8 +88,8 @@ class Latents(nn.Module):
 
 
 class Core(layers.AttentionCore):
-    """Values are narrower than keys, and fast kernels want them as wide. They are padded here, so that those who replace
-    `forward` to exchange keys and values between ranks send no zeros."""
+    """Values are narrower than keys, and fast kernels want them as wide. They are padded here, so
+    that those who replace `forward` to exchange keys and values between ranks send no zeros."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         """q and k [B, T, H, W], v [B, T, H, V] -> [B, T, H, V]."""
@@ -104,17 +110,26 @@ class Attention(nn.Module):
         self.wkv_a = nn.Linear(args.dim, args.kv_rank + args.rope_dim, bias=False)
         self.kv_norm = nn.RMSNorm(args.kv_rank, eps=LATENT_EPS)
         self.latents = Latents(args)
-        self.wkv_b = nn.Linear(args.kv_rank, args.n_heads * (args.nope_dim + args.value_dim), bias=False)
+        self.wkv_b = nn.Linear(
+            args.kv_rank, args.n_heads * (args.nope_dim + args.value_dim), bias=False
+        )
         self.wo = nn.Linear(args.n_heads * args.value_dim, args.dim, bias=False)
         self.core = Core()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> Tensor:
         args, narrow_widths = self.args, (self.args.kv_rank, self.args.rope_dim)
-        q = self.wq_b(self.q_norm(self.wq_a(x)) if args.q_rank else x).unflatten(-1, (-1, args.nope_dim + args.rope_dim))
+        q = self.wq_b(self.q_norm(self.wq_a(x)) if args.q_rank else x).unflatten(
+            -1, (-1, args.nope_dim + args.rope_dim)
+        )
         q_nope, q_rope = q.split((args.nope_dim, args.rope_dim), -1)  # [B, T, H, U], [B, T, H, P]
-        q = torch.cat((q_nope, rotate(q_rope, cos, sin)), -1) * score_scale(args)  # the core scales by 1 / sqrt(W) alone
+        # the core scales by 1 / sqrt(W) alone
+        q = torch.cat((q_nope, rotate(q_rope, cos, sin)), -1) * score_scale(args)
         latent, k_rope = self.wkv_a(x).split(narrow_widths, -1)
-        latent, k_rope = self.latents(torch.cat((self.kv_norm(latent), k_rope), -1), cos, sin).split(narrow_widths, -1)
+        latent, k_rope = self.latents(
+            torch.cat((self.kv_norm(latent), k_rope), -1), cos, sin
+        ).split(narrow_widths, -1)
         kv = self.wkv_b(latent).unflatten(-1, (-1, args.nope_dim + args.value_dim))
         k_nope, v = kv.split((args.nope_dim, args.value_dim), -1)  # [B, T, H, U], [B, T, H, V]
         k = torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, k_nope.shape[2], -1)), -1)
@@ -122,13 +137,15 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of the pairs (2i, 2i + 1) of x [B, T, heads, P], as DeepSeek's weights have them. The result has the first numbers
-    of all pairs, then the second ones: scores do not depend on the order, and it is that of `layers.apply_rope`."""
+    """RoPE of the pairs (2i, 2i + 1) of x [B, T, heads, P], as DeepSeek's weights have them. The
+    result has the first numbers of all pairs, then the second ones: scores do not depend on the
+    order, and it is that of `layers.apply_rope`."""
     return layers.apply_rope(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
 
 
 def score_scale(args: Args) -> float:
-    """YaRN's factor of the attention scores (arXiv:2309.00071, section 3.4, in DeepSeek-V2's form: mscale_all_dim)."""
+    """YaRN's factor of the attention scores (arXiv:2309.00071, section 3.4, in DeepSeek-V2's form:
+    mscale_all_dim)."""
     scaling = args.rope_scaling
     return _mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2 if scaling else 1.0
 
@@ -140,7 +157,9 @@ def _mscale(factor: float, weight: float) -> float:
 class DeepSeekV3(layers.Decoder):
     def block(self, args: Args, number: int) -> nn.Module:
         if number < args.n_dense_layers:
-            return layers.Block(args, Attention(args), layers.FeedForward(args.dim, args.hidden_dim))
+            return layers.Block(
+                args, Attention(args), layers.FeedForward(args.dim, args.hidden_dim)
+            )
         return moe.MixtureBlock(args, Attention(args), moe.MixtureOfExperts(args))
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,27 +169,42 @@ class DeepSeekV3(layers.Decoder):
             return layers.rope_tables(frequencies, positions)
         scaling = args.rope_scaling
         cos, sin = layers.rope_tables(yarn(frequencies, args.rope_theta, **scaling), positions)
-        length = _mscale(scaling["factor"], scaling["mscale"]) / _mscale(scaling["factor"], scaling["mscale_all_dim"])
+        length = _mscale(scaling["factor"], scaling["mscale"]) / _mscale(
+            scaling["factor"], scaling["mscale_all_dim"]
+        )
         return cos * length, sin * length
 
 
 def yarn(
-    frequencies: Tensor, theta: float, factor: float, original_max_seq_len: float, beta_fast: float, beta_slow: float, **_: float
+    frequencies: Tensor,
+    theta: float,
+    factor: float,
+    original_max_seq_len: float,
+    beta_fast: float,
+    beta_slow: float,
+    **_: float,
 ) -> Tensor:
-    """Radians per position, float32 [P/2], with the slow ones divided by `factor` (Peng et al., arXiv:2309.00071, section 3.2).
+    """Radians per position, float32 [P/2], with the slow ones divided by `factor` (Peng et al.,
+    arXiv:2309.00071, section 3.2).
 
-    A pair that turns more than beta_fast times within the original length keeps its frequency, one that turns less than
-    beta_slow times is slowed down, and those in between are mixed in a straight line.
+    A pair that turns more than beta_fast times within the original length keeps its frequency, one
+    that turns less than beta_slow times is slowed down, and those in between are mixed in a
+    straight line.
     """
 
     def pair_that_turns(times: float) -> float:
         """The number of the pair that turns so often, as a real number."""
-        return len(frequencies) * math.log(original_max_seq_len / (times * 2 * math.pi)) / math.log(theta)
+        return (
+            len(frequencies)
+            * math.log(original_max_seq_len / (times * 2 * math.pi))
+            / math.log(theta)
+        )
 
     low = max(math.floor(pair_that_turns(beta_fast)), 0)
     high = min(math.ceil(pair_that_turns(beta_slow)), 2 * len(frequencies) - 1)
     pairs = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
-    slowed = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)  # 0.001: as in the authors' code, for low = high
+    # 0.001: as in the authors' code, for low = high
+    slowed = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
     return frequencies / factor * slowed + frequencies * (1 - slowed)
 
 
@@ -178,107 +212,244 @@ def build(args: Args, layers: range | None = None) -> DeepSeekV3:
     return DeepSeekV3(args, layers)
 
 
-# Sources: arXiv:2412.19437, section 4.2, and the config.json of deepseek-ai/DeepSeek-V3 on the Hugging Face hub. The balance
-# loss's factor is that of section 4.2. 16B-A3B is Moonlight (arXiv:2502.16982; the config.json of
-# moonshotai/Moonlight-16B-A3B), with its aux_loss_alpha as the balance loss's factor.
+# Sources: arXiv:2412.19437, section 4.2, and the config.json of deepseek-ai/DeepSeek-V3 on the
+# Hugging Face hub. The balance loss's factor is that of section 4.2. 16B-A3B is Moonlight
+# (arXiv:2502.16982; the config.json of moonshotai/Moonlight-16B-A3B), with its aux_loss_alpha as
+# the balance loss's factor.
 FLAVORS = {
-    "debug": {"dim": 192, "n_layers": 5, "n_dense_layers": 1, "n_heads": 4, "q_rank": 0, "kv_rank": 64, "nope_dim": 32,
-              "rope_dim": 16, "value_dim": 32, "hidden_dim": 512, "n_experts": 16, "experts_per_token": 4, "expert_dim": 96,
-              "n_shared_experts": 1, "expert_groups": 4, "groups_per_token": 2, "routed_scale": 1.0, "balance_loss": 0.0001,
-              "vocab_size": 4096, "rope_theta": 10000.0, "rope_scaling": None, "norm_eps": 1e-6, "max_seq_len": 8192,
-              "tied_embeddings": False},
-    "16B-A3B": {"dim": 2048, "n_layers": 27, "n_dense_layers": 1, "n_heads": 16, "q_rank": 0, "kv_rank": 512, "nope_dim": 128,
-                "rope_dim": 64, "value_dim": 128, "hidden_dim": 11264, "n_experts": 64, "experts_per_token": 6, "expert_dim": 1408,
-                "n_shared_experts": 2, "expert_groups": 1, "groups_per_token": 1, "routed_scale": 2.446, "balance_loss": 0.001,
-                "vocab_size": 163840, "rope_theta": 50000.0, "rope_scaling": None, "norm_eps": 1e-5, "max_seq_len": 8192,
-                "tied_embeddings": False},
-    "671B": {"dim": 7168, "n_layers": 61, "n_dense_layers": 3, "n_heads": 128, "q_rank": 1536, "kv_rank": 512, "nope_dim": 128,
-             "rope_dim": 64, "value_dim": 128, "hidden_dim": 18432, "n_experts": 256, "experts_per_token": 8, "expert_dim": 2048,
-             "n_shared_experts": 1, "expert_groups": 8, "groups_per_token": 4, "routed_scale": 2.5, "balance_loss": 0.0001,
-             "vocab_size": 129280, "rope_theta": 10000.0,
-             "rope_scaling": {"factor": 40.0, "original_max_seq_len": 4096.0, "beta_fast": 32.0, "beta_slow": 1.0,
-                              "mscale": 1.0, "mscale_all_dim": 1.0},
-             "norm_eps": 1e-6, "max_seq_len": 163840, "tied_embeddings": False},
-}  # fmt: skip
+    "debug": {
+        "dim": 192,
+        "n_layers": 5,
+        "n_dense_layers": 1,
+        "n_heads": 4,
+        "q_rank": 0,
+        "kv_rank": 64,
+        "nope_dim": 32,
+        "rope_dim": 16,
+        "value_dim": 32,
+        "hidden_dim": 512,
+        "n_experts": 16,
+        "experts_per_token": 4,
+        "expert_dim": 96,
+        "n_shared_experts": 1,
+        "expert_groups": 4,
+        "groups_per_token": 2,
+        "routed_scale": 1.0,
+        "balance_loss": 0.0001,
+        "vocab_size": 4096,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "norm_eps": 1e-6,
+        "max_seq_len": 8192,
+        "tied_embeddings": False,
+    },
+    "16B-A3B": {
+        "dim": 2048,
+        "n_layers": 27,
+        "n_dense_layers": 1,
+        "n_heads": 16,
+        "q_rank": 0,
+        "kv_rank": 512,
+        "nope_dim": 128,
+        "rope_dim": 64,
+        "value_dim": 128,
+        "hidden_dim": 11264,
+        "n_experts": 64,
+        "experts_per_token": 6,
+        "expert_dim": 1408,
+        "n_shared_experts": 2,
+        "expert_groups": 1,
+        "groups_per_token": 1,
+        "routed_scale": 2.446,
+        "balance_loss": 0.001,
+        "vocab_size": 163840,
+        "rope_theta": 50000.0,
+        "rope_scaling": None,
+        "norm_eps": 1e-5,
+        "max_seq_len": 8192,
+        "tied_embeddings": False,
+    },
+    "671B": {
+        "dim": 7168,
+        "n_layers": 61,
+        "n_dense_layers": 3,
+        "n_heads": 128,
+        "q_rank": 1536,
+        "kv_rank": 512,
+        "nope_dim": 128,
+        "rope_dim": 64,
+        "value_dim": 128,
+        "hidden_dim": 18432,
+        "n_experts": 256,
+        "experts_per_token": 8,
+        "expert_dim": 2048,
+        "n_shared_experts": 1,
+        "expert_groups": 8,
+        "groups_per_token": 4,
+        "routed_scale": 2.5,
+        "balance_loss": 0.0001,
+        "vocab_size": 129280,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "factor": 40.0,
+            "original_max_seq_len": 4096.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "norm_eps": 1e-6,
+        "max_seq_len": 163840,
+        "tied_embeddings": False,
+    },
+}
 
-OPTIONS = {
-    key: row for key, row in DENSE_OPTIONS.items() if key not in ("n_kv_heads", "head_dim")
-} | OPTIONS_OF_EXPERTS | {
-    "n_dense_layers": (int, {"ge": 0}, "Number of first layers that have no mixture of experts."),
-    "q_rank": (int, {"ge": 0}, "Width of the vector that a token's queries are computed from; 0: directly."),
-    "kv_rank": (int, {"ge": 1}, "Width of the vector that a token's keys and values are computed from."),
-    "nope_dim": (int, {"ge": 1}, "Width of the part of a head of queries and keys that is not rotated."),
-    "rope_dim": (int, {"ge": 2}, "Width of the part that is rotated."),
-    "value_dim": (int, {"ge": 1}, "Width of a head of values."),
-    "n_shared_experts": (int, {"ge": 0}, "Number of experts of each mixture that work on every token."),
-    "expert_groups": (int, {"ge": 1}, "Number of equal groups that the experts of a mixture form; 1: no groups."),
-    "groups_per_token": (int, {"ge": 1}, "Number of groups among whose experts a token's are chosen."),
-    "routed_scale": (float, {"gt": 0}, "Factor of the output of the experts that are not shared."),
-}  # fmt: skip
+OPTIONS = (
+    {key: row for key, row in DENSE_OPTIONS.items() if key not in ("n_kv_heads", "head_dim")}
+    | OPTIONS_OF_EXPERTS
+    | {
+        "n_dense_layers": (
+            int,
+            {"ge": 0},
+            "Number of first layers that have no mixture of experts.",
+        ),
+        "q_rank": (
+            int,
+            {"ge": 0},
+            "Width of the vector that a token's queries are computed from; 0: directly.",
+        ),
+        "kv_rank": (
+            int,
+            {"ge": 1},
+            "Width of the vector that a token's keys and values are computed from.",
+        ),
+        "nope_dim": (
+            int,
+            {"ge": 1},
+            "Width of the part of a head of queries and keys that is not rotated.",
+        ),
+        "rope_dim": (int, {"ge": 2}, "Width of the part that is rotated."),
+        "value_dim": (int, {"ge": 1}, "Width of a head of values."),
+        "n_shared_experts": (
+            int,
+            {"ge": 0},
+            "Number of experts of each mixture that work on every token.",
+        ),
+        "expert_groups": (
+            int,
+            {"ge": 1},
+            "Number of equal groups that the experts of a mixture form; 1: no groups.",
+        ),
+        "groups_per_token": (
+            int,
+            {"ge": 1},
+            "Number of groups among whose experts a token's are chosen.",
+        ),
+        "routed_scale": (
+            float,
+            {"gt": 0},
+            "Factor of the output of the experts that are not shared.",
+        ),
+    }
+)
 FOLLOWS = {}
 QUERY_WIDTH = ("nope_dim", "rope_dim")
-RULES = {key: DENSE_RULES[key] for key in ("tp_heads", "tp_hidden")} | RULES_OF_EXPERTS | {
-    "tp_shared": (
-        lambda c: c.model.n_shared_experts * c.model.expert_dim % c.parallelism.tensor_parallel != 0,
-        "{parallelism.tensor_parallel} does not divide {model.n_shared_experts} times {model.expert_dim}, the hidden units of "
-        "the shared experts, of which each rank computes an equal share",
-    ),
-    "cp_latent_heads": ulysses_rule("n_heads", "heads"),
-    "dense_layers": (
-        lambda c: c.model.n_dense_layers > c.model.n_layers,
-        "{model.n_dense_layers} is above {model.n_layers}: lower the one or raise the other",
-    ),
-    "no_experts": (
-        lambda c: c.model.n_experts == 0 and c.model.n_dense_layers < c.model.n_layers,
-        "{model.n_experts}, but all of {model.n_layers} but the first ones, {model.n_dense_layers}, are mixtures of experts: set "
-        "n_experts to 1 or more, or n_dense_layers to n_layers",
-    ),
-    "rope_dim": (
-        lambda c: c.model.rope_dim % 2 != 0,
-        "{model.rope_dim} must be even, since rotary positions turn pairs",
-    ),
-    "value_dim": (
-        lambda c: c.model.value_dim > c.model.nope_dim + c.model.rope_dim,
-        "{model.value_dim} is above {model.nope_dim} plus {model.rope_dim}: values are padded to the width of a query, and cannot "
-        "be wider",
-    ),
-    "expert_groups": (  # a group is as good as the sum of its two best experts
-        lambda c: c.model.n_experts and c.model.expert_groups > 1
-        and (c.model.n_experts % c.model.expert_groups != 0 or c.model.n_experts < 2 * c.model.expert_groups),
-        "{model.expert_groups} must divide {model.n_experts} into groups of two experts or more",
-    ),
-    "groups_per_token": (
-        lambda c: c.model.groups_per_token > c.model.expert_groups
-        or 0 < c.model.n_experts // c.model.expert_groups * c.model.groups_per_token < c.model.experts_per_token,
-        "{model.experts_per_token} cannot be chosen within {model.groups_per_token} of {model.expert_groups} with {model.n_experts} "
-        "in all: raise groups_per_token (up to expert_groups), or lower experts_per_token",
-    ),
-}  # fmt: skip
+RULES = (
+    {key: DENSE_RULES[key] for key in ("tp_heads", "tp_hidden")}
+    | RULES_OF_EXPERTS
+    | {
+        "tp_shared": (
+            lambda c: (
+                c.model.n_shared_experts * c.model.expert_dim % c.parallelism.tensor_parallel != 0
+            ),
+            "{parallelism.tensor_parallel} does not divide {model.n_shared_experts} times "
+            "{model.expert_dim}, the hidden units of "
+            "the shared experts, of which each rank computes an equal share",
+        ),
+        "cp_latent_heads": ulysses_rule("n_heads", "heads"),
+        "dense_layers": (
+            lambda c: c.model.n_dense_layers > c.model.n_layers,
+            "{model.n_dense_layers} is above {model.n_layers}: lower the one or raise the other",
+        ),
+        "no_experts": (
+            lambda c: c.model.n_experts == 0 and c.model.n_dense_layers < c.model.n_layers,
+            "{model.n_experts}, but all of {model.n_layers} but the first ones, "
+            "{model.n_dense_layers}, are mixtures of experts: set "
+            "n_experts to 1 or more, or n_dense_layers to n_layers",
+        ),
+        "rope_dim": (
+            lambda c: c.model.rope_dim % 2 != 0,
+            "{model.rope_dim} must be even, since rotary positions turn pairs",
+        ),
+        "value_dim": (
+            lambda c: c.model.value_dim > c.model.nope_dim + c.model.rope_dim,
+            "{model.value_dim} is above {model.nope_dim} plus {model.rope_dim}: values are padded "
+            "to the width of a query, and cannot "
+            "be wider",
+        ),
+        "expert_groups": (  # a group is as good as the sum of its two best experts
+            lambda c: (
+                c.model.n_experts
+                and c.model.expert_groups > 1
+                and (
+                    c.model.n_experts % c.model.expert_groups != 0
+                    or c.model.n_experts < 2 * c.model.expert_groups
+                )
+            ),
+            "{model.expert_groups} must divide {model.n_experts} into groups of two experts or "
+            "more",
+        ),
+        "groups_per_token": (
+            lambda c: (
+                c.model.groups_per_token > c.model.expert_groups
+                or 0
+                < c.model.n_experts // c.model.expert_groups * c.model.groups_per_token
+                < c.model.experts_per_token
+            ),
+            "{model.experts_per_token} cannot be chosen within {model.groups_per_token} of "
+            "{model.expert_groups} with {model.n_experts} "
+            "in all: raise groups_per_token (up to expert_groups), or lower experts_per_token",
+        ),
+    }
+)
 
 
 def tp_plan(args: Args) -> dict[str, str]:
-    """The narrow vectors of a token are computed once, by the rank that has the token in its slice of the sequence, and
-    gathered: they are what crosses, not the hidden state. Heads are split."""
+    """The narrow vectors of a token are computed once, by the rank that has the token in its slice
+    of the sequence, and gathered: they are what crosses, not the hidden state. Heads are split."""
     attention = {
-        "wq_a": "slice_linear", "q_norm": "sequence", "wq_b": "gather_columns",
-        "wkv_a": "slice_linear", "kv_norm": "sequence_plain", "latents": "gather_plain", "wkv_b": "columns_plain", "wo": "rows",
-    }  # fmt: skip
+        "wq_a": "slice_linear",
+        "q_norm": "sequence",
+        "wq_b": "gather_columns",
+        "wkv_a": "slice_linear",
+        "kv_norm": "sequence_plain",
+        "latents": "gather_plain",
+        "wkv_b": "columns_plain",
+        "wo": "rows",
+    }
     attention = {f"layers.*.attention.{name}": style for name, style in attention.items()}
     if not args.q_rank:
         del attention["layers.*.attention.wq_a"], attention["layers.*.attention.q_norm"]
     first = {}
     for layer in range(args.n_dense_layers):
         first |= dense.tp_plan_of_feed_forward(str(layer))
-    return dense.TP_PLAN | attention | first | (moe.tp_plan(args) if args.n_dense_layers < args.n_layers else {})
+    return (
+        dense.TP_PLAN
+        | attention
+        | first
+        | (moe.tp_plan(args) if args.n_dense_layers < args.n_layers else {})
+    )
 
 
-# Arithmetic -----------------------------------------------------------------------------------------------------------
+# Arithmetic ---------------------------------------------------------------------------------------
 
 
 def attention_weights(args: Args) -> int:
     queries = args.n_heads * (args.nope_dim + args.rope_dim)
     down = args.dim * args.q_rank + args.dim * (args.kv_rank + args.rope_dim)
-    up = (args.q_rank or args.dim) * queries + args.kv_rank * args.n_heads * (args.nope_dim + args.value_dim)
+    up = (args.q_rank or args.dim) * queries + args.kv_rank * args.n_heads * (
+        args.nope_dim + args.value_dim
+    )
     return down + up + args.n_heads * args.value_dim * args.dim
 
 
@@ -286,11 +457,17 @@ def multiplied(args: Args, experts: int) -> int:
     """Weights that are multiplied, where so many of the experts that are not shared count."""
     feed_forward = args.n_dense_layers * 3 * args.dim * args.hidden_dim
     mixtures = (args.n_layers - args.n_dense_layers) * moe.weights(args, experts)
-    return args.n_layers * attention_weights(args) + feed_forward + mixtures + args.dim * args.vocab_size
+    return (
+        args.n_layers * attention_weights(args)
+        + feed_forward
+        + mixtures
+        + args.dim * args.vocab_size
+    )
 
 
 def _beside(args: Args) -> int:
-    """Parameters that are not multiplied: an embedding that is not tied, the norms, and the biases of the routers."""
+    """Parameters that are not multiplied: an embedding that is not tied, the norms, and the biases
+    of the routers."""
     embedding = 0 if args.tied_embeddings else args.dim * args.vocab_size
     norms = 2 * args.dim + args.q_rank + args.kv_rank
     return embedding + args.n_layers * norms + args.dim
@@ -307,15 +484,24 @@ def active_parameters(args: Args) -> int:
 
 
 def flops_per_token(args: Args, seq_len: int) -> float:
-    """As `models/dense.py::flops_per_token`; a score takes the W numbers of a query, and its use the V of a value."""
-    attention = 6.0 * args.n_layers * args.n_heads * (args.nope_dim + args.rope_dim + args.value_dim) * seq_len
+    """As `models/dense.py::flops_per_token`; a score takes the W numbers of a query, and its use
+    the V of a value."""
+    attention = (
+        6.0
+        * args.n_layers
+        * args.n_heads
+        * (args.nope_dim + args.rope_dim + args.value_dim)
+        * seq_len
+    )
     return 6.0 * multiplied(args, args.experts_per_token) + attention
 
 
 def describe(args: Args) -> str:
     return (
-        f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads, vocabulary {args.vocab_size:,}"
-        f"{' (tied)' if args.tied_embeddings else ''}; {active_parameters(args):,} of the parameters for each token: "
+        f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads, vocabulary "
+        f"{args.vocab_size:,}"
+        f"{' (tied)' if args.tied_embeddings else ''}; {active_parameters(args):,} of the "
+        "parameters for each token: "
         f"{args.experts_per_token} of {args.n_experts} experts and {args.n_shared_experts} shared"
     )
 
@@ -324,25 +510,40 @@ def largest_product(args: Args) -> tuple[int, int]:
     return args.dim, max(args.hidden_dim, args.n_heads * (args.nope_dim + args.rope_dim))
 
 
-# Hugging Face: DeepseekV3ForCausalLM -----------------------------------------------------------------------------------
+# Hugging Face: DeepseekV3ForCausalLM --------------------------------------------------------------
 
 HF_TYPES = ("deepseek_v3",)
-HF_FIXED = dense.HF_FIXED | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "rope_interleave": True,
-                             "moe_layer_freq": 1}  # fmt: skip
+HF_FIXED = dense.HF_FIXED | {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+    "moe_layer_freq": 1,
+}
 
-HF_NAMES = {ours: theirs for ours, theirs in dense.HF_NAMES.items() if ".attention.w" not in ours} | {
-    "layers.*.attention.wq_a.weight": "model.layers.*.self_attn.q_a_proj.weight",
-    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_a_layernorm.weight",
-    "layers.*.attention.wq_b.weight": "model.layers.*.self_attn.q_b_proj.weight",  # q_proj without q_rank
-    "layers.*.attention.wkv_a.weight": "model.layers.*.self_attn.kv_a_proj_with_mqa.weight",
-    "layers.*.attention.kv_norm.weight": "model.layers.*.self_attn.kv_a_layernorm.weight",
-    "layers.*.attention.wkv_b.weight": "model.layers.*.self_attn.kv_b_proj.weight",
-    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
-} | moe.HF_NAMES | {
-    "layers.*.feed_forward.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
-    **{f"layers.*.feed_forward.shared_experts.{ours}.weight": f"model.layers.*.mlp.shared_experts.{theirs}_proj.weight"
-       for ours, theirs in (("w1", "gate"), ("w3", "up"), ("w2", "down"))},
-}  # fmt: skip
+HF_NAMES = (
+    {ours: theirs for ours, theirs in dense.HF_NAMES.items() if ".attention.w" not in ours}
+    | {
+        "layers.*.attention.wq_a.weight": "model.layers.*.self_attn.q_a_proj.weight",
+        "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_a_layernorm.weight",
+        # q_proj without q_rank
+        "layers.*.attention.wq_b.weight": "model.layers.*.self_attn.q_b_proj.weight",
+        "layers.*.attention.wkv_a.weight": "model.layers.*.self_attn.kv_a_proj_with_mqa.weight",
+        "layers.*.attention.kv_norm.weight": "model.layers.*.self_attn.kv_a_layernorm.weight",
+        "layers.*.attention.wkv_b.weight": "model.layers.*.self_attn.kv_b_proj.weight",
+        "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    }
+    | moe.HF_NAMES
+    | {
+        "layers.*.feed_forward.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+        **{
+            f"layers.*.feed_forward.shared_experts.{ours}.weight": (
+                f"model.layers.*.mlp.shared_experts.{theirs}_proj.weight"
+            )
+            for ours, theirs in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+        },
+    }
+)
 
 
 def hf_names(args: Args) -> dict[str, str]:
@@ -364,65 +565,129 @@ def hf_ignored(args: Args) -> str:
 
 
 def hf_config(args: Args) -> dict[str, Any]:
-    """transformers 5 reads `rope_parameters`; the hub's file and everything older have `rope_theta` and `rope_scaling`."""
+    """transformers 5 reads `rope_parameters`; the hub's file and everything older have `rope_theta`
+    and `rope_scaling`."""
     yarn_numbers = None
     if args.rope_scaling:
         renamed = {"original_max_seq_len": "original_max_position_embeddings"}
-        yarn_numbers = {"rope_type": "yarn", "type": "yarn"} | {renamed.get(k, k): v for k, v in args.rope_scaling.items()}
+        yarn_numbers = {"rope_type": "yarn", "type": "yarn"} | {
+            renamed.get(k, k): v for k, v in args.rope_scaling.items()
+        }
     return {
-        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_act": "silu",
-        "hidden_size": args.dim, "num_hidden_layers": args.n_layers, "first_k_dense_replace": args.n_dense_layers,
-        "num_attention_heads": args.n_heads, "num_key_value_heads": args.n_heads, "q_lora_rank": args.q_rank or None,
-        "kv_lora_rank": args.kv_rank, "qk_nope_head_dim": args.nope_dim, "qk_rope_head_dim": args.rope_dim,
-        "v_head_dim": args.value_dim, "intermediate_size": args.hidden_dim, "n_routed_experts": args.n_experts,
-        "num_experts_per_tok": args.experts_per_token, "moe_intermediate_size": args.expert_dim,
-        "n_shared_experts": args.n_shared_experts, "n_group": args.expert_groups, "topk_group": args.groups_per_token,
-        "routed_scaling_factor": args.routed_scale, "aux_loss_alpha": args.balance_loss, "seq_aux": True,
-        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 1,
-        "rope_interleave": True, "num_nextn_predict_layers": 0, "vocab_size": args.vocab_size,
-        "max_position_embeddings": args.max_seq_len, "rms_norm_eps": args.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta} | (yarn_numbers or {}),
-        "rope_theta": args.rope_theta, "rope_scaling": yarn_numbers, "tie_word_embeddings": args.tied_embeddings,
-        "attention_bias": False, "attention_dropout": 0.0,
-    }  # fmt: skip
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_act": "silu",
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.n_layers,
+        "first_k_dense_replace": args.n_dense_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_heads,
+        "q_lora_rank": args.q_rank or None,
+        "kv_lora_rank": args.kv_rank,
+        "qk_nope_head_dim": args.nope_dim,
+        "qk_rope_head_dim": args.rope_dim,
+        "v_head_dim": args.value_dim,
+        "intermediate_size": args.hidden_dim,
+        "n_routed_experts": args.n_experts,
+        "num_experts_per_tok": args.experts_per_token,
+        "moe_intermediate_size": args.expert_dim,
+        "n_shared_experts": args.n_shared_experts,
+        "n_group": args.expert_groups,
+        "topk_group": args.groups_per_token,
+        "routed_scaling_factor": args.routed_scale,
+        "aux_loss_alpha": args.balance_loss,
+        "seq_aux": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "moe_layer_freq": 1,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 0,
+        "vocab_size": args.vocab_size,
+        "max_position_embeddings": args.max_seq_len,
+        "rms_norm_eps": args.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta}
+        | (yarn_numbers or {}),
+        "rope_theta": args.rope_theta,
+        "rope_scaling": yarn_numbers,
+        "tie_word_embeddings": args.tied_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+    }
 
 
-YARN = {"factor": None, "original_max_position_embeddings": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": None,
-        "mscale_all_dim": None}  # fmt: skip  # number of config.json -> its default in transformers; None: it must be there
+YARN = {
+    "factor": None,
+    "original_max_position_embeddings": None,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": None,
+    # number of config.json -> its default in transformers; None: it must be there
+    "mscale_all_dim": None,
+}
 
 
 def args_from_hf(config: dict[str, Any]) -> Args:
     """What config.json does not say has DeepseekV3Config's default."""
     whole = dense.whole_number
     if config.get("quantization_config"):
-        raise ValueError("the weights are quantised (quantization_config): convert them to bfloat16 first")
+        raise ValueError(
+            "the weights are quantised (quantization_config): convert them to bfloat16 first"
+        )
     rope, scaling = dense.hf_rope(config), None
     if rope["rope_type"] == "yarn":
         numbers = {key: dense.real_number(rope, key, default) for key, default in YARN.items()}
         numbers["original_max_seq_len"] = numbers.pop("original_max_position_embeddings")
         scaling = numbers
     elif rope["rope_type"] != "default":
-        raise ValueError(f"rotary positions of type {rope['rope_type']!r} ({rope}) are not supported, only default and yarn")
-    layers_, heads = whole(config, "num_hidden_layers", 61, most=1000), whole(config, "num_attention_heads", 128)
+        raise ValueError(
+            f"rotary positions of type {rope['rope_type']!r} ({rope}) are not supported, only "
+            "default and yarn"
+        )
+    layers_, heads = (
+        whole(config, "num_hidden_layers", 61, most=1000),
+        whole(config, "num_attention_heads", 128),
+    )
     return Args(
-        dim=whole(config, "hidden_size", 7168), n_layers=layers_,
-        n_dense_layers=min(int(config.get("first_k_dense_replace", 3)), layers_), n_heads=heads,
+        dim=whole(config, "hidden_size", 7168),
+        n_layers=layers_,
+        n_dense_layers=min(int(config.get("first_k_dense_replace", 3)), layers_),
+        n_heads=heads,
         q_rank=whole(config, "q_lora_rank", 1536) if config.get("q_lora_rank", 1536) else 0,
-        kv_rank=whole(config, "kv_lora_rank", 512), nope_dim=whole(config, "qk_nope_head_dim", 128),
-        rope_dim=whole(config, "qk_rope_head_dim", 64), value_dim=whole(config, "v_head_dim", 128),
-        hidden_dim=whole(config, "intermediate_size", 18432), n_experts=whole(config, "n_routed_experts", 256),
-        experts_per_token=whole(config, "num_experts_per_tok", 8), expert_dim=whole(config, "moe_intermediate_size", 2048),
-        n_shared_experts=int(config.get("n_shared_experts", 1)), expert_groups=whole(config, "n_group", 8),
-        groups_per_token=whole(config, "topk_group", 4), routed_scale=dense.real_number(config, "routed_scaling_factor", 2.5),
-        balance_loss=float(config.get("aux_loss_alpha", 0.0)), vocab_size=whole(config, "vocab_size", 129280),
-        rope_theta=dense.real_number(rope, "rope_theta"), rope_scaling=scaling,
+        kv_rank=whole(config, "kv_lora_rank", 512),
+        nope_dim=whole(config, "qk_nope_head_dim", 128),
+        rope_dim=whole(config, "qk_rope_head_dim", 64),
+        value_dim=whole(config, "v_head_dim", 128),
+        hidden_dim=whole(config, "intermediate_size", 18432),
+        n_experts=whole(config, "n_routed_experts", 256),
+        experts_per_token=whole(config, "num_experts_per_tok", 8),
+        expert_dim=whole(config, "moe_intermediate_size", 2048),
+        n_shared_experts=int(config.get("n_shared_experts", 1)),
+        expert_groups=whole(config, "n_group", 8),
+        groups_per_token=whole(config, "topk_group", 4),
+        routed_scale=dense.real_number(config, "routed_scaling_factor", 2.5),
+        balance_loss=float(config.get("aux_loss_alpha", 0.0)),
+        vocab_size=whole(config, "vocab_size", 129280),
+        rope_theta=dense.real_number(rope, "rope_theta"),
+        rope_scaling=scaling,
         norm_eps=dense.real_number(config, "rms_norm_eps", 1e-6),
         max_seq_len=whole(config, "max_position_embeddings", 4096),
         tied_embeddings=config.get("tie_word_embeddings", False) is True,
-    )  # fmt: skip
+    )
 
 
 def small(dim: int) -> Args:
-    sizes = {"dim": dim, "n_layers": 4, "n_dense_layers": 1, "n_heads": 2, "kv_rank": dim // 2, "nope_dim": dim // 4,
-             "rope_dim": dim // 4, "value_dim": dim // 2, "hidden_dim": dim, "expert_dim": dim // 2, "vocab_size": 16}  # fmt: skip
+    sizes = {
+        "dim": dim,
+        "n_layers": 4,
+        "n_dense_layers": 1,
+        "n_heads": 2,
+        "kv_rank": dim // 2,
+        "nope_dim": dim // 4,
+        "rope_dim": dim // 4,
+        "value_dim": dim // 2,
+        "hidden_dim": dim,
+        "expert_dim": dim // 2,
+        "vocab_size": 16,
+    }
     return Args(**FLAVORS["debug"] | sizes)

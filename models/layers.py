@@ -1,11 +1,14 @@
-"""The layers that the model families of this folder share, as single-device code that knows nothing of meshes.
+"""The layers that the model families of this folder share, as single-device code that knows nothing
+of meshes.
 
 Shapes:  B batch   T sequence   D = dim   V = vocab_size   F = hidden_dim
-         H query heads   K key/value heads   E = head_dim      (under tensor parallelism H, K, F, V are this rank's share)
+         H query heads   K key/value heads   E = head_dim
+         (under tensor parallelism H, K, F, V are this rank's share)
 
-A family's `Args` gives the sizes: dim, n_layers, n_heads, n_kv_heads, head_dim, hidden_dim, vocab_size, norm_eps and
-tied_embeddings. Weights have Meta's names (wq wk wv wo w1 w2 w3) and Hugging Face's layout: rotary positions use the
-rotate-half convention, so exchanging weights with Hugging Face renames tensors and permutes nothing.
+A family's `Args` gives the sizes: dim, n_layers, n_heads, n_kv_heads, head_dim, hidden_dim,
+vocab_size, norm_eps and tied_embeddings. Weights have Meta's names (wq wk wv wo w1 w2 w3) and
+Hugging Face's layout: rotary positions use the rotate-half convention, so exchanging weights with
+Hugging Face renames tensors and permutes nothing.
 """
 
 from collections.abc import Callable
@@ -20,15 +23,18 @@ from models.kernels.document_attention import Documents, document_attention
 
 
 def rope_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Radians per position of each pair of numbers in a head, float32 [E/2] (Su et al., arXiv:2104.09864)."""
+    """Radians per position of each pair of numbers in a head, float32 [E/2] (Su et al.,
+    arXiv:2104.09864)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
     return 1.0 / (theta**exponents)
 
 
 def rope_tables(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin for rotate-half RoPE, float32 [..., E]. frequencies [E/2]; positions int64 [T] or [B, T].
+    """cos and sin for rotate-half RoPE, float32 [..., E]. frequencies [E/2]; positions int64 [T] or
+    [B, T].
 
-    Positions are *global*: under sequence parallelism a hidden state holds only a slice of the sequence.
+    Positions are *global*: under sequence parallelism a hidden state holds only a slice of the
+    sequence.
     """
     angles = positions.float()[..., None] * frequencies  # [..., E/2]
     angles = torch.cat((angles, angles), dim=-1)  # [..., E]
@@ -36,15 +42,17 @@ def rope_tables(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + E/2) of x [B, T, heads, E] by their position; in float32 whatever the type of x."""
+    """Rotate the pairs (i, i + E/2) of x [B, T, heads, E] by their position; in float32 whatever
+    the type of x."""
     a, b = x.chunk(2, dim=-1)
     rotated = torch.cat((-b, a), dim=-1)
     return (x * cos[..., None, :] + rotated * sin[..., None, :]).type_as(x)
 
 
 class AttentionCore(nn.Module):
-    """The part of attention that has no parameters. It is a module so that others can replace its `forward` from outside:
-    context parallelism to exchange keys and values between ranks, sampling to keep those of earlier tokens."""
+    """The part of attention that has no parameters. It is a module so that others can replace its
+    `forward` from outside: context parallelism to exchange keys and values between ranks, sampling
+    to keep those of earlier tokens."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         """Causal attention. q [B, T, H, E], k and v [B, T, K, E], rotated already -> [B, T, H, E]."""
@@ -67,16 +75,20 @@ class Attention(nn.Module):
         self.core = AttentionCore()
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, D] -> q [B, T, H, E], k and v [B, T, K, E]. The view has -1, because a rank may hold some of the heads."""
+        """x [B, T, D] -> q [B, T, H, E], k and v [B, T, K, E]. The view has -1, because a rank may
+        hold some of the heads."""
         B, T, _ = x.shape
         q = self.wq(x).view(B, T, -1, self.head_dim)
         k = self.wk(x).view(B, T, -1, self.head_dim)
         v = self.wv(x).view(B, T, -1, self.head_dim)
         return q, k, v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> Tensor:
         q, k, v = self.heads(x)
-        o = self.core(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, documents)  # [B, T, H, E]
+        # [B, T, H, E]
+        o = self.core(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, documents)
         return self.wo(o.flatten(2))  # [B, T, D]
 
 
@@ -94,7 +106,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer of the decoder: attention, then the feed-forward layer, each on a normalised input and added to the rest."""
+    """One layer of the decoder: attention, then the feed-forward layer, each on a normalised input
+    and added to the rest."""
 
     def __init__(self, args: Any, attention: nn.Module, feed_forward: nn.Module):
         super().__init__()
@@ -103,16 +116,20 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> Tensor:
         h = x + self.attention(self.attention_norm(x), cos, sin, documents)  # [B, T, D]
         return h + self.feed_forward(self.ffn_norm(h))  # [B, T, D]
 
 
 class Output(nn.Linear):
-    """The projection to the vocabulary, which hands its weight [V, D] to `head` instead of multiplying by itself.
+    """The projection to the vocabulary, which hands its weight [V, D] to `head` instead of
+    multiplying by itself.
 
-    The head is a loss in training, so that it can work through the sequence in pieces and [B, T, V] logits never exist.
-    It runs inside this module's forward because that is where FSDP has gathered the weight.
+    The head is a loss in training, so that it can work through the sequence in pieces and [B, T, V]
+    logits never exist. It runs inside this module's forward because that is where FSDP has gathered
+    the weight.
     """
 
     def forward(self, h: Tensor, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -120,14 +137,17 @@ class Output(nn.Linear):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, last norm and output. A family says what a block is (`block`) and how positions turn (`rope`).
+    """Embedding, blocks, last norm and output. A family says what a block is (`block`) and how
+    positions turn (`rope`).
 
-    It has parameters and no buffers, so building it on `meta`, sharding it and materialising it loses nothing. The blocks are
-    numbered in the whole model: with `layers`, a range of these numbers, only a stage of a pipeline is built. The first stage
-    has the embedding, the last has the norm and the output (of a tied model, that is a copy of the embedding).
+    It has parameters and no buffers, so building it on `meta`, sharding it and materialising it
+    loses nothing. The blocks are numbered in the whole model: with `layers`, a range of these
+    numbers, only a stage of a pipeline is built. The first stage has the embedding, the last has
+    the norm and the output (of a tied model, that is a copy of the embedding).
     """
 
-    documents = staticmethod(Documents.of)  # for callers who have a model and do not know its family
+    # for callers who have a model and do not know its family
+    documents = staticmethod(Documents.of)
 
     def __init__(self, args: Any, layers: range | None = None):
         super().__init__()
@@ -142,8 +162,8 @@ class Decoder(nn.Module):
                 self.output = Output(args.dim, args.vocab_size, bias=False)
 
     def block(self, args: Any, number: int) -> nn.Module:
-        """A new block for this layer; its `forward` takes (h [B, T, D], cos, sin, documents) and returns [B, T, D], with a
-        mixture of experts also its `Routing` (models/moe.py)."""
+        """A new block for this layer; its `forward` takes (h [B, T, D], cos, sin, documents) and
+        returns [B, T, D], with a mixture of experts also its `Routing` (models/moe.py)."""
         return Block(args, Attention(args), FeedForward(args.dim, args.hidden_dim))
 
     def cores(self) -> list[AttentionCore]:
@@ -151,27 +171,44 @@ class Decoder(nn.Module):
         return [layer.attention.core for layer in self.layers.values()]
 
     def latents(self) -> list[nn.Module]:
-        """The modules, one per block, that return what keys and values are computed from; none where nothing is narrower."""
-        return [layer.attention.latents for layer in self.layers.values() if hasattr(layer.attention, "latents")]
+        """The modules, one per block, that return what keys and values are computed from; none
+        where nothing is narrower."""
+        return [
+            layer.attention.latents
+            for layer in self.layers.values()
+            if hasattr(layer.attention, "latents")
+        ]
 
     def mixtures(self) -> dict[int, nn.Module]:
         """The mixtures of experts (models/moe.py::MixtureOfExperts), by the number of their layer."""
-        return {int(i): layer.feed_forward for i, layer in self.layers.items() if hasattr(layer.feed_forward, "experts")}
+        return {
+            int(i): layer.feed_forward
+            for i, layer in self.layers.items()
+            if hasattr(layer.feed_forward, "experts")
+        }
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [..., E], of positions int64 [T] or [B, T]."""
-        return rope_tables(rope_frequencies(self.args.head_dim, self.args.rope_theta, positions.device), positions)
+        return rope_tables(
+            rope_frequencies(self.args.head_dim, self.args.rope_theta, positions.device), positions
+        )
 
     def forward(
-        self, x: Tensor, positions: Tensor, head: Callable[[Tensor, Tensor], Tensor] = F.linear,
-        documents: Documents | None = None, routings: Any = None,
-    ) -> Tensor:  # fmt: skip
-        """x: tokens, int64 [B, T]; for a stage that is not the first, hidden states [B, T, D] of the one before.
-        positions: of these tokens, int64 [T] or [B, T], within the sequence or, with `documents`, within their document.
+        self,
+        x: Tensor,
+        positions: Tensor,
+        head: Callable[[Tensor, Tensor], Tensor] = F.linear,
+        documents: Documents | None = None,
+        routings: Any = None,
+    ) -> Tensor:
+        """x: tokens, int64 [B, T]; for a stage that is not the first, hidden states [B, T, D] of
+        the one before. positions: of these tokens, int64 [T] or [B, T], within the sequence or,
+        with `documents`, within their document.
 
-        Returns head(hidden states [B, T, D], output weight [V, D]), by default logits [B, T, V]; a stage that is not the
-        last returns its hidden states. With `documents` attention does not cross from one document to the next. What mixtures
-        of experts tell about this batch is added to `routings` (models/moe.py::Routings), if there is one.
+        Returns head(hidden states [B, T, D], output weight [V, D]), by default logits [B, T, V]; a
+        stage that is not the last returns its hidden states. With `documents` attention does not
+        cross from one document to the next. What mixtures of experts tell about this batch is added
+        to `routings` (models/moe.py::Routings), if there is one.
         """
         cos, sin = self.rope(positions)  # [T, E], or [B, T, E]
         h = self.tok_embeddings(x) if self.first else x  # [B, T, D]
@@ -182,4 +219,8 @@ class Decoder(nn.Module):
         if not self.last:
             return h
         h = self.norm(h)
-        return head(h, self.tok_embeddings.weight) if self.args.tied_embeddings else self.output(h, head)
+        return (
+            head(h, self.tok_embeddings.weight)
+            if self.args.tied_embeddings
+            else self.output(h, head)
+        )

@@ -1,7 +1,9 @@
-"""Mixtures of experts: for each token a router chooses some of many feed-forward layers (Shazeer et al., arXiv:1701.06538).
+"""Mixtures of experts: for each token a router chooses some of many feed-forward layers (Shazeer et
+al., arXiv:1701.06538).
 
-No token is dropped and no expert has a limit: the rows of the tokens are sorted by expert, and every expert multiplies
-the rows that it got. The weights of all experts stand in one parameter per matrix.
+No token is dropped and no expert has a limit: the rows of the tokens are sorted by expert, and
+every expert multiplies the rows that it got. The weights of all experts stand in one parameter per
+matrix.
 
 Shapes:  B batch   T sequence   D = dim   N = B T tokens   X experts   k experts of a token   M = N k rows
          F hidden units of an expert
@@ -23,33 +25,40 @@ class Routing(NamedTuple):
 
     counts: Tensor  # int64 [X]: how many tokens each expert got
     balance: Tensor  # float32, a scalar: the balance loss, summed over the tokens
-    entropy: Tensor  # float32, a scalar, in nats: the entropy of each token's affinities, summed over the tokens
+    # float32, a scalar, in nats: the entropy of each token's affinities, summed over the tokens
+    entropy: Tensor
 
 
 class Routings:
-    """What the mixtures of a model tell about the micro-batches of a step. Given to the forwards that train, and to no other."""
+    """What the mixtures of a model tell about the micro-batches of a step. Given to the forwards
+    that train, and to no other."""
 
     def __init__(self, scale: Tensor):
         """scale: the factor of the loss in backward, a scalar."""
         self.scale = scale
         self.counts: dict[int, Tensor] = {}  # number of the layer -> int64 [X]
-        self.sums: dict[int, Tensor] = {}  # number of the layer -> float32 [2]: the balance loss and the entropy of all tokens
+        # number of the layer -> float32 [2]: the balance loss and the entropy of all tokens
+        self.sums: dict[int, Tensor] = {}
 
     def add(self, layer: int, h: Tensor, routing: Routing) -> Tensor:
-        """Count the tokens of each expert. Returns h, whose backward brings the balance loss its gradient: no stage of a
-        pipeline has to hand that loss to the next one."""
+        """Count the tokens of each expert. Returns h, whose backward brings the balance loss its
+        gradient: no stage of a pipeline has to hand that loss to the next one."""
         self.counts[layer] = self.counts.get(layer, 0) + routing.counts
-        self.sums[layer] = self.sums.get(layer, 0) + torch.stack((routing.balance.detach(), routing.entropy))
+        self.sums[layer] = self.sums.get(layer, 0) + torch.stack(
+            (routing.balance.detach(), routing.entropy)
+        )
         return WithLoss.apply(h, routing.balance, self.scale)
 
 
 class WithLoss(torch.autograd.Function):
-    """h; in backward a loss gets `scale` as its gradient, as if it had been added to the loss of the model."""
+    """h; in backward a loss gets `scale` as its gradient, as if it had been added to the loss of
+    the model."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
-        return h.detach()  # unlike h.view_as(h), it is no view: FSDP warns of views that leave a stage of a pipeline
+        # unlike h.view_as(h), it is no view: FSDP warns of views that leave a stage of a pipeline
+        return h.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -68,12 +77,14 @@ class Choice(NamedTuple):
 class Router(nn.Module):
     """Chooses the k experts with the highest scores; everything is computed in float32.
 
-    args has n_experts and experts_per_token; router_score "softmax" or "sigmoid"; normalised_weights: whether the weights of
-    a token are divided by their sum; routed_scale: a factor of all weights; expert_groups and groups_per_token: only experts
-    of so many of the groups are chosen (1 and 1: no groups); balancing_bias: whether there is a bias.
+    args has n_experts and experts_per_token; router_score "softmax" or "sigmoid";
+    normalised_weights: whether the weights of a token are divided by their sum; routed_scale: a
+    factor of all weights; expert_groups and groups_per_token: only experts of so many of the groups
+    are chosen (1 and 1: no groups); balancing_bias: whether there is a bias.
 
-    The bias of an expert is added to its score where experts are chosen, and nowhere else (DeepSeek-V3, arXiv:2412.19437,
-    section 2.1.2): it weights no output. No gradient reaches it; `training/balance.py` moves it after each step.
+    The bias of an expert is added to its score where experts are chosen, and nowhere else
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2): it weights no output. No gradient reaches it;
+    `training/balance.py` moves it after each step.
     """
 
     def __init__(self, args: Any):
@@ -99,12 +110,17 @@ class Router(nn.Module):
         weights = scores.gather(-1, experts)
         if args.normalised_weights:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # all scores may be 0
-        affinities = scores if args.router_score == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        affinities = (
+            scores
+            if args.router_score == "softmax"
+            else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        )
         return Choice(experts, weights * args.routed_scale, affinities)
 
     def within_best_groups(self, wanted: Tensor) -> Tensor:
-        """The scores [N, X], and -inf outside of each token's best groups. A group is as good as the sum of its two best
-        experts (DeepSeek-V3's inference code; the report, section 2.1.2, sums as many as a token has of each node)."""
+        """The scores [N, X], and -inf outside of each token's best groups. A group is as good as
+        the sum of its two best experts (DeepSeek-V3's inference code; the report, section 2.1.2,
+        sums as many as a token has of each node)."""
         groups = wanted.unflatten(-1, (self.args.expert_groups, -1))  # [N, groups, X / groups]
         best = groups.topk(2, -1).values.sum(-1).topk(self.args.groups_per_token, -1).indices
         outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
@@ -128,12 +144,14 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [M, D], sorted by expert; counts int64 [X]: how many each has -> [M, D]."""
         w1, w2, w3 = self.weights()
-        hidden = F.silu(grouped_product(rows, w1, counts)) * grouped_product(rows, w3, counts)  # [M, F]
+        # [M, F]
+        hidden = F.silu(grouped_product(rows, w1, counts)) * grouped_product(rows, w3, counts)
         return grouped_product(hidden, w2, counts)
 
 
 class MixtureOfExperts(nn.Module):
-    """In the place of a block's feed-forward layer. args.n_shared_experts experts work on every token, as one layer."""
+    """In the place of a block's feed-forward layer. args.n_shared_experts experts work on every
+    token, as one layer."""
 
     def __init__(self, args: Any):
         super().__init__()
@@ -142,7 +160,8 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(args)
         if args.n_shared_experts:
             self.shared_experts = FeedForward(args.dim, args.n_shared_experts * args.expert_dim)
-        # What replaces this has the same sequence on several ranks: it sums the counts [B, X] of a sequence over them.
+        # What replaces this has the same sequence on several ranks: it sums the counts [B, X] of a
+        # sequence over them.
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts: counts
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
@@ -152,41 +171,57 @@ class MixtureOfExperts(nn.Module):
         choice = self.router(tokens)
         k = choice.experts.shape[-1]
         by_sequence = choice.experts.view(B, T * k)
-        counts = by_sequence.new_zeros(B, self.args.n_experts).scatter_add_(1, by_sequence, torch.ones_like(by_sequence))
-        order = choice.experts.flatten().argsort(stable=True)  # [M]: which (token, choice) each row is of
+        counts = by_sequence.new_zeros(B, self.args.n_experts).scatter_add_(
+            1, by_sequence, torch.ones_like(by_sequence)
+        )
+        # [M]: which (token, choice) each row is of
+        order = choice.experts.flatten().argsort(stable=True)
         rows = self.experts(tokens[order // k], counts.sum(0))
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        out = torch.bmm(choice.weights.to(rows.dtype)[:, None], rows[back].view(B * T, k, -1)).view_as(x)
+        back = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
+        out = torch.bmm(
+            choice.weights.to(rows.dtype)[:, None], rows[back].view(B * T, k, -1)
+        ).view_as(x)
         if self.args.n_shared_experts:
             out = out + self.shared_experts(x)
         balance = self.balance(choice.affinities.view(B, T, -1), counts)
-        return out, Routing(counts.sum(0), balance, torch.special.entr(choice.affinities.detach()).sum())
+        return out, Routing(
+            counts.sum(0), balance, torch.special.entr(choice.affinities.detach()).sum()
+        )
 
     def balance(self, affinities: Tensor, counts: Tensor) -> Tensor:
-        """DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations 17 to 20) times the tokens of each sequence,
-        summed over the sequences. affinities [B, T, X]; counts int64 [B, X], both of T tokens, which may be a part of a sequence.
+        """DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations 17 to 20) times the
+        tokens of each sequence, summed over the sequences. affinities [B, T, X]; counts int64 [B,
+        X], both of T tokens, which may be a part of a sequence.
 
-        Equation 20 averages the affinities over a sequence. Here each token adds its own, so that the loss of a sequence is
-        the sum over the ranks that share it, and is divided by the tokens of the global batch like every other loss.
+        Equation 20 averages the affinities over a sequence. Here each token adds its own, so that
+        the loss of a sequence is the sum over the ranks that share it, and is divided by the tokens
+        of the global batch like every other loss.
         """
         if not self.args.balance_loss:
             return affinities.new_zeros(())
-        counts = self.whole_sequences(counts)  # not earlier: a sum that nobody reads is waited for by nobody
-        share = counts / counts.sum(-1, keepdim=True) * self.args.n_experts  # [B, X], 1 where all experts get as many
+        # not earlier: a sum that nobody reads is waited for by nobody
+        counts = self.whole_sequences(counts)
+        # [B, X], 1 where all experts get as many
+        share = counts / counts.sum(-1, keepdim=True) * self.args.n_experts
         return self.args.balance_loss * torch.einsum("btx,bx->", affinities, share)
 
 
 class MixtureBlock(Block):
     """A block whose feed-forward layer is a mixture of experts."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> tuple[Tensor, Routing]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor, Routing]:
         h = x + self.attention(self.attention_norm(x), cos, sin, documents)  # [B, T, D]
         out, routing = self.feed_forward(self.ffn_norm(h))
         return h + out, routing
 
 
 def tp_plan(args: Any) -> dict[str, str]:
-    """A mixture works on this rank's slice of the sequence. Only shared experts, which get all tokens, are split."""
+    """A mixture works on this rank's slice of the sequence. Only shared experts, which get all
+    tokens, are split."""
     shared = {
         "layers.*.feed_forward.shared_experts": "gather_sequence",
         "layers.*.feed_forward.shared_experts.w1": "columns",
@@ -199,7 +234,10 @@ def tp_plan(args: Any) -> dict[str, str]:
 
 def weights(args: Any, experts: int) -> int:
     """The weights of a mixture's router, its shared experts and so many of the others."""
-    return 3 * args.dim * args.expert_dim * (experts + args.n_shared_experts) + args.n_experts * args.dim
+    return (
+        3 * args.dim * args.expert_dim * (experts + args.n_shared_experts)
+        + args.n_experts * args.dim
+    )
 
 
 HF_NAMES = {  # of Qwen3-MoE and DeepSeek-V3

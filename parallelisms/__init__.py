@@ -11,29 +11,44 @@ VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 def check_torch(cfg: Config, shares_experts: bool, version: tuple[int, ...] = VERSION) -> None:
-    """Raises InputError for what this version of torch cannot do. shares_experts: whether several ranks share the experts."""
+    """Raises InputError for what this version of torch cannot do. shares_experts: whether several
+    ranks share the experts."""
     pipeline = cfg.parallelism.pipeline_parallel > 1
-    if version < (2, 13) and pipeline and SCHEDULES[cfg.parallelism.pipeline_schedule].splits_backward:
-        raise InputError(f'parallelism.pipeline_schedule = "{cfg.parallelism.pipeline_schedule}" splits the backward pass, which '
-                         f'needs torch 2.13, and this is {torch.__version__}: use "1f1b" or "interleaved_1f1b"')  # fmt: skip
+    if (
+        version < (2, 13)
+        and pipeline
+        and SCHEDULES[cfg.parallelism.pipeline_schedule].splits_backward
+    ):
+        raise InputError(
+            f'parallelism.pipeline_schedule = "{cfg.parallelism.pipeline_schedule}" splits the '
+            "backward pass, which "
+            f'needs torch 2.13, and this is {torch.__version__}: use "1f1b" or "interleaved_1f1b"'
+        )
     if version < (2, 12) and shares_experts and cfg.compile.enabled:
-        raise InputError("compile.enabled = true with experts that several ranks share (by parallelism.expert_parallel or "
-                         f"tensor_parallel) needs torch 2.12, and this is {torch.__version__}: set it to false")  # fmt: skip
+        raise InputError(
+            "compile.enabled = true with experts that several ranks share (by "
+            "parallelism.expert_parallel or "
+            f"tensor_parallel) needs torch 2.12, and this is {torch.__version__}: set it to false"
+        )
 
 
 def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, str]) -> nn.Module:
-    """Turn a single-device model on `meta` into this rank's part of the parallel one, in place; nothing is allocated.
+    """Turn a single-device model on `meta` into this rank's part of the parallel one, in place;
+    nothing is allocated.
 
     0. Which kernel attention runs is PyTorch's setting for the whole process.
-    1. Expert parallelism and tensor parallelism first: they replace the weights by DTensors, and all that follows must see
-       those. Tensor parallelism checks that no weight is left over, so the experts leave before it.
-    2. Context parallelism replaces the attention of the heads that tensor parallelism leaves on a rank.
+    1. Expert parallelism and tensor parallelism first: they replace the weights by DTensors, and
+       all that follows must see those. Tensor parallelism checks that no weight is left over, so
+       the experts leave before it.
+    2. Context parallelism replaces the attention of the heads that tensor parallelism leaves on a
+       rank.
     3. Float8 replaces linear layers, so it comes before what wraps them.
-    4. Activation checkpointing and compile, block by block. A *selective* policy must be inside the compiled region, where
-       the partitioner reads it; recomputing whole blocks must be outside, because compiled regions that checkpoint
-       DTensor code as a whole fail on torch 2.13.
-    5. Data parallelism last: it shards what tensor parallelism left on each rank (so a weight is sharded over both), and
-       its hooks gather the weights before, and outside of, everything above.
+    4. Activation checkpointing and compile, block by block. A *selective* policy must be inside the
+       compiled region, where the partitioner reads it; recomputing whole blocks must be outside,
+       because compiled regions that checkpoint DTensor code as a whole fail on torch 2.13.
+    5. Data parallelism last: it shards what tensor parallelism left on each rank (so a weight is
+       sharded over both), and its hooks gather the weights before, and outside of, everything
+       above.
 
     The optimizer is built afterwards, on the sharded parameters (`train.build`).
     """

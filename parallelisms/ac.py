@@ -1,33 +1,44 @@
-"""Activation checkpointing (Chen et al., arXiv:1604.06174): what backward recomputes instead of keeping.
+"""Activation checkpointing (Chen et al., arXiv:1604.06174): what backward recomputes instead of
+keeping.
 
-A block's `forward` is replaced by a checkpointed version of it. Unlike a wrapper module this changes no parameter's
-name, and hooks stay where they belong: those of FSDP (on the block) gather weights outside the recomputed region, those
-of tensor parallelism (on the modules inside) move activations inside it.
+A block's `forward` is replaced by a checkpointed version of it. Unlike a wrapper module this
+changes no parameter's name, and hooks stay where they belong: those of FSDP (on the block) gather
+weights outside the recomputed region, those of tensor parallelism (on the modules inside) move
+activations inside it.
 """
 
 from functools import partial
 
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from configs.schema import ActivationCheckpoint
 
-# Mode "selective" keeps the results of these operators and recomputes everything else (norms, rotary positions, SiLU,
-# casts), which is large to keep and cheap to redo. These are the operators whose time is more than memory traffic. They
-# are listed by name, because a model brings operators of its own; tests/test_masking.py checks that each name exists.
+# Mode "selective" keeps the results of these operators and recomputes everything else (norms,
+# rotary positions, SiLU, casts), which is large to keep and cheap to redo. These are the operators
+# whose time is more than memory traffic. They are listed by name, because a model brings operators
+# of its own; tests/test_masking.py checks that each name exists.
 KEEP = {
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
     "aten._scaled_mm.default",  # training.float8
-    "plumbline.grouped_product.default",  # the products of experts (models/kernels/grouped_product.py)
+    # the products of experts (models/kernels/grouped_product.py)
+    "plumbline.grouped_product.default",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",  # otherwise a CPU would recompute its attention
+    # otherwise a CPU would recompute its attention
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "torch_attn._varlen_attn.default",  # document masking on CUDA
-    "plumbline.document_attention.default",  # the same on a CPU (models/kernels/document_attention.py)
-    "plumbline.gathered_attention.default",  # context parallelism: what it gathers is not gathered again
+    # the same on a CPU (models/kernels/document_attention.py)
+    "plumbline.document_attention.default",
+    # context parallelism: what it gathers is not gathered again
+    "plumbline.gathered_attention.default",
     "_c10d_functional.all_to_all_single.default",
     "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.reduce_scatter_tensor.default",
@@ -40,7 +51,8 @@ def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def apply(model: nn.Module, cfg: ActivationCheckpoint) -> nn.Module:
-    """Checkpoint the blocks of `model.layers`, in place. Nothing in the model draws random numbers, so no RNG is saved."""
+    """Checkpoint the blocks of `model.layers`, in place. Nothing in the model draws random numbers,
+    so no RNG is saved."""
     if cfg.mode == "none":
         return model
     every = cfg.every_n if cfg.mode == "every_n" else 1

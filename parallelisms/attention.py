@@ -1,8 +1,8 @@
 """Chooses which of PyTorch's kernels causal attention uses on a GPU (`training.attention`).
 
-With document masking there is no such choice: `models/kernels/document_attention.py` always calls varlen_attn, which is
-FlashAttention, of the generation that is chosen here. `python -m tools.bench.attention` measures the kernels for a
-model's heads on the GPU at hand.
+With document masking there is no such choice: `models/kernels/document_attention.py` always calls
+varlen_attn, which is FlashAttention, of the generation that is chosen here. `python -m
+tools.bench.attention` measures the kernels for a model's heads on the GPU at hand.
 """
 
 import torch
@@ -11,20 +11,26 @@ from configs.schema import InputError
 
 
 def choose(kernel: str, device: torch.device) -> None:
-    """Choose the kernel for the whole process; "auto" changes nothing. A shape that the kernel cannot run is then an
-    error instead of falling back to a slower kernel. Raises InputError without a GPU, or if FlashAttention-3's package
-    is missing."""
+    """Choose the kernel for the whole process; "auto" changes nothing. A shape that the kernel
+    cannot run is then an error instead of falling back to a slower kernel. Raises InputError
+    without a GPU, or if FlashAttention-3's package is missing."""
     if kernel == "auto":
         return
     if device.type != "cuda":
-        raise InputError(f'training.attention = "{kernel}" is a kernel for GPUs, this is a {device.type}: set it to "auto"')
+        raise InputError(
+            f'training.attention = "{kernel}" is a kernel for GPUs, this is a {device.type}: set '
+            'it to "auto"'
+        )
     if kernel == "flash3":
         try:
             from torch.nn.attention import activate_flash_attention_impl
 
             activate_flash_attention_impl("FA3")
         except (ImportError, ValueError) as error:  # ValueError: this torch does not know FA3
-            raise InputError(f'training.attention = "flash3" needs the package flash_attn_3, or set it to "flash": {error}') from None
+            raise InputError(
+                'training.attention = "flash3" needs the package flash_attn_3, or set it to '
+                f'"flash": {error}'
+            ) from None
     torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")
     torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
     torch.backends.cuda.enable_mem_efficient_sdp(False)

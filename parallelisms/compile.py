@@ -1,4 +1,5 @@
-"""torch.compile, one block at a time: identical blocks compile once, and FSDP's hooks stay outside the graph."""
+"""torch.compile, one block at a time: identical blocks compile once, and FSDP's hooks stay outside
+the graph."""
 
 import torch
 from torch import nn
@@ -7,8 +8,8 @@ from configs.schema import Compile
 
 
 def apply(model: nn.Module, cfg: Compile) -> nn.Module:
-    """Compile the forward of every block of `model.layers`, in place. With fullgraph a graph break is an error, not a
-    slow run."""
+    """Compile the forward of every block of `model.layers`, in place. With fullgraph a graph break
+    is an error, not a slow run."""
     if not cfg.enabled:
         return model
     for block in model.layers.values():

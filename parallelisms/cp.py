@@ -1,18 +1,22 @@
-"""Context parallelism: the ranks of a cp group share every sequence, and each has an equal part of its tokens.
+"""Context parallelism: the ranks of a cp group share every sequence, and each has an equal part of
+its tokens.
 
-All of a model works on single tokens but attention, so only that is replaced here (`models/layers.py::AttentionCore`). There
-are two methods (`parallelism.context_parallel_method`):
+All of a model works on single tokens but attention, so only that is replaced here
+(`models/layers.py::AttentionCore`). There are two methods (`parallelism.context_parallel_method`):
 
-gather: a rank computes its own queries, and gathers the keys and values of all ranks for them (Llama 3, arXiv:2407.21783,
-    section 3.3.2). Any number of heads will do. Backward gathers them again, so that no rank keeps them meanwhile, and sends
-    every rank the gradient of its own. A rank's tokens are two parts of the sequence (`parallelisms/mesh.py::Mesh.places`).
-ulysses: ranks swap, so that each has all tokens for some of the heads, and swap back (DeepSpeed-Ulysses, arXiv:2309.14509).
-    In between attention is that of one process. There must be a key/value head for every rank.
+gather: a rank computes its own queries, and gathers the keys and values of all ranks for them
+    (Llama 3, arXiv:2407.21783, section 3.3.2). It works for any number of heads. Backward gathers
+    them again, so that no rank keeps them meanwhile, and sends every rank the gradient of its own.
+    A rank's tokens are two parts of the sequence (`parallelisms/mesh.py::Mesh.places`).
+ulysses: an all-to-all gives each rank all tokens for some of the heads, and a second one swaps back
+    (DeepSpeed-Ulysses, arXiv:2309.14509). In between, attention is that of one process. There must
+    be a key/value head for every rank.
 
 docs/parallelism.md compares them.
 
 Shapes:  b sequences of a micro-batch   T their length   t = T / cp, the tokens of a rank in each   n = b t
-         H query heads   K key/value heads   (under tensor parallelism: this rank's)   E head_dim   V width of a value, E at most
+         H query heads   K key/value heads   (under tensor parallelism: this rank's)
+         E head_dim   V width of a value, E at most
 """
 
 from collections.abc import Callable
@@ -27,12 +31,17 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from configs.schema import Config, InputError
-from models.kernels.document_attention import kernel_exists, piece_attention, piece_attention_backward
+from models.kernels.document_attention import (
+    kernel_exists,
+    piece_attention,
+    piece_attention_backward,
+)
 from parallelisms.mesh import Mesh
 
 
 def apply(model: nn.Module, mesh: Mesh, cfg: Config) -> nn.Module:
-    """Replace the attention of all blocks, in place, and with "gather" what the model says about documents."""
+    """Replace the attention of all blocks, in place, and with "gather" what the model says about
+    documents."""
     if mesh.cp == 1:
         return model
     cores, group = model.cores(), mesh.device_mesh.get_group("cp")
@@ -49,35 +58,46 @@ def apply(model: nn.Module, mesh: Mesh, cfg: Config) -> nn.Module:
 
 
 def check_kernel(device: torch.device, dtype: torch.dtype, width: int) -> None:
-    """Raise InputError if "gather" cannot run on this device in this type with heads of `width` numbers. `tools/check.py` asks
-    before anything is launched."""
+    """Raise InputError if "gather" cannot run on this device in this type with heads of `width`
+    numbers. `tools/check.py` asks before anything is launched."""
     if device.type == "cuda" and not kernel_exists(device, dtype, width):
-        raise InputError('parallelism.context_parallel_method = "gather" needs on a GPU a 16-bit type and heads of 8, 16, ... 256 '
-                         f'numbers, but the type is {str(dtype).removeprefix("torch.")} and a head has {width}: use "ulysses", or '
-                         "change one of the two")  # fmt: skip
+        raise InputError(
+            'parallelism.context_parallel_method = "gather" needs on a GPU a 16-bit type and '
+            "heads of 8, 16, ... 256 "
+            f"numbers, but the type is {str(dtype).removeprefix('torch.')} and a head has "
+            f'{width}: use "ulysses", or '
+            "change one of the two"
+        )
 
 
-# Keys and values gathered ---------------------------------------------------------------------------------------------
+# Keys and values gathered -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The documents of a micro-batch as one rank needs them: a piece is what it has of a document in one of its parts of a
-    sequence. The keys that a piece needs are those from the beginning of its document to its own end."""
+    """The documents of a micro-batch as one rank needs them: a piece is what it has of a document
+    in one of its parts of a sequence. The keys that a piece needs are those from the beginning of
+    its document to its own end."""
 
-    keys: Tensor  # int32 [m]: where each piece's keys are among the gathered ones, piece after piece
-    starts: Tensor  # int32 [pieces + 1]: where each piece begins among this rank's tokens, and their number n
+    # int32 [m]: where each piece's keys are among the gathered ones, piece after piece
+    keys: Tensor
+    # int32 [pieces + 1]: where each piece begins among this rank's tokens, and their number n
+    starts: Tensor
     key_starts: Tensor  # int32 [pieces + 1]: where its keys begin in `keys`, and m
     longest: int  # tokens of the longest piece
     longest_keys: int  # the most keys of a piece
 
     @classmethod
     def of(cls, positions: Tensor, device: torch.device, mesh: Mesh) -> "Pieces":
-        """From the positions of whole sequences within their documents, int64 [b, T] on the CPU: 0 at every document's first
-        token and at each sequence's. Without documents, the whole sequence is one."""
+        """From the positions of whole sequences within their documents, int64 [b, T] on the CPU: 0
+        at every document's first token and at each sequence's. Without documents, the whole
+        sequence is one."""
         b, T = positions.shape
         places = mesh.places(T)
-        here = torch.stack([torch.arange(part.start, part.stop) for part in places]).expand(b, -1, -1)  # [b, parts, t / parts]
+        # [b, parts, t / parts]
+        here = torch.stack([torch.arange(part.start, part.stop) for part in places]).expand(
+            b, -1, -1
+        )
         within = positions.gather(1, here.flatten(1)).view(here.shape)
         begins = within == 0
         begins[..., 0] = True  # a part begins a piece, if not a document
@@ -92,12 +112,18 @@ class Pieces:
         keys = _gathered_index(row, begin + torch.arange(len(begin)), T, b, mesh.cp)
         tables = [x.int() for x in (keys, starts, key_starts)]
         if device.type == "cuda":
-            tables = [x.pin_memory() for x in tables]  # a copy from pageable memory would wait for the GPU
-        return cls(*(x.to(device, non_blocking=True) for x in tables), int(lengths.max()), int(counts.max()))
+            # a copy from pageable memory would wait for the GPU
+            tables = [x.pin_memory() for x in tables]
+        return cls(
+            *(x.to(device, non_blocking=True) for x in tables),
+            int(lengths.max()),
+            int(counts.max()),
+        )
 
 
 def _gathered_index(row: Tensor, position: Tensor, T: int, b: int, cp: int) -> Tensor:
-    """Where a token is when the ranks' tokens [b, 2, T / 2 cp] stand one after another: rank r has parts r and 2 cp - 1 - r."""
+    """Where a token is when the ranks' tokens [b, 2, T / 2 cp] stand one after another: rank r has
+    parts r and 2 cp - 1 - r."""
     length = T // (2 * cp)
     part, offset = position // length, position % length
     rank = torch.minimum(part, 2 * cp - 1 - part)
@@ -105,47 +131,77 @@ def _gathered_index(row: Tensor, position: Tensor, T: int, b: int, cp: int) -> T
 
 
 def gathered(whole_windows: Pieces, shape: tuple[int, int], group: str) -> Callable:
-    """A forward for attention. whole_windows: for micro-batches without documents, which must have this shape (b, t); group:
-    the name of the cp group."""
+    """A forward for attention. whole_windows: for micro-batches without documents, which must have
+    this shape (b, t); group: the name of the cp group."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: Pieces | None) -> Tensor:
         if documents is None and q.shape[:2] != shape:
             given = tuple(q.shape[:2])
-            raise ValueError(f"attention to gathered keys was prepared for {shape} sequences and tokens, not {given}")
+            raise ValueError(
+                f"attention to gathered keys was prepared for {shape} sequences and tokens, not "
+                f"{given}"
+            )
         p = whole_windows if documents is None else documents
-        out, _ = gathered_attention(q, k, v, p.keys, p.starts, p.key_starts, p.longest, p.longest_keys, group)
+        out, _ = gathered_attention(
+            q, k, v, p.keys, p.starts, p.key_starts, p.longest, p.longest_keys, group
+        )
         return out
 
     return forward
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, starts: Tensor, key_starts: Tensor, longest: int, longest_keys: int, group: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_keys: int,
+    group: str,
 ) -> tuple[Tensor, Tensor]:
-    """This rank's q [b, t, H, E], k [b, t, K, E] and v [b, t, K, V] -> attention [b, t, H, V] to the keys of all ranks of the
-    group, and its log-sum-exp, float32 [n, H]. For the other arguments see `Pieces`. Raises InputError where `check_kernel`
-    does."""
+    """This rank's q [b, t, H, E], k [b, t, K, E] and v [b, t, K, V] -> attention [b, t, H, V] to
+    the keys of all ranks of the group, and its log-sum-exp, float32 [n, H]. For the other arguments
+    see `Pieces`. Raises InputError where `check_kernel` does."""
     check_kernel(q.device, q.dtype, q.shape[-1])
     all_k, all_v = _gather(k, v, keys, group)
     padded = _as_wide(q, all_v)
-    out, lse = piece_attention(q.flatten(0, 1), all_k, padded, starts, key_starts, longest, longest_keys)
+    out, lse = piece_attention(
+        q.flatten(0, 1), all_k, padded, starts, key_starts, longest, longest_keys
+    )
     return out[..., : v.shape[3]].contiguous().view(*q.shape[:3], -1), lse
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Tensor, starts: Tensor, key_starts: Tensor,
-    longest: int, longest_keys: int, group: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    keys: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_keys: int,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Grad of q, k, v of `attend`."""
     all_k, all_v = _gather(k, v, keys, group)
     grad, q_, out = (_as_wide(q, x.flatten(0, 1)) for x in (grad, q, out))
     padded = _as_wide(q, all_v)
-    dq, all_dk, all_dv = piece_attention_backward(grad, q_, all_k, padded, out, lse, starts, key_starts, longest, longest_keys)
+    dq, all_dk, all_dv = piece_attention_backward(
+        grad, q_, all_k, padded, out, lse, starts, key_starts, longest, longest_keys
+    )
     pair = all_dk, all_dv[..., : v.shape[3]]
     size = _resolve_process_group(group).size()
     whole = grad.new_zeros(size * q_.shape[0], k.shape[2], k.shape[3] + v.shape[3])
-    whole.index_add_(0, keys, torch.cat(pair, -1))  # a key may be in two pieces: in those of a rank's two parts
-    own = funcol.wait_tensor(torch.ops._c10d_functional.reduce_scatter_tensor(whole, "sum", size, group))
+    # a key may be in two pieces: in those of a rank's two parts
+    whole.index_add_(0, keys, torch.cat(pair, -1))
+    own = funcol.wait_tensor(
+        torch.ops._c10d_functional.reduce_scatter_tensor(whole, "sum", size, group)
+    )
     dk, dv = own.view(*k.shape[:3], -1).split((k.shape[3], v.shape[3]), -1)
     return dq.view(q.shape), dk.contiguous(), dv.contiguous()
 
@@ -154,23 +210,30 @@ def _gather(k: Tensor, v: Tensor, keys: Tensor, group: str) -> tuple[Tensor, Ten
     """The keys [m, K, E] and values [m, K, V] of all pieces."""
     pair = torch.cat((k, v), -1).flatten(0, 1)  # [n, K, E + V]: one message
     size = _resolve_process_group(group).size()
-    everyone = funcol.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(pair, size, group))
+    everyone = funcol.wait_tensor(
+        torch.ops._c10d_functional.all_gather_into_tensor(pair, size, group)
+    )
     return everyone.index_select(0, keys).split((k.shape[3], v.shape[3]), -1)
 
 
 def _as_wide(q: Tensor, x: Tensor) -> Tensor:
-    """x with its last dimension as wide as that of q: kernels want values as wide as keys, and zeros need not be sent."""
+    """x with its last dimension as wide as that of q: kernels want values as wide as keys, and
+    zeros need not be sent."""
     missing = q.shape[-1] - x.shape[-1]
     return nn.functional.pad(x, (0, missing)) if missing else x
 
 
-# As one operator each, so that autograd keeps this rank's own keys and values alone, selective checkpointing keeps the result
-# instead of gathering once more, and torch.compile does not look inside.
-gathered_attention = torch.library.custom_op("plumbline::gathered_attention", attend, mutates_args=())
+# As one operator each, so that autograd keeps this rank's own keys and values alone, selective
+# checkpointing keeps the result instead of gathering once more, and torch.compile does not look
+# inside.
+gathered_attention = torch.library.custom_op(
+    "plumbline::gathered_attention", attend, mutates_args=()
+)
 gathered_attention_backward = torch.library.custom_op(
     "plumbline::gathered_attention_backward", attend_backward, mutates_args=()
 )
-# What the operators do, for a dispatch mode that must see the collectives and kernels inside of them.
+# What the operators do, for a dispatch mode that must see the collectives and kernels inside of
+# them.
 INSIDE = {
     torch.ops.plumbline.gathered_attention.default: attend,
     torch.ops.plumbline.gathered_attention_backward.default: attend_backward,
@@ -179,7 +242,9 @@ INSIDE = {
 
 @gathered_attention.register_fake
 def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=torch.float32)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(
+        q.shape[0] * q.shape[1], q.shape[2], dtype=torch.float32
+    )
 
 
 @gathered_attention_backward.register_fake
@@ -201,23 +266,30 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
 gathered_attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
-# Heads swapped for tokens ---------------------------------------------------------------------------------------------
+# Heads swapped for tokens -------------------------------------------------------------------------
 
 
 def swapped(attention: Callable, group: dist.ProcessGroup) -> Callable:
-    """A forward for attention. attention: that of one process; it gets some of the heads, and the tokens of all ranks."""
+    """A forward for attention. attention: that of one process; it gets some of the heads, and the
+    tokens of all ranks."""
     cp = group.size()
 
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: Any) -> Tensor:
         b, t = q.shape[:2]
         widths = [x.shape[2] // cp * x.shape[3] for x in (q, k, v)]
-        x = torch.cat([x.reshape(b, t, cp, -1) for x in (q, k, v)], -1)  # [b, t, ranks that get them, their heads]
-        x = funcol.all_to_all_single_autograd(x.permute(2, 0, 1, 3).contiguous(), None, None, group)  # [cp, b, t, .]
+        # [b, t, ranks that get them, their heads]
+        x = torch.cat([x.reshape(b, t, cp, -1) for x in (q, k, v)], -1)
+        # [cp, b, t, .]
+        x = funcol.all_to_all_single_autograd(x.permute(2, 0, 1, 3).contiguous(), None, None, group)
         x = x.transpose(0, 1).reshape(b, cp * t, -1)
-        heads = [part.unflatten(-1, (-1, of.shape[3])) for part, of in zip(x.split(widths, -1), (q, k, v), strict=True)]
+        heads = [
+            part.unflatten(-1, (-1, of.shape[3]))
+            for part, of in zip(x.split(widths, -1), (q, k, v), strict=True)
+        ]
         out = attention(*heads, documents)  # [b, T, H / cp, V]
         out = out.reshape(b, cp, t, -1).transpose(0, 1).contiguous()
-        out = funcol.all_to_all_single_autograd(out, None, None, group)  # [ranks whose heads, b, t, .]
+        # [ranks whose heads, b, t, .]
+        out = funcol.all_to_all_single_autograd(out, None, None, group)
         return out.permute(1, 2, 0, 3).reshape(b, t, q.shape[2], -1)
 
     return forward

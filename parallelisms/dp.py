@@ -1,11 +1,12 @@
 """Data parallelism: FSDP2 (`fully_shard`), which is also our HSDP, our DDP and our mixed precision.
 
-One mechanism covers the four: sharded over `dp_shard` (with context parallelism, over `cp` too); replicated over
-`dp_replicate` on top (HSDP); replicated only, when nothing is sharded (DDP: gradients all-reduced block by block during
-backward, weights never gathered from anyone); and its MixedPrecisionPolicy is what keeps float32 masters of bfloat16 weights.
-On a single rank there is nobody to exchange with: `keep_masters` does the same arithmetic without FSDP2's buffers, so one
-process computes the same numbers as many. In float32 the model is then left alone: it is the plain model that every test
-compares with.
+One mechanism covers the four: sharded over `dp_shard` (with context parallelism, over `cp` too);
+replicated over `dp_replicate` on top (HSDP); replicated only, when nothing is sharded (DDP:
+gradients all-reduced block by block during backward, weights never gathered from anyone); and its
+MixedPrecisionPolicy is what keeps float32 masters of bfloat16 weights. On a single rank there is
+nobody to exchange with: `keep_masters` does the same arithmetic without FSDP2's buffers, so one
+process computes the same numbers as many. In float32 the model is then left alone: it is the plain
+model that every test compares with.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp2_common
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2
 from torch.distributed.tensor import Shard
@@ -28,8 +35,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def param_dtype(cfg: Training, device: torch.device) -> torch.dtype:
-    """The type of the weights in forward and backward. `auto` is bfloat16 on hardware that multiplies it faster than
-    float32: GPUs since Ampere, CPUs with AMX or AVX512-BF16 (there 2.2x on 2048^3 products, `docs/performance.md`)."""
+    """The type of the weights in forward and backward. `auto` is bfloat16 on hardware that
+    multiplies it faster than float32: GPUs since Ampere, CPUs with AMX or AVX512-BF16 (there 2.2x
+    on 2048^3 products, `docs/performance.md`)."""
     if cfg.param_dtype != "auto":
         return DTYPES[cfg.param_dtype]
     if device.type == "cuda":
@@ -41,10 +49,12 @@ def param_dtype(cfg: Training, device: torch.device) -> torch.dtype:
 
 
 def allocate(model: nn.Module, device: torch.device, cpu_offload: bool) -> None:
-    """Give the parameters of a model on `meta` memory without values. device: where forward computes.
+    """Give the parameters of a model on `meta` memory without values. device: where forward
+    computes.
 
-    With `cpu_offload` they live on the CPU, and FSDP copies them to the device for forward and backward. It knows the trained
-    ones alone. Whatever is fixed, a router's bias, is read as it lies, so it lies on the device.
+    With `cpu_offload` they live on the CPU, and FSDP copies them to the device for forward and
+    backward. It knows the trained ones alone. Whatever is fixed, a router's bias, is read as it
+    lies, so it lies on the device.
     """
     model.to_empty(device="cpu" if cpu_offload else device)
     if not cpu_offload:
@@ -58,10 +68,12 @@ def allocate(model: nn.Module, device: torch.device, cpu_offload: bool) -> None:
 
 @contextmanager
 def shared_groups() -> Iterator[None]:
-    """Inside, all modules with `reshard_after_forward` = N keep their weights over the same groups of N ranks.
+    """Inside, all modules with `reshard_after_forward` = N keep their weights over the same groups
+    of N ranks.
 
-    FSDP2 opens two groups for each module (torch 2.13), so their number grows with the layers. It cannot be given groups
-    that exist, so its private function that makes them is replaced by one that makes them once.
+    FSDP2 opens two groups for each module (torch 2.13), so their number grows with the layers. It
+    cannot be given groups that exist, so its private function that makes them is replaced by one
+    that makes them once.
     """
     original, made = fsdp2._get_post_forward_mesh_info, {}
 
@@ -80,15 +92,21 @@ def shared_groups() -> Iterator[None]:
 
 
 def shard_experts(model: nn.Module, mesh: Mesh, how: dict[str, Any], reshard: bool) -> None:
-    """Let FSDP shard a rank's experts over the edp ranks that have the same ones: by expert, or by row where they are fewer
-    than the ranks. Rows must divide evenly, which experts need not (FSDP2 pads the first dimension alone).
+    """Let FSDP shard a rank's experts over the edp ranks that have the same ones: by expert, or by
+    row where they are fewer than the ranks. Rows must divide evenly, which experts need not (FSDP2
+    pads the first dimension alone).
 
-    A block is then one module of FSDP2 with weights on two meshes, by `how`. In torch 2.11 a module has one mesh, so there the
-    experts become modules of their own. Nobody prefetches these, and selective checkpointing gathers them once more.
+    A block is then one module of FSDP2 with weights on two meshes, by `how`. In torch 2.11 a module
+    has one mesh, so there the experts become modules of their own. Nobody prefetches these, and
+    selective checkpointing gathers them once more.
     """
     experts = {p for mixture in model.mixtures().values() for p in mixture.experts.parameters()}
     edp = mesh.experts_mesh["edp"].size()
-    experts_mesh = mesh.experts_mesh["dp_replicate", "edp"] if mesh.dp_replicate > 1 else mesh.experts_mesh["edp"]
+    experts_mesh = (
+        mesh.experts_mesh["dp_replicate", "edp"]
+        if mesh.dp_replicate > 1
+        else mesh.experts_mesh["edp"]
+    )
 
     def placement(param: nn.Parameter) -> Shard:
         experts_here, rows = param.to_local().shape[:2]
@@ -96,43 +114,72 @@ def shard_experts(model: nn.Module, mesh: Mesh, how: dict[str, Any], reshard: bo
 
     if not hasattr(fsdp2_common, "ShardPlacementResult"):
         for mixture in model.mixtures().values():
-            fully_shard(mixture.experts, **how | {"mesh": experts_mesh, "shard_placement_fn": placement}, reshard_after_forward=reshard)
+            fully_shard(
+                mixture.experts,
+                **how | {"mesh": experts_mesh, "shard_placement_fn": placement},
+                reshard_after_forward=reshard,
+            )
         return
     info = fsdp2_common.FSDPMeshInfo(experts_mesh, shard_mesh_dim=0)
     if mesh.dp_replicate > 1:
         info = fsdp2_common.HSDPMeshInfo(experts_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    how["shard_placement_fn"] = lambda p: fsdp2_common.ShardPlacementResult(placement(p), info) if p in experts else None
+    how["shard_placement_fn"] = lambda p: (
+        fsdp2_common.ShardPlacementResult(placement(p), info) if p in experts else None
+    )
 
 
 @shared_groups()
 def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) -> nn.Module:
     """Shard the blocks bottom-up, then the rest of the model as the root, in place.
 
-    Bottom-up is FSDP2's contract: the root takes what is left, here the embedding and the last norm. A block's weights are
-    gathered when its forward starts and freed when it ends (`reshard_after_forward`; the last `keep_gathered` blocks keep
-    them until their backward). The output projection keeps its weights under "default": backward needs them at once.
+    Bottom-up is FSDP2's contract: the root takes what is left, here the embedding and the last
+    norm. A block's weights are gathered when its forward starts and freed when it ends
+    (`reshard_after_forward`; the last `keep_gathered` blocks keep them until their backward). The
+    output projection keeps its weights under "default": backward needs them at once.
     """
     dtype = param_dtype(training, mesh.device)
     if mesh.size == 1 and not cfg.cpu_offload:
         return model if dtype == torch.float32 else keep_masters(model, dtype)
-    # Inputs are not cast: activations start at the embedding, in its type, and the rotary tables stay float32.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=DTYPES[training.reduce_dtype], cast_forward_inputs=False)
+    # Inputs are not cast: activations start at the embedding, in its type, and the rotary tables
+    # stay float32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=DTYPES[training.reduce_dtype], cast_forward_inputs=False
+    )
     # Pinned host memory exists only where there is an accelerator to copy to.
-    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if cfg.cpu_offload else OffloadPolicy()
-    fixed = {p for p in model.parameters() if not p.requires_grad}  # small, and the same on every rank
-    how = {"mesh": mesh.fsdp_mesh, "mp_policy": policy, "offload_policy": offload, "ignored_params": fixed}
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+        if cfg.cpu_offload
+        else OffloadPolicy()
+    )
+    # small, and the same on every rank
+    fixed = {p for p in model.parameters() if not p.requires_grad}
+    how = {
+        "mesh": mesh.fsdp_mesh,
+        "mp_policy": policy,
+        "offload_policy": offload,
+        "ignored_params": fixed,
+    }
     reshard = cfg.reshard_after_forward
-    nothing_sharded = mesh.fsdp_mesh.size(-1) == 1 and (mesh.experts_mesh is None or mesh.experts_mesh["edp"].size() == 1)
+    nothing_sharded = mesh.fsdp_mesh.size(-1) == 1 and (
+        mesh.experts_mesh is None or mesh.experts_mesh["edp"].size() == 1
+    )
     if nothing_sharded or (mesh.pp > 1 and reshard == "default"):
-        reshard = False  # nothing is sharded, nothing to free; a stage would gather again for every micro-batch
+        # nothing is sharded, nothing to free; a stage would gather again for every micro-batch
+        reshard = False
     if mesh.experts_mesh is not None:
         shard_experts(model, mesh, how, reshard is not False)
     blocks = list(model.layers.values())
-    freed = len(blocks) - cfg.keep_gathered  # of the blocks the first ones: backward begins with the others
+    # of the blocks the first ones: backward begins with the others
+    freed = len(blocks) - cfg.keep_gathered
     for i, block in enumerate(blocks):
-        fully_shard(block, **how, reshard_after_forward=i < freed and (reshard == "default" or reshard))
-    if hasattr(model, "output"):  # a tied model's output weight is its embedding: it belongs to the root
-        fully_shard(model.output, **how, reshard_after_forward=False if reshard == "default" else reshard)
+        fully_shard(
+            block, **how, reshard_after_forward=i < freed and (reshard == "default" or reshard)
+        )
+    # a tied model's output weight is its embedding: it belongs to the root
+    if hasattr(model, "output"):
+        fully_shard(
+            model.output, **how, reshard_after_forward=False if reshard == "default" else reshard
+        )
     fully_shard(model, **how, reshard_after_forward=False)
     if cfg.prefetch:
         for i, block in enumerate(blocks):
@@ -142,25 +189,31 @@ def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) ->
 
 
 def keep_masters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Mixed precision on one rank, in place: the parameters stay float32, forward and backward work on copies in `dtype`.
+    """Mixed precision on one rank, in place: the parameters stay float32, forward and backward work
+    on copies in `dtype`.
 
-    While the model's forward runs, and while backward does (which may run parts of forward again), the copies lie in their
-    modules' `__dict__`, where `self.weight` finds them first. At all other times `layer.wq.weight` is the parameter itself, so
-    an edit of a weight reaches what is trained. Only floating-point parameters that require a gradient are copied; a bias that
-    a router sets by itself stays as it is. `model.working_copies` maps parameters to copies.
+    While the model's forward runs, and while backward does (which may run parts of forward again),
+    the copies lie in their modules' `__dict__`, where `self.weight` finds them first. At all other
+    times `layer.wq.weight` is the parameter itself, so an edit of a weight reaches what is trained.
+    Only floating-point parameters that require a gradient are copied; a bias that a router sets by
+    itself stays as it is. `model.working_copies` maps parameters to copies.
 
-    A copy's gradient is added to the parameter's, in float32, as soon as backward has it. Each forward copies the values anew,
-    except in the middle of a step, where the gradient is as the last backward left it and the parameter has the same version.
-    (The version alone does not tell: fused AdamW does not count it up.) To autograd a second copy of the same values is no
-    change, so several forwards may come before their backwards. An edit between the two is an error, as in PyTorch itself.
+    A copy's gradient is added to the parameter's, in float32, as soon as backward has it. Each
+    forward copies the values anew, except in the middle of a step, where the gradient is as the
+    last backward left it and the parameter has the same version. (The version alone does not tell:
+    fused AdamW does not count it up.) To autograd a second copy of the same values is no change, so
+    several forwards may come before their backwards. An edit between the two is an error, as in
+    PyTorch itself.
 
-    The numbers are bitwise those of FSDP2's MixedPrecisionPolicy on one rank (tests/test_speed.py), which moves every
-    weight through a gather buffer and every gradient through a reduce buffer: 5% of a step on CPU.
+    The numbers are bitwise those of FSDP2's MixedPrecisionPolicy on one rank (tests/test_speed.py),
+    which moves every weight through a gather buffer and every gradient through a reduce buffer: 5%
+    of a step on CPU.
     """
     copies: dict[nn.Parameter, torch.Tensor] = {}
     copied: dict[nn.Parameter, int] = {}  # version of the parameter when it was copied
     left: dict[nn.Parameter, int] = {}  # version of the parameter's gradient when backward left it
-    places: list[tuple[nn.Module, str, torch.Tensor]] = []  # module, name of its parameter, the copy
+    # module, name of its parameter, the copy
+    places: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def add_gradient(master: nn.Parameter, copy: torch.Tensor) -> None:
         grad, copy.grad = copy.grad.to(master.dtype), None
@@ -174,7 +227,8 @@ def keep_masters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         elif copied[master] != master._version:
             copies[master].copy_(master)
         elif master.grad is None or master.grad._version != left.get(master):
-            copies[master].data.copy_(master)  # most often the same values: what is done to .data does not count as a change
+            # most often the same values: what is done to .data does not count as a change
+            copies[master].data.copy_(master)
         copied[master] = master._version
         return copies[master].requires_grad_(master.requires_grad)  # it may have been frozen since
 
@@ -192,13 +246,15 @@ def keep_masters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             (module, name, copy_of(param))
             for module in model.modules()
             for name, param in module.named_parameters(recurse=False)
-            if param in copies or (param.is_floating_point() and param.requires_grad and param.dtype != dtype)
+            if param in copies
+            or (param.is_floating_point() and param.requires_grad and param.dtype != dtype)
         ]
         show()
 
     def backward_begins(_: torch.Tensor) -> None:
         show()
-        torch.autograd.Variable._execution_engine.queue_callback(hide)  # at its end; FSDP2 has no other way either
+        # at its end; FSDP2 has no other way either
+        torch.autograd.Variable._execution_engine.queue_callback(hide)
 
     def forward_ends(_: nn.Module, __: tuple, output: object) -> None:
         hide()
@@ -215,9 +271,10 @@ def keep_masters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def synchronise_gradients(model: nn.Module, last: bool, accumulate: str) -> None:
     """Before each backward: whether it reduces gradients over the data-parallel ranks.
 
-    accumulate "whole": only that of the last micro-batch does, so every rank keeps whole gradients in between (in the type of
-    the reduction: 32 GiB for 70B at tp 8). "sharded": every one reduce-scatters, and shards are added up; what dp_replicate
-    adds on top, an all-reduce of shards, still happens once.
+    accumulate "whole": only that of the last micro-batch does, so every rank keeps whole gradients
+    in between (in the type of the reduction: 32 GiB for 70B at tp 8). "sharded": every one
+    reduce-scatters, and shards are added up; what dp_replicate adds on top, an all-reduce of
+    shards, still happens once.
     """
     if isinstance(model, FSDPModule):
         scatter = last or accumulate == "sharded"
@@ -227,26 +284,29 @@ def synchronise_gradients(model: nn.Module, last: bool, accumulate: str) -> None
 
 
 def keep_gathered(model: nn.Module, keep: bool) -> None:
-    """Whether the backwards of a stage of a pipeline leave its weights gathered, for the forwards that come after them."""
+    """Whether the backwards of a stage of a pipeline leave its weights gathered, for the forwards
+    that come after them."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(not keep)
 
 
 def end_backward(model: nn.Module) -> None:
-    """What FSDP does at the end of a backward, for one whose gradients of weights were computed apart from those of the
-    inputs. FSDP would do it when it sees the input's gradient, which is too early then. Private, as PyTorch's own pipeline."""
+    """What FSDP does at the end of a backward, for one whose gradients of weights were computed
+    apart from those of the inputs. FSDP would do it when it sees the input's gradient, which is too
+    early then. Private, as PyTorch's own pipeline."""
     if isinstance(model, FSDPModule):
         root = model._get_fsdp_state()
         for state in reversed(root._state_ctx.all_states):
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, 2.11
+            # torch 2.13, 2.11
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for group in filter(None, groups):
                 group.post_backward()
         root._root_post_backward_final_callback()
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the weights that a forward without backward (validation, sampling) left gathered: the next optimizer step or
-    checkpoint must see the shards."""
+    """Free the weights that a forward without backward (validation, sampling) left gathered: the
+    next optimizer step or checkpoint must see the shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

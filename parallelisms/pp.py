@@ -1,16 +1,20 @@
-"""Pipeline parallelism: the model is cut by depth into stages, and ranks work on different micro-batches at the same time.
+"""Pipeline parallelism: the model is cut by depth into stages, and ranks work on different
+micro-batches at the same time.
 
-A schedule (`parallelisms/schedules.py`) is a table of actions for each rank; this file plays it. The micro-batches are those
-of gradient accumulation. Every rank computes the batch itself, so only hidden states and their gradients travel, and their
-shape is known: [b, T / tp, D] in the type of the weights. The loss of a micro-batch is divided by the tokens of the global
-batch before its backward, as without a pipeline.
+A schedule (`parallelisms/schedules.py`) is a table of actions for each rank; this file plays it.
+The micro-batches are those of gradient accumulation. Every rank computes the batch itself, so only
+hidden states and their gradients travel, and their shape is known: [b, T / tp, D] in the type of
+the weights. The loss of a micro-batch is divided by the tokens of the global batch before its
+backward, as without a pipeline.
 
-PyTorch's own runtime (torch.distributed.pipelining) is not used: it loses gradients in silence where a schedule splits the
-backward and FSDP frees weights, ignores `accumulate_gradients = "sharded"`, needs as many micro-batches as stages, runs
-additional forwards to learn shapes, and cannot be traced by the planner. Only its split of one backward into two halves is.
+PyTorch's own runtime (torch.distributed.pipelining) is not used: it loses gradients in silence
+where a schedule splits the backward and FSDP frees weights, ignores `accumulate_gradients =
+"sharded"`, needs as many micro-batches as stages, runs additional forwards to learn shapes, and
+cannot be traced by the planner. Only its split of one backward into two halves is.
 
-A tied weight is a parameter of the first stage alone. The last stage works on a copy, which gets the values before each step
-and gives its gradient to the first stage afterwards. So the weight counts once in the norm, the optimizer and a checkpoint.
+A tied weight is a parameter of the first stage alone. The last stage works on a copy, which gets
+the values before each step and gives its gradient to the first stage afterwards. So the weight
+counts once in the norm, the optimizer and a checkpoint.
 """
 
 import time
@@ -30,52 +34,80 @@ from torch.profiler import record_function
 from configs.schema import Config, Parallelism
 from parallelisms import dp, schedules
 from parallelisms.mesh import Mesh
-from parallelisms.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Result, Table, Transfer, result
+from parallelisms.schedules import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Result,
+    Table,
+    Transfer,
+    result,
+)
 
 HIDDEN, GRADIENT = schedules.RESULTS[FORWARD], schedules.RESULTS[BACKWARD]
 ENDS_BACKWARD = (BACKWARD, BACKWARD_WEIGHT)
-Inputs = Callable[[int], tuple[Tensor, Tensor, Callable, Any]]  # micro-batch -> what the model takes, as of training/feed.py
+# micro-batch -> what the model takes, as of training/feed.py
+Inputs = Callable[[int], tuple[Tensor, Tensor, Callable, Any]]
 
 
 def layers_of_stages(cfg: Config, family: Any, args: Any) -> list[range]:
-    """The layers of every stage, as `parallelism.pipeline_layers` says or else by cost. Without a pipeline there is one stage."""
+    """The layers of every stage, as `parallelism.pipeline_layers` says or else by cost. Without a
+    pipeline there is one stage."""
     p = cfg.parallelism
     if p.pipeline_layers:
         return schedules.consecutive(p.pipeline_layers)
-    stages = len(schedules.placement(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank))
-    weights = schedules.end_weights(args, replace(args, n_layers=args.n_layers + 1), family.parameters,
-                                    lambda args: family.flops_per_token(args, cfg.training.seq_len))  # fmt: skip
+    stages = len(
+        schedules.placement(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank)
+    )
+    weights = schedules.end_weights(
+        args,
+        replace(args, n_layers=args.n_layers + 1),
+        family.parameters,
+        lambda args: family.flops_per_token(args, cfg.training.seq_len),
+    )
     return schedules.stage_layers(args.n_layers, stages, *weights)
 
 
 def own_stages(p: Parallelism, rank: int) -> list[int]:
     """The numbers of the stages that this rank of a pipeline has."""
-    placement = schedules.placement(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank)
+    placement = schedules.placement(
+        p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank
+    )
     return [stage for stage, its_rank in enumerate(placement) if its_rank == rank]
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that this rank runs one by one: the stages of a pipeline, or the model itself."""
+    """The parts of a model that this rank runs one by one: the stages of a pipeline, or the model
+    itself."""
     return list(model.stages.values()) if isinstance(model, Pipeline) else [model]
 
 
 class Pipeline(nn.Module):
-    """This rank's stages as one model, whose parameters have the names that they have in the whole model.
+    """This rank's stages as one model, whose parameters have the names that they have in the whole
+    model.
 
-    The stages themselves are not submodules, their children are. Layers have their numbers in the whole model as names, and
-    no two stages have anything else in common but a tied weight, of which only the first stage's is a parameter here.
+    The stages themselves are not submodules, their children are. Layers have their numbers in the
+    whole model as names, and no two stages have anything else in common but a tied weight, of which
+    only the first stage's is a parameter here.
     """
 
-    def __init__(self, stages: dict[int, nn.Module], layers_of_stages: list[range], mesh: Mesh, cfg: Config) -> None:
-        """stages: this rank's by number, sharded and with memory; layers_of_stages: of all stages, by number."""
+    def __init__(
+        self, stages: dict[int, nn.Module], layers_of_stages: list[range], mesh: Mesh, cfg: Config
+    ) -> None:
+        """stages: this rank's by number, sharded and with memory; layers_of_stages: of all stages,
+        by number."""
         super().__init__()
         self.stages, self.mesh, self.cfg = stages, mesh, cfg.parallelism
         self.placement = schedules.placement(self.cfg.pipeline_schedule, mesh.pp, len(stages))
         self.dtype = dp.param_dtype(cfg.training, mesh.device)  # of hidden states
         self.link: Any = Link(mesh)  # or what checks it: reliability/collectives.py::CheckedLink
         self.layers_of_stages = layers_of_stages
-        self.rank_tables: dict[tuple[int, bool], RankTable] = {}  # (micro-batches, whether there are forwards alone) -> table
-        self.seconds: dict[str, float] = {}  # what this rank computed in the newest step, by half of it; the host's on a GPU
+        # (micro-batches, whether there are forwards alone) -> table
+        self.rank_tables: dict[tuple[int, bool], RankTable] = {}
+        # what this rank computed in the newest step, by half of it; the host's on a GPU
+        self.seconds: dict[str, float] = {}
         self.layers = nn.ModuleDict()
         for stage in stages.values():
             self.layers.update(stage.layers)
@@ -84,28 +116,46 @@ class Pipeline(nn.Module):
                     self.add_module(name, child)
         any_stage = next(iter(stages.values()))
         self.documents, self.args = any_stage.documents, any_stage.args
-        ends = (stages.get(0), stages.get(len(self.placement) - 1)) if self.args.tied_embeddings else (None, None)
-        self.tied = tuple(stage and stage.tok_embeddings.weight for stage in ends)  # the weight and its copy, if they are here
+        ends = (
+            (stages.get(0), stages.get(len(self.placement) - 1))
+            if self.args.tied_embeddings
+            else (None, None)
+        )
+        # the weight and its copy, if they are here
+        self.tied = tuple(stage and stage.tok_embeddings.weight for stage in ends)
 
     def table(self, micro_batches: int, forward_only: bool = False) -> "RankTable":
         """The table of a step with so many micro-batches, as this rank sees it. It is made once."""
         key = micro_batches, forward_only
         if key not in self.rank_tables:
             ranks = self.mesh.pp
-            table = (forward_table(self.placement, ranks, micro_batches) if forward_only else
-                     schedules.table(self.cfg.pipeline_schedule, ranks, len(self.stages), micro_batches))  # fmt: skip
+            table = (
+                forward_table(self.placement, ranks, micro_batches)
+                if forward_only
+                else schedules.table(
+                    self.cfg.pipeline_schedule, ranks, len(self.stages), micro_batches
+                )
+            )
             self.rank_tables[key] = RankTable(table, self.placement, self.mesh.pp_rank)
         return self.rank_tables[key]
 
     def describe(self, micro_batches: int) -> str:
-        """The layers of every stage, and the share of a step in which ranks wait if all stages take the same time, and so
-        do the two halves of a backward (`tools.plan` says it for the real times)."""
+        """The layers of every stage, and the share of a step in which ranks wait if all stages take
+        the same time, and so do the two halves of a backward (`tools.plan` says it for the real
+        times)."""
         seconds = {FORWARD: 1.0, BACKWARD: 2.0, BACKWARD_INPUT: 1.0, BACKWARD_WEIGHT: 1.0}
-        timeline = schedules.timeline(self.table(micro_batches).of_all_ranks, self.placement, lambda a: seconds[a.kind])
+        timeline = schedules.timeline(
+            self.table(micro_batches).of_all_ranks, self.placement, lambda a: seconds[a.kind]
+        )
         layers = zip(self.layers_of_stages, self.placement, strict=True)
-        parts = ", ".join(f"{schedules.layers_text(numbers)} on rank {rank}" for numbers, rank in layers)
-        return (f"pipeline: {self.cfg.pipeline_schedule} with {micro_batches} micro-batches, ranks wait for "
-                f"{schedules.bubble(timeline):.0%} of the time if stages are equal; layers {parts}")  # fmt: skip
+        parts = ", ".join(
+            f"{schedules.layers_text(numbers)} on rank {rank}" for numbers, rank in layers
+        )
+        return (
+            f"pipeline: {self.cfg.pipeline_schedule} with {micro_batches} micro-batches, ranks "
+            "wait for "
+            f"{schedules.bubble(timeline):.0%} of the time if stages are equal; layers {parts}"
+        )
 
     def cores(self) -> list[nn.Module]:
         return [core for stage in self.stages.values() for core in stage.cores()]
@@ -114,32 +164,54 @@ class Pipeline(nn.Module):
         return [module for stage in self.stages.values() for module in stage.latents()]
 
     def mixtures(self) -> dict[int, nn.Module]:
-        return {number: mixture for stage in self.stages.values() for number, mixture in stage.mixtures().items()}
+        return {
+            number: mixture
+            for stage in self.stages.values()
+            for number, mixture in stage.mixtures().items()
+        }
 
-    def forward(self, x: Tensor, positions: Tensor, head: Callable, documents: Any = None, routings: None = None) -> Tensor:
-        """As that of `models/layers.py::Decoder`, without a backward. Every rank of the pipeline calls it, and every one returns
-        what the head returned in the last stage. One stage works at a time: this is for sampling."""
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        head: Callable,
+        documents: Any = None,
+        routings: None = None,
+    ) -> Tensor:
+        """As that of `models/layers.py::Decoder`, without a backward. Every rank of the pipeline
+        calls it, and every one returns what the head returned in the last stage. One stage works at
+        a time: this is for sampling."""
         with torch.no_grad():
-            outputs = self._play(1, True, lambda _: (x, positions, head, documents), x.shape).outputs
+            outputs = self._play(
+                1, True, lambda _: (x, positions, head, documents), x.shape
+            ).outputs
         answer = [outputs[0].cpu() if outputs else None]
         group = self.mesh.device_mesh.get_group("pp")
-        dist.broadcast_object_list(answer, group=group, group_src=self.placement[-1], device=torch.device("cpu"))
+        dist.broadcast_object_list(
+            answer, group=group, group_src=self.placement[-1], device=torch.device("cpu")
+        )
         return answer[0].to(self.mesh.device)
 
     def losses(self, feed: Any) -> Tensor:
-        """The summed loss of all micro-batches, a float64 scalar: 0 on the ranks that have not the last stage. Without a
-        backward: for validation."""
+        """The summed loss of all micro-batches, a float64 scalar: 0 on the ranks that have not the
+        last stage. Without a backward: for validation."""
         with torch.no_grad():
             return self._total(self._play(len(feed), True, feed, feed.tokens.shape[1:]))
 
     def gradients(self, feed: Any, scale: Tensor) -> Tensor:
-        """Compute the gradient of `scale` times the summed loss of all micro-batches. Returns that sum, a float64 scalar: 0
-        on the ranks that have not the last stage. feed: a training/feed.py::Feed."""
+        """Compute the gradient of `scale` times the summed loss of all micro-batches. Returns that
+        sum, a float64 scalar: 0 on the ranks that have not the last stage. feed: a
+        training/feed.py::Feed."""
         step = self._play(len(feed), False, feed, feed.tokens.shape[1:], scale)
         self._add_tied_gradient()
-        if missing := [name for name, p in self.named_parameters() if p.requires_grad and p.grad is None]:
-            raise RuntimeError(f"the schedule {self.cfg.pipeline_schedule} left {len(missing)} parameters without a gradient: "
-                               f"{', '.join(missing[:3])} ...")  # fmt: skip
+        if missing := [
+            name for name, p in self.named_parameters() if p.requires_grad and p.grad is None
+        ]:
+            raise RuntimeError(
+                f"the schedule {self.cfg.pipeline_schedule} left {len(missing)} parameters "
+                "without a gradient: "
+                f"{', '.join(missing[:3])} ..."
+            )
         if not step.outputs:
             feed.losses.zero_()
         return self._total(step)
@@ -150,18 +222,29 @@ class Pipeline(nn.Module):
         return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
     def _play(
-        self, micro_batches: int, forward_only: bool, inputs: Inputs, shape: torch.Size, scale: Tensor | None = None
+        self,
+        micro_batches: int,
+        forward_only: bool,
+        inputs: Inputs,
+        shape: torch.Size,
+        scale: Tensor | None = None,
     ) -> "Step":
         """shape: [b, T] of a micro-batch."""
         self._copy_tied()
         table = self.table(micro_batches, forward_only)
         hidden = (shape[0], shape[1] // self.mesh.tp, self.args.dim)
-        step = Step(self, table, Messages(self.link, self.mesh, table, hidden, self.dtype), inputs, scale)
+        step = Step(
+            self, table, Messages(self.link, self.mesh, table, hidden, self.dtype), inputs, scale
+        )
         step.play()
-        self.seconds = {"forward": step.seconds[FORWARD], "backward": sum(step.seconds.values()) - step.seconds[FORWARD]}
+        self.seconds = {
+            "forward": step.seconds[FORWARD],
+            "backward": sum(step.seconds.values()) - step.seconds[FORWARD],
+        }
         return step
 
-    # The tied weight. Its two places have the same shards, since the ranks of a pipeline differ in nothing else.
+    # The tied weight. Its two places have the same shards, since the ranks of a pipeline differ in
+    # nothing else.
 
     @torch.no_grad()
     def _copy_tied(self) -> None:
@@ -204,7 +287,8 @@ def local(x: Tensor) -> Tensor:
 
 
 def wait(work: dist.Work, mesh: Mesh) -> None:
-    """A GPU waits by itself, and NCCL knows its limit. gloo's messages do not obey the limit of their group unless told."""
+    """A GPU waits by itself, and NCCL knows its limit. gloo's messages do not obey the limit of
+    their group unless told."""
     if mesh.device.type == "cpu":
         work.wait(mesh.timeout())
     else:
@@ -212,14 +296,18 @@ def wait(work: dist.Work, mesh: Mesh) -> None:
 
 
 def forward_table(placement: list[int], ranks: int, micro_batches: int) -> Table:
-    """Forwards alone: as many micro-batches as there are ranks go through all stages, then the next ones."""
+    """Forwards alone: as many micro-batches as there are ranks go through all stages, then the next
+    ones."""
     return [
-        [Action(FORWARD, stage, m)
-         for first in range(0, micro_batches, ranks)
-         for stage in range(len(placement)) if placement[stage] == rank
-         for m in range(first, min(first + ranks, micro_batches))]
+        [
+            Action(FORWARD, stage, m)
+            for first in range(0, micro_batches, ranks)
+            for stage in range(len(placement))
+            if placement[stage] == rank
+            for m in range(first, min(first + ranks, micro_batches))
+        ]
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
 
 
 class RankTable:
@@ -228,31 +316,56 @@ class RankTable:
     def __init__(self, table: Table, placement: list[int], rank: int) -> None:
         transfers = schedules.transfers(table, placement)
         self.of_all_ranks, self.actions = table, table[rank]
-        self.place = {action: i for actions in table for i, action in enumerate(actions)}  # in the order of its rank
+        # in the order of its rank
+        self.place = {action: i for actions in table for i, action in enumerate(actions)}
         self.leaving = {result(t.made_by): t for t in transfers if t.sender == rank}
         self.coming = {result(t.made_by): t for t in transfers if t.receiver == rank}
         ends = [action.stage for action in self.actions if action.kind in ENDS_BACKWARD]
-        self.backwards = {stage: ends.count(stage) for stage in range(len(placement)) if placement[stage] == rank}
+        self.backwards = {
+            stage: ends.count(stage) for stage in range(len(placement)) if placement[stage] == rank
+        }
 
 
 class Step:
     """This rank's part of one step: what it has computed and still needs, by stage and micro-batch."""
 
-    def __init__(self, model: Pipeline, table: RankTable, messages: "Messages", inputs: Inputs, scale: Tensor | None) -> None:
-        self.model, self.table, self.messages, self.inputs, self.scale = model, table, messages, inputs, scale
-        self.seconds = dict.fromkeys((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), 0.0)  # without waiting for others
-        self.outputs: list[Tensor] = []  # what the head returned for every micro-batch, in the last stage
-        self.in_flight: dict[tuple[int, int], tuple] = {}  # (stage, micro-batch) -> what its backward needs
+    def __init__(
+        self,
+        model: Pipeline,
+        table: RankTable,
+        messages: "Messages",
+        inputs: Inputs,
+        scale: Tensor | None,
+    ) -> None:
+        self.model, self.table, self.messages, self.inputs, self.scale = (
+            model,
+            table,
+            messages,
+            inputs,
+            scale,
+        )
+        # without waiting for others
+        self.seconds = dict.fromkeys((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), 0.0)
+        # what the head returned for every micro-batch, in the last stage
+        self.outputs: list[Tensor] = []
+        # (stage, micro-batch) -> what its backward needs
+        self.in_flight: dict[tuple[int, int], tuple] = {}
         self.left = dict(table.backwards)  # backwards of each stage that have not ended
 
     def play(self) -> None:
-        play = {FORWARD: self.forward, BACKWARD: self.backward, BACKWARD_INPUT: self.backward_input,
-                BACKWARD_WEIGHT: self.backward_weight}  # fmt: skip
+        play = {
+            FORWARD: self.forward,
+            BACKWARD: self.backward,
+            BACKWARD_INPUT: self.backward_input,
+            BACKWARD_WEIGHT: self.backward_weight,
+        }
         stages = len(self.model.placement)
         for i, action in enumerate(self.table.actions):
             began, waited = time.monotonic(), self.messages.waited
             # tools/plan reads this name.
-            with record_function(f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"):
+            with record_function(
+                f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"
+            ):
                 for soon in self.table.actions[i : i + 2]:
                     for key in schedules.needs(soon, stages):
                         self.messages.ask(key)
@@ -261,11 +374,14 @@ class Step:
         self.messages.release()
 
     def forward(self, action: Action, stage: nn.Module) -> None:
-        """Keeps no hidden state that backward does not need: what is computed is handed over, and its place in the graph kept."""
+        """Keeps no hidden state that backward does not need: what is computed is handed over, and
+        its place in the graph kept."""
         x, *others = self.inputs(action.micro_batch)
         trains = self.scale is not None
         if not stage.first:
-            x = self.messages.take((HIDDEN, action.stage - 1, action.micro_batch)).requires_grad_(trains)
+            x = self.messages.take((HIDDEN, action.stage - 1, action.micro_batch)).requires_grad_(
+                trains
+            )
         with record_function("forward"):
             h = stage(x, *others)
         if stage.last:
@@ -275,18 +391,24 @@ class Step:
             self.messages.give(result(action), h.detach())
         if trains:
             if stage.last or self.splits(action):
-                kept = h.clone() if h._is_view() else h  # it is detached in place, which no view can be; a mixture makes one
+                # it is detached in place, which no view can be; a mixture makes one
+                kept = h.clone() if h._is_view() else h
             else:
                 kept = get_gradient_edge(h)
             self.in_flight[action.stage, action.micro_batch] = x, kept
 
     def splits(self, action: Action) -> bool:
-        """Whether the backward of this micro-batch comes in two halves. The half for the input wants the tensor itself."""
+        """Whether the backward of this micro-batch comes in two halves. The half for the input
+        wants the tensor itself."""
         return action._replace(kind=BACKWARD_INPUT) in self.table.place
 
     def gradient(self, action: Action, stage: nn.Module) -> Tensor | None:
         """Of what this stage has computed."""
-        return None if stage.last else self.messages.take((GRADIENT, action.stage + 1, action.micro_batch))
+        return (
+            None
+            if stage.last
+            else self.messages.take((GRADIENT, action.stage + 1, action.micro_batch))
+        )
 
     def backward(self, action: Action, stage: nn.Module) -> None:
         x, h = self.in_flight.pop((action.stage, action.micro_batch))
@@ -298,14 +420,17 @@ class Step:
             self.messages.give(result(action), x.grad)
 
     def backward_input(self, action: Action, stage: nn.Module) -> None:
-        """The half of a backward for which the stage before waits. The first stage has none: tokens have no gradient."""
+        """The half of a backward for which the stage before waits. The first stage has none: tokens
+        have no gradient."""
         if stage.first:
             return
         x, h = self.in_flight[action.stage, action.micro_batch]
         gradient = self.gradient(action, stage)
         self.nothing_ends(stage)
         with record_function("backward"):
-            [gradient], rest = stage_backward_input([h], None if gradient is None else [gradient], [x], trained(stage))
+            [gradient], rest = stage_backward_input(
+                [h], None if gradient is None else [gradient], [x], trained(stage)
+            )
         self.in_flight[action.stage, action.micro_batch] = rest
         self.messages.give(result(action), gradient)
 
@@ -329,12 +454,15 @@ class Step:
         dp.keep_gathered(stage, True)
 
     def synchronise(self, number: int, stage: nn.Module) -> None:
-        """Before FSDP ends a backward. The last one of a stage reduces the gradients over the data-parallel ranks, and frees
-        the weights. They stay gathered until then, unless every forward frees them too."""
+        """Before FSDP ends a backward. The last one of a stage reduces the gradients over the
+        data-parallel ranks, and frees the weights. They stay gathered until then, unless every
+        forward frees them too."""
         self.left[number] -= 1
         is_last = self.left[number] == 0
         dp.synchronise_gradients(stage, is_last, self.model.cfg.accumulate_gradients)
-        dp.keep_gathered(stage, not is_last and self.model.cfg.reshard_after_forward in ("default", False))
+        dp.keep_gathered(
+            stage, not is_last and self.model.cfg.reshard_after_forward in ("default", False)
+        )
 
 
 def name_of(key: Result) -> str:
@@ -346,31 +474,44 @@ def trained(stage: nn.Module) -> Iterator[nn.Parameter]:
 
 
 class Link:
-    """Starts the messages between this rank of a pipeline and others. Each direction has its own group (`open_mesh`)."""
+    """Starts the messages between this rank of a pipeline and others. Each direction has its own
+    group (`open_mesh`)."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.rank, self.to_higher, self.to_lower = mesh.pp_rank, mesh.device_mesh.get_group("pp"), mesh.to_lower
+        self.rank, self.to_higher, self.to_lower = (
+            mesh.pp_rank,
+            mesh.device_mesh.get_group("pp"),
+            mesh.to_lower,
+        )
 
     def send(self, name: str, tensor: Tensor, rank: int) -> dist.Work:
-        """Start to send a tensor to that rank of the pipeline. name: what it is; nothing of it is sent."""
-        return dist.isend(tensor, group=self.to_higher if rank > self.rank else self.to_lower, group_dst=rank)
+        """Start to send a tensor to that rank of the pipeline. name: what it is; nothing of it is
+        sent."""
+        return dist.isend(
+            tensor, group=self.to_higher if rank > self.rank else self.to_lower, group_dst=rank
+        )
 
     def receive(self, name: str, tensor: Tensor, rank: int) -> dist.Work:
         """Start to receive it from that rank of the pipeline."""
-        return dist.irecv(tensor, group=self.to_higher if rank < self.rank else self.to_lower, group_src=rank)
+        return dist.irecv(
+            tensor, group=self.to_higher if rank < self.rank else self.to_lower, group_src=rank
+        )
 
 
 class Messages:
     """Hidden states and gradients on their way between this rank and others, in one step.
 
-    All ranks start what they exchange in one common order (`schedules.transfers`), because NCCL matches messages between two
-    ranks by their order alone. A receive is started before the action that precedes the one that needs it, so that it arrives
-    while that action computes.
+    All ranks start what they exchange in one common order (`schedules.transfers`), because NCCL
+    matches messages between two ranks by their order alone. A receive is started before the action
+    that precedes the one that needs it, so that it arrives while that action computes.
     """
 
-    def __init__(self, link: Link, mesh: Mesh, table: RankTable, shape: tuple, dtype: torch.dtype) -> None:
+    def __init__(
+        self, link: Link, mesh: Mesh, table: RankTable, shape: tuple, dtype: torch.dtype
+    ) -> None:
         self.link, self.mesh, self.table, self.shape, self.dtype = link, mesh, table, shape, dtype
-        self.queues: dict[int, deque[Result]] = {}  # what each rank sends to this one and has not been asked for
+        # what each rank sends to this one and has not been asked for
+        self.queues: dict[int, deque[Result]] = {}
         for key, t in table.coming.items():
             self.queues.setdefault(t.sender, deque()).append(key)
         self.arriving: dict[Result, tuple[Tensor, dist.Work]] = {}
@@ -398,13 +539,18 @@ class Messages:
         try:
             wait(work, self.mesh)
         except RuntimeError as error:
-            raise RuntimeError(f"rank {self.mesh.pp_rank} of the pipeline did not receive {name_of(key)}, from rank "
-                               f"{transfer.sender}, which has failed or hangs: see its messages") from error  # fmt: skip
+            raise RuntimeError(
+                f"rank {self.mesh.pp_rank} of the pipeline did not receive {name_of(key)}, from "
+                "rank "
+                f"{transfer.sender}, which has failed or hangs: see its messages"
+            ) from error
         self.waited += time.monotonic() - began
         # Whatever its sender needed before it made this has reached it.
         place = self.table.place
         done = place[transfer.made_by]
-        self.release(lambda sent: sent.receiver == transfer.sender and place[sent.needed_by] <= done)
+        self.release(
+            lambda sent: sent.receiver == transfer.sender and place[sent.needed_by] <= done
+        )
         return tensor
 
     def give(self, key: Result, tensor: Tensor) -> None:
@@ -413,7 +559,9 @@ class Messages:
             self.kept[key] = tensor
             return
         transfer, tensor = self.table.leaving[key], tensor.contiguous()
-        self.sent.append((transfer, tensor, self.link.send(name_of(key), tensor, transfer.receiver)))
+        self.sent.append(
+            (transfer, tensor, self.link.send(name_of(key), tensor, transfer.receiver))
+        )
 
     def release(self, arrived: Callable[[Transfer], bool] = lambda _: True) -> None:
         """Let go of what has arrived."""

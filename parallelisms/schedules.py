@@ -1,13 +1,15 @@
 """Pipeline schedules: in which order each rank works on which micro-batch of which stage.
 
-A schedule is a table of actions, one list for each rank. The runtime plays the table on real tensors, and
-`tools/plan` plays the same table on planned seconds, so that the bubble in a plan is that of the schedule that runs.
-Plain Python on numbers. What distinguishes the schedules is the table `configs/schema.py::SCHEDULES`.
+A schedule is a table of actions, one list for each rank. The runtime plays the table on real
+tensors, and `tools/plan` plays the same table on planned seconds, so that the bubble in a plan is
+that of the schedule that runs. Plain Python on numbers. What distinguishes the schedules is the
+table `configs/schema.py::SCHEDULES`.
 
-The words. A model is cut into stages, numbered from 0; a rank has one or several of them. Backward gives the gradient
-of a stage's input and the gradients of its weights. A split backward does these two one after the other: other ranks
-wait for the first one only, so the second one can fill the time in which a rank would otherwise wait (arXiv:2401.10241).
-The first stage never splits: nobody waits for a gradient of tokens, so its whole backward can fill such time.
+The words. A model is cut into stages, numbered from 0; a rank has one or several of them. Backward
+gives the gradient of a stage's input and the gradients of its weights. A split backward does these
+two one after the other: other ranks wait for the first one only, so the second one can fill the
+time in which a rank would otherwise wait (arXiv:2401.10241). The first stage never splits: nobody
+waits for a gradient of tokens, so its whole backward can fill such time.
 """
 
 from collections.abc import Callable
@@ -16,13 +18,20 @@ from typing import Any, NamedTuple
 
 from configs.schema import SCHEDULES
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "forward", "backward", "backward_input", "backward_weight"
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = (
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+)
 
 
 class Action(NamedTuple):
     """What a rank does with one micro-batch of one of its stages."""
 
-    kind: str  # forward, backward (whole), backward_input or backward_weight (the two halves of a split backward)
+    # forward, backward (whole), backward_input or backward_weight (the two halves of a split
+    # backward)
+    kind: str
     stage: int  # from 0, over all ranks
     micro_batch: int
 
@@ -35,7 +44,11 @@ def placement(schedule: str, ranks: int, stages_per_rank: int = 0) -> list[int]:
     """The rank of every stage. stages_per_rank 0: the schedule's own number."""
     rounds = range(stages_per_rank or SCHEDULES[schedule].default_stages)
     turns_back = SCHEDULES[schedule].shape == "v"
-    return [rank for i in rounds for rank in (reversed(range(ranks)) if turns_back and i % 2 else range(ranks))]
+    return [
+        rank
+        for i in rounds
+        for rank in (reversed(range(ranks)) if turns_back and i % 2 else range(ranks))
+    ]
 
 
 def least_micro_batches(schedule: str, ranks: int) -> int:
@@ -44,30 +57,40 @@ def least_micro_batches(schedule: str, ranks: int) -> int:
 
 
 def table(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Table:
-    """The actions of every rank: complete, and free of deadlock. stages_per_rank 0: the schedule's own number.
+    """The actions of every rank: complete, and free of deadlock. stages_per_rank 0: the schedule's
+    own number.
 
     Raises ValueError for fewer micro-batches than the schedule needs.
     """
     if micro_batches < (least := least_micro_batches(schedule, ranks)):
-        raise ValueError(f"{schedule} on {ranks} ranks needs at least {least} micro-batches, not {micro_batches}")
+        raise ValueError(
+            f"{schedule} on {ranks} ranks needs at least {least} micro-batches, not {micro_batches}"
+        )
     if schedule == "dualpipe_v":
         return [_dualpipe_v(ranks, rank, micro_batches) for rank in range(ranks)]
     return _Scheduler(schedule, ranks, stages_per_rank, micro_batches).table()
 
 
-# What an action makes, and what it needs ------------------------------------------------------------------------------
+# What an action makes, and what it needs ----------------------------------------------------------
 
-RESULTS = {FORWARD: "hidden", BACKWARD: "gradient", BACKWARD_INPUT: "gradient", BACKWARD_WEIGHT: "weights"}
+RESULTS = {
+    FORWARD: "hidden",
+    BACKWARD: "gradient",
+    BACKWARD_INPUT: "gradient",
+    BACKWARD_WEIGHT: "weights",
+}
 Result = tuple[str, int, int]  # (a value of RESULTS, stage, micro-batch)
 
 
 def result(action: Action) -> Result:
-    """What an action makes: the hidden state after its stage, the gradient of the one before it, or those of its weights."""
+    """What an action makes: the hidden state after its stage, the gradient of the one before it, or
+    those of its weights."""
     return RESULTS[action.kind], action.stage, action.micro_batch
 
 
 def needs(action: Action, stages: int) -> list[Result]:
-    """The results that must exist before an action can begin. Where the last of them comes from another rank, it travels."""
+    """The results that must exist before an action can begin. Where the last of them comes from
+    another rank, it travels."""
     kind, stage, micro_batch = action
     if kind == FORWARD:
         return [("hidden", stage - 1, micro_batch)] if stage else []
@@ -77,23 +100,28 @@ def needs(action: Action, stages: int) -> list[Result]:
     return own if stage == stages - 1 else [*own, ("gradient", stage + 1, micro_batch)]
 
 
-# Making a table -------------------------------------------------------------------------------------------------------
+# Making a table -----------------------------------------------------------------------------------
 
 
 class _Scheduler:
-    """Makes a table by playing the pipeline in ticks: a forward takes one tick, a whole backward two, half a backward one.
+    """Makes a table by playing the pipeline in ticks: a forward takes one tick, a whole backward
+    two, half a backward one.
 
-    Whenever a rank is free, it takes the first of these that can be done: a forward, for which there is room; a backward for
-    which another rank waits, or its first half; the rest of backwards. Only the room and the order of the forwards differ
-    between schedules. The tests compare the bubbles with the published ones.
+    Whenever a rank is free, it takes the first of these that can be done: a forward, for which
+    there is room; a backward for which another rank waits, or its first half; the rest of
+    backwards. Only the room and the order of the forwards differ between schedules. The tests
+    compare the bubbles with the published ones.
     """
 
     def __init__(self, schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> None:
         self.row, self.ranks, self.micro_batches = SCHEDULES[schedule], ranks, micro_batches
         self.rank_of = placement(schedule, ranks, stages_per_rank)
         self.stages = len(self.rank_of)
-        self.round = 1 if self.row.shape == "v" else ranks  # micro-batches that pass one stage before any passes the next
-        self.own = [[s for s in range(self.stages) if self.rank_of[s] == rank] for rank in range(ranks)]
+        # micro-batches that pass one stage before any passes the next
+        self.round = 1 if self.row.shape == "v" else ranks
+        self.own = [
+            [s for s in range(self.stages) if self.rank_of[s] == rank] for rank in range(ranks)
+        ]
         self.orders = [self.order(stage) for stage in range(self.stages)]
         self.begun = {kind: [0] * self.stages for kind in RESULTS}  # micro-batches of every stage
         self.ready_at: dict[Result, int] = {}  # tick
@@ -122,7 +150,10 @@ class _Scheduler:
                     self.ready_at[result(action)] = busy_until[rank]
                     taken += 1
             if not taken and len(free) == self.ranks:
-                raise ValueError(f"a pipeline of {self.ranks} ranks and {self.stages} stages stands still at tick {tick}")
+                raise ValueError(
+                    f"a pipeline of {self.ranks} ranks and {self.stages} stages stands still at "
+                    f"tick {tick}"
+                )
             left, tick = left - taken, tick + 1
         return actions
 
@@ -144,21 +175,29 @@ class _Scheduler:
             if not kind or (micro_batch := self.begun[kind][stage]) == self.micro_batches:
                 continue
             action = Action(kind, stage, micro_batch)
-            if all(self.ready_at.get(needed, tick + 1) <= tick for needed in needs(action, self.stages)):
+            if all(
+                self.ready_at.get(needed, tick + 1) <= tick for needed in needs(action, self.stages)
+            ):
                 actions.append(action)
         return actions
 
     def forward_order(self, action: Action) -> tuple[int, int]:
-        """Loop: as many micro-batches as there are ranks go through one stage, then through the next. V: back home first."""
-        return (0, -action.stage) if self.row.shape == "v" else (action.micro_batch // self.round, action.stage)
+        """Loop: as many micro-batches as there are ranks go through one stage, then through the
+        next. V: back home first."""
+        return (
+            (0, -action.stage)
+            if self.row.shape == "v"
+            else (action.micro_batch // self.round, action.stage)
+        )
 
     def has_room(self, rank: int, stage: int) -> bool:
         """Whether the rank may hold the activations of one more micro-batch of this stage.
 
-        Loop: a rank holds as many as it needs to stay busy until the first gradient is back. After its last stage's first
-        forward this takes one tick per hop and direction, with several stages and whole backwards twice as many as the hops.
-        A split backward holds activations until its second half has ended. V: as many in all as 1F1B holds on its first
-        rank, and one place stays free for the second stage, without which the pipeline would stand still.
+        Loop: a rank holds as many as it needs to stay busy until the first gradient is back. After
+        its last stage's first forward this takes one tick per hop and direction, with several
+        stages and whole backwards twice as many as the hops. A split backward holds activations
+        until its second half has ended. V: as many in all as 1F1B holds on its first rank, and one
+        place stays free for the second stage, without which the pipeline would stand still.
         """
         own, ranks, each = self.own[rank], self.ranks, len(self.own[rank])
         if self.row.splits_backward and sum(self.held(s) for s in own) >= each * ranks:
@@ -169,19 +208,27 @@ class _Scheduler:
         return sum(self.ahead(s) for s in own) < (each - 1) * ranks + 1 + hops
 
     def held(self, stage: int) -> int:
-        """Micro-batches of a stage whose activations are held: from the begin of forward to that of the end of backward."""
-        return self.begun[FORWARD][stage] - self.begun[BACKWARD_WEIGHT if self.splits(stage) else BACKWARD][stage]
+        """Micro-batches of a stage whose activations are held: from the begin of forward to that of
+        the end of backward."""
+        return (
+            self.begun[FORWARD][stage]
+            - self.begun[BACKWARD_WEIGHT if self.splits(stage) else BACKWARD][stage]
+        )
 
     def ahead(self, stage: int) -> int:
         """Micro-batches of a stage that have begun forward and not yet backward."""
-        return self.begun[FORWARD][stage] - self.begun[BACKWARD_INPUT if self.splits(stage) else BACKWARD][stage]
+        return (
+            self.begun[FORWARD][stage]
+            - self.begun[BACKWARD_INPUT if self.splits(stage) else BACKWARD][stage]
+        )
 
 
 def _dualpipe_v(ranks: int, rank: int, micro_batches: int) -> list[Action]:
     """One rank's actions, as the eight phases of dualpipe/dualpipev.py: (how often, what).
 
-    f0, b0: forward and whole backward of the rank's first stage; f1, b1: of its second. i0, i1: first half of a backward;
-    w: the second half of the earliest backward that has had only its first.
+    f0, b0: forward and whole backward of the rank's first stage; f1, b1: of its second. i0, i1:
+    first half of a backward; w: the second half of the earliest backward that has had only its
+    first.
     """
     before, after = rank + 1, ranks - rank - 1
     halves = ["b1", "b0"] * before
@@ -216,15 +263,18 @@ def _dualpipe_v(ranks: int, rank: int, micro_batches: int) -> list[Action]:
     return actions
 
 
-# Playing a table ------------------------------------------------------------------------------------------------------
+# Playing a table ----------------------------------------------------------------------------------
 
 
 def timeline(
-    table: Table, placement: list[int], seconds: Callable[[Action], float], travel: Callable[[int, int], float] = lambda *_: 0.0
+    table: Table,
+    placement: list[int],
+    seconds: Callable[[Action], float],
+    travel: Callable[[int, int], float] = lambda *_: 0.0,
 ) -> Timeline:
-    """When every action begins and ends, if each takes `seconds(action)`, and a result that another rank needs travels for
-    `travel(sender, receiver)` seconds, during which both work on. Raises ValueError for a table in which ranks wait for each
-    other for ever."""
+    """When every action begins and ends, if each takes `seconds(action)`, and a result that another
+    rank needs travels for `travel(sender, receiver)` seconds, during which both work on. Raises
+    ValueError for a table in which ranks wait for each other for ever."""
     ended: dict[Result, float] = {}
     played: Timeline = [[] for _ in table]
     left = sum(map(len, table))
@@ -236,21 +286,31 @@ def timeline(
                 if any(r not in ended for r in needed):
                     break
                 senders = [placement[stage] for _, stage, _ in needed]
-                arrived = [ended[r] + (travel(sender, rank) if sender != rank else 0.0) for r, sender in zip(needed, senders)]
+                arrived = [
+                    ended[r] + (travel(sender, rank) if sender != rank else 0.0)
+                    for r, sender in zip(needed, senders)
+                ]
                 begin = max([played[rank][-1][2] if played[rank] else 0.0, *arrived])
                 played[rank].append((action, begin, begin + seconds(action)))
                 ended[result(action)] = played[rank][-1][2]
                 left -= 1
         if left == before:
-            waiting = [actions[len(done)] for actions, done in zip(table, played) if len(done) < len(actions)]
+            waiting = [
+                actions[len(done)]
+                for actions, done in zip(table, played)
+                if len(done) < len(actions)
+            ]
             raise ValueError(f"the ranks of this table wait for each other: {waiting}")
     return played
 
 
 def bubble(played: Timeline) -> float:
-    """The share of the ranks' time in which they do nothing, from the first begin to the last end of the step."""
+    """The share of the ranks' time in which they do nothing, from the first begin to the last end
+    of the step."""
     busy = sum(end - begin for actions in played for _, begin, end in actions)
-    begin, end = (chosen(e[i] for actions in played for e in actions) for chosen, i in ((min, 1), (max, 2)))
+    begin, end = (
+        chosen(e[i] for actions in played for e in actions) for chosen, i in ((min, 1), (max, 2))
+    )
     return 1 - busy / (len(played) * (end - begin))
 
 
@@ -266,14 +326,23 @@ class Transfer(NamedTuple):
 def transfers(table: Table, placement: list[int]) -> list[Transfer]:
     """All that travels in a step, in one order that is possible for all ranks at once.
 
-    If every rank starts its sends and receives in this order, then those of two ranks for each other are in the same order
-    on both sides, which NCCL requires. A rank has to start all of its own up to what its next action needs, and those among
-    them that are sends belong to actions that it has done already.
+    If every rank starts its sends and receives in this order, then those of two ranks for each
+    other are in the same order on both sides, which NCCL requires. A rank has to start all of its
+    own up to what its next action needs, and those among them that are sends belong to actions that
+    it has done already.
     """
     stages = len(placement)
-    wanted = {r: a for actions in table for a in actions for r in needs(a, stages) if placement[r[1]] != placement[a.stage]}
+    wanted = {
+        r: a
+        for actions in table
+        for a in actions
+        for r in needs(a, stages)
+        if placement[r[1]] != placement[a.stage]
+    }
     played = timeline(table, placement, lambda a: 2.0 if a.kind == BACKWARD else 1.0)
-    made = sorted((end, rank, action) for rank, actions in enumerate(played) for action, _, end in actions)
+    made = sorted(
+        (end, rank, action) for rank, actions in enumerate(played) for action, _, end in actions
+    )
     return [
         Transfer(rank, placement[wanted[result(action)].stage], action, wanted[result(action)])
         for _, rank, action in made
@@ -281,12 +350,15 @@ def transfers(table: Table, placement: list[int]) -> list[Transfer]:
     ]
 
 
-# The layers of a stage ------------------------------------------------------------------------------------------------
+# The layers of a stage ----------------------------------------------------------------------------
 
 
-def stage_layers(n_layers: int, stages: int, weight_of_embedding: float = 0.0, weight_of_head: float = 0.0) -> list[range]:
-    """The layers of every stage such that the most expensive stage is as cheap as possible. The weights say what the
-    embedding and the head, which the first and the last stage have besides, cost in layers. Every stage gets a layer."""
+def stage_layers(
+    n_layers: int, stages: int, weight_of_embedding: float = 0.0, weight_of_head: float = 0.0
+) -> list[range]:
+    """The layers of every stage such that the most expensive stage is as cheap as possible. The
+    weights say what the embedding and the head, which the first and the last stage have besides,
+    cost in layers. Every stage gets a layer."""
     if n_layers < stages:
         raise ValueError(f"{n_layers} layers are too few for {stages} stages")
     counts = [1] * stages
@@ -299,22 +371,26 @@ def stage_layers(n_layers: int, stages: int, weight_of_embedding: float = 0.0, w
 
 
 def consecutive(counts: list[int] | tuple[int, ...]) -> list[range]:
-    """Ranges of these lengths, one after the other from 0: `parallelism.pipeline_layers` as numbers of layers."""
+    """Ranges of these lengths, one after the other from 0: `parallelism.pipeline_layers` as numbers
+    of layers."""
     starts = [sum(counts[:i]) for i in range(len(counts))]
     return [range(start, start + count) for start, count in zip(starts, counts)]
 
 
 def layers_text(layers: range) -> str:
-    """"3-5", or "3" for a single layer: numbers from 0, as in the names of weights."""
+    """ "3-5", or "3" for a single layer: numbers from 0, as in the names of weights."""
     return f"{layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"{layers.start}"
 
 
-def end_weights(args: Any, more: Any, parameters: Callable[[Any], int], flops: Callable[[Any], float]) -> tuple[float, float]:
-    """`weight_of_embedding` and `weight_of_head` of `stage_layers`, from a family's functions of its `Args`; `more`: the
-    same numbers with one more layer.
+def end_weights(
+    args: Any, more: Any, parameters: Callable[[Any], int], flops: Callable[[Any], float]
+) -> tuple[float, float]:
+    """`weight_of_embedding` and `weight_of_head` of `stage_layers`, from a family's functions of
+    its `Args`; `more`: the same numbers with one more layer.
 
-    The embedding costs next to no time, so what counts is its memory: its parameters over those of a layer. The first stage
-    holds the most activations, too. The head counts by its products: 6 FLOPs per weight and token, over those of a layer.
+    The embedding costs next to no time, so what counts is its memory: its parameters over those of
+    a layer. The first stage holds the most activations, too. The head counts by its products: 6
+    FLOPs per weight and token, over those of a layer.
     """
     matrix = args.vocab_size * args.dim
     return matrix / (parameters(more) - parameters(args)), 6 * matrix / (flops(more) - flops(args))

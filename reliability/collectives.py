@@ -1,9 +1,10 @@
-"""Watches what the ranks of a run exchange: `Checked` compares collectives between ranks before they run, `CheckedLink`
-compares the messages of a pipeline, `twice` computes a gradient twice and compares what this rank put into collectives.
+"""Watches what the ranks of a run exchange: `Checked` compares collectives between ranks before
+they run, `CheckedLink` compares the messages of a pipeline, `twice` computes a gradient twice and
+compares what this rank put into collectives.
 
-gloo and NCCL match collectives by their order alone. If the ranks call one with different types, or with different
-shapes of equal size, or if one rank leaves a call out, both return wrong sums in silence, or hang (measured:
-docs/reliability.md).
+gloo and NCCL match collectives by their order alone. If the ranks call one with different types, or
+with different shapes of equal size, or if one rank leaves a call out, both return wrong sums in
+silence, or hang (measured: docs/reliability.md).
 """
 
 import hashlib
@@ -28,19 +29,27 @@ from parallelisms.mesh import Mesh, meet_neighbours
 from reliability.health import odd_ones
 
 NAMESPACES = ("c10d", "_c10d_functional")
-# Operators of these namespaces that are not watched: they move nothing, or are messages, which CheckedLink compares.
+# Operators of these namespaces that are not watched: they move nothing, or are messages, which
+# CheckedLink compares.
 SILENT = ("wait_tensor", "_wrap_tensor_autograd", "send", "recv_", "recv_any_source_")
 TO_OR_FROM_ONE = ("gather_", "scatter_")  # the other ranks call these without the list
-IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")  # the others of c10d take the result first
+# the others of c10d take the result first
+IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")
 HERE, TORCH = Path(__file__).resolve().parent.parent, Path(torch.__file__).parent
 IN_BETWEEN = (
-    "_ops.py", "_compile.py", "eval_frame.py", "c10d_logger.py", "distributed_c10d.py", "_functional_collectives.py",
-)  # fmt: skip
+    "_ops.py",
+    "_compile.py",
+    "eval_frame.py",
+    "c10d_logger.py",
+    "distributed_c10d.py",
+    "_functional_collectives.py",
+)
 
 
 class Watch(TorchDispatchMode):
-    """A context manager that calls `see` with each collective of this thread before it runs. Put it around forward and
-    backward: a backward runs under it too. The thread that writes checkpoints is not watched, and has its own group."""
+    """A context manager that calls `see` with each collective of this thread before it runs. Put it
+    around forward and backward: a backward runs under it too. The thread that writes checkpoints is
+    not watched, and has its own group."""
 
     def see(self, name: str, func: Callable, args: tuple) -> None:
         raise NotImplementedError
@@ -51,16 +60,21 @@ class Watch(TorchDispatchMode):
         if func in cp.INSIDE:
             with self:
                 return cp.INSIDE[func](*args)
-        if func.namespace in NAMESPACES and (name := func._schema.name.partition("::")[2]) not in SILENT:
+        if (
+            func.namespace in NAMESPACES
+            and (name := func._schema.name.partition("::")[2]) not in SILENT
+        ):
             self.see(name, func, args)
         return func(*args, **(kwargs or {}))
 
 
-WIDTH, HASH = 512, 16  # of a text as a tensor: its bytes, and those of them that tell longer texts apart
+# of a text as a tensor: its bytes, and those of them that tell longer texts apart
+WIDTH, HASH = 512, 16
 
 
 def packed(text: str) -> Tensor:
-    """A text as uint8 [WIDTH], which other ranks compare: its hash, then as much of it as there is room for."""
+    """A text as uint8 [WIDTH], which other ranks compare: its hash, then as much of it as there is
+    room for."""
     content = (hashlib.sha256(text.encode()).hexdigest()[:HASH] + text).encode()[:WIDTH]
     row = torch.zeros(WIDTH, dtype=torch.uint8)
     row[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -77,15 +91,17 @@ def _type_and_shape(tensor: Tensor) -> str:
 
 
 class Drift(Exception):
-    """The ranks of a group do not run the same collective, or a rank gets a message that it does not expect."""
+    """The ranks of a group do not run the same collective, or a rank gets a message that it does
+    not expect."""
 
 
 class Checked(Watch):
-    """Raises Drift on every rank of a group, before a collective runs, if the ranks do not call the same one: the same
-    operation, types, shapes, kind of reduction and calling line. (Without the line, a rank that leaves one call out
-    would go unnoticed if its next call is of the same kind.)
+    """Raises Drift on every rank of a group, before a collective runs, if the ranks do not call the
+    same one: the same operation, types, shapes, kind of reduction and calling line. (Without the
+    line, a rank that leaves one call out would go unnoticed if its next call is of the same kind.)
 
-    Each collective costs one more: an all-gather of WIDTH bytes of text over the CPU, on the same group.
+    Each collective costs one more: an all-gather of WIDTH bytes of text over the CPU, on the same
+    group.
     """
 
     def see(self, name: str, func: Callable, args: tuple) -> None:
@@ -98,41 +114,57 @@ class Checked(Watch):
         try:
             group.allgather([rows], [row]).wait()
         except RuntimeError as error:
-            raise Drift(f"a rank of {_named(group)} did not come to {description}: {error}") from error
+            raise Drift(
+                f"a rank of {_named(group)} did not come to {description}: {error}"
+            ) from error
         texts = [unpacked(row) for row in rows]
         if odd := odd_ones(texts):
             ranks = dist.get_process_group_ranks(group)
             usual = [i for i in range(len(texts)) if i not in odd]
             lines = [f"rank {ranks[i]}: {texts[i][HASH:]}" for i in odd[:8]]
-            lines += [f"ranks {', '.join(str(ranks[i]) for i in usual[:8])}: {texts[usual[0]][HASH:]}"] if usual else []
-            raise Drift(f"the ranks of {_named(group)} do not run the same collective:\n  " + "\n  ".join(lines))
+            lines += (
+                [f"ranks {', '.join(str(ranks[i]) for i in usual[:8])}: {texts[usual[0]][HASH:]}"]
+                if usual
+                else []
+            )
+            raise Drift(
+                f"the ranks of {_named(group)} do not run the same collective:\n  "
+                + "\n  ".join(lines)
+            )
 
     @staticmethod
     def describe(name: str, args: tuple) -> str:
-        tensors = () if name in TO_OR_FROM_ONE else [t for t in tree_iter(args) if isinstance(t, Tensor)]
+        tensors = (
+            () if name in TO_OR_FROM_ONE else [t for t in tree_iter(args) if isinstance(t, Tensor)]
+        )
         kind, caller = _call()
         return f"{name} {' '.join(map(_type_and_shape, tensors))}{kind} at {caller}"
 
 
 class CheckedLink:
-    """Starts messages as parallelisms/pp.py::Link does, and sends a label before each: its name, type and shape.
+    """Starts messages as parallelisms/pp.py::Link does, and sends a label before each: its name,
+    type and shape.
 
-    The receiver compares the label with what it expects, and receives the message only if they agree. Otherwise it raises
-    Drift. Without this, a rank that is at a different action of the schedule would be given wrong numbers in silence, or all
-    would wait. A label is WIDTH bytes of text, which travel over the CPU. A message is received when it is needed, so none
-    arrives while its receiver computes.
+    The receiver compares the label with what it expects, and receives the message only if they
+    agree. Otherwise it raises Drift. Without this, a rank that is at a different action of the
+    schedule would be given wrong numbers in silence, or all would wait. A label is WIDTH bytes of
+    text, which travel over the CPU. A message is received when it is needed, so none arrives while
+    its receiver computes.
     """
 
     def __init__(self, link: Any, mesh: Mesh) -> None:
         """link: what sends and receives. All ranks of a pipeline call this together."""
         self.link, self.mesh = link, mesh
-        self.awaited: dict[int, deque[AwaitedMessage]] = {}  # by sender, in the order in which it sends them
+        # by sender, in the order in which it sends them
+        self.awaited: dict[int, deque[AwaitedMessage]] = {}
         # On GPUs these ranks have sent each other nothing over the CPU so far.
         meet_neighbours(mesh, torch.device("cpu"), mesh.timeout())
 
     def send(self, name: str, tensor: Tensor, rank: int) -> "LabelledMessage":
         label = packed(f"{name}, {_type_and_shape(tensor)}")
-        return LabelledMessage([self.link.send(name, label, rank), self.link.send(name, tensor, rank)])
+        return LabelledMessage(
+            [self.link.send(name, label, rank), self.link.send(name, tensor, rank)]
+        )
 
     def receive(self, name: str, tensor: Tensor, rank: int) -> "AwaitedMessage":
         message = AwaitedMessage(self, name, tensor, rank)
@@ -152,20 +184,26 @@ class LabelledMessage:
 
 
 class AwaitedMessage:
-    """A message that a rank will receive when it waits for it, or for one that comes later. Like a dist.Work."""
+    """A message that a rank will receive when it waits for it, or for one that comes later. Like a
+    dist.Work."""
 
     def __init__(self, link: CheckedLink, name: str, tensor: Tensor, sender: int) -> None:
         self.link, self.name, self.tensor, self.sender = link, name, tensor, sender
         self.work: dist.Work | None = None
 
     def start(self) -> None:
-        """Receive the label, and start to receive the message. Raises Drift if the label is not the expected one."""
+        """Receive the label, and start to receive the message. Raises Drift if the label is not the
+        expected one."""
         label, mesh = packed(""), self.link.mesh
         self.link.link.receive(self.name, label, self.sender).wait(mesh.timeout())
         expected = f"{self.name}, {_type_and_shape(self.tensor)}"
         if not torch.equal(label, packed(expected)):
-            raise Drift(f"rank {mesh.pp_rank} of the pipeline expects {expected}, but rank {self.sender} sends "
-                        f"{unpacked(label)[HASH:]}: the two are at different actions, or differ in code or configuration")  # fmt: skip
+            raise Drift(
+                f"rank {mesh.pp_rank} of the pipeline expects {expected}, but rank {self.sender} "
+                "sends "
+                f"{unpacked(label)[HASH:]}: the two are at different actions, or differ in code "
+                "or configuration"
+            )
         self.work = self.link.link.receive(self.name, self.tensor, self.sender)
 
     def wait(self, *limit: timedelta) -> None:
@@ -175,7 +213,8 @@ class AwaitedMessage:
 
 
 def checked(model: torch.nn.Module, mesh: Mesh) -> Checked:
-    """Let all messages of a pipeline be compared from now on, and collectives within the returned context manager."""
+    """Let all messages of a pipeline be compared from now on, and collectives within the returned
+    context manager."""
     if mesh.pp > 1:
         model.link = CheckedLink(model.link, mesh)
     return Checked()
@@ -199,9 +238,9 @@ def _named(group: dist.ProcessGroup) -> str:
 
 
 def _call() -> tuple[str, str]:
-    """The kind of reduction, if the caller gave one, and the calling lines: the innermost of torch and the two
-    innermost of this repository. There may be fewer: on a GPU backward runs in a thread of its own, which begins with a
-    hook of FSDP."""
+    """The kind of reduction, if the caller gave one, and the calling lines: the innermost of torch
+    and the two innermost of this repository. There may be fewer: on a GPU backward runs in a thread
+    of its own, which begins with a hook of FSDP."""
     kind, of_torch, ours, frame = "", [], [], sys._getframe(1)
     while frame and len(ours) < 2:
         path = Path(frame.f_code.co_filename)
@@ -218,7 +257,8 @@ def _call() -> tuple[str, str]:
 
 
 class Remembered(Watch):
-    """Hashes of what this rank puts into each collective, in order, and then of whatever `add` is given."""
+    """Hashes of what this rank puts into each collective, in order, and then of whatever `add` is
+    given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,32 +269,61 @@ class Remembered(Watch):
         self.add(args[0 if inplace else 1])
 
     def add(self, tensors: Any) -> None:
-        """Hash each tensor by the exclusive or of its elements' bits, which changes with every single flipped bit."""
-        self.hashes += [torch.hash_tensor(t.detach()) for t in tree_iter(tensors) if isinstance(t, Tensor) and t.numel()]
+        """Hash each tensor by the exclusive or of its elements' bits, which changes with every
+        single flipped bit."""
+        self.hashes += [
+            torch.hash_tensor(t.detach())
+            for t in tree_iter(tensors)
+            if isinstance(t, Tensor) and t.numel()
+        ]
 
 
-def twice(gradients: Callable[[], Any], optimizer: torch.optim.Optimizer, mesh: Mesh) -> tuple[Any, list[int]]:
-    """Call gradients() twice with the same weights, batch and random numbers. Returns what the second call returned,
-    and the ranks that computed something else the second time, bit for bit; the list is the same on all ranks.
+def twice(
+    gradients: Callable[[], Any], optimizer: torch.optim.Optimizer, mesh: Mesh
+) -> tuple[Any, list[int]]:
+    """Call gradients() twice with the same weights, batch and random numbers. Returns what the
+    second call returned, and the ranks that computed something else the second time, bit for bit;
+    the list is the same on all ranks.
 
-    After the reduction a wrong gradient is on every rank. So what each rank puts *into* every collective is compared:
-    the rank that differs from itself at the earliest collective computes wrong, and those that differ later have
-    received its result. The stages of a pipeline run different collectives, so there all that differ are returned.
+    After the reduction a wrong gradient is on every rank. So what each rank puts *into* every
+    collective is compared: the rank that differs from itself at the earliest collective computes
+    wrong, and those that differ later have received its result. The stages of a pipeline run
+    different collectives, so there all that differ are returned.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     passes = []
     for is_second in (False, True):
-        with torch.random.fork_rng([mesh.device] if mesh.device.type == "cuda" else [], enabled=not is_second):
+        with torch.random.fork_rng(
+            [mesh.device] if mesh.device.type == "cuda" else [], enabled=not is_second
+        ):
             with Remembered() as remembered:
                 result = gradients()
-            remembered.add([w.grad.to_local() if isinstance(w.grad, DTensor) else w.grad for w in weights])
-        passes.append(torch.stack([value.to(mesh.device).view(torch.int64) for value in remembered.hashes]).tolist())
+            remembered.add(
+                [w.grad.to_local() if isinstance(w.grad, DTensor) else w.grad for w in weights]
+            )
+        passes.append(
+            torch.stack(
+                [value.to(mesh.device).view(torch.int64) for value in remembered.hashes]
+            ).tolist()
+        )
         if not is_second:
             optimizer.zero_grad(set_to_none=True)
     first, second = passes
-    first_difference = next((i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
-    everyone = mesh.gather((first_difference, len(first))) if mesh.any_rank(first_difference < len(first)) else []
+    first_difference = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first)
+    )
+    everyone = (
+        mesh.gather((first_difference, len(first)))
+        if mesh.any_rank(first_difference < len(first))
+        else []
+    )
     earliest = min((first_difference for first_difference, _ in everyone), default=0)
     if mesh.pp > 1:
-        return result, [rank for rank, (first_difference, calls) in enumerate(everyone) if first_difference < calls]
-    return result, [rank for rank, (first_difference, _) in enumerate(everyone) if first_difference == earliest]
+        return result, [
+            rank
+            for rank, (first_difference, calls) in enumerate(everyone)
+            if first_difference < calls
+        ]
+    return result, [
+        rank for rank, (first_difference, _) in enumerate(everyone) if first_difference == earliest
+    ]

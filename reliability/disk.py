@@ -1,4 +1,5 @@
-"""Write files so that a crash or a power failure leaves them whole: new or as they were before. Imports no torch."""
+"""Write files so that a crash or a power failure leaves them whole: new or as they were before.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def sync(path: str | os.PathLike) -> None:
 
 
 def write_whole(path: str, content: bytes) -> None:
-    """Replace the file at `path` by one with this content. A crash leaves the old file or the new one, never a part."""
+    """Replace the file at `path` by one with this content. A crash leaves the old file or the new
+    one, never a part."""
     temporary = f"{path}.tmp{os.getpid()}"
     with open(temporary, "wb") as file:
         file.write(content)

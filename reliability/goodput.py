@@ -1,9 +1,10 @@
-"""Where the seconds of a run go: a clock writes them down during each start, and `account` adds up all starts.
+"""Where the seconds of a run go: a clock writes them down during each start, and `account` adds up
+all starts.
 
-Goodput is the productive share of all seconds, not counting those between an orderly end and the next start. Seconds
-inside a start come from the monotonic clock. The wall clock only tells how long nothing ran between two starts; if it
-was set back, that time counts as 0, never as negative. This file imports no torch, so tools that read a run start at
-once.
+Goodput is the productive share of all seconds, not counting those between an orderly end and the
+next start. Seconds inside a start come from the monotonic clock. The wall clock only tells how long
+nothing ran between two starts; if it was set back, that time counts as 0, never as negative. This
+file imports no torch, so tools that read a run start at once.
 """
 
 import contextlib
@@ -18,10 +19,11 @@ from pathlib import Path
 
 from configs.schema import InputError
 
-LINE_BYTES = 256  # of every line of time.jsonl: with a fixed length the last line can be written over
+# of every line of time.jsonl: with a fixed length the last line can be written over
+LINE_BYTES = 256
 
-# What the seconds of a run go into, and its description. The first six are measured inside a start; the others follow
-# from comparing several starts.
+# What the seconds of a run go into, and its description. The first six are measured inside a start;
+# the others follow from comparing several starts.
 KINDS = {
     "productive": "productive: steps that count",
     "starting": "starting: from the process's birth to the end of its first step",
@@ -38,8 +40,8 @@ ORDERLY = (0, 75, 76)  # exit codes: done, stopped on request, not tried again
 
 
 class Clock:
-    """Counts every second of this start, by kind, beginning when this process was born (also a forked or restarted
-    one)."""
+    """Counts every second of this start, by kind, beginning when this process was born (also a
+    forked or restarted one)."""
 
     def __init__(self, path: Path | None):
         """path: the folder of this start on the rank that writes, None on the others."""
@@ -48,15 +50,16 @@ class Clock:
         self.seconds = dict.fromkeys(MEASURED, 0.0)
         self.at: int | None = None  # the last finished step
         self.saves, self.started = 0, False
-        self.before = dict.fromkeys(KINDS, 0.0)  # seconds of earlier starts, as they count since this one resumed
+        # seconds of earlier starts, as they count since this one resumed
+        self.before = dict.fromkeys(KINDS, 0.0)
         self.file, self.place = None, 0
         if path:
             self.file = os.open(path / "time.jsonl", os.O_WRONLY | os.O_CREAT, 0o644)
             self.write(stays=True, ago=age)
 
     def lap(self, kind: str) -> float:
-        """Count the seconds since the last lap as `kind`, and return them. Until the first step is done they are
-        `starting`."""
+        """Count the seconds since the last lap as `kind`, and return them. Until the first step is
+        done they are `starting`."""
         now = time.monotonic()
         seconds, self.since = now - self.since, now
         self.seconds[kind if self.started else "starting"] += seconds
@@ -69,7 +72,8 @@ class Clock:
         self.seconds[kind] += seconds
 
     def resume(self, step: int) -> None:
-        """The loop goes on after this step. What was reached before, also in this start, stays on record."""
+        """The loop goes on after this step. What was reached before, also in this start, stays on
+        record."""
         self.lap("other")
         if self.at is not None:
             self.write(stays=True)
@@ -77,7 +81,8 @@ class Clock:
         self.write(stays=True)
 
     def step(self, step: int) -> None:
-        """This step is finished. Its line, a sign of life, is written over the line of the step before."""
+        """This step is finished. Its line, a sign of life, is written over the line of the step
+        before."""
         self.at, self.started = step, True
         self.write()
 
@@ -87,14 +92,16 @@ class Clock:
         self.write(stays=True)
 
     def write(self, stays: bool = False, ago: float = 0.0) -> None:
-        """Write the last line of the file, dated `ago` seconds back. If it `stays`, the next write adds a line after
-        it."""
+        """Write the last line of the file, dated `ago` seconds back. If it `stays`, the next write
+        adds a line after it."""
         if self.file is None:
             return
         line = {"step": self.at, "time": round(time.time() - ago, 3), "saves": self.saves}
         line |= {kind: round(seconds, 4) for kind, seconds in self.seconds.items()}
         with contextlib.suppress(OSError):  # a full disk costs this line, not the run
-            os.pwrite(self.file, json.dumps(line).ljust(LINE_BYTES - 1).encode() + b"\n", self.place)
+            os.pwrite(
+                self.file, json.dumps(line).ljust(LINE_BYTES - 1).encode() + b"\n", self.place
+            )
         self.place += LINE_BYTES * stays
 
     def close(self) -> None:
@@ -103,11 +110,14 @@ class Clock:
             self.file = None
 
     def metrics(self) -> dict[str, float]:
-        """The run's goodput so far, over all its starts, and the seconds by kind; {} on every rank but 0."""
+        """The run's goodput so far, over all its starts, and the seconds by kind; {} on every rank
+        but 0."""
         if self.file is None:
             return {}
         seconds = {kind: self.before[kind] + self.seconds.get(kind, 0.0) for kind in KINDS}
-        return {"goodput": goodput(seconds)} | {f"seconds/{kind}": value for kind, value in seconds.items() if value}
+        return {"goodput": goodput(seconds)} | {
+            f"seconds/{kind}": value for kind, value in seconds.items() if value
+        }
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
@@ -117,15 +127,18 @@ def goodput(seconds: Mapping[str, float]) -> float:
 
 
 def _process_age() -> float:
-    """Seconds since this process was born, imports included; 0 where the system does not tell (proc(5))."""
+    """Seconds since this process was born, imports included; 0 where the system does not tell
+    (proc(5))."""
     try:
-        born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf(
+            "SC_CLK_TCK"
+        )
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - born)
     except (OSError, ValueError, AttributeError):
         return 0.0
 
 
-# Reading ----------------------------------------------------------------------------------------------------------------
+# Reading ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,8 +156,8 @@ class Past:
 
     @property
     def refused(self) -> bool:
-        """Whether it ended before its first step because its input was wrong. Such a start is no interruption, and its
-        seconds are not the run's."""
+        """Whether it ended before its first step because its input was wrong. Such a start is no
+        interruption, and its seconds are not the run's."""
         return self.ended.get("exit_code") == 2 and not self.steps
 
 
@@ -160,11 +173,20 @@ def read(folder: Path) -> list[Past]:
     for path in folders(Path(folder)):
         lines = []
         with contextlib.suppress(OSError):
-            for text in (path / "time.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+            for text in (
+                (path / "time.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+            ):
                 with contextlib.suppress(ValueError, KeyError, TypeError):
-                    line = json.loads(text.strip("\0"))  # zeros: lines that a full disk did not take
-                    lines.append({name: line[name] for name in ("step", "time", "saves", *MEASURED)})
-        starts.append(Past(int(path.name), read_json(path / "start.json"), read_json(path / "end.json"), lines))
+                    # zeros: lines that a full disk did not take
+                    line = json.loads(text.strip("\0"))
+                    lines.append(
+                        {name: line[name] for name in ("step", "time", "saves", *MEASURED)}
+                    )
+        starts.append(
+            Past(
+                int(path.name), read_json(path / "start.json"), read_json(path / "end.json"), lines
+            )
+        )
     if not starts:
         raise InputError(f"{folder} is not the folder of a run: it has no starts/0001")
     return starts
@@ -186,7 +208,8 @@ class Account:
     steps: int = 0  # that count
     redone: int = 0  # that a resume threw away
     saves: int = 0
-    interruptions: list[dict] = field(default_factory=list)  # one per start but the last; one for the last if it failed
+    # one per start but the last; one for the last if it failed
+    interruptions: list[dict] = field(default_factory=list)
 
     @property
     def goodput(self) -> float:
@@ -194,21 +217,33 @@ class Account:
 
     @property
     def total(self) -> float:
-        """Seconds from the birth of the first process to the last sign of life: the sum of all kinds."""
+        """Seconds from the birth of the first process to the last sign of life: the sum of all
+        kinds."""
         return sum(self.seconds.values())
 
     def per_event(self) -> dict[str, float]:
-        """Means: seconds stalled per save; seconds to detect, seconds to restart and steps redone per interruption."""
+        """Means: seconds stalled per save; seconds to detect, seconds to restart and steps redone
+        per interruption."""
         failed = [row for row in self.interruptions if row["how"] == "failed"]
-        mean = {name: sum(row[name] for row in failed) / max(len(failed), 1) for name in ("detecting", "starting", "redone")}
-        return {"stall": self.seconds["save"] / max(self.saves, 1), "detect": mean["detecting"],
-                "restart": mean["starting"], "redone_steps": mean["redone"]}  # fmt: skip
+        mean = {
+            name: sum(row[name] for row in failed) / max(len(failed), 1)
+            for name in ("detecting", "starting", "redone")
+        }
+        return {
+            "stall": self.seconds["save"] / max(self.saves, 1),
+            "detect": mean["detecting"],
+            "restart": mean["starting"],
+            "redone_steps": mean["redone"],
+        }
 
     def line(self) -> str:
         parts = [f"{kind} {value:,.1f} s" for kind, value in self.seconds.items() if value >= 0.05]
         failed = sum(row["how"] == "failed" for row in self.interruptions)
         meant = self.total - self.seconds["paused"]
-        return f"goodput {self.goodput:.1%} of {meant:,.1f} s, {failed} interruptions: {', '.join(parts)}"
+        return (
+            f"goodput {self.goodput:.1%} of {meant:,.1f} s, {failed} interruptions: "
+            f"{', '.join(parts)}"
+        )
 
 
 def account(starts: list[Past]) -> Account:
@@ -227,27 +262,43 @@ def account(starts: list[Past]) -> Account:
             result.seconds[kind] += last[kind]
         result.seconds["productive"] -= seconds
         result.seconds["redone"] += seconds
-        result.steps += sum(segment["last"] - segment["first"] for segment in _segments(start)) - steps
+        result.steps += (
+            sum(segment["last"] - segment["first"] for segment in _segments(start)) - steps
+        )
         result.redone += steps
         result.saves += last["saves"]
-        how = "stopped" if start.ended.get("exit_code") in ORDERLY else "failed" if start.ended else "no end"
+        how = (
+            "stopped"
+            if start.ended.get("exit_code") in ORDERLY
+            else "failed"
+            if start.ended
+            else "no end"
+        )
         if how == "no end" and start is not counted[-1]:
             how = "failed"
         alive = last["time"]
         before = {
-            "start": start.number, "when": datetime.fromtimestamp(alive, timezone.utc).isoformat(" ", "seconds"),
-            "step": last["step"], "how": how, "exit_code": start.ended.get("exit_code"),
-            "reason": start.ended.get("reason", "killed" if how == "failed" else "running, or killed"),
-            "redone": steps, "detecting": 0.0, "starting": 0.0, "lost": seconds,
-        }  # fmt: skip
+            "start": start.number,
+            "when": datetime.fromtimestamp(alive, timezone.utc).isoformat(" ", "seconds"),
+            "step": last["step"],
+            "how": how,
+            "exit_code": start.ended.get("exit_code"),
+            "reason": start.ended.get(
+                "reason", "killed" if how == "failed" else "running, or killed"
+            ),
+            "redone": steps,
+            "detecting": 0.0,
+            "starting": 0.0,
+            "lost": seconds,
+        }
         if start is not counted[-1] or how != "stopped":
             result.interruptions.append(before)
     return result
 
 
 def _segments(start: Past) -> list[dict]:
-    """The stretches of a start in which steps only went up. Each has `first` (the step it resumed after), `last`, and
-    `seconds`: the productive seconds by step."""
+    """The stretches of a start in which steps only went up. Each has `first` (the step it resumed
+    after), `last`, and `seconds`: the productive seconds by step."""
     segments: list[dict] = []
     for line in start.steps:
         if not segments or line["step"] < segments[-1]["last"]:
@@ -258,22 +309,26 @@ def _segments(start: Past) -> list[dict]:
 
 
 def _redone(starts: list[list[dict]]) -> list[tuple[int, float]]:
-    """For each start: how many of its steps a later resume threw away, and the seconds they had taken."""
-    result, resumed = [], float("inf")  # resumed: the lowest step from which a later stretch went on
+    """For each start: how many of its steps a later resume threw away, and the seconds they had
+    taken."""
+    # resumed: the lowest step from which a later stretch went on
+    result, resumed = [], float("inf")
     for segments in reversed(starts):
         steps, seconds = 0, 0.0
         for segment in reversed(segments):
             kept = max(segment["first"], min(segment["last"], resumed))
             steps += segment["last"] - kept
-            seconds += _seconds_at(segment["seconds"], segment["last"]) - _seconds_at(segment["seconds"], kept)
+            seconds += _seconds_at(segment["seconds"], segment["last"]) - _seconds_at(
+                segment["seconds"], kept
+            )
             resumed = min(resumed, segment["first"])
         result.append((steps, seconds))
     return result[::-1]
 
 
 def _seconds_at(seconds: dict[int, float], step: int) -> float:
-    """Productive seconds up to a step. They are known at every save and at the last step, and interpolated in
-    between."""
+    """Productive seconds up to a step. They are known at every save and at the last step, and
+    interpolated in between."""
     below, above = max(s for s in seconds if s <= step), min(s for s in seconds if s >= step)
     if below == above:
         return seconds[step]

@@ -1,4 +1,5 @@
-"""Detects what goes wrong in a run: a rank that hangs, numbers that jump, replicas that differ, ranks that are slow."""
+"""Detects what goes wrong in a run: a rank that hangs, numbers that jump, replicas that differ,
+ranks that are slow."""
 
 import faulthandler
 import logging
@@ -25,17 +26,21 @@ say = logging.getLogger("plumbline")
 
 
 class Watchdog:
-    """Ends a rank that hangs, and leaves the stacks of all its threads in <folder>/logs/rank-00000.stacks.
+    """Ends a rank that hangs, and leaves the stacks of all its threads in
+    <folder>/logs/rank-00000.stacks.
 
-    It consists of a timer of the kernel and a signal handler in C, so it needs neither the main thread nor Python's
-    global lock (C code that does not release the lock stops every Python thread). The process dies of SIGALRM. It is a
-    context manager around a run. A run that ends with an exception leaves its stacks too, so that all ranks can be
-    compared.
+    It consists of a timer of the kernel and a signal handler in C, so it needs neither the main
+    thread nor Python's global lock (C code that does not release the lock stops every Python
+    thread). The process dies of SIGALRM. It is a context manager around a run. A run that ends with
+    an exception leaves its stacks too, so that all ranks can be compared.
     """
 
-    GRACE = 4.0  # seconds beyond the limit: ranks that wait for a hung one end before it, with torch's own message
+    # seconds beyond the limit: ranks that wait for a hung one end before it, with torch's own
+    # message
+    GRACE = 4.0
     DYING = 90.0  # seconds that a failed run may take to end, its last save included
-    STORAGE = 1860.0  # seconds to read or write a checkpoint: a little more than checkpoint/manager.py::PATIENCE
+    # seconds to read or write a checkpoint: a little more than checkpoint/manager.py::PATIENCE
+    STORAGE = 1860.0
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / "logs" / f"rank-{rank:05d}.stacks"
@@ -44,11 +49,13 @@ class Watchdog:
         self.file = self.path.open("a")
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        faulthandler.register(signal.SIGALRM, self.file, all_threads=True, chain=True)  # chain: it then dies of it
+        # chain: it then dies of it
+        faulthandler.register(signal.SIGALRM, self.file, all_threads=True, chain=True)
         return self
 
     def arm(self, seconds: float) -> None:
-        """The process has `seconds` + GRACE from now on, until the next call of `arm`. A call takes 10 us."""
+        """The process has `seconds` + GRACE from now on, until the next call of `arm`. A call takes
+        10 us."""
         signal.setitimer(signal.ITIMER_REAL, seconds + self.GRACE)
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
@@ -62,12 +69,15 @@ class Watchdog:
             self.arm(self.DYING)
 
     def stacks(self) -> None:
-        """Write the stacks of all threads. Python does it itself because it knows when a C++ thread is just becoming a
-        Python thread; `faulthandler.dump_traceback` does not, and a rank whose save had failed died of it (SIGSEGV,
-        3.11)."""
+        """Write the stacks of all threads. Python does it itself because it knows when a C++ thread
+        is just becoming a Python thread; `faulthandler.dump_traceback` does not, and a rank whose
+        save had failed died of it (SIGSEGV, 3.11)."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for number, frame in sys._current_frames().items():
-            self.file.write(f"\nThread {number:#018x} {names.get(number, '')}:\n{''.join(traceback.format_stack(frame))}")
+            self.file.write(
+                f"\nThread {number:#018x} "
+                f"{names.get(number, '')}:\n{''.join(traceback.format_stack(frame))}"
+            )
         self.file.flush()
 
     def rest(self) -> None:
@@ -81,10 +91,12 @@ class Watchdog:
 
 
 class FailureTime:
-    """A context manager that notes in an exception when it was raised, as its attribute `failed_at` (seconds since 1970).
+    """A context manager that notes in an exception when it was raised, as its attribute `failed_at`
+    (seconds since 1970).
 
-    The first rank to fail is the one that explains a failure (tools/launch). A rank may take a minute to end after its
-    error, for example until a save is on disk. Meanwhile others fail because they wait for it, and may end first.
+    The first rank to fail is the one that explains a failure (tools/launch). A rank may take a
+    minute to end after its error, for example until a save is on disk. Meanwhile others fail
+    because they wait for it, and may end first.
     """
 
     def __enter__(self) -> None:
@@ -96,12 +108,13 @@ class FailureTime:
 
 
 class Spikes:
-    """Finds spikes of the loss and the gradient norm among the last WINDOW steps. A spike is more than `threshold`
-    standard deviations above the median. The deviation is estimated as 1.4826 times the median absolute deviation
-    (exact for a normal distribution: Rousseeuw and Croux, 1993), so that one spike does not hide the next.
+    """Finds spikes of the loss and the gradient norm among the last WINDOW steps. A spike is more
+    than `threshold` standard deviations above the median. The deviation is estimated as 1.4826
+    times the median absolute deviation (exact for a normal distribution: Rousseeuw and Croux,
+    1993), so that one spike does not hide the next.
 
-    All numbers are global, so every rank comes to the same verdict. They are in the checkpoint, so a resumed run does
-    too.
+    All numbers are global, so every rank comes to the same verdict. They are in the checkpoint, so
+    a resumed run does too.
     """
 
     WINDOW, LEAST = 128, 20  # steps; with fewer than LEAST nothing is a spike
@@ -109,7 +122,9 @@ class Spikes:
     def __init__(self, threshold: float, state: dict[str, list[float]]) -> None:
         """threshold: 0 for never; state: what `state` returned."""
         self.threshold = threshold
-        self.values = {name: deque(state.get(name, ()), self.WINDOW) for name in ("loss", "grad_norm")}
+        self.values = {
+            name: deque(state.get(name, ()), self.WINDOW) for name in ("loss", "grad_norm")
+        }
 
     def limit(self, name: str) -> float:
         values = self.values[name]
@@ -120,45 +135,64 @@ class Spikes:
         return median + self.threshold * max(deviation, 0.01 * abs(median))
 
     def add(self, **step: float) -> str:
-        """Take one step's values by name. Returns a description of the spikes in them, "" if there are none. Values
-        that are not finite are left out."""
+        """Take one step's values by name. Returns a description of the spikes in them, "" if there
+        are none. Values that are not finite are left out."""
         spikes = []
         for name, value in step.items():
             if math.isfinite(value):
                 if value > (limit := self.limit(name)):
                     median = statistics.median(self.values[name])
-                    spikes.append(f"{name} {value:.4g} (the median is {median:.4g}, a spike begins at {limit:.4g})")
+                    spikes.append(
+                        f"{name} {value:.4g} (the median is {median:.4g}, a spike begins at "
+                        f"{limit:.4g})"
+                    )
                 self.values[name].append(value)
         return ", ".join(spikes)
 
     def state(self) -> dict[str, list[float]]:
-        return {name: list(values) for name, values in self.values.items()} if self.threshold else {}
+        return (
+            {name: list(values) for name, values in self.values.items()} if self.threshold else {}
+        )
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer, replicated_over: str = "") -> dict[str, Tensor]:
-    """This rank's part of the weights and of the optimizer's state, by name. replicated_over: return only the tensors
-    that all ranks of this mesh dimension have."""
+def _state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, replicated_over: str = ""
+) -> dict[str, Tensor]:
+    """This rank's part of the weights and of the optimizer's state, by name. replicated_over:
+    return only the tensors that all ranks of this mesh dimension have."""
     parts = {}
     for name, weight in model.named_parameters():
         state = optimizer.state.get(weight, {})
-        for key, tensor in {"": weight, **{f".{key}": value for key, value in state.items()}}.items():
+        for key, tensor in {
+            "": weight,
+            **{f".{key}": value for key, value in state.items()},
+        }.items():
             if not isinstance(tensor, DTensor):
-                parts[name + key] = tensor.detach() if isinstance(tensor, Tensor) else torch.tensor(tensor)
+                parts[name + key] = (
+                    tensor.detach() if isinstance(tensor, Tensor) else torch.tensor(tensor)
+                )
                 continue
-            placements = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
+            placements = dict(
+                zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False)
+            )
             # Experts are on a mesh without tp, whose ranks have different parts of them.
-            if not replicated_over or (replicated_over in placements and placements[replicated_over].is_replicate()):
+            if not replicated_over or (
+                replicated_over in placements and placements[replicated_over].is_replicate()
+            ):
                 parts[name + key] = tensor.detach().to_local()
     return parts
 
 
-def unlike_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, **numbers: float) -> list[str]:
-    """Sentences about state that should be the same on several ranks and is not. Every rank returns the same sentences.
+def unlike_replicas(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, **numbers: float
+) -> list[str]:
+    """Sentences about state that should be the same on several ranks and is not. Every rank returns
+    the same sentences.
 
-    Compared are `numbers` and the hashes of the weights and optimizer state that are replicated, by FSDP (dp_replicate)
-    or by tensor parallelism (norms). A hash is the exclusive or of all elements' bits, which changes with every single
-    flipped bit. Of three or more ranks the one that differs is named, of two both. State that only one rank has cannot
-    be compared.
+    Compared are `numbers` and the hashes of the weights and optimizer state that are replicated, by
+    FSDP (dp_replicate) or by tensor parallelism (norms). A hash is the exclusive or of all
+    elements' bits, which changes with every single flipped bit. Of three or more ranks the one that
+    differs is named, of two both. State that only one rank has cannot be compared.
     """
     problems = []
     for dim in ("dp_replicate", "tp"):
@@ -167,7 +201,9 @@ def unlike_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Me
         group = mesh.device_mesh.get_group(dim)
         tensors = _state(model, optimizer, replicated_over=dim)
         none = torch.zeros((), dtype=torch.uint64)
-        hashes = [torch.hash_tensor(tensor) if tensor.numel() else none for tensor in tensors.values()]
+        hashes = [
+            torch.hash_tensor(tensor) if tensor.numel() else none for tensor in tensors.values()
+        ]
         own_hashes = torch.stack([value.to(mesh.device).view(torch.int64) for value in hashes])
         all_hashes = [torch.empty_like(own_hashes) for _ in range(group.size())]
         dist.all_gather(all_hashes, own_hashes, group=group)
@@ -175,7 +211,11 @@ def unlike_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Me
         for name, values in zip(tensors, torch.stack(all_hashes, 1).tolist(), strict=True):
             if odd := odd_ones(values):
                 problems.append((name, dim, tuple(ranks[i] for i in odd)))
-    everyone = mesh.gather((problems, numbers)) if mesh.any_rank(bool(problems)) or _differ(mesh, numbers) else []
+    everyone = (
+        mesh.gather((problems, numbers))
+        if mesh.any_rank(bool(problems)) or _differ(mesh, numbers)
+        else []
+    )
     names_by_ranks: dict[tuple, set[str]] = {}
     for rank_problems, _ in everyone:
         for name, dim, odd in rank_problems:
@@ -213,9 +253,9 @@ def named(ranks: Sequence[int]) -> str:
 
 
 class Stragglers:
-    """Finds the rank that the others wait for. Steps are in lockstep, so a step takes every rank the same time. What
-    differs is how long each rank works before it meets the others again. These sections are measured, in seconds of the
-    host:
+    """Finds the rank that the others wait for. Steps are in lockstep, so a step takes every rank
+    the same time. What differs is how long each rank works before it meets the others again. These
+    sections are measured, in seconds of the host:
 
         data       waiting for the batch
         prepare    from there to the first collective of the step: the batch is moved to the device
@@ -223,13 +263,15 @@ class Stragglers:
         forward    of its stages, in a pipeline only, without the waiting for other stages; on a GPU the host's part
         backward   the same
 
-    Without a pipeline the ranks meet at every layer of forward and backward, so a rank that is late there is not seen
-    here; nor is one rank of a stage that has several. A profile shows it, and tools/preflight finds a slow device. A
-    stage that has more to compute than the others is late in every step: parallelism.pipeline_layers can give it less.
+    Without a pipeline the ranks meet at every layer of forward and backward, so a rank that is late
+    there is not seen here; nor is one rank of a stage that has several. A profile shows it, and
+    tools/preflight finds a slow device. A stage that has more to compute than the others is late in
+    every step: parallelism.pipeline_layers can give it less.
     """
 
     SECTIONS = ("data", "prepare", "optimizer", "forward", "backward")
-    RATIO, SHARE = 1.3, 0.1  # late: above RATIO times the median of all ranks, and by more than SHARE of the whole time
+    # late: above RATIO times the median of all ranks, and by more than SHARE of the whole time
+    RATIO, SHARE = 1.3, 0.1
 
     def __init__(self) -> None:
         self.reset()
@@ -242,8 +284,8 @@ class Stragglers:
             self.seconds[section] += value
 
     def report(self, mesh: Mesh, steps: int) -> list[tuple[int, str, float]]:
-        """Returns (rank, section, seconds per step above the median) of all that are late, the same on every rank, and
-        starts counting anew."""
+        """Returns (rank, section, seconds per step above the median) of all that are late, the same
+        on every rank, and starts counting anew."""
         elapsed = time.monotonic() - self.since
         own_seconds = torch.tensor([self.seconds[section] for section in self.SECTIONS] + [elapsed])
         everyone = [torch.empty_like(own_seconds) for _ in range(mesh.size)]

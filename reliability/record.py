@@ -7,8 +7,8 @@
     time.jsonl     what the seconds went into: a line for each save, and a last line that every step rewrites
     end.json       exit code, step and reason; a start without this file was killed, or is still running
 
-A restart adds a folder and changes none, so every interruption of a run is on record. Rank 0 writes. The steps of all
-ranks are in lockstep, so its clock is the run's (reliability/goodput.py).
+A restart adds a folder and changes none, so every interruption of a run is on record. Rank 0
+writes. The steps of all ranks are in lockstep, so its clock is the run's (reliability/goodput.py).
 """
 
 import contextlib
@@ -34,33 +34,80 @@ from reliability.goodput import KINDS, ORDERLY, Clock, account, folders, read, r
 ROOT = Path(__file__).resolve().parent.parent
 DIFF_BYTES = 1_000_000
 PACKAGES = (
-    "torch", "torchdata", "numpy", "pydantic", "safetensors", "tiktoken", "tokenizers", "rustbpe", "xxhash", "pyarrow",
-    "datasets", "tensorboard", "triton", "wandb",
-)  # fmt: skip
+    "torch",
+    "torchdata",
+    "numpy",
+    "pydantic",
+    "safetensors",
+    "tiktoken",
+    "tokenizers",
+    "rustbpe",
+    "xxhash",
+    "pyarrow",
+    "datasets",
+    "tensorboard",
+    "triton",
+    "wandb",
+)
 # The only environment variables that are recorded: none can hold a secret.
 ENVIRONMENT = (
-    "NGPU", "NNODES", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
-    "NCCL_DEBUG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME",
-)  # fmt: skip
-SECRET_NAME = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY|AUTH", re.IGNORECASE)
+    "NGPU",
+    "NNODES",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_RESTART_COUNT",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "NCCL_DEBUG",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_DISABLE",
+    "GLOO_SOCKET_IFNAME",
+)
+SECRET_NAME = re.compile(
+    "TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY|AUTH", re.IGNORECASE
+)
 
 
 class Start:
-    """This start of the run: a context manager around all of it. Every rank has one, but only that of rank 0 writes.
+    """This start of the run: a context manager around all of it. Every rank has one, but only that
+    of rank 0 writes.
 
-    code: set it to the exit code before leaving; an exception that leaves the `with` sets its own. reason: a few words
-    for end.json. Raises InputError if the folder cannot be written.
+    code: set it to the exit code before leaving; an exception that leaves the `with` sets its own.
+    reason: a few words for end.json. Raises InputError if the folder cannot be written.
     """
 
     def __init__(
-        self, folder: Path, rank: int, argv: list[str], given: Path, overrides: dict, resolved: str, environ: Mapping
+        self,
+        folder: Path,
+        rank: int,
+        argv: list[str],
+        given: Path,
+        overrides: dict,
+        resolved: str,
+        environ: Mapping,
     ):
-        """given: the configuration file; overrides: from argv, by option; resolved: all options as TOML."""
+        """given: the configuration file; overrides: from argv, by option; resolved: all options as
+        TOML."""
         self.folder, self.code, self.reason = folder, 1, ""
-        secrets = {value for name, value in environ.items() if SECRET_NAME.search(name) and len(value) >= 6}
-        self.secrets = sorted(secrets | {json.dumps(value)[1:-1] for value in secrets}, key=len, reverse=True)
+        secrets = {
+            value for name, value in environ.items() if SECRET_NAME.search(name) and len(value) >= 6
+        }
+        self.secrets = sorted(
+            secrets | {json.dumps(value)[1:-1] for value in secrets}, key=len, reverse=True
+        )
         self.path: Path | None = None
         if rank == 0:
             self.path, before = _new_folder(folder)
@@ -70,17 +117,26 @@ class Start:
         self._write("given.toml", given.read_text(encoding="utf-8-sig"))
         self._write("config.toml", resolved)
         self.facts = {
-            "began": _utc(), "command": [sys.executable, sys.argv[0], *argv], "config": str(given), "overrides": overrides,
-            "host": socket.gethostname(), "pid": os.getpid(), "folder": str(Path.cwd()), "code": code(),
-            "versions": versions(), "environment": {name: environ[name] for name in ENVIRONMENT if name in environ},
-        }  # fmt: skip
+            "began": _utc(),
+            "command": [sys.executable, sys.argv[0], *argv],
+            "config": str(given),
+            "overrides": overrides,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "folder": str(Path.cwd()),
+            "code": code(),
+            "versions": versions(),
+            "environment": {name: environ[name] for name in ENVIRONMENT if name in environ},
+        }
         self._describe_changes(before)
         self.add()
 
     def _describe_changes(self, before: Path | None) -> None:
         """Write changes.diff, or record the name of an earlier start's if the code is the same."""
         earlier = read_json(before / "start.json") if before else {}
-        if earlier.get("code", {}) | {"changes": ""} == self.facts["code"] | {"changes": ""} and earlier.get("code"):
+        if earlier.get("code", {}) | {"changes": ""} == self.facts["code"] | {
+            "changes": ""
+        } and earlier.get("code"):
             self.facts["code"]["changes"] = earlier["code"]["changes"]
         elif diff := changes():
             self._write("changes.diff", diff)
@@ -104,19 +160,27 @@ class Start:
         new.replace(self.path / name)
 
     def resume(self, step: int) -> None:
-        """The loop goes on after this step. Called at the start, and when a run goes back to a checkpoint by itself."""
+        """The loop goes on after this step. Called at the start, and when a run goes back to a
+        checkpoint by itself."""
         self.clock.resume(step)
         if self.path:
             total = account(read(self.folder)).seconds
-            self.clock.before = {kind: total[kind] - self.clock.seconds.get(kind, 0.0) for kind in KINDS}
+            self.clock.before = {
+                kind: total[kind] - self.clock.seconds.get(kind, 0.0) for kind in KINDS
+            }
 
     def failures(self) -> tuple[int, int, str]:
-        """How the starts just before this one failed: (the step that none of them got past, how many in a row, the
-        reason of the last). A start counts only if it had the same options and code as this one, so that a change of
-        either is a new try, and only if it had begun to train, since others say nothing about a step. (-1, 0, "") if
-        there is none, and on every rank but 0."""
+        """How the starts just before this one failed: (the step that none of them got past, how
+        many in a row, the reason of the last). A start counts only if it had the same options and
+        code as this one, so that a change of either is a new try, and only if it had begun to
+        train, since others say nothing about a step. (-1, 0, "") if there is none, and on every
+        rank but 0."""
         step, times, reason = -1, 0, ""
-        before = [past for past in read(self.folder) if past.number < int(self.path.name)] if self.path else []
+        before = (
+            [past for past in read(self.folder) if past.number < int(self.path.name)]
+            if self.path
+            else []
+        )
         for past in reversed(before):
             orderly, steps = past.ended.get("exit_code") in ORDERLY, past.steps
             if not steps or (orderly and steps[0]["step"] == steps[-1]["step"]):
@@ -127,7 +191,11 @@ class Start:
                 break
             if orderly or step not in (-1, steps[-1]["step"]):
                 break
-            step, times, reason = steps[-1]["step"], times + 1, reason or past.ended.get("reason", "a kill")
+            step, times, reason = (
+                steps[-1]["step"],
+                times + 1,
+                reason or past.ended.get("reason", "a kill"),
+            )
         return step, times, reason
 
     def summary(self) -> str:
@@ -137,14 +205,21 @@ class Start:
         return account(read(self.folder)).line()
 
     def end(self, code: int, reason: str) -> None:
-        """Write end.json and close the clock. `with` calls it; call it by hand before an exit that unwinds no stack."""
+        """Write end.json and close the clock. `with` calls it; call it by hand before an exit that
+        unwinds no stack."""
         if self.path:
             with contextlib.suppress(OSError):  # a full disk has been reported already
-                # After a failure the seconds since the last step count as detecting: the run waited in vain.
+                # After a failure the seconds since the last step count as detecting: the run waited
+                # in vain.
                 if code in ORDERLY or not self.clock.started:
                     self.clock.lap("other")
                     self.clock.write()
-                about = {"ended": _utc(), "exit_code": code, "step": self.clock.at, "reason": reason}
+                about = {
+                    "ended": _utc(),
+                    "exit_code": code,
+                    "step": self.clock.at,
+                    "reason": reason,
+                }
                 self._write("end.json", json.dumps(about, indent=1) + "\n")
             self.clock.close()
         self.path = None
@@ -154,27 +229,41 @@ class Start:
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if kind is None:
-            self.end(self.code, self.reason or {0: "done", 75: "stopped on request with a checkpoint"}.get(self.code, ""))
+            self.end(
+                self.code,
+                self.reason
+                or {0: "done", 75: "stopped on request with a checkpoint"}.get(self.code, ""),
+            )
         elif kind is KeyboardInterrupt:
             self.end(130, "interrupted before training began")
         elif isinstance(error, SystemExit):
             self.end(error.code if isinstance(error.code, int) else 1, self.reason)
         else:
-            self.end(2 if isinstance(error, InputError) else 1, f"{kind.__name__}: {str(error)[:2000]}")
+            self.end(
+                2 if isinstance(error, InputError) else 1, f"{kind.__name__}: {str(error)[:2000]}"
+            )
 
 
-# What is known about this process ---------------------------------------------------------------------------------------
+# What is known about this process -----------------------------------------------------------------
 
 
 def code() -> dict:
-    """The commit ("" outside a git checkout) and a hash of each source file, so that code can be compared anywhere."""
+    """The commit ("" outside a git checkout) and a hash of each source file, so that code can be
+    compared anywhere."""
     return {"commit": _git("rev-parse", "HEAD").strip(), "changes": "", "files": source_files()}
 
 
 def source_files() -> dict[str, str]:
-    packages = (path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name not in ("tests", "tools"))
+    packages = (
+        path.parent
+        for path in ROOT.glob("*/__init__.py")
+        if path.parent.name not in ("tests", "tools")
+    )
     ours = [*ROOT.glob("*.py"), *(path for package in packages for path in package.rglob("*.py"))]
-    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in sorted(ours)}
+    return {
+        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        for path in sorted(ours)
+    }
 
 
 def source_hash() -> str:
@@ -183,19 +272,35 @@ def source_hash() -> str:
 
 
 def changes() -> str:
-    """How the source files, new ones included, differ from the commit: a diff of at most DIFF_BYTES characters."""
+    """How the source files, new ones included, differ from the commit: a diff of at most DIFF_BYTES
+    characters."""
     sources = ("--", ".", ":!tests", ":!tools", ":!docs")
     diff = _git("diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", *sources)
-    for name in _git("ls-files", "--others", "--exclude-standard", "--", "*.py", ":!tests", ":!tools").splitlines():
+    for name in _git(
+        "ls-files", "--others", "--exclude-standard", "--", "*.py", ":!tests", ":!tools"
+    ).splitlines():
         if len(diff) < DIFF_BYTES:
-            diff += _git("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-index", "--", os.devnull, name)
+            diff += _git(
+                "diff",
+                "--no-color",
+                "--no-ext-diff",
+                "--no-textconv",
+                "--no-index",
+                "--",
+                os.devnull,
+                name,
+            )
     if len(diff) <= DIFF_BYTES:
         return diff
-    return diff[:DIFF_BYTES] + f"\n[cut: this diff has {len(diff):,} characters; the first {DIFF_BYTES:,} are here]\n"
+    return (
+        diff[:DIFF_BYTES]
+        + f"\n[cut: this diff has {len(diff):,} characters; the first {DIFF_BYTES:,} are here]\n"
+    )
 
 
 def _git(*arguments: str) -> str:
-    """What git prints about this checkout; "" if there is no git, no checkout, or no answer within 20 seconds."""
+    """What git prints about this checkout; "" if there is no git, no checkout, or no answer within
+    20 seconds."""
     command = ["git", "--no-optional-locks", "-C", str(ROOT), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, timeout=20, stdin=subprocess.DEVNULL)
@@ -205,7 +310,11 @@ def _git(*arguments: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    installed = {"python": platform.python_version(), "platform": platform.platform(), "cuda": torch.version.cuda or ""}
+    installed = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cuda": torch.version.cuda or "",
+    }
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
@@ -221,7 +330,10 @@ def hosts(mesh: Mesh) -> list[dict]:
     ranks_by_host: dict[tuple, list[int]] = {}
     for rank, host_and_device in enumerate(mesh.gather((socket.gethostname(), name))):
         ranks_by_host.setdefault(host_and_device, []).append(rank)
-    return [{"host": host, "device": device, "ranks": ranks} for (host, device), ranks in ranks_by_host.items()]
+    return [
+        {"host": host, "device": device, "ranks": ranks}
+        for (host, device), ranks in ranks_by_host.items()
+    ]
 
 
 def _new_folder(folder: Path) -> tuple[Path, Path | None]:
@@ -231,19 +343,24 @@ def _new_folder(folder: Path) -> tuple[Path, Path | None]:
         while True:
             others = folders(folder)
             path = folder / "starts" / f"{int(others[-1].name) + 1 if others else 1:04d}"
-            with contextlib.suppress(FileExistsError):  # two runs started at once: one of them will be refused
+            # two runs started at once: one of them will be refused
+            with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 return path, others[-1] if others else None
     except OSError as error:
         raise InputError(
-            f"run.folder = {str(folder)!r} cannot be written ({error.filename}: {error.strerror}): choose another"
+            f"run.folder = {str(folder)!r} cannot be written ({error.filename}: "
+            f"{error.strerror}): choose another"
         ) from None
 
 
 def _set_options(config: Path) -> list[str]:
-    """The lines of a resolved configuration that set something. Its comments are left out: they have numbers that
-    follow from the mesh, and a run on a different mesh has the same configuration."""
-    return [line for line in config.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    """The lines of a resolved configuration that set something. Its comments are left out: they
+    have numbers that follow from the mesh, and a run on a different mesh has the same
+    configuration."""
+    return [
+        line for line in config.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
+    ]
 
 
 def _utc() -> str:

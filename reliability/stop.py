@@ -1,10 +1,12 @@
 """Stops a run on request: after a signal, or when its time limit is over.
 
-Before the first step is done there is nothing new to save, so the process ends at once. After it the loop is told, and
-all ranks stop at the end of the same step with a checkpoint. If the same signal comes again, the process ends at once.
+Before the first step is done there is nothing new to save, so the process ends at once. After it
+the loop is told, and all ranks stop at the end of the same step with a checkpoint. If the same
+signal comes again, the process ends at once.
 
-Python runs signal handlers on the main thread, and only between two Python instructions: a main thread that waits for
-another rank would never run one. So a second thread listens too, on the pipe that Python's C handler writes to.
+Python runs signal handlers on the main thread, and only between two Python instructions: a main
+thread that waits for another rank would never run one. So a second thread listens too, on the pipe
+that Python's C handler writes to.
 """
 
 import logging
@@ -18,19 +20,22 @@ from collections.abc import Callable
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again to go on
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-ECHO = 2.0  # seconds in which a repeated signal is the same request: Slurm's srun and the launcher both send it
+# seconds in which a repeated signal is the same request: Slurm's srun and the launcher both send it
+ECHO = 2.0
 say = logging.getLogger("plumbline")
 
 
 class Stop:
     """A context manager around a run, on the main thread.
 
-    at_once: whether to end at once because there is nothing to save. The loop sets it to False after its first step.
+    at_once: whether to end at once because there is nothing to save. The loop sets it to False
+    after its first step.
     """
 
     def __init__(self, born: float, max_minutes: float, end: Callable[[int, str], object]) -> None:
-        """born: when the process was born, on the monotonic clock; max_minutes: its time limit since then, 0 for none;
-        end(exit code, reason): called before the process ends without unwinding its stack."""
+        """born: when the process was born, on the monotonic clock; max_minutes: its time limit
+        since then, 0 for none; end(exit code, reason): called before the process ends without
+        unwinding its stack."""
         self.at_once, self.end, self.heard = True, end, False
         self.deadline = born + 60 * max_minutes if max_minutes else math.inf
 
@@ -61,7 +66,8 @@ class Stop:
             os.close(fd)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self.heard = True  # set on the main thread too, so that the run stops at the step in which the signal came
+        # set on the main thread too, so that the run stops at the step in which the signal came
+        self.heard = True
 
     def _listen(self) -> None:
         """Runs in the thread until a 0 comes through the pipe."""
@@ -76,7 +82,10 @@ class Stop:
                 for number in sorted(set(numbers) & set(STOP_SIGNALS)):
                     name, now = signal.Signals(number).name, time.monotonic()
                     if now - first_heard.setdefault(number, now) > ECHO:
-                        self._leave(128 + number, f"{name} a second time: ended without waiting for a checkpoint")
+                        self._leave(
+                            128 + number,
+                            f"{name} a second time: ended without waiting for a checkpoint",
+                        )
                     self._heard(name)
             else:
                 limited = False
@@ -84,7 +93,9 @@ class Stop:
 
     def _heard(self, request: str) -> None:
         if self.at_once:
-            self._leave(STOPPED, f"stopped by {request} before the first step was done: nothing to save")
+            self._leave(
+                STOPPED, f"stopped by {request} before the first step was done: nothing to save"
+            )
         self.heard = True
 
     def _leave(self, code: int, reason: str) -> None:

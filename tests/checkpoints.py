@@ -1,4 +1,5 @@
-"""Checkpoints for tests: jobs whose state is filled with known values, and what can be done to their files.
+"""Checkpoints for tests: jobs whose state is filled with known values, and what can be done to
+their files.
 
 A state is filled with the number of its step, so that a mixture of two saves shows in one `unique`.
 """
@@ -14,8 +15,8 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-import torch._dynamo  # noqa: F401  what building a model imports later: here once instead of in every rank
-import torch._refs  # noqa: F401
+import torch._dynamo
+import torch._refs
 
 import train
 from checkpoint import retention, state, storage, verify
@@ -26,11 +27,14 @@ from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
 
 MODEL = (
-    "--model.dim=50 --model.n_layers=2 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 --model.hidden_dim=44 "
-    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
+    "--model.dim=50 --model.n_layers=2 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 "
+    "--model.hidden_dim=44 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 "
+    "--training.seq_len=16 "
     "--training.global_batch_size=8 --training.local_batch_size=1"
 ).split()
-retention.GRACE = 60.0  # a test that looks into the folder at the end of a run does so when all is removed
+# a test that looks into the folder at the end of a run does so when all is removed
+retention.GRACE = 60.0
 FACTS = {"must_match": {"data": "abc", "run.seed": 0, "model": {"n_heads": 8}}}
 # data parallel x tensor parallel
 MESHES = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2), "4x1": (4, 1), "4x2": (4, 2)}
@@ -44,7 +48,9 @@ def build(*options: str) -> train.Job:
     return job
 
 
-def open_manager(job: train.Job, folder: Path, facts: dict = FACTS, **options: object) -> CheckpointManager:
+def open_manager(
+    job: train.Job, folder: Path, facts: dict = FACTS, **options: object
+) -> CheckpointManager:
     return CheckpointManager(Checkpoint(**options), folder, job.mesh, facts)
 
 
@@ -87,9 +93,11 @@ def save_all(folder: Path, steps: list[int], **options: object) -> None:
     checkpoints.close()
 
 
-def resume(folder: Path, facts: dict = FACTS, **options: object) -> tuple[int | None, list[float], list[str]]:
-    """Resume as a fresh run does: the step, the values in the state, what was said. A refusal is what was said, with
-    step -1."""
+def resume(
+    folder: Path, facts: dict = FACTS, **options: object
+) -> tuple[int | None, list[float], list[str]]:
+    """Resume as a fresh run does: the step, the values in the state, what was said. A refusal is
+    what was said, with step -1."""
     job = build()
     fill(job, -1)
     with heard() as words:
@@ -122,7 +130,8 @@ def heard():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """The folder of a run of two ranks with checkpoints of steps 10, 20 and 30. Copy it before you damage it."""
+    """The folder of a run of two ranks with checkpoints of steps 10, 20 and 30. Copy it before you
+    damage it."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     run_ranks(2, save_all, folder, [10, 20, 30])
     return folder
@@ -133,12 +142,17 @@ def copy_of(saved: Path, place: Path) -> Path:
 
 
 def set_pattern(job: train.Job) -> None:
-    """Values that differ from place to place, and do not depend on the mesh because initial weights do not."""
+    """Values that differ from place to place, and do not depend on the mesh because initial weights
+    do not."""
     now = tensors(job)
     for name, tensor in now.items():
         if name.startswith("optimizer."):
             weight, _, key = name.removeprefix("optimizer.").rpartition(".")
-            form = {"exp_avg": lambda w: w * 2, "exp_avg_sq": lambda w: w * w, "step": lambda w: torch.tensor(7.0)}
+            form = {
+                "exp_avg": lambda w: w * 2,
+                "exp_avg_sq": lambda w: w * w,
+                "step": lambda w: torch.tensor(7.0),
+            }
             tensor.copy_(form[key](now[f"model.{weight}"]))
         elif name.endswith("router.bias"):  # its initial values are zeros
             tensor.copy_(torch.arange(1.0, len(tensor) + 1))
@@ -153,8 +167,8 @@ def save_pattern(folder: Path, options: list[str]) -> None:
 
 
 def load_pattern(folders: list[Path], options: list[str]) -> list[list[str]]:
-    """Load each into a model of another seed, on this mesh; the names of the tensors that are not bitwise what was
-    saved."""
+    """Load each into a model of another seed, on this mesh; the names of the tensors that are not
+    bitwise what was saved."""
     expected = build(*options)
     set_pattern(expected)
     wrong = []

@@ -1,13 +1,16 @@
-"""Processes forked by one that never computes: Python's fork server, which has imported what the tests have.
+"""Processes forked by one that never computes: Python's fork server, which has imported what the
+tests have.
 
-The first backward of a process starts a thread per GPU. fork does not carry threads along, so PyTorch refuses a backward in
-the child: "Unable to handle autograd's threading in combination with fork-based multiprocessing". The CUDA build does so on
-a machine without a GPU too, once a FakeTensorMode (DTensor, torch.compile, tools/plan) has pretended that there is one. The CPU
-build never does. Here it does: `Engine` refuses as the CUDA build would, wherever a child of a process that has run a backward
-runs one itself.
+The first backward of a process starts a thread per GPU. fork does not carry threads along, so
+PyTorch refuses a backward in the child: "Unable to handle autograd's threading in combination with
+fork-based multiprocessing". The CUDA build does so on a machine without a GPU too, once a
+FakeTensorMode (DTensor, torch.compile, tools/plan) has pretended that there is one. The CPU build
+never does. Here it does: `Engine` refuses as the CUDA build would, wherever a child of a process
+that has run a backward runs one itself.
 
-What runs in the server's children is found by name, as pickle does: a function of a module, or a `functools.partial` of one.
-They have the caller's environment and working folder, and nothing that a test has patched.
+What runs in the server's children is found by name, as pickle does: a function of a module, or a
+`functools.partial` of one. They have the caller's environment and working folder, and nothing that
+a test has patched.
 """
 
 import importlib
@@ -26,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # imported by the first call of FSDP or checkpointing: without this line by every rank, in 0.8 s
+
+# imported by the first call of FSDP or checkpointing: without this line by every rank, in 0.8 s
+import torch._dynamo
 from torch.autograd.variable import Variable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +47,8 @@ class Engine(type(Variable._execution_engine)):
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         if Engine.is_cut_off:
             raise RuntimeError(
-                "a backward in a process that was forked by one that had run a backward, which a machine with a GPU refuses: "
+                "a backward in a process that was forked by one that had run a backward, which a "
+                "machine with a GPU refuses: "
                 "fork by tests/forks.py, or before the first backward"
             )
         Engine.has_run = True
@@ -69,7 +75,9 @@ def start(fn: Callable, *args: Any) -> ForkServerProcess:
         process.start()
         ours.send("begin")
     except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise AssertionError(f"{fn} with {args} is not sent to another process: {error} (see tests/forks.py)") from error
+        raise AssertionError(
+            f"{fn} with {args} is not sent to another process: {error} (see tests/forks.py)"
+        ) from error
     finally:
         theirs.close()
         ours.close()
@@ -111,7 +119,9 @@ def _answer(path: Path, fn: Callable, args: tuple) -> None:
     path.with_suffix(".tmp").rename(path)
 
 
-def _enter(asked: Connection, environment: dict[str, str], folder: str, fn: Callable, args: tuple) -> None:
+def _enter(
+    asked: Connection, environment: dict[str, str], folder: str, fn: Callable, args: tuple
+) -> None:
     try:
         asked.recv()
     except EOFError:  # a test's cap came before its process knew this one, so nobody would end it
@@ -124,17 +134,21 @@ def _enter(asked: Connection, environment: dict[str, str], folder: str, fn: Call
     fn(*args)
 
 
-# The server --------------------------------------------------------------------------------------------------------------
+# The server ---------------------------------------------------------------------------------------
 
 
 def start_server() -> None:
-    """Unless it runs. It imports what of this repository is imported here. tests/conftest.py calls this before the first
-    test, so that tools which use Python's fork server find this one."""
+    """Unless it runs. It imports what of this repository is imported here. tests/conftest.py calls
+    this before the first test, so that tools which use Python's fork server find this one."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forks"])
     ours = [name for name, module in list(sys.modules.items()) if _is_ours(name, module)]
-    before = {name: os.environ.get(name) for name in (PRELOAD, "PYTHONPATH", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")}
+    before = {
+        name: os.environ.get(name)
+        for name in (PRELOAD, "PYTHONPATH", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+    }
     os.environ[PRELOAD] = json.dumps({"path": sys.path, "modules": ours})
-    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # numpy would start threads as it is imported
+    # numpy would start threads as it is imported
+    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before["PYTHONPATH"]]))
     try:
         forkserver.ensure_running()
@@ -147,15 +161,26 @@ def start_server() -> None:
 
 def _is_ours(name: str, module: Any) -> bool:
     path = Path(getattr(module, "__file__", None) or "/")
-    return path.suffix == ".py" and ROOT in path.parents and ".venv" not in path.parts and name not in ("__main__", "conftest")
+    return (
+        path.suffix == ".py"
+        and ROOT in path.parents
+        and ".venv" not in path.parts
+        and name not in ("__main__", "conftest")
+    )
 
 
 def _what_is_unfit() -> str:
     """Why this process must not fork ranks; empty if it may."""
     if Engine.has_run:
-        return "the server that forks ranks has run a backward: a module of the tests computes while it is imported"
+        return (
+            "the server that forks ranks has run a backward: a module of the tests computes "
+            "while it is imported"
+        )
     if _threads() > _threads_when_ready:
-        return f"the server that forks ranks has {_threads()} threads, and had {_threads_when_ready} when it had imported the tests"
+        return (
+            f"the server that forks ranks has {_threads()} threads, and had "
+            f"{_threads_when_ready} when it had imported the tests"
+        )
     return ""
 
 

@@ -1,4 +1,5 @@
-"""Two hosts on one machine: two network namespaces, each with its own loopback, joined by one cable (a veth pair).
+"""Two hosts on one machine: two network namespaces, each with its own loopback, joined by one cable
+(a veth pair).
 
 Needs root and iproute2; a test that asks for `hosts` is skipped without them.
 """
@@ -30,7 +31,20 @@ class Hosts:
         self.running: list[subprocess.Popen] = []
         for name in self.names:
             ip("netns", "add", name)
-        ip("link", "add", "cable", "netns", self.names[0], "type", "veth", "peer", "name", "cable", "netns", self.names[1])
+        ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            self.names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            self.names[1],
+        )
         for name, address in zip(self.names, ADDRESSES, strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
             ip("-n", name, "link", "set", "lo", "up")
@@ -43,7 +57,10 @@ class Hosts:
     def limit(self, rate: str) -> None:
         """Both ends send at most that fast, from a queue of at most 50 ms."""
         for name in self.names:
-            words = f"tc -n {name} qdisc replace dev cable root tbf rate {rate} burst 256kb latency 50ms"
+            words = (
+                f"tc -n {name} qdisc replace dev cable root tbf rate {rate} burst 256kb "
+                "latency 50ms"
+            )
             subprocess.run(words.split(), check=True, capture_output=True, timeout=20)
 
     def start(self, options: list[str], said: Path, **settings: str) -> list[subprocess.Popen]:
@@ -52,17 +69,30 @@ class Hosts:
         self.running = []
         for node, name in enumerate(self.names):
             here = environment(
-                NGPU="2", NNODES="2", NODE_RANK=str(node), MASTER_ADDR=ADDRESSES[0], MASTER_PORT=port,
-                GLOO_SOCKET_IFNAME="cable", OMP_NUM_THREADS="1", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="10", **settings,
-            )  # fmt: skip
+                NGPU="2",
+                NNODES="2",
+                NODE_RANK=str(node),
+                MASTER_ADDR=ADDRESSES[0],
+                MASTER_PORT=port,
+                GLOO_SOCKET_IFNAME="cable",
+                OMP_NUM_THREADS="1",
+                TORCH_ELASTIC_SHUTDOWN_TIMEOUT="10",
+                **settings,
+            )
             command = ["ip", "netns", "exec", name, str(ROOT / "run_train.sh"), *options]
             with open(f"{said}-{node}", "w") as file:
-                self.running.append(subprocess.Popen(command, env=here, stdout=file, stderr=file, stdin=subprocess.DEVNULL))
+                self.running.append(
+                    subprocess.Popen(
+                        command, env=here, stdout=file, stderr=file, stdin=subprocess.DEVNULL
+                    )
+                )
         return self.running
 
     def kill(self, node: int) -> None:
         """kill -9 of everything on that host."""
-        pids = subprocess.run(["ip", "netns", "pids", self.names[node]], capture_output=True, text=True).stdout.split()
+        pids = subprocess.run(
+            ["ip", "netns", "pids", self.names[node]], capture_output=True, text=True
+        ).stdout.split()
         for pid in map(int, pids):
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -71,7 +101,10 @@ class Hosts:
 
     def survivors(self) -> list[str]:
         """What still runs in the namespaces."""
-        shown = [subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout for name in self.names]
+        shown = [
+            subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+            for name in self.names
+        ]
         return " ".join(shown).split()
 
     def remove(self) -> None:
@@ -85,10 +118,15 @@ class Hosts:
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     if sys.platform != "linux" or not shutil.which("ip"):
-        pytest.skip("two hosts are made of Linux network namespaces by the command ip (Debian: apt install iproute2)")
+        pytest.skip(
+            "two hosts are made of Linux network namespaces by the command ip (Debian: apt "
+            "install iproute2)"
+        )
     try:
         made = Hosts()
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces are not permitted here (root is needed): {error.stderr.strip()}")
+        pytest.skip(
+            f"network namespaces are not permitted here (root is needed): {error.stderr.strip()}"
+        )
     yield made
     made.remove()

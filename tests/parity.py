@@ -1,12 +1,14 @@
 """The parity check: a run on a mesh compared with the plain model, which is one process.
 
-The oracle is the plain model in float32, without checkpointing, with one micro-batch. The initial weights must be equal bitwise.
-Loss, gradient norm and every gathered gradient of the first step must agree to 1e-5, and so must the losses, the norms and the
-weights of 5 optimizer steps, or to a bound that says how a model amplifies rounding (`bounds`). The tokens that every expert got
-must be the same. (Where scores are equal up to rounding, two meshes may choose different experts, and both are right.
-An oracle has the first seed without such a tie, and what is compared with it has the same.) Meshes do not divide the sizes
-of the model evenly: vocabulary 263, width 50. Labels that do not count are spread unevenly over ranks and micro-batches.
-A run is a combination of one setting per factor (FACTORS).
+The oracle is the plain model in float32, without checkpointing, with one micro-batch. The initial
+weights must be equal bitwise. Loss, gradient norm and every gathered gradient of the first step
+must agree to 1e-5, and so must the losses, the norms and the weights of 5 optimizer steps, or to a
+bound that says how a model amplifies rounding (`bounds`). The tokens that every expert got must be
+the same. (Where scores are equal up to rounding, two meshes may choose different experts, and both
+are right. An oracle has the first seed without such a tie, and what is compared with it has the
+same.) Meshes do not divide the sizes of the model evenly: vocabulary 263, width 50. Labels that do
+not count are spread unevenly over ranks and micro-batches. A run is a combination of one setting
+per factor (FACTORS).
 """
 
 import functools
@@ -25,33 +27,57 @@ from tools.bench import harness
 
 STEPS, SEQ, BATCH, VOCAB = 5, 16, 24, 263
 OPTIONS = [
-    *SMALL_MODEL, f"--training.global_batch_size={BATCH}", f"--training.steps={STEPS}", "--lr_schedule.warmup_steps=0",
-]  # fmt: skip
+    *SMALL_MODEL,
+    f"--training.global_batch_size={BATCH}",
+    f"--training.steps={STEPS}",
+    "--lr_schedule.warmup_steps=0",
+]
 SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.2", "--optimizer.momentum=0.9"]
-TWO_MICRO_BATCHES = "two micro-batches"  # six in a pipeline. trajectory() makes the option: it depends on the mesh
-DOCUMENTS = "documents"  # windows have documents of 3 to 7 tokens, and attention stays inside each; no option of a run either
-ONE_EXPERT = "one expert"  # the balancing biases send every token to expert 5 of each mixture; no option either
-FEW_LABELS = "few labels"  # labels count in the first quarter of a window alone, so some ranks of a cp group have none
-NARROW_QUERIES = "narrow queries"  # of DeepSeek: computed from a vector of 23 numbers; the debug flavor has none; no option
+# six in a pipeline. trajectory() makes the option: it depends on the mesh
+TWO_MICRO_BATCHES = "two micro-batches"
+# windows have documents of 3 to 7 tokens, and attention stays inside each; no option of a run
+# either
+DOCUMENTS = "documents"
+# the balancing biases send every token to expert 5 of each mixture; no option either
+ONE_EXPERT = "one expert"
+# labels count in the first quarter of a window alone, so some ranks of a cp group have none
+FEW_LABELS = "few labels"
+# of DeepSeek: computed from a vector of 23 numbers; the debug flavor has none; no option
+NARROW_QUERIES = "narrow queries"
 
-LEAST_GAP, SEEDS = 1e-6, range(20)  # the scores of experts differ by some 1e-7 of their size from mesh to mesh
-SHAKEN = "shaken"  # every initial weight is one unit in the last place larger or smaller; no option either
+# the scores of experts differ by some 1e-7 of their size from mesh to mesh
+LEAST_GAP, SEEDS = 1e-6, range(20)
+# every initial weight is one unit in the last place larger or smaller; no option either
+SHAKEN = "shaken"
 MARKERS = DOCUMENTS, FEW_LABELS, ONE_EXPERT, SHAKEN, NARROW_QUERIES
 
 # factor -> {setting: options}. The first setting of a factor is the plain model's.
 NUMBERS = {  # what is computed: every combination of these has an oracle of its own
     "model": {"llama": [], "qwen3": ["--model.family=qwen3"]},
-    "embeddings": {"untied": ["--model.tied_embeddings=false"], "tied": ["--model.tied_embeddings=true"]},
+    "embeddings": {
+        "untied": ["--model.tied_embeddings=false"],
+        "tied": ["--model.tied_embeddings=true"],
+    },
     "optimizer": {"adamw": ADAMW, "sgd": SGD},
-    "clipping": {"none": [], "in force": ["--training.max_norm=0.1"]},  # every norm of these runs is above 0.1 and below 1
+    # every norm of these runs is above 0.1 and below 1
+    "clipping": {"none": [], "in force": ["--training.max_norm=0.1"]},
 }
 EXECUTION = {  # how it is computed: no setting may change the numbers
-    "checkpointing": {mode: [f"--activation_checkpoint.mode={mode}"] for mode in ("none", "full", "every_n", "selective")},
+    "checkpointing": {
+        mode: [f"--activation_checkpoint.mode={mode}"]
+        for mode in ("none", "full", "every_n", "selective")
+    },
     "weights": {
         "default": [],
         "never freed": ["--parallelism.reshard_after_forward=false"],
-        "last two kept": ["--parallelism.keep_gathered=2", "--parallelism.reshard_after_forward=true"],
-        "always freed, prefetched": ["--parallelism.reshard_after_forward=true", "--parallelism.prefetch=2"],
+        "last two kept": [
+            "--parallelism.keep_gathered=2",
+            "--parallelism.reshard_after_forward=true",
+        ],
+        "always freed, prefetched": [
+            "--parallelism.reshard_after_forward=true",
+            "--parallelism.prefetch=2",
+        ],
     },
     "accumulation": {
         "none": [],
@@ -65,23 +91,39 @@ CONTEXT = {  # further factors of context parallelism; the last two change what 
     "documents": {"none": [], "masked": [DOCUMENTS]},
     "labels": {"everywhere": [], "at the beginning": [FEW_LABELS]},
 }
-# Models with experts: 8 of odd width, 3 for each token, a loss and biases that balance strongly enough to matter.
-_EXPERTS = ["--model.n_experts=8", "--model.experts_per_token=3", "--model.expert_dim=11", "--model.balance_loss=0.05"]
+# Models with experts: 8 of odd width, 3 for each token, a loss and biases that balance strongly
+# enough to matter.
+_EXPERTS = [
+    "--model.n_experts=8",
+    "--model.experts_per_token=3",
+    "--model.expert_dim=11",
+    "--model.balance_loss=0.05",
+]
 DEEPSEEK = ["--model.family=deepseek_v3", *_EXPERTS, "--training.expert_bias_speed=0.01"]
 EXPERTS = {"qwen3 experts": ["--model.family=qwen3", *_EXPERTS], "deepseek_v3": DEEPSEEK}
 Combination = dict[str, str]  # factor -> setting; "mesh" is a factor too
 
 
 def trajectory(options: list[str], dp_size: int = 1) -> dict:
-    """Train STEPS steps on this rank through train.build and train.train_step; gathers everything worth comparing."""
+    """Train STEPS steps on this rank through train.build and train.train_step; gathers everything
+    worth comparing."""
     warnings.simplefilter("ignore")
     in_pipeline = any("pipeline_parallel" in option for option in options)
     local = BATCH // dp_size // ((6 if in_pipeline else 2) if TWO_MICRO_BATCHES in options else 1)
-    has_documents, has_few_labels, has_one_expert, is_shaken, is_narrow = (marker in options for marker in MARKERS)
+    has_documents, has_few_labels, has_one_expert, is_shaken, is_narrow = (
+        marker in options for marker in MARKERS
+    )
     tables("deepseek_v3").FLAVORS["debug"]["q_rank"] = 23 if is_narrow else 0
     options = [option for option in options if option not in (TWO_MICRO_BATCHES, *MARKERS)]
-    base = [o for o in OPTIONS if DEEPSEEK[0] not in options or not o.startswith(("--model.n_kv_heads", "--model.head_dim"))]
-    cfg = load_config([*base, f"--training.local_batch_size={local}", *options], world().size, world().local_size)
+    base = [
+        o
+        for o in OPTIONS
+        if DEEPSEEK[0] not in options
+        or not o.startswith(("--model.n_kv_heads", "--model.head_dim"))
+    ]
+    cfg = load_config(
+        [*base, f"--training.local_batch_size={local}", *options], world().size, world().local_size
+    )
     job = train.build(cfg)
     if has_one_expert:
         for name, bias in job.model.named_parameters():
@@ -89,32 +131,47 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
                 bias.data[5] = 100.0
     if is_shaken:
         shake(job.model)
-    seen = {"init": {n: whole(p).numpy() for n, p in job.model.named_parameters()}, "loss": [], "norm": [], "counts": []}
+    seen = {
+        "init": {n: whole(p).numpy() for n, p in job.model.named_parameters()},
+        "loss": [],
+        "norm": [],
+        "counts": [],
+    }
 
     def keep_gradients(*_):
         if "grad" not in seen:
             missing = torch.zeros_like
             trained = [(n, p) for n, p in job.model.named_parameters() if p.requires_grad]
-            seen["grad"] = {n: whole(missing(p) if p.grad is None else p.grad).numpy() for n, p in trained}
+            seen["grad"] = {
+                n: whole(missing(p) if p.grad is None else p.grad).numpy() for n, p in trained
+            }
 
     job.optimizer.register_step_pre_hook(keep_gradients)
-    batches = harness.batches(cfg, job.mesh, np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16))
+    batches = harness.batches(
+        cfg, job.mesh, np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16)
+    )
     length = cfg.training.seq_len
-    positions = torch.cat([torch.arange(part.start, part.stop) for part in job.mesh.places(length)])  # of this rank's tokens
+    # of this rank's tokens
+    positions = torch.cat([torch.arange(part.start, part.stop) for part in job.mesh.places(length)])
     for step in range(STEPS):
         batch = batches[step]
         sample = batch["sample"].view(*batch["labels"].shape[:2], 1)  # [A, b, 1]
-        masked = (sample * 7 + positions) % 11 < sample % 5  # by sample, so that ranks hold different counts
+        # by sample, so that ranks hold different counts
+        masked = (sample * 7 + positions) % 11 < sample % 5
         if has_few_labels:
             masked |= positions >= length // 4
         if has_documents:
             batch["positions"] = torch.arange(length) % (3 + sample % 5)
         batch["labels"] = batch["labels"].masked_fill(masked, -100)
         result = train.train_step(job, batch)
-        assert not unfinished_works(), f"step {step} has begun collectives that nobody waits for: {unfinished_works()}"
+        assert not unfinished_works(), (
+            f"step {step} has begun collectives that nobody waits for: {unfinished_works()}"
+        )
         seen["loss"].append(result.loss)
         seen["norm"].append(result.grad_norm)
-        seen["counts"].append({layer: counts.tolist() for layer, counts in result.expert_counts.items()})
+        seen["counts"].append(
+            {layer: counts.tolist() for layer, counts in result.expert_counts.items()}
+        )
     seen["weights"] = {n: whole(p).numpy() for n, p in job.model.named_parameters()}
     return seen
 
@@ -131,7 +188,8 @@ def shake(model: torch.nn.Module) -> None:
 
 
 def unfinished_works() -> int:
-    """How many functional collectives this process has begun and not waited for. PyTorch keeps what belongs to each."""
+    """How many functional collectives this process has begun and not waited for. PyTorch keeps what
+    belongs to each."""
     return torch._C._distributed_c10d._get_work_registry_size()
 
 
@@ -150,11 +208,18 @@ def combination_of(**settings: str) -> Combination:
 
 
 def plain(*more: str, **numbers: str) -> dict:
-    """The oracle of these settings: one process, no parallelism, no accumulation, no checkpointing. Of `more` options, those of
-    a mesh, the ones that change the model count. What is compared with it needs `seed_of` it among its options."""
+    """The oracle of these settings: one process, no parallelism, no accumulation, no checkpointing.
+    Of `more` options, those of a mesh, the ones that change the model count. What is compared with
+    it needs `seed_of` it among its options."""
     combination = combination_of(**numbers)
-    shape = [o for o in more if o.startswith(("--model.", "--training.seq_len", "--training.expert_")) or o in MARKERS]
-    return oracle_of((*options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS), *shape))
+    shape = [
+        o
+        for o in more
+        if o.startswith(("--model.", "--training.seq_len", "--training.expert_")) or o in MARKERS
+    ]
+    return oracle_of(
+        (*options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS), *shape)
+    )
 
 
 def seed_of(oracle: dict) -> str:
@@ -175,12 +240,14 @@ def _clear(options: list[str]) -> dict:
         seen, gaps[seed] = _with_gap(own)
         if gaps[seed] > LEAST_GAP:
             return seen | {"seed": seed, "options": own}
-    raise AssertionError(f"with each of {len(SEEDS)} seeds rounding may change an expert of {options}: {gaps}")
+    raise AssertionError(
+        f"with each of {len(SEEDS)} seeds rounding may change an expert of {options}: {gaps}"
+    )
 
 
 def _with_gap(options: list[str]) -> tuple[dict, float]:
-    """A trajectory, and the smallest lead in it of a chosen expert, or group of experts, over one that was not chosen, as a part
-    of its score."""
+    """A trajectory, and the smallest lead in it of a chosen expert, or group of experts, over one
+    that was not chosen, as a part of its score."""
     gaps, real = [], torch.Tensor.topk
 
     def topk(scores, k, dim):
@@ -197,12 +264,14 @@ def _with_gap(options: list[str]) -> tuple[dict, float]:
         torch.Tensor.topk = real
 
 
-# At equal weights, which are those of step 1, a mesh and the plain model differ by the rounding of sums: 1e-7 to 1e-6 in the
-# gradients. So loss, norm and gradients are judged there to EQUAL. Afterwards the weights themselves are apart, and training
-# amplifies that. By how much is a property of the model and the optimizer, and is measured: the plain model is trained once
-# more, with every initial weight moved by one unit in the last place (SHAKEN), which is an error like that of rounding. In a
-# norm or a weight a correct mesh was up to 3 times as far off as that run, so the trajectory may be AMPLIFIED times as far.
-# Most models stay below EQUAL, and are judged to that. Where a bound came above LARGEST it would let mistakes pass.
+# At equal weights, which are those of step 1, a mesh and the plain model differ by the rounding of
+# sums: 1e-7 to 1e-6 in the gradients. So loss, norm and gradients are judged there to EQUAL.
+# Afterwards the weights themselves are apart, and training amplifies that. By how much is a
+# property of the model and the optimizer, and is measured: the plain model is trained once more,
+# with every initial weight moved by one unit in the last place (SHAKEN), which is an error like
+# that of rounding. In a norm or a weight a correct mesh was up to 3 times as far off as that run,
+# so the trajectory may be AMPLIFIED times as far. Most models stay below EQUAL, and are judged to
+# that. Where a bound came above LARGEST it would let mistakes pass.
 EQUAL, AMPLIFIED, LARGEST = 1e-5, 8, 1e-2
 
 
@@ -221,7 +290,8 @@ def apart(seen: dict, oracle: dict) -> tuple[dict[str, float], dict[str, float]]
 
 
 def bounds(oracle: dict) -> dict[str, float]:
-    """How far "loss", "norm" and "weights" may be off along the trajectory. Without its options, an oracle allows EQUAL."""
+    """How far "loss", "norm" and "weights" may be off along the trajectory. Without its options, an
+    oracle allows EQUAL."""
     if "options" not in oracle:
         return dict.fromkeys(("loss", "norm", "weights"), EQUAL)
     if "bounds" not in oracle:
@@ -241,9 +311,13 @@ def amplified(shaken: dict, oracle: dict) -> dict[str, float]:
 
 
 def compare(name: str, seen: dict, oracle: dict, limit: float = EQUAL) -> list[str]:
-    """What differs: sentences, empty when all is equal. limit: of relative differences, where kernels are not the same."""
-    problems = [f"{name}: initial {n} is not bitwise equal" for n, w in oracle["init"].items()
-                if not np.array_equal(w, seen["init"][n])]  # fmt: skip
+    """What differs: sentences, empty when all is equal. limit: of relative differences, where
+    kernels are not the same."""
+    problems = [
+        f"{name}: initial {n} is not bitwise equal"
+        for n, w in oracle["init"].items()
+        if not np.array_equal(w, seen["init"][n])
+    ]
     if seen["counts"] != oracle["counts"]:
         problems.append(f"{name}: experts got other numbers of tokens")
     equal_weights, later = apart(seen, oracle)
@@ -258,15 +332,26 @@ def compare(name: str, seen: dict, oracle: dict, limit: float = EQUAL) -> list[s
 
 def whole_model(ranks: list[dict]) -> dict:
     """What all ranks together have seen of a run: in a pipeline each one has other parameters."""
-    both = {key: {n: x for seen in ranks for n, x in seen[key].items()} for key in ("init", "grad", "weights")}
-    counts = [{layer: x for seen in ranks for layer, x in seen["counts"][step].items()} for step in range(STEPS)]
+    both = {
+        key: {n: x for seen in ranks for n, x in seen[key].items()}
+        for key in ("init", "grad", "weights")
+    }
+    counts = [
+        {layer: x for seen in ranks for layer, x in seen["counts"][step].items()}
+        for step in range(STEPS)
+    ]
     return ranks[0] | both | {"counts": counts}
 
 
 def check(
-    mesh: str, combinations: list[Combination], more: list[str] | None = None, timeout: float = 270, factors: dict = FACTORS
+    mesh: str,
+    combinations: list[Combination],
+    more: list[str] | None = None,
+    timeout: float = 270,
+    factors: dict = FACTORS,
 ) -> None:
-    """Every combination of `factors` on this mesh, with `more` options, is its plain model; all ranks report the same numbers."""
+    """Every combination of `factors` on this mesh, with `more` options, is its plain model; all
+    ranks report the same numbers."""
     ranks, options, dp_size = (MESHES | CONTEXT_MESHES | EXPERT_MESHES)[mesh]
     runs, oracles = [], []
     for combination in combinations:
@@ -277,10 +362,16 @@ def check(
     results = run_ranks(ranks, trajectories, runs, dp_size, timeout=timeout)
     problems = []
     for i, combination in enumerate(combinations):
-        name = f"{mesh} {', '.join(f'{factor}: {combination[factor]}' for factor in factors)} {' '.join(more or [])}"
+        name = (
+            f"{mesh} {', '.join(f'{factor}: {combination[factor]}' for factor in factors)} "
+            f"{' '.join(more or [])}"
+        )
         seen = whole_model([of_rank[i] for of_rank in results])
         problems += compare(name, seen, oracles[i])
         for rank, of_rank in enumerate(results):
-            if of_rank[i]["loss"] != results[0][i]["loss"] or of_rank[i]["norm"] != results[0][i]["norm"]:
+            if (
+                of_rank[i]["loss"] != results[0][i]["loss"]
+                or of_rank[i]["norm"] != results[0][i]["norm"]
+            ):
                 problems.append(f"{name}: rank {rank} reports a different loss or norm than rank 0")
     assert not problems, "\n".join(problems)

@@ -1,8 +1,9 @@
-"""Real ranks for tests: forked processes with a gloo group, in a second rather than the five that torchrun needs.
+"""Real ranks for tests: forked processes with a gloo group, in a second rather than the five that
+torchrun needs.
 
-They are forked by a server that has imported torch and never computes (tests/forks.py), so a rank has neither threads nor
-patches of the process that asks for it. Every call has a time limit: a hang is a failure that names the ranks that did not
-come back, and no process outlives its test.
+They are forked by a server that has imported torch and never computes (tests/forks.py), so a rank
+has neither threads nor patches of the process that asks for it. Every call has a time limit: a hang
+is a failure that names the ranks that did not come back, and no process outlives its test.
 """
 
 import faulthandler
@@ -24,21 +25,25 @@ from tests import forks
 
 list(MODELS.values())  # imports every family, so that no rank has to
 
-NEIGHBOURS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # test processes that share this machine, with this one
+# test processes that share this machine, with this one
+NEIGHBOURS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def step_timeout(seconds: int) -> str:
-    """The option for a run whose steps take no longer than that on a machine of its own: beside other test processes a
-    healthy step takes longer, and must not be taken for one that hangs."""
+    """The option for a run whose steps take no longer than that on a machine of its own: beside
+    other test processes a healthy step takes longer, and must not be taken for one that hangs."""
     return f"--run.step_timeout_seconds={seconds * NEIGHBOURS}"
 
 
 def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) -> list[Any]:
-    """Run fn(*args) on `world_size` ranks, as torchrun would on one host; returns what each rank returned (pickled).
+    """Run fn(*args) on `world_size` ranks, as torchrun would on one host; returns what each rank
+    returned (pickled).
 
-    `timeout` is in seconds of a machine for itself: beside other workers the ranks have that many times longer.
+    `timeout` is in seconds of a machine for itself: beside other workers the ranks have that many
+    times longer.
 
-    Raises AssertionError with the traceback of every rank that failed, or with the names of those that hang.
+    Raises AssertionError with the traceback of every rank that failed, or with the names of those
+    that hang.
     """
     ranks: list[ForkServerProcess] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +53,9 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) ->
             failed = _wait(ranks, timeout * NEIGHBOURS)
             for rank, process in enumerate(ranks):
                 if process.exitcode == 1 and not (Path(folder) / f"{rank}").exists():
-                    failed.append(f"rank {rank} could not begin: its traceback is in what it printed")
+                    failed.append(
+                        f"rank {rank} could not begin: its traceback is in what it printed"
+                    )
         finally:
             for process in ranks:
                 forks.end(process)
@@ -58,14 +65,24 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) ->
     return [value for _, value in results]
 
 
-def child(folder: Path, rank: int, world_size: int, fn: Callable, args: tuple, waits: bool = False) -> None:
-    """Become a rank, in a process that tests/forks.py has started. waits: it ends when all ranks have."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+def child(
+    folder: Path, rank: int, world_size: int, fn: Callable, args: tuple, waits: bool = False
+) -> None:
+    """Become a rank, in a process that tests/forks.py has started. waits: it ends when all ranks
+    have."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
     faulthandler.enable()
     ok, value = True, None
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+        )
         value = fn(*args)
     except BaseException:
         ok, value = False, traceback.format_exc()
@@ -73,12 +90,14 @@ def child(folder: Path, rank: int, world_size: int, fn: Callable, args: tuple, w
     (folder / f"{rank}.tmp").rename(folder / f"{rank}")
     deadline = time.monotonic() + (10 if waits and ok and dist.is_initialized() else 0)
     while time.monotonic() < deadline and len(list(folder.glob("[0-9]"))) < world_size:
-        time.sleep(0.002)  # a rank that leaves at once breaks the connections that a slower one is still opening
+        # a rank that leaves at once breaks the connections that a slower one is still opening
+        time.sleep(0.002)
     os._exit(0 if ok else 1)
 
 
 def _wait(ranks: list[ForkServerProcess], timeout: float) -> list[str]:
-    """Until all have ended, or a little after the first failure: who died of a signal, and who still runs."""
+    """Until all have ended, or a little after the first failure: who died of a signal, and who
+    still runs."""
     deadline = time.monotonic() + timeout
     running = dict(enumerate(ranks))
     problems = []

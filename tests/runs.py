@@ -1,4 +1,5 @@
-"""What several test files share: meshes, small models, whole runs of train.py, and what can be read from a run's folder."""
+"""What several test files share: meshes, small models, whole runs of train.py, and what can be read
+from a run's folder."""
 
 import contextlib
 import io
@@ -30,14 +31,26 @@ MESHES = {  # name: (ranks, options, data-parallel ranks)
     "hsdp2x2": (4, ["--parallelism.data_parallel_replicate=2"], 4),
     "tp4": (4, ["--parallelism.tensor_parallel=4"], 1),
     "fsdp2xtp2": (4, ["--parallelism.tensor_parallel=2"], 2),
-    "hsdp2x2xtp2": (8, ["--parallelism.tensor_parallel=2", "--parallelism.data_parallel_replicate=2"], 4),
+    "hsdp2x2xtp2": (
+        8,
+        ["--parallelism.tensor_parallel=2", "--parallelism.data_parallel_replicate=2"],
+        4,
+    ),
     "cp2": (2, ["--parallelism.context_parallel=2"], 1),
     "pp2": (2, ["--parallelism.pipeline_parallel=2"], 1),
     "pp4": (4, ["--parallelism.pipeline_parallel=4", "--model.n_layers=4"], 1),
     "pp2xfsdp2": (4, ["--parallelism.pipeline_parallel=2"], 2),
     "pp2xtp2": (4, ["--parallelism.pipeline_parallel=2", "--parallelism.tensor_parallel=2"], 1),
-    "pp2xhsdp2x2": (8, ["--parallelism.pipeline_parallel=2", "--parallelism.data_parallel_replicate=2"], 4),
-    "pp2xfsdp2xtp2": (8, ["--parallelism.pipeline_parallel=2", "--parallelism.tensor_parallel=2"], 2),
+    "pp2xhsdp2x2": (
+        8,
+        ["--parallelism.pipeline_parallel=2", "--parallelism.data_parallel_replicate=2"],
+        4,
+    ),
+    "pp2xfsdp2xtp2": (
+        8,
+        ["--parallelism.pipeline_parallel=2", "--parallelism.tensor_parallel=2"],
+        2,
+    ),
 }
 CP2, ULYSSES = "--parallelism.context_parallel=2", "--parallelism.context_parallel_method=ulysses"
 CONTEXT_MESHES = {  # as MESHES
@@ -65,7 +78,11 @@ EXPERT_MESHES = {  # as MESHES
 }
 # The same with tensor parallelism, which splits the hidden units of shared experts evenly.
 EXPERT_MESHES |= {
-    f"experts on {name}": (ranks, [*options, "--parallelism.tensor_parallel=2", "--model.expert_dim=12"], dp_size)
+    f"experts on {name}": (
+        ranks,
+        [*options, "--parallelism.tensor_parallel=2", "--model.expert_dim=12"],
+        dp_size,
+    )
     for name, (ranks, options, dp_size) in {
         "tp2": (2, [], 1),
         "ep2 of tp2": (2, [EP2], 1),
@@ -77,20 +94,35 @@ EXPERT_MESHES |= {
     }.items()
 }
 SMALL_MODEL = (  # sizes that meshes do not divide evenly, in float32, with sequences of 16 tokens
-    "--model.dim=50 --model.n_layers=3 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 --model.hidden_dim=44 "
-    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
+    "--model.dim=50 --model.n_layers=3 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 "
+    "--model.hidden_dim=44 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 "
+    "--training.seq_len=16 "
     "--training.loss_chunk_tokens=40"
 ).split()
-ADAMW = ["--optimizer.lr=0.01", "--optimizer.eps=1e-4"]  # with eps 1e-8 Adam amplifies rounding where gradients are near 0
+# with eps 1e-8 Adam amplifies rounding where gradients are near 0
+ADAMW = ["--optimizer.lr=0.01", "--optimizer.eps=1e-4"]
 STEPS = 16  # of a tiny run
 TINY = (
-    "--model.dim=32 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 --model.hidden_dim=36 "
-    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
-    f"--training.global_batch_size=8 --training.local_batch_size=2 --training.steps={STEPS} --lr_schedule.warmup_steps=3 "
-    "--optimizer.lr=0.01 --optimizer.eps=1e-5 --checkpoint.interval=5 --metrics.interval=1 --metrics.tensorboard=false "
+    "--model.dim=32 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 "
+    "--model.hidden_dim=36 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 "
+    "--training.seq_len=16 "
+    f"--training.global_batch_size=8 --training.local_batch_size=2 --training.steps={STEPS} "
+    "--lr_schedule.warmup_steps=3 "
+    "--optimizer.lr=0.01 --optimizer.eps=1e-5 --checkpoint.interval=5 --metrics.interval=1 "
+    "--metrics.tensorboard=false "
     "--validation.interval=0 --debug.sample_tokens=0 --metrics.progress=off"
 ).split()
-SETTINGS = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+SETTINGS = (
+    "NGPU",
+    "NNODES",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 def tiny_run(place: Path) -> list[str]:
@@ -98,17 +130,23 @@ def tiny_run(place: Path) -> list[str]:
     corpus = place / "corpus"
     corpus.mkdir()
     for i in range(40):
-        (corpus / f"{i:02d}.txt").write_text(f"document {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60)) + "\n")
+        (corpus / f"{i:02d}.txt").write_text(
+            f"document {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60)) + "\n"
+        )
     return [*TINY, f"--data.source={corpus}", f"--data.cache={place / 'cache'}"]
 
 
 def run(options: list[str], folder: Path) -> tuple[int, str]:
-    """train.main on this rank: its exit code, and what it printed as an error. Notes which samples each step saw."""
+    """train.main on this rank: its exit code, and what it printed as an error. Notes which samples
+    each step saw."""
     real = train.train_step
 
     def noting(job, batch, *options):
         result = real(job, batch, *options)
-        if job.mesh.pp_rank == job.mesh.cp_rank == job.mesh.device_mesh.get_local_rank("tp") == 0 and not result.flags.no_data:
+        if (
+            job.mesh.pp_rank == job.mesh.cp_rank == job.mesh.device_mesh.get_local_rank("tp") == 0
+            and not result.flags.no_data
+        ):
             with open(folder / f"samples-{job.mesh.dp_rank}.jsonl", "a") as file:
                 file.write(json.dumps(batch["sample"].tolist()) + "\n")
         return result
@@ -132,14 +170,19 @@ def logged(folder: Path, step: int) -> bool:
 
 
 def in_mid_run(folder: Path, step: int) -> bool:
-    """Whether the run has logged that step and published a checkpoint: only then does a start after a kill resume. A save is
-    published by the side of the steps that follow it, on a busy disk many steps later."""
+    """Whether the run has logged that step and published a checkpoint: only then does a start after
+    a kill resume. A save is published by the side of the steps that follow it, on a busy disk many
+    steps later."""
     return logged(folder, step) and any((folder / "checkpoints").glob("step-*"))
 
 
 def samples(folder: Path, dp_size: int) -> list[list[int]]:
-    """The global batch of every step that was trained, in order, put together from the ranks' shares."""
-    shares = [[json.loads(line) for line in (folder / f"samples-{r}.jsonl").read_text().splitlines()] for r in range(dp_size)]
+    """The global batch of every step that was trained, in order, put together from the ranks'
+    shares."""
+    shares = [
+        [json.loads(line) for line in (folder / f"samples-{r}.jsonl").read_text().splitlines()]
+        for r in range(dp_size)
+    ]
     return [sum(rows, []) for rows in zip(*shares, strict=True)]
 
 
@@ -193,7 +236,8 @@ def said(folder: Path) -> str:
 
 
 def trained(folder: Path, dp_size: int) -> tuple[int, list[list[int]]]:
-    """The step after which the newest start of this run went on, and the samples of each step since. Removes the notes."""
+    """The step after which the newest start of this run went on, and the samples of each step
+    since. Removes the notes."""
     first = said(folder).split("resumed after step ")[1:]
     rows = samples(folder, dp_size)
     for path in folder.glob("samples-*"):
@@ -201,9 +245,12 @@ def trained(folder: Path, dp_size: int) -> tuple[int, list[list[int]]]:
     return int(first[-1].split()[0]) if first else 0, rows
 
 
-def ends(n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60, last_hangs: bool = False) -> list[int | None]:
-    """Like run_ranks, for ranks that may end at once: the exit code of each, or minus the signal it died of. None for one that
-    has not ended in time. last_hangs: so the last rank is not waited for when the others have ended."""
+def ends(
+    n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60, last_hangs: bool = False
+) -> list[int | None]:
+    """Like run_ranks, for ranks that may end at once: the exit code of each, or minus the signal it
+    died of. None for one that has not ended in time. last_hangs: so the last rank is not waited for
+    when the others have ended."""
     folder.mkdir(parents=True, exist_ok=True)
     processes: list[ForkServerProcess] = []
     codes = []
@@ -228,22 +275,28 @@ def _and_exit(fn: Callable, args: tuple) -> None:
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """This process's environment with the tests' Python first on PATH, and of the launch variables only `settings`."""
-    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS and not name.startswith(("SLURM_", "PYTEST_"))}
+    """This process's environment with the tests' Python first on PATH, and of the launch variables
+    only `settings`."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in SETTINGS and not name.startswith(("SLURM_", "PYTEST_"))
+    }
     return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | settings
 
 
 def losses_of_four(folder: Path, options: list[str]) -> dict[int, float]:
-    """What four ranks on one host come to when nobody disturbs them: the loss of each step. They are forked, since programs of
-    their own would take 25 s of processor time more, and compute the same bits."""
+    """What four ranks on one host come to when nobody disturbs them: the loss of each step. They
+    are forked, since programs of their own would take 25 s of processor time more, and compute the
+    same bits."""
     folder.mkdir()
     assert ranks.run_ranks(4, run, options, folder, timeout=200) == [(0, "")] * 4
     return series(folder)
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, from a range of this test worker's own, below the ports that the system gives to
-    outgoing connections."""
+    """A TCP port that nobody listens on, from a range of this test worker's own, below the ports
+    that the system gives to outgoing connections."""
     for port in _PORTS:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
@@ -252,7 +305,9 @@ def free_port() -> int:
 
 
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-_PORTS = iter(range(12_000 + 1000 * (_WORKER % 16) + os.getpid() % 500, 12_000 + 1000 * (_WORKER % 16 + 1)))
+_PORTS = iter(
+    range(12_000 + 1000 * (_WORKER % 16) + os.getpid() % 500, 12_000 + 1000 * (_WORKER % 16 + 1))
+)
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
@@ -261,7 +316,8 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 class Count(TorchDispatchMode):
-    """How often a step runs a matrix product, attention, and a SiLU (which stands for the cheap rest)."""
+    """How often a step runs a matrix product, attention, and a SiLU (which stands for the cheap
+    rest)."""
 
     def __init__(self):
         super().__init__()
@@ -269,8 +325,12 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        kind = {"mm": "mm", "silu": "silu", "_scaled_dot_product_flash_attention_for_cpu": "attention",
-                "document_attention": "attention"}.get(name)  # fmt: skip
+        kind = {
+            "mm": "mm",
+            "silu": "silu",
+            "_scaled_dot_product_flash_attention_for_cpu": "attention",
+            "document_attention": "attention",
+        }.get(name)
         if kind:
             self.seen[kind] += 1
         return func(*args, **(kwargs or {}))

@@ -1,5 +1,5 @@
-"""Shapes of models with distinct odd sizes, so that no transposed or swapped dimension can hide; and a model beside
-transformers' own, with the same weights."""
+"""Shapes of models with distinct odd sizes, so that no transposed or swapped dimension can hide;
+and a model beside transformers' own, with the same weights."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,38 +9,94 @@ from torch import nn
 
 from models import deepseek_v3, llama, qwen3
 
-# Of the seven wavelengths at a head of 14 and a base of 500,000, two are short for 512 tokens, one is between, four are long.
-ROPE_31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 512}
+# Of the seven wavelengths at a head of 14 and a base of 500,000, two are short for 512 tokens, one
+# is between, four are long.
+ROPE_31 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_seq_len": 512,
+}
 LLAMA = llama.Args(
-    dim=42, n_layers=3, n_heads=6, n_kv_heads=6, head_dim=14, hidden_dim=53, vocab_size=97, rope_theta=10000.0,
-    rope_scaling=None, norm_eps=1e-5, max_seq_len=64, tied_embeddings=False,
-)  # fmt: skip
+    dim=42,
+    n_layers=3,
+    n_heads=6,
+    n_kv_heads=6,
+    head_dim=14,
+    hidden_dim=53,
+    vocab_size=97,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    norm_eps=1e-5,
+    max_seq_len=64,
+    tied_embeddings=False,
+)
 LLAMA3 = replace(LLAMA, n_kv_heads=2, rope_theta=500000.0)
 QWEN3 = qwen3.Args(
-    dim=42, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=10, hidden_dim=53, vocab_size=97, rope_theta=1e6,
-    norm_eps=1e-6, max_seq_len=64, tied_embeddings=False,
-)  # fmt: skip
+    dim=42,
+    n_layers=3,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=10,
+    hidden_dim=53,
+    vocab_size=97,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    max_seq_len=64,
+    tied_embeddings=False,
+)
 DEEPSEEK = deepseek_v3.Args(
-    dim=42, n_layers=3, n_dense_layers=1, n_heads=3, q_rank=22, kv_rank=18, nope_dim=10, rope_dim=6, value_dim=14,
-    hidden_dim=53, n_experts=8, experts_per_token=3, expert_dim=11, n_shared_experts=1, expert_groups=4, groups_per_token=2,
-    routed_scale=1.7, balance_loss=0.0, vocab_size=97, rope_theta=10000.0,
-    rope_scaling={"factor": 4.0, "original_max_seq_len": 256.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
-                  "mscale_all_dim": 0.8},
-    norm_eps=1e-5, max_seq_len=1024, tied_embeddings=False,
-)  # fmt: skip
+    dim=42,
+    n_layers=3,
+    n_dense_layers=1,
+    n_heads=3,
+    q_rank=22,
+    kv_rank=18,
+    nope_dim=10,
+    rope_dim=6,
+    value_dim=14,
+    hidden_dim=53,
+    n_experts=8,
+    experts_per_token=3,
+    expert_dim=11,
+    n_shared_experts=1,
+    expert_groups=4,
+    groups_per_token=2,
+    routed_scale=1.7,
+    balance_loss=0.0,
+    vocab_size=97,
+    rope_theta=10000.0,
+    rope_scaling={
+        "factor": 4.0,
+        "original_max_seq_len": 256.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    },
+    norm_eps=1e-5,
+    max_seq_len=1024,
+    tied_embeddings=False,
+)
 SHAPES = {  # name -> the family and its numbers
     "llama2": (llama, LLAMA),
     "llama3": (llama, LLAMA3),
     "llama3.1": (llama, replace(LLAMA3, n_kv_heads=3, max_seq_len=1024, rope_scaling=ROPE_31)),
     "llama3.2": (
-        llama, replace(LLAMA3, max_seq_len=1024, rope_scaling=ROPE_31 | {"factor": 32.0}, tied_embeddings=True),
+        llama,
+        replace(
+            LLAMA3, max_seq_len=1024, rope_scaling=ROPE_31 | {"factor": 32.0}, tied_embeddings=True
+        ),
     ),
     "qwen3": (qwen3, QWEN3),
     "qwen3 tied": (qwen3, replace(QWEN3, tied_embeddings=True)),
     "qwen3 experts": (qwen3, replace(QWEN3, n_experts=7, experts_per_token=3, expert_dim=11)),
     "deepseek_v3": (deepseek_v3, DEEPSEEK),
-    "deepseek_v3 lite": (deepseek_v3, replace(DEEPSEEK, q_rank=0, expert_groups=1, groups_per_token=1, rope_scaling=None)),
-}  # fmt: skip
+    "deepseek_v3 lite": (
+        deepseek_v3,
+        replace(DEEPSEEK, q_rank=0, expert_groups=1, groups_per_token=1, rope_scaling=None),
+    ),
+}
 
 
 def hugging_face(family: Any, args: Any) -> nn.Module:
@@ -48,12 +104,13 @@ def hugging_face(family: Any, args: Any) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**family.hf_config(args))
-    return AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # the other one refuses odd sizes
+    # the other one refuses odd sizes
+    return AutoModelForCausalLM.from_config(config, experts_implementation="eager")
 
 
 def as_ours(tensors: dict[str, torch.Tensor], hf: str) -> torch.Tensor:
-    """The tensor that a name of `hf_names` means, among those of transformers' model: in memory it has the experts' weights in
-    one tensor, w1 and w3 one after the other."""
+    """The tensor that a name of `hf_names` means, among those of transformers' model: in memory it
+    has the experts' weights in one tensor, w1 and w3 one after the other."""
     if "#" not in hf:
         return tensors[hf]
     stem, _, kind = hf.partition(".#.")
@@ -63,7 +120,8 @@ def as_ours(tensors: dict[str, torch.Tensor], hf: str) -> torch.Tensor:
 
 
 def random_pair(family: Any, args: Any) -> tuple[nn.Module, nn.Module, list[tuple[str, str]]]:
-    """transformers' model and ours with the same random weights, and the names of these in ours and in theirs."""
+    """transformers' model and ours with the same random weights, and the names of these in ours and
+    in theirs."""
     torch.manual_seed(1)
     theirs, ours = hugging_face(family, args), family.build(args)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""A training step of real ranks, accounted for as tools/plan accounts for one that it makes up, and the comparison of the two."""
+"""A training step of real ranks, accounted for as tools/plan accounts for one that it makes up, and
+the comparison of the two."""
 
 import json
 import math
@@ -19,19 +20,27 @@ from tools.plan.step import Step, Where
 
 
 def collectives(step: Step) -> Counter:
-    return Counter((op.dimension, op.kind, op.message) for _, times, op in step.ops() if op.kind for _ in range(times))
+    return Counter(
+        (op.dimension, op.kind, op.message)
+        for _, times, op in step.ops()
+        if op.kind
+        for _ in range(times)
+    )
 
 
 def apart(fn, *args):
-    """fn(*args) in a process of its own: PyTorch keeps meshes of a fake group in caches that a real one would find."""
+    """fn(*args) in a process of its own: PyTorch keeps meshes of a fake group in caches that a real
+    one would find."""
     return forks.call(fn, *args)
 
 
-# What PyTorch's profiler calls a collective -> its kind, which of its inputs is the message, and by what that is multiplied.
+# What PyTorch's profiler calls a collective -> its kind, which of its inputs is the message, and by
+# what that is multiplied.
 PROFILED = {
     "c10d::_allgather_base_": ("all-gather", 0, None),
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1, None),
-    "_c10d_functional::all_gather_into_tensor": ("all-gather", 0, 1),  # the input; argument 1 is the size of the group
+    # the input; argument 1 is the size of the group
+    "_c10d_functional::all_gather_into_tensor": ("all-gather", 0, 1),
     "_c10d_functional::reduce_scatter_tensor": ("reduce-scatter", 0, None),
     "_c10d_functional::all_reduce": ("all-reduce", 0, None),
     "_c10d_functional::all_to_all_single": ("all-to-all", 0, None),
@@ -41,24 +50,35 @@ BYTES = {"float": 4, "c10::BFloat16": 2, "long int": 8}
 
 def profiled(job: train.Job, batch: dict) -> Counter:
     """(kind, bytes) of the collectives of a step, by another witness: PyTorch's profiler."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
         train.train_step(job, batch)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    events = [e for e in events if e.get("cat") == "cpu_op" and (e["name"] in PROFILED or e["name"].startswith("c10d::"))]
+    events = [
+        e
+        for e in events
+        if e.get("cat") == "cpu_op" and (e["name"] in PROFILED or e["name"].startswith("c10d::"))
+    ]
     messages = Counter()
     for event in (e for e in events if e["name"] in PROFILED):
-        # Selective checkpointing dispatches an operator twice, or answers it with the result that it kept: of nested
-        # events the innermost counts, and only one below which c10d ran.
-        inside = [e["name"] for e in events if event["ts"] < e["ts"] <= event["ts"] + event["dur"] and e is not event]
+        # Selective checkpointing dispatches an operator twice, or answers it with the result that
+        # it kept: of nested events the innermost counts, and only one below which c10d ran.
+        inside = [
+            e["name"]
+            for e in events
+            if event["ts"] < e["ts"] <= event["ts"] + event["dur"] and e is not event
+        ]
         if event["name"] in inside or not (inside or event["name"].startswith("c10d::")):
             continue
         kind, message, times = PROFILED[event["name"]]
         args = event["args"]
         dims = args["Input Dims"][message]
-        if kind == "all-to-all" and (parts := json.loads(args["Concrete Inputs"][1] or "[]")):  # of what comes from each rank
+        # of what comes from each rank
+        if kind == "all-to-all" and (parts := json.loads(args["Concrete Inputs"][1] or "[]")):
             dims = [max(dims[0], sum(parts)), *dims[1:]]
         size = math.prod(dims) * BYTES[args["Input type"][message]]
         messages[kind, size * (1 if times is None else int(args["Concrete Inputs"][times]))] += 1
@@ -66,7 +86,8 @@ def profiled(job: train.Job, batch: dict) -> Counter:
 
 
 def peaks(step: Step) -> dict[tuple[str, int], int]:
-    """The most bytes that live in each phase of each block; but for clipping, which holds a number per parameter."""
+    """The most bytes that live in each phase of each block; but for clipping, which holds a number
+    per parameter."""
     now, most = sum(step.before().values()), {}
     for where, _, change in step.curve():
         now += change
@@ -76,8 +97,8 @@ def peaks(step: Step) -> dict[tuple[str, int], int]:
 
 
 def real_step(cfg: Config) -> tuple[int, Where, dict[str, int], Counter, Counter, dict]:
-    """(peak, where, what it is, collectives, what the profiler saw of them, the peak of every block) of this rank's real second and
-    third step."""
+    """(peak, where, what it is, collectives, what the profiler saw of them, the peak of every
+    block) of this rank's real second and third step."""
     job = train.build(cfg)
     micro_batches = job.cfg.training.micro_batches(job.mesh.dp_size)
     batch = trace.batch_of(job, micro_batches)
@@ -103,8 +124,9 @@ def assert_same_step(predicted: Step, outcomes: list[tuple]) -> None:
     expected, where, what = predicted.peak()
     peak, there, kinds, seen, profiler_saw, by_block = outcomes[0]
     assert peak >= 0.99 * max(outcome[0] for outcome in outcomes)  # rank 0 has the largest shards
-    # Mostly to the byte; but gloo's threads let go of buffers when they please, of two moments that are nearly the peak
-    # either may then be it, and a bound must hold always. What is asked for is 5 %.
+    # Mostly to the byte; but gloo's threads let go of buffers when they please, of two moments that
+    # are nearly the peak either may then be it, and a bound must hold always. What is asked for is
+    # 5 %.
     assert expected == pytest.approx(peak, rel=0.01)
     assert where != there or apart_by(what, kinds) <= 0.01 * peak
     assert apart_by(peaks(predicted), by_block) <= 0.02 * peak
@@ -113,15 +135,25 @@ def assert_same_step(predicted: Step, outcomes: list[tuple]) -> None:
     for (_, kind, message), n in seen.items():
         without_dimension[kind, message] += n
     assert not profiler_saw - without_dimension
-    rest = without_dimension - profiler_saw  # the profiler does not say what type c10d's all-reduce has
+    # the profiler does not say what type c10d's all-reduce has
+    rest = without_dimension - profiler_saw
     assert {kind for kind, _ in rest} <= {"all-reduce"}
 
 
 def composed_and_whole(cfg, ranks: int) -> list[tuple]:
     steps = traced(cfg, ranks, 4, True), trace.trace_step(cfg, ranks, 4, True, most=99)
-    flops = [sum(times * (op.product_flops + op.attention_flops + op.recomputed) for _, times, op in step.ops()) for step in steps]
+    flops = [
+        sum(
+            times * (op.product_flops + op.attention_flops + op.recomputed)
+            for _, times, op in step.ops()
+        )
+        for step in steps
+    ]
     peaks = [step.peak() for step in steps]
-    return [(peak, kinds, collectives(step), f) for step, (peak, _, kinds), f in zip(steps, peaks, flops)]
+    return [
+        (peak, kinds, collectives(step), f)
+        for step, (peak, _, kinds), f in zip(steps, peaks, flops)
+    ]
 
 
 def composed_and_layers(cfg, ranks: int) -> tuple:

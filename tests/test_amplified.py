@@ -13,12 +13,16 @@ from tests.ranks import run_ranks
 from tests.runs import MESHES
 
 RANKS, MESH, DP_SIZE = MESHES["fsdp2"]
-LARGE_STEPS = ["--optimizer.lr=0.03"]  # the last one counts: of two options the plain model's is 0.01
+# the last one counts: of two options the plain model's is 0.01
+LARGE_STEPS = ["--optimizer.lr=0.03"]
 
 
-def normalised_outputs(block: torch.nn.Module, x: torch.Tensor, cos, sin, documents=None) -> torch.Tensor:
-    """A block that normalises what attention and the feed-forward layer return, and not what they get, as OLMo 2 does
-    (arXiv:2501.00656). What they return is small at first, so the norm makes large gradients for their weights."""
+def normalised_outputs(
+    block: torch.nn.Module, x: torch.Tensor, cos, sin, documents=None
+) -> torch.Tensor:
+    """A block that normalises what attention and the feed-forward layer return, and not what they
+    get, as OLMo 2 does (arXiv:2501.00656). What they return is small at first, so the norm makes
+    large gradients for their weights."""
     h = x + block.attention_norm(block.attention(x, cos, sin, documents))
     return h + block.ffn_norm(block.feed_forward(h))
 
@@ -26,7 +30,9 @@ def normalised_outputs(block: torch.nn.Module, x: torch.Tensor, cos, sin, docume
 OPTIONS = [*parity.ADAMW, *LARGE_STEPS]
 
 
-def post_norm(options: list[str], dp_size: int = 1, mistake: Callable[[], None] | None = None) -> dict:
+def post_norm(
+    options: list[str], dp_size: int = 1, mistake: Callable[[], None] | None = None
+) -> dict:
     """A trajectory of such a model. Runs in a rank, so the patches end with it."""
     layers.Block.forward = normalised_outputs
     if mistake:
@@ -50,7 +56,9 @@ def test_a_correct_mesh_passes_although_five_steps_amplify_its_rounding(oracle):
     """By more than 10, so that 1e-5 would not do."""
     seen = on_a_mesh()
     equal_weights, later = apart(seen, oracle)
-    assert max(equal_weights.values()) < EQUAL / 4 and max(later.values()) > 10 * max(equal_weights.values())
+    assert max(equal_weights.values()) < EQUAL / 4 and max(later.values()) > 10 * max(
+        equal_weights.values()
+    )
     assert max(later.values()) > EQUAL
     assert not compare("post-norm", seen, oracle)
 
@@ -74,7 +82,9 @@ def no_decay() -> None:
     train.build_optimizer = lambda model, rows, cfg: real(model, [("*", False)], cfg)
 
 
-@pytest.mark.parametrize("mistake, seen_in", [(gradient_slightly_off, "at equal weights"), (no_decay, "after step 1")])
+@pytest.mark.parametrize(
+    "mistake, seen_in", [(gradient_slightly_off, "at equal weights"), (no_decay, "after step 1")]
+)
 def test_a_wrong_mesh_does_not_pass(oracle, mistake, seen_in):
     problems = compare(mistake.__name__, on_a_mesh(mistake), oracle)
     assert problems and all(seen_in in problem for problem in problems), problems

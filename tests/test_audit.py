@@ -1,4 +1,5 @@
-"""What a run saw is told from its order alone: against what the batches held, and with broken orders, which must be found."""
+"""What a run saw is told from its order alone: against what the batches held, and with broken
+orders, which must be found."""
 
 import dataclasses
 import json
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from configs.schema import Data, InputError
-from data import audit, order as orders
+from data import audit
+from data import order as orders
 from data.loader import Batches
 from data.order import Order
 from data.prepare import prepare
@@ -21,7 +23,8 @@ STEPS, T, G = 90, 16, 24
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """The folder of a run of 90 steps on two sources, of which 60 are in a checkpoint, with a schedule and a splice."""
+    """The folder of a run of 90 steps on two sources, of which 60 are in a checkpoint, with a
+    schedule and a splice."""
     place = tmp_path_factory.mktemp("audit")
     corpora = {}
     for name, count in ("web", 30), ("code", 7):
@@ -30,19 +33,31 @@ def run(tmp_path_factory) -> Path:
         for i in range(count):
             numbers = " ".join(str(n * (i + 3) % 89) for n in range(40))
             (folder / f"{name}-{i:02d}.txt").write_text(f"{name} document {i}: {numbers}")
-        corpora[name] = prepare(Data(source=str(folder), tokenizer="bytes", cache=str(place / "cache")), log=lambda _: None)
+        corpora[name] = prepare(
+            Data(source=str(folder), tokenizer="bytes", cache=str(place / "cache")),
+            log=lambda _: None,
+        )
 
     def described(G: int, web: list, code: list) -> dict:
         weights = {"web": web, "code": code}
-        return orders.describe([(n, c.fingerprint, c.train, weights[n]) for n, c in corpora.items()], 3, T, G)
+        return orders.describe(
+            [(n, c.fingerprint, c.train, weights[n]) for n, c in corpora.items()], 3, T, G
+        )
 
-    first, now = described(G, [[0, 0.6], [20, 0.2]], [[0, 0.4]]), described(2 * G, [[0, 0.5]], [[0, 0.5]])
-    order, _ = orders.resume({"step": 40, "data": orders.state(orders.begin(first), first)}, now, True)
+    first, now = (
+        described(G, [[0, 0.6], [20, 0.2]], [[0, 0.4]]),
+        described(2 * G, [[0, 0.5]], [[0, 0.5]]),
+    )
+    order, _ = orders.resume(
+        {"step": 40, "data": orders.state(orders.begin(first), first)}, now, True
+    )
     folder = place / "run"
     (folder / "checkpoints" / "step-00000060").mkdir(parents=True)
     (folder / "checkpoints" / "step-00000050.1").mkdir()
     folders = {corpus.fingerprint: corpus.folder for corpus in corpora.values()}
-    (folder / "data.json").write_text(json.dumps(orders.state(order, now) | {"steps": STEPS, "folders": folders}))
+    (folder / "data.json").write_text(
+        json.dumps(orders.state(order, now) | {"steps": STEPS, "folders": folders})
+    )
     return folder
 
 
@@ -52,7 +67,13 @@ def audited(run) -> audit.Audited:
 
 
 def command(*args: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-m", "data.audit", *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "data.audit", *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -86,7 +107,9 @@ def test_when_a_document_is_seen_is_what_the_listing_says(audited):
     for entry in audit.seen(audited, 1, STEPS):
         for piece in entry["documents"]:
             key = entry["source"], piece["number"]
-            by_document.setdefault(key, []).append({k: entry[k] for k in ("step", "row", "epoch", "window")})
+            by_document.setdefault(key, []).append(
+                {k: entry[k] for k in ("step", "row", "epoch", "window")}
+            )
     for source in audited.order.last.sources:
         for number in range(len(audited.corpora[source.fingerprint].train.document_starts)):
             found = audit.occurrences(audited, source, number)
@@ -98,7 +121,9 @@ def test_a_document_is_found_by_number_name_and_text(audited):
     ((source, number),) = audit.find(audited, "web:3")
     assert (source.name, number) == ("web", 3)
     assert [(s.name, n) for s, n in audit.find(audited, tokens.name(3))] == [("web", 3)]
-    decoded = audited.corpora[source.fingerprint].tokenizer.decode(tokens.read(*audit.extent(tokens, 3)))
+    decoded = audited.corpora[source.fingerprint].tokenizer.decode(
+        tokens.read(*audit.extent(tokens, 3))
+    )
     assert [(s.name, n) for s, n in audit.find(audited, decoded[:17])] == [("web", 3)]
     code = audited.corpora[audited.order.last.sources[1].fingerprint].train
     assert len(audit.find(audited, "code document")) == len(code.document_starts)
@@ -114,8 +139,13 @@ def test_a_right_order_is_proved(audited):
 
 def test_a_block_without_its_shares_is_found(audited, monkeypatch):
     (stage,) = orders.Order([dataclasses.replace(audited.order.last, step=0, sample=0)]).stages
-    stage = dataclasses.replace(stage, sources=tuple(dataclasses.replace(s, consumed=0) for s in stage.sources))
-    other = [dataclasses.replace(s, share=s.share + more) for s, more in zip(stage.sources, (1, -1), strict=True)]
+    stage = dataclasses.replace(
+        stage, sources=tuple(dataclasses.replace(s, consumed=0) for s in stage.sources)
+    )
+    other = [
+        dataclasses.replace(s, share=s.share + more)
+        for s, more in zip(stage.sources, (1, -1), strict=True)
+    ]
     assert audit.prove(Order([stage]), 200) == []
     wrong = Order([dataclasses.replace(stage, sources=tuple(other))])
     monkeypatch.setattr(Order, "rows", lambda _, *where, real=Order.rows: real(wrong, *where))
@@ -144,12 +174,18 @@ def test_a_broken_order_is_found(audited, monkeypatch, bug):
 
 def test_the_command_line(run):
     code, out, _ = command(str(run))
-    assert code == 0 and "steps 1 to 60, 1,920 samples: none is repeated or skipped" in out and " web: " in out
+    assert (
+        code == 0
+        and "steps 1 to 60, 1,920 samples: none is repeated or skipped" in out
+        and " web: " in out
+    )
     code, out, _ = command(str(run), "--steps", "41:42")
     assert code == 0 and "web:" in out and out.count("\n") > 4 * G
     code, out, _ = command(str(run), "--steps", "1:90", "--json", "--find", "code:2")
     lines = [json.loads(line) for line in out.splitlines()]
-    assert code == 0 and len(lines) == 40 * G + 50 * 2 * G + 1 and lines[-1]["name"].endswith(".txt")
+    assert (
+        code == 0 and len(lines) == 40 * G + 50 * 2 * G + 1 and lines[-1]["name"].endswith(".txt")
+    )
     code, out, _ = command(str(run), "--find", "web document 1")
     assert code == 0 and "of epoch 0: seen" in out and ": to come" in out
 
@@ -165,6 +201,8 @@ def test_what_cannot_be_audited_is_a_sentence(run, tmp_path):
     (tmp_path / "data.json").write_text(json.dumps(record | {"folders": swapped}))
     code, _, error = command(str(tmp_path))
     assert code == 2 and "has changed since this run read it" in error
-    (tmp_path / "data.json").write_text(json.dumps(record | {"folders": dict.fromkeys(record["folders"], "/none")}))
+    (tmp_path / "data.json").write_text(
+        json.dumps(record | {"folders": dict.fromkeys(record["folders"], "/none")})
+    )
     code, _, error = command(str(tmp_path))
     assert code == 2 and "gone from /none" in error

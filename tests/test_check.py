@@ -1,4 +1,5 @@
-"""`run_train.sh` says what this machine lacks before it starts a rank: text, tokenizer, packages, GPUs; all at once."""
+"""`run_train.sh` says what this machine lacks before it starts a rank: text, tokenizer, packages,
+GPUs; all at once."""
 
 import json
 import re
@@ -41,53 +42,104 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # (options, the words of the one problem). PLACE is the folder above.
 LACKING = {
-    "no such corpus": ("data.source=PLACE/nowhere", "data.source: PLACE/nowhere cannot be read: No such file"),
+    "no such corpus": (
+        "data.source=PLACE/nowhere",
+        "data.source: PLACE/nowhere cannot be read: No such file",
+    ),
     "a corpus without text": ("data.source=PLACE/empty", "no file with a text suffix"),
     "a glob that matches nothing": ("data.source=PLACE/*.jsonl", "no file found there"),
     "a source of a mixture": (
-        'data.mixture=[{name="a",source="PLACE/text.txt",weight=1},{name="b",source="PLACE/nowhere",weight=1}]', "PLACE/nowhere"),
-    "a set to validate on": ('validation.sets=[{name="a",source="PLACE/nowhere"}]', "PLACE/nowhere cannot be read"),
+        'data.mixture=[{name="a",source="PLACE/text.txt",weight=1},{name="b",source="PLACE/nowhere",weight=1}]',
+        "PLACE/nowhere",
+    ),
+    "a set to validate on": (
+        'validation.sets=[{name="a",source="PLACE/nowhere"}]',
+        "PLACE/nowhere cannot be read",
+    ),
     "no such tokenizer": ("data.tokenizer=PLACE/nowhere.json", "PLACE/nowhere.json"),
     "a tokenizer that is none": ("data.tokenizer=PLACE/text.txt", "is not a tiktoken rank file"),
     "a tokenizer that is too large": (
-        "data.tokenizer=PLACE/t.tiktoken model.vocab_size=299", "has 300 tokens|only 299: set model.vocab_size to at least 300"),
+        "data.tokenizer=PLACE/t.tiktoken model.vocab_size=299",
+        "has 300 tokens|only 299: set model.vocab_size to at least 300",
+    ),
     "a prepared folder whose tokenizer is too large": (
-        "data.source=PLACE/prepared data.tokenizer=bpe model.vocab_size=299", "has 300 tokens|only 299"),
-    "a prepared folder of a different tokenizer": ("data.source=PLACE/prepared", "is not the tokenizer that made the tokens"),
-    "weights of another run": ("checkpoint.load_path=PLACE/nowhere", 'checkpoint.load_path = "PLACE/nowhere" does not exist'),
-    "weights of Hugging Face": ("checkpoint.load_hf=PLACE/nowhere", 'checkpoint.load_hf = "PLACE/nowhere" does not exist'),
-}  # fmt: skip
+        "data.source=PLACE/prepared data.tokenizer=bpe model.vocab_size=299",
+        "has 300 tokens|only 299",
+    ),
+    "a prepared folder of a different tokenizer": (
+        "data.source=PLACE/prepared",
+        "is not the tokenizer that made the tokens",
+    ),
+    "weights of another run": (
+        "checkpoint.load_path=PLACE/nowhere",
+        'checkpoint.load_path = "PLACE/nowhere" does not exist',
+    ),
+    "weights of Hugging Face": (
+        "checkpoint.load_hf=PLACE/nowhere",
+        'checkpoint.load_hf = "PLACE/nowhere" does not exist',
+    ),
+}
 CONFIG = llama.hf_config(llama.Args(**llama.FLAVORS["debug"]))
 OTHER_MODELS = {  # config.json -> the words of the one problem
-    "granite": (CONFIG | {"model_type": "granite"}, 'model_type is "granite", only "llama" and "qwen3"'),
-    "mistral with a sliding window": (CONFIG | {"model_type": "mistral", "sliding_window": 4096}, 'model_type is "mistral"'),
+    "granite": (
+        CONFIG | {"model_type": "granite"},
+        'model_type is "granite", only "llama" and "qwen3"',
+    ),
+    "mistral with a sliding window": (
+        CONFIG | {"model_type": "mistral", "sliding_window": 4096},
+        'model_type is "mistral"',
+    ),
     "a family that we have": (
-        qwen3.hf_config(qwen3.Args(**qwen3.FLAVORS["0.6B"])), 'holds a model of the family "qwen3"|set model.family = "qwen3"'),
-    "biases": (CONFIG | {"attention_bias": True}, "attention_bias is true, only false can be converted"),
-    "a different size": (CONFIG | {"hidden_size": 512}, "model.dim is 512 in the checkpoint and 256 here"),
-}  # fmt: skip
+        qwen3.hf_config(qwen3.Args(**qwen3.FLAVORS["0.6B"])),
+        'holds a model of the family "qwen3"|set model.family = "qwen3"',
+    ),
+    "biases": (
+        CONFIG | {"attention_bias": True},
+        "attention_bias is true, only false can be converted",
+    ),
+    "a different size": (
+        CONFIG | {"hidden_size": 512},
+        "model.dim is 512 in the checkpoint and 256 here",
+    ),
+}
 LACKING_GPU = {
     "CUDA": ("run.device=cuda", "torch sees no GPU here"),
-    "a kernel": ("training.attention=flash model.head_dim=32 training.param_dtype=bfloat16", "is a kernel for GPUs, this is a cpu"),
-    "float8's products": ("training.float8=rowwise", "needs a GPU of compute capability 9.0, this is a CPU"),
+    "a kernel": (
+        "training.attention=flash model.head_dim=32 training.param_dtype=bfloat16",
+        "is a kernel for GPUs, this is a cpu",
+    ),
+    "float8's products": (
+        "training.float8=rowwise",
+        "needs a GPU of compute capability 9.0, this is a CPU",
+    ),
     "asynchronous tensor parallelism": (
-        "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2 compile.enabled=true", "needs GPUs that are connected"),
-}  # fmt: skip
+        "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2 compile.enabled=true",
+        "needs GPUs that are connected",
+    ),
+}
 
 
 def problems(place: Path, options: str) -> list[str]:
-    words = f"run.folder=PLACE/run data.source=PLACE/text.txt data.tokenizer=bytes {options}".replace("PLACE", str(place)).split()
+    words = (
+        f"run.folder=PLACE/run data.source=PLACE/text.txt data.tokenizer=bytes {options}".replace(
+            "PLACE", str(place)
+        ).split()
+    )
     given = dict(word.split("=", 1) for word in words)
     if "data.mixture" in given:
         del given["data.source"]
-    return list(check.problems(load_config([f"--{name}={value}" for name, value in given.items()]), 1))
+    return list(
+        check.problems(load_config([f"--{name}={value}" for name, value in given.items()]), 1)
+    )
 
 
 @pytest.mark.parametrize("name", LACKING)
 def test_what_is_not_there_is_a_sentence(name, place):
     options, words = LACKING[name]
     (problem,) = problems(place, options)
-    assert all(fragment.replace("PLACE", str(place)) in problem for fragment in words.split("|")), problem
+    assert all(fragment.replace("PLACE", str(place)) in problem for fragment in words.split("|")), (
+        problem
+    )
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
@@ -120,37 +172,55 @@ def test_keys_that_no_gpu_kernel_takes_are_refused_on_a_machine_with_a_gpu(place
     assert not problems(place, gather)
     monkeypatch.setattr(mesh, "pick_device", lambda run, local_rank: torch.device("cuda"))
     (problem,) = problems(place, gather)
-    assert 'context_parallel_method = "gather" needs on a GPU' in problem and "the type is float32 and a head has 32" in problem
-    (problem,) = problems(place, "parallelism.context_parallel=2 model.head_dim=36 training.param_dtype=bfloat16")
+    assert (
+        'context_parallel_method = "gather" needs on a GPU' in problem
+        and "the type is float32 and a head has 32" in problem
+    )
+    (problem,) = problems(
+        place, "parallelism.context_parallel=2 model.head_dim=36 training.param_dtype=bfloat16"
+    )
     assert "a head has 36" in problem
-    deepseek = "model.family=deepseek_v3 parallelism.context_parallel=2 training.param_dtype=bfloat16"
+    deepseek = (
+        "model.family=deepseek_v3 parallelism.context_parallel=2 training.param_dtype=bfloat16"
+    )
     (problem,) = problems(place, f"{deepseek} model.nope_dim=30")
     assert "a head has 46" in problem
     assert not problems(place, deepseek)
     assert not problems(place, f"{gather} parallelism.context_parallel_method=ulysses")
 
 
-@pytest.mark.parametrize("options, oldest", [
-    ("parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zbv", (2, 13)),
-    ("model.family=deepseek_v3 parallelism.expert_parallel=2 compile.enabled=true", (2, 12)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, oldest",
+    [
+        ("parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zbv", (2, 13)),
+        ("model.family=deepseek_v3 parallelism.expert_parallel=2 compile.enabled=true", (2, 12)),
+    ],
+)
 def test_what_an_older_torch_cannot_do_is_a_sentence(options, oldest, place, monkeypatch):
     for minor in (11, 12, 13):
         monkeypatch.setattr(check, "version", lambda package, minor=minor: f"2.{minor}.0+cu130")
         said = problems(place, options)
         assert len(said) == ((2, minor) < oldest), said
-        assert all(f"needs torch {oldest[0]}.{oldest[1]}, and this is" in problem for problem in said), said
+        assert all(
+            f"needs torch {oldest[0]}.{oldest[1]}, and this is" in problem for problem in said
+        ), said
     monkeypatch.setattr(check, "version", lambda package: "2.11.0")
     assert not problems(place, options.replace("zbv", "interleaved_1f1b").replace("true", "false"))
 
 
-@pytest.mark.parametrize("package, options", [
-    ("wandb", "metrics.wandb_project=x"), ("torchao", "training.float8=rowwise debug.emulate_float8=true"),
-    ("datasets", "data.source=hf:c4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "package, options",
+    [
+        ("wandb", "metrics.wandb_project=x"),
+        ("torchao", "training.float8=rowwise debug.emulate_float8=true"),
+        ("datasets", "data.source=hf:c4"),
+    ],
+)
 def test_a_package_that_is_missing_is_a_sentence(package, options, place, monkeypatch):
     real = check.importlib.util.find_spec
-    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None if name == package else real(name))
+    monkeypatch.setattr(
+        check.importlib.util, "find_spec", lambda name: None if name == package else real(name)
+    )
     monkeypatch.setitem(sys.modules, f"{package}.float8", None)
     (problem,) = problems(place, options)
     assert package in problem.partition(" needs ")[2] and f"pip install {package}" in problem
@@ -159,7 +229,9 @@ def test_a_package_that_is_missing_is_a_sentence(package, options, place, monkey
 def test_nothing_is_said_where_nothing_is_missing(place):
     assert not problems(place, "")
     assert not problems(place, "data.tokenizer=PLACE/t.tiktoken model.vocab_size=300")
-    assert not problems(place, "data.source=PLACE/prepared data.tokenizer=PLACE/t.tiktoken model.vocab_size=300")
+    assert not problems(
+        place, "data.source=PLACE/prepared data.tokenizer=PLACE/t.tiktoken model.vocab_size=300"
+    )
 
 
 def test_a_run_that_has_a_checkpoint_needs_no_weights_to_start_from(place, tmp_path):
@@ -168,7 +240,8 @@ def test_a_run_that_has_a_checkpoint_needs_no_weights_to_start_from(place, tmp_p
 
 
 def test_a_model_that_cannot_be_exported_is_a_sentence_before_it_is_trained(place, monkeypatch):
-    """A family's own table of rules may lack one: what `hf_config` says at the end of the run is asked before it."""
+    """A family's own table of rules may lack one: what `hf_config` says at the end of the run is
+    asked before it."""
 
     def refuse(args):
         raise ValueError("transformers has no such norm")
@@ -176,18 +249,25 @@ def test_a_model_that_cannot_be_exported_is_a_sentence_before_it_is_trained(plac
     monkeypatch.setattr(llama, "hf_config", refuse)
     assert not problems(place, "")
     (problem,) = problems(place, "checkpoint.export_hf=float32")
-    assert problem.startswith('checkpoint.export_hf = "float32": ') and problem.endswith(": transformers has no such norm")
+    assert problem.startswith('checkpoint.export_hf = "float32": ') and problem.endswith(
+        ": transformers has no such norm"
+    )
     with pytest.raises(InputError, match="transformers has no such norm"):
         job = SimpleNamespace(cfg=load_config(["--checkpoint.export_hf=float32"]), args=None)
         train.resume(job, None, None)
 
 
-PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.toml") if "debug" not in path.stem)
+PRESETS = sorted(
+    path.stem for path in (ROOT / "configs").glob("*.toml") if "debug" not in path.stem
+)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_without_its_files_ends_with_the_command_that_tries_it(preset, tmp_path, monkeypatch, capsys):
-    """The command is legal, lacks nothing on this machine, and its sequences fit into Python's library."""
+def test_a_preset_without_its_files_ends_with_the_command_that_tries_it(
+    preset, tmp_path, monkeypatch, capsys
+):
+    """The command is legal, lacks nothing on this machine, and its sequences fit into Python's
+    library."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "configs" / f"{preset}.toml").read_text(encoding="utf-8")
@@ -201,13 +281,21 @@ def test_a_preset_without_its_files_ends_with_the_command_that_tries_it(preset, 
     assert program == "./run_train.sh" and "--optimizer.lr=1e-4" in arguments
     cfg = load_config(arguments, int(world), int(local))
     assert not list(check.problems(cfg, int(local)))
-    assert cfg.data.source == "stdlib" and not cfg.validation.interval and cfg.run.folder != f"runs/{preset}"
+    assert (
+        cfg.data.source == "stdlib"
+        and not cfg.validation.interval
+        and cfg.run.folder != f"runs/{preset}"
+    )
     characters = sum(file.size for file in sources.find("stdlib"))
-    assert cfg.training.seq_len < characters / 8, "a token of this tokenizer has less than 8 characters"
+    assert cfg.training.seq_len < characters / 8, (
+        "a token of this tokenizer has less than 8 characters"
+    )
 
 
 @pytest.mark.parametrize("options", ["--data.source=nowhere.txt", "--data.tokenizer=nowhere.json"])
-def test_whoever_names_other_files_is_told_about_these_alone(options, tmp_path, monkeypatch, capsys):
+def test_whoever_names_other_files_is_told_about_these_alone(
+    options, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert check.main([str(ROOT / "configs/llama_8b.toml"), options]) == 2
     assert "./run_train.sh" not in capsys.readouterr().err
@@ -215,12 +303,24 @@ def test_whoever_names_other_files_is_told_about_these_alone(options, tmp_path, 
 
 def test_run_train_says_it_all_at_once_and_starts_nothing(tmp_path):
     """And without torch, whose import would take seconds."""
-    options = ["--data.source=nowhere.txt", "--data.tokenizer=none.json", f"--run.folder={tmp_path}/run", "--checkpoint.load_hf=no"]
+    options = [
+        "--data.source=nowhere.txt",
+        "--data.tokenizer=none.json",
+        f"--run.folder={tmp_path}/run",
+        "--checkpoint.load_hf=no",
+    ]
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     done = subprocess.run(
-        [str(ROOT / "run_train.sh"), *options], env=environment(NGPU="2", PYTHONPATH=str(tmp_path)), capture_output=True, text=True,
+        [str(ROOT / "run_train.sh"), *options],
+        env=environment(NGPU="2", PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
         timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 2 and done.stderr.startswith("3 mistakes in the configuration:\n"), done.stderr
-    assert all(word in done.stderr for word in ("nowhere.txt", "none.json", "checkpoint.load_hf")), done.stderr
+    )
+    assert done.returncode == 2 and done.stderr.startswith("3 mistakes in the configuration:\n"), (
+        done.stderr
+    )
+    assert all(
+        word in done.stderr for word in ("nowhere.txt", "none.json", "checkpoint.load_hf")
+    ), done.stderr
     assert "torch was imported" not in done.stderr and not (tmp_path / "run").exists()

@@ -1,9 +1,9 @@
-"""Checkpoints: what is saved is what comes back, on any mesh; what is damaged, foreign, hostile or half written does
-not.
+"""Checkpoints: what is saved is what comes back, on any mesh; what is damaged, foreign, hostile or
+half written does not.
 
-Each test is the short form of a row of the torture suite (`test_torture_checkpoint.py`, which has the numbers to
-pass). A state is filled with the number of its step, so that a mixture of two saves is seen in one `unique`. Ranks
-are real.
+Each test is the short form of a row of the torture suite (`test_torture_checkpoint.py`, which has
+the numbers to pass). A state is filled with the number of its step, so that a mixture of two saves
+is seen in one `unique`. Ranks are real.
 """
 
 import itertools
@@ -27,8 +27,8 @@ from types import SimpleNamespace
 import pytest
 import safetensors
 import torch
-import torch._dynamo  # noqa: F401  what building a model imports later: here once instead of in every rank
-import torch._refs  # noqa: F401
+import torch._dynamo
+import torch._refs
 
 import train
 from checkpoint import layout, lease, manager, state, storage, verify
@@ -66,13 +66,16 @@ from tests.ranks import run_ranks
 # What is saved comes back
 
 
-@pytest.mark.parametrize(("source", "target", "more"), [
-    ("1x1", "2x2", []),
-    ("2x2", "1x1", []),
-    ("4x1", "1x2", ["--model.tied_embeddings=true"]),
-    ("1x2", "2x1", []),
-    ("2x1", "2x1", ["--optimizer.kind=sgd"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "target", "more"),
+    [
+        ("1x1", "2x2", []),
+        ("2x2", "1x1", []),
+        ("4x1", "1x2", ["--model.tied_embeddings=true"]),
+        ("1x2", "2x1", []),
+        ("2x1", "2x1", ["--optimizer.kind=sgd"]),
+    ],
+)
 def test_state_is_bitwise_the_same_on_another_mesh(source, target, more, tmp_path):
     ranks, options = mesh_options(source, *more)
     run_ranks(ranks, save_pattern, tmp_path / "c", options)
@@ -81,11 +84,17 @@ def test_state_is_bitwise_the_same_on_another_mesh(source, target, more, tmp_pat
 
 
 def saved_and_loaded(deep: Path, one: Path, options: list[str]) -> list[list[list[str]]]:
-    """On four ranks: save with two stages, load that with four, and load what one process has saved."""
-    save_pattern(deep, [*options, "--parallelism.pipeline_parallel=2", "--parallelism.tensor_parallel=2"])
+    """On four ranks: save with two stages, load that with four, and load what one process has
+    saved."""
+    save_pattern(
+        deep, [*options, "--parallelism.pipeline_parallel=2", "--parallelism.tensor_parallel=2"]
+    )
     return [
         load_pattern([deep], [*options, "--parallelism.pipeline_parallel=4"]),
-        load_pattern([one], [*options, "--parallelism.pipeline_parallel=2", "--parallelism.pipeline_schedule=zbv"]),
+        load_pattern(
+            [one],
+            [*options, "--parallelism.pipeline_parallel=2", "--parallelism.pipeline_schedule=zbv"],
+        ),
     ]
 
 
@@ -97,7 +106,8 @@ def test_state_is_bitwise_the_same_on_another_number_of_stages(tmp_path):
     assert run_ranks(4, saved_and_loaded, deep, one, options) == [[[[]], [[]]]] * 4
     assert run_ranks(1, load_pattern, [deep], options) == [[[]]]
     of_both = [verify.read_manifest(folder / "step-00000007")["tensors"] for folder in (deep, one)]
-    names = [{name for name in tensors if not name.startswith("rng.")} for tensors in of_both]  # each rank has a generator
+    # each rank has a generator
+    names = [{name for name in tensors if not name.startswith("rng.")} for tensors in of_both]
     assert names[0] == names[1]
 
 
@@ -114,7 +124,8 @@ def test_hybrid_sharding_writes_every_part_once(tmp_path):
 
 
 def test_the_rule_of_parts_cuts_every_tensor_into_boxes_that_fill_it():
-    """3,000 random rows: what `box_of_rank` gives to the ranks, and what `parts_in` finds, against counting."""
+    """3,000 random rows: what `box_of_rank` gives to the ranks, and what `parts_in` finds, against
+    counting."""
     for seed in range(3000):
         rng = random.Random(seed)
         shape, split, stride = [rng.randrange(12) for _ in range(rng.randrange(4))], [], 1
@@ -130,33 +141,57 @@ def test_the_rule_of_parts_cuts_every_tensor_into_boxes_that_fill_it():
         places = [place for box in boxes.values() for place in _places(box)]
         assert len(places) == len(set(places)) == math.prod(shape), row
         offset = [rng.randrange(max(1, n)) for n in shape]
-        wanted = offset, [rng.randrange(n - o + 1) if n else 0 for n, o in zip(shape, offset, strict=True)]
-        expected = {rank: box for rank, box in boxes.items() if all(wanted[1]) and layout.overlap(box, wanted)}
+        wanted = (
+            offset,
+            [rng.randrange(n - o + 1) if n else 0 for n, o in zip(shape, offset, strict=True)],
+        )
+        expected = {
+            rank: box
+            for rank, box in boxes.items()
+            if all(wanted[1]) and layout.overlap(box, wanted)
+        }
         assert dict(layout.parts_in(row, wanted)) == expected, (row, wanted)
 
 
 def _places(box: layout.Box) -> list[tuple[int, ...]]:
-    return list(itertools.product(*(range(start, start + n) for start, n in zip(*box, strict=True))))
+    return list(
+        itertools.product(*(range(start, start + n) for start, n in zip(*box, strict=True)))
+    )
 
 
 def _stages(folder: Path) -> tuple[list[str], int]:
-    """Each rank holds tensors that no other has, as stages of a pipeline do, and one that both have."""
+    """Each rank holds tensors that no other has, as stages of a pipeline do, and one that both
+    have."""
     rank = torch.distributed.get_rank()
-    live = {f"model.stage{rank}": torch.full((5, 3), rank + 1.0), "model.shared": torch.full((70_000,), 7.0)}
-    rows = storage.share_rows(storage.describe(live, 2, range(rank, rank + 1)), torch.distributed.group.WORLD)
+    live = {
+        f"model.stage{rank}": torch.full((5, 3), rank + 1.0),
+        "model.shared": torch.full((70_000,), 7.0),
+    }
+    rows = storage.share_rows(
+        storage.describe(live, 2, range(rank, rank + 1)), torch.distributed.group.WORLD
+    )
     plan = storage.Plan.make(live, rows, rank)
     folder.mkdir(exist_ok=True)
     files = [None, None]
     torch.distributed.all_gather_object(files, storage.write(folder, plan, storage.OneByOne(live)))
     manifest = {"format": 2, "files": files, "tensors": rows}
     into = {name: torch.zeros(row["shape"]) for name, row in rows.items()}
-    storage.read(folder, manifest, {name: storage.box_of(name, t) for name, t in into.items()}, into)
-    assert (into["model.stage0"] == 1).all() and (into["model.stage1"] == 2).all() and (into["model.shared"] == 7).all()
+    storage.read(
+        folder, manifest, {name: storage.box_of(name, t) for name, t in into.items()}, into
+    )
+    assert (
+        (into["model.stage0"] == 1).all()
+        and (into["model.stage1"] == 2).all()
+        and (into["model.shared"] == 7).all()
+    )
     return list(plan.boxes), len(rows)
 
 
 def test_every_rank_may_have_tensors_of_its_own(tmp_path):
-    assert run_ranks(2, _stages, tmp_path / "c") == [(["model.stage0", "model.shared"], 3), (["model.stage1"], 3)]
+    assert run_ranks(2, _stages, tmp_path / "c") == [
+        (["model.stage0", "model.shared"], 3),
+        (["model.stage1"], 3),
+    ]
 
 
 def _train_with(materialised: bool) -> dict[str, torch.Tensor]:
@@ -174,7 +209,9 @@ def _train_with(materialised: bool) -> dict[str, torch.Tensor]:
 def test_state_made_in_advance_changes_no_step():
     """`get_optimizer_state_dict` before the first step does: it counts a step that never was."""
     plain, ahead = run_ranks(1, _train_with, False)[0], run_ranks(1, _train_with, True)[0]
-    assert plain.keys() == ahead.keys() and all(torch.equal(plain[name], ahead[name]) for name in plain)
+    assert plain.keys() == ahead.keys() and all(
+        torch.equal(plain[name], ahead[name]) for name in plain
+    )
 
 
 def _generators(folder: Path, save: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,7 +229,11 @@ def _generators(folder: Path, save: bool) -> tuple[torch.Tensor, torch.Tensor]:
 def test_generators_go_on_where_they_were_on_the_same_mesh(tmp_path):
     first = run_ranks(2, _generators, tmp_path, True)
     again = run_ranks(2, _generators, tmp_path, False)
-    assert all(torch.equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for x, y in zip(first, again, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
     assert not torch.equal(first[0][0], first[1][0])
     elsewhere = run_ranks(1, _generators, tmp_path, False)
     assert not torch.equal(first[0][0], elsewhere[0][0])
@@ -203,14 +244,17 @@ def test_the_generator_of_a_gpu_gets_its_own_state(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
     state.put_back({"rng.cuda": states[1:]}, {"rng.cuda": torch.empty(1, 8, dtype=torch.uint8)})
     [own] = given
-    assert own.tolist() == states[1].tolist() and own.untyped_storage().nbytes() == 8  # no view of all ranks' states
+    # no view of all ranks' states
+    assert own.tolist() == states[1].tolist() and own.untyped_storage().nbytes() == 8
 
 
 def test_copies_from_a_gpu_wait_for_the_values_and_say_when_they_are_done(monkeypatch):
     """With a stream that writes down how much had been copied when it was asked for something."""
     into, seen = {"w": torch.zeros(2)}, []
-    stream = SimpleNamespace(wait_event=lambda event: seen.append((event, into["w"].tolist())),
-                             record_event=lambda: seen.append(("done", into["w"].tolist())) or "done")  # fmt: skip
+    stream = SimpleNamespace(
+        wait_event=lambda event: seen.append((event, into["w"].tolist())),
+        record_event=lambda: seen.append(("done", into["w"].tolist())) or "done",
+    )
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     computed = SimpleNamespace(device="cuda:0")
@@ -242,7 +286,9 @@ def _save_and_change(folder: Path, bug: str | None) -> None:
 
     state.stage = stage_slowly
     if bug == "aliased":  # what is written is the live tensors themselves
-        state.stage = lambda live, into, computed: into.update({name: state.local(live[name]) for name in into})
+        state.stage = lambda live, into, computed: into.update(
+            {name: state.local(live[name]) for name in into}
+        )
         storage.Staged.spans = lambda staged, plan: storage.OneByOne(staged.tensors).spans(plan)
     job = build()
     checkpoints = open_manager(job, folder, keep_last=0)
@@ -273,14 +319,21 @@ def _calls_of_a_save(folder: Path, tensors: int, one_by_one: bool) -> int:
 
     def count(frame: object, event: str, arg: object) -> None:
         named = threading.current_thread().name.startswith("checkpoint_")
-        if event == "call" and named and checkpoints.saves == 2 and (one_by_one or checkpoints.copied.is_set()):
+        if (
+            event == "call"
+            and named
+            and checkpoints.saves == 2
+            and (one_by_one or checkpoints.copied.is_set())
+        ):
             calls.append(frame)
 
     threading.setprofile(count)
     mesh = meshes.open_mesh(Run(device="cpu"), Parallelism(), 1)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(3)) for _ in range(tensors)])
     optimizer = torch.optim.SGD(model.parameters())
-    checkpoints = CheckpointManager(Checkpoint(keep_last=0, async_save=not one_by_one), folder, mesh, {"must_match": {}})
+    checkpoints = CheckpointManager(
+        Checkpoint(keep_last=0, async_save=not one_by_one), folder, mesh, {"must_match": {}}
+    )
     checkpoints.load(model, optimizer)
     for step in 1, 2:
         checkpoints.save(step, model, optimizer, {})
@@ -290,8 +343,11 @@ def _calls_of_a_save(folder: Path, tensors: int, one_by_one: bool) -> int:
 
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["", "control"])
 def test_python_runs_for_no_single_tensor_while_a_copy_is_written(one_by_one, tmp_path):
-    """Training would wait for Python's lock as often (tools/bench/beside.py measures it). The control writes tensor by tensor."""
-    few, many = (run_ranks(1, _calls_of_a_save, tmp_path / f"{n}", n, one_by_one)[0] for n in (10, 210))
+    """Training would wait for Python's lock as often (tools/bench/beside.py measures it). The
+    control writes tensor by tensor."""
+    few, many = (
+        run_ranks(1, _calls_of_a_save, tmp_path / f"{n}", n, one_by_one)[0] for n in (10, 210)
+    )
     assert few > 20
     assert many > few + 200 if one_by_one else many < few + 20, (few, many)
 
@@ -300,10 +356,18 @@ def test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch(saved, tmp_path
     with safetensors.safe_open(saved / "step-00000030" / "rank-00001.safetensors", "pt") as file:
         part = file.get_tensor("model.tok_embeddings.weight[132:263,0:50]")
     assert part.shape == (131, 50) and (part == 30).all()
-    code = "import sys, checkpoint.verify as v; r = v.main(sys.argv[1:]); sys.exit(9 if 'torch' in sys.modules else r)"
+    code = (
+        "import sys, checkpoint.verify as v; r = v.main(sys.argv[1:]); sys.exit(9 if 'torch' "
+        "in sys.modules else r)"
+    )
 
     def verify_folder(folder: Path, *options: str) -> tuple[int, str]:
-        run = subprocess.run([sys.executable, "-c", code, folder, *options], capture_output=True, text=True, timeout=60)
+        run = subprocess.run(
+            [sys.executable, "-c", code, folder, *options],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         return run.returncode, run.stdout + run.stderr
 
     status, output = verify_folder(saved, "--all")
@@ -336,7 +400,10 @@ def _tool(folder: Path, *options: str) -> tuple[int, list[float]]:
 def test_a_tool_loads_the_weights_alone(saved):
     for place in (saved, saved.parent, saved / "step-00000030"):
         assert run_ranks(1, _tool, place)[0] == (30, [30.0])
-    with pytest.raises(AssertionError, match="does not fit this model and optimizer: model.layers.0.feed_forward.w1"):
+    with pytest.raises(
+        AssertionError,
+        match="does not fit this model and optimizer: model.layers.0.feed_forward.w1",
+    ):
         run_ranks(1, _tool, saved, "--model.hidden_dim=40")
 
 
@@ -349,7 +416,11 @@ def test_the_newest_is_resumed_and_a_step_on_request(saved, tmp_path):
     step, found, words = run_ranks(1, partial(resume, folder, load_step=20))[0]
     assert (step, found) == (20, [20.0]) and "goes back from step-00000030" in words[0]
     for step, found, words in run_ranks(2, partial(resume, folder, load_step=25)):
-        assert (step, found) == (-1, [-1.0]) and "load_step = 25" in words[0] and "[10, 20, 30]" in words[0]
+        assert (
+            (step, found) == (-1, [-1.0])
+            and "load_step = 25" in words[0]
+            and "[10, 20, 30]" in words[0]
+        )
 
 
 def test_a_fresh_folder_is_a_fresh_start_but_not_on_request(tmp_path):
@@ -360,13 +431,19 @@ def test_a_fresh_folder_is_a_fresh_start_but_not_on_request(tmp_path):
 def test_going_back_starts_an_attempt_that_is_newer_than_the_future_it_replaces(saved, tmp_path):
     folder = copy_of(saved, tmp_path)
     run_ranks(2, partial(save_all, folder, [20], load_step=10))
-    assert verify.published(folder) == ["step-00000020.1", "step-00000030", "step-00000020", "step-00000010"]
+    assert verify.published(folder) == [
+        "step-00000020.1",
+        "step-00000030",
+        "step-00000020",
+        "step-00000010",
+    ]
     assert run_ranks(1, resume, folder)[0][:2] == (20, [20.0])
     assert verify.read_manifest(folder / "step-00000020.1")["parent"] == "step-00000010"
     # Damaged: back to its own past, not to the newer steps of the attempt that was given up.
     flip(folder / "step-00000020.1" / "rank-00000.safetensors")
     assert run_ranks(1, resume, folder)[0][0] == 10
-    (folder / "step-00000020.1" / "manifest.json").unlink()  # it cannot say what its past was: back by steps
+    # it cannot say what its past was: back by steps
+    (folder / "step-00000020.1" / "manifest.json").unlink()
     assert run_ranks(1, resume, folder)[0][0] == 10
     run_ranks(1, save_all, folder, [20])
     assert verify.published(folder)[0] == "step-00000020.2"
@@ -398,16 +475,27 @@ def _refused(folder: Path, facts: dict, options: list[str]) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.parametrize(("facts", "options", "words"), [
-    ({"data": "xyz"}, [], 'data is "abc" in the checkpoint and "xyz" here'),
-    ({"run.seed": 3}, [], "run.seed is 0 in the checkpoint and 3 here"),
-    ({"model": {"n_heads": 4, "new": 1}}, [], "model.n_heads is 8 in the checkpoint and 4 here"),
-    ({}, ["--model.hidden_dim=40"], "model.layers.0.feed_forward.w1.weight has shape [44, 50] there and [40, 50] here"),
-    ({}, ["--model.n_layers=1"], "layers.1.attention.wk.weight is in it and not in this run"),
-    ({}, ["--model.n_layers=3"], "layers.2.attention_norm.weight is missing from it"),
-    ({}, ["--optimizer.kind=sgd"], 'optimizer is "AdamW" in the checkpoint and "SGD" here'),
-    ({}, ["bfloat16"], "model.tok_embeddings.weight has type F32 there and BF16 here"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("facts", "options", "words"),
+    [
+        ({"data": "xyz"}, [], 'data is "abc" in the checkpoint and "xyz" here'),
+        ({"run.seed": 3}, [], "run.seed is 0 in the checkpoint and 3 here"),
+        (
+            {"model": {"n_heads": 4, "new": 1}},
+            [],
+            "model.n_heads is 8 in the checkpoint and 4 here",
+        ),
+        (
+            {},
+            ["--model.hidden_dim=40"],
+            "model.layers.0.feed_forward.w1.weight has shape [44, 50] there and [40, 50] here",
+        ),
+        ({}, ["--model.n_layers=1"], "layers.1.attention.wk.weight is in it and not in this run"),
+        ({}, ["--model.n_layers=3"], "layers.2.attention_norm.weight is missing from it"),
+        ({}, ["--optimizer.kind=sgd"], 'optimizer is "AdamW" in the checkpoint and "SGD" here'),
+        ({}, ["bfloat16"], "model.tok_embeddings.weight has type F32 there and BF16 here"),
+    ],
+)
 def test_a_checkpoint_of_another_run_is_refused_by_name(facts, options, words, saved, tmp_path):
     said = run_ranks(2, _refused, copy_of(saved, tmp_path), facts, options)
     assert said[0] == said[1] and words in said[0] and "step-00000030" in said[0]
@@ -431,20 +519,31 @@ def test_a_new_run_starts_from_the_weights_of_another(saved, tmp_path):
         return run_ranks(2, partial(_start_from, tmp_path / folder, **options))[0]
 
     progress, found, parent = start("a", load_path=str(saved))
-    assert progress is None and list(found.values()) == [30, 30, -1] and parent == str(saved / "step-00000030")
-    _, found, _ = start("b", load_path=str(saved / "step-00000010"), load_path_content="model+optimizer")
+    assert (
+        progress is None
+        and list(found.values()) == [30, 30, -1]
+        and parent == str(saved / "step-00000030")
+    )
+    _, found, _ = start(
+        "b", load_path=str(saved / "step-00000010"), load_path_content="model+optimizer"
+    )
     assert list(found.values()) == [10, 10, 10]
     _, found, _ = start("c", load_path=str(saved), exclude_from_loading=("model.output.*",))
     assert list(found.values()) == [30, -1, -1]
     # Once the run has a checkpoint of its own it goes on from that one.
     facts = {"must_match": {"data": "other data"}}
-    assert run_ranks(1, partial(resume, tmp_path / "a", facts, load_path=str(saved)))[0][:2] == (1, [50.0])
+    assert run_ranks(1, partial(resume, tmp_path / "a", facts, load_path=str(saved)))[0][:2] == (
+        1,
+        [50.0],
+    )
     for path in ("nowhere", "x" * 300, "~", "../x"):
         said = run_ranks(1, partial(resume, tmp_path / "d", load_path=path))[0][2][-1]
         assert ("cannot be read" if len(path) > 255 else "there is no checkpoint in") in said
     with pytest.raises(InputError):
         verify.find(Path("a\0b"))
-    said = run_ranks(1, partial(resume, tmp_path / "d", load_path=str(saved), exclude_from_loading=("outptu.*",)))[0][2]
+    said = run_ranks(
+        1, partial(resume, tmp_path / "d", load_path=str(saved), exclude_from_loading=("outptu.*",))
+    )[0][2]
     assert "'outptu.*'" in said[-1]
 
 
@@ -454,20 +553,41 @@ def test_a_new_run_starts_from_the_weights_of_another(saved, tmp_path):
 DAMAGES = {  # name: (what is done to the newest checkpoint, what the message names)
     "bit of a tensor": (lambda c: flip(c / "rank-00001.safetensors"), "rank-00001.safetensors"),
     "bit of the manifest": (lambda c: flip(c / "manifest.json", 200), "manifest.json"),
-    "shard cut": (lambda c: os.truncate(c / "rank-00000.safetensors", 20000), "rank-00000.safetensors: "),
-    "shard cut by a byte": (lambda c: os.truncate(c / "rank-00000.safetensors", size(c) - 1), "rank-00000.safetensors"),
-    "shard empty": (lambda c: os.truncate(c / "rank-00000.safetensors", 0), "rank-00000.safetensors: "),
+    "shard cut": (
+        lambda c: os.truncate(c / "rank-00000.safetensors", 20000),
+        "rank-00000.safetensors: ",
+    ),
+    "shard cut by a byte": (
+        lambda c: os.truncate(c / "rank-00000.safetensors", size(c) - 1),
+        "rank-00000.safetensors",
+    ),
+    "shard empty": (
+        lambda c: os.truncate(c / "rank-00000.safetensors", 0),
+        "rank-00000.safetensors: ",
+    ),
     "manifest cut": (lambda c: os.truncate(c / "manifest.json", 500), "manifest.json"),
-    "shard missing": (lambda c: (c / "rank-00001.safetensors").unlink(), "rank-00001.safetensors: No such file"),
+    "shard missing": (
+        lambda c: (c / "rank-00001.safetensors").unlink(),
+        "rank-00001.safetensors: No such file",
+    ),
     "manifest missing": (lambda c: (c / "manifest.json").unlink(), "manifest.json: No such file"),
-    "page of zeros": (lambda c: zeros(c / "rank-00000.safetensors", 32768), "rank-00000.safetensors"),
-    "shard of another step": (lambda c: _other(c, "rank-00001.safetensors"), "rank-00001.safetensors"),
+    "page of zeros": (
+        lambda c: zeros(c / "rank-00000.safetensors", 32768),
+        "rank-00000.safetensors",
+    ),
+    "shard of another step": (
+        lambda c: _other(c, "rank-00001.safetensors"),
+        "rank-00001.safetensors",
+    ),
     "manifest of another step": (lambda c: _other(c, "manifest.json"), "step 20"),
     "shard is a link": (lambda c: _link(c / "rank-00001.safetensors"), "rank-00001.safetensors"),
     "shard is a pipe": (lambda c: _pipe(c / "rank-00001.safetensors"), "rank-00001.safetensors"),
     "manifest of nothing": (lambda c: (c / "manifest.json").write_text("{}"), "not a manifest"),
-    "manifest too deep": (lambda c: (c / "manifest.json").write_text("[" * 100_000), "not a manifest"),
-}  # fmt: skip
+    "manifest too deep": (
+        lambda c: (c / "manifest.json").write_text("[" * 100_000),
+        "not a manifest",
+    ),
+}
 
 
 def size(folder: Path) -> int:
@@ -489,7 +609,8 @@ def _pipe(path: Path) -> None:
 
 
 def _resume_damaged(saved: Path, place: Path, kinds: list[str]) -> dict[str, tuple]:
-    """For each kind of damage to the newest: what is resumed when an older one is whole, and when none is."""
+    """For each kind of damage to the newest: what is resumed when an older one is whole, and when
+    none is."""
     results = {}
     for kind in kinds:
         folder = copy_of(saved, place / kind)
@@ -503,11 +624,16 @@ def _resume_damaged(saved: Path, place: Path, kinds: list[str]) -> dict[str, tup
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(saved, tmp_path):
-    """D5, D7: all of the older state, nothing of the damaged one; and where none is whole nothing changes at all."""
-    for kind, (first, second) in run_ranks(1, _resume_damaged, saved, tmp_path, list(DAMAGES))[0].items():
+    """D5, D7: all of the older state, nothing of the damaged one; and where none is whole nothing
+    changes at all."""
+    for kind, (first, second) in run_ranks(1, _resume_damaged, saved, tmp_path, list(DAMAGES))[
+        0
+    ].items():
         step, found, words = first
         assert (step, found) == (20, [20.0]), kind
-        assert any(DAMAGES[kind][1] in line and "step-00000030 is damaged" in line for line in words), (kind, words)
+        assert any(
+            DAMAGES[kind][1] in line and "step-00000030 is damaged" in line for line in words
+        ), (kind, words)
         step, found, words = second
         assert (step, found) == (-1, [-1.0]) and "none of the checkpoints" in words[-1], kind
 
@@ -515,10 +641,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(saved, tmp_path):
 def test_ranks_agree_on_a_damage_that_only_one_of_them_reads(saved, tmp_path):
     folder = copy_of(saved, tmp_path)
     flip(folder / "step-00000030" / "rank-00001.safetensors")
-    for step, found, words in run_ranks(2, resume, folder):
+    for step, found, _ in run_ranks(2, resume, folder):
         assert (step, found) == (20, [20.0])
     for step, found, words in run_ranks(2, partial(resume, folder, load_step=30)):
-        assert (step, found) == (-1, [-1.0]) and "load_step = 30, but step-00000030 is damaged" in words[-1]
+        assert (step, found) == (
+            -1,
+            [-1.0],
+        ) and "load_step = 30, but step-00000030 is damaged" in words[-1]
 
 
 def test_without_verification_a_flipped_bit_is_silent(saved, tmp_path):
@@ -544,7 +673,9 @@ def test_what_is_not_a_checkpoint_is_ignored(saved, tmp_path):
     foreign = [p.name for p in folder.iterdir() if p.name not in ours]
     step, found, words = run_ranks(1, resume, folder)[0]
     assert (step, found) == (30, [30.0])
-    assert len(foreign) == len(words) == 8 and all(any(f"/{name} is" in line for line in words) for name in foreign)
+    assert len(foreign) == len(words) == 8 and all(
+        any(f"/{name} is" in line for line in words) for name in foreign
+    )
     (folder / "step-00000920").unlink()
     (folder / "step-00000930").mkdir()  # our name, and nothing in it: damaged
     assert run_ranks(1, resume, folder)[0][:2] == (30, [30.0])
@@ -562,7 +693,9 @@ def test_a_newer_format_is_refused_by_name(saved, tmp_path):
 
 def _hostile(saved: Path, tmp_path: Path, payload: bytes) -> list[str]:
     said = []
-    for i, target in enumerate([".metadata", "extra.pt", "rank-00000.safetensors", "manifest.json"]):
+    for i, target in enumerate(
+        [".metadata", "extra.pt", "rank-00000.safetensors", "manifest.json"]
+    ):
         folder = copy_of(saved, tmp_path / f"p{i}")
         (folder / "step-00000030" / target).write_bytes(payload)
         (folder / target).write_bytes(payload)
@@ -599,23 +732,58 @@ def test_no_file_of_a_checkpoint_can_run_code_or_leave_the_folder(saved, tmp_pat
     assert "import pickle" not in source and "torch.load" not in source
 
 
-NAMES = ["../outside.safetensors", "/etc/passwd", "~", "a\0b", "a\nb", "x" * 300, "rank-1.safetensors", ""]
+NAMES = [
+    "../outside.safetensors",
+    "/etc/passwd",
+    "~",
+    "a\0b",
+    "a\nb",
+    "x" * 300,
+    "rank-1.safetensors",
+    "",
+]
 CHANGES_1 = [  # of a tensor of a manifest of format 1, or of its first part
-    {"shape": [38, 10]}, {"shape": [37]}, {"shape": [-37, -10]}, {"dtype": "F99"}, {"parts": []}, {"start": 10**9},
-    {"start": -8}, {"start": 0}, {"offset": [36, 0]}, {"offset": ["0", 0]}, {"hashes": []},
+    {"shape": [38, 10]},
+    {"shape": [37]},
+    {"shape": [-37, -10]},
+    {"dtype": "F99"},
+    {"parts": []},
+    {"start": 10**9},
+    {"start": -8},
+    {"start": 0},
+    {"offset": [36, 0]},
+    {"offset": ["0", 0]},
+    {"hashes": []},
     {"file": "rank-00007.safetensors"},
-]  # fmt: skip
+]
 CHANGES_2 = [
-    {"shape": [-263, 50]}, {"shape": "263"}, {"dtype": "F99"}, {"first": -1}, {"first": 2}, {"first": "0"}, {"split": 3},
-    {"split": [[2, 2, 1]]}, {"split": [[0, 3, 1]]}, {"split": [[0, 0, 1]]}, {"split": [[0, 2, 0]]}, {"split": [[0, 2]]},
-    {"shape": [264, 50]}, {"shape": [263]}, {"split": [[1, 2, 1]]}, {"split": []}, {"first": 1, "split": []},
-]  # fmt: skip
+    {"shape": [-263, 50]},
+    {"shape": "263"},
+    {"dtype": "F99"},
+    {"first": -1},
+    {"first": 2},
+    {"first": "0"},
+    {"split": 3},
+    {"split": [[2, 2, 1]]},
+    {"split": [[0, 3, 1]]},
+    {"split": [[0, 0, 1]]},
+    {"split": [[0, 2, 0]]},
+    {"split": [[0, 2]]},
+    {"shape": [264, 50]},
+    {"shape": [263]},
+    {"split": [[1, 2, 1]]},
+    {"split": []},
+    {"first": 1, "split": []},
+]
 
 
 def test_a_manifest_that_contradicts_itself_or_its_files_is_damaged(saved, tmp_path):
     """A manifest of format 1 names files; the names can only be those of shards beside it (X4)."""
     source = next((Path(__file__).parent / "golden").glob("format-1*/step-*"))
-    old, new = copy_tree(source, tmp_path / "old"), copy_tree(saved / "step-00000030", tmp_path / "new")
+    old, new = (
+        copy_tree(source, tmp_path / "old"),
+        copy_tree(saved / "step-00000030", tmp_path / "new"),
+    )
     contents = {path: path.read_bytes() for folder in (old, new) for path in folder.iterdir()}
     files = json.loads(contents[old / "manifest.json"])["manifest"]["files"]
     cases = [(old, {"files": {name: next(iter(files.values())), **files}}) for name in NAMES]
@@ -625,18 +793,29 @@ def test_a_manifest_that_contradicts_itself_or_its_files_is_damaged(saved, tmp_p
             tensor = tables["model.tok_embeddings.weight"]
             (tensor if change.keys() & tensor.keys() else tensor["parts"][0]).update(change)
             cases.append((folder, {"tensors": tables}))
-    cases += [(new, {"files": change}) for change in ([], 3, [[1, "x"]], [["1", "0" * 16]], [[-1, "0" * 16]])]
+    cases += [
+        (new, {"files": change})
+        for change in ([], 3, [[1, "x"]], [["1", "0" * 16]], [[-1, "0" * 16]])
+    ]
     for folder, change in cases:
         rewrite(folder, **change)
         with pytest.raises(Damaged) as refusal:
             verify.verify(folder)
-        assert "files" not in change or folder == new or "is not the name of a shard" in str(refusal.value)
+        assert (
+            "files" not in change
+            or folder == new
+            or "is not the name of a shard" in str(refusal.value)
+        )
         (folder / "manifest.json").write_bytes(contents[folder / "manifest.json"])
     for change in (
         lambda header: header.popitem(),
         lambda header: header["__metadata__"].update(hashes=""),
-        lambda header: header.update({"model.more[0:1]": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}),
-        lambda header: header.update({next(reversed(header)): {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}),
+        lambda header: header.update(
+            {"model.more[0:1]": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+        ),
+        lambda header: header.update(
+            {next(reversed(header)): {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}
+        ),
     ):
         rewrite_header(new, change)
         with pytest.raises(Damaged, match="rank-00000"):
@@ -662,7 +841,11 @@ def test_removal_follows_no_link_and_a_linked_run_folder_works(tmp_path):
     run_ranks(1, partial(save_all, folder, [2, 3, 4], keep_last=1))
     assert verify.published(folder) == ["step-00000004"]
     assert verify.verify(other / "step-00000001")["step"] == 1
-    assert not any(p.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP) for p in real.rglob("*") if not p.is_symlink())
+    assert not any(
+        p.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP)
+        for p in real.rglob("*")
+        if not p.is_symlink()
+    )
 
 
 # Failing disks
@@ -685,8 +868,14 @@ def _gives_up(folder: Path, max_failures: int) -> tuple[int, str]:
 
 def test_the_run_stops_after_failures_in_a_row_on_all_ranks_at_the_same_step(tmp_path):
     (step, words), other = run_ranks(2, _gives_up, tmp_path / "a", 3)
-    assert (step, words) == other and 15 <= step <= 20 and "3 in a row" in words and "No space left" in words
-    (step, words), other = run_ranks(2, _gives_up, tmp_path / "b", 0)  # never while training, but it is told at the end
+    assert (
+        (step, words) == other
+        and 15 <= step <= 20
+        and "3 in a row" in words
+        and "No space left" in words
+    )
+    # never while training, but it is told at the end
+    (step, words), other = run_ranks(2, _gives_up, tmp_path / "b", 0)
     assert (step, words) == other and step == 60 and "the run has ended" in words
 
 
@@ -712,7 +901,9 @@ def _one_copy_fails(folder: Path) -> tuple[list[int], list[str]]:
 @pytest.mark.cap(60)
 def test_a_copy_that_fails_on_one_rank_fails_that_save_on_all(tmp_path):
     (failures, words), other = run_ranks(2, _one_copy_fails, tmp_path)
-    assert failures == other[0] == [1, 0] and "rank 1: RuntimeError: no copy on this rank" in words[0]
+    assert (
+        failures == other[0] == [1, 0] and "rank 1: RuntimeError: no copy on this rank" in words[0]
+    )
     assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000002"]
 
 
@@ -749,7 +940,8 @@ def test_where_host_memory_is_short_every_rank_waits_for_the_save(tmp_path):
 def _leaves_in_a_hurry(folder: Path, patient: bool) -> None:
     job = build()
     checkpoints = open_manager(job, folder)
-    checkpoints.thread.submit(time.sleep, 0.3)  # before the save that is now in flight gets anywhere
+    # before the save that is now in flight gets anywhere
+    checkpoints.thread.submit(time.sleep, 0.3)
     fill(job, 1)
     checkpoints.save(1, job.model, job.optimizer, {"step": 1})
     if patient:
@@ -761,7 +953,8 @@ def _leaves_in_a_hurry(folder: Path, patient: bool) -> None:
 def test_a_save_that_lost_its_process_group_publishes_nothing(tmp_path):
     """A rank must not take itself for the only one, and publish its part as the whole."""
     run_ranks(2, _leaves_in_a_hurry, tmp_path / "a", False)
-    assert verify.published(tmp_path / "a") == []  # a temporary folder may stay, for the next start to remove
+    # a temporary folder may stay, for the next start to remove
+    assert verify.published(tmp_path / "a") == []
     run_ranks(2, _leaves_in_a_hurry, tmp_path / "b", True)
     assert values_on_disk(tmp_path / "b" / "step-00000001") == [1]
 
@@ -787,14 +980,18 @@ def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(
         run_ranks(2, _refused_at_start, tmp_path / "c", 100_000),
     ]:
         assert seconds < 2 and words == other[1]
-        assert "cannot be kept in" in words or "has 0.1 MB free, one checkpoint of this run takes 0.7 MB" in words
+        assert (
+            "cannot be kept in" in words
+            or "has 0.1 MB free, one checkpoint of this run takes 0.7 MB" in words
+        )
 
 
 # Retention
 
 
 def test_retention_of_random_histories(n: int = 2000):
-    """D8: saves, crashes, going back, damage, changed options, against a model of what may disappear."""
+    """D8: saves, crashes, going back, damage, changed options, against a model of what may
+    disappear."""
     for seed in range(n):
         rng = random.Random(seed)
         folder, damaged, line, attempt, step = ["step-x", "notes"], set(), [], 0, 0
@@ -823,12 +1020,22 @@ def test_retention_of_random_histories(n: int = 2000):
                 line = [n for n in line if n in folder] + [name]
                 whole = [n for n in line if n not in damaged]
                 gone = expired(line, whole, keep_last, keep_every)
-                assert gone == expired(line, whole[-keep_last:] if keep_last else [], keep_last, keep_every)
+                assert gone == expired(
+                    line, whole[-keep_last:] if keep_last else [], keep_last, keep_every
+                )
                 left = [n for n in whole if n not in gone]
-                assert set(gone) <= set(line), f"seed {seed}: removed what is not of the current line"
-                assert name not in gone and left[-1] == name, f"seed {seed}: removed the last whole one"
-                assert not keep_last or len(left) >= min(keep_last, len(whole)), f"seed {seed}: too few are left"
-                assert not keep_every or all(verify.parse_name(n)[1] % keep_every for n in gone), f"seed {seed}"
+                assert set(gone) <= set(line), (
+                    f"seed {seed}: removed what is not of the current line"
+                )
+                assert name not in gone and left[-1] == name, (
+                    f"seed {seed}: removed the last whole one"
+                )
+                assert not keep_last or len(left) >= min(keep_last, len(whole)), (
+                    f"seed {seed}: too few are left"
+                )
+                assert not keep_every or all(verify.parse_name(n)[1] % keep_every for n in gone), (
+                    f"seed {seed}"
+                )
                 if keep_last and not keep_every and not damaged:
                     assert len(left) <= keep_last, f"seed {seed}: too many are left"
                 folder = [n for n in folder if n not in gone]
@@ -844,16 +1051,25 @@ def test_retention_on_disk_and_leftovers(tmp_path):
         (folder / left).mkdir()
         (folder / left / "rank-00000.safetensors").write_bytes(b"half")
     run_ranks(1, partial(save_all, folder, [8], keep_last=2, keep_every=3))
-    assert sorted(p.name for p in folder.iterdir()) == [".lease", *(verify.step_name(s, 0) for s in (3, 6, 7, 8))]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        ".lease",
+        *(verify.step_name(s, 0) for s in (3, 6, 7, 8)),
+    ]
 
 
-@pytest.mark.parametrize("damaged, gone", [
-    ({}, [1, 2, 3]), ({5: "short"}, [1, 2]), ({4: "missing", 5: "short"}, [1]), ({2: "torn"}, [1, 2, 3]),
-    ({2: "short", 3: "torn", 4: "missing", 5: "short"}, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damaged, gone",
+    [
+        ({}, [1, 2, 3]),
+        ({5: "short"}, [1, 2]),
+        ({4: "missing", 5: "short"}, [1]),
+        ({2: "torn"}, [1, 2, 3]),
+        ({2: "short", 3: "torn", 4: "missing", 5: "short"}, []),
+    ],
+)
 def test_a_damaged_checkpoint_does_not_count_as_kept(damaged, gone, tmp_path):
-    """keep_last = 2 of five: the two newest that have all their bytes stay, and no newer one is removed for being damaged. Of
-    fewer than two, none is."""
+    """keep_last = 2 of five: the two newest that have all their bytes stay, and no newer one is
+    removed for being damaged. Of fewer than two, none is."""
     folder = tmp_path / "c"
     run_ranks(1, partial(save_all, folder, [1, 2, 3, 4, 5], keep_last=0))
     names = [verify.step_name(step, 0) for step in range(1, 6)]
@@ -918,7 +1134,8 @@ def test_the_lease_of_another_host_holds_while_it_counts_on(tmp_path, monkeypatc
     counting.join()
     mine = lease.Lease(path)  # now it stands still
     assert mine.held()
-    path.write_text(json.dumps({**other, "count": 3}))  # it was only frozen, and believes the folder is still its own
+    # it was only frozen, and believes the folder is still its own
+    path.write_text(json.dumps({**other, "count": 3}))
     with pytest.raises(lease.Lost, match="taken over"):
         mine.check()
     mine.release()
@@ -929,7 +1146,9 @@ def _publishes_after_losing(folder: Path) -> str:
     job = build()
     checkpoints = open_manager(job, folder, max_failures=0)
     if job.mesh.rank == 0:
-        (folder / ".lease").write_text(json.dumps({"host": "elsewhere", "pid": 1, "id": "x"}).ljust(200))
+        (folder / ".lease").write_text(
+            json.dumps({"host": "elsewhere", "pid": 1, "id": "x"}).ljust(200)
+        )
     checkpoints.save(1, job.model, job.optimizer, {"step": 1})
     with pytest.raises(InputError) as refusal:
         checkpoints.close()
@@ -937,7 +1156,10 @@ def _publishes_after_losing(folder: Path) -> str:
 
 
 def test_a_run_that_lost_its_lease_publishes_nothing(tmp_path):
-    assert all("taken over by another run" in words for words in run_ranks(2, _publishes_after_losing, tmp_path))
+    assert all(
+        "taken over by another run" in words
+        for words in run_ranks(2, _publishes_after_losing, tmp_path)
+    )
     assert verify.published(tmp_path) == []
 
 
@@ -947,9 +1169,18 @@ def test_a_run_that_lost_its_lease_publishes_nothing(tmp_path):
 def test_a_rank_reads_and_verifies_only_the_blocks_it_needs(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "BLOCK", 64)
     whole = torch.arange(23 * 7, dtype=torch.float32).view(23, 7)
-    live = {"t": whole, "s": torch.tensor(3.0), "e": torch.empty(0, 5), "h": torch.arange(9, dtype=torch.int8) > 3}
+    live = {
+        "t": whole,
+        "s": torch.tensor(3.0),
+        "e": torch.empty(0, 5),
+        "h": torch.arange(9, dtype=torch.int8) > 3,
+    }
     plan = storage.Plan.make(live, storage.describe(live, 1, range(1)), 0)
-    manifest = {"format": 2, "files": [storage.write(tmp_path, plan, storage.OneByOne(live))], "tensors": plan.rows}
+    manifest = {
+        "format": 2,
+        "files": [storage.write(tmp_path, plan, storage.OneByOne(live))],
+        "tensors": plan.rows,
+    }
     path = tmp_path / "rank-00000.safetensors"
 
     def read(name: str, offset: list[int], shape: list[int]) -> torch.Tensor:
@@ -964,7 +1195,8 @@ def test_a_rank_reads_and_verifies_only_the_blocks_it_needs(tmp_path, monkeypatc
     with verify.Shard(tmp_path, manifest, 0) as shard:
         start = shard.find("t", ([0, 0], [23, 7]))["start"]
     flip(path, start + 300)
-    for row in range(23):  # 28 bytes each; the flipped byte lies in block 4, bytes 256 to 320: rows 9 to 11
+    # 28 bytes each; the flipped byte lies in block 4, bytes 256 to 320: rows 9 to 11
+    for row in range(23):
         if row not in (9, 10, 11):
             assert torch.equal(read("t", [row, 0], [1, 7]), whole[row : row + 1])
             continue

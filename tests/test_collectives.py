@@ -1,4 +1,5 @@
-"""Ranks that drift apart (N5), and a device that computes wrong: found before a sum is wrong, and named."""
+"""Ranks that drift apart (N5), and a device that computes wrong: found before a sum is wrong, and
+named."""
 
 import time
 from datetime import timedelta
@@ -10,10 +11,10 @@ import torch.distributed as dist
 
 import train
 from parallelisms.mesh import Mesh
-from tests.ranks import run_ranks, step_timeout
-from tests.runs import MESHES, ends, run, series, tiny_run
 from reliability import collectives
 from reliability.guard import Diverged
+from tests.ranks import run_ranks, step_timeout
+from tests.runs import MESHES, ends, run, series, tiny_run
 
 TWO, BAD = MESHES["fsdp2"][1], 5  # the step in which something goes wrong
 CHECKED = "--debug.check_collectives=true"
@@ -22,7 +23,13 @@ CHECKED = "--debug.check_collectives=true"
 @pytest.fixture(scope="module")
 def options(tmp_path_factory) -> list[str]:
     place = tmp_path_factory.mktemp("run")
-    made = [*tiny_run(place), "--training.steps=8", "--training.local_batch_size=1", step_timeout(10), "--run.device=cpu"]
+    made = [
+        *tiny_run(place),
+        "--training.steps=8",
+        "--training.local_batch_size=1",
+        step_timeout(10),
+        "--run.device=cpu",
+    ]
     (place / "first").mkdir()
     assert run_ranks(2, run, [*made, *TWO], place / "first") == [(0, "")] * 2
     return made
@@ -33,8 +40,8 @@ def first(options: list[str]) -> dict[int, float]:
     return series(Path(cache).parent / "first")
 
 
-# N5: what one rank does instead of a sum over ranks. Call 2 k - 1 is the count of tokens of step k, int64 []; call 2 k is the
-# loss with the flags, float64 [4].
+# N5: what one rank does instead of a sum over ranks. Call 2 k - 1 is the count of tokens of step k,
+# int64 []; call 2 k is the loss with the flags, float64 [4].
 
 
 def other_type(real, mesh, x):
@@ -71,9 +78,14 @@ def other_kind(real, mesh, x):
 
 
 FAULTS = {  # what, and the number of the call
-    other_type: 2 * BAD - 1, other_shape: 2 * BAD, other_size: 2 * BAD, left_out: 2 * BAD, one_more: 2 * BAD,
-    other_kind: 2 * BAD, other_line: 2 * BAD,
-}  # fmt: skip
+    other_type: 2 * BAD - 1,
+    other_shape: 2 * BAD,
+    other_size: 2 * BAD,
+    left_out: 2 * BAD,
+    one_more: 2 * BAD,
+    other_kind: 2 * BAD,
+    other_line: 2 * BAD,
+}
 QUICK = (other_type, other_line)
 
 
@@ -84,34 +96,53 @@ def drifted(options: list[str], folder: Path, fault) -> str:
     def faulty(real):
         def sum_over(mesh, x):
             calls.append(1)
-            return fault(real, mesh, x) if mesh.rank == 1 and len(calls) == FAULTS[fault] else real(mesh, x)
+            return (
+                fault(real, mesh, x)
+                if mesh.rank == 1 and len(calls) == FAULTS[fault]
+                else real(mesh, x)
+            )
 
         return sum_over
 
-    Mesh.sum_over_tokens, Mesh.sum_over_ranks = faulty(Mesh.sum_over_tokens), faulty(Mesh.sum_over_ranks)
+    Mesh.sum_over_tokens, Mesh.sum_over_ranks = (
+        faulty(Mesh.sum_over_tokens),
+        faulty(Mesh.sum_over_ranks),
+    )
     try:
         return f"exit code {run(options, folder)[0]}"
     except (RuntimeError, collectives.Drift) as error:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("fault", [
-    pytest.param(fault, marks=() if fault in QUICK else pytest.mark.slow, id=fault.__name__) for fault in FAULTS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=() if fault in QUICK else pytest.mark.slow, id=fault.__name__)
+        for fault in FAULTS
+    ],
+)
 def test_n5_a_rank_that_drifts_is_named_before_a_sum_is_wrong(fault, options, tmp_path):
     """Of two ranks both are named, each with what it was about to do, and where."""
     for end in run_ranks(2, drifted, [*options, *TWO, CHECKED], tmp_path, fault):
-        assert end.startswith("Drift: the ranks of group default_pg (ranks [0, 1]) do not run the same collective:"), end
+        assert end.startswith(
+            "Drift: the ranks of group default_pg (ranks [0, 1]) do not run the same collective:"
+        ), end
         zero, one = end.splitlines()[1:]
         assert zero.startswith("  rank 0: ") and one.startswith("  rank 1: ")
-        assert "sum_over_" in zero and ("clip_grad_norm" if fault is left_out else fault.__name__) in one, end
+        assert (
+            "sum_over_" in zero
+            and ("clip_grad_norm" if fault is left_out else fault.__name__) in one
+        ), end
     assert max(series(tmp_path)) == BAD - 1 and not list(tmp_path.glob("checkpoints/step-*"))
 
 
 def test_n5_without_the_check_the_sum_is_wrong_in_silence(options, tmp_path):
     """The negative control."""
     assert run_ranks(2, drifted, [*options, *TWO], tmp_path, other_type) == ["exit code 0"] * 2
-    assert series(tmp_path).keys() == first(options).keys() and series(tmp_path)[BAD] != first(options)[BAD]
+    assert (
+        series(tmp_path).keys() == first(options).keys()
+        and series(tmp_path)[BAD] != first(options)[BAD]
+    )
 
 
 def left_out_run(options: list[str], folder: Path) -> tuple[int, str]:
@@ -122,7 +153,9 @@ def left_out_run(options: list[str], folder: Path) -> tuple[int, str]:
 def test_n5_without_the_check_one_left_out_is_no_word_about_why(options, tmp_path):
     """... nor where: another collective fails, or the process is aborted in C++."""
     codes = ends(2, tmp_path / "ranks", left_out_run, [*options, *TWO, step_timeout(3)], tmp_path)
-    assert codes != [0, 0] and "Drift" not in (tmp_path / "logs" / "rank-00000.log").read_text(), codes
+    assert codes != [0, 0] and "Drift" not in (tmp_path / "logs" / "rank-00000.log").read_text(), (
+        codes
+    )
 
 
 @pytest.mark.slow
@@ -130,7 +163,12 @@ def test_n5_without_the_check_one_left_out_is_no_word_about_why(options, tmp_pat
 def test_n5_the_odd_one_of_many_and_a_healthy_run(mesh, options, tmp_path):
     ranks, extra, _ = MESHES[mesh]
     (tmp_path / "well").mkdir()
-    assert run_ranks(ranks, run, [*options, *extra, CHECKED, "--debug.replay_interval=3"], tmp_path / "well") == [(0, "")] * ranks
+    assert (
+        run_ranks(
+            ranks, run, [*options, *extra, CHECKED, "--debug.replay_interval=3"], tmp_path / "well"
+        )
+        == [(0, "")] * ranks
+    )
     want = first(options)
     assert max(abs(series(tmp_path / "well")[s] / want[s] - 1) for s in want) <= 1e-5
     if mesh == "fsdp2xtp2":
@@ -155,7 +193,9 @@ def crossed() -> str:
 def test_n5_the_wrong_group_ends_with_the_lines_that_wait():
     said = run_ranks(4, crossed)
     waits = "did not come to allreduce_ float32[3] SUM at test_collectives.py"
-    assert f"mesh_b (ranks [0, 1]) {waits}" in said[0] and f"mesh_a (ranks [1, 3]) {waits}" in said[1], said
+    assert (
+        f"mesh_b (ranks [0, 1]) {waits}" in said[0] and f"mesh_a (ranks [1, 3]) {waits}" in said[1]
+    ), said
 
 
 def four(folder: str) -> str:
@@ -174,8 +214,13 @@ def test_n5_the_odd_one_is_told_from_the_majority(tmp_path):
     for said in run_ranks(4, four, ""):
         _, odd, others = said.splitlines()
         assert odd.startswith("  rank 2: allreduce_ float32[3] SUM at test_collectives.py:"), said
-        assert others.startswith("  ranks 0, 1, 3: allreduce_ float32[3] SUM at test_collectives.py:"), said
-        line_of = {words: int(words.partition("test_collectives.py:")[2].split()[0]) for words in (odd, others)}
+        assert others.startswith(
+            "  ranks 0, 1, 3: allreduce_ float32[3] SUM at test_collectives.py:"
+        ), said
+        line_of = {
+            words: int(words.partition("test_collectives.py:")[2].split()[0])
+            for words in (odd, others)
+        }
         assert line_of[odd] == line_of[others] + 1
 
 
@@ -195,15 +240,18 @@ def missing(folder: str) -> str:
 @pytest.mark.slow
 def test_n5_one_that_does_not_come_is_an_error_with_the_line_that_waits():
     said, _ = run_ranks(2, missing, "")
-    assert "a rank of group default_pg (ranks [0, 1]) did not come to allreduce_ float32[3] SUM at test_collectives.py:" in said
+    assert (
+        "a rank of group default_pg (ranks [0, 1]) did not come to allreduce_ float32[3] SUM at "
+        "test_collectives.py:"
+    ) in said
 
 
 # The gradient, computed twice
 
 
 def flipped(options: list[str], folder: Path, victim: int, which: int) -> str:
-    """A bit of one number in rank `victim`'s gradient flips: in the first or second computation of step BAD, which is also
-    the first in which they are compared."""
+    """A bit of one number in rank `victim`'s gradient flips: in the first or second computation of
+    step BAD, which is also the first in which they are compared."""
     real, calls = train.linear_cross_entropy, []
 
     def loss(hidden, *args, **kwargs):
@@ -230,16 +278,25 @@ def flipped(options: list[str], folder: Path, victim: int, which: int) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize(("mesh", "victim", "which"), [
-    ("fsdp2", 1, 0), pytest.param("tp2", 1, 1, marks=pytest.mark.slow),
-    pytest.param("fsdp2", 0, 1, marks=pytest.mark.slow), pytest.param("fsdp2xtp2", 2, 1, marks=pytest.mark.slow),
-    pytest.param("hsdp2x2", 3, 0, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_n3_a_rank_whose_recomputed_gradient_differs_is_named(mesh, victim, which, options, tmp_path):
+@pytest.mark.parametrize(
+    ("mesh", "victim", "which"),
+    [
+        ("fsdp2", 1, 0),
+        pytest.param("tp2", 1, 1, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 0, 1, marks=pytest.mark.slow),
+        pytest.param("fsdp2xtp2", 2, 1, marks=pytest.mark.slow),
+        pytest.param("hsdp2x2", 3, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_n3_a_rank_whose_recomputed_gradient_differs_is_named(
+    mesh, victim, which, options, tmp_path
+):
     ranks, extra, _ = MESHES[mesh]
     given = [*options, *extra, f"--debug.replay_interval={BAD}"]
     for end in run_ranks(ranks, flipped, given, tmp_path, victim, which):
-        assert end.startswith(f"step {BAD}: recomputing the gradient gave a different result on rank {victim}:"), end
+        assert end.startswith(
+            f"step {BAD}: recomputing the gradient gave a different result on rank {victim}:"
+        ), end
     assert not list(tmp_path.glob("checkpoints/step-*")) and max(series(tmp_path)) == BAD - 1
 
 
@@ -249,5 +306,8 @@ def test_n3_without_the_replay_a_flipped_bit_is_everybodys(options, tmp_path):
     assert run_ranks(2, flipped, [*options, *TWO], tmp_path, 1, 0) == ["exit code 0"] * 2
     assert series(tmp_path) != first(options)
     (tmp_path / "well").mkdir()
-    assert run_ranks(2, run, [*options, *TWO, "--debug.replay_interval=1"], tmp_path / "well") == [(0, "")] * 2
+    assert (
+        run_ranks(2, run, [*options, *TWO, "--debug.replay_interval=1"], tmp_path / "well")
+        == [(0, "")] * 2
+    )
     assert series(tmp_path / "well") == first(options)

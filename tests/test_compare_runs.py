@@ -1,4 +1,5 @@
-"""tools/compare_runs.py on real runs: bitwise equal, equal to rounding, or from which step and by how much they part, and why."""
+"""tools/compare_runs.py on real runs: bitwise equal, equal to rounding, or from which step and by
+how much they part, and why."""
 
 import json
 import math
@@ -28,7 +29,13 @@ RUNS = {  # name -> ranks, options that differ from the first's
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("runs")
-    options = [*tiny_run(place), "--training.steps=11", "--validation.interval=5", "--validation.steps=1", "--data.validation_fraction=0.2"]
+    options = [
+        *tiny_run(place),
+        "--training.steps=11",
+        "--validation.interval=5",
+        "--validation.steps=1",
+        "--data.validation_fraction=0.2",
+    ]
     for name, (ranks, extra) in RUNS.items():
         (place / name).mkdir()
         assert run_ranks(ranks, run, [*options, *extra], place / name) == [(0, "")] * ranks
@@ -43,7 +50,9 @@ def test_the_same_run_is_bitwise_equal_whatever_the_machine_did(runs):
     found = compare(runs["first"], runs["same"])
     assert found.code == 0 and found.verdict == "bitwise equal (steps 1 to 11)"
     assert {"loss", "grad_norm", "lr", "validation_loss"} <= rows(found).keys()
-    assert not rows(found).keys() & compare_runs.TIMINGS and not any(name.startswith("seconds/") for name in rows(found))
+    assert not rows(found).keys() & compare_runs.TIMINGS and not any(
+        name.startswith("seconds/") for name in rows(found)
+    )
     assert rows(found)["loss"].steps == 11 and rows(found)["validation_loss"].steps == 3
     assert found.checkpoint.startswith("step 11: all ") and "bitwise equal" in found.checkpoint
     assert found.config == {"data.workers": [0, 1]} and not found.environment
@@ -52,28 +61,43 @@ def test_the_same_run_is_bitwise_equal_whatever_the_machine_did(runs):
 def test_another_mesh_is_equal_to_rounding(runs):
     found = compare(runs["first"], runs["mesh"])
     assert found.code == 1 and found.verdict.startswith("equal to 1e-05: not bitwise from step ")
-    assert all(row.first_beyond is None for row in found.rows) and 0 < rows(found)["loss"].largest < 1e-5
+    assert (
+        all(row.first_beyond is None for row in found.rows)
+        and 0 < rows(found)["loss"].largest < 1e-5
+    )
     assert compare(runs["first"], runs["mesh"], tolerance=1e-5).code == 0
     assert compare(runs["first"], runs["mesh"], tolerance=1e-12).code == 1
-    assert found.environment["mesh"] == [f"pp 1, dp_replicate 1, dp_shard {shard}, cp 1, tp 1, ep 1" for shard in (1, 2)]
-    assert found.environment["devices"] == ["cpu 1", "cpu 2"] and "the mesh or the tensors differ" in found.checkpoint
+    assert found.environment["mesh"] == [
+        f"pp 1, dp_replicate 1, dp_shard {shard}, cp 1, tp 1, ep 1" for shard in (1, 2)
+    ]
+    assert (
+        found.environment["devices"] == ["cpu 1", "cpu 2"]
+        and "the mesh or the tensors differ" in found.checkpoint
+    )
 
 
 def two_runs(place: Path, differences: list[float]) -> compare_runs.Comparison:
     """Of runs whose losses differ by so much in each step, relatively."""
     for name, factor in ("a", 0.0), ("b", 1.0):
         (place / name).mkdir()
-        lines = [json.dumps({"step": step, "loss": 5.0 * (1 + factor * size), "lr": 0.1}) for step, size in enumerate(differences, 1)]
+        lines = [
+            json.dumps({"step": step, "loss": 5.0 * (1 + factor * size), "lr": 0.1})
+            for step, size in enumerate(differences, 1)
+        ]
         (place / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return compare(place / "a", place / "b")
 
 
-@pytest.mark.parametrize("differences, says", [
-    ([0, 8.5e-8, 1e-6, 2e-5, 2e-4, 1e-3], True),  # a model that amplifies rounding
-    ([0, 8.5e-8, 8.5e-8, 9e-8, 1e-3, 2e-3], False),  # meshes that agree, until one of them makes a mistake
-    ([0, 2e-5, 3e-5, 3e-5, 4e-5, 4e-5], False),  # it began at 2e-5
-    ([0, 0, 0, 1e-3, 1e-3, 1e-3], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "differences, says",
+    [
+        ([0, 8.5e-8, 1e-6, 2e-5, 2e-4, 1e-3], True),  # a model that amplifies rounding
+        # meshes that agree, until one of them makes a mistake
+        ([0, 8.5e-8, 8.5e-8, 9e-8, 1e-3, 2e-3], False),
+        ([0, 2e-5, 3e-5, 3e-5, 4e-5, 4e-5], False),  # it began at 2e-5
+        ([0, 0, 0, 1e-3, 1e-3, 1e-3], False),
+    ],
+)
 def test_it_says_rounding_where_a_difference_began_small_and_grew(tmp_path, differences, says):
     found = two_runs(tmp_path, differences)
     assert found.code == 1 and found.verdict.startswith("they part at step ")
@@ -81,28 +105,45 @@ def test_it_says_rounding_where_a_difference_began_small_and_grew(tmp_path, diff
 
 
 def test_another_learning_rate_shows_one_step_later_than_in_the_metric_itself(runs):
-    """1.1 times the rate: lr differs by 1/11 at the first step, the first loss is the same, the second is not."""
+    """1.1 times the rate: lr differs by 1/11 at the first step, the first loss is the same, the
+    second is not."""
     found = compare(runs["first"], runs["lr"])
     by = rows(found)
-    assert found.code == 1 and by["lr"].first_beyond == 1 and by["loss"].first_difference == by["grad_norm"].first_difference == 2
-    assert by["lr"].first_size == pytest.approx(1 / 11) and "they part at step 1 (lr by 9.1e-02)" in found.verdict
+    assert (
+        found.code == 1
+        and by["lr"].first_beyond == 1
+        and by["loss"].first_difference == by["grad_norm"].first_difference == 2
+    )
+    assert (
+        by["lr"].first_size == pytest.approx(1 / 11)
+        and "they part at step 1 (lr by 9.1e-02)" in found.verdict
+    )
     assert found.config == {"optimizer.lr": [0.01, 0.011]} and "rounding" not in found.verdict
-    assert "tensors differ" in found.checkpoint and by["lr"].last_tenth == pytest.approx(0.1 * 0.01 * 0.1, rel=1)
+    assert "tensors differ" in found.checkpoint and by["lr"].last_tenth == pytest.approx(
+        0.1 * 0.01 * 0.1, rel=1
+    )
 
 
 def test_another_seed_parts_at_the_first_step(runs):
     found = compare(runs["first"], runs["seed"], tolerance=1e-3)
-    assert found.code == 1 and rows(found)["loss"].first_beyond == 1 and found.config == {"run.seed": [0, 1]}
+    assert (
+        found.code == 1
+        and rows(found)["loss"].first_beyond == 1
+        and found.config == {"run.seed": [0, 1]}
+    )
     assert rows(found)["lr"].first_difference is None
 
 
 def test_a_longer_run_is_compared_as_far_as_the_shorter_goes(runs):
     found = compare(runs["first"], runs["longer"])
     assert found.steps == [1, 11] and "B goes on to 13" in found.verdict
-    assert rows(found)["loss"].steps == 11 and found.config.keys() == {"training.steps", "lr_schedule.kind"}
+    assert rows(found)["loss"].steps == 11 and found.config.keys() == {
+        "training.steps",
+        "lr_schedule.kind",
+    }
 
 
-# Runs that were altered by hand -----------------------------------------------------------------------------------------
+# Runs that were altered by hand -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -114,7 +155,9 @@ def test_weights_that_differ_under_equal_metrics_are_seen(runs, altered):
     path = altered / "checkpoints" / "step-00000011"
 
     def change(header: dict) -> None:
-        set_hash(header, next(name for name in header if name.startswith("model.norm.weight[")), "0" * 16)
+        set_hash(
+            header, next(name for name in header if name.startswith("model.norm.weight[")), "0" * 16
+        )
 
     rewrite_header(path, change)
     found = compare(runs["first"], altered)
@@ -128,10 +171,18 @@ def test_one_bit_of_one_loss_is_seen(runs, altered):
     line = next(line for line in lines if line["step"] == 7)
     line["loss"] = math.nextafter(line["loss"], 0)
     line["new_metric"] = 1.0
-    (altered / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "lo')
+    (altered / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "lo'
+    )
     found = compare(runs["first"], altered)
-    assert found.code == 1 and rows(found)["loss"].first_difference == rows(found)["loss"].largest_at == 7
-    assert found.verdict.startswith("equal to 1e-05: not bitwise from step 7 on") and rows(found)["new_metric"].steps == 0
+    assert (
+        found.code == 1
+        and rows(found)["loss"].first_difference == rows(found)["loss"].largest_at == 7
+    )
+    assert (
+        found.verdict.startswith("equal to 1e-05: not bitwise from step 7 on")
+        and rows(found)["new_metric"].steps == 0
+    )
 
 
 def test_changed_code_data_and_versions_are_named(runs, altered):
@@ -139,7 +190,8 @@ def test_changed_code_data_and_versions_are_named(runs, altered):
     about = json.loads(start.read_text())
     about["code"]["files"]["models/llama.py"] = "0" * 12
     about["versions"]["torch"] = "1.0"
-    about["environment"]["MASTER_PORT"] = "12345"  # differs between any two starts, and says nothing
+    # differs between any two starts, and says nothing
+    about["environment"]["MASTER_PORT"] = "12345"
     start.write_text(json.dumps(about))
     described = json.loads(data.read_text())
     described["description"]["sources"][0]["fingerprint"] = "another"
@@ -147,7 +199,11 @@ def test_changed_code_data_and_versions_are_named(runs, altered):
     found = compare(runs["first"], altered)
     assert found.environment.keys() == {"code models/llama.py", "version of torch", "data source"}
     text = compare_runs.table(runs["first"], altered, found, 1e-5)
-    assert "code: differs in models/llama.py" in text and 'B "1.0"' in text and "options: the same" in text
+    assert (
+        "code: differs in models/llama.py" in text
+        and 'B "1.0"' in text
+        and "options: the same" in text
+    )
 
 
 def test_runs_without_a_record_are_compared_by_what_there_is(runs, altered):
@@ -158,10 +214,20 @@ def test_runs_without_a_record_are_compared_by_what_there_is(runs, altered):
     assert found.code == 0 and "no checkpoint" in found.checkpoint
 
 
-@pytest.mark.parametrize("a, b, expected", [
-    (1.0, 1.0, 0), (math.nan, math.nan, 0), (math.inf, math.inf, 0), (0.0, 0.0, 0), (1.0, 2.0, 0.5), (-1.0, 1.0, 2),
-    (1.0, math.nan, math.inf), (math.inf, -math.inf, math.inf), (0.0, 1e-300, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "a, b, expected",
+    [
+        (1.0, 1.0, 0),
+        (math.nan, math.nan, 0),
+        (math.inf, math.inf, 0),
+        (0.0, 0.0, 0),
+        (1.0, 2.0, 0.5),
+        (-1.0, 1.0, 2),
+        (1.0, math.nan, math.inf),
+        (math.inf, -math.inf, math.inf),
+        (0.0, 1e-300, 1),
+    ],
+)
 def test_difference(a, b, expected):
     assert difference(a, b) == difference(b, a) == expected
 
@@ -180,7 +246,11 @@ def test_folders_that_cannot_be_compared_are_a_sentence(runs, altered, capsys):
 def test_from_the_command_line(runs):
     command = [sys.executable, "-m", "tools.compare_runs", str(runs["first"]), str(runs["lr"])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "they part at step 1" in done.stdout and "optimizer.lr: A 0.01, B 0.011" in done.stdout, done.stderr
+    assert (
+        done.returncode == 1
+        and "they part at step 1" in done.stdout
+        and "optimizer.lr: A 0.01, B 0.011" in done.stdout
+    ), done.stderr
 
 
 def test_json_is_json(runs, capsys):
@@ -196,11 +266,19 @@ def test_the_plot(runs, tmp_path, capsys):
         picture = tmp_path / f"{other}.png"
         compare_runs.main([str(runs["first"]), str(runs[other]), f"--png={picture}"])
         assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 10_000
-    assert compare_runs.main([str(runs["first"]), str(runs["same"]), f"--png={tmp_path / 'no' / 'such.png'}"]) == 2
+    assert (
+        compare_runs.main(
+            [str(runs["first"]), str(runs["same"]), f"--png={tmp_path / 'no' / 'such.png'}"]
+        )
+        == 2
+    )
     assert "--png" in capsys.readouterr().err
 
 
 def test_without_matplotlib_it_is_a_sentence(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert compare_runs.main([str(runs["first"]), str(runs["same"]), f"--png={tmp_path / 'x.png'}"]) == 2
+    assert (
+        compare_runs.main([str(runs["first"]), str(runs["same"]), f"--png={tmp_path / 'x.png'}"])
+        == 2
+    )
     assert "pip install matplotlib" in capsys.readouterr().err

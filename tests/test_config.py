@@ -1,4 +1,5 @@
-"""Configurations: every mistake is named in a sentence, all at once, before anything is launched or written."""
+"""Configurations: every mistake is named in a sentence, all at once, before anything is launched or
+written."""
 
 import os
 import re
@@ -11,7 +12,18 @@ from types import SimpleNamespace
 import pytest
 
 from configs import check
-from configs.load import OPTIONS, TABLES, ConfigError, _toml, allowed, dump, help_text, json_schema, load_config, main
+from configs.load import (
+    OPTIONS,
+    TABLES,
+    ConfigError,
+    _toml,
+    allowed,
+    dump,
+    help_text,
+    json_schema,
+    load_config,
+    main,
+)
 from configs.schema import Config, InputError, Model, Parallelism
 from models import FAMILIES, tables
 
@@ -28,7 +40,9 @@ def folder(tmp_path, monkeypatch):
     assert not written
 
 
-def problems_of(argv: list[str], world: int | None = None, local_world: int | None = None) -> list[str]:
+def problems_of(
+    argv: list[str], world: int | None = None, local_world: int | None = None
+) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(argv, world, local_world)
     problems = caught.value.problems
@@ -46,26 +60,54 @@ def assert_says(problem: str, words: str) -> None:
         position = found + len(fragment)
 
 
-# ------------------------------------------------------------------------------------------------------------ bad files
+# --------------------------------------------------------------------------------------------------
+# bad files
 
 # name: (content, the words of the one problem)
 BAD_FILES = {
     "a table's bracket": ("[training\nsteps = 1", "x.toml: not valid TOML|line 1|[training"),
-    "an open string": ("[run]\nfolder = 'x\nseed = 1", "x.toml: not valid TOML|at the end, line 3|seed = 1"),
+    "an open string": (
+        "[run]\nfolder = 'x\nseed = 1",
+        "x.toml: not valid TOML|at the end, line 3|seed = 1",
+    ),
     "no value": ("[run]\nseed =\nfolder = 'x'", "x.toml: not valid TOML|line 2|seed ="),
-    "a key twice": ("[run]\nseed = 1\nseed = 2\n[data]\n", "x.toml: not valid TOML|given twice|line 3|seed = 2"),
-    "a table twice": ("[run]\nseed = 1\n[run]\ngc_interval = 2\n", "x.toml: not valid TOML|twice|line 3|[run]"),
-    "unknown table": ("[trainning]\nsteps = 1", "x.toml: trainning: no such table; did you mean [training]?"),
-    "unknown table, nothing near": ("[xyzzy]\na = 1", "x.toml: xyzzy: no such table; the tables are|run|debug"),
+    "a key twice": (
+        "[run]\nseed = 1\nseed = 2\n[data]\n",
+        "x.toml: not valid TOML|given twice|line 3|seed = 2",
+    ),
+    "a table twice": (
+        "[run]\nseed = 1\n[run]\ngc_interval = 2\n",
+        "x.toml: not valid TOML|twice|line 3|[run]",
+    ),
+    "unknown table": (
+        "[trainning]\nsteps = 1",
+        "x.toml: trainning: no such table; did you mean [training]?",
+    ),
+    "unknown table, nothing near": (
+        "[xyzzy]\na = 1",
+        "x.toml: xyzzy: no such table; the tables are|run|debug",
+    ),
     "capital table": ("[Training]\nsteps = 1", "Training: no such table; did you mean [training]?"),
-    "unknown key": ("[training]\nstps = 1", "x.toml: training.stps: no such option; did you mean training.steps?"),
-    "key with a dash": ("[training]\nseq-len = 1", "training.seq-len: no such option; did you mean training.seq_len?"),
-    "key of another table": ("[training]\nlr = 1.0", "training.lr: no such option; did you mean optimizer.lr?"),
+    "unknown key": (
+        "[training]\nstps = 1",
+        "x.toml: training.stps: no such option; did you mean training.steps?",
+    ),
+    "key with a dash": (
+        "[training]\nseq-len = 1",
+        "training.seq-len: no such option; did you mean training.seq_len?",
+    ),
+    "key of another table": (
+        "[training]\nlr = 1.0",
+        "training.lr: no such option; did you mean optimizer.lr?",
+    ),
     "unknown key, nothing near": (
         "[compile]\nxyzzy = 1",
         "compile.xyzzy: no such option; [compile] has enabled, backend",
     ),
-    "key outside tables": ("momentum = 0.9", "momentum: stands in no table; did you mean optimizer.momentum?"),
+    "key outside tables": (
+        "momentum = 0.9",
+        "momentum: stands in no table; did you mean optimizer.momentum?",
+    ),
     "key of several tables": (
         "steps = 5",
         "steps: stands in no table|training.steps or profiler.steps or validation.steps",
@@ -76,7 +118,8 @@ BAD_FILES = {
     ),
     "unknown schedule": (
         "[parallelism]\npipeline_schedule = 'gpipe'",
-        'pipeline_schedule = "gpipe": must be|"1f1b"|"interleaved_1f1b"|"zero_bubble"|"zbv"|"dualpipe_v"',
+        'pipeline_schedule = "gpipe": must '
+        'be|"1f1b"|"interleaved_1f1b"|"zero_bubble"|"zbv"|"dualpipe_v"',
     ),
     "part of a name": (
         "[training]\nbatch_size = 2",
@@ -86,29 +129,68 @@ BAD_FILES = {
         "[training]\nmax_steps = 2",
         "training.max_steps: no such option; did you mean training.steps?",
     ),
-    "table in a table": ("[training.steps]\na = 1", "training.steps = {a = 1}: must be an integer >= 1, not a table"),
-    "number for a table": ("training = 5", "training = 5: a table is needed, as in training.steps = 100"),
+    "table in a table": (
+        "[training.steps]\na = 1",
+        "training.steps = {a = 1}: must be an integer >= 1, not a table",
+    ),
+    "number for a table": (
+        "training = 5",
+        "training = 5: a table is needed, as in training.steps = 100",
+    ),
     "array of tables": ("[[training]]\nsteps = 5", "training = [{steps = 5}]: a table is needed"),
-    "a key with a newline": ('[training]\n"a\\nb" = 1', "training.a\\nb|no such option; [training] has"),
-    "list for a number": ("[training]\nsteps = [1]", "training.steps = [1]: must be an integer >= 1, not a list"),
-    "string for a number": ('[training]\nsteps = "50"', 'training.steps = "50": must be an integer >= 1, not a string'),
-    "boolean for an integer": ("[training]\nsteps = true", "training.steps = true: must be an integer|not a boolean"),
+    "a key with a newline": (
+        '[training]\n"a\\nb" = 1',
+        "training.a\\nb|no such option; [training] has",
+    ),
+    "list for a number": (
+        "[training]\nsteps = [1]",
+        "training.steps = [1]: must be an integer >= 1, not a list",
+    ),
+    "string for a number": (
+        '[training]\nsteps = "50"',
+        'training.steps = "50": must be an integer >= 1, not a string',
+    ),
+    "boolean for an integer": (
+        "[training]\nsteps = true",
+        "training.steps = true: must be an integer|not a boolean",
+    ),
     "boolean for a float": (
         "[optimizer]\nlr = true",
         "optimizer.lr = true: must be a finite number > 0, not a boolean",
     ),
-    "integer for a boolean": ("[compile]\nenabled = 1", "compile.enabled = 1: must be true or false, not an integer"),
-    "float for an integer": ("[training]\nsteps = 1e3", "training.steps = 1000.0: must be an integer|not a float"),
+    "integer for a boolean": (
+        "[compile]\nenabled = 1",
+        "compile.enabled = 1: must be true or false, not an integer",
+    ),
+    "float for an integer": (
+        "[training]\nsteps = 1e3",
+        "training.steps = 1000.0: must be an integer|not a float",
+    ),
     "number for a text": ("[run]\nfolder = 5", "run.folder = 5: must be text|not an integer"),
-    "date for a text": ("[run]\nfolder = 2020-01-01", "run.folder = 2020-01-01: must be text|not a date or time"),
+    "date for a text": (
+        "[run]\nfolder = 2020-01-01",
+        "run.folder = 2020-01-01: must be text|not a date or time",
+    ),
     "negative steps": ("[training]\nsteps = -5", "training.steps = -5: must be an integer >= 1"),
-    "zero batch": ("[training]\nglobal_batch_size = 0", "training.global_batch_size = 0: must be an integer >= 1"),
+    "zero batch": (
+        "[training]\nglobal_batch_size = 0",
+        "training.global_batch_size = 0: must be an integer >= 1",
+    ),
     "NaN": ("[optimizer]\nlr = nan", "optimizer.lr = nan: must be a finite number > 0"),
     "infinity": ("[optimizer]\nlr = inf", "optimizer.lr = inf: must be a finite number > 0"),
-    "minus infinity": ("[training]\nmax_norm = -inf", "training.max_norm = -inf: must be a finite number >= 0"),
+    "minus infinity": (
+        "[training]\nmax_norm = -inf",
+        "training.max_norm = -inf: must be a finite number >= 0",
+    ),
     "learning rate 0": ("[optimizer]\nlr = 0", "optimizer.lr = 0: must be a finite number > 0"),
-    "minimum above the peak": ("[lr_schedule]\nmin_ratio = 1.5", "lr_schedule.min_ratio = 1.5: must be|>= 0 and <= 1"),
-    "beta 1": ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: must be a list of 2|>= 0 and < 1"),
+    "minimum above the peak": (
+        "[lr_schedule]\nmin_ratio = 1.5",
+        "lr_schedule.min_ratio = 1.5: must be|>= 0 and <= 1",
+    ),
+    "beta 1": (
+        "[optimizer]\nbetas = [0.9, 1.0]",
+        "optimizer.betas = [0.9, 1.0]: must be a list of 2|>= 0 and < 1",
+    ),
     "one beta": ("[optimizer]\nbetas = [0.9]", "optimizer.betas = [0.9]: must be a list of 2"),
     "betas of text": (
         '[optimizer]\nbetas = ["a", 0.9]',
@@ -123,7 +205,8 @@ BAD_FILES = {
         "x.toml: data.mixture = |: table 1 needs weight, a finite number >= 0",
     ),
     "a row with another key": (
-        '[[validation.sets]]\nname = "a"\nsource = "x"\n[[validation.sets]]\nname = "b"\nsorce = "x"',
+        '[[validation.sets]]\nname = "a"\nsource = "x"\n[[validation.sets]]\nname = "b"\nsorce = '
+        '"x"',
         "x.toml: validation.sets = |: table 2 has sorce; did you mean source?",
     ),
     "a row's number": (
@@ -143,16 +226,21 @@ BAD_FILES = {
         "schedule of table 1 must be a list, each [an integer >= 1, a finite number >= 0]",
     ),
     "a name twice": (
-        '[[validation.sets]]\nname = "a"\nsource = "x"\n[[validation.sets]]\nname = "a"\nsource = "y"',
+        '[[validation.sets]]\nname = "a"\nsource = "x"\n[[validation.sets]]\nname = "a"\nsource = '
+        '"y"',
         "validation.sets = |: must give each row a different name|called a",
     ),
     "rows that are none": (
         "[data]\nmixture = [3]",
-        "data.mixture = [3]: must be a list, each a table of name, source, weight, schedule, max_epochs",
+        "data.mixture = [3]: must be a list, each a table of name, source, weight, schedule, "
+        "max_epochs",
     ),
     "eps 0": ("[optimizer]\neps = 0.0", "optimizer.eps = 0.0: must be a finite number > 0"),
     "interval 0": ("[metrics]\ninterval = 0", "metrics.interval = 0: must be an integer >= 1"),
-    "keep -1": ("[checkpoint]\nkeep_last = -1", "checkpoint.keep_last = -1: must be an integer >= 0"),
+    "keep -1": (
+        "[checkpoint]\nkeep_last = -1",
+        "checkpoint.keep_last = -1: must be an integer >= 0",
+    ),
     "unknown dtype": (
         '[training]\nparam_dtype = "float16"',
         '"float16": must be "auto" or "float32" or "bfloat16"; did you',
@@ -185,17 +273,32 @@ BAD_FILES = {
         '[parallelism]\nreshard_after_forward = "defalt"',
         'must be true or false or "default"|did you mean "defau',
     ),
-    "more than 64 bits": (f"[training]\nsteps = {10**30}", "training.steps = 1000000|must fit into 64 bits"),
+    "more than 64 bits": (
+        f"[training]\nsteps = {10**30}",
+        "training.steps = 1000000|must fit into 64 bits",
+    ),
     "5000 digits": ("[training]\nsteps = " + "9" * 5000, "x.toml: not valid TOML|digits"),
-    "home not expanded": ('[run]\nfolder = "~/x"', 'run.folder = "~/x": must be written out: ~ is not expanded'),
+    "home not expanded": (
+        '[run]\nfolder = "~/x"',
+        'run.folder = "~/x": must be written out: ~ is not expanded',
+    ),
     "undefined variable": (
         '[run]\nfolder = "$SCRATCH/x"',
         'run.folder = "$SCRATCH/x": must be written out: environment',
     ),
-    "newline in a path": ('[run]\nfolder = "a\\nb"', 'run.folder = "a\\nb": must not contain control characters'),
-    "NUL in a path": ('[data]\nsource = "a\\u0000b"', 'data.source = "a\\u0000b": must not contain control characters'),
+    "newline in a path": (
+        '[run]\nfolder = "a\\nb"',
+        'run.folder = "a\\nb": must not contain control characters',
+    ),
+    "NUL in a path": (
+        '[data]\nsource = "a\\u0000b"',
+        'data.source = "a\\u0000b": must not contain control characters',
+    ),
     "empty path": ('[data]\ntokenizer = ""', 'data.tokenizer = "": must be text, not empty'),
-    "300 characters": (f'[run]\nfolder = "{"x" * 300}"', "run.folder|must be text of 1 to 240 characters"),
+    "300 characters": (
+        f'[run]\nfolder = "{"x" * 300}"',
+        "run.folder|must be text of 1 to 240 characters",
+    ),
     "unknown flavor": (
         '[model]\nflavor = "8b"',
         'model.flavor = "8b": models/llama.py has debug, 1B|did you mean "8B"?',
@@ -208,7 +311,10 @@ BAD_FILES = {
         "[lr_schedule]\nwarmup_steps = 101",
         "lr_schedule.warmup_steps = 101|training.steps = 100",
     ),
-    "vocabulary too small": ("[model]\nvocab_size = 300", "data.bpe_vocab_size = 4096 is more|model.vocab_size = 300"),
+    "vocabulary too small": (
+        "[model]\nvocab_size = 300",
+        "data.bpe_vocab_size = 4096 is more|model.vocab_size = 300",
+    ),
     "sequence too long": (
         "[training]\nseq_len = 1000000",
         "training.seq_len = 1000000 is more|model.max_seq_len = 8192",
@@ -219,7 +325,10 @@ BAD_FILES = {
     ),
     "empty": ("", "x.toml: sets nothing"),
     "comments only": ("# [run]\n# seed = 1\n", "x.toml: sets nothing"),
-    "latin-1": ("[run]\nfolder = 'é'".encode("latin-1"), "x.toml: line 2 is not UTF-8 (byte 0xe9): save it as UTF-8"),
+    "latin-1": (
+        "[run]\nfolder = 'é'".encode("latin-1"),
+        "x.toml: line 2 is not UTF-8 (byte 0xe9): save it as UTF-8",
+    ),
     "UTF-16": ("[run]\nseed = 1".encode("utf-16"), "x.toml: line 1 is not UTF-8 (byte 0xff)"),
     "binary": (b"\x7fELF\x00\x00\x01", "x.toml: not valid TOML"),
     "10 MB": (b"#" * 10_000_000, "x.toml: larger than 1,000,000 bytes"),
@@ -243,15 +352,24 @@ def test_bad_file(name, folder):
 
 # name: (arguments, the words of the one problem)
 BAD_ARGUMENTS = {
-    "no such file": (["llama8b.toml"], "llama8b.toml: no such file; did you mean|configs/llama_8b.toml?"),
-    "no ending": ([str(ROOT / "configs/llama_8b")], "configs/llama_8b: no such file; did you mean|llama_8b.toml?"),
+    "no such file": (
+        ["llama8b.toml"],
+        "llama8b.toml: no such file; did you mean|configs/llama_8b.toml?",
+    ),
+    "no ending": (
+        [str(ROOT / "configs/llama_8b")],
+        "configs/llama_8b: no such file; did you mean|llama_8b.toml?",
+    ),
     "nothing near": (["xyzzy"], "xyzzy: no such file"),
     "a folder": (["folder"], "folder: a folder; give a TOML file"),
     "a pipe": (["pipe"], "pipe: a special file; give a TOML file"),
     "below a file": (["y.toml/x.toml"], "y.toml/x.toml: cannot be read: Not a directory"),
     "a name too long": (["x" * 5000], "xxx|cannot be read: File name too long"),
     "NUL in the name": (["a\0b"], "a\\x00b|cannot be read"),
-    "two files": (["y.toml", "y.toml"], "command line: one configuration file is allowed, found y.toml, y.toml"),
+    "two files": (
+        ["y.toml", "y.toml"],
+        "command line: one configuration file is allowed, found y.toml, y.toml",
+    ),
     "unknown option": (
         ["--training.stps=5"],
         "command line: training.stps: no such option; did you mean training.steps?",
@@ -264,30 +382,63 @@ BAD_ARGUMENTS = {
         ["--training.stps", "y.toml"],
         "training.stps: no such option; did you mean training.steps?",
     ),
-    "unknown table": (["--trainning.steps=5"], "trainning.steps: no such option; did you mean training.steps?"),
-    "nothing near in a table": (["--xyzzy.abc=5"], "xyzzy.abc: no such option; the tables are run, model"),
+    "unknown table": (
+        ["--trainning.steps=5"],
+        "trainning.steps: no such option; did you mean training.steps?",
+    ),
+    "nothing near in a table": (
+        ["--xyzzy.abc=5"],
+        "xyzzy.abc: no such option; the tables are run, model",
+    ),
     "no table": (
         ["--tensor_parallel=2"],
         "tensor_parallel: stands in no table; did you mean parallelism.tensor_parallel?",
     ),
-    "nothing of that name": (["--xyzzy"], "command line: xyzzy: no such table or option; the tables are run, model"),
+    "nothing of that name": (
+        ["--xyzzy"],
+        "command line: xyzzy: no such table or option; the tables are run, model",
+    ),
     "one dash": (["-v"], "command line: -v: no such table or option"),
     "two dashes": (["--"], "command line: : no such table or option"),
     "a table": (["--model=8B"], 'model = "8B": a table is needed, as in model.family = "llama"'),
-    "no value": (["--training.steps"], "command line: --training.steps needs a value: an integer >= 1"),
-    "an option for a value": (["--run.seed", "--compile.enabled"], "--run.seed needs a value: an integer >= 0"),
-    "empty value": (["--training.steps="], 'command line: training.steps = "": must be an integer >= 1, not a string'),
+    "no value": (
+        ["--training.steps"],
+        "command line: --training.steps needs a value: an integer >= 1",
+    ),
+    "an option for a value": (
+        ["--run.seed", "--compile.enabled"],
+        "--run.seed needs a value: an integer >= 0",
+    ),
+    "empty value": (
+        ["--training.steps="],
+        'command line: training.steps = "": must be an integer >= 1, not a string',
+    ),
     "a word for a number": (
         ["--training.steps=many"],
         'training.steps = "many": must be an integer >= 1, not a string',
     ),
-    "no TOML number": (["--optimizer.lr=.1"], 'optimizer.lr = ".1": must be a finite number > 0, not a string'),
+    "no TOML number": (
+        ["--optimizer.lr=.1"],
+        'optimizer.lr = ".1": must be a finite number > 0, not a string',
+    ),
     "two lines": (["--run.seed=1\nx = 2"], 'run.seed = "1\\nx = 2": must be an integer >= 0'),
-    "yes": (["--compile.enabled=yes"], 'compile.enabled = "yes": must be true or false, not a string'),
-    "Python's True": (["--compile.enabled=True"], 'compile.enabled = "True": must be true or false, not a string'),
+    "yes": (
+        ["--compile.enabled=yes"],
+        'compile.enabled = "yes": must be true or false, not a string',
+    ),
+    "Python's True": (
+        ["--compile.enabled=True"],
+        'compile.enabled = "True": must be true or false, not a string',
+    ),
     "commas": (["--optimizer.betas=0.9,0.95"], 'optimizer.betas = "0.9,0.95": must be a list of 2'),
-    "infinity by overflow": (["--optimizer.lr=1e999"], "optimizer.lr = inf: must be a finite number > 0"),
-    "undecodable": (["--run.folder=\udcff"], "command line: run.folder = |udcff|must be UTF-8 text"),
+    "infinity by overflow": (
+        ["--optimizer.lr=1e999"],
+        "optimizer.lr = inf: must be a finite number > 0",
+    ),
+    "undecodable": (
+        ["--run.folder=\udcff"],
+        "command line: run.folder = |udcff|must be UTF-8 text",
+    ),
     "deep": (["--run.seed=" + "[" * 100_000], 'run.seed = "[[[|...: must be an integer >= 0'),
     "null": (["--model.dim=none"], 'model.dim = "none": must be an integer >= 2, not a string'),
 }
@@ -304,508 +455,646 @@ def test_bad_arguments(name, folder):
     assert_says(problems[0], words)
 
 
-# -------------------------------------------------------------------------------------------------- rules across tables
+# --------------------------------------------------------------------------------------------------
+# rules across tables
 
-# A case of every rule of configs/check.py.
-# rule: (overrides, world size, processes of a host, words of the problem, further overrides that repair it)
+# A case of every rule of configs/check.py. rule: (overrides, world size, processes of a host, words
+# of the problem, further overrides that repair it)
 RULE_CASES = {
     "mesh_product": (
-        "parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=3 parallelism.tensor_parallel=4",
-        8, 8,
-        "parallelism.data_parallel_replicate = 2|parallelism.data_parallel_shard = 3|parallelism.tensor_parallel = 4"
+        "parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=3 "
+        "parallelism.tensor_parallel=4",
+        8,
+        8,
+        "parallelism.data_parallel_replicate = 2|parallelism.data_parallel_shard = "
+        "3|parallelism.tensor_parallel = 4"
         "|multiply to 24|8 processes|data_parallel_shard = -1",
         "parallelism.data_parallel_shard=1 training.local_batch_size=4",
     ),
     "mesh_rest": (
         "parallelism.data_parallel_replicate=2 parallelism.tensor_parallel=4",
-        12, 4,
+        12,
+        4,
         "parallelism.data_parallel_shard = -1|parallelism.data_parallel_replicate = 2 times "
-        "parallelism.context_parallel = 1 times parallelism.tensor_parallel = 4 times parallelism.pipeline_parallel = 1 must "
+        "parallelism.context_parallel = 1 times parallelism.tensor_parallel = 4 times "
+        "parallelism.pipeline_parallel = 1 must "
         "divide the 12 processes of the run (NGPU on each node)",
         "parallelism.data_parallel_replicate=1 training.global_batch_size=24",
     ),
     "tp_host": (
         "parallelism.tensor_parallel=4",
-        4, 2,
-        "parallelism.tensor_parallel = 4 does not divide the 2 processes of a host|tensor_parallel_across_hosts = true",
+        4,
+        2,
+        "parallelism.tensor_parallel = 4 does not divide the 2 processes of a "
+        "host|tensor_parallel_across_hosts = true",
         "parallelism.tensor_parallel_across_hosts=true",
     ),
     "tp_heads": (
         "parallelism.tensor_parallel=4 model.n_heads=6 model.n_kv_heads=2 model.head_dim=32",
-        4, 4,
-        "parallelism.tensor_parallel = 4 does not divide model.n_heads = 6: each rank computes whole query heads",
+        4,
+        4,
+        "parallelism.tensor_parallel = 4 does not divide model.n_heads = 6: each rank computes "
+        "whole query heads",
         "model.n_heads=8 model.n_kv_heads=4",
     ),
     "tp_kv_heads": (
         "parallelism.tensor_parallel=8",
-        8, 8,
-        "parallelism.tensor_parallel = 8 does not divide model.n_kv_heads = 4 (of flavor debug)|not duplicated"
+        8,
+        8,
+        "parallelism.tensor_parallel = 8 does not divide model.n_kv_heads = 4 (of flavor "
+        "debug)|not duplicated"
         "|at most n_kv_heads",
         "model.n_kv_heads=8",
     ),
     "tp_shared": (
         "model.family=deepseek_v3 parallelism.tensor_parallel=4 model.expert_dim=90",
-        4, 4,
-        "parallelism.tensor_parallel = 4 does not divide model.n_shared_experts = 1 (of flavor debug) times model.expert_dim = 90|share",
+        4,
+        4,
+        "parallelism.tensor_parallel = 4 does not divide model.n_shared_experts = 1 (of flavor "
+        "debug) times model.expert_dim = 90|share",
         "model.expert_dim=92",
     ),
     "tp_hidden": (
         "parallelism.tensor_parallel=4 model.hidden_dim=702",
-        4, 4,
+        4,
+        4,
         "parallelism.tensor_parallel = 4 does not divide model.hidden_dim = 702|equal share",
         "model.hidden_dim=704",
     ),
     "tp_sequence": (
         "parallelism.tensor_parallel=4 training.seq_len=255",
-        4, 4,
-        "parallelism.tensor_parallel = 4 does not divide training.seq_len = 255|equal part of the sequence",
+        4,
+        4,
+        "parallelism.tensor_parallel = 4 does not divide training.seq_len = 255|equal part of the "
+        "sequence",
         "training.seq_len=256",
     ),
     "tp_vocabulary": (  # 9 rows each: 31 ranks take all 279
-        "parallelism.tensor_parallel=32 model.n_heads=32 model.n_kv_heads=32 model.vocab_size=279 data.tokenizer=bytes",
-        32, 32,
-        "parallelism.tensor_parallel = 32 leaves a rank without a row of the vocabulary, model.vocab_size = 279",
+        "parallelism.tensor_parallel=32 model.n_heads=32 model.n_kv_heads=32 model.vocab_size=279 "
+        "data.tokenizer=bytes",
+        32,
+        32,
+        "parallelism.tensor_parallel = 32 leaves a rank without a row of the vocabulary, "
+        "model.vocab_size = 279",
         "model.vocab_size=280",
     ),
     "tp_offload": (
         "parallelism.tensor_parallel=2 parallelism.cpu_offload=true",
-        2, 2,
-        "parallelism.cpu_offload = true together with parallelism.tensor_parallel = 2 is not supported",
+        2,
+        2,
+        "parallelism.cpu_offload = true together with parallelism.tensor_parallel = 2 is not "
+        "supported",
         "parallelism.tensor_parallel=1 training.local_batch_size=4",
     ),
     "tp_reshard": (
-        "parallelism.tensor_parallel=2 parallelism.reshard_after_forward=2 training.local_batch_size=2",
-        8, 8,
-        "parallelism.reshard_after_forward = 2|parallelism.tensor_parallel = 2, parallelism.context_parallel = 1 and "
+        "parallelism.tensor_parallel=2 parallelism.reshard_after_forward=2 "
+        "training.local_batch_size=2",
+        8,
+        8,
+        "parallelism.reshard_after_forward = 2|parallelism.tensor_parallel = 2, "
+        "parallelism.context_parallel = 1 and "
         'parallelism.pipeline_parallel = 1 is not supported|"default"',
         "parallelism.reshard_after_forward=true",
     ),
     "ep_experts": (
         "parallelism.expert_parallel=2",
-        2, 2,
-        'parallelism.expert_parallel = 2 has no effect on a model without experts',
+        2,
+        2,
+        "parallelism.expert_parallel = 2 has no effect on a model without experts",
         "model.family=qwen3 model.flavor=debug_moe",
     ),
     "ep_ranks": (
         "model.family=deepseek_v3 parallelism.expert_parallel=4",
-        2, 2,
+        2,
+        2,
         "parallelism.expert_parallel = 4 does not divide 2 times parallelism.context_parallel = 1",
         "parallelism.expert_parallel=2",
     ),
     "ep_reshard": (
-        "model.family=qwen3 model.flavor=debug_moe parallelism.expert_parallel=4 parallelism.reshard_after_forward=2 "
+        "model.family=qwen3 model.flavor=debug_moe parallelism.expert_parallel=4 "
+        "parallelism.reshard_after_forward=2 "
         "training.local_batch_size=1",
-        8, 8,
-        "parallelism.reshard_after_forward = 2, a number of ranks, together with parallelism.expert_parallel = 4 is not "
+        8,
+        8,
+        "parallelism.reshard_after_forward = 2, a number of ranks, together with "
+        "parallelism.expert_parallel = 4 is not "
         'supported|"default"',
         "parallelism.expert_parallel=1",
     ),
     "experts": (
         "model.family=qwen3 model.flavor=debug_moe model.n_experts=8 model.experts_per_token=9",
-        1, 1,
+        1,
+        1,
         "model.experts_per_token = 9 is above model.n_experts = 8",
         "model.experts_per_token=8",
     ),
     "experts_ep": (
         "model.family=deepseek_v3 model.n_experts=12 parallelism.expert_parallel=8",
-        8, 8,
+        8,
+        8,
         "parallelism.expert_parallel = 8 does not divide model.n_experts = 12",
         "parallelism.expert_parallel=4",
     ),
     "no_experts": (
         "model.family=deepseek_v3 model.n_experts=0",
-        1, 1,
-        "model.n_experts = 0, but all of model.n_layers = 5 (of flavor debug) but the first ones, model.n_dense_layers = 1",
+        1,
+        1,
+        "model.n_experts = 0, but all of model.n_layers = 5 (of flavor debug) but the first ones, "
+        "model.n_dense_layers = 1",
         "model.n_dense_layers=5",
     ),
     "dense_layers": (
         "model.family=deepseek_v3 model.n_dense_layers=6",
-        1, 1,
+        1,
+        1,
         "model.n_dense_layers = 6 is above model.n_layers = 5",
         "model.n_layers=6",
     ),
     "rope_dim": (
         "model.family=deepseek_v3 model.rope_dim=15",
-        1, 1,
+        1,
+        1,
         "model.rope_dim = 15 must be even",
         "model.rope_dim=14",
     ),
     "value_dim": (
         "model.family=deepseek_v3 model.value_dim=49",
-        1, 1,
-        "model.value_dim = 49 is above model.nope_dim = 32 (of flavor debug) plus model.rope_dim = 16",
+        1,
+        1,
+        "model.value_dim = 49 is above model.nope_dim = 32 (of flavor debug) plus model.rope_dim "
+        "= 16",
         "model.value_dim=48",
     ),
     "expert_groups": (
         "model.family=deepseek_v3 model.n_experts=18",
-        1, 1,
-        "model.expert_groups = 4 (of flavor debug) must divide model.n_experts = 18 into groups of two",
+        1,
+        1,
+        "model.expert_groups = 4 (of flavor debug) must divide model.n_experts = 18 into groups "
+        "of two",
         "model.expert_groups=3",
     ),
     "groups_per_token": (
         "model.family=deepseek_v3 model.experts_per_token=9",
-        1, 1,
-        "model.experts_per_token = 9 cannot be chosen within model.groups_per_token = 2 (of flavor debug) of model.expert_groups = 4",
+        1,
+        1,
+        "model.experts_per_token = 9 cannot be chosen within model.groups_per_token = 2 (of "
+        "flavor debug) of model.expert_groups = 4",
         "model.groups_per_token=3",
     ),
     "experts_async": (
-        "model.family=deepseek_v3 parallelism.tensor_parallel=2 parallelism.async_tensor_parallel=true compile.enabled=true",
-        2, 2,
-        "parallelism.async_tensor_parallel = true together with experts (model.n_experts = 16|is not supported",
+        "model.family=deepseek_v3 parallelism.tensor_parallel=2 "
+        "parallelism.async_tensor_parallel=true compile.enabled=true",
+        2,
+        2,
+        "parallelism.async_tensor_parallel = true together with experts (model.n_experts = 16|is "
+        "not supported",
         "parallelism.async_tensor_parallel=false",
     ),
     "cp_sequence": (
         "parallelism.context_parallel=3 training.seq_len=256 training.local_batch_size=1",
-        3, 3,
-        "training.seq_len = 256 is not a multiple of 6|parallelism.context_parallel = 3|parallelism.context_parallel_method",
+        3,
+        3,
+        "training.seq_len = 256 is not a multiple of 6|parallelism.context_parallel = "
+        "3|parallelism.context_parallel_method",
         "training.seq_len=252",
     ),
     "cp_heads": (
-        "parallelism.context_parallel=4 parallelism.tensor_parallel=2 parallelism.context_parallel_method=ulysses",
-        8, 8,
-        "parallelism.context_parallel = 4 times parallelism.tensor_parallel = 2 does not divide model.n_kv_heads = 4"
-        '|parallelism.context_parallel_method = "ulysses"|whole key/value heads|context_parallel_method = "gather"',
+        "parallelism.context_parallel=4 parallelism.tensor_parallel=2 "
+        "parallelism.context_parallel_method=ulysses",
+        8,
+        8,
+        "parallelism.context_parallel = 4 times parallelism.tensor_parallel = 2 does not divide "
+        "model.n_kv_heads = 4"
+        '|parallelism.context_parallel_method = "ulysses"|whole key/value '
+        'heads|context_parallel_method = "gather"',
         "parallelism.context_parallel_method=gather",
     ),
     "cp_latent_heads": (
         "model.family=deepseek_v3 parallelism.context_parallel=4 parallelism.tensor_parallel=2 "
         "parallelism.context_parallel_method=ulysses",
-        8, 8,
-        "parallelism.context_parallel = 4 times parallelism.tensor_parallel = 2 does not divide model.n_heads = 4|whole heads",
+        8,
+        8,
+        "parallelism.context_parallel = 4 times parallelism.tensor_parallel = 2 does not divide "
+        "model.n_heads = 4|whole heads",
         "model.n_heads=8",
     ),
     "cp_attention": (
-        "parallelism.context_parallel=2 training.attention=cudnn training.param_dtype=bfloat16 run.device=cuda",
-        2, 2,
-        'training.attention = "cudnn" has no kernel for parallelism.context_parallel_method = "gather"|"flash"|"ulysses"',
+        "parallelism.context_parallel=2 training.attention=cudnn training.param_dtype=bfloat16 "
+        "run.device=cuda",
+        2,
+        2,
+        'training.attention = "cudnn" has no kernel for parallelism.context_parallel_method = '
+        '"gather"|"flash"|"ulysses"',
         "parallelism.context_parallel_method=ulysses",
     ),
     "cp_kernel": (
         "parallelism.context_parallel=2 training.param_dtype=float32 run.device=cuda",
-        2, 2,
-        'context_parallel_method = "gather" with|context_parallel = 2|a 16-bit type|param_dtype = "float32"|"ulysses"',
+        2,
+        2,
+        'context_parallel_method = "gather" with|context_parallel = 2|a 16-bit type|param_dtype = '
+        '"float32"|"ulysses"',
         "parallelism.context_parallel_method=ulysses",
     ),
     "context_parallel_method_unused": (
         "parallelism.context_parallel_method=ulysses",
-        1, 1,
-        'parallelism.context_parallel_method = "ulysses" has no effect with parallelism.context_parallel = 1|above 1',
+        1,
+        1,
+        'parallelism.context_parallel_method = "ulysses" has no effect with '
+        "parallelism.context_parallel = 1|above 1",
         "parallelism.context_parallel_method=gather",
     ),
     "reshard_ranks": (
         "parallelism.reshard_after_forward=3 training.local_batch_size=1",
-        8, 8,
+        8,
+        8,
         "parallelism.reshard_after_forward = 3 must be less than the 8 ranks|divide them",
         "parallelism.reshard_after_forward=4",
     ),
     "batch": (
         "training.global_batch_size=24 training.local_batch_size=8",
-        4, 4,
-        "training.global_batch_size = 24 is not a multiple of 32, which is training.local_batch_size = 8 on 4 data-"
+        4,
+        4,
+        "training.global_batch_size = 24 is not a multiple of 32, which is "
+        "training.local_batch_size = 8 on 4 data-"
         "|set training.local_batch_size to 6, or training.global_batch_size to 32",
         "training.local_batch_size=6",
     ),
     "batch_ranks": (
         "training.global_batch_size=8",
-        3, 3,
-        "training.global_batch_size = 8 is not a multiple of the 3 data-parallel ranks|set training.global_batch_size to 6 or 9",
+        3,
+        3,
+        "training.global_batch_size = 8 is not a multiple of the 3 data-parallel ranks|set "
+        "training.global_batch_size to 6 or 9",
         "training.global_batch_size=9",
     ),
     "seq_len": (
         "training.seq_len=8193",
-        1, 1,
+        1,
+        1,
         "training.seq_len = 8193 is more|model.max_seq_len = 8192 (of flavor debug)",
         "training.seq_len=8192",
     ),
     "kv_heads": (
         "model.n_kv_heads=3",
-        1, 1,
+        1,
+        1,
         "model.n_kv_heads = 3 does not divide model.n_heads = 8 (of flavor debug)",
         "model.n_kv_heads=2",
     ),
     "head_dim": (
         "model.dim=300",
-        1, 1,
+        1,
+        1,
         "model.head_dim would be 37.5|whole even number|model.dim = 300|model.n_heads = 8",
         "model.dim=304",
     ),
     "pipeline_schedule_unused": (
         "parallelism.pipeline_schedule=zbv",
-        1, 1,
-        'parallelism.pipeline_schedule = "zbv" has no effect with parallelism.pipeline_parallel = 1',
+        1,
+        1,
+        'parallelism.pipeline_schedule = "zbv" has no effect with parallelism.pipeline_parallel = '
+        "1",
         "parallelism.pipeline_schedule=1f1b",
     ),
     "pipeline_stages_per_rank_unused": (
         "parallelism.pipeline_stages_per_rank=2",
-        1, 1,
-        "parallelism.pipeline_stages_per_rank = 2 has no effect with parallelism.pipeline_parallel = 1",
+        1,
+        1,
+        "parallelism.pipeline_stages_per_rank = 2 has no effect with "
+        "parallelism.pipeline_parallel = 1",
         "parallelism.pipeline_stages_per_rank=0",
     ),
     "pipeline_layers_unused": (
         "parallelism.pipeline_layers=[3,3]",
-        1, 1,
+        1,
+        1,
         "parallelism.pipeline_layers = [3, 3] has no effect with parallelism.pipeline_parallel = 1",
         "parallelism.pipeline_layers=[]",
     ),
     "pipeline_stages_per_rank": (
-        "parallelism.pipeline_parallel=2 parallelism.pipeline_stages_per_rank=3 parallelism.pipeline_schedule=zbv",
-        2, 2,
-        'parallelism.pipeline_stages_per_rank = 3, but parallelism.pipeline_schedule = "zbv" has 2 to 2 stages|there are 2',
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_stages_per_rank=3 "
+        "parallelism.pipeline_schedule=zbv",
+        2,
+        2,
+        'parallelism.pipeline_stages_per_rank = 3, but parallelism.pipeline_schedule = "zbv" has '
+        "2 to 2 stages|there are 2",
         "parallelism.pipeline_schedule=interleaved_1f1b",
     ),
     "pipeline_stages": (
         "parallelism.pipeline_parallel=4 parallelism.pipeline_schedule=zbv",
-        4, 4,
-        'pipeline_parallel = 4|pipeline_schedule = "zbv" make 8 stages|only model.n_layers = 6|lower pipeline_parallel',
+        4,
+        4,
+        'pipeline_parallel = 4|pipeline_schedule = "zbv" make 8 stages|only model.n_layers = '
+        "6|lower pipeline_parallel",
         "model.n_layers=8",
     ),
     "pipeline_layers": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_layers=[3,4]",
-        2, 2,
-        "parallelism.pipeline_layers = [3, 4] must have one number for each of the 2 stages|model.n_layers = 6",
+        2,
+        2,
+        "parallelism.pipeline_layers = [3, 4] must have one number for each of the 2 "
+        "stages|model.n_layers = 6",
         "parallelism.pipeline_layers=[4,2]",
     ),
     "pipeline_micro_batches": (
-        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=dualpipe_v training.local_batch_size=4",
-        4, 4,
-        'pipeline_schedule = "dualpipe_v" on parallelism.pipeline_parallel = 2 ranks needs at least 4 micro-batches'
-        "|one has 8 sequences over all data-parallel ranks|training.global_batch_size = 8|32 or more|lower training.local_batch_size",
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=dualpipe_v "
+        "training.local_batch_size=4",
+        4,
+        4,
+        'pipeline_schedule = "dualpipe_v" on parallelism.pipeline_parallel = 2 ranks needs at '
+        "least 4 micro-batches"
+        "|one has 8 sequences over all data-parallel ranks|training.global_batch_size = 8|32 or "
+        "more|lower training.local_batch_size",
         "training.global_batch_size=32",
     ),
     "pipeline_offload": (
         "parallelism.pipeline_parallel=2 parallelism.cpu_offload=true",
-        2, 2,
-        "parallelism.cpu_offload = true together with parallelism.pipeline_parallel = 2 is not supported",
+        2,
+        2,
+        "parallelism.cpu_offload = true together with parallelism.pipeline_parallel = 2 is not "
+        "supported",
         "parallelism.cpu_offload=false",
     ),
     "pipeline_reshard": (
-        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble parallelism.reshard_after_forward=true",
-        2, 2,
-        'pipeline_schedule = "zero_bubble" splits the backward pass|reshard_after_forward = true|"default"',
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "
+        "parallelism.reshard_after_forward=true",
+        2,
+        2,
+        'pipeline_schedule = "zero_bubble" splits the backward pass|reshard_after_forward = '
+        'true|"default"',
         "parallelism.pipeline_schedule=1f1b",
     ),
     "pipeline_selective": (
-        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble activation_checkpoint.mode=selective",
-        2, 2,
-        'pipeline_schedule = "zero_bubble" splits the backward pass|activation_checkpoint.mode = "selective"|"full"',
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "
+        "activation_checkpoint.mode=selective",
+        2,
+        2,
+        'pipeline_schedule = "zero_bubble" splits the backward pass|activation_checkpoint.mode = '
+        '"selective"|"full"',
         "parallelism.pipeline_schedule=1f1b",
     ),
     "pipeline_compile": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zbv compile.enabled=true",
-        2, 2,
+        2,
+        2,
         'pipeline_schedule = "zbv" splits the backward pass|compile.enabled = true',
         "compile.enabled=false",
     ),
     "pipeline_float8": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zbv training.float8=rowwise",
-        2, 2,
-        'pipeline_schedule = "zbv" splits the backward pass|training.float8 = "rowwise" each half|"1f1b"',
+        2,
+        2,
+        'pipeline_schedule = "zbv" splits the backward pass|training.float8 = "rowwise" each '
+        'half|"1f1b"',
         "parallelism.pipeline_schedule=interleaved_1f1b",
     ),
     "bpe_vocabulary": (
         "data.bpe_vocab_size=5000",
-        1, 1,
+        1,
+        1,
         "data.bpe_vocab_size = 5000 is more than the embedding has rows, model.vocab_size = 4096",
         "model.vocab_size=5000",
     ),
     "bytes_vocabulary": (
         "data.tokenizer=bytes model.vocab_size=256",
-        1, 1,
+        1,
+        1,
         'data.tokenizer = "bytes" needs at least 257 rows|model.vocab_size = 256',
         "model.vocab_size=257",
     ),
     "mixture_source": (
         'data.source=corpus data.mixture=[{name="a",source="x",weight=1}] data.tokenizer=bytes',
-        1, 1,
+        1,
+        1,
         'data.source = "corpus" has no effect with data.mixture',
         "data.source=stdlib",
     ),
     "validation_names": (
         'validation.sets=[{name="a",source="x"}] data.mixture=[{name="a",source="y",weight=1}]',
-        1, 1,
+        1,
+        1,
         "validation.sets = |share a name",
         'validation.sets=[{name="b",source="x"}]',
     ),
     "stream_tokenizer": (
         "data.stream=true",
-        1, 1,
+        1,
+        1,
         'data.stream = true|data.tokenizer = "bpe"|python -m data.train_tokenizer',
         "data.tokenizer=bytes",
     ),
     "stream_ranks": (
-        "data.stream=true data.tokenizer=bytes training.global_batch_size=24 training.local_batch_size=1",
-        3, 3,
+        "data.stream=true data.tokenizer=bytes training.global_batch_size=24 "
+        "training.local_batch_size=1",
+        3,
+        3,
         "data.streams = 64 is not a multiple of the 3 data-parallel ranks",
         "data.streams=48",
     ),
     "stream_mixture": (
         'data.stream=true data.tokenizer=bytes data.mixture=[{name="a",source="x",weight=1}]',
-        1, 1,
+        1,
+        1,
         "data.stream = true reads data.source alone",
         "data.mixture=[]",
     ),
     "stream_skip": (
         "data.stream=true data.tokenizer=bytes data.skip=[[10,2]]",
-        1, 1,
+        1,
+        1,
         "data.skip = [[10, 2]] with data.stream = true is not supported",
         "data.skip=[]",
     ),
     "stream_splice": (
         "data.stream=true data.tokenizer=bytes data.allow_splice=true",
-        1, 1,
+        1,
+        1,
         "data.allow_splice = true with data.stream = true is not supported",
         "data.allow_splice=false",
     ),
     "stream_workers": (
         "data.stream=true data.tokenizer=bytes data.workers=2",
-        1, 1,
+        1,
+        1,
         "data.workers = 2 has no effect with data.stream = true",
         "data.workers=0",
     ),
     "stream_timeout": (
         "data.stream=true data.tokenizer=bytes data.timeout_seconds=300",
-        1, 1,
+        1,
+        1,
         "data.timeout_seconds = 300 is not less than run.step_timeout_seconds = 300",
         "data.timeout_seconds=60",
     ),
     "stream_validation": (
         "data.stream=true data.tokenizer=bytes validation.interval=10",
-        1, 1,
+        1,
+        1,
         "validation.interval = 10 with data.stream = true needs [[validation.sets]]",
         'validation.sets=[{name="a",source="x"}]',
     ),
     "warmup": (
         "lr_schedule.warmup_steps=51 training.steps=50",
-        1, 1,
+        1,
+        1,
         "lr_schedule.warmup_steps = 51 is more than training.steps = 50",
         "lr_schedule.warmup_steps=50",
     ),
     "wsd": (
         "lr_schedule.kind=wsd lr_schedule.warmup_steps=81 training.steps=100",
-        1, 1,
+        1,
+        1,
         'lr_schedule.kind = "wsd"|81 steps of warm-up|20 steps of lr_schedule.decay_fraction = 0.2'
         "|training.steps = 100",
         "lr_schedule.warmup_steps=80",
     ),
     "profiler_window": (
         "profiler.enabled=true profiler.start_step=11 training.steps=10",
-        1, 1,
+        1,
+        1,
         "profiler.start_step = 11 is beyond the end of the run, training.steps = 10|lower",
         "profiler.start_step=10",
     ),
     "load_step": (
         "checkpoint.load_step=400",
-        1, 1,
+        1,
+        1,
         "checkpoint.load_step = 400 is beyond the end of the run, training.steps = 100",
         "checkpoint.load_step=100",
     ),
     "skip_spikes": (
         "training.skip_spikes=true",
-        1, 1,
+        1,
+        1,
         "training.skip_spikes = true needs training.spike_threshold",
         "training.spike_threshold=6.0",
     ),
     "replicas": (
         "debug.replica_check_interval=10 training.local_batch_size=4",
-        2, 2,
-        "debug.replica_check_interval = 10 compares ranks|data_parallel_replicate or tensor_parallel above 1",
+        2,
+        2,
+        "debug.replica_check_interval = 10 compares ranks|data_parallel_replicate or "
+        "tensor_parallel above 1",
         "parallelism.data_parallel_replicate=2",
     ),
     "replay": (
         "debug.replay_interval=10 run.device=cuda",
-        1, 1,
+        1,
+        1,
         "debug.replay_interval = 10 compares two gradients bit by bit|run.deterministic = false",
         "run.deterministic=true",
     ),
     "watch_compile": (
         "debug.check_collectives=true compile.enabled=true",
-        1, 1,
+        1,
+        1,
         "debug.check_collectives = true and|compile.enabled = true takes out of sight",
         "compile.enabled=false",
     ),
     "keep_gathered": (
         "parallelism.keep_gathered=7",
-        1, 1,
+        1,
+        1,
         "parallelism.keep_gathered = 7 is for blocks|model.n_layers = 6|lower it",
         "parallelism.keep_gathered=6",
     ),
     "pipeline_keep_gathered": (
         "parallelism.keep_gathered=2 parallelism.pipeline_parallel=2",
-        2, 2,
+        2,
+        2,
         "parallelism.keep_gathered = 2 has no effect with parallelism.pipeline_parallel = 2 and "
         'parallelism.reshard_after_forward = "default"|remove it|reshard_after_forward = true',
         "parallelism.reshard_after_forward=true",
     ),
     "cp_async": (
-        "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2 parallelism.context_parallel=2 "
+        "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2 "
+        "parallelism.context_parallel=2 "
         "compile.enabled=true training.local_batch_size=4",
-        4, 4,
-        "parallelism.async_tensor_parallel = true together with parallelism.context_parallel = 2|use one of them",
+        4,
+        4,
+        "parallelism.async_tensor_parallel = true together with parallelism.context_parallel = "
+        "2|use one of them",
         "parallelism.context_parallel=1",
     ),
     "tp_async": (
         "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2",
-        2, 2,
-        "parallelism.async_tensor_parallel = true is a rewriting of compiled blocks|compile.enabled = true",
+        2,
+        2,
+        "parallelism.async_tensor_parallel = true is a rewriting of compiled "
+        "blocks|compile.enabled = true",
         "compile.enabled=true",
     ),
     "float8_tp": (
         "training.float8=rowwise parallelism.tensor_parallel=2 training.local_batch_size=4",
-        2, 2,
-        'training.float8 = "rowwise" together with parallelism.tensor_parallel = 2|use one of the two',
+        2,
+        2,
+        'training.float8 = "rowwise" together with parallelism.tensor_parallel = 2|use one of the '
+        "two",
         "parallelism.tensor_parallel=1",
     ),
     "float8_dtype": (
         "training.float8=tensorwise training.param_dtype=float32",
-        1, 1,
-        'training.float8 = "tensorwise" rounds what training.param_dtype = "float32" would keep|bfloat16',
+        1,
+        1,
+        'training.float8 = "tensorwise" rounds what training.param_dtype = "float32" would '
+        "keep|bfloat16",
         "training.param_dtype=bfloat16",
     ),
     "float8_emulate": (
         "debug.emulate_float8=true",
-        1, 1,
+        1,
+        1,
         'debug.emulate_float8 = true has no effect with training.float8 = "none"|choose a recipe',
         "training.float8=rowwise",
     ),
     "attention": (
         "training.attention=cudnn run.device=cpu",
-        1, 1,
+        1,
+        1,
         'training.attention = "cudnn" is a kernel for GPUs|run.device = "cpu"|set it to "auto"',
         "run.device=auto",
     ),
     "momentum": (
         "optimizer.momentum=0.9",
-        1, 1,
+        1,
+        1,
         'optimizer.momentum = 0.9 has no effect with optimizer.kind = "adamw"|sgd',
         "optimizer.kind=sgd",
     ),
     "load_path": (
         'checkpoint.exclude_from_loading=["output.*"]',
-        1, 1,
+        1,
+        1,
         'checkpoint.exclude_from_loading = ["output.*"] has no effect without checkpoint.load_path',
         "checkpoint.load_path=runs/x",
     ),
     "load_hf": (
         "checkpoint.load_hf=models/x checkpoint.load_path=runs/x",
-        1, 1,
+        1,
+        1,
         'checkpoint.load_hf = "models/x" and checkpoint.load_path = "runs/x" are both|remove one',
-        'checkpoint.load_path=',
+        "checkpoint.load_path=",
     ),
     "export_hf": (
         "checkpoint.export_hf=bfloat16 model.dim=300 model.head_dim=32",
-        1, 1,
-        'checkpoint.export_hf = "bfloat16"|model.dim = 300|multiple of model.n_heads = 8 (of flavor debug)',
+        1,
+        1,
+        'checkpoint.export_hf = "bfloat16"|model.dim = 300|multiple of model.n_heads = 8 (of '
+        "flavor debug)",
         "model.n_heads=12",
     ),
     "mask_compile": (
         "data.mask_documents=true compile.enabled=true training.param_dtype=float32",
-        1, 1,
-        'data.mask_documents = true|compile.enabled = true|a 16-bit type|training.param_dtype = "float32"',
+        1,
+        1,
+        "data.mask_documents = true|compile.enabled = true|a 16-bit type|training.param_dtype = "
+        '"float32"',
         "training.param_dtype=bfloat16",
     ),
     "validation_split": (
         "validation.interval=10 data.validation_fraction=0.0",
-        1, 1,
+        1,
+        1,
         "validation.interval = 10 needs held-out documents, but data.validation_fraction = 0.0",
         "data.validation_fraction=0.01",
     ),
@@ -823,10 +1112,14 @@ EVERY_RULE = {name: rule for family in FAMILIES for name, rule in check.rules(fa
 
 @pytest.mark.parametrize("name", EVERY_RULE)
 def test_rule(name, monkeypatch):
-    """A rule without a case fails here. The rule alone must find the case, and the repaired case must break no rule."""
+    """A rule without a case fails here. The rule alone must find the case, and the repaired case
+    must break no rule."""
     overrides, world, local_world, words, repair = RULE_CASES[name]
     load_config(case(f"{overrides} {repair}"), world, local_world)
-    assert any(all(f in p for f in words.split("|")) for p in problems_of(case(overrides), world, local_world))
+    assert any(
+        all(f in p for f in words.split("|"))
+        for p in problems_of(case(overrides), world, local_world)
+    )
     monkeypatch.setattr(check, "rules", lambda *_: {name: EVERY_RULE[name]})
     problems = problems_of(case(overrides), world, local_world)
     assert len(problems) == 1, problems
@@ -834,7 +1127,8 @@ def test_rule(name, monkeypatch):
 
 
 def test_the_bpe_vocabulary_counts_only_where_a_tokenizer_is_trained(tmp_path_factory):
-    """A prepared folder has its own tokenizer, and a folder that is not on this machine may be prepared. Text is not."""
+    """A prepared folder has its own tokenizer, and a folder that is not on this machine may be
+    prepared. Text is not."""
     place = tmp_path_factory.mktemp("data")
     for name in ("prepared", "raw"):
         (place / name).mkdir()
@@ -843,14 +1137,25 @@ def test_the_bpe_vocabulary_counts_only_where_a_tokenizer_is_trained(tmp_path_fa
         (place / "prepared" / name).write_text("")
 
     def refused(*sources: str) -> bool:
-        rows = [f'{{name = "s{i}", source = "{source}", weight = 1.0}}' for i, source in enumerate(sources)]
-        given = f"--data.mixture=[{', '.join(rows)}]" if len(rows) > 1 else f"--data.source={sources[0]}"
+        rows = [
+            f'{{name = "s{i}", source = "{source}", weight = 1.0}}'
+            for i, source in enumerate(sources)
+        ]
+        given = (
+            f"--data.mixture=[{', '.join(rows)}]"
+            if len(rows) > 1
+            else f"--data.source={sources[0]}"
+        )
         try:
             cfg = load_config([*case("model.vocab_size=300"), given], 1, 1)
         except ConfigError as error:
-            assert all("data.bpe_vocab_size = 4096 is more" in problem for problem in error.problems), error
+            assert all(
+                "data.bpe_vocab_size = 4096 is more" in problem for problem in error.problems
+            ), error
             return True
-        assert [row.source for row in cfg.data.mixture] == list(sources) or cfg.data.source == sources[0]
+        assert [row.source for row in cfg.data.mixture] == list(
+            sources
+        ) or cfg.data.source == sources[0]
         return False
 
     prepared, raw = f"{place}/prepared", f"{place}/raw"
@@ -862,17 +1167,27 @@ def test_the_bpe_vocabulary_counts_only_where_a_tokenizer_is_trained(tmp_path_fa
 
 def test_kernels_are_asked_for_heads_as_wide_as_those_of_latent_attention():
     """The width of a query is the sum of two numbers there, and values are padded to it."""
-    gather = "model.family=deepseek_v3 parallelism.context_parallel=2 run.device=cuda training.param_dtype=bfloat16"
+    gather = (
+        "model.family=deepseek_v3 parallelism.context_parallel=2 run.device=cuda "
+        "training.param_dtype=bfloat16"
+    )
     for options, words in {
         gather: 'context_parallel_method = "gather" with',
-        "model.family=deepseek_v3 training.attention=flash training.param_dtype=bfloat16": "is a kernel for GPUs",
-        "model.family=deepseek_v3 data.mask_documents=true compile.enabled=true training.param_dtype=bfloat16": "needs on a GPU",
+        "model.family=deepseek_v3 training.attention=flash training.param_dtype=bfloat16": (
+            "is a kernel for GPUs"
+        ),
+        "model.family=deepseek_v3 data.mask_documents=true compile.enabled=true "
+        "training.param_dtype=bfloat16": "needs on a GPU",
     }.items():
         ranks = 2 if options == gather else 1
         load_config(case(f"{options} model.nope_dim=34 model.rope_dim=22"), ranks, ranks)
         for width in "model.nope_dim=30", "model.nope_dim=248":
             [problem] = problems_of(case(f"{options} {width}"), ranks, ranks)
-            assert words in problem and f"{width.replace('=', ' = ')} plus model.rope_dim = 16 (of flavor debug)" in problem
+            assert (
+                words in problem
+                and f"{width.replace('=', ' = ')} plus model.rope_dim = 16 (of flavor debug)"
+                in problem
+            )
 
 
 def test_no_case_without_a_rule():
@@ -881,31 +1196,109 @@ def test_no_case_without_a_rule():
 
 # Meshes that cannot be. (overrides, world size, processes of a host, words of each problem)
 IMPOSSIBLE_MESHES = [
-    ("parallelism.data_parallel_shard=3", 4, 4, ["multiply to 3, but the run has 4", "global_batch_size"]),
-    ("parallelism.data_parallel_shard=3 training.local_batch_size=8 training.global_batch_size=24 "
-     "parallelism.tensor_parallel=2", 4, 4, ["multiply to 6, but the run has 4"]),
-    ("parallelism.data_parallel_replicate=3 parallelism.data_parallel_shard=1 training.global_batch_size=24", 4, 4,
-     ["multiply to 3, but the run has 4"]),
-    ("parallelism.data_parallel_replicate=8 training.local_batch_size=1", 4, 4, ["leaves no whole number"]),
-    ("parallelism.data_parallel_replicate=0", 4, 4, ["data_parallel_replicate = 0: must be an integer >= 1"]),
-    ("parallelism.data_parallel_shard=0", 4, 4, ["parallelism.data_parallel_shard = 0: must be -1 or"]),
-    ("parallelism.data_parallel_shard=-2", 4, 4, ["parallelism.data_parallel_shard = -2: must be -1 or"]),
-    ("parallelism.tensor_parallel=-1", 4, 4, ["parallelism.tensor_parallel = -1: must be an integer >= 1"]),
-    ("parallelism.tensor_parallel=3", 3, 3, ["model.n_heads", "model.n_kv_heads", "hidden_dim", "training.seq_len"]),
+    (
+        "parallelism.data_parallel_shard=3",
+        4,
+        4,
+        ["multiply to 3, but the run has 4", "global_batch_size"],
+    ),
+    (
+        "parallelism.data_parallel_shard=3 training.local_batch_size=8 "
+        "training.global_batch_size=24 "
+        "parallelism.tensor_parallel=2",
+        4,
+        4,
+        ["multiply to 6, but the run has 4"],
+    ),
+    (
+        "parallelism.data_parallel_replicate=3 parallelism.data_parallel_shard=1 "
+        "training.global_batch_size=24",
+        4,
+        4,
+        ["multiply to 3, but the run has 4"],
+    ),
+    (
+        "parallelism.data_parallel_replicate=8 training.local_batch_size=1",
+        4,
+        4,
+        ["leaves no whole number"],
+    ),
+    (
+        "parallelism.data_parallel_replicate=0",
+        4,
+        4,
+        ["data_parallel_replicate = 0: must be an integer >= 1"],
+    ),
+    (
+        "parallelism.data_parallel_shard=0",
+        4,
+        4,
+        ["parallelism.data_parallel_shard = 0: must be -1 or"],
+    ),
+    (
+        "parallelism.data_parallel_shard=-2",
+        4,
+        4,
+        ["parallelism.data_parallel_shard = -2: must be -1 or"],
+    ),
+    (
+        "parallelism.tensor_parallel=-1",
+        4,
+        4,
+        ["parallelism.tensor_parallel = -1: must be an integer >= 1"],
+    ),
+    (
+        "parallelism.tensor_parallel=3",
+        3,
+        3,
+        ["model.n_heads", "model.n_kv_heads", "hidden_dim", "training.seq_len"],
+    ),
     ("parallelism.tensor_parallel=2", 3, 3, ["no whole number", "3 processes of a host"]),
     ("parallelism.tensor_parallel=4", 8, 2, ["2 processes of a host"]),
     ("parallelism.tensor_parallel=8", 8, 8, ["model.n_kv_heads = 4"]),
-    ("training.local_batch_size=3", 2, 2, ["training.global_batch_size = 8 is not a multiple of 6"]),
-    ("training.local_batch_size=16", 1, 1, ["training.global_batch_size = 8 is not a multiple of 16"]),
+    (
+        "training.local_batch_size=3",
+        2,
+        2,
+        ["training.global_batch_size = 8 is not a multiple of 6"],
+    ),
+    (
+        "training.local_batch_size=16",
+        1,
+        1,
+        ["training.global_batch_size = 8 is not a multiple of 16"],
+    ),
     ("training.global_batch_size=2", 4, 4, ["set training.global_batch_size to 4"]),
     ("parallelism.pipeline_parallel=2", 3, 3, ["leaves no whole number of ranks"]),
-    ("parallelism.pipeline_parallel=4 parallelism.data_parallel_shard=2", 12, 4, ["multiply to 8, but the run has 12"]),
+    (
+        "parallelism.pipeline_parallel=4 parallelism.data_parallel_shard=2",
+        12,
+        4,
+        ["multiply to 8, but the run has 12"],
+    ),
     ("parallelism.context_parallel=2", 1, 1, ["parallelism.context_parallel = 2 times"]),
-    ("parallelism.reshard_after_forward=8 training.local_batch_size=1", 8, 8, ["less than the 8 ranks"]),
-    ("parallelism.reshard_after_forward=2 parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=1 "
-     "training.local_batch_size=1", 2, 2, ["less than the 1 ranks"]),
-    ("parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=2 parallelism.tensor_parallel=2 "
-     "training.local_batch_size=1", 16, 8, ["multiply to 8, but the run has 16"]),
+    (
+        "parallelism.reshard_after_forward=8 training.local_batch_size=1",
+        8,
+        8,
+        ["less than the 8 ranks"],
+    ),
+    (
+        "parallelism.reshard_after_forward=2 parallelism.data_parallel_replicate=2 "
+        "parallelism.data_parallel_shard=1 "
+        "training.local_batch_size=1",
+        2,
+        2,
+        ["less than the 1 ranks"],
+    ),
+    (
+        "parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=2 "
+        "parallelism.tensor_parallel=2 "
+        "training.local_batch_size=1",
+        16,
+        8,
+        ["multiply to 8, but the run has 16"],
+    ),
 ]
 
 
@@ -925,14 +1318,20 @@ def test_impossible_mesh(overrides, world, local_world, words, monkeypatch):
 
 def test_sizes_unknown():
     """Without a world size the rules of the mesh are left out, the rest is checked."""
-    load_config(case("parallelism.tensor_parallel=4 parallelism.data_parallel_shard=5 training.global_batch_size=40"))
+    load_config(
+        case(
+            "parallelism.tensor_parallel=4 parallelism.data_parallel_shard=5 "
+            "training.global_batch_size=40"
+        )
+    )
     [problem] = problems_of(case("parallelism.tensor_parallel=8"))
     assert "model.n_kv_heads" in problem
     [problem] = problems_of(case("parallelism.data_parallel_shard=3"))
     assert "global_batch_size = 8 is not a multiple of the 3" in problem
 
 
-# --------------------------------------------------------------------------------------- numbers that follow from others
+# --------------------------------------------------------------------------------------- numbers
+# that follow from others
 
 # (overrides, processes) -> training.local_batch_size
 LOCAL_BATCHES = [
@@ -955,54 +1354,90 @@ def test_the_micro_batch_follows_from_batch_and_mesh(overrides, world, local):
 
 
 def test_a_repair_that_is_named_works():
-    """Whatever batch does not divide: each value that the message names makes the configuration legal."""
+    """Whatever batch does not divide: each value that the message names makes the configuration
+    legal."""
     for batch, ranks, local in product((1, 7, 12, 24), (1, 2, 3, 5), (None, 1, 4, 6, 9)):
-        options = [f"--training.global_batch_size={batch}", *([f"--training.local_batch_size={local}"] if local else [])]
+        options = [
+            f"--training.global_batch_size={batch}",
+            *([f"--training.local_batch_size={local}"] if local else []),
+        ]
         legal = batch % (ranks * (local or 1)) == 0
         if legal:
             load_config(options, ranks, ranks)
             continue
         [problem] = problems_of(options, ranks, ranks)
         [sentence] = re.findall(r"set (training\..*)$", problem)
-        repairs = [(name, value) for name, values in re.findall(r"(training\.\w+) to (\d+(?: or \d+)?)", sentence)
-                   for value in values.split(" or ")]  # fmt: skip
+        repairs = [
+            (name, value)
+            for name, values in re.findall(r"(training\.\w+) to (\d+(?: or \d+)?)", sentence)
+            for value in values.split(" or ")
+        ]
         assert repairs
         for name, value in repairs:
             load_config([*options, f"--{name}={value}"], ranks, ranks)
 
 
 def test_a_number_that_follows_is_not_written_as_a_setting(folder):
-    """A resolved configuration that is read on a different mesh gives that mesh's number; one that was set stays."""
+    """A resolved configuration that is read on a different mesh gives that mesh's number; one that
+    was set stays."""
     on_two = load_config(case("training.steps=100 lr_schedule.warmup_fraction=0.1"), 2, 2)
     (folder / "x.toml").write_text(dump(on_two))
-    assert "\n# local_batch_size = 4  (" in dump(on_two) and "\n# warmup_steps = 10  (" in dump(on_two)
+    assert "\n# local_batch_size = 4  (" in dump(on_two) and "\n# warmup_steps = 10  (" in dump(
+        on_two
+    )
     on_eight = load_config(["x.toml", "--training.steps=50"], 8, 8)
     assert on_eight.training.local_batch_size == 1 and on_eight.lr_schedule.warmup_steps == 5
     (folder / "x.toml").write_text(dump(load_config(case("training.local_batch_size=4"), 2, 2)))
     assert "local_batch_size = 8 on 8" not in problems_of(["x.toml"], 8, 8)[0]
-    assert "training.local_batch_size = 4 on 8 data-parallel ranks" in problems_of(["x.toml"], 8, 8)[0]
+    assert (
+        "training.local_batch_size = 4 on 8 data-parallel ranks" in problems_of(["x.toml"], 8, 8)[0]
+    )
 
 
-@pytest.mark.parametrize("options, warmup", [
-    ("training.steps=240 lr_schedule.warmup_fraction=0.083", 20), ("training.steps=10 lr_schedule.warmup_fraction=0.083", 1),
-    ("training.steps=1 lr_schedule.warmup_fraction=0.083", 0), ("training.steps=1 lr_schedule.warmup_fraction=0.99", 1),
-    ("training.steps=100", 0), ("training.steps=100 lr_schedule.warmup_fraction=0.5 lr_schedule.warmup_steps=7", 7),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, warmup",
+    [
+        ("training.steps=240 lr_schedule.warmup_fraction=0.083", 20),
+        ("training.steps=10 lr_schedule.warmup_fraction=0.083", 1),
+        ("training.steps=1 lr_schedule.warmup_fraction=0.083", 0),
+        ("training.steps=1 lr_schedule.warmup_fraction=0.99", 1),
+        ("training.steps=100", 0),
+        ("training.steps=100 lr_schedule.warmup_fraction=0.5 lr_schedule.warmup_steps=7", 7),
+    ],
+)
 def test_the_warm_up_follows_from_its_fraction(options, warmup):
     assert load_config(case(options)).lr_schedule.warmup_steps == warmup
 
 
 # What a newcomer tries first with the default preset, and the processes it is tried on.
 FIRST_TRIES = [
-    ("training.steps=1", 1), ("training.steps=10", 1), ("training.steps=400", 1), ("training.steps=10", 2), ("", 4), ("", 8),
-    ("training.seq_len=64", 1), ("training.seq_len=1000", 2), ("training.global_batch_size=4", 1),
-    ("training.global_batch_size=4", 2), ("training.global_batch_size=12", 3), ("training.local_batch_size=2", 2),
-    ("parallelism.tensor_parallel=2", 2), ("parallelism.tensor_parallel=4", 4), ("validation.interval=1000", 1),
-    ("checkpoint.interval=1000", 1), ("profiler.enabled=true training.steps=5", 1),
-    ("lr_schedule.kind=wsd training.steps=10", 1), ("lr_schedule.warmup_steps=5", 1), ("compile.enabled=true", 1),
-    ("activation_checkpoint.mode=full", 2), ("parallelism.data_parallel_replicate=2", 2), ("data.mask_documents=true", 1),
-    ("model.n_layers=2", 1), ("training.param_dtype=float32", 1), ("data.stream=true data.tokenizer=bytes validation.interval=0", 2),
-]  # fmt: skip
+    ("training.steps=1", 1),
+    ("training.steps=10", 1),
+    ("training.steps=400", 1),
+    ("training.steps=10", 2),
+    ("", 4),
+    ("", 8),
+    ("training.seq_len=64", 1),
+    ("training.seq_len=1000", 2),
+    ("training.global_batch_size=4", 1),
+    ("training.global_batch_size=4", 2),
+    ("training.global_batch_size=12", 3),
+    ("training.local_batch_size=2", 2),
+    ("parallelism.tensor_parallel=2", 2),
+    ("parallelism.tensor_parallel=4", 4),
+    ("validation.interval=1000", 1),
+    ("checkpoint.interval=1000", 1),
+    ("profiler.enabled=true training.steps=5", 1),
+    ("lr_schedule.kind=wsd training.steps=10", 1),
+    ("lr_schedule.warmup_steps=5", 1),
+    ("compile.enabled=true", 1),
+    ("activation_checkpoint.mode=full", 2),
+    ("parallelism.data_parallel_replicate=2", 2),
+    ("data.mask_documents=true", 1),
+    ("model.n_layers=2", 1),
+    ("training.param_dtype=float32", 1),
+    ("data.stream=true data.tokenizer=bytes validation.interval=0", 2),
+]
 
 
 @pytest.mark.parametrize("overrides, ranks", FIRST_TRIES)
@@ -1010,11 +1445,13 @@ def test_a_first_try_is_not_refused(overrides, ranks):
     load_config([f"--{option}" for option in overrides.split()], ranks, ranks)
 
 
-# ---------------------------------------------------------------------------------------------------------- all at once
+# --------------------------------------------------------------------------------------------------
+# all at once
 
 
 def test_all_mistakes_at_once(folder):
-    """Four mistakes in three tables of the file, one on the command line, two rules: all seven, and no more."""
+    """Four mistakes in three tables of the file, one on the command line, two rules: all seven, and
+    no more."""
     (folder / "x.toml").write_text("""
 [training]
 stps = 5
@@ -1045,7 +1482,8 @@ prefetch = 99
 @pytest.mark.parametrize(
     "text",
     [
-        "[training]\nstps = 300\n[lr_schedule]\nwarmup_steps = 200",  # meant: steps, which is not the default then
+        # meant: steps, which is not the default then
+        "[training]\nstps = 300\n[lr_schedule]\nwarmup_steps = 200",
         "[training]\nsteps = '300'\n[lr_schedule]\nwarmup_steps = 200",
         "[trainning]\nsteps = 300\n[lr_schedule]\nwarmup_steps = 200",
         "steps = 300\n[lr_schedule]\nwarmup_steps = 200",
@@ -1064,7 +1502,11 @@ def test_no_mistakes_that_only_follow_from_others(folder, text):
 def test_a_file_after_an_unknown_option():
     """It is not taken for the option's value."""
     problems = problems_of(["--training.stps", "missing.toml", "--training.max_stps", "5"])
-    for words in "training.stps: no such option", "training.max_stps: no such option", "missing.toml: no such file":
+    for words in (
+        "training.stps: no such option",
+        "training.max_stps: no such option",
+        "missing.toml: no such file",
+    ):
         assert sum(words in problem for problem in problems) == 1
     assert len(problems) == 3
 
@@ -1074,19 +1516,28 @@ def test_very_many_mistakes(folder):
     with pytest.raises(ConfigError) as caught:
         load_config(["x.toml"])
     assert len(caught.value.problems) == 60
-    assert str(caught.value).startswith("60 mistakes") and str(caught.value).endswith("\n  and 10 more")
+    assert str(caught.value).startswith("60 mistakes") and str(caught.value).endswith(
+        "\n  and 10 more"
+    )
 
 
 def test_broken_file_and_broken_arguments(folder):
     (folder / "x.toml").write_text("[run")
     # The file may set training.steps: whether the warm-up fits is not known.
-    problems = problems_of(["x.toml", "--run.sed=1", "--training.seq_len=0", "--lr_schedule.warmup_steps=200"])
-    for words in "run.sed: no such option", "x.toml: not valid TOML", "command line: training.seq_len = 0":
+    problems = problems_of(
+        ["x.toml", "--run.sed=1", "--training.seq_len=0", "--lr_schedule.warmup_steps=200"]
+    )
+    for words in (
+        "run.sed: no such option",
+        "x.toml: not valid TOML",
+        "command line: training.seq_len = 0",
+    ):
         assert sum(words in problem for problem in problems) == 1
     assert len(problems) == 3
 
 
-# ----------------------------------------------------------------------------------------------------- what is accepted
+# --------------------------------------------------------------------------------------------------
+# what is accepted
 
 
 def test_order_defaults_file_command_line(folder):
@@ -1100,7 +1551,9 @@ def test_default_file():
     assert load_config([]) == load_config([str(ROOT / "configs" / "llama_debug.toml")])
 
 
-@pytest.mark.parametrize("prefix, suffix", [(b"\xef\xbb\xbf", b""), (b"", b"\r\n"), (b"# \xc3\xa9\n", b"")])
+@pytest.mark.parametrize(
+    "prefix, suffix", [(b"\xef\xbb\xbf", b""), (b"", b"\r\n"), (b"# \xc3\xa9\n", b"")]
+)
 def test_byte_order_mark_line_ends_and_comments(folder, prefix, suffix):
     (folder / "x.toml").write_bytes(prefix + b"[run]\nseed = 3" + suffix)
     assert load_config(["x.toml"]).run.seed == 3
@@ -1127,7 +1580,11 @@ OVERRIDES = [
     (["--optimizer.lr=3e-4"], "optimizer.lr", 3e-4),
     (["--optimizer.betas=[0.5, 0]"], "optimizer.betas", (0.5, 0.0)),
     (["--parallelism.data_parallel_shard", "-1"], "parallelism.data_parallel_shard", -1),
-    (["--parallelism.reshard_after_forward=default"], "parallelism.reshard_after_forward", "default"),
+    (
+        ["--parallelism.reshard_after_forward=default"],
+        "parallelism.reshard_after_forward",
+        "default",
+    ),
     (["--parallelism.reshard_after_forward=false"], "parallelism.reshard_after_forward", False),
     (["--parallelism.reshard_after_forward=2"], "parallelism.reshard_after_forward", 2),
     (["--model.dim=512"], "model.dim", 512),
@@ -1148,7 +1605,9 @@ def test_preset(preset):
     """It names its schema, states its world size, and passes every check there."""
     text = preset.read_text(encoding="utf-8")
     assert text.startswith("#:schema schema.json\n") and (preset.parent / "schema.json").exists()
-    [(world, hosts, local_world)] = re.findall(r"^# world size: (\d+) \((\d+) hosts? of (\d+)\)$", text, re.MULTILINE)
+    [(world, hosts, local_world)] = re.findall(
+        r"^# world size: (\d+) \((\d+) hosts? of (\d+)\)$", text, re.MULTILINE
+    )
     assert int(world) == int(hosts) * int(local_world)
     cfg = load_config([str(preset)], int(world), int(local_world))
     assert cfg.run.folder == f"runs/{preset.stem}"
@@ -1175,16 +1634,26 @@ def other_value(option: dict) -> object:
         "string": lambda: option.get("const", 'ü "quoted" \\ '),
         "integer": lambda: int(min(high, (option.get("default") or 2) + 3)),
         "number": lambda: low + 0.4 * (min(high, 1) - low) + 1e-17,
-        "array": lambda: tuple(map(other_value, option["prefixItems"])) if "prefixItems" in option
-        else (other_value(option["items"] | {"default": None}),),
-        "object": lambda: {"name": "a"}
-        | {key: other_value({"default": None} | part) for key, part in option["properties"].items() if key != "name"},
+        "array": lambda: (
+            tuple(map(other_value, option["prefixItems"]))
+            if "prefixItems" in option
+            else (other_value(option["items"] | {"default": None}),)
+        ),
+        "object": lambda: (
+            {"name": "a"}
+            | {
+                key: other_value({"default": None} | part)
+                for key, part in option["properties"].items()
+                if key != "name"
+            }
+        ),
     }[option["type"]]()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_can_be_set_and_reads_back(name, folder, monkeypatch):
-    monkeypatch.setattr("configs.load.broken_rules", lambda *_: [])  # options one by one need not make sense together
+    # options one by one need not make sense together
+    monkeypatch.setattr("configs.load.broken_rules", lambda *_: [])
     table, key = name.split(".")
     value = other_value(OPTIONS[name])
     assert value != OPTIONS[name]["default"] or "const" in OPTIONS[name]
@@ -1197,9 +1666,13 @@ def test_every_option_can_be_set_and_reads_back(name, folder, monkeypatch):
     assert load_config(["x.toml", f"--{name}={text}"]) == again
 
 
-@pytest.mark.parametrize("text", ["", "a\tb\n\r\x00\x1b\x7f\x80", "\"\\'''", "é𝄞\u2028\ufeff", "[x] # y = {z}"])
+@pytest.mark.parametrize(
+    "text", ["", "a\tb\n\r\x00\x1b\x7f\x80", "\"\\'''", "é𝄞\u2028\ufeff", "[x] # y = {z}"]
+)
 def test_text_reads_back(folder, text):
-    cfg = Config.model_validate({"debug": {"sample_prompt": text}, "optimizer": {"lr": 1e-300, "eps": 1e22}})
+    cfg = Config.model_validate(
+        {"debug": {"sample_prompt": text}, "optimizer": {"lr": 1e-300, "eps": 1e22}}
+    )
     (folder / "x.toml").write_text(dump(cfg), encoding="utf-8", newline="")
     assert load_config(["x.toml"]) == check.derive(cfg, None)
 
@@ -1212,16 +1685,21 @@ def test_dump_reads_back(preset, folder):
     assert dump(load_config(["x.toml"])) == dump(cfg)
 
 
-# --------------------------------------------------------------------------------------------------------- architecture
+# --------------------------------------------------------------------------------------------------
+# architecture
 
 
 def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
-    rows = {"tiny": {"dim": 64, "n_heads": 4, "head_dim": 20, "n_layers": 2}, "big": {"dim": 128, "n_heads": 2}}
+    rows = {
+        "tiny": {"dim": 64, "n_heads": 4, "head_dim": 20, "n_layers": 2},
+        "big": {"dim": 128, "n_heads": 2},
+    }
     models = folder / "folder"
     models.mkdir()
     source = models / "y.toml"  # any name will do: it is read, never imported
     source.write_text(
-        f"raise SystemExit('imported')\nfrom models.dense import OPTIONS, QUERY_WIDTH, RULES\nOTHER = FLAVORS = 1\nFLAVORS = {rows!r}\n"
+        "raise SystemExit('imported')\nfrom models.dense import OPTIONS, QUERY_WIDTH, "
+        f"RULES\nOTHER = FLAVORS = 1\nFLAVORS = {rows!r}\n"
         "OPTIONS = {name: row for name, row in OPTIONS.items() if name != 'rope_theta'}\n"
         'FOLLOWS = {"head_dim": (("dim", "n_heads"), lambda m: m["dim"] / m["n_heads"])}\n'
     )
@@ -1234,9 +1712,11 @@ def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
         assert read(flavor="tiny", n_heads=8) == rows["tiny"] | {"n_heads": 8, "head_dim": 8}
         assert read(flavor="tiny", n_heads=8, head_dim=6)["head_dim"] == 6
         assert read(flavor="tiny", dim=66)["head_dim"] == 16.5
-        with pytest.raises(InputError, match="tiny, big; did you mean \"big\""):
+        with pytest.raises(InputError, match='tiny, big; did you mean "big"'):
             read(flavor="bgi")
-        with pytest.raises(InputError, match="model.rope_theta: the family llama has no such number; remove it"):
+        with pytest.raises(
+            InputError, match="model.rope_theta: the family llama has no such number; remove it"
+        ):
             read(flavor="tiny", rope_theta=5.0)
         (models / "other.py").write_text("FLAVORS = {}\n")
         with pytest.raises(ValueError, match="other.py has no table OPTIONS"):
@@ -1248,14 +1728,16 @@ def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_number_of_a_model_but_two_is_an_option(family):
-    """rope_scaling is a table that comes with published weights, and norm_eps has no bearing on what a run can do."""
+    """rope_scaling is a table that comes with published weights, and norm_eps has no bearing on
+    what a run can do."""
     for flavor, numbers in tables(family).FLAVORS.items():
         assert set(numbers) - {"rope_scaling", "norm_eps"} <= set(tables(family).OPTIONS), flavor
 
 
 @pytest.mark.parametrize("dim, heads, width", [(252, 6, 42), (256, 8, 32), (300, 8, 37.5)])
 def test_the_width_of_a_head_follows_from_that_of_the_model(dim, heads, width):
-    """A whole number is one: checkpoints record it, and shapes are made of it. A fraction is refused by a rule."""
+    """A whole number is one: checkpoints record it, and shapes are made of it. A fraction is
+    refused by a rule."""
     number = check.architecture(Model(dim=dim, n_heads=heads))["head_dim"]
     assert number == width and type(number) is type(width)
 
@@ -1272,7 +1754,8 @@ def test_data_parallel_shard():
         check.data_parallel_shard(cfg(data_parallel_replicate=2, tensor_parallel=4), 12)
 
 
-# ------------------------------------------------------------------------------------------- help, schema, command line
+# ------------------------------------------------------------------------------------------- help,
+# schema, command line
 
 
 def test_help_names_every_option():
@@ -1282,7 +1765,10 @@ def test_help_names_every_option():
         position = lines.index(f"[{table}]", position)
         for name, option in OPTIONS.items():
             if name.startswith(f"{table}."):
-                assert re.match(rf"  {name.split('.')[1]} = \S", lines[position + 1]), (name, lines[position + 1])
+                assert re.match(rf"  {name.split('.')[1]} = \S", lines[position + 1]), (
+                    name,
+                    lines[position + 1],
+                )
                 assert lines[position + 1].endswith(f"  {allowed(option)}")
                 assert lines[position + 2] == f"      {option['description']}"
                 position += 2
@@ -1312,7 +1798,10 @@ def test_main_in_process(folder, capsys):
     assert main(["x.toml", "--quiet", "--world-size=3", "--local-world-size=3"]) == 2
     out, err = capsys.readouterr()
     assert not out
-    assert err.startswith("1 mistake in the configuration:\n  - training.global_batch_size = 8 is not a multiple of the 3 ")
+    assert err.startswith(
+        "1 mistake in the configuration:\n  - training.global_batch_size = 8 is not a multiple of "
+        "the 3 "
+    )
     assert main(["--help", "--nonsense"]) == 0
     assert capsys.readouterr().out == help_text() + "\n"
     for argv in (["--world-size=0"], ["--world-size=two"], ["--local-world-size"]):
@@ -1324,9 +1813,22 @@ def test_main_in_process(folder, capsys):
 COMMANDS = [
     ([], 0, "[training]\nsteps = "),
     (["--help"], 0, "./run_train.sh [CONFIG.toml]"),
-    ([str(ROOT / "configs" / "llama_405b.toml"), "--quiet", "--world-size=1024", "--local-world-size=8"], 0, ""),
+    (
+        [
+            str(ROOT / "configs" / "llama_405b.toml"),
+            "--quiet",
+            "--world-size=1024",
+            "--local-world-size=8",
+        ],
+        0,
+        "",
+    ),
     (["missing.toml"], 2, "missing.toml: no such file"),
-    (["--parallelism.tensor_parallel=3", "--world-size=3"], 2, "parallelism.tensor_parallel = 3 does not divide"),
+    (
+        ["--parallelism.tensor_parallel=3", "--world-size=3"],
+        2,
+        "parallelism.tensor_parallel = 3 does not divide",
+    ),
     (["--run.folder=\udcff\n"], 2, "run.folder"),
 ]
 
@@ -1334,10 +1836,20 @@ COMMANDS = [
 @pytest.mark.parametrize("argv, code, words", COMMANDS)
 def test_command_line(argv, code, words):
     """As run_train.sh calls it; torch, which takes seconds to import, is not imported."""
-    command = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('configs.load', run_name='__main__')"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = (
+        "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('configs.load', "
+        "run_name='__main__')"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
     argv = [os.fsencode(argument) for argument in argv]
-    done = subprocess.run([sys.executable, "-c", command, *argv], capture_output=True, env=environment, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", command, *argv], capture_output=True, env=environment, timeout=60
+    )
     out, err = done.stdout.decode(), done.stderr.decode()
     assert done.returncode == code, err
     assert words in (out if code == 0 else err) and "Traceback" not in err

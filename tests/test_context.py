@@ -1,7 +1,8 @@
 """Context parallelism: ranks that share a sequence compute what one process computes.
 
-`tests/parity.py` says what is compared. As in tests/test_parallel.py, the runs of a mesh are few combinations of settings, such
-that every two settings of the factors meet in the runs of all meshes. Mistakes that others made are in tests/test_museum.py.
+`tests/parity.py` says what is compared. As in tests/test_parallel.py, the runs of a mesh are few
+combinations of settings, such that every two settings of the factors meet in the runs of all
+meshes. Mistakes that others made are in tests/test_museum.py.
 """
 
 import signal
@@ -34,67 +35,127 @@ from tests.parity import (
     trajectories,
 )
 from tests.ranks import run_ranks
-from tests.runs import CONTEXT_MESHES, CP2, ULYSSES, ends, killed, run, said, samples, series, tiny_run, trained
+from tests.runs import (
+    CP2,
+    ULYSSES,
+    ends,
+    killed,
+    run,
+    said,
+    samples,
+    series,
+    tiny_run,
+    trained,
+)
 from tools.bench import harness
 from tools.plan import trace
 from training.validate import scores, validate
 
-FACTORS = CONTEXT | NUMBERS | {factor: EXECUTION[factor] for factor in ("checkpointing", "accumulation")}
-MESHES = ["cp2", "cp4", "fsdp2xcp2", "cp2xtp2", "pp2xcp2"]  # of CONTEXT_MESHES; the others have fewer runs
-PAIRWISE = covering_array({"mesh": MESHES} | {factor: list(settings) for factor, settings in FACTORS.items()})
+FACTORS = (
+    CONTEXT | NUMBERS | {factor: EXECUTION[factor] for factor in ("checkpointing", "accumulation")}
+)
+# of CONTEXT_MESHES; the others have fewer runs
+MESHES = ["cp2", "cp4", "fsdp2xcp2", "cp2xtp2", "pp2xcp2"]
+PAIRWISE = covering_array(
+    {"mesh": MESHES} | {factor: list(settings) for factor, settings in FACTORS.items()}
+)
 
 
 def settings(**chosen: str) -> dict[str, str]:
     """A combination: the plain model's settings, `gather` without documents, except for these."""
-    return combination_of(**({factor: next(iter(table)) for factor, table in CONTEXT.items()} | chosen))
+    return combination_of(
+        **({factor: next(iter(table)) for factor, table in CONTEXT.items()} | chosen)
+    )
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh", [
-    pytest.param(mesh, marks=() if mesh == "cp2" else pytest.mark.slow) for mesh in MESHES
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=() if mesh == "cp2" else pytest.mark.slow) for mesh in MESHES]
+)
 def test_mesh_equals_the_plain_model(mesh):
-    check(mesh, [combination for combination in PAIRWISE if combination["mesh"] == mesh], factors=FACTORS)
+    check(
+        mesh,
+        [combination for combination in PAIRWISE if combination["mesh"] == mesh],
+        factors=FACTORS,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh", [
-    "fsdp2xcp2xtp2", "hsdp2x2xcp2", pytest.param("pp2xfsdp2xcp2", marks=pytest.mark.exhaustive),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "fsdp2xcp2xtp2",
+        "hsdp2x2xcp2",
+        pytest.param("pp2xfsdp2xcp2", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_eight_ranks_equal_the_plain_model(mesh):
-    check(mesh, [
-        settings(documents="masked", embeddings="tied", clipping="in force", checkpointing="selective"),
-        settings(method="ulysses", labels="at the beginning", model="qwen3", optimizer="sgd", accumulation="reduced each time"),
-    ], factors=FACTORS)  # fmt: skip
+    check(
+        mesh,
+        [
+            settings(
+                documents="masked",
+                embeddings="tied",
+                clipping="in force",
+                checkpointing="selective",
+            ),
+            settings(
+                method="ulysses",
+                labels="at the beginning",
+                model="qwen3",
+                optimizer="sgd",
+                accumulation="reduced each time",
+            ),
+        ],
+        factors=FACTORS,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_three_ranks_equal_the_plain_model():
-    check("cp3", [settings(documents="masked"), settings(labels="at the beginning", optimizer="sgd")],
-          ["--training.seq_len=24"], factors=FACTORS)  # fmt: skip
+    check(
+        "cp3",
+        [settings(documents="masked"), settings(labels="at the beginning", optimizer="sgd")],
+        ["--training.seq_len=24"],
+        factors=FACTORS,
+    )
 
 
 COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh, combination", [
-    ("cp2", settings(documents="masked", checkpointing="selective")),
-    pytest.param("cp2", settings(method="ulysses", checkpointing="selective"), marks=pytest.mark.slow),
-    pytest.param("cp2xtp2", settings(checkpointing="full"), marks=pytest.mark.slow),
-    pytest.param("fsdp2xcp2", settings(method="ulysses", documents="masked"), marks=pytest.mark.exhaustive),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh, combination",
+    [
+        ("cp2", settings(documents="masked", checkpointing="selective")),
+        pytest.param(
+            "cp2", settings(method="ulysses", checkpointing="selective"), marks=pytest.mark.slow
+        ),
+        pytest.param("cp2xtp2", settings(checkpointing="full"), marks=pytest.mark.slow),
+        pytest.param(
+            "fsdp2xcp2",
+            settings(method="ulysses", documents="masked"),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
 def test_compiled_mesh_equals_the_plain_model(mesh, combination):
     check(mesh, [combination], COMPILED, factors=FACTORS)
 
 
-@pytest.mark.parametrize("places", [[range(4, 8)], [range(0, 2), range(14, 16)], [range(6, 8), range(8, 10)]])
+@pytest.mark.parametrize(
+    "places", [[range(4, 8)], [range(2), range(14, 16)], [range(6, 8), range(8, 10)]]
+)
 def test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole(places, monkeypatch):
     cfg = load_config([*OPTIONS, "--training.local_batch_size=24"])
     ids, read = np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16), []
-    ranks = [SimpleNamespace(dp_rank=0, dp_size=1, places=lambda seq_len, own=own: own) for own in ([range(16)], places)]
+    ranks = [
+        SimpleNamespace(dp_rank=0, dp_size=1, places=lambda seq_len, own=own: own)
+        for own in ([range(16)], places)
+    ]
     whole, part = (harness.batches(cfg, rank, ids) for rank in ranks)
     begins = np.zeros((BATCH, 17), bool)
     begins[:, [3, 6, 8, 15]] = True
@@ -102,7 +163,11 @@ def test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole(place
         batches.mask_documents, batches.shapes["positions"] = True, (1, BATCH, 16)
         monkeypatch.setattr(batches, "_document_begins", lambda *_: begins.copy())
     want, real = whole[2], harness.Held.read
-    monkeypatch.setattr(harness.Held, "read", lambda self, start, stop: read.append(stop - start) or real(self, start, stop))
+    monkeypatch.setattr(
+        harness.Held,
+        "read",
+        lambda self, start, stop: read.append(stop - start) or real(self, start, stop),
+    )
     got, here = part[2], [position for own in places for position in own]
     assert read == [len(own) + 1 for own in places] * BATCH
     for key in "tokens", "labels":
@@ -122,7 +187,8 @@ def compilations() -> int:
 @pytest.mark.slow
 @pytest.mark.cap(180)
 def test_other_documents_do_not_compile_anew():
-    """Once for the first table, and once more for each of its four sizes that is found to change; the blocks share the code."""
+    """Once for the first table, and once more for each of its four sizes that is found to change;
+    the blocks share the code."""
     assert max(run_ranks(2, compilations)) <= 5
 
 
@@ -131,7 +197,8 @@ def test_offloaded_weights_equal_the_plain_model():
 
 
 def test_bfloat16_is_near_float32():
-    """As tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters, for both methods."""
+    """As tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters, for both
+    methods."""
     half = [*SGD, CP2, "--training.param_dtype=bfloat16"]
     oracles = plain(optimizer="sgd"), plain(DOCUMENTS, optimizer="sgd")
     for runs in run_ranks(2, trajectories, [[*half, ULYSSES], [*half, DOCUMENTS]], 1):
@@ -141,17 +208,33 @@ def test_bfloat16_is_near_float32():
                 assert np.linalg.norm(seen["grad"][n] - want) / np.linalg.norm(want) < 0.05, n
 
 
-@pytest.mark.parametrize("device, dtype, tolerance", [
-    ("cpu", torch.float32, 1e-5), ("cpu", torch.bfloat16, 0.02),
-    pytest.param("cuda", torch.bfloat16, 0.02, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "device, dtype, tolerance",
+    [
+        ("cpu", torch.float32, 1e-5),
+        ("cpu", torch.bfloat16, 0.02),
+        pytest.param(
+            "cuda",
+            torch.bfloat16,
+            0.02,
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+        ),
+    ],
+)
 def test_attention_of_the_last_queries_of_documents(device, dtype, tolerance):
-    """Their keys begin earlier. Compared with masked attention to all keys; short and long pieces, whole and cut ones."""
+    """Their keys begin earlier. Compared with masked attention to all keys; short and long pieces,
+    whole and cut ones."""
     counts = [(5, 5), (3, 40), (1, 1), (300, 300), (280, 700), (1, 90)]  # queries, keys
     q_lengths, k_lengths = zip(*counts)
-    starts, key_starts = (torch.tensor([0, *np.cumsum(n)], dtype=torch.int32, device=device) for n in (q_lengths, k_lengths))
+    starts, key_starts = (
+        torch.tensor([0, *np.cumsum(n)], dtype=torch.int32, device=device)
+        for n in (q_lengths, k_lengths)
+    )
     torch.manual_seed(0)
-    tensors = [torch.randn(sum(n), heads, 8).to(device, dtype) for n, heads in ((q_lengths, 4), (k_lengths, 2), (k_lengths, 2))]
+    tensors = [
+        torch.randn(sum(n), heads, 8).to(device, dtype)
+        for n, heads in ((q_lengths, 4), (k_lengths, 2), (k_lengths, 2))
+    ]
     out, lse = kernels.piece_attention(*tensors, starts, key_starts, max(q_lengths), max(k_lengths))
     q, k, v = (x.double().requires_grad_() for x in tensors)
     pieces = []
@@ -159,7 +242,11 @@ def test_attention_of_the_last_queries_of_documents(device, dtype, tolerance):
         place, keys = slice(starts[i], starts[i + 1]), slice(key_starts[i], key_starts[i + 1])
         seen = torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n)
         heads = [x[None].transpose(1, 2) for x in (q[place], k[keys], v[keys])]
-        pieces.append(torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1))
+        pieces.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                *heads, attn_mask=seen, enable_gqa=True
+            )[0].transpose(0, 1)
+        )
     want = torch.cat(pieces)
     grad = torch.randn_like(want)
     wanted = torch.autograd.grad(want, (q, k, v), grad)
@@ -184,18 +271,32 @@ class Sent(Watch):
 
     def __init__(self):
         super().__init__()
-        self.count = {"all_gather_into_tensor": 0, "reduce_scatter_tensor": 0, "all_to_all_single": 0}
+        self.count = {
+            "all_gather_into_tensor": 0,
+            "reduce_scatter_tensor": 0,
+            "all_to_all_single": 0,
+        }
 
     def see(self, name, func, args):
         if func.namespace == "_c10d_functional":
             self.count[name] += 1
 
 
-def job_and_batch(*options: str, seq_len: int = 16, rows: int = 2) -> tuple[train.Job, dict[str, Tensor]]:
+def job_and_batch(
+    *options: str, seq_len: int = 16, rows: int = 2
+) -> tuple[train.Job, dict[str, Tensor]]:
     """A job, and a batch of one micro-batch for it."""
-    batch = [f"--training.seq_len={seq_len}", f"--training.global_batch_size={rows}", f"--training.local_batch_size={rows}"]
+    batch = [
+        f"--training.seq_len={seq_len}",
+        f"--training.global_batch_size={rows}",
+        f"--training.local_batch_size={rows}",
+    ]
     job = train.build(load_config([*OPTIONS, *batch, *options], world().size, world().local_size))
-    return job, harness.batches(job.cfg, job.mesh, np.random.default_rng(0).integers(0, VOCAB, 99 * seq_len).astype(np.uint16))[0]
+    return job, harness.batches(
+        job.cfg,
+        job.mesh,
+        np.random.default_rng(0).integers(0, VOCAB, 99 * seq_len).astype(np.uint16),
+    )[0]
 
 
 def sent(modes: list[str]) -> list[dict[str, int]]:
@@ -211,34 +312,63 @@ def sent(modes: list[str]) -> list[dict[str, int]]:
 
 
 def test_checkpointing_sends_nothing_twice_that_it_says_to_keep():
-    """In each of 3 layers: keys and values are gathered in forward and in backward, and their gradients scattered; heads are
-    swapped before and after attention, in forward and in backward. Only a block that is recomputed whole sends anew."""
+    """In each of 3 layers: keys and values are gathered in forward and in backward, and their
+    gradients scattered; heads are swapped before and after attention, in forward and in backward.
+    Only a block that is recomputed whole sends anew."""
 
     def layers(gathers: int, scatters: int, swaps: int) -> dict[str, int]:
-        return {"all_gather_into_tensor": 3 * gathers, "reduce_scatter_tensor": 3 * scatters, "all_to_all_single": 3 * swaps}
+        return {
+            "all_gather_into_tensor": 3 * gathers,
+            "reduce_scatter_tensor": 3 * scatters,
+            "all_to_all_single": 3 * swaps,
+        }
 
-    none, selective, full, swap_none, swap_selective, swap_full = run_ranks(2, sent, ["none", "selective", "full"])[0]
+    none, selective, full, swap_none, swap_selective, swap_full = run_ranks(
+        2, sent, ["none", "selective", "full"]
+    )[0]
     assert none == selective == layers(2, 1, 0) and full == layers(3, 1, 0)
     assert swap_none == swap_selective == layers(0, 0, 4) and swap_full == layers(0, 0, 6)
 
 
 class Numbers(Watch):
-    """How many numbers this rank hands to the collectives of attention: not integers, which are the counts of experts."""
+    """How many numbers this rank hands to the collectives of attention: not integers, which are the
+    counts of experts."""
 
     def __init__(self):
         super().__init__()
         self.seen: list[int] = []
 
     def see(self, name, func, args):
-        if func.namespace == "_c10d_functional" and name != "all_reduce" and args[0].is_floating_point():
+        if (
+            func.namespace == "_c10d_functional"
+            and name != "all_reduce"
+            and args[0].is_floating_point()
+        ):
             self.seen.append(args[0].numel())
 
 
 def sent_by_latent_attention(method: list[str]) -> list[int]:
-    """In a forward and backward of one layer without experts: 2 sequences of 16 tokens, of which this rank has half."""
-    family = ["--model.family=deepseek_v3", "--model.n_layers=1", "--model.n_dense_layers=1", "--run.device=cpu"]
-    batch = ["--training.seq_len=16", "--training.global_batch_size=2", "--training.local_batch_size=2", "--data.tokenizer=bytes"]
-    job = train.build(load_config([*family, *batch, CP2, *method, "--training.param_dtype=float32"], world().size, world().local_size))
+    """In a forward and backward of one layer without experts: 2 sequences of 16 tokens, of which
+    this rank has half."""
+    family = [
+        "--model.family=deepseek_v3",
+        "--model.n_layers=1",
+        "--model.n_dense_layers=1",
+        "--run.device=cpu",
+    ]
+    batch = [
+        "--training.seq_len=16",
+        "--training.global_batch_size=2",
+        "--training.local_batch_size=2",
+        "--data.tokenizer=bytes",
+    ]
+    job = train.build(
+        load_config(
+            [*family, *batch, CP2, *method, "--training.param_dtype=float32"],
+            world().size,
+            world().local_size,
+        )
+    )
     tokens = np.random.default_rng(0).integers(0, 256, 999).astype(np.uint16)
     with Numbers() as numbers:
         train.train_step(job, harness.batches(job.cfg, job.mesh, tokens)[0])
@@ -247,11 +377,13 @@ def sent_by_latent_attention(method: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_latent_attention_sends_no_padding(method):
-    """Kernels want values as wide as keys, 48 numbers of each head here, and values have 32. A rank sends the 32: keys and
-    values are gathered twice and their gradients scattered, or queries, keys and values swapped, and the result swapped back."""
+    """Kernels want values as wide as keys, 48 numbers of each head here, and values have 32. A rank
+    sends the 32: keys and values are gathered twice and their gradients scattered, or queries, keys
+    and values swapped, and the result swapped back."""
     tokens, heads, key, value = 2 * 8, 4, 32 + 16, 32
     wanted = {
-        "gather": [(key + value)] * 2 + [2 * (key + value)],  # what is scattered are the gradients of all ranks' tokens
+        # what is scattered are the gradients of all ranks' tokens
+        "gather": [(key + value)] * 2 + [2 * (key + value)],
         "ulysses": [2 * key + value, value] + [value, 2 * key + value],
     }[method]
     options = [ULYSSES] if method == "ulysses" else []
@@ -261,11 +393,15 @@ def test_latent_attention_sends_no_padding(method):
 
 def kept(options: list[str], seq_len: int) -> int:
     """Bytes that autograd keeps on this rank between forward and backward."""
-    job, batch = job_and_batch(*options, "--parallelism.reshard_after_forward=false", seq_len=seq_len, rows=1)
-    storages: dict[int, torch.UntypedStorage] = {}  # by address; held, so that no address is used again
+    job, batch = job_and_batch(
+        *options, "--parallelism.reshard_after_forward=false", seq_len=seq_len, rows=1
+    )
+    # by address; held, so that no address is used again
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(x: Tensor) -> Tensor:
-        storage = getattr(x, "elem", x).untyped_storage()  # elem: of what a collective is still writing
+        # elem: of what a collective is still writing
+        storage = getattr(x, "elem", x).untyped_storage()
         storages[storage.data_ptr()] = storage
         return x
 
@@ -275,9 +411,10 @@ def kept(options: list[str], seq_len: int) -> int:
 
 
 def test_activations_fall_with_the_number_of_ranks():
-    """The second half of 512 tokens needs on each of 4 ranks a quarter of what it needs on one process. (Weights are in both
-    numbers of a difference.) The keys of all ranks, were they kept, would be 21% more. With ulysses the output of attention is
-    kept as it was computed and as it was swapped back: 48 numbers for each of 64 tokens in 3 layers."""
+    """The second half of 512 tokens needs on each of 4 ranks a quarter of what it needs on one
+    process. (Weights are in both numbers of a difference.) The keys of all ranks, were they kept,
+    would be 21% more. With ulysses the output of attention is kept as it was computed and as it was
+    swapped back: 48 numbers for each of 64 tokens in 3 layers."""
 
     def of_tokens(ranks: int, *options: str) -> float:
         long, short = (run_ranks(ranks, kept, list(options), seq_len)[0] for seq_len in (512, 256))
@@ -311,9 +448,17 @@ def test_validation_counts_the_tokens_of_all_ranks():
 
 
 LEGS = {  # mesh: (ranks, options, data-parallel ranks)
-    "cp4": (4, ["--parallelism.context_parallel=4", "--debug.replay_interval=2", "--run.device=cpu"], 1),
+    "cp4": (
+        4,
+        ["--parallelism.context_parallel=4", "--debug.replay_interval=2", "--run.device=cpu"],
+        1,
+    ),
     "one": (1, [], 1),
-    "cp2xtp2": (4, [CP2, ULYSSES, "--parallelism.tensor_parallel=2", "--debug.check_collectives=true"], 1),
+    "cp2xtp2": (
+        4,
+        [CP2, ULYSSES, "--parallelism.tensor_parallel=2", "--debug.check_collectives=true"],
+        1,
+    ),
     "fsdp4": (4, [], 4),
     "pp2xcp2": (4, [CP2, "--parallelism.pipeline_parallel=2"], 1),
 }
@@ -322,9 +467,17 @@ LEGS = {  # mesh: (ranks, options, data-parallel ranks)
 @pytest.mark.slow
 @pytest.mark.cap(200)
 def test_a_run_that_is_killed_on_one_mesh_after_another_is_the_run_on_one_process(tmp_path):
-    """No sample is repeated or skipped. Loss, norm and validation are equal up to rounding; the sample at the end is equal."""
-    options = [*tiny_run(tmp_path), "--checkpoint.interval=2", "--validation.interval=4", "--validation.steps=3",
-               "--data.mask_documents=true", "--data.validation_fraction=0.2", "--debug.sample_tokens=8"]  # fmt: skip
+    """No sample is repeated or skipped. Loss, norm and validation are equal up to rounding; the
+    sample at the end is equal."""
+    options = [
+        *tiny_run(tmp_path),
+        "--checkpoint.interval=2",
+        "--validation.interval=4",
+        "--validation.steps=3",
+        "--data.mask_documents=true",
+        "--data.validation_fraction=0.2",
+        "--debug.sample_tokens=8",
+    ]
     one, many, began = tmp_path / "alone", tmp_path / "shared", []
     for folder in one, many:
         folder.mkdir()
@@ -339,20 +492,34 @@ def test_a_run_that_is_killed_on_one_mesh_after_another_is_the_run_on_one_proces
         start, rows = trained(many, dp_size)
         assert rows == want[start : start + len(rows)], mesh
         began.append(start)
-    assert began == sorted(set(began)), f"a start has not gone on where the one before it had saved: {began}"
+    assert began == sorted(set(began)), (
+        f"a start has not gone on where the one before it had saved: {began}"
+    )
     for key in "loss", "grad_norm", "validation_loss":
         here, there = series(many, key), series(one, key)
-        assert here.keys() == there.keys() and max(abs(here[s] / there[s] - 1) for s in there) <= 1e-5, key
-    texts = [said(folder).split("a sample from the final weights:")[1].split("tensorboard")[0] for folder in (many, one)]
+        assert (
+            here.keys() == there.keys() and max(abs(here[s] / there[s] - 1) for s in there) <= 1e-5
+        ), key
+    texts = [
+        said(folder).split("a sample from the final weights:")[1].split("tensorboard")[0]
+        for folder in (many, one)
+    ]
     assert texts[0] == texts[1]
 
 
-LONG = [*SGD, "--model.flavor=1B", "--model.n_layers=1", "--model.n_heads=4", "--model.head_dim=16", "--training.max_norm=0"]
+LONG = [
+    *SGD,
+    "--model.flavor=1B",
+    "--model.n_layers=1",
+    "--model.n_heads=4",
+    "--model.head_dim=16",
+    "--training.max_norm=0",
+]
 
 
 def long_step(options: list[str]) -> tuple[float, float, int]:
-    """Loss and gradient norm of one sequence of 32,768 tokens, and the most memory of the next step in MiB: that of its tensors,
-    since what the process has depends on what its allocator kept."""
+    """Loss and gradient norm of one sequence of 32,768 tokens, and the most memory of the next step
+    in MiB: that of its tensors, since what the process has depends on what its allocator kept."""
     job, batch = job_and_batch(*LONG, *options, seq_len=2**15, rows=1)
     result = train.train_step(job, batch)
     with trace.Trace() as accountant:
@@ -367,6 +534,11 @@ def test_a_long_sequence_on_four_ranks_is_that_on_one():
     for method in [], [ULYSSES]:
         shared = run_ranks(4, long_step, ["--parallelism.context_parallel=4", *method], timeout=200)
         for seen_loss, seen_norm, seen_memory in shared:
-            assert seen_loss == pytest.approx(loss, rel=1e-6) and seen_norm == pytest.approx(norm, rel=1e-5)
+            assert seen_loss == pytest.approx(loss, rel=1e-6) and seen_norm == pytest.approx(
+                norm, rel=1e-5
+            )
             assert seen_memory < 0.8 * memory
-            print(f"{method}: a step takes at most {seen_memory} MiB of a rank, {memory} MiB of one process")
+            print(
+                f"{method}: a step takes at most {seen_memory} MiB of a rank, {memory} MiB of one "
+                "process"
+            )

@@ -1,4 +1,5 @@
-"""FSDP2's contract, rule by rule: what one sees when it is broken. The rows of the table in docs/parallelism.md."""
+"""FSDP2's contract, rule by rule: what one sees when it is broken. The rows of the table in
+docs/parallelism.md."""
 
 import io
 import warnings
@@ -23,14 +24,26 @@ from tests.runs import ADAMW, SMALL_MODEL, whole
 from training.loss import linear_cross_entropy
 from training.optim import build_optimizer, clip_grad_norm
 
-EXPERTS = ["--model.family=qwen3", "--model.n_experts=4", "--model.experts_per_token=2", "--model.expert_dim=12"]
+EXPERTS = [
+    "--model.family=qwen3",
+    "--model.n_experts=4",
+    "--model.experts_per_token=2",
+    "--model.expert_dim=12",
+]
 
 
 def job(*options: str) -> train.Job:
     warnings.simplefilter("ignore")
     here = meshes.world()
-    batch = ["--training.global_batch_size=24", "--training.local_batch_size=1", "--training.steps=5", "--lr_schedule.warmup_steps=0"]
-    return train.build(load_config([*SMALL_MODEL, *ADAMW, *batch, *options], here.size, here.local_size))
+    batch = [
+        "--training.global_batch_size=24",
+        "--training.local_batch_size=1",
+        "--training.steps=5",
+        "--lr_schedule.warmup_steps=0",
+    ]
+    return train.build(
+        load_config([*SMALL_MODEL, *ADAMW, *batch, *options], here.size, here.local_size)
+    )
 
 
 def refused(run: train.Job, words: str, same: dict | None = None) -> None:
@@ -43,23 +56,38 @@ def broken_rules() -> None:
     contract.verify(good.model, good.optimizer, good.mesh, {"config": "same"})
 
     rank = dist.get_rank()
-    refused(good, r"config differs: rank 0 has 'c0', ranks \[1\] do not \(rank 1: 'c1'\)", {"config": f"c{rank}"})
+    refused(
+        good,
+        r"config differs: rank 0 has 'c0', ranks \[1\] do not \(rank 1: 'c1'\)",
+        {"config": f"c{rank}"},
+    )
 
     model = train.build(good.cfg).model
-    stale = build_optimizer(nn.Linear(2, 2), [("*", True)], good.cfg.optimizer)  # before sharding: other tensors
-    refused(train.Job(good.cfg, good.mesh, good.args, model, stale), "not the model's parameters.*\n.*misses 30 of the model's 30")
+    # before sharding: other tensors
+    stale = build_optimizer(nn.Linear(2, 2), [("*", True)], good.cfg.optimizer)
+    refused(
+        train.Job(good.cfg, good.mesh, good.args, model, stale),
+        "not the model's parameters.*\n.*misses 30 of the model's 30",
+    )
 
     family = train.MODELS["llama"]
     with torch.device("meta"):
         top_only = family.build(good.args)
     fully_shard(top_only, mesh=good.mesh.fsdp_mesh)  # the root alone, not bottom-up
-    refused(train.Job(good.cfg, good.mesh, good.args, top_only, stale), r"layers \[0, 1, 2\] are no FSDPModule.*")
+    refused(
+        train.Job(good.cfg, good.mesh, good.args, top_only, stale),
+        r"layers \[0, 1, 2\] are no FSDPModule.*",
+    )
     refused(train.Job(good.cfg, good.mesh, good.args, top_only, stale), "still on meta")
 
     whole_model = family.build(good.args)  # never sharded
     optimizer = build_optimizer(whole_model, family.DECAY, good.cfg.optimizer)
     never_sharded = train.Job(good.cfg, good.mesh, good.args, whole_model, optimizer)
-    refused(never_sharded, r"gradients are never reduced \(ranks 0 to 1: 2 of 2\)\n +30 parameters are plain tensors on a mesh of 2")
+    refused(
+        never_sharded,
+        r"gradients are never reduced \(ranks 0 to 1: 2 of 2\)\n +30 parameters are plain tensors "
+        r"on a mesh of 2",
+    )
 
 
 def test_broken_contracts_are_named_on_every_rank():
@@ -84,7 +112,13 @@ def talk() -> dict:
 
 
 def test_what_one_rank_knows_all_ranks_can_know():
-    said = {"settings": 1, "any": [True, False], "gather": ["rank 0", "rank 1"], "sum": 3.0, "open": False}
+    said = {
+        "settings": 1,
+        "any": [True, False],
+        "gather": ["rank 0", "rank 1"],
+        "sum": 3.0,
+        "open": False,
+    }
     assert run_ranks(2, talk) == [said, said]
 
 
@@ -107,7 +141,11 @@ def clipped_by_local_norm() -> tuple[float, float]:
     run = job()
     torch.manual_seed(run.mesh.rank)
     tokens = torch.randint(0, 263, (2, 16))
-    run.model(tokens, torch.arange(tokens.shape[1]), partial(linear_cross_entropy, labels=tokens, chunk_tokens=99)).backward()
+    run.model(
+        tokens,
+        torch.arange(tokens.shape[1]),
+        partial(linear_cross_entropy, labels=tokens, chunk_tokens=99),
+    ).backward()
     local = nn.utils.get_total_norm([p.grad.to_local() for p in run.model.parameters()]).item()
     every = sum(whole(p.grad).square().sum() for p in run.model.parameters()).sqrt().item()
     reported = clip_grad_norm(run.model.parameters(), 1.0).item()
@@ -129,7 +167,9 @@ def saved_bytes() -> tuple[int, int]:
     buffer = io.BytesIO()
     torch.save({n: p.to_local() for n, p in run.model.state_dict().items()}, buffer)
     buffer.seek(0)
-    return sum(t.numel() for t in torch.load(buffer).values()), sum(p.numel() for p in run.model.parameters())
+    return sum(t.numel() for t in torch.load(buffer).values()), sum(
+        p.numel() for p in run.model.parameters()
+    )
 
 
 def test_torch_save_of_a_rank_holds_a_part_of_the_model():
@@ -144,7 +184,11 @@ def gradients_on_shards(accumulate: str) -> list[bool]:
     had = []
     for last in False, True:
         dp.synchronise_gradients(run.model, last, accumulate)
-        run.model(tokens, torch.arange(tokens.shape[1]), partial(linear_cross_entropy, labels=tokens, chunk_tokens=99)).backward()
+        run.model(
+            tokens,
+            torch.arange(tokens.shape[1]),
+            partial(linear_cross_entropy, labels=tokens, chunk_tokens=99),
+        ).backward()
         had.append(all(p.grad is not None for p in run.model.parameters()))
     return had
 
@@ -203,18 +247,26 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart():
 
 
 def meshes_of_experts() -> list[tuple[str, ...] | None]:
-    runs = job("--parallelism.tensor_parallel=2"), job(*EXPERTS), job(*EXPERTS, "--parallelism.tensor_parallel=2")
+    runs = (
+        job("--parallelism.tensor_parallel=2"),
+        job(*EXPERTS),
+        job(*EXPERTS, "--parallelism.tensor_parallel=2"),
+    )
     return [run.mesh.experts_mesh and run.mesh.experts_mesh.mesh_dim_names for run in runs]
 
 
 def test_only_experts_that_ranks_share_have_a_mesh_of_their_own():
     """Every mesh is groups that all ranks have to open."""
-    assert run_ranks(2, meshes_of_experts) == [[None, None, ("pp", "dp_replicate", "edp", "ep")]] * 2
+    assert (
+        run_ranks(2, meshes_of_experts) == [[None, None, ("pp", "dp_replicate", "edp", "ep")]] * 2
+    )
 
 
 def test_a_gpu_of_two_ranks_is_named():
     assert contract._shared_devices(["a", "b", "c"]) == []
-    assert contract._shared_devices(["a", "b", "a"]) == ["ranks [0, 2] share GPU a: start one process per GPU"]
+    assert contract._shared_devices(["a", "b", "a"]) == [
+        "ranks [0, 2] share GPU a: start one process per GPU"
+    ]
 
 
 def test_exchanges_are_counted_in_a_file(tmp_path):
@@ -234,7 +286,10 @@ def a_parameter_without_gradient() -> None:
     assert not any(p is model.bias for group in optimizer.param_groups for p in group["params"])
     contract.verify(model, optimizer, run.mesh, {})
     model.bias.requires_grad_(True)
-    refused(train.Job(run.cfg, run.mesh, run.args, model, optimizer), "1 parameters are plain tensors.*\n.*misses 1 of")
+    refused(
+        train.Job(run.cfg, run.mesh, run.args, model, optimizer),
+        "1 parameters are plain tensors.*\n.*misses 1 of",
+    )
 
 
 def test_a_parameter_that_is_not_trained_keeps_the_contract():
@@ -244,20 +299,36 @@ def test_a_parameter_that_is_not_trained_keeps_the_contract():
 def part_of_a_checkpoint(wanted: list[str], with_group: bool) -> str:
     """What is said of a checkpoint that holds a, b and c, by a rank that wants these of them."""
     manifest = {"tensors": {f"model.{name}": {"shape": [2], "dtype": "F32"} for name in "abc"}}
-    tensors = {f"model.{name}": torch.ones(2 if name == name.lower() else 3) for name in wanted[dist.get_rank()]}
+    tensors = {
+        f"model.{name}": torch.ones(2 if name == name.lower() else 3)
+        for name in wanted[dist.get_rank()]
+    }
     tensors = {name.lower(): tensor for name, tensor in tensors.items()}
     try:
-        state.check_fits(Path("step"), manifest, tensors, "model", (), dist.group.WORLD if with_group else None)
+        state.check_fits(
+            Path("step"), manifest, tensors, "model", (), dist.group.WORLD if with_group else None
+        )
     except InputError as error:
         return str(error).partition(": ")[2]
     return "fits"
 
 
 def test_a_checkpoint_is_compared_with_what_all_ranks_hold():
-    """Ranks hold parts of the model, as the stages of a pipeline do. A capital letter stands for a tensor of another shape."""
+    """Ranks hold parts of the model, as the stages of a pipeline do. A capital letter stands for a
+    tensor of another shape."""
     assert run_ranks(2, part_of_a_checkpoint, ["ab", "c"], True) == ["fits"] * 2
     assert run_ranks(2, part_of_a_checkpoint, ["ab", "bc"], True) == ["fits"] * 2
-    assert run_ranks(2, part_of_a_checkpoint, ["a", "b"], True) == ["model.c is in it and not in this run"] * 2
-    assert run_ranks(2, part_of_a_checkpoint, ["ab", "cx"], True) == ["model.x is missing from it"] * 2
-    assert run_ranks(2, part_of_a_checkpoint, ["ab", "C"], True) == ["model.c has shape [2] there and [3] here"] * 2
-    assert "c is in it" in run_ranks(2, part_of_a_checkpoint, ["ab", "c"], False)[0], "the control: one rank by itself"
+    assert (
+        run_ranks(2, part_of_a_checkpoint, ["a", "b"], True)
+        == ["model.c is in it and not in this run"] * 2
+    )
+    assert (
+        run_ranks(2, part_of_a_checkpoint, ["ab", "cx"], True) == ["model.x is missing from it"] * 2
+    )
+    assert (
+        run_ranks(2, part_of_a_checkpoint, ["ab", "C"], True)
+        == ["model.c has shape [2] there and [3] here"] * 2
+    )
+    assert "c is in it" in run_ranks(2, part_of_a_checkpoint, ["ab", "c"], False)[0], (
+        "the control: one rank by itself"
+    )

@@ -1,7 +1,9 @@
-"""Models go to Hugging Face, Meta's layout and torch.load and come back: the same numbers, bitwise where that is
-possible, in bounded memory; what is not such a model is refused in a sentence and leaves nothing behind.
+"""Models go to Hugging Face, Meta's layout and torch.load and come back: the same numbers, bitwise
+where that is possible, in bounded memory; what is not such a model is refused in a sentence and
+leaves nothing behind.
 
-Compared with the real transformers and tokenizers; Meta's side is written down here once more, with complex rotations.
+Compared with the real transformers and tokenizers; Meta's side is written down here once more, with
+complex rotations.
 """
 
 import json
@@ -20,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  what building a model imports later: here once instead of in every rank
+import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
@@ -33,7 +35,15 @@ from checkpoint.manager import CheckpointManager
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from data import hf_tokenizer
-from data.tokenizer import END_OF_TEXT, LLAMA3_SPECIAL_TOKENS, SPLIT, Tokenizer, byte_tokenizer, load_saved, train_bpe
+from data.tokenizer import (
+    END_OF_TEXT,
+    LLAMA3_SPECIAL_TOKENS,
+    SPLIT,
+    Tokenizer,
+    byte_tokenizer,
+    load_saved,
+    train_bpe,
+)
 from models import MODELS, llama
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
@@ -45,18 +55,33 @@ from training.sample import sample
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {name: (family, replace(args, vocab_size=263)) for name, (family, args) in SHAPES.items()}
 # What two ranks of tensor parallelism can share, as options of a run and as a row of FLAVORS.
-MODEL = {"dim": 42, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 14, "hidden_dim": 54, "vocab_size": 263,
-         "rope_theta": 500000.0}  # fmt: skip
+MODEL = {
+    "dim": 42,
+    "n_layers": 2,
+    "n_heads": 6,
+    "n_kv_heads": 2,
+    "head_dim": 14,
+    "hidden_dim": 54,
+    "vocab_size": 263,
+    "rope_theta": 500000.0,
+}
 ARGS = llama.Args(**llama.FLAVORS["debug"] | MODEL)
-OPTIONS = [*(f"--model.{key}={value}" for key, value in MODEL.items()), "--data.tokenizer=bytes",
-           "--training.param_dtype=float32", "--training.seq_len=16", "--training.local_batch_size=1"]  # fmt: skip
+OPTIONS = [
+    *(f"--model.{key}={value}" for key, value in MODEL.items()),
+    "--data.tokenizer=bytes",
+    "--training.param_dtype=float32",
+    "--training.seq_len=16",
+    "--training.local_batch_size=1",
+]
 
 
 def run(*argv: object) -> int:
     return convert.main([str(word) for word in argv])
 
 
-def write_hf(folder: Path, family: Any, args: Any, dtype: torch.dtype = torch.float32, limit: int = 30_000) -> Path:
+def write_hf(
+    folder: Path, family: Any, args: Any, dtype: torch.dtype = torch.float32, limit: int = 30_000
+) -> Path:
     """A folder as transformers writes it, with a random model, in several files."""
     torch.manual_seed(7)
     model = hugging_face(family, args)
@@ -91,11 +116,13 @@ def hf_folder(tmp_path_factory) -> Path:
     return write_hf(tmp_path_factory.mktemp("models") / "hf", llama, ARGS)
 
 
-# -------------------------------------------------------------------------------------------------------- Hugging Face
+# --------------------------------------------------------------------------------------------------
+# Hugging Face
 
 
 def test_an_exported_model_begins_and_ends_texts_as_its_tokenizer_does(hf_folder, tmp_path):
-    """Llama 3's texts begin with one token and end with another. `generate` reads both of two files."""
+    """Llama 3's texts begin with one token and end with another. `generate` reads both of two
+    files."""
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
     words = Tokenizer([bytes([i]) for i in range(256)], SPLIT, [begin, end], end)
     assert run("hf-to-dcp", hf_folder, tmp_path / "run") == 0
@@ -103,29 +130,44 @@ def test_an_exported_model_begins_and_ends_texts_as_its_tokenizer_does(hf_folder
     assert run("dcp-to-hf", tmp_path / "run", tmp_path / "out") == 0
     for name in "config.json", "generation_config.json":
         said = json.loads((tmp_path / "out" / name).read_text())
-        assert (said["bos_token_id"], said["eos_token_id"]) == (words.bos_id, words.eot_id) == (256, 257)
+        assert (
+            (said["bos_token_id"], said["eos_token_id"])
+            == (words.bos_id, words.eot_id)
+            == (256, 257)
+        )
     said = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert (said["bos_token"], said["eos_token"]) == (begin, end)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_and_out_again(shape, tmp_path):
-    """Import and export: logits bitwise (with experts, whose outputs are summed in another order, to 1e-5), nothing missing,
-    generate runs."""
+    """Import and export: logits bitwise (with experts, whose outputs are summed in another order,
+    to 1e-5), nothing missing, generate runs."""
     transformers = pytest.importorskip("transformers")
     family, args = SHAPES[shape]
     kind = {"experts_implementation": "eager"}  # the other one refuses odd sizes
     rounding = 1e-5 if getattr(args, "n_experts", 0) else 0
-    source, run_folder, back = write_hf(tmp_path / "hf", family, args), tmp_path / "run", tmp_path / "back"
+    source, run_folder, back = (
+        write_hf(tmp_path / "hf", family, args),
+        tmp_path / "run",
+        tmp_path / "back",
+    )
     assert len(list(source.glob("*.safetensors"))) > 2
     name, read = hf.read_model(source, MODELS)
     assert MODELS[name] is family and read == args
     assert run("hf-to-dcp", source, run_folder) == 0
-    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(source, **kind), family.build(args)
+    theirs, ours = (
+        transformers.AutoModelForCausalLM.from_pretrained(source, **kind),
+        family.build(args),
+    )
     tokens = torch.randint(0, 263, (2, 37))
     manifest = state.load_model(run_folder, ours)
-    torch.testing.assert_close(ours(tokens, torch.arange(37)), theirs(tokens).logits, rtol=rounding, atol=rounding)
-    assert manifest["parent"] == str(source) and verify.verify(run_folder / "checkpoints/step-00000000")
+    torch.testing.assert_close(
+        ours(tokens, torch.arange(37)), theirs(tokens).logits, rtol=rounding, atol=rounding
+    )
+    assert manifest["parent"] == str(source) and verify.verify(
+        run_folder / "checkpoints/step-00000000"
+    )
 
     byte_tokenizer().save(str(run_folder / "tokenizer.json"))
     assert run("dcp-to-hf", run_folder, back, "--max-shard-size", "20KB") == 0
@@ -133,7 +175,9 @@ def test_in_and_out_again(shape, tmp_path):
     index = json.loads((back / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == contents(back).keys()
     assert index["metadata"]["total_size"] == sum(len(data) for _, data in contents(back).values())
-    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(back, output_loading_info=True, **kind)
+    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(
+        back, output_loading_info=True, **kind
+    )
     assert not any(said.values()), said
     assert loaded.config.rope_parameters == theirs.config.rope_parameters
     assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (256, 256)
@@ -145,8 +189,12 @@ def test_in_and_out_again(shape, tmp_path):
     assert new == sample(ours, [*b"def "], 6, 32, torch.device("cpu"), temperature=0)
     assert run("dcp-to-hf", run_folder, tmp_path / "one") == 0
     assert sorted(p.name for p in (tmp_path / "one").iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
-    ]  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert contents(tmp_path / "one") == contents(source)
 
 
@@ -166,13 +214,16 @@ def test_float16_widens_exactly(tmp_path):
     source = write_hf(tmp_path / "hf", *SHAPES["llama2"], torch.float16)
     assert run("hf-to-dcp", source, tmp_path / "run") == 0
     assert run("dcp-to-hf", tmp_path / "run", tmp_path / "back") == 0
-    widened = {name: torch.frombuffer(bytearray(data), dtype=torch.float16).float().numpy().tobytes()
-               for name, (_, data) in contents(source).items()}  # fmt: skip
+    widened = {
+        name: torch.frombuffer(bytearray(data), dtype=torch.float16).float().numpy().tobytes()
+        for name, (_, data) in contents(source).items()
+    }
     assert {name: data for name, (_, data) in contents(tmp_path / "back").items()} == widened
 
 
 def test_the_configuration_is_read_by_old_and_new_transformers():
-    """Old ones know rope_theta and rope_scaling only, new ones have rope_parameters; each says the same to us too."""
+    """Old ones know rope_theta and rope_scaling only, new ones have rope_parameters; each says the
+    same to us too."""
     transformers = pytest.importorskip("transformers")
     family, args = SHAPES["llama3.1"]
     whole = family.hf_config(args)
@@ -189,10 +240,19 @@ def test_the_configuration_is_read_by_old_and_new_transformers():
         "vocab_size": 32000,
     }
     assert asdict(llama.args_from_hf(bare)) == {
-        "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "head_dim": 128, "hidden_dim": 11008,
-        "vocab_size": 32000, "rope_theta": 10000.0, "rope_scaling": None, "norm_eps": 1e-6, "max_seq_len": 2048,
+        "dim": 4096,
+        "n_layers": 32,
+        "n_heads": 32,
+        "n_kv_heads": 32,
+        "head_dim": 128,
+        "hidden_dim": 11008,
+        "vocab_size": 32000,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "norm_eps": 1e-6,
+        "max_seq_len": 2048,
         "tied_embeddings": False,
-    }  # fmt: skip
+    }
 
 
 def test_the_hubs_cache_is_links(hf_folder, tmp_path):
@@ -211,15 +271,18 @@ def test_what_transformers_does_not_read_either_is_left_out(tmp_path):
     source = write_hf(tmp_path / "hf", *SHAPES["llama3.2"], limit=10**9)
     with safe_open(source / "model.safetensors", "pt") as file:
         whole = {name: file.get_tensor(name) for name in file.keys()}
-    extra = {"lm_head.weight": whole["model.embed_tokens.weight"].clone(),
-             "model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(7)}  # fmt: skip
+    extra = {
+        "lm_head.weight": whole["model.embed_tokens.weight"].clone(),
+        "model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(7),
+    }
     save_file(whole | extra, source / "model.safetensors", {"format": "pt"})
     assert run("hf-to-dcp", source, tmp_path / "run") == 0
     assert run("dcp-to-hf", tmp_path / "run", tmp_path / "back") == 0
     assert contents(tmp_path / "back").keys() == whole.keys()
 
 
-# ---------------------------------------------------------------------------------------------------------- live meshes
+# --------------------------------------------------------------------------------------------------
+# live meshes
 
 
 def build(*more: str) -> train.Job:
@@ -227,9 +290,11 @@ def build(*more: str) -> train.Job:
     return train.build(load_config([*OPTIONS, *more], here.size, here.local_size))
 
 
-def load_gather_scatter_save(source: Path, folder: Path, more: list[str]) -> dict[str, bytes] | None:
-    """On this mesh: fill the model from a Hugging Face folder; gather it; scatter it into a model of another seed; save
-    that with the manager. Returns what was gathered."""
+def load_gather_scatter_save(
+    source: Path, folder: Path, more: list[str]
+) -> dict[str, bytes] | None:
+    """On this mesh: fill the model from a Hugging Face folder; gather it; scatter it into a model
+    of another seed; save that with the manager. Returns what was gathered."""
     job = build(*more)
     hf.load(source, job.model, MODELS, "llama", job.args, dist.group.WORLD)
     whole = state.gather_to_rank_0(job.model)
@@ -238,7 +303,9 @@ def load_gather_scatter_save(source: Path, folder: Path, more: list[str]) -> dic
         for p in job.model.parameters():
             state.local(p).fill_(-1)
     state.scatter_from_rank_0(whole, job.model)
-    assert all(torch.equal(state.local(t), before[name]) for name, t in job.model.state_dict().items())
+    assert all(
+        torch.equal(state.local(t), before[name]) for name, t in job.model.state_dict().items()
+    )
     rank = dist.get_rank()
     for wrong in (
         lambda d: d.pop("norm.weight"),
@@ -252,21 +319,37 @@ def load_gather_scatter_save(source: Path, folder: Path, more: list[str]) -> dic
             state.scatter_from_rank_0(damaged, job.model)
     state.materialise(job.optimizer)
     checkpoints = CheckpointManager(
-        Checkpoint(), folder / "checkpoints", job.mesh, {"family": "llama", "must_match": {"model": asdict(job.args)}}
+        Checkpoint(),
+        folder / "checkpoints",
+        job.mesh,
+        {"family": "llama", "must_match": {"model": asdict(job.args)}},
     )
     checkpoints.save(3, job.model, job.optimizer, {"step": 3})
     checkpoints.close()
-    return {name: tensor.numpy().tobytes() for name, tensor in whole.items()} if rank == 0 else whole
+    return (
+        {name: tensor.numpy().tobytes() for name, tensor in whole.items()} if rank == 0 else whole
+    )
 
 
-@pytest.mark.parametrize(("ranks", "more"), [
-    (1, []), (3, []), (4, ["--parallelism.tensor_parallel=2"]), (4, ["--parallelism.data_parallel_replicate=2"]),
-], ids=["1x1", "3x1", "2x2", "hsdp"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, []),
+        (3, []),
+        (4, ["--parallelism.tensor_parallel=2"]),
+        (4, ["--parallelism.data_parallel_replicate=2"]),
+    ],
+    ids=["1x1", "3x1", "2x2", "hsdp"],
+)
 def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_path, monkeypatch):
-    """Every rank reads its own slices, the whole is gathered on rank 0, the export of what is saved is the source. An export
-    opens the files of the ranks for many tensors at a time."""
+    """Every rank reads its own slices, the whole is gathered on rank 0, the export of what is saved
+    is the source. An export opens the files of the ranks for many tensors at a time."""
     gathered = run_ranks(
-        ranks, load_gather_scatter_save, hf_folder, tmp_path, ["--training.global_batch_size=12", *more]
+        ranks,
+        load_gather_scatter_save,
+        hf_folder,
+        tmp_path,
+        ["--training.global_batch_size=12", *more],
     )
     assert gathered[1:] == [None] * (ranks - 1)
     pairs = llama.hf_names(ARGS).items()
@@ -274,7 +357,11 @@ def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_
         name: data for name, (_, data) in contents(hf_folder).items()
     }
     opened = []
-    monkeypatch.setattr(storage, "Shard", lambda folder, *shard: opened.append(shard[1]) or verify.Shard(folder, *shard))
+    monkeypatch.setattr(
+        storage,
+        "Shard",
+        lambda folder, *shard: opened.append(shard[1]) or verify.Shard(folder, *shard),
+    )
     assert run("dcp-to-hf", tmp_path, tmp_path / "back") == 0
     assert contents(tmp_path / "back") == contents(hf_folder)
     assert 1 <= Counter(opened)[0] <= len(pairs) / 2, "each file once for a group of tensors"
@@ -290,21 +377,31 @@ def refuse_to_load(source: Path, more: list[str]) -> str:
 
 
 def test_a_live_mesh_refuses_another_model_on_every_rank(hf_folder, tmp_path):
-    said = run_ranks(2, refuse_to_load, hf_folder, ["--model.rope_theta=10000.0", "--model.n_layers=3"])
+    said = run_ranks(
+        2, refuse_to_load, hf_folder, ["--model.rope_theta=10000.0", "--model.n_layers=3"]
+    )
     assert said[0] == said[1] and said[0].startswith("checkpoint.load_hf: ")
     assert (
         "model.rope_theta is 500000.0 in the checkpoint and 10000.0 here" in said[0]
         and "model.n_layers is 2" in said[0]
     )
     [nothing] = run_ranks(1, refuse_to_load, tmp_path / "nothing", [])
-    assert nothing == f"checkpoint.load_hf: {tmp_path}/nothing/config.json cannot be read: No such file or directory"
-    # The family that config.json names is not ours: its numbers and its tensors fit, and its network is a different one.
-    for kind, words in {"granite": 'model_type is "granite", only', "qwen3": 'set model.family = "qwen3"'}.items():
+    assert nothing == (
+        f"checkpoint.load_hf: {tmp_path}/nothing/config.json cannot be read: No such file or "
+        "directory"
+    )
+    # The family that config.json names is not ours: its numbers and its tensors fit, and its
+    # network is a different one.
+    for kind, words in {
+        "granite": 'model_type is "granite", only',
+        "qwen3": 'set model.family = "qwen3"',
+    }.items():
         copy = renamed(hf_folder, kind, tmp_path / kind)
         said = run_ranks(2, refuse_to_load, copy, [])
         assert said[0] == said[1] and words in said[0]
         assert said[0].startswith(f"checkpoint.load_hf: {copy}")
-    # A file that changes after its header was read: only the rank that needs the tensor finds out, and all are told.
+    # A file that changes after its header was read: only the rank that needs the tensor finds out,
+    # and all are told.
     said = run_ranks(2, unreadable_on_one_rank, hf_folder)
     assert all("could not be read: rank 1: InputError" in words for words in said)
 
@@ -327,18 +424,31 @@ def train_here(options: list[str]) -> int:
     return train.main(options)
 
 
-def test_a_run_starts_from_hugging_face_and_ends_there(hf_folder, options, tmp_path):  # noqa: F811
-    """Through train.py on four ranks, with steps too small to move a float32: what comes out is what went in."""
+def test_a_run_starts_from_hugging_face_and_ends_there(hf_folder, options, tmp_path):
+    """Through train.py on four ranks, with steps too small to move a float32: what comes out is
+    what went in."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "run"
-    argv = [*options, *OPTIONS, f"--run.folder={folder}", f"--checkpoint.load_hf={hf_folder}", "--training.steps=2",
-            "--checkpoint.export_hf=float32", "--lr_schedule.warmup_steps=0", "--optimizer.lr=1e-30",
-            "--optimizer.weight_decay=0.0", "--parallelism.tensor_parallel=2"]  # fmt: skip
+    argv = [
+        *options,
+        *OPTIONS,
+        f"--run.folder={folder}",
+        f"--checkpoint.load_hf={hf_folder}",
+        "--training.steps=2",
+        "--checkpoint.export_hf=float32",
+        "--lr_schedule.warmup_steps=0",
+        "--optimizer.lr=1e-30",
+        "--optimizer.weight_decay=0.0",
+        "--parallelism.tensor_parallel=2",
+    ]
     assert run_ranks(4, train_here, argv) == [0] * 4
     assert contents(folder / "hf/step-00000002") == contents(hf_folder)
     assert verify.read_manifest(folder / "checkpoints/step-00000002")["parent"] == str(hf_folder)
     words = transformers.AutoTokenizer.from_pretrained(folder / "hf/step-00000002")
-    assert words("été")["input_ids"] == load_saved(str(folder / "tokenizer.json")).encode("été").tolist()
+    assert (
+        words("été")["input_ids"]
+        == load_saved(str(folder / "tokenizer.json")).encode("été").tolist()
+    )
     first = series(folder)[1]
     made = os.stat(folder / "hf/step-00000002").st_mtime_ns
     # Again, with nothing left to do and a source that is gone: neither read nor written again.
@@ -348,7 +458,11 @@ def test_a_run_starts_from_hugging_face_and_ends_there(hf_folder, options, tmp_p
     # From the converted checkpoint instead: the same first loss.
     assert run("hf-to-dcp", hf_folder, tmp_path / "converted") == 0
     argv = [word for word in argv if "_hf=" not in word]
-    argv = [*argv, f"--checkpoint.load_path={tmp_path / 'converted'}", f"--run.folder={tmp_path / 'second'}"]
+    argv = [
+        *argv,
+        f"--checkpoint.load_path={tmp_path / 'converted'}",
+        f"--run.folder={tmp_path / 'second'}",
+    ]
     assert run_ranks(4, train_here, argv) == [0] * 4
     assert series(tmp_path / "second")[1] == first
 
@@ -372,7 +486,8 @@ def test_generate_reads_what_was_converted(hf_folder, tmp_path):
     assert generate(whole, "a", 3, 0, 1, 0) == text
 
 
-# ----------------------------------------------------------------------------------------------------------- tokenizers
+# --------------------------------------------------------------------------------------------------
+# tokenizers
 
 
 @pytest.fixture(scope="module")
@@ -383,13 +498,18 @@ def trained() -> Tokenizer:
 
 def in_tokenizers(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     tokenizers = pytest.importorskip("tokenizers")
-    built = tokenizers.Tokenizer.from_str(json.dumps(hf_tokenizer.files(tokenizer, 64)["tokenizer.json"]))
+    built = tokenizers.Tokenizer.from_str(
+        json.dumps(hf_tokenizer.files(tokenizer, 64)["tokenizer.json"])
+    )
     return lambda text: built.encode(text, add_special_tokens=False).ids
 
 
 def test_tokenizers_gives_tiktokens_ids(trained):
     theirs, rng = in_tokenizers(trained), random.Random(1)
-    texts = [path.read_text(encoding="utf-8").replace(END_OF_TEXT, "") for path in sorted(ROOT.glob("*/*.py"))]
+    texts = [
+        path.read_text(encoding="utf-8").replace(END_OF_TEXT, "")
+        for path in sorted(ROOT.glob("*/*.py"))
+    ]
     letters = "abcdefgst '\n\t\r019.,;ſKéßÅ日本語한국어\u00a0\u2028\u0085\u200b\U0001f600'"
     texts += ["".join(rng.choices(letters, k=rng.randint(0, 40))) for _ in range(3000)]
     points = [c for c in rng.sample(range(0x110000), 20_000) if not 0xD800 <= c < 0xE000]
@@ -400,11 +520,13 @@ def test_tokenizers_gives_tiktokens_ids(trained):
 
 
 def test_merges_follow_from_any_ranks():
-    """Ranks that no training would give, so that tokens overlap and some cannot be made by merging at all."""
+    """Ranks that no training would give, so that tokens overlap and some cannot be made by merging
+    at all."""
     rng, unreachable = random.Random(2), 0
     for trial in range(60):
         made = {
-            bytes(rng.choices(b"ab" if trial % 2 else b"abc", k=rng.randint(2, 6))) for _ in range(rng.randint(5, 40))
+            bytes(rng.choices(b"ab" if trial % 2 else b"abc", k=rng.randint(2, 6)))
+            for _ in range(rng.randint(5, 40))
         }
         ranks = [*(bytes([i]) for i in range(256)), *sorted(made)]
         rng.shuffle(ranks)
@@ -427,26 +549,40 @@ def test_a_tokenizer_comes_back(trained, tmp_path):
             (folder / name).write_text(json.dumps(document))
         assert hf_tokenizer.read(folder).fingerprint == tokenizer.fingerprint
         loaded = transformers.AutoTokenizer.from_pretrained(folder)
-        loaded.save_pretrained(folder)  # as transformers writes it: merges are lists, added tokens are described twice
+        # as transformers writes it: merges are lists, added tokens are described twice
+        loaded.save_pretrained(folder)
         assert hf_tokenizer.read(folder).fingerprint == tokenizer.fingerprint
         text = f"def f(x): {tokenizer.end_of_text} été\n\n"
         ids = loaded(text)["input_ids"]
         assert tokenizer.eot_id in ids and tokenizer.eot_id not in tokenizer.encode(text)
-        assert loaded(text, split_special_tokens=True)["input_ids"] == tokenizer.encode(text).tolist()
+        assert (
+            loaded(text, split_special_tokens=True)["input_ids"] == tokenizer.encode(text).tolist()
+        )
         assert loaded.decode(ids) == text and loaded.eos_token_id == tokenizer.eot_id
 
 
 def every_pair(document: dict) -> None:
-    """As transformers converted Llama 3's: all pairs that make a token, not only the one that is used."""
+    """As transformers converted Llama 3's: all pairs that make a token, not only the one that is
+    used."""
     vocabulary = document["model"]["vocab"]
-    document["model"]["merges"] = [[word[:i], word[i:]] for word in vocabulary for i in range(1, len(word))
-                                   if word[:i] in vocabulary and word[i:] in vocabulary]  # fmt: skip
+    document["model"]["merges"] = [
+        [word[:i], word[i:]]
+        for word in vocabulary
+        for i in range(1, len(word))
+        if word[:i] in vocabulary and word[i:] in vocabulary
+    ]
 
 
 TOKENIZERS = {  # what is done to a tokenizer.json -> the reason why it is refused; empty: it is not
     "all pairs": (every_pair, ""),
-    "merges of another order": (lambda d: d["model"]["merges"].reverse(), "merges are not in the order"),
-    "a merge that is missing": (lambda d: d["model"]["merges"].pop(300), "merges are not in the order"),
+    "merges of another order": (
+        lambda d: d["model"]["merges"].reverse(),
+        "merges are not in the order",
+    ),
+    "a merge that is missing": (
+        lambda d: d["model"]["merges"].pop(300),
+        "merges are not in the order",
+    ),
     "SentencePiece": (lambda d: d["model"].update(byte_fallback=True), "byte_fallback"),
     "unigram": (lambda d: d["model"].update(type="Unigram"), "not a byte-level BPE"),
     "a normalizer": (lambda d: d.update(normalizer={"type": "NFC"}), "not a byte-level BPE"),
@@ -491,17 +627,31 @@ def test_the_tokenizer_is_converted_with_the_model(hf_folder, trained, tmp_path,
     assert load_saved(str(tmp_path / "run/tokenizer.json")).fingerprint == trained.fingerprint
     (source / "tokenizer.json").write_text("{}")
     assert run("hf-to-dcp", source, tmp_path / "bare") == 0
-    assert "without a tokenizer: " in capsys.readouterr().err and not (tmp_path / "bare/tokenizer.json").exists()
+    assert (
+        "without a tokenizer: " in capsys.readouterr().err
+        and not (tmp_path / "bare/tokenizer.json").exists()
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- Meta's files
+# --------------------------------------------------------------------------------------------------
+# Meta's files
 
 META = {  # kind: (params.json, files, the dimension along which the embedding is cut, tied)
     "llama2": ({"vocab_size": -1}, 2, 1, False),
     "llama3": ({"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0}, 2, 0, False),
     "llama3, one file": ({"vocab_size": 264, "n_kv_heads": 3, "rope_theta": 500000.0}, 1, 0, False),
-    "llama3.1": ({"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0, "use_scaled_rope": True}, 2, 0, False),
-    "llama3.2": ({"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0, "use_scaled_rope": True}, 1, 0, True),
+    "llama3.1": (
+        {"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0, "use_scaled_rope": True},
+        2,
+        0,
+        False,
+    ),
+    "llama3.2": (
+        {"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0, "use_scaled_rope": True},
+        1,
+        0,
+        True,
+    ),
 }
 HEADS, HEAD, HIDDEN, WORDS = 6, 14, 54, 264
 
@@ -512,13 +662,27 @@ def write_meta(folder: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
     params = {"dim": 84, "n_layers": 2, "n_heads": HEADS, "multiple_of": 2, "norm_eps": 1e-5} | more
     dim, kv = params["dim"], params.get("n_kv_heads", HEADS)
     torch.manual_seed(3)
-    whole = {"tok_embeddings.weight": torch.randn(WORDS, dim), "norm.weight": 1 + torch.randn(dim) / 9}
+    whole = {
+        "tok_embeddings.weight": torch.randn(WORDS, dim),
+        "norm.weight": 1 + torch.randn(dim) / 9,
+    }
     for i in range(2):
-        shapes = {"attention.wq": (dim, dim), "attention.wk": (kv * HEAD, dim), "attention.wv": (kv * HEAD, dim),
-                  "attention.wo": (dim, dim), "feed_forward.w1": (HIDDEN, dim), "feed_forward.w2": (dim, HIDDEN),
-                  "feed_forward.w3": (HIDDEN, dim)}  # fmt: skip
-        whole |= {f"layers.{i}.{name}.weight": torch.randn(shape) / 8 for name, shape in shapes.items()}
-        whole |= {f"layers.{i}.{name}.weight": 1 + torch.randn(dim) / 9 for name in ("attention_norm", "ffn_norm")}
+        shapes = {
+            "attention.wq": (dim, dim),
+            "attention.wk": (kv * HEAD, dim),
+            "attention.wv": (kv * HEAD, dim),
+            "attention.wo": (dim, dim),
+            "feed_forward.w1": (HIDDEN, dim),
+            "feed_forward.w2": (dim, HIDDEN),
+            "feed_forward.w3": (HIDDEN, dim),
+        }
+        whole |= {
+            f"layers.{i}.{name}.weight": torch.randn(shape) / 8 for name, shape in shapes.items()
+        }
+        whole |= {
+            f"layers.{i}.{name}.weight": 1 + torch.randn(dim) / 9
+            for name in ("attention_norm", "ffn_norm")
+        }
     whole["output.weight"] = whole["tok_embeddings.weight"] if tied else torch.randn(WORDS, dim)
     whole = {name: tensor.to(torch.bfloat16) for name, tensor in whole.items()}
     folder.mkdir()
@@ -527,33 +691,60 @@ def write_meta(folder: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
         piece = {"rope.freqs": torch.ones(7)}
         for name, tensor in whole.items():
             cut = embedding_cut if "embed" in name else 1 if ".wo." in name or ".w2." in name else 0
-            piece[name] = tensor.clone() if "norm" in name else tensor.chunk(files, dim=cut)[i].clone()
+            piece[name] = (
+                tensor.clone() if "norm" in name else tensor.chunk(files, dim=cut)[i].clone()
+            )
         torch.save(piece, folder / f"consolidated.{i:02d}.pth")
     return {name: tensor.float() for name, tensor in whole.items()}, params
 
 
 def meta_logits(w: dict[str, Tensor], params: dict, tokens: Tensor) -> Tensor:
-    """Llama as Meta computes it: rotary positions are multiplications by complex numbers of neighbouring pairs."""
+    """Llama as Meta computes it: rotary positions are multiplications by complex numbers of
+    neighbouring pairs."""
     kv, E, T = params.get("n_kv_heads", HEADS), HEAD, tokens.shape[1]
     freqs = params.get("rope_theta", 10000.0) ** -(torch.arange(0, E, 2).double() / E)
-    turn = torch.polar(torch.ones(T, E // 2).double(), torch.outer(torch.arange(T).double(), freqs))[:, None]
+    turn = torch.polar(
+        torch.ones(T, E // 2).double(), torch.outer(torch.arange(T).double(), freqs)
+    )[:, None]
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + params["norm_eps"]) * w[f"{name}.weight"]
+        return (
+            x
+            * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + params["norm_eps"])
+            * w[f"{name}.weight"]
+        )
 
     def rotate(x: Tensor) -> Tensor:
-        return torch.view_as_real(torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * turn).flatten(-2).float()
+        return (
+            torch.view_as_real(torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * turn)
+            .flatten(-2)
+            .float()
+        )
 
     h = w["tok_embeddings.weight"][tokens]
     for i in range(params["n_layers"]):
         a, f = f"layers.{i}.attention", f"layers.{i}.feed_forward"
         x = norm(h, f"{a}_norm")
         q, k, v = ((x @ w[f"{a}.{m}.weight"].T).unflatten(-1, (-1, E)) for m in ("wq", "wk", "wv"))
-        q, k, v = rotate(q), rotate(k).repeat_interleave(HEADS // kv, 2), v.repeat_interleave(HEADS // kv, 2)
-        scores = torch.einsum("bqhe,bkhe->bhqk", q, k) / E**0.5 + torch.full((T, T), -torch.inf).triu(1)
-        h = h + torch.einsum("bhqk,bkhe->bqhe", scores.softmax(-1), v).flatten(-2) @ w[f"{a}.wo.weight"].T
+        q, k, v = (
+            rotate(q),
+            rotate(k).repeat_interleave(HEADS // kv, 2),
+            v.repeat_interleave(HEADS // kv, 2),
+        )
+        scores = torch.einsum("bqhe,bkhe->bhqk", q, k) / E**0.5 + torch.full(
+            (T, T), -torch.inf
+        ).triu(1)
+        h = (
+            h
+            + torch.einsum("bhqk,bkhe->bqhe", scores.softmax(-1), v).flatten(-2)
+            @ w[f"{a}.wo.weight"].T
+        )
         x = norm(h, f"layers.{i}.ffn_norm")
-        h = h + (F.silu(x @ w[f"{f}.w1.weight"].T) * (x @ w[f"{f}.w3.weight"].T)) @ w[f"{f}.w2.weight"].T
+        h = (
+            h
+            + (F.silu(x @ w[f"{f}.w1.weight"].T) * (x @ w[f"{f}.w3.weight"].T))
+            @ w[f"{f}.w2.weight"].T
+        )
     return norm(h, "norm") @ w["output.weight"].T
 
 
@@ -561,16 +752,35 @@ def meta_logits(w: dict[str, Tensor], params: dict, tokens: Tensor) -> Tensor:
 def test_metas_files(kind, tmp_path):
     whole, params = write_meta(tmp_path / "meta", kind)
     assert run("meta-to-dcp", tmp_path / "meta", tmp_path / "run") == 0
-    arch = verify.read_manifest(tmp_path / "run/checkpoints/step-00000000")["facts"]["must_match"]["model"]
-    scaling = {"factor": 32.0 if kind == "llama3.2" else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_seq_len": 8192} if "." in kind else None  # fmt: skip
+    arch = verify.read_manifest(tmp_path / "run/checkpoints/step-00000000")["facts"]["must_match"][
+        "model"
+    ]
+    scaling = (
+        {
+            "factor": 32.0 if kind == "llama3.2" else 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_seq_len": 8192,
+        }
+        if "." in kind
+        else None
+    )
     assert arch == {
-        "dim": 84, "n_layers": 2, "n_heads": 6, "n_kv_heads": params.get("n_kv_heads", 6), "head_dim": 14,
-        "hidden_dim": 54, "vocab_size": 264, "rope_theta": params.get("rope_theta", 10000.0),
-        "rope_scaling": scaling, "norm_eps": 1e-5,
-        "max_seq_len": 131072 if scaling else 4096 if kind == "llama2" else 8192, "tied_embeddings": kind == "llama3.2",
-    }  # fmt: skip
-    model = llama.build(llama.Args(**arch | {"rope_scaling": None}))  # the scaling is compared with transformers' elsewhere
+        "dim": 84,
+        "n_layers": 2,
+        "n_heads": 6,
+        "n_kv_heads": params.get("n_kv_heads", 6),
+        "head_dim": 14,
+        "hidden_dim": 54,
+        "vocab_size": 264,
+        "rope_theta": params.get("rope_theta", 10000.0),
+        "rope_scaling": scaling,
+        "norm_eps": 1e-5,
+        "max_seq_len": 131072 if scaling else 4096 if kind == "llama2" else 8192,
+        "tied_embeddings": kind == "llama3.2",
+    }
+    # the scaling is compared with transformers' elsewhere
+    model = llama.build(llama.Args(**arch | {"rope_scaling": None}))
     state.load_model(tmp_path / "run", model)
     tokens = torch.randint(0, 264, (2, 30))
     want, got = meta_logits(whole, params, tokens), model(tokens, torch.arange(30))
@@ -581,7 +791,9 @@ def test_negative_control_rotations_that_were_not_permuted(tmp_path, monkeypatch
     whole, params = write_meta(tmp_path / "meta", "llama3")
     monkeypatch.setattr(llama, "half_rotation", lambda weight, heads: weight)
     assert run("meta-to-dcp", tmp_path / "meta", tmp_path / "run") == 0
-    arch = verify.read_manifest(tmp_path / "run/checkpoints/step-00000000")["facts"]["must_match"]["model"]
+    arch = verify.read_manifest(tmp_path / "run/checkpoints/step-00000000")["facts"]["must_match"][
+        "model"
+    ]
     model = llama.build(llama.Args(**arch))
     state.load_model(tmp_path / "run", model)
     tokens = torch.randint(0, 264, (2, 30))
@@ -593,13 +805,16 @@ def test_metas_tokenizer_is_converted(trained, tmp_path):
     import base64
 
     write_meta(tmp_path / "meta", "llama3")
-    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(trained.ranks)]
+    lines = [
+        f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(trained.ranks)
+    ]
     (tmp_path / "meta/tokenizer.model").write_text("\n".join(lines))
     assert run("meta-to-dcp", tmp_path / "meta", tmp_path / "run") == 0
     assert load_saved(str(tmp_path / "run/tokenizer.json")).fingerprint == trained.fingerprint
 
 
-# ------------------------------------------------------------------------------------------------------ one torch file
+# --------------------------------------------------------------------------------------------------
+# one torch file
 
 
 def save_trained(folder: Path) -> dict[str, Tensor] | None:
@@ -613,7 +828,11 @@ def save_trained(folder: Path) -> dict[str, Tensor] | None:
     checkpoints.save(1, job.model, job.optimizer, {"step": 1, "samples": 8})
     checkpoints.close()
     live = state.tensors(job.model, job.optimizer)
-    whole = {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for n, t in live.items() if n[:3] != "rng"}
+    whole = {
+        n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach()
+        for n, t in live.items()
+        if n[:3] != "rng"
+    }
     return {name: tensor.numpy() for name, tensor in whole.items()} if world().rank == 0 else None
 
 
@@ -623,7 +842,9 @@ def test_one_file_for_torch(tmp_path):
     assert run("dcp-to-torch", tmp_path, tmp_path / "all.pt") == 0
     loaded = torch.load(tmp_path / "all.pt")
     assert (
-        loaded["step"] == 1 and loaded["progress"] == {"step": 1, "samples": 8} and loaded["facts"]["family"] == "llama"
+        loaded["step"] == 1
+        and loaded["progress"] == {"step": 1, "samples": 8}
+        and loaded["facts"]["family"] == "llama"
     )
     flat = {f"model.{name}": tensor for name, tensor in loaded["model"].items()}
     for parameter, kept in loaded["optimizer"].items():
@@ -639,7 +860,8 @@ def test_one_file_for_torch(tmp_path):
     llama.build(ARGS).load_state_dict(alone["model"])
 
 
-# ----------------------------------------------------------------------------------------------------------- bad input
+# --------------------------------------------------------------------------------------------------
+# bad input
 
 
 class Bomb:
@@ -658,7 +880,9 @@ def change_tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
     """Of the file that has the last layer's norm; its name stays."""
 
     def rewrite(folder: Path) -> None:
-        path = folder / json.loads((folder / hf.INDEX).read_text())["weight_map"]["model.norm.weight"]
+        path = (
+            folder / json.loads((folder / hf.INDEX).read_text())["weight_map"]["model.norm.weight"]
+        )
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         change(tensors)
@@ -707,8 +931,14 @@ BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
         change_index(lambda m: m.update({NORM: "/etc/passwd"})),
         "'/etc/passwd', which is not the name",
     ),
-    "index with a NUL": (change_index(lambda m: m.update({NORM: "a\0.safetensors"})), "which is not the name"),
-    "index names a number": (change_index(lambda m: m.update({NORM: 5})), "'5', which is not the name"),
+    "index with a NUL": (
+        change_index(lambda m: m.update({NORM: "a\0.safetensors"})),
+        "which is not the name",
+    ),
+    "index names a number": (
+        change_index(lambda m: m.update({NORM: 5})),
+        "'5', which is not the name",
+    ),
     "index names nothing": (
         change_index(lambda m: m.update({NORM: "x.safetensors"})),
         "names x.safetensors, which is not there",
@@ -723,20 +953,37 @@ BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
         "not a whole safetensors file",
     ),
     "empty": (lambda f: os.truncate(first_file(f), 0), "not a whole safetensors file"),
-    "an enormous header": (lambda f: first_file(f).write_bytes(b"\xff" * 4096), "not a whole safetensors file"),
+    "an enormous header": (
+        lambda f: first_file(f).write_bytes(b"\xff" * 4096),
+        "not a whole safetensors file",
+    ),
     "missing tensor": (change_tensors(lambda t: t.pop(NORM)), f"{NORM} is missing"),
     "unknown tensor": (
         change_tensors(lambda t: t.update({"model.extra.weight": torch.ones(2)})),
         "model.extra.weight is not a tensor of such",
     ),
     "a bias": (
-        change_tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(84)})),
+        change_tensors(
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(84)})
+        ),
         "q_proj.bias is not a tensor",
     ),
-    "wrong shape": (change_tensors(lambda t: t.update({NORM: torch.ones(41)})), f"{NORM} has shape [41], not [42]"),
-    "no dimensions": (change_tensors(lambda t: t.update({NORM: torch.ones(())})), f"{NORM} has shape [], not [42]"),
-    "integers": (change_tensors(lambda t: t.update({NORM: torch.ones(42, dtype=torch.int32)})), f"{NORM} has type I32"),
-    "float64": (change_tensors(lambda t: t.update({NORM: torch.ones(42).double()})), f"{NORM} has type F64"),
+    "wrong shape": (
+        change_tensors(lambda t: t.update({NORM: torch.ones(41)})),
+        f"{NORM} has shape [41], not [42]",
+    ),
+    "no dimensions": (
+        change_tensors(lambda t: t.update({NORM: torch.ones(())})),
+        f"{NORM} has shape [], not [42]",
+    ),
+    "integers": (
+        change_tensors(lambda t: t.update({NORM: torch.ones(42, dtype=torch.int32)})),
+        f"{NORM} has type I32",
+    ),
+    "float64": (
+        change_tensors(lambda t: t.update({NORM: torch.ones(42).double()})),
+        f"{NORM} has type F64",
+    ),
     "float8": (
         change_tensors(lambda t: t.update({NORM: torch.ones(42).to(torch.float8_e4m3fn)})),
         f"{NORM} has type F8_E4M3",
@@ -745,27 +992,57 @@ BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
         change_tensors(lambda t: t.update({"model.embed_tokens.weight": torch.ones(2)})),
         "model.embed_tokens.weight is in",
     ),
-    "config is not JSON": (lambda f: (f / "config.json").write_bytes(b"\x80\x04"), "config.json is not JSON"),
-    "config of nothing": (lambda f: (f / "config.json").write_text("{}"), "'hidden_size' is missing"),
-    "another family": (change_json("config.json", model_type="qwen2"), 'model_type is "qwen2", only "llama"'),
+    "config is not JSON": (
+        lambda f: (f / "config.json").write_bytes(b"\x80\x04"),
+        "config.json is not JSON",
+    ),
+    "config of nothing": (
+        lambda f: (f / "config.json").write_text("{}"),
+        "'hidden_size' is missing",
+    ),
+    "another family": (
+        change_json("config.json", model_type="qwen2"),
+        'model_type is "qwen2", only "llama"',
+    ),
     "biases": (change_json("config.json", attention_bias=True), "attention_bias is true"),
     "another activation": (change_json("config.json", hidden_act="gelu"), 'hidden_act is "gelu"'),
-    "quantised": (change_json("config.json", quantization_config={"bits": 4}), 'quantization_config is {"bits": 4}'),
+    "quantised": (
+        change_json("config.json", quantization_config={"bits": 4}),
+        'quantization_config is {"bits": 4}',
+    ),
     "another rope": (
         change_json("config.json", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
         "'yarn'|not supported",
     ),
-    "rope without a factor": (change_json("config.json", rope_scaling={"rope_type": "llama3"}), "'factor' is missing"),
+    "rope without a factor": (
+        change_json("config.json", rope_scaling={"rope_type": "llama3"}),
+        "'factor' is missing",
+    ),
     "no layers": (change_json("config.json", num_hidden_layers=0), "num_hidden_layers is 0"),
-    "a billion layers": (change_json("config.json", num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+    "a billion layers": (
+        change_json("config.json", num_hidden_layers=10**9),
+        "num_hidden_layers is 1000000000",
+    ),
     "more layers": (
         change_json("config.json", num_hidden_layers=3),
         "model.layers.2.input_layernorm.weight is missing",
     ),
-    "enormous": (change_json("config.json", num_attention_heads=2**24, num_key_value_heads=1), "16777216 heads"),
-    "heads that do not fit": (change_json("config.json", num_key_value_heads=4), "6 heads, 4 of keys and values"),
-    "true heads": (change_json("config.json", num_attention_heads=True), "num_attention_heads is True"),
-    "infinite theta": (change_json("config.json", rope_theta=float("inf"), rope_parameters=None), "rope_theta is inf"),
+    "enormous": (
+        change_json("config.json", num_attention_heads=2**24, num_key_value_heads=1),
+        "16777216 heads",
+    ),
+    "heads that do not fit": (
+        change_json("config.json", num_key_value_heads=4),
+        "6 heads, 4 of keys and values",
+    ),
+    "true heads": (
+        change_json("config.json", num_attention_heads=True),
+        "num_attention_heads is True",
+    ),
+    "infinite theta": (
+        change_json("config.json", rope_theta=float("inf"), rope_parameters=None),
+        "rope_theta is inf",
+    ),
 }
 
 
@@ -774,7 +1051,9 @@ def refused(argv: list[object], words: str, out: Path, capsys: pytest.CaptureFix
     before = set(out.parent.iterdir())
     assert run(*argv) == 2
     printed = capsys.readouterr()
-    lines = [line for line in printed.err.splitlines() if not line.startswith("without a tokenizer")]
+    lines = [
+        line for line in printed.err.splitlines() if not line.startswith("without a tokenizer")
+    ]
     assert printed.out == "" and len(lines) == 1, printed
     assert all(word in lines[0] for word in words.split("|")), lines[0]
     assert set(out.parent.iterdir()) == before and not list(out.glob("**/*.safetensors"))
@@ -814,10 +1093,16 @@ BAD_META = {
         lambda f: os.truncate(f / "consolidated.01.pth", 9000),
         "consolidated.01.pth is not a file of tensors",
     ),
-    "empty": (lambda f: os.truncate(f / "consolidated.01.pth", 0), "consolidated.01.pth is not a file of tensors"),
+    "empty": (
+        lambda f: os.truncate(f / "consolidated.01.pth", 0),
+        "consolidated.01.pth is not a file of tensors",
+    ),
     "a list": (rewrite_meta(lambda p: [p]), "not a dict of tensors"),
     "not tensors alone": (rewrite_meta(lambda p: p.update(step=3)), "not a dict of tensors"),
-    "a tensor too few": (rewrite_meta(lambda p: p.pop("norm.weight") is None), "does not have the tensors of"),
+    "a tensor too few": (
+        rewrite_meta(lambda p: p.pop("norm.weight") is None),
+        "does not have the tensors of",
+    ),
     "another shape": (
         rewrite_meta(lambda p: p.update({"norm.weight": torch.ones(3)})),
         "norm.weight is not the same in",
@@ -826,10 +1111,19 @@ BAD_META = {
         rewrite_meta(lambda p: p.update({"norm.weight": torch.ones(84)})),
         "norm.weight is not the same in",
     ),
-    "a file too few": (lambda f: (f / "consolidated.01.pth").unlink(), "does not hold the model|has shape"),
-    "other params": (change_json("params.json", n_layers=3), "layers.2.attention.wq.weight is missing"),
+    "a file too few": (
+        lambda f: (f / "consolidated.01.pth").unlink(),
+        "does not hold the model|has shape",
+    ),
+    "other params": (
+        change_json("params.json", n_layers=3),
+        "layers.2.attention.wq.weight is missing",
+    ),
     "no heads": (change_json("params.json", n_heads=0), "n_heads is 0"),
-    "heads that do not fit": (change_json("params.json", n_heads=5), "5 heads, 2 of keys and values"),
+    "heads that do not fit": (
+        change_json("params.json", n_heads=5),
+        "5 heads, 2 of keys and values",
+    ),
     "words": (change_json("params.json", dim="84"), "dim is '84'"),
 }
 
@@ -854,12 +1148,22 @@ def test_a_damaged_checkpoint_is_not_exported(command, hf_folder, tmp_path, caps
     (out / "x").touch()
     refused([command, tmp_path / "run", out], "out exists already", out, capsys)
     shutil.rmtree(out)
-    refused([command, tmp_path / "run", tmp_path / "run/tokenizer.json/out"], "Not a directory", out, capsys)
+    refused(
+        [command, tmp_path / "run", tmp_path / "run/tokenizer.json/out"],
+        "Not a directory",
+        out,
+        capsys,
+    )
     path = tmp_path / "run/checkpoints/step-00000000/rank-00000.safetensors"
     with open(path, "r+b") as file:
         file.seek(path.stat().st_size // 2)
         file.write(b"\x55\xaa\x55\xaa")
-    refused([command, tmp_path / "run", out], "step-00000000 is damaged: rank-00000.safetensors", out, capsys)
+    refused(
+        [command, tmp_path / "run", out],
+        "step-00000000 is damaged: rank-00000.safetensors",
+        out,
+        capsys,
+    )
 
 
 def test_a_checkpoint_is_never_written_over(hf_folder, tmp_path, capsys):
@@ -867,7 +1171,9 @@ def test_a_checkpoint_is_never_written_over(hf_folder, tmp_path, capsys):
     kept = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert run("hf-to-dcp", hf_folder, tmp_path / "run") == 2
     assert "holds checkpoints already" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == kept
+    assert {
+        path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
+    } == kept
 
 
 @pytest.mark.parametrize(
@@ -887,7 +1193,8 @@ def test_bad_arguments(argv):
     assert caught.value.code == 2
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
+# --------------------------------------------------------------------------------------------------
+# memory
 
 MEASURE = """
 import sys
@@ -906,7 +1213,8 @@ print(round(field("VmHWM") - before))
 
 
 def growth(*argv: object) -> int:
-    """MB by which a process grows at most while it converts, mapped pages included: the peak of its resident set."""
+    """MB by which a process grows at most while it converts, mapped pages included: the peak of its
+    resident set."""
     command = [sys.executable, "-c", MEASURE, *map(str, argv)]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=250)
     assert done.returncode == 0, done.stderr
@@ -915,7 +1223,13 @@ def growth(*argv: object) -> int:
 
 def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
     """The same sizes for Hugging Face, in float32, and as Meta has them, in bfloat16, two files."""
-    sizes = {"n_heads": 16, "n_kv_heads": 16, "head_dim": 128, "hidden_dim": 8192, "vocab_size": 8192}
+    sizes = {
+        "n_heads": 16,
+        "n_kv_heads": 16,
+        "head_dim": 128,
+        "hidden_dim": 8192,
+        "vocab_size": 8192,
+    }
     args = replace(ARGS, dim=2048, n_layers=layers, **sizes)
     shapes, names = convert.shapes(llama, args), llama.hf_names(args)
     hf_folder, meta = folder / "hf", folder / "meta"
@@ -923,16 +1237,24 @@ def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
     meta.mkdir()
     weight_map = {}
     theirs = {names[ours]: shape for ours, shape in shapes.items()}
-    for i, group in enumerate(hf.split({name: 4 * math.prod(shape) for name, shape in theirs.items()}, 400_000_000)):
+    for i, group in enumerate(
+        hf.split({name: 4 * math.prod(shape) for name, shape in theirs.items()}, 400_000_000)
+    ):
         file, part = f"model-{i}.safetensors", {name: theirs[name] for name in group}
-        hf.write_safetensors(hf_folder / file, part, torch.float32, (torch.full(shape, 0.25) for shape in part.values()))
+        hf.write_safetensors(
+            hf_folder / file,
+            part,
+            torch.float32,
+            (torch.full(shape, 0.25) for shape in part.values()),
+        )
         weight_map |= dict.fromkeys(part, file)
     (hf_folder / hf.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     (hf_folder / "config.json").write_text(json.dumps(llama.hf_config(args)))
     piece = {}
     for name, shape in shapes.items():
         halves = [
-            n // 2 if len(shape) > 1 and i == (".wo." in name or ".w2." in name) else n for i, n in enumerate(shape)
+            n // 2 if len(shape) > 1 and i == (".wo." in name or ".w2." in name) else n
+            for i, n in enumerate(shape)
         ]
         piece[name] = torch.ones(halves, dtype=torch.bfloat16)
     for i in range(2):
@@ -953,8 +1275,9 @@ def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
 @pytest.mark.cap(400)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """A model of 0.94 GB, in each direction. What is measured is one or two tensors (67 MB each), the allocator's slack, and
-    mapped pages that the kernel has not taken back yet. The bounds leave room for these, far from the 940 MB."""
+    """A model of 0.94 GB, in each direction. What is measured is one or two tensors (67 MB each),
+    the allocator's slack, and mapped pages that the kernel has not taken back yet. The bounds leave
+    room for these, far from the 940 MB."""
     source, meta = write_large(tmp_path, 3)
     limits = {
         ("hf-to-dcp", source, tmp_path / "run"): 200,
@@ -969,8 +1292,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
 
 
 def test_x1_code_in_a_hugging_face_folder_is_not_run(hf_folder, tmp_path):
-    """`auto_map` names Python files that transformers imports when told to trust them. We have no such switch, and do
-    not pass it on."""
+    """`auto_map` names Python files that transformers imports when told to trust them. We have no
+    such switch, and do not pass it on."""
     hostile, marker = Path(shutil.copytree(hf_folder, tmp_path / "hf")), tmp_path / "marker"
     code = f"import os\nos.mkdir({str(marker)!r})\nclass Evil: pass\n"
     exec(code)
@@ -978,9 +1301,11 @@ def test_x1_code_in_a_hugging_face_folder_is_not_run(hf_folder, tmp_path):
     marker.rmdir()
     (hostile / "evil.py").write_text(code)
     config = json.loads((hostile / "config.json").read_text())
-    names = {name: "evil.Evil" for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")}
+    names = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), "evil.Evil")
     (hostile / "config.json").write_text(json.dumps(config | {"auto_map": names}))
-    (hostile / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
+    (hostile / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
+    )
     assert convert.main(["hf-to-dcp", str(hostile), str(tmp_path / "run")]) == 0
     assert convert.main(["dcp-to-hf", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
     assert not marker.exists() and not list((tmp_path / "back").glob("*.py"))

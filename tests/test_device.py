@@ -1,5 +1,5 @@
-"""`python -m tools.bench.device`: its checks on a CPU, its budget, its record, and what it reads of a GPU on made-up
-input."""
+"""`python -m tools.bench.device`: its checks on a CPU, its budget, its record, and what it reads of
+a GPU on made-up input."""
 
 import functools
 import json
@@ -24,7 +24,8 @@ from models.kernels import document_attention as masked
 from tests import forks
 from tests.ranks import run_ranks
 from tools.bench import idle
-from tools.bench.device import __main__ as command, checks, measure
+from tools.bench.device import __main__ as command
+from tools.bench.device import checks, measure
 from tools.bench.device.__main__ import PARTS, Part, main
 from tools.bench.device.record import Record
 from tools.plan import __main__ as plan_command
@@ -32,11 +33,15 @@ from tools.plan.device import load_device
 
 CPU = torch.device("cpu")
 
-# ------------------------------------------------------------------------------------------------------- the checks
+# --------------------------------------------------------------------------------------------------
+# the checks
 
-ON_ONE = {name: check.run for name, check in checks.CHECKS.items() if check.ranks == 1 and name != "error"}
+ON_ONE = {
+    name: check.run for name, check in checks.CHECKS.items() if check.ranks == 1 and name != "error"
+}
 ON_CPU = {name: run for name, run in ON_ONE.items() if not name.endswith("compiled")}
-ON_CPU["compiled"] = functools.partial(checks.compiled, backend="aot_eager")  # inductor would take 20 s
+# inductor would take 20 s
+ON_CPU["compiled"] = functools.partial(checks.compiled, backend="aot_eager")
 
 
 def errors_of(names: list[str], folder: Path) -> dict[str, dict[str, float]]:
@@ -47,7 +52,9 @@ def test_the_checks_pass_on_a_cpu(tmp_path):
     """As tests/test_gpu.py on a GPU."""
     seen = run_ranks(1, errors_of, list(ON_CPU), tmp_path)[0]
     assert len(seen) > 7
-    wrong = {name: checks.failures(errors, checks.CHECKS[name].limit) for name, errors in seen.items()}
+    wrong = {
+        name: checks.failures(errors, checks.CHECKS[name].limit) for name, errors in seen.items()
+    }
     assert not any(wrong.values()), wrong
 
 
@@ -59,7 +66,10 @@ def test_the_checks_of_two_ranks_pass_on_a_cpu(tmp_path):
     names = [name for name, check in checks.CHECKS.items() if check.ranks == 2]
     assert len(names) == 5
     for seen in run_ranks(2, errors_on_ranks, names, tmp_path):
-        wrong = {name: checks.failures(errors, checks.CHECKS[name].limit) for name, errors in seen.items()}
+        wrong = {
+            name: checks.failures(errors, checks.CHECKS[name].limit)
+            for name, errors in seen.items()
+        }
         assert not any(wrong.values()), wrong
 
 
@@ -73,14 +83,23 @@ def test_checks_that_start_processes_pass_on_a_cpu(tmp_path):
 
 
 MISTAKES = {  # check -> a mistake that it must see
-    "float32": lambda: mock.patch.object(train, "IGNORE", 3),  # the loss is divided by a wrong number of tokens
+    # the loss is divided by a wrong number of tokens
+    "float32": lambda: mock.patch.object(train, "IGNORE", 3),
     "fsdp": lambda: mock.patch.object(train, "clip_grad_norm", lambda *_: torch.tensor(0.1)),
-    "fsdp_and_tp": lambda: mock.patch.dict(checks.tp.STYLES, columns=checks.tp.STYLES["vocab_weight"]),
-    "control": lambda: mock.patch.object(checks, "ROUNDING", 10.0),  # a limit that lets everything pass
-    "sampling": lambda: mock.patch.object(checks, "sample", lambda *_, cache, **__: [int(cache)] * 25),
+    "fsdp_and_tp": lambda: mock.patch.dict(
+        checks.tp.STYLES, columns=checks.tp.STYLES["vocab_weight"]
+    ),
+    # a limit that lets everything pass
+    "control": lambda: mock.patch.object(checks, "ROUNDING", 10.0),
+    "sampling": lambda: mock.patch.object(
+        checks, "sample", lambda *_, cache, **__: [int(cache)] * 25
+    ),
     "documents": lambda: mock.patch.object(masked, "document_attention", lambda q, k, v, _: q),
-    "checkpoint": lambda: mock.patch.object(state, "put_back", lambda *_: None),  # a load that changes nothing
-    "experts": lambda: mock.patch.object(moe, "grouped_product", lambda rows, w, counts: rows @ w[0].T),
+    # a load that changes nothing
+    "checkpoint": lambda: mock.patch.object(state, "put_back", lambda *_: None),
+    "experts": lambda: mock.patch.object(
+        moe, "grouped_product", lambda rows, w, counts: rows @ w[0].T
+    ),
     "offload": lambda: mock.patch.object(train, "clip_grad_norm", lambda *_: torch.tensor(0.1)),
 }
 
@@ -100,7 +119,9 @@ def test_negative_controls_each_check_sees_a_mistake(tmp_path):
     seen = run_ranks(1, errors_with_a_mistake, tmp_path)[0]
     for name, errors in seen.items():
         ended = isinstance(errors, str)
-        assert ended or checks.failures(errors, checks.CHECKS[name].limit), f"{name} sees nothing: {errors}"
+        assert ended or checks.failures(errors, checks.CHECKS[name].limit), (
+            f"{name} sees nothing: {errors}"
+        )
     assert not isinstance(seen["float32"], str) and not isinstance(seen["checkpoint"], str), seen
 
 
@@ -109,7 +130,8 @@ def test_an_error_that_is_no_number_fails():
     assert checks.failures(errors, 1e-5) == ["a nan", "c inf", "d 2e-05"]
 
 
-# ------------------------------------------------------------------------------------------------------- the command
+# --------------------------------------------------------------------------------------------------
+# the command
 
 MACHINE = {"device": "a device", "torch": "2.13.0", "python": "3.11", "commit": "abc"}
 FAKE = """
@@ -150,20 +172,44 @@ def parts_of(place: Path) -> dict[str, dict]:
 
 
 def test_every_outcome_is_a_row_and_the_command_goes_on(place, capsys):
-    parts = [fake("good"), fake("fail"), fake("silent"), fake("wrong"), fake("sleep", 0.3), fake("huge", 1e6),
-             fake("gpu", 1, "cuda"), fake("last")]  # fmt: skip
+    parts = [
+        fake("good"),
+        fake("fail"),
+        fake("silent"),
+        fake("wrong"),
+        fake("sleep", 0.3),
+        fake("huge", 1e6),
+        fake("gpu", 1, "cuda"),
+        fake("last"),
+    ]
     assert main([f"--json={place}/out.json"], parts) == 1
     seen = parts_of(place)
     assert {name: entry["state"] for name, entry in seen.items()} == {
-        "good": "done", "fail": "failed", "silent": "failed", "wrong": "not run", "sleep": "failed", "huge": "not run",
-        "gpu": "not run", "last": "done",
-    }  # fmt: skip
-    assert seen["fail"]["why"] == "last line of fail" and Path(seen["fail"]["log"]).read_text().startswith("first line")
+        "good": "done",
+        "fail": "failed",
+        "silent": "failed",
+        "wrong": "not run",
+        "sleep": "failed",
+        "huge": "not run",
+        "gpu": "not run",
+        "last": "done",
+    }
+    assert seen["fail"]["why"] == "last line of fail" and Path(
+        seen["fail"]["log"]
+    ).read_text().startswith("first line")
     assert seen["silent"]["why"] == "it ended with code 0 and no result"
     assert seen["wrong"]["why"] == "last line of wrong" and "only a GPU" in seen["gpu"]["why"]
-    assert seen["sleep"]["why"].startswith("no result after 1 s") and "1000000 s" in seen["huge"]["why"]
+    assert (
+        seen["sleep"]["why"].startswith("no result after 1 s")
+        and "1000000 s" in seen["huge"]["why"]
+    )
     text = (place / "out.md").read_text()
-    assert "| fail | failed |" in text and "last line of fail" in text and "### T good" in text and "### T fail" in text
+    assert (
+        "| fail | failed |" in text
+        and "last line of fail" in text
+        and "### T good" in text
+        and "### T fail" in text
+    )
     assert f"log: {place}/out.logs/fail.log" in capsys.readouterr().out
     assert not (place / "out.toml").exists()
 
@@ -176,7 +222,10 @@ def test_what_is_done_is_not_repeated_and_what_failed_is(place):
     assert main([f"--json={place}/out.json", "--only", "good"], parts) == 0
     assert main([f"--json={place}/out.json", "--only", "good", "--again"], parts) == 0
     assert calls(place) == ["good", "fail", "fail", "good"]
-    assert main([f"--json={place}/out.json", "--only", "good", "--again", "--minutes=0.001"], parts) == 0
+    assert (
+        main([f"--json={place}/out.json", "--only", "good", "--again", "--minutes=0.001"], parts)
+        == 0
+    )
     assert parts_of(place)["good"]["state"] == "done"  # of before: it could not be run again
 
 
@@ -201,10 +250,18 @@ def test_ctrl_c_keeps_what_is_measured_and_says_how_to_go_on(place, capsys, monk
         return real(part, *args)
 
     monkeypatch.setattr(command, "run", interrupted)
-    assert main([f"--json={place}/out.json"], [fake("good"), fake("sleep"), fake("gpu", 1, "cuda")]) == 130
+    assert (
+        main([f"--json={place}/out.json"], [fake("good"), fake("sleep"), fake("gpu", 1, "cuda")])
+        == 130
+    )
     said = capsys.readouterr().out
-    assert "| good | done |" in said and said.endswith("stopped; the same command goes on with what is missing: sleep\n")
-    assert set(parts_of(place)) == {"good"} and main([f"--json={place}/out.json", "--only", "good"], [fake("good")]) == 0
+    assert "| good | done |" in said and said.endswith(
+        "stopped; the same command goes on with what is missing: sleep\n"
+    )
+    assert (
+        set(parts_of(place)) == {"good"}
+        and main([f"--json={place}/out.json", "--only", "good"], [fake("good")]) == 0
+    )
     assert "missing" not in capsys.readouterr().out
 
 
@@ -222,7 +279,10 @@ def test_a_second_call_goes_on_after_kill_9(place):
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     sleeper = int((place / "calls").read_text().splitlines()[1].split()[1])
-    while Path(f"/proc/{sleeper}").exists() and "Z" not in Path(f"/proc/{sleeper}/stat").read_text().split()[2]:
+    while (
+        Path(f"/proc/{sleeper}").exists()
+        and "Z" not in Path(f"/proc/{sleeper}/stat").read_text().split()[2]
+    ):
         assert time.monotonic() < deadline, "the part outlived the command"
         time.sleep(0.01)
     assert set(parts_of(place)) == {"good"}
@@ -231,22 +291,28 @@ def test_a_second_call_goes_on_after_kill_9(place):
     assert parts_of(place).keys() == {"good", "better", "last"}
 
 
-@pytest.mark.parametrize("arguments, sentence", [
-    (["--minutes=0"], "a number of minutes above 0"),
-    (["--minutes=nan"], "a number of minutes above 0"),
-    (["--only", "nonsense"], "no such part; there are good"),
-    (["--json=out.txt"], "ends in .json"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--minutes=0"], "a number of minutes above 0"),
+        (["--minutes=nan"], "a number of minutes above 0"),
+        (["--only", "nonsense"], "no such part; there are good"),
+        (["--json=out.txt"], "ends in .json"),
+    ],
+)
 def test_wrong_arguments_start_nothing(place, capsys, arguments, sentence):
     assert main(arguments, [fake("good")]) == 2
     assert sentence in capsys.readouterr().err and not (place / "calls").exists()
 
 
-@pytest.mark.parametrize("content, sentence", [
-    ('{"machine": {"device": "another"}, "parts": {}}', "device was another and is a device"),
-    ('{"machine": ', "not a record of this command"),
-    ("[]", "not a record of this command"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        ('{"machine": {"device": "another"}, "parts": {}}', "device was another and is a device"),
+        ('{"machine": ', "not a record of this command"),
+        ("[]", "not a record of this command"),
+    ],
+)
 def test_a_file_that_is_not_this_machines_record_stays(place, capsys, content, sentence):
     (place / "out.json").write_text(content)
     assert main([f"--json={place}/out.json"], [fake("good")]) == 2
@@ -258,20 +324,29 @@ def test_the_planner_reads_the_numbers_that_are_written(tmp_path):
     record = Record(tmp_path / "out.json", MACHINE, ["rates"])
     with mock.patch.object(measure, "peak_flops", lambda _: 989e12):
         device = measure.as_device("NVIDIA H200", 139.8, 722e12, 480e12, 4.1e12, 55e9)
-    report = {"title": "Rates", "machine": MACHINE, "notes": "", "columns": ["x"], "rows": [["1"]],
-              "numbers": device.model_dump(exclude_defaults=True)}  # fmt: skip
+    report = {
+        "title": "Rates",
+        "machine": MACHINE,
+        "notes": "",
+        "columns": ["x"],
+        "rows": [["1"]],
+        "numbers": device.model_dump(exclude_defaults=True),
+    }
     record.put("rates", {"state": "failed", "ended": "now", "report": report})
     assert not (tmp_path / "out.toml").exists()
     record.put("rates", {"state": "done", "ended": "now", "report": report})
     file = tmp_path / "out.toml"
     assert load_device(str(file)) == device
-    flags, rest = plan_command.arguments(["configs/llama_debug.toml", "--gpus=1", f"--device={file}"])
+    flags, rest = plan_command.arguments(
+        ["configs/llama_debug.toml", "--gpus=1", f"--device={file}"]
+    )
     _, ask = plan_command.question(flags, rest)
     arrived = ask.device
     assert arrived.peak == 989e12 and arrived.memory_gib == 139.8 and arrived.host_gb_per_s == 55
     assert arrived.matmul_efficiency == pytest.approx(722 / 989)
     assert arrived.attention_efficiency == pytest.approx(480 / 989)
-    assert arrived.memory_gb_per_s == pytest.approx(5125) and arrived.link_gb_per_s == 450  # the latter from the table
+    # the latter from the table
+    assert arrived.memory_gb_per_s == pytest.approx(5125) and arrived.link_gb_per_s == 450
 
 
 def test_a_gpu_that_no_table_knows_gets_its_measured_rate_as_peak():
@@ -280,11 +355,13 @@ def test_a_gpu_that_no_table_knows_gets_its_measured_rate_as_peak():
     assert "assumed" in device.source
 
 
-# ------------------------------------------------------------------------- what is read of a GPU, on made-up input
+# ------------------------------------------------------------------------- what is read of a GPU,
+# on made-up input
 
 
 def test_idle_share_of_overlapping_kernels():
-    assert idle.idle_share([(30, 40), (0, 10), (5, 20), (6, 7)], 40) == pytest.approx(0.25)  # nothing from 20 to 30
+    # nothing from 20 to 30
+    assert idle.idle_share([(30, 40), (0, 10), (5, 20), (6, 7)], 40) == pytest.approx(0.25)
     assert idle.idle_share([(0, 10)], 10) == 0
     assert idle.idle_share([], 0) is None
 
@@ -315,26 +392,51 @@ def test_the_longest_sequence_by_doubling():
 
     tried = measure.search(outcome, 1024, 2**20)
     assert {tokens: text.startswith(measure.FITS) for tokens, text in tried.items()} == {
-        1024: True, 2048: True, 4096: True, 8192: False, 6144: False,
-    }  # fmt: skip
+        1024: True,
+        2048: True,
+        4096: True,
+        8192: False,
+        6144: False,
+    }
     assert list(measure.search(outcome, 1024, 2048)) == [1024, 2048]
     assert list(measure.search(outcome, 8192, 2**20)) == [8192]
 
 
-@pytest.mark.parametrize("error, expected", [
-    (torch.OutOfMemoryError("CUDA out of memory"), True),
-    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), True),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+                "4 bytes"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
 def test_what_counts_as_out_of_memory(error, expected):
     assert measure.out_of_memory(error) == expected
 
 
 NUMBERS = {
-    "seconds": 0.75, "tokens_per_second": 10922.0, "gflops": 440e3, "product_gflops": 700e3, "mfu": 0.445,
-    "memory_gib": 121.0, "live_gib": 108.5, "idle": 0.012, "sections": dict.fromkeys(measure.sections.SECTIONS, 0.15),
-}  # fmt: skip
+    "seconds": 0.75,
+    "tokens_per_second": 10922.0,
+    "gflops": 440e3,
+    "product_gflops": 700e3,
+    "mfu": 0.445,
+    "memory_gib": 121.0,
+    "live_gib": 108.5,
+    "idle": 0.012,
+    "sections": dict.fromkeys(measure.sections.SECTIONS, 0.15),
+}
 
 
 def test_a_step_on_a_gpu_has_as_many_layers_as_fit(monkeypatch):
@@ -350,25 +452,41 @@ def test_a_step_on_a_gpu_has_as_many_layers_as_fit(monkeypatch):
     monkeypatch.setattr(measure, "KIND", "cuda")
     monkeypatch.setattr(measure, "ask_plan", plan)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, int(139.8 * 2**30)))
-    monkeypatch.setattr(measure.sections, "one", lambda options, rounds: given.append(options) or NUMBERS)
+    monkeypatch.setattr(
+        measure.sections, "one", lambda options, rounds: given.append(options) or NUMBERS
+    )
     report = measure.one_step("8B layers")
     assert [options[-1] for options in asked] == [f"--model.n_layers={n}" for n in (2, 4, 25)]
-    assert given[0][-1] == "--model.n_layers=25" and given[0][:-1] == measure.STEPS["8B layers"]["cuda"].split()
+    assert (
+        given[0][-1] == "--model.n_layers=25"
+        and given[0][:-1] == measure.STEPS["8B layers"]["cuda"].split()
+    )
     row = dict(zip(report["columns"], report["rows"][0], strict=True))
-    assert (row["layers"], row["plan GiB"], row["live GiB"], row["idle"]) == ("25", "110.00", "108.50", "1.2%")
-    assert row["MFU"] == "44.5%" and row["of products"] == "63% of 700,000" and row["configuration"] == "8B layers"
+    assert (row["layers"], row["plan GiB"], row["live GiB"], row["idle"]) == (
+        "25",
+        "110.00",
+        "108.50",
+        "1.2%",
+    )
+    assert (
+        row["MFU"] == "44.5%"
+        and row["of products"] == "63% of 700,000"
+        and row["configuration"] == "8B layers"
+    )
     with pytest.raises(InputError, match="no step of a cuda"):
         measure.one_step("70B")
 
 
 def plans_on_a_gpu(layers: int) -> float:
     measure.GPU = True
-    return measure.plan([*measure.STEPS["8B layers"]["cuda"].split(), f"--model.n_layers={layers}"])["live"]
+    return measure.plan(
+        [*measure.STEPS["8B layers"]["cuda"].split(), f"--model.n_layers={layers}"]
+    )["live"]
 
 
 def test_the_plan_of_8b_layers():
-    """A layer more takes at least its weights (bfloat16 and float32), gradient and moments: 18 bytes for each of 218
-    million."""
+    """A layer more takes at least its weights (bfloat16 and float32), gradient and moments: 18
+    bytes for each of 218 million."""
     two, four = (forks.call(plans_on_a_gpu, layers) for layers in (2, 4))
     assert 18 * 218.1e6 / 2**30 * 0.95 < (four - two) / 2 < 5
 
@@ -379,7 +497,12 @@ def subjects(folder: Path) -> tuple[dict, dict, tuple, dict]:
     measure.SAVED["cpu"] = measure.STEPS["1B"]["cpu"] = tiny
     measure.ask_plan = lambda options: {"live": 1.5, "needed": 2.0}
     measure.close_mesh = lambda: None
-    return measure.saves(folder), measure.one_step("1B"), measure.rates_of(CPU, 128), measure.try_steps(tiny.split())
+    return (
+        measure.saves(folder),
+        measure.one_step("1B"),
+        measure.rates_of(CPU, 128),
+        measure.try_steps(tiny.split()),
+    )
 
 
 def test_what_is_measured_with_a_model(tmp_path):
@@ -387,7 +510,9 @@ def test_what_is_measured_with_a_model(tmp_path):
     assert saves["rows"][1][0] == "training waits for a save" and not list(tmp_path.iterdir())
     assert all(len(row) == len(saves["columns"]) for row in saves["rows"])
     row = dict(zip(step["columns"], step["rows"][0], strict=True))
-    assert row["configuration"] == "1B (small)" and row["layers"] == "3" and row["plan GiB"] == "1.50"
+    assert (
+        row["configuration"] == "1B (small)" and row["layers"] == "3" and row["plan GiB"] == "1.50"
+    )
     assert all(rate > 0 for rate in rates) and tried["seconds"] > 0 and tried["gib"] > 0
 
 
@@ -404,7 +529,9 @@ def test_every_part_can_be_started():
                 steps.setdefault(arguments[1].replace("_", " "), set()).add(kind)
     assert steps == {name: set(kinds) for name, kinds in measure.STEPS.items()}
     options = [line for kinds in measure.STEPS.values() for line in kinds.values()]
-    options += [f"{line} --training.seq_len={most}" for line, _, most, _ in measure.LONGEST.values()]
+    options += [
+        f"{line} --training.seq_len={most}" for line, _, most, _ in measure.LONGEST.values()
+    ]
     options += [*measure.BESIDE.values(), *measure.SAVED.values()]
     for line in options:
         load_config(line.split(), 1, 1)

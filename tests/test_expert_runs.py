@@ -1,6 +1,8 @@
-"""Whole runs of models with experts: what they report of the load, and that checkpoints hold on other meshes.
+"""Whole runs of models with experts: what they report of the load, and that checkpoints hold on
+other meshes.
 
-The runs of MESHES_OF_RUNS are one run on several meshes, so everything that a line says about experts must be the same.
+The runs of MESHES_OF_RUNS are one run on several meshes, so everything that a line says about
+experts must be the same.
 """
 
 import json
@@ -30,15 +32,21 @@ from training.experts import ExpertLoad
 from training.metrics import Metrics
 
 TINY_EXPERTS = (
-    "--model.family=deepseek_v3 --model.dim=32 --model.n_layers=3 --model.n_dense_layers=1 --model.n_heads=2 "
-    "--model.hidden_dim=36 --model.n_experts=8 --model.experts_per_token=2 --model.expert_dim=12 --model.balance_loss=0.01 "
+    "--model.family=deepseek_v3 --model.dim=32 --model.n_layers=3 --model.n_dense_layers=1 "
+    "--model.n_heads=2 "
+    "--model.hidden_dim=36 --model.n_experts=8 --model.experts_per_token=2 --model.expert_dim=12 "
+    "--model.balance_loss=0.01 "
     "--model.vocab_size=263 "
-    "--training.expert_bias_speed=0.01 --lr_schedule.warmup_steps=0 --lr_schedule.kind=constant --training.steps=6 "
+    "--training.expert_bias_speed=0.01 --lr_schedule.warmup_steps=0 --lr_schedule.kind=constant "
+    "--training.steps=6 "
     "--metrics.expert_interval=3"
 ).split()
-STEPS, LAYERS, X, CHOICES = 6, (1, 2), 8, 8 * 16 * 2  # of a step: 8 sequences of 16 tokens, each sent to 2 experts
-EVERYTHING = (  # what must count nothing: recomputation, a gradient computed twice, validation, sampling
-    "--activation_checkpoint.mode=full --debug.replay_interval=2 --run.device=cpu --validation.interval=2 --debug.sample_tokens=4"
+# of a step: 8 sequences of 16 tokens, each sent to 2 experts
+STEPS, LAYERS, X, CHOICES = 6, (1, 2), 8, 8 * 16 * 2
+# what must count nothing: recomputation, a gradient computed twice, validation, sampling
+EVERYTHING = (
+    "--activation_checkpoint.mode=full --debug.replay_interval=2 --run.device=cpu "
+    "--validation.interval=2 --debug.sample_tokens=4"
 ).split()
 MESHES_OF_RUNS = {  # name -> ranks, options
     "one": (1, EVERYTHING),
@@ -47,21 +55,46 @@ MESHES_OF_RUNS = {  # name -> ranks, options
 
 
 def tiny_experts(place: Path) -> list[str]:
-    return [*(option for option in tiny_run(place) if not option.startswith("--model.")), *TINY_EXPERTS]
+    return [
+        *(option for option in tiny_run(place) if not option.startswith("--model.")),
+        *TINY_EXPERTS,
+    ]
 
 
-# What is reported ------------------------------------------------------------------------------------------------------
+# What is reported ---------------------------------------------------------------------------------
 
 
-def load_of(counts: dict[int, list[int]], monkeypatch, **numbers: float) -> tuple[dict[str, float], dict, list[str]]:
-    """The report of two steps of one process in which each layer's experts got `counts` in sum, and what was warned of."""
-    args = SimpleNamespace(n_layers=3, n_experts=4, experts_per_token=2, balance_loss=0.5, balancing_bias=True, **numbers)
-    mesh = SimpleNamespace(device=torch.device("cpu"), sum_over_tokens=lambda x: x, sum_over_tp=lambda x: x, sum_over_pp=lambda x: x)
+def load_of(
+    counts: dict[int, list[int]], monkeypatch, **numbers: float
+) -> tuple[dict[str, float], dict, list[str]]:
+    """The report of two steps of one process in which each layer's experts got `counts` in sum, and
+    what was warned of."""
+    args = SimpleNamespace(
+        n_layers=3,
+        n_experts=4,
+        experts_per_token=2,
+        balance_loss=0.5,
+        balancing_bias=True,
+        **numbers,
+    )
+    mesh = SimpleNamespace(
+        device=torch.device("cpu"),
+        sum_over_tokens=lambda x: x,
+        sum_over_tp=lambda x: x,
+        sum_over_pp=lambda x: x,
+    )
     bias = torch.tensor([0.25, -0.5, 0.0, 0.0])
-    model = SimpleNamespace(mixtures=lambda: {layer: SimpleNamespace(router=SimpleNamespace(bias=bias)) for layer in counts})
+    model = SimpleNamespace(
+        mixtures=lambda: {
+            layer: SimpleNamespace(router=SimpleNamespace(bias=bias)) for layer in counts
+        }
+    )
     load = ExpertLoad(mesh, args)
     for part in 1, 0:
-        step = {layer: torch.tensor(row) // 2 + torch.tensor(row) % 2 * part for layer, row in counts.items()}
+        step = {
+            layer: torch.tensor(row) // 2 + torch.tensor(row) % 2 * part
+            for layer, row in counts.items()
+        }
         load.add(step, {layer: torch.tensor([3.0, 7.0]) for layer in counts})
     warnings: list[str] = []
     monkeypatch.setattr(experts, "say", SimpleNamespace(warning=warnings.append))
@@ -73,27 +106,44 @@ def load_of(counts: dict[int, list[int]], monkeypatch, **numbers: float) -> tupl
 def test_a_report_says_how_tokens_are_spread(monkeypatch):
     values, line, warnings = load_of({1: [10, 10, 11, 9], 2: [30, 9, 1, 0]}, monkeypatch)
     assert line == {"step": 50, "steps": 2, "counts": {1: [10, 10, 11, 9], 2: [30, 9, 1, 0]}}
-    of_layers = {"expert_load/layer-1": 1.1, "idle_experts/layer-1": 0, "expert_load/layer-2": 3.0, "idle_experts/layer-2": 1}
+    of_layers = {
+        "expert_load/layer-1": 1.1,
+        "idle_experts/layer-1": 0,
+        "expert_load/layer-2": 3.0,
+        "idle_experts/layer-2": 1,
+    }
     for layer in 1, 2:
-        of_layers |= {f"router_entropy/layer-{layer}": 14 / 20, f"balance_loss/layer-{layer}": 6 / 20,
-                      f"expert_bias_range/layer-{layer}": 0.75}  # fmt: skip
+        of_layers |= {
+            f"router_entropy/layer-{layer}": 14 / 20,
+            f"balance_loss/layer-{layer}": 6 / 20,
+            f"expert_bias_range/layer-{layer}": 0.75,
+        }
     assert values == pytest.approx({"expert_load": 3.0} | of_layers)
     assert not warnings, "one idle expert of four is no collapse"
 
 
 def test_a_collapse_is_warned_of_by_layer(monkeypatch):
-    _, _, warnings = load_of({0: [40, 39, 1, 0], 1: [20, 20, 20, 20], 2: [40, 0, 40, 0]}, monkeypatch)
+    _, _, warnings = load_of(
+        {0: [40, 39, 1, 0], 1: [20, 20, 20, 20], 2: [40, 0, 40, 0]}, monkeypatch
+    )
     assert len(warnings) == 1
-    assert warnings[0].startswith("step 50: routing collapses: in layers 0, 2 at least half of the 4 experts")
+    assert warnings[0].startswith(
+        "step 50: routing collapses: in layers 0, 2 at least half of the 4 experts"
+    )
     assert "last 2 steps. Raise training.expert_bias_speed" in warnings[0]
 
 
 def test_a_report_of_no_step_is_empty(monkeypatch):
     """All steps since the last report were skipped."""
-    args = SimpleNamespace(n_layers=2, n_experts=4, experts_per_token=1, balance_loss=0.0, balancing_bias=False)
+    args = SimpleNamespace(
+        n_layers=2, n_experts=4, experts_per_token=1, balance_loss=0.0, balancing_bias=False
+    )
     alone = dict.fromkeys(("sum_over_tokens", "sum_over_tp", "sum_over_pp"), lambda x: x)
     load = ExpertLoad(SimpleNamespace(device="cpu", **alone), args)
-    assert load.report(3, SimpleNamespace(mixtures=dict)) == ({}, {"step": 3, "steps": 0, "counts": {}})
+    assert load.report(3, SimpleNamespace(mixtures=dict)) == (
+        {},
+        {"step": 3, "steps": 0, "counts": {}},
+    )
 
 
 def test_a_record_is_read_back(tmp_path):
@@ -108,7 +158,9 @@ def test_a_record_is_read_back(tmp_path):
 
 def test_a_restart_forgets_the_counts_of_steps_that_it_trains_again(tmp_path):
     for start, step in (0, 3), (3, 6), (3, 5):
-        with Metrics(schema.Metrics(tensorboard=False, progress="off"), tmp_path, True, start=start, steps=9) as metrics:
+        with Metrics(
+            schema.Metrics(tensorboard=False, progress="off"), tmp_path, True, start=start, steps=9
+        ) as metrics:
             metrics.record_experts({"step": step, "steps": 3, "counts": {1: [1, 2]}})
     assert [line["step"] for line in experts.recorded(tmp_path)] == [3, 5]
 
@@ -137,13 +189,27 @@ def test_recomputation_validation_and_sampling_count_nothing_and_every_stage_is_
 def test_the_metrics_of_experts_are_the_same_on_every_mesh(runs):
     def lines(folder: Path) -> dict[int, dict[str, float]]:
         rows = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-        return {row["step"]: {k: v for k, v in row.items() if "expert" in k or "router" in k or "balance" in k} for row in rows
-                if "loss" in row}  # fmt: skip
+        return {
+            row["step"]: {
+                k: v for k, v in row.items() if "expert" in k or "router" in k or "balance" in k
+            }
+            for row in rows
+            if "loss" in row
+        }
 
     one, other = lines(runs["one"]), lines(runs["ep2xpp2"])
     assert [step for step, values in one.items() if values] == [3, 6]
-    names = {f"{name}/layer-{layer}" for layer in LAYERS
-             for name in ("expert_load", "idle_experts", "router_entropy", "balance_loss", "expert_bias_range")}  # fmt: skip
+    names = {
+        f"{name}/layer-{layer}"
+        for layer in LAYERS
+        for name in (
+            "expert_load",
+            "idle_experts",
+            "router_entropy",
+            "balance_loss",
+            "expert_bias_range",
+        )
+    }
     assert one[6].keys() == names | {"expert_load"}
     for step in 3, 6:
         assert other[step] == pytest.approx(one[step], rel=1e-5)
@@ -153,7 +219,11 @@ def test_the_metrics_of_experts_are_the_same_on_every_mesh(runs):
 @pytest.mark.slow
 def test_no_run_with_experts_prints_a_warning(runs):
     for folder in runs.values():
-        noise = [line for line in said(folder).splitlines() if "Warning" in line or "redistributing" in line.lower()]
+        noise = [
+            line
+            for line in said(folder).splitlines()
+            if "Warning" in line or "redistributing" in line.lower()
+        ]
         assert not noise, noise
 
 
@@ -161,25 +231,36 @@ def test_no_run_with_experts_prints_a_warning(runs):
 def test_runs_that_share_their_experts_otherwise_are_equal_to_rounding(runs):
     found = compare(runs["one"], runs["ep2xpp2"])
     assert found.verdict.startswith("equal to 1e-05: not bitwise from step "), found.verdict
-    assert {"loss", "grad_norm", "expert_load", "router_entropy/layer-2"} <= {row.metric for row in found.rows}
+    assert {"loss", "grad_norm", "expert_load", "router_entropy/layer-2"} <= {
+        row.metric for row in found.rows
+    }
     assert found.environment["mesh"][1] == "pp 2, dp_replicate 1, dp_shard 2, cp 1, tp 1, ep 2"
 
 
-# What is saved comes back -----------------------------------------------------------------------------------------------
+# What is saved comes back -------------------------------------------------------------------------
 
 EP2, EP4 = "--parallelism.expert_parallel=2", "--parallelism.expert_parallel=4"
 HYBRID, STAGES = "--parallelism.data_parallel_replicate=2", "--parallelism.pipeline_parallel=2"
-# Of six experts two ranks have three each, and FSDP gives two of them to one rank and one to the other. Of two experts a rank
-# has one. FSDP shards its w2 [1, 32, 11] along the next dimension, but gives w1 and w3 [1, 11, 32] whole to one rank.
-SIX = [option for option in TINY_EXPERTS if option.startswith("--model.")] + ["--model.n_experts=6", "--model.expert_dim=11"]
+# Of six experts two ranks have three each, and FSDP gives two of them to one rank and one to the
+# other. Of two experts a rank has one. FSDP shards its w2 [1, 32, 11] along the next dimension, but
+# gives w1 and w3 [1, 11, 32] whole to one rank.
+SIX = [option for option in TINY_EXPERTS if option.startswith("--model.")] + [
+    "--model.n_experts=6",
+    "--model.expert_dim=11",
+]
 SIX += ["--model.expert_groups=1", "--model.groups_per_token=1"]
 TWO = [*SIX, "--model.n_experts=2", "--model.experts_per_token=1"]
 
 
 def with_experts(fn, *args: object) -> object:
     """fn(*args) of tests/checkpoints.py, with models of this file."""
-    checkpoints.MODEL = ["--data.tokenizer=bytes", "--training.param_dtype=float32", "--training.seq_len=16",
-                         "--training.global_batch_size=8", "--training.local_batch_size=1"]  # fmt: skip
+    checkpoints.MODEL = [
+        "--data.tokenizer=bytes",
+        "--training.param_dtype=float32",
+        "--training.seq_len=16",
+        "--training.global_batch_size=8",
+        "--training.local_batch_size=1",
+    ]
     return fn(*args)
 
 
@@ -190,7 +271,9 @@ def save_and_load(place: Path) -> list[list[list[str]]]:
     save_pattern(place / "stages", [*SIX, EP2, STAGES])
     of_six = [place / name for name in ("one", "ep2", "stages")]
     meshes = [], [EP2], [EP2, HYBRID], [EP2, STAGES]
-    return [load_pattern(of_six, [*SIX, *mesh]) for mesh in meshes] + [load_pattern([place / "ep2 of two"], TWO)]
+    return [load_pattern(of_six, [*SIX, *mesh]) for mesh in meshes] + [
+        load_pattern([place / "ep2 of two"], TWO)
+    ]
 
 
 @pytest.mark.slow
@@ -208,28 +291,36 @@ def test_state_is_bitwise_the_same_on_another_ep_mesh(tmp_path):
 
 
 def test_a_damaged_shard_of_an_expert_is_named(tmp_path):
-    """Rank 1 has the last three of six experts. A bit of the first one's gate changes, in that rank's file."""
+    """Rank 1 has the last three of six experts. A bit of the first one's gate changes, in that
+    rank's file."""
     run_ranks(2, with_experts, save_pattern, tmp_path, [*SIX, EP2])
     folder, part = verify.newest(tmp_path), "model.layers.2.feed_forward.experts.w1[3:6,0:11,0:32]"
     with verify.Shard(folder, verify.verify(folder), 1) as shard:
         place = shard.parts[part]["start"]
     flip(folder / verify.file_name(1), place)
-    with pytest.raises(verify.Damaged, match=re.escape(f"rank-00001.safetensors ({part}) at byte {place}: hash")):
+    with pytest.raises(
+        verify.Damaged, match=re.escape(f"rank-00001.safetensors ({part}) at byte {place}: hash")
+    ):
         verify.verify(folder)
 
 
 def flipped_bit() -> tuple[list[str], list[str]]:
-    """On four ranks: what the comparison of replicas says before and after a bit of rank 3's experts has changed."""
+    """On four ranks: what the comparison of replicas says before and after a bit of rank 3's
+    experts has changed."""
     job = checkpoints.build(*SIX, EP2, HYBRID)
     before = unlike_replicas(job.model, job.optimizer, job.mesh, loss=0.0)
     if dist.get_rank() == 3:
-        state.local(job.model.layers["1"].feed_forward.experts.w2).detach().view(torch.int32)[0, 0, 0] ^= 1
+        state.local(job.model.layers["1"].feed_forward.experts.w2).detach().view(torch.int32)[
+            0, 0, 0
+        ] ^= 1
     return before, unlike_replicas(job.model, job.optimizer, job.mesh, loss=0.0)
 
 
 def test_a_flipped_bit_of_an_expert_is_seen_between_replicas():
     """Ranks 1 and 3 have the same experts, ranks 0 and 2 the other ones."""
-    ranks_1_and_3 = "ranks 1, 3 of dp_replicate: 1 tensors, layers.1.feed_forward.experts.w2 among them"
+    ranks_1_and_3 = (
+        "ranks 1, 3 of dp_replicate: 1 tensors, layers.1.feed_forward.experts.w2 among them"
+    )
     assert run_ranks(4, with_experts, flipped_bit) == [([], [ranks_1_and_3])] * 4
 
 
@@ -246,16 +337,27 @@ def moved(runs) -> Path:
     folder = runs["one"].parent / "moved"
     folder.mkdir()
     options = [option for option in tiny_experts_again(runs) if "training.steps" not in option]
-    for steps, (ranks, more) in {2: (4, [EP4]), 4: (1, []), 6: (4, [EP2, "--checkpoint.export_hf=float32"])}.items():
-        assert run_ranks(ranks, run, [*options, *more, f"--training.steps={steps}"], folder) == [(0, "")] * ranks
+    for steps, (ranks, more) in {
+        2: (4, [EP4]),
+        4: (1, []),
+        6: (4, [EP2, "--checkpoint.export_hf=float32"]),
+    }.items():
+        assert (
+            run_ranks(ranks, run, [*options, *more, f"--training.steps={steps}"], folder)
+            == [(0, "")] * ranks
+        )
     return folder
 
 
 def tiny_experts_again(runs: dict[str, Path]) -> list[str]:
     """The options of `runs`, on the corpus that is there."""
     place = runs["one"].parent
-    return [*(option for option in TINY if not option.startswith("--model.")), *TINY_EXPERTS,
-            f"--data.source={place / 'corpus'}", f"--data.cache={place / 'cache'}"]  # fmt: skip
+    return [
+        *(option for option in TINY if not option.startswith("--model.")),
+        *TINY_EXPERTS,
+        f"--data.source={place / 'corpus'}",
+        f"--data.cache={place / 'cache'}",
+    ]
 
 
 @pytest.mark.slow
@@ -266,32 +368,47 @@ def test_a_run_goes_on_where_it_was_when_ep_changes(runs, moved):
     want, got = whole_state(runs["one"]), whole_state(moved)
     assert want.keys() == got.keys()
     biases = {name for name in want if name.endswith("router.bias")}
-    assert len(biases) == 2 and all(torch.equal(want[name], got[name]) and want[name].any() for name in biases)
-    unlike = {name: float((got[name] - x).norm() / x.norm()) for name, x in want.items()
-              if (got[name] - x).norm() > 1e-4 * x.norm()}  # fmt: skip
+    assert len(biases) == 2 and all(
+        torch.equal(want[name], got[name]) and want[name].any() for name in biases
+    )
+    unlike = {
+        name: float((got[name] - x).norm() / x.norm())
+        for name, x in want.items()
+        if (got[name] - x).norm() > 1e-4 * x.norm()
+    }
     assert not unlike, unlike
 
 
 def imported(folder: Path, exported: Path) -> list[str]:
-    """On this mesh: the weights that are not bitwise the same from the exported folder and from the checkpoint."""
+    """On this mesh: the weights that are not bitwise the same from the exported folder and from the
+    checkpoint."""
     options = [option for option in TINY_EXPERTS if option.startswith("--model.")]
     models = []
-    for load in (lambda job: hf.load(exported, job.model, MODELS, "deepseek_v3", job.args, dist.group.WORLD),
-                 lambda job: state.load_model(folder, job.model)):  # fmt: skip
-        job = train.build(load_config([*options, "--data.tokenizer=bytes", EP2], world().size, world().local_size))
+    for load in (
+        lambda job: hf.load(exported, job.model, MODELS, "deepseek_v3", job.args, dist.group.WORLD),
+        lambda job: state.load_model(folder, job.model),
+    ):
+        job = train.build(
+            load_config([*options, "--data.tokenizer=bytes", EP2], world().size, world().local_size)
+        )
         load(job)
         models.append({name: state.local(t) for name, t in job.model.state_dict().items()})
     return [name for name, tensor in models[0].items() if not torch.equal(tensor, models[1][name])]
 
 
 def logits_of_both(folder: Path, exported: Path) -> float:
-    """The greatest difference between the logits of transformers, which read what was exported, and ours."""
+    """The greatest difference between the logits of transformers, which read what was exported, and
+    ours."""
     from transformers import AutoModelForCausalLM
 
-    args = deepseek_v3.Args(**verify.read_manifest(verify.newest(folder))["facts"]["must_match"]["model"])
+    args = deepseek_v3.Args(
+        **verify.read_manifest(verify.newest(folder))["facts"]["must_match"]["model"]
+    )
     ours, tokens = deepseek_v3.build(args), torch.randint(0, 263, (2, 16))
     state.load_model(folder, ours)
-    theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, experts_implementation="eager")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        exported, dtype=torch.float32, experts_implementation="eager"
+    )
     with torch.no_grad():
         return float((theirs(tokens).logits - ours(tokens, torch.arange(16))).abs().max())
 
@@ -319,7 +436,13 @@ def exchanges_of_a_run(options: list[str], folder: Path) -> int:
 
 
 def test_a_stage_without_mixtures_is_not_behind_one_that_has_some(tmp_path):
-    """A launcher names the rank with the fewest exchanges when a run hangs. The first stage has the dense layer alone."""
-    options = [*tiny_experts(tmp_path), "--model.n_layers=2", "--parallelism.pipeline_parallel=2", "--training.steps=3"]
+    """A launcher names the rank with the fewest exchanges when a run hangs. The first stage has the
+    dense layer alone."""
+    options = [
+        *tiny_experts(tmp_path),
+        "--model.n_layers=2",
+        "--parallelism.pipeline_parallel=2",
+        "--training.steps=3",
+    ]
     dense, experts = run_ranks(2, exchanges_of_a_run, options, tmp_path / "run")
     assert dense == experts > 0

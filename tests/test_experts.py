@@ -1,7 +1,7 @@
 """Models with mixtures of experts: every mesh computes what one plain process computes.
 
-`tests/parity.py` says what is compared. As in tests/test_context.py, the runs of a mesh are few combinations of settings, such
-that every two settings meet.
+`tests/parity.py` says what is compared. As in tests/test_context.py, the runs of a mesh are few
+combinations of settings, such that every two settings meet.
 """
 
 import importlib.util
@@ -21,19 +21,39 @@ from parallelisms.mesh import world
 from tests import parity
 from tests.covering import covering_array
 from tests.parity import (
-    BATCH, CONTEXT, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, OPTIONS, SEQ, SGD, VOCAB, check, plain, seed_of,
+    BATCH,
+    CONTEXT,
+    EXECUTION,
+    EXPERTS,
+    NUMBERS,
+    ONE_EXPERT,
+    OPTIONS,
+    SEQ,
+    SGD,
+    VOCAB,
+    check,
+    plain,
+    seed_of,
     trajectory,
-)  # fmt: skip
+)
 from tests.ranks import run_ranks
 from tests.runs import EP2
 from training.loss import plain_cross_entropy
 
-LEFT_OUT = "every_n", "last two kept"  # they differ from the settings beside them by the blocks that they are for
-FACTORS = {"experts": EXPERTS} | {factor: NUMBERS[factor] for factor in ("optimizer", "clipping")} | {
-    factor: {setting: options for setting, options in table.items() if setting not in LEFT_OUT} for factor, table in EXECUTION.items()
-}  # fmt: skip
+# they differ from the settings beside them by the blocks that they are for
+LEFT_OUT = "every_n", "last two kept"
+FACTORS = (
+    {"experts": EXPERTS}
+    | {factor: NUMBERS[factor] for factor in ("optimizer", "clipping")}
+    | {
+        factor: {setting: options for setting, options in table.items() if setting not in LEFT_OUT}
+        for factor, table in EXECUTION.items()
+    }
+)
 MESHES = ["fsdp2", "ep2", "ep4", "ep2xfsdp2", "ep2xhsdp2", "ep2xpp2", "ep2 of cp2", "ep2xcp2"]
-PAIRWISE = covering_array({"mesh": MESHES} | {factor: list(settings) for factor, settings in FACTORS.items()})
+PAIRWISE = covering_array(
+    {"mesh": MESHES} | {factor: list(settings) for factor, settings in FACTORS.items()}
+)
 IN_FEW_SECONDS = ("ep2",)
 
 
@@ -43,8 +63,8 @@ def settings(**chosen: str) -> dict[str, str]:
 
 
 def test_an_oracle_has_no_choice_of_experts_that_rounding_may_change(monkeypatch):
-    """It takes the first seed without a near tie, and what is compared with it the same one. With the gaps of every seed near 0 it
-    gives up."""
+    """It takes the first seed without a near tie, and what is compared with it the same one. With
+    the gaps of every seed near 0 it gives up."""
     gaps = {0: 3e-8, 1: 9e-7, 2: 2e-6}
     tried = []
 
@@ -69,11 +89,19 @@ def test_the_gap_is_the_smallest_lead_of_a_chosen_expert(monkeypatch):
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh", [
-    pytest.param(mesh, marks=() if mesh in IN_FEW_SECONDS else pytest.mark.slow) for mesh in MESHES
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(mesh, marks=() if mesh in IN_FEW_SECONDS else pytest.mark.slow)
+        for mesh in MESHES
+    ],
+)
 def test_mesh_equals_the_plain_model(mesh):
-    check(mesh, [combination for combination in PAIRWISE if combination["mesh"] == mesh], factors=FACTORS)
+    check(
+        mesh,
+        [combination for combination in PAIRWISE if combination["mesh"] == mesh],
+        factors=FACTORS,
+    )
 
 
 @pytest.mark.slow
@@ -81,40 +109,83 @@ def test_mesh_equals_the_plain_model(mesh):
 @pytest.mark.parametrize("mesh", ["ep2xfsdp3", "ep2xpp2xcp2"])
 def test_many_ranks_equal_the_plain_model(mesh):
     """Three ranks cannot share four experts evenly."""
-    check(mesh, [
-        settings(experts="deepseek_v3", clipping="in force", checkpointing="selective"),
-        settings(experts="qwen3 experts", optimizer="sgd", accumulation="reduced once" if "pp2" in mesh else "none"),
-    ], factors=FACTORS | CONTEXT)  # fmt: skip
+    check(
+        mesh,
+        [
+            settings(experts="deepseek_v3", clipping="in force", checkpointing="selective"),
+            settings(
+                experts="qwen3 experts",
+                optimizer="sgd",
+                accumulation="reduced once" if "pp2" in mesh else "none",
+            ),
+        ],
+        factors=FACTORS | CONTEXT,
+    )
 
 
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("mesh", ["cp2", pytest.param("ep2xcp2", marks=pytest.mark.slow)])
 def test_documents_and_uneven_labels_equal_the_plain_model(mesh):
-    """The balance loss is of whole sequences, which the ranks of a cp group share, whatever their labels are."""
-    check(mesh, [
-        settings(experts="deepseek_v3", documents="masked", labels="at the beginning"),
-        settings(experts="qwen3 experts", method="ulysses", documents="masked", accumulation="reduced each time"),
-    ], factors=FACTORS | CONTEXT)  # fmt: skip
+    """The balance loss is of whole sequences, which the ranks of a cp group share, whatever their
+    labels are."""
+    check(
+        mesh,
+        [
+            settings(experts="deepseek_v3", documents="masked", labels="at the beginning"),
+            settings(
+                experts="qwen3 experts",
+                method="ulysses",
+                documents="masked",
+                accumulation="reduced each time",
+            ),
+        ],
+        factors=FACTORS | CONTEXT,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh, schedule", [
-    ("pp2", "zbv"), ("ep2xpp2", "zero_bubble"), pytest.param("ep2xpp2", "interleaved_1f1b", marks=pytest.mark.exhaustive),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh, schedule",
+    [
+        ("pp2", "zbv"),
+        ("ep2xpp2", "zero_bubble"),
+        pytest.param("ep2xpp2", "interleaved_1f1b", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_schedules_equal_the_plain_model(mesh, schedule):
     more = [f"--parallelism.pipeline_schedule={schedule}", "--model.n_layers=5"]
-    check(mesh, [
-        settings(experts="deepseek_v3", optimizer="sgd", accumulation="reduced once", clipping="in force"),
-        settings(experts="qwen3 experts", optimizer="sgd", accumulation="reduced each time", checkpointing="full"),
-    ], more, factors=FACTORS | CONTEXT)  # fmt: skip
+    check(
+        mesh,
+        [
+            settings(
+                experts="deepseek_v3",
+                optimizer="sgd",
+                accumulation="reduced once",
+                clipping="in force",
+            ),
+            settings(
+                experts="qwen3 experts",
+                optimizer="sgd",
+                accumulation="reduced each time",
+                checkpointing="full",
+            ),
+        ],
+        more,
+        factors=FACTORS | CONTEXT,
+    )
 
 
 @pytest.mark.parametrize("mesh", ["cp2", "experts on tp2"])
 def test_without_a_balance_loss_no_counts_are_summed_for_it(mesh):
     """They were, in every forward, and nobody read the sums: each kept memory for good."""
     more = ["--model.balance_loss=0"]
-    check(mesh, [settings(experts="deepseek_v3", clipping="in force")], more, factors=FACTORS | CONTEXT)
+    check(
+        mesh,
+        [settings(experts="deepseek_v3", clipping="in force")],
+        more,
+        factors=FACTORS | CONTEXT,
+    )
 
 
 @pytest.mark.cap(300)
@@ -136,7 +207,12 @@ class CountProducts(TorchDispatchMode):
 
 def products_of_experts(modes: list[str]) -> list[int]:
     """Of a forward and backward of two mixtures, in one process."""
-    sizes = ["--model.family=deepseek_v3", "--model.n_layers=3", "--run.device=cpu", "--training.param_dtype=float32"]
+    sizes = [
+        "--model.family=deepseek_v3",
+        "--model.n_layers=3",
+        "--run.device=cpu",
+        "--training.param_dtype=float32",
+    ]
     tokens, seen = torch.zeros(1, 8, dtype=torch.int64), []
     for mode in modes:
         job = train.build(load_config([*sizes, f"--activation_checkpoint.mode={mode}"], 1, 1))
@@ -147,7 +223,8 @@ def products_of_experts(modes: list[str]) -> list[int]:
 
 
 def test_selective_checkpointing_keeps_the_products_of_experts():
-    """As those of every other layer: three for each of two mixtures, which `full` computes once more."""
+    """As those of every other layer: three for each of two mixtures, which `full` computes once
+    more."""
     assert run_ranks(1, products_of_experts, ["none", "selective", "full"])[0] == [6, 6, 12]
 
 
@@ -155,12 +232,21 @@ COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh, experts, checkpointing", [
-    ("ep2", "deepseek_v3", "selective"), pytest.param("one", "qwen3 experts", "full", marks=pytest.mark.slow),
-    pytest.param("ep2xcp2", "qwen3 experts", "none", marks=pytest.mark.exhaustive),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh, experts, checkpointing",
+    [
+        ("ep2", "deepseek_v3", "selective"),
+        pytest.param("one", "qwen3 experts", "full", marks=pytest.mark.slow),
+        pytest.param("ep2xcp2", "qwen3 experts", "none", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_compiled_mesh_equals_the_plain_model(mesh, experts, checkpointing):
-    check(mesh, [settings(experts=experts, checkpointing=checkpointing)], COMPILED, factors=FACTORS | CONTEXT)
+    check(
+        mesh,
+        [settings(experts=experts, checkpointing=checkpointing)],
+        COMPILED,
+        factors=FACTORS | CONTEXT,
+    )
 
 
 @pytest.mark.cap(300)
@@ -168,24 +254,35 @@ def test_compiled_mesh_equals_the_plain_model(mesh, experts, checkpointing):
 def test_one_expert_gets_every_token(mesh):
     """The other ranks' experts have nothing to multiply, and all of them have a gradient of 0."""
     more = [ONE_EXPERT, "--model.experts_per_token=1", "--training.expert_bias_speed=0"]
-    check(mesh, [settings(experts="deepseek_v3", checkpointing="full")], more, factors=FACTORS | CONTEXT)
+    check(
+        mesh,
+        [settings(experts="deepseek_v3", checkpointing="full")],
+        more,
+        factors=FACTORS | CONTEXT,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_fewer_experts_than_ranks_that_share_them():
-    """Two ranks have the same expert. They share its matrices by rows, but w1 and w3 with 11 of them, which one of the two has."""
+    """Two ranks have the same expert. They share its matrices by rows, but w1 and w3 with 11 of
+    them, which one of the two has."""
     more = ["--model.n_experts=2", "--model.experts_per_token=1"]
     check("ep2xfsdp2", [settings(experts="qwen3 experts")], more, factors=FACTORS | CONTEXT)
 
 
 def test_offloaded_experts_equal_the_plain_model():
-    check("ep2", [settings(experts="deepseek_v3")], ["--parallelism.cpu_offload=true"], factors=FACTORS | CONTEXT)
+    check(
+        "ep2",
+        [settings(experts="deepseek_v3")],
+        ["--parallelism.cpu_offload=true"],
+        factors=FACTORS | CONTEXT,
+    )
 
 
 def homes_of_parameters() -> dict[str, set[tuple[str, str]]]:
-    """With and without offload, the last word of every parameter's name and where it lives, if the mesh computes on a device
-    that is not the CPU. `meta` is such a device everywhere."""
+    """With and without offload, the last word of every parameter's name and where it lives, if the
+    mesh computes on a device that is not the CPU. `meta` is such a device everywhere."""
     real = train.meshes.open_mesh
     train.meshes.open_mesh = lambda *args: replace(real(*args), device=torch.device("meta"))
     homes = {}
@@ -198,15 +295,23 @@ def homes_of_parameters() -> dict[str, set[tuple[str, str]]]:
 
 
 def test_offload_leaves_what_fsdp_does_not_move_where_it_is_read():
-    """A router's bias is no parameter of FSDP's. It stayed on the CPU, and the first forward of a GPU failed."""
+    """A router's bias is no parameter of FSDP's. It stayed on the CPU, and the first forward of a
+    GPU failed."""
     homes = run_ranks(1, homes_of_parameters)[0]
-    assert homes["true"] == {("weight", "cpu"), ("bias", "meta"), ("w1", "cpu"), ("w2", "cpu"), ("w3", "cpu")}
+    assert homes["true"] == {
+        ("weight", "cpu"),
+        ("bias", "meta"),
+        ("w1", "cpu"),
+        ("w2", "cpu"),
+        ("w3", "cpu"),
+    }
     assert {device for _, device in homes["false"]} == {"meta"}
 
 
 def test_bfloat16_is_near_float32():
-    """As tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters. Some tokens choose
-    other experts, so the bound for gradients is wider. A gradient that is twice as large would still be seen."""
+    """As tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters. Some
+    tokens choose other experts, so the bound for gradients is wider. A gradient that is twice as
+    large would still be seen."""
     oracle = plain(*EXPERTS["deepseek_v3"], optimizer="sgd")
     options = [*EXPERTS["deepseek_v3"], *SGD, seed_of(oracle)]
     seen = run_ranks(2, trajectory, [*options, EP2, "--training.param_dtype=bfloat16"], 2)[0]
@@ -226,7 +331,9 @@ def job_and_batch(experts: str, *more: str) -> tuple[train.Job, dict[str, torch.
     own = EXPERTS[experts]
     base = [o for o in OF_ONE if experts != "deepseek_v3" or not o.startswith(DENSE_HEADS)]
     job = train.build(load_config([*base, *own, *more], world().size, world().local_size))
-    tokens = torch.randint(0, VOCAB, (1, BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, VOCAB, (1, BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0)
+    )
     return job, {"tokens": tokens[..., :-1].contiguous(), "labels": tokens[..., 1:].contiguous()}
 
 
@@ -249,11 +356,14 @@ def balance_loss(args, affinities: torch.Tensor, experts: torch.Tensor) -> torch
 
 
 def balanced(experts: str) -> None:
-    """What a step reports of the balance loss, and its part of the gradient, are those of the equations."""
+    """What a step reports of the balance loss, and its part of the gradient, are those of the
+    equations."""
     job, batch = job_and_batch(experts)
     seen = {}
     for number, mixture in job.model.mixtures().items():
-        mixture.router.register_forward_hook(lambda *call, number=number: seen.update({number: call[-1]}))
+        mixture.router.register_forward_hook(
+            lambda *call, number=number: seen.update({number: call[-1]})
+        )
     logits = job.model(batch["tokens"][0], torch.arange(SEQ))
     losses = {}
     for number, choice in seen.items():
@@ -310,9 +420,15 @@ def test_a_balancing_bias_moves_against_the_load_and_not_in_a_skipped_step():
 def test_a_router_multiplies_in_float32_whatever_the_type_of_the_weights(score):
     """In bfloat16 the scores would be off by 1e-3, which changes the experts of many tokens."""
     args = SimpleNamespace(
-        n_experts=64, dim=512, experts_per_token=4, router_score=score, normalised_weights=True,
-        routed_scale=1.0, expert_groups=1, balancing_bias=False,
-    )  # fmt: skip
+        n_experts=64,
+        dim=512,
+        experts_per_token=4,
+        router_score=score,
+        normalised_weights=True,
+        routed_scale=1.0,
+        expert_groups=1,
+        balancing_bias=False,
+    )
     generator = torch.Generator().manual_seed(0)
     router = moe.Router(args).bfloat16()
     router.weight.data.copy_(torch.randn(64, 512, generator=generator) / 8)
@@ -329,16 +445,25 @@ def test_a_router_multiplies_in_float32_whatever_the_type_of_the_weights(score):
 def product_and_gradients(rows, weight, counts) -> list[torch.Tensor]:
     rows, weight = rows.clone().requires_grad_(), weight.clone().requires_grad_()
     out = grouped.grouped_product(rows, weight, counts)
-    return [out, *torch.autograd.grad(out, (rows, weight), torch.ones_like(out).cumsum(0) / len(out))]
+    return [
+        out,
+        *torch.autograd.grad(out, (rows, weight), torch.ones_like(out).cumsum(0) / len(out)),
+    ]
 
 
 def test_the_kernel_of_gpus_computes_what_the_loop_does(monkeypatch):
     """PyTorch has its `grouped_mm` for CPUs too. The second group has no rows."""
     torch.manual_seed(0)
-    operands = torch.randn(9, 16).bfloat16(), torch.randn(3, 24, 16).bfloat16(), torch.tensor([4, 0, 5])
+    operands = (
+        torch.randn(9, 16).bfloat16(),
+        torch.randn(3, 24, 16).bfloat16(),
+        torch.tensor([4, 0, 5]),
+    )
     loop = product_and_gradients(*operands)
     real, calls = torch.nn.functional.grouped_mm, []
-    monkeypatch.setattr(grouped.F, "grouped_mm", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    monkeypatch.setattr(
+        grouped.F, "grouped_mm", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs)
+    )
     monkeypatch.setattr(grouped, "fits_grouped_mm", lambda rows, width: True)
     for ours, theirs in zip(product_and_gradients(*operands), loop, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7)
@@ -349,8 +474,8 @@ real_grouped_mm = torch.nn.functional.grouped_mm
 
 
 def careless_grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
-    """PyTorch's, with two faults that it has had on GPUs: where rows are summed, a group without rows is left as the memory
-    was, and no rows at all are an error."""
+    """PyTorch's, with two faults that it has had on GPUs: where rows are summed, a group without
+    rows is left as the memory was, and no rows at all are an error."""
     assert a.numel(), "the kernel was called without rows"
     out = real_grouped_mm(a, b, offs=offs)
     if b.ndim == 2:
@@ -373,24 +498,43 @@ def test_an_expert_without_rows_has_a_gradient_of_zero(monkeypatch, counts, uses
     assert of_weight[~is_idle].isfinite().all() and of_weight[~is_idle].flatten(1).any(1).all()
 
 
-@pytest.mark.parametrize("cuda, dtype, width, of_result, fits", [
-    (True, torch.bfloat16, 16, 24, True), (False, torch.bfloat16, 16, 24, False), (True, torch.float32, 16, 24, False),
-    (True, torch.bfloat16, 12, 24, False), (True, torch.bfloat16, 16, 20, False), (True, torch.bfloat16, 12, 20, False),
-])  # fmt: skip
-def test_the_kernel_of_gpus_needs_bfloat16_and_widths_of_16_bytes(cuda, dtype, width, of_result, fits):
+@pytest.mark.parametrize(
+    "cuda, dtype, width, of_result, fits",
+    [
+        (True, torch.bfloat16, 16, 24, True),
+        (False, torch.bfloat16, 16, 24, False),
+        (True, torch.float32, 16, 24, False),
+        (True, torch.bfloat16, 12, 24, False),
+        (True, torch.bfloat16, 16, 20, False),
+        (True, torch.bfloat16, 12, 20, False),
+    ],
+)
+def test_the_kernel_of_gpus_needs_bfloat16_and_widths_of_16_bytes(
+    cuda, dtype, width, of_result, fits
+):
     rows = SimpleNamespace(is_cuda=cuda, dtype=dtype, shape=(5, width))
     assert grouped.fits_grouped_mm(rows, of_result) == fits
 
 
 FLOAT8 = [  # sides that are multiples of 16
-    *EXPERTS["deepseek_v3"], *SGD, "--model.dim=48", "--model.hidden_dim=64", "--model.expert_dim=16",
-    "--training.param_dtype=bfloat16", "--training.float8=rowwise", "--debug.emulate_float8=true",
-]  # fmt: skip
+    *EXPERTS["deepseek_v3"],
+    *SGD,
+    "--model.dim=48",
+    "--model.hidden_dim=64",
+    "--model.expert_dim=16",
+    "--training.param_dtype=bfloat16",
+    "--training.float8=rowwise",
+    "--debug.emulate_float8=true",
+]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (an optional extra)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None,
+    reason="torchao is not installed (an optional extra)",
+)
 def test_float8_on_two_ranks_that_share_experts_is_near_one_rank():
-    """As tests/test_parallel.py::test_float8_on_two_ranks_is_near_one_rank. Some tokens choose other experts."""
+    """As tests/test_parallel.py::test_float8_on_two_ranks_is_near_one_rank. Some tokens choose
+    other experts."""
     alone = run_ranks(1, trajectory, FLOAT8, 1)[0]
     shared = run_ranks(2, trajectory, [*FLOAT8, EP2], 2)[0]
     assert np.max(np.abs(np.array(shared["loss"]) / np.array(alone["loss"]) - 1)) < 2**-8

@@ -1,4 +1,5 @@
-"""Tensor parallelism of mixtures of experts and of latent attention: every mesh computes what one process computes."""
+"""Tensor parallelism of mixtures of experts and of latent attention: every mesh computes what one
+process computes."""
 
 import pytest
 import torch
@@ -10,51 +11,98 @@ from parallelisms import ep
 from parallelisms.mesh import world
 from reliability.health import unlike_replicas
 from tests.parity import (
-    CONTEXT, DEEPSEEK, EXECUTION, EXPERTS, NARROW_QUERIES, NUMBERS, OPTIONS, check, compare, plain, seed_of, trajectory,
-)  # fmt: skip
+    CONTEXT,
+    DEEPSEEK,
+    EXECUTION,
+    EXPERTS,
+    NARROW_QUERIES,
+    NUMBERS,
+    OPTIONS,
+    check,
+    compare,
+    plain,
+    seed_of,
+    trajectory,
+)
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, EXPERT_MESHES, whole
 
-FACTORS = {"experts": EXPERTS, "optimizer": NUMBERS["optimizer"], "clipping": NUMBERS["clipping"]} | EXECUTION | CONTEXT
+FACTORS = (
+    {"experts": EXPERTS, "optimizer": NUMBERS["optimizer"], "clipping": NUMBERS["clipping"]}
+    | EXECUTION
+    | CONTEXT
+)
 
 
 def settings(**chosen: str) -> dict[str, str]:
     """A combination: the first setting of every factor, except for these."""
-    return {factor: next(iter(table)) for factor, table in FACTORS.items()} | {"clipping": "in force"} | chosen
+    return (
+        {factor: next(iter(table)) for factor, table in FACTORS.items()}
+        | {"clipping": "in force"}
+        | chosen
+    )
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh, more", [
-    ("tp2", {"checkpointing": "selective"}),
-    pytest.param("ep2xtp2", {"accumulation": "reduced each time", "checkpointing": "full"}, marks=pytest.mark.slow),
-    pytest.param("hsdp2xtp2", {"accumulation": "reduced once", "optimizer": "sgd"}, marks=pytest.mark.slow),
-    pytest.param("ep4 of cp2xtp2", {"documents": "masked", "labels": "at the beginning"}, marks=pytest.mark.slow),
-    pytest.param("ep2xfsdp2xtp2", {"weights": "always freed, prefetched"}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh, more",
+    [
+        ("tp2", {"checkpointing": "selective"}),
+        pytest.param(
+            "ep2xtp2",
+            {"accumulation": "reduced each time", "checkpointing": "full"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "hsdp2xtp2",
+            {"accumulation": "reduced once", "optimizer": "sgd"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "ep4 of cp2xtp2",
+            {"documents": "masked", "labels": "at the beginning"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "ep2xfsdp2xtp2", {"weights": "always freed, prefetched"}, marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_mesh_equals_the_plain_model(mesh, more):
-    check(f"experts on {mesh}", [settings(experts=experts, **more) for experts in EXPERTS], factors=FACTORS)
+    check(
+        f"experts on {mesh}",
+        [settings(experts=experts, **more) for experts in EXPERTS],
+        factors=FACTORS,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh, more", [
-    ("ep2 of tp2", ["--compile.enabled=true", "--compile.backend=aot_eager"]),
-    ("pp2xtp2", ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=5"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh, more",
+    [
+        ("ep2 of tp2", ["--compile.enabled=true", "--compile.backend=aot_eager"]),
+        ("pp2xtp2", ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=5"]),
+    ],
+)
 def test_queries_from_a_narrow_vector_equal_the_plain_model(mesh, more):
-    """As in DeepSeek-V3 itself, whose debug flavor has no such vector. Compiled, and with a backward that is split."""
+    """As in DeepSeek-V3 itself, whose debug flavor has no such vector. Compiled, and with a
+    backward that is split."""
     combination = settings(experts="deepseek_v3", optimizer="sgd", accumulation="reduced once")
     check(f"experts on {mesh}", [combination], [*more, NARROW_QUERIES], factors=FACTORS)
 
 
 def boxes_and_replicas(options: list[str]) -> tuple[list[str], list[str]]:
-    """The parameters of which this rank does not hold the box that a checkpoint takes from it, and the replicas that differ."""
+    """The parameters of which this rank does not hold the box that a checkpoint takes from it, and
+    the replicas that differ."""
     cfg = load_config([*options, "--training.local_batch_size=1"], world().size, world().local_size)
     job = train.build(cfg)
     wrong = []
     for name, weight in job.model.named_parameters():
         start, shape = box_of(name, weight)
-        part = whole(weight)[tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))]
+        part = whole(weight)[
+            tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))
+        ]
         if not torch.equal(part, local(weight)):
             wrong.append(name)
     return wrong, unlike_replicas(job.model, job.optimizer, job.mesh, step=0)
@@ -63,12 +111,17 @@ def boxes_and_replicas(options: list[str]) -> tuple[list[str], list[str]]:
 def test_checkpoints_take_the_right_boxes_and_replicas_are_alike():
     """The ranks of a tp group have different parts of the experts: that is no replica that differs."""
     ranks, options, _ = EXPERT_MESHES["experts on ep2xtp2"]
-    base = [option for option in OPTIONS if not option.startswith(("--model.n_kv_heads", "--model.head_dim"))]
+    base = [
+        option
+        for option in OPTIONS
+        if not option.startswith(("--model.n_kv_heads", "--model.head_dim"))
+    ]
     assert run_ranks(ranks, boxes_and_replicas, [*base, *DEEPSEEK, *options]) == [([], [])] * ranks
 
 
 def without_factor(options: list[str], dp_size: int) -> dict:
-    """The mistake: the gradient of experts is scaled for expert parallelism alone, and not for tensor parallelism."""
+    """The mistake: the gradient of experts is scaled for expert parallelism alone, and not for
+    tensor parallelism."""
     real = ep.local_parts
     ep.local_parts = lambda weights, factor: real(weights, factor / 2)
     return trajectory(options, dp_size)
@@ -80,5 +133,7 @@ def test_negative_control_experts_averaged_over_too_many_ranks():
     oracle = plain(*options)
     seen = run_ranks(ranks, without_factor, [*ADAMW, *options, seed_of(oracle)], dp_size)[0]
     problems = compare("tp2", seen, oracle)
-    assert any("grad of layers.0.feed_forward.experts.w1 off by 5.0e-01" in problem for problem in problems)
+    assert any(
+        "grad of layers.0.feed_forward.experts.w1 off by 5.0e-01" in problem for problem in problems
+    )
     assert not any("grad of layers.2.feed_forward.router" in problem for problem in problems)

@@ -1,4 +1,5 @@
-"""Sampling with the cache of keys and values gives the tokens that it gives without, and text comes out as valid UTF-8."""
+"""Sampling with the cache of keys and values gives the tokens that it gives without, and text comes
+out as valid UTF-8."""
 
 import json
 from dataclasses import replace
@@ -25,7 +26,15 @@ from training.sample import KeyValueCache, sample, sample_stream
 CPU = torch.device("cpu")
 PROMPTS = [[7, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [250]]
 LLAMA = MODELS["llama"]
-SIZES = {"dim": 50, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "head_dim": 6, "hidden_dim": 44, "vocab_size": 263}
+SIZES = {
+    "dim": 50,
+    "n_layers": 3,
+    "n_heads": 8,
+    "n_kv_heads": 2,
+    "head_dim": 6,
+    "hidden_dim": 44,
+    "vocab_size": 263,
+}
 ARGS = LLAMA.Args(**LLAMA.FLAVORS["debug"] | SIZES)
 
 
@@ -46,24 +55,42 @@ def texts(model, prompts, new_tokens, context, **options) -> list[list[int]]:
     return made
 
 
-@pytest.mark.parametrize("tied, temperature, context, multiple", [
-    (False, 1.5, 64, 1), (True, 1.5, 64, 4), (False, 0.0, 64, 4), (True, 0.0, 12, 1), (False, 1.5, 12, 3),
-])  # fmt: skip  12: texts grow beyond it
+@pytest.mark.parametrize(
+    "tied, temperature, context, multiple",
+    [
+        (False, 1.5, 64, 1),
+        (True, 1.5, 64, 4),
+        (False, 0.0, 64, 4),
+        (True, 0.0, 12, 1),
+        (False, 1.5, 12, 3),
+    ],
+)  # fmt: skip  12: texts grow beyond it
 def test_the_same_tokens_as_without_the_cache(tied, temperature, context, multiple):
     model = restless(replace(ARGS, tied_embeddings=tied))
     for prompt in PROMPTS:
         options = {"temperature": temperature, "top_k": 200}
         cached = sample(model, prompt, 20, context, CPU, multiple=multiple, **options)
         assert cached == sample(model, prompt, 20, context, CPU, cache=False, **options)
-        assert len(cached) == len(prompt) + 20 and len(set(cached)) > (10 if temperature else 2), "a text that repeats itself would prove little"
+        assert len(cached) == len(prompt) + 20 and len(set(cached)) > (10 if temperature else 2), (
+            "a text that repeats itself would prove little"
+        )
 
 
-@pytest.mark.parametrize("facts, words", [
-    ({"family": "mamba"}, 'holds a model of the family "mamba", which is not among those here: llama, qwen3'),
-    ({"family": None}, "does not say which model it holds"),
-    ({"must_match": {}}, "does not say which model it holds"),
-    ({"must_match": {"model": {"dim": 8, "n_states": 16}}}, "holds a llama with other numbers than those here"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "facts, words",
+    [
+        (
+            {"family": "mamba"},
+            'holds a model of the family "mamba", which is not among those here: llama, qwen3',
+        ),
+        ({"family": None}, "does not say which model it holds"),
+        ({"must_match": {}}, "does not say which model it holds"),
+        (
+            {"must_match": {"model": {"dim": 8, "n_states": 16}}},
+            "holds a llama with other numbers than those here",
+        ),
+    ],
+)
 def test_a_checkpoint_of_another_code_is_a_sentence(facts, words, tmp_path, monkeypatch, capsys):
     """Of a fork with one family more, or with one number more: generate and convert."""
     path = tmp_path / "step-00000001"
@@ -98,11 +125,13 @@ def kernels() -> dict[str, bool]:
     return {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in names}
 
 
-@pytest.mark.parametrize("kernel, family", [("cudnn", "llama"), ("flash", "llama"), ("cudnn", "deepseek_v3")])
+@pytest.mark.parametrize(
+    "kernel, family", [("cudnn", "llama"), ("flash", "llama"), ("cudnn", "deepseek_v3")]
+)
 def test_the_kernel_of_training_does_not_end_a_run_at_its_sample(kernel, family):
-    """A forward of one token has a mask, which FlashAttention does not take: "Invalid backend", after the last step. On a CPU
-    the switch "cudnn" leaves no kernel at all, as "flash" does on a GPU for a mask. The setting holds again for who asks for
-    tokens, and after the last one."""
+    """A forward of one token has a mask, which FlashAttention does not take: "Invalid backend",
+    after the last step. On a CPU the switch "cudnn" leaves no kernel at all, as "flash" does on a
+    GPU for a mask. The setting holds again for who asks for tokens, and after the last one."""
     model = restless(MODELS[family].small(16), MODELS[family])
     wanted = texts(model, [[1, 2, 3]], 3, 8, temperature=0)
     before = kernels()
@@ -127,16 +156,27 @@ def test_every_family_can_be_sampled_with_the_cache(shape):
     model = restless(args, family)
     for context in 64, 18:
         cached = sample(model, PROMPTS[1], 15, context, CPU, temperature=1.5)
-        assert cached == sample(model, PROMPTS[1], 15, context, CPU, temperature=1.5, cache=False) and len(set(cached)) > 10
+        assert (
+            cached == sample(model, PROMPTS[1], 15, context, CPU, temperature=1.5, cache=False)
+            and len(set(cached)) > 10
+        )
 
 
 def test_what_is_kept_of_a_token():
-    """Keys and values of the key/value heads; of latent attention the one narrow vector that all of them come from."""
-    for shape, numbers in ("llama3", 2 * LLAMA3.n_kv_heads * LLAMA3.head_dim), ("deepseek_v3", DEEPSEEK.kv_rank + DEEPSEEK.rope_dim):
+    """Keys and values of the key/value heads; of latent attention the one narrow vector that all of
+    them come from."""
+    for shape, numbers in (
+        ("llama3", 2 * LLAMA3.n_kv_heads * LLAMA3.head_dim),
+        ("deepseek_v3", DEEPSEEK.kv_rank + DEEPSEEK.rope_dim),
+    ):
         family, args = SHAPES[shape]
         cache = KeyValueCache(restless(args, family), 20)
-        cache.forward(torch.zeros(3, 7, dtype=torch.int64), torch.arange(7), torch.nn.functional.linear)
-        assert sum(x.numel() for kept in cache.kept for x in kept) == args.n_layers * 3 * 20 * numbers
+        cache.forward(
+            torch.zeros(3, 7, dtype=torch.int64), torch.arange(7), torch.nn.functional.linear
+        )
+        assert (
+            sum(x.numel() for kept in cache.kept for x in kept) == args.n_layers * 3 * 20 * numbers
+        )
 
 
 @pytest.mark.parametrize("shape", ["llama3", "deepseek_v3"])
@@ -166,12 +206,19 @@ def test_prompts_side_by_side_get_what_each_gets_alone():
     alone = [sample(model, prompt, 12, 64, CPU, stop, temperature=1.5) for prompt in PROMPTS]
     assert len(alone[0]) <= len(PROMPTS[0]) + 5 and len(alone[1]) != len(alone[0])
     for cache, multiple in (True, 1), (True, 4), (False, 1):
-        assert texts(model, PROMPTS, 12, 64, stop=stop, temperature=1.5, cache=cache, multiple=multiple) == alone
+        assert (
+            texts(
+                model, PROMPTS, 12, 64, stop=stop, temperature=1.5, cache=cache, multiple=multiple
+            )
+            == alone
+        )
 
 
 def test_a_token_costs_one_position():
     model, lengths = restless(), []
-    model.tok_embeddings.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    model.tok_embeddings.register_forward_pre_hook(
+        lambda _, inputs: lengths.append(inputs[0].shape[1])
+    )
     sample(model, PROMPTS[1], 5, 64, CPU, multiple=4)
     assert lengths == [12, 4, 4, 4, 4]
 
@@ -182,28 +229,50 @@ def test_control_a_wrong_cache_gives_other_tokens(fault, monkeypatch):
     right = texts(model, PROMPTS, 12, 64, temperature=1.5)
     real, begin = KeyValueCache.forward, KeyValueCache._begin
     if fault == "positions":  # the rotary tables, one too far
-        monkeypatch.setattr(model, "rope", lambda p, rope=model.rope: rope(p + (p.ndim == 2) * torch.arange(3)[:, None]))
+        monkeypatch.setattr(
+            model,
+            "rope",
+            lambda p, rope=model.rope: rope(p + (p.ndim == 2) * torch.arange(3)[:, None]),
+        )
     elif fault == "mask":  # a shorter prompt sees what a longer one has beside it
-        monkeypatch.setattr(KeyValueCache, "forward", lambda self, t, p, head: real(self, t, p.clamp(min=9) if p.ndim == 2 else p, head))
+        monkeypatch.setattr(
+            KeyValueCache,
+            "forward",
+            lambda self, t, p, head: real(self, t, p.clamp(min=9) if p.ndim == 2 else p, head),
+        )
     else:
-        monkeypatch.setattr(KeyValueCache, "_begin", lambda self, i, *first: (first[0].zero_(), begin(self, i, *first))[1])
+        monkeypatch.setattr(
+            KeyValueCache,
+            "_begin",
+            lambda self, i, *first: (first[0].zero_(), begin(self, i, *first))[1],
+        )
     assert texts(model, PROMPTS, 12, 64, temperature=1.5) != right
 
 
-EXPERTS = ["--model.family=deepseek_v3", "--model.n_experts=8", "--model.experts_per_token=3", "--model.expert_dim=12"]
+EXPERTS = [
+    "--model.family=deepseek_v3",
+    "--model.n_experts=8",
+    "--model.experts_per_token=3",
+    "--model.expert_dim=12",
+]
 
 
 def sampled_on_a_mesh(options: list[str]) -> list[list[list[int]]]:
-    foreign = ("--model.n_kv_heads", "--model.head_dim") if EXPERTS[0] in options else ()  # latent attention has no such numbers
+    # latent attention has no such numbers
+    foreign = ("--model.n_kv_heads", "--model.head_dim") if EXPERTS[0] in options else ()
     base = [option for option in SMALL_MODEL if not option.startswith(foreign)]
-    job = train.build(load_config([*base, "--run.device=cpu", *options], world().size, world().local_size))
+    job = train.build(
+        load_config([*base, "--run.device=cpu", *options], world().size, world().local_size)
+    )
     with torch.no_grad():
         for parameter in job.model.parameters():
             parameter.mul_(8)
     made = []
     for cache in True, False:
         rows = [list(prompt) for prompt in PROMPTS]
-        for drawn in sample_stream(job.model, PROMPTS, 12, 16, CPU, temperature=1.5, multiple=job.mesh.tp, cache=cache):
+        for drawn in sample_stream(
+            job.model, PROMPTS, 12, 16, CPU, temperature=1.5, multiple=job.mesh.tp, cache=cache
+        ):
             for text, token in zip(rows, drawn, strict=True):
                 text.append(token)
         made.append(rows)
@@ -211,13 +280,14 @@ def sampled_on_a_mesh(options: list[str]) -> list[list[list[int]]]:
 
 
 def test_the_same_tokens_on_every_mesh():
-    """16 tokens of context, which the second prompt outgrows; also with blocks that are compiled and checkpointed."""
+    """16 tokens of context, which the second prompt outgrows; also with blocks that are compiled
+    and checkpointed."""
     [[alone, uncached]] = run_ranks(1, sampled_on_a_mesh, [])
     assert alone == uncached and len({token for row in alone for token in row}) > 20
     for ranks, options in (
         (2, ["--compile.enabled=true", "--compile.backend=aot_eager"]),
         (4, ["--parallelism.tensor_parallel=2", "--activation_checkpoint.mode=full"]),
-    ):  # fmt: skip
+    ):
         assert run_ranks(ranks, sampled_on_a_mesh, options) == [[alone, alone]] * ranks, options
 
 
@@ -240,8 +310,16 @@ def test_experts_and_latent_attention_give_the_tokens_of_transformers(tmp_path):
     for name, document in hf_tokenizer.files(words, 64).items():
         (tmp_path / "hf" / name).write_text(json.dumps(document))
     assert convert.main(["hf-to-dcp", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
-    options = {"attention_mask": torch.ones(1, 3, dtype=torch.int64), "eos_token_id": words.eot_id, "pad_token_id": 0}
-    want = theirs.eval().generate(torch.tensor([list(b"abc")]), do_sample=False, max_new_tokens=20, **options)[0].tolist()
+    options = {
+        "attention_mask": torch.ones(1, 3, dtype=torch.int64),
+        "eos_token_id": words.eot_id,
+        "pad_token_id": 0,
+    }
+    want = (
+        theirs.eval()
+        .generate(torch.tensor([list(b"abc")]), do_sample=False, max_new_tokens=20, **options)[0]
+        .tolist()
+    )
     assert len(set(want)) > 10
     for folder in "hf", "run":
         assert generate(tmp_path / folder, "abc", 20, 0.0, 1, 0) == words.decode(want)
@@ -250,7 +328,10 @@ def test_experts_and_latent_attention_give_the_tokens_of_transformers(tmp_path):
 def test_text_grows_by_whole_characters(capsys):
     """Random bytes, many of which are parts of characters or of none."""
     loaded = Loaded(restless(replace(ARGS, vocab_size=257)), byte_tokenizer(), 64)
-    steps = [text for [text] in texts_as_they_come(loaded, ["é😀"], 60, temperature=2.0, top_k=257, seed=1)]
+    steps = [
+        text
+        for [text] in texts_as_they_come(loaded, ["é😀"], 60, temperature=2.0, top_k=257, seed=1)
+    ]
     assert "\ufffd" in steps[-1] and len(steps) > 20
     for before, after in zip(steps, steps[1:]):
         assert after.startswith(before)

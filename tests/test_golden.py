@@ -1,12 +1,13 @@
-"""R6: checkpoints that earlier versions wrote are read for ever. They lie in `tests/golden/`, 80 kB each.
+"""R6: checkpoints that earlier versions wrote are read for ever. They lie in `tests/golden/`, 80 kB
+each.
 
 A new one, of a new format or torch, is made by
 
     python -m tests.test_golden tests/golden/format-1-torch-2.13
 
-and no file there is ever changed: a version that cannot read one has broken its promise (docs/checkpoint.md). Beside
-the checkpoint, `expected.json` has what must be found: a hash of every whole tensor, what each rank's generator draws
-next, and the losses of the steps after it.
+and no file there is ever changed: a version that cannot read one has broken its promise
+(docs/checkpoint.md). Beside the checkpoint, `expected.json` has what must be found: a hash of every
+whole tensor, what each rank's generator draws next, and the losses of the steps after it.
 """
 
 import json
@@ -27,11 +28,15 @@ from parallelisms.mesh import world
 from tests.ranks import run_ranks
 
 GOLDEN = Path(__file__).parent / "golden"
-RANKS, SAVED, STEPS = 4, 3, 6  # made by 4 ranks, 2 x 2, after step 3; the losses of steps 4 to 6 are expected
+# made by 4 ranks, 2 x 2, after step 3; the losses of steps 4 to 6 are expected
+RANKS, SAVED, STEPS = 4, 3, 6
 MODEL = (
-    "--model.dim=10 --model.n_layers=1 --model.n_heads=4 --model.n_kv_heads=2 --model.head_dim=4 --model.hidden_dim=6 "
-    "--model.vocab_size=37 --data.tokenizer=unused --training.param_dtype=float32 --training.seq_len=16 "
-    "--training.global_batch_size=4 --training.local_batch_size=1 --optimizer.lr=0.01 --optimizer.eps=1e-5 "
+    "--model.dim=10 --model.n_layers=1 --model.n_heads=4 --model.n_kv_heads=2 --model.head_dim=4 "
+    "--model.hidden_dim=6 "
+    "--model.vocab_size=37 --data.tokenizer=unused --training.param_dtype=float32 "
+    "--training.seq_len=16 "
+    "--training.global_batch_size=4 --training.local_batch_size=1 --optimizer.lr=0.01 "
+    "--optimizer.eps=1e-5 "
     "--run.device=cpu"
 ).split()
 FACTS = {"must_match": {"run.seed": 0}}
@@ -47,7 +52,9 @@ def train_on(job: train.Job, first: int, last: int) -> list[float]:
     for step in range(first, last + 1):
         row = torch.arange(4)[:, None] * 17 + torch.arange(17) * 5 + step  # [4, T + 1]
         row = (row % 37).view(-1, 1, 17)[mesh.dp_rank :: mesh.dp_size]  # [A, 1, T + 1]
-        result = train.train_step(job, {"tokens": row[..., :-1].contiguous(), "labels": row[..., 1:].contiguous()})
+        result = train.train_step(
+            job, {"tokens": row[..., :-1].contiguous(), "labels": row[..., 1:].contiguous()}
+        )
         losses.append(result.loss)
     return losses
 
@@ -91,18 +98,25 @@ def load(folder: Path, mesh: list[str]) -> tuple[dict, dict, list, list]:
     return progress, digests(job), draws, train_on(job, SAVED + 1, STEPS)
 
 
-@pytest.mark.parametrize(("ranks", "mesh"), [
-    (1, []), pytest.param(RANKS, ["--parallelism.tensor_parallel=2"], marks=pytest.mark.torture),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [
+        (1, []),
+        pytest.param(RANKS, ["--parallelism.tensor_parallel=2"], marks=pytest.mark.torture),
+    ],
+)
 @pytest.mark.parametrize("golden", sorted(path.name for path in GOLDEN.glob("*")))
 def test_r6_an_old_checkpoint_loads(golden, ranks, mesh, tmp_path):
-    folder = Path(shutil.copytree(GOLDEN / golden, tmp_path / "checkpoints"))  # a run would put its lease there
+    # a run would put its lease there
+    folder = Path(shutil.copytree(GOLDEN / golden, tmp_path / "checkpoints"))
     expected = json.loads((folder / "expected.json").read_text())
     verify.verify(folder / verify.step_name(SAVED, 0))
     for rank, (progress, tensors, draws, losses) in enumerate(run_ranks(ranks, load, folder, mesh)):
         assert progress == expected["progress"] and tensors == expected["tensors"]
         assert ranks != RANKS or draws == expected["draws"][rank]
-        assert len(losses) == 3 and all(abs(a - b) <= 1e-5 for a, b in zip(losses, expected["losses"], strict=True))
+        assert len(losses) == 3 and all(
+            abs(a - b) <= 1e-5 for a, b in zip(losses, expected["losses"], strict=True)
+        )
 
 
 def test_the_golden_checkpoints_are_small_and_of_every_format():

@@ -1,5 +1,5 @@
-"""The checks of `tools.bench.device` on a GPU: `./run_tests.sh -m gpu`. tests/test_device.py runs the same ones on a
-CPU."""
+"""The checks of `tools.bench.device` on a GPU: `./run_tests.sh -m gpu`. tests/test_device.py runs
+the same ones on a CPU."""
 
 import subprocess
 import sys

@@ -1,4 +1,5 @@
-"""Numbers that are not finite, numbers that jump, replicas that part, ranks that are late; and a crash that comes again."""
+"""Numbers that are not finite, numbers that jump, replicas that part, ranks that are late; and a
+crash that comes again."""
 
 import json
 import math
@@ -17,10 +18,10 @@ import train
 from checkpoint import storage
 from configs.load import load_config
 from data import order as orders
-from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
-from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
 from reliability.guard import Diverged, Guard
 from reliability.health import Spikes, Stragglers, odd_ones, unlike_replicas
+from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
+from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
 
 TWO = MESHES["fsdp2"][1]
 BAD = 4  # the step that goes wrong
@@ -51,7 +52,9 @@ def in_both(loss: torch.Tensor, value: float) -> torch.Tensor:
     return loss * value
 
 
-def poisoned(options: list[str], folder: Path, where, value: float, gate: bool = True) -> tuple[int, str]:
+def poisoned(
+    options: list[str], folder: Path, where, value: float, gate: bool = True
+) -> tuple[int, str]:
     """A run in which rank 1's loss is spoilt in step BAD."""
     real_loss, real_step, steps = train.linear_cross_entropy, train.train_step, []
 
@@ -92,7 +95,11 @@ def without_update(options: list[str], folder: Path) -> tuple[int, str]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     newest = max(folder.glob("checkpoints/step-*"))
-    return {f"{file.name}/{name}": t for file in sorted(newest.glob("*.safetensors")) for name, t in load_file(file).items()}
+    return {
+        f"{file.name}/{name}": t
+        for file in sorted(newest.glob("*.safetensors"))
+        for name, t in load_file(file).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -104,25 +111,36 @@ def oracle(options, tmp_path_factory) -> Path:
 
 def equals_oracle(folder: Path, oracle: Path) -> bool:
     after = range(BAD + 1, STEPS + 1)
-    same = all(series(folder, key)[s] == series(oracle, key)[s] for key in ("loss", "grad_norm", "tokens_seen") for s in after)
+    same = all(
+        series(folder, key)[s] == series(oracle, key)[s]
+        for key in ("loss", "grad_norm", "tokens_seen")
+        for s in after
+    )
     assert samples(folder, 2) == samples(oracle, 2)
     a, b = weights(folder), weights(oracle)
     return same and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize(("where", "value"), [
-    (in_gradient_alone, math.inf),
-    pytest.param(in_loss_alone, math.nan, marks=pytest.mark.torture),
-    pytest.param(in_both, math.nan, marks=pytest.mark.torture),
-    pytest.param(in_loss_alone, math.inf, marks=pytest.mark.torture),
-    pytest.param(in_gradient_alone, math.nan, marks=pytest.mark.torture),
-    pytest.param(in_both, math.inf, marks=pytest.mark.torture),
-])  # fmt: skip
-def test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights(where, value, options, oracle, tmp_path):
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (in_gradient_alone, math.inf),
+        pytest.param(in_loss_alone, math.nan, marks=pytest.mark.torture),
+        pytest.param(in_both, math.nan, marks=pytest.mark.torture),
+        pytest.param(in_loss_alone, math.inf, marks=pytest.mark.torture),
+        pytest.param(in_gradient_alone, math.nan, marks=pytest.mark.torture),
+        pytest.param(in_both, math.inf, marks=pytest.mark.torture),
+    ],
+)
+def test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights(
+    where, value, options, oracle, tmp_path
+):
     assert run_ranks(2, poisoned, options, tmp_path, where, value) == [(0, "")] * 2
     assert equals_oracle(tmp_path, oracle)
     said = (tmp_path / "logs" / "rank-00000.log").read_text()
-    assert f"step {BAD}: loss" in said and f"`python -m data.audit {tmp_path} --steps={BAD}`" in said
+    assert (
+        f"step {BAD}: loss" in said and f"`python -m data.audit {tmp_path} --steps={BAD}`" in said
+    )
 
 
 @pytest.mark.torture
@@ -140,7 +158,9 @@ def always_bad(folder: Path, options: list[str], steps: int) -> str:
     """A start of a run in which no loss after so many steps of the run is a number; how it ends."""
     real, real_rate, at = train.linear_cross_entropy, train.learning_rate, []
     train.learning_rate = lambda step, *rest: (at.append(step), real_rate(step, *rest))[1]
-    train.linear_cross_entropy = lambda *args, **kwargs: real(*args, **kwargs) * (math.nan if at[-1] >= steps else 1.0)
+    train.linear_cross_entropy = lambda *args, **kwargs: (
+        real(*args, **kwargs) * (math.nan if at[-1] >= steps else 1.0)
+    )
     try:
         return f"exit code {run(options, folder)[0]}"
     except RuntimeError as error:
@@ -150,20 +170,31 @@ def always_bad(folder: Path, options: list[str], steps: int) -> str:
 def test_n2_what_fails_at_the_same_step_again_and_again_is_not_tried_for_ever(options, tmp_path):
     options = [*options, "--training.max_skipped_steps=1", "--checkpoint.keep_last=1"]
     for _ in range(3):
-        assert all("2 steps in a row" in end for end in run_ranks(2, always_bad, tmp_path, options, 8))
+        assert all(
+            "2 steps in a row" in end for end in run_ranks(2, always_bad, tmp_path, options, 8)
+        )
         assert [p.name for p in tmp_path.glob("checkpoints/step-*")] == ["step-00000005"]
     for number in 4, 5:
         assert run_ranks(2, always_bad, tmp_path, options, 8) == ["exit code 76"] * 2
         end = json.loads((tmp_path / "starts" / f"{number:04d}" / "end.json").read_text())
-        assert end["exit_code"] == 76 and "3 starts in a row failed after step 10" in end["reason"], end
-    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values() if tensor.is_floating_point())
-    # Another try: with an option changed, and because the count is then another run's, again when it has failed once.
+        assert (
+            end["exit_code"] == 76 and "3 starts in a row failed after step 10" in end["reason"]
+        ), end
+    assert all(
+        tensor.isfinite().all()
+        for tensor in weights(tmp_path).values()
+        if tensor.is_floating_point()
+    )
+    # Another try: with an option changed, and because the count is then another run's, again when
+    # it has failed once.
     more = [*options, "--optimizer.lr=0.005"]
     assert all("2 steps in a row" in end for end in run_ranks(2, always_bad, tmp_path, more, 8))
     assert run_ranks(2, run, more, tmp_path) == [(0, "")] * 2
 
 
-def harmed(options: list[str], folder: Path, harm: Callable[[torch.Tensor], None], ends: type[Exception]) -> str:
+def harmed(
+    options: list[str], folder: Path, harm: Callable[[torch.Tensor], None], ends: type[Exception]
+) -> str:
     """A run in which rank 1's first weights come to harm after step 5's update: how it ends."""
     real, steps = train.train_step, []
 
@@ -188,8 +219,12 @@ def spoilt(options: list[str], folder: Path) -> str:
 
 
 def test_n2_a_state_that_is_not_finite_is_never_published(options, tmp_path):
-    options = [*options, "--training.max_skipped_steps=99"]  # the losses that follow shall not end it before the writer does
-    assert all("not finite, so it is not saved: rank 1: NotFinite: model." in end for end in run_ranks(2, spoilt, options, tmp_path))
+    # the losses that follow shall not end it before the writer does
+    options = [*options, "--training.max_skipped_steps=99"]
+    assert all(
+        "not finite, so it is not saved: rank 1: NotFinite: model." in end
+        for end in run_ranks(2, spoilt, options, tmp_path)
+    )
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
@@ -220,12 +255,21 @@ def unlike(options: list[str], folder: Path, what: str) -> tuple[int, str]:
     return run(options, folder)
 
 
-@pytest.mark.parametrize("what", [
-    "code", *(pytest.param(what, marks=pytest.mark.slow) for what in ("torch", "data", "tokenizer", "config")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "what",
+    [
+        "code",
+        *(
+            pytest.param(what, marks=pytest.mark.slow)
+            for what in ("torch", "data", "tokenizer", "config")
+        ),
+    ],
+)
 def test_c3_ranks_that_are_not_alike_do_not_start(what, options, tmp_path):
     for code, said in run_ranks(2, unlike, options, tmp_path, what):
-        assert code == 2 and f"{what} differs: rank 0 has" in said and "ranks [1] do not" in said, said
+        assert code == 2 and f"{what} differs: rank 0 has" in said and "ranks [1] do not" in said, (
+            said
+        )
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -235,7 +279,13 @@ def test_c3_ranks_that_are_not_alike_do_not_start(what, options, tmp_path):
 def test_a_spike_is_one_and_noise_is_not():
     numbers, spikes = random.Random(3), Spikes(6.0, {})
     for step in range(1000):
-        assert spikes.add(loss=8 - step / 200 + numbers.gauss(0, 0.05), grad_norm=1 + abs(numbers.gauss(0, 0.2))) == ""
+        assert (
+            spikes.add(
+                loss=8 - step / 200 + numbers.gauss(0, 0.05),
+                grad_norm=1 + abs(numbers.gauss(0, 0.2)),
+            )
+            == ""
+        )
     assert "loss 9 (the median is" in spikes.add(loss=9.0, grad_norm=1.0)
     for _ in range(10):  # those that are in the window already hide nothing
         assert "grad_norm 30" in spikes.add(loss=3.0, grad_norm=30.0)
@@ -288,7 +338,11 @@ def test_a_spike_is_named_and_skipped_also_after_a_resume(options, tmp_path):
         (tmp_path / name).mkdir()
     assert run_ranks(2, spiking, options, tmp_path / "whole", None) == [(0, "")] * 2
     said = (tmp_path / "whole" / "logs" / "rank-00000.log").read_text()
-    assert "step 11: grad_norm" in said and "skipped: no weight changed" in said and "--steps=11" in said
+    assert (
+        "step 11: grad_norm" in said
+        and "skipped: no weight changed" in said
+        and "--steps=11" in said
+    )
     assert said.count("a spike begins at") == 1
     assert run_ranks(2, spiking, options, tmp_path / "stopped", 9) == [(75, "")] * 2
     assert run_ranks(2, spiking, options, tmp_path / "stopped", None) == [(0, "")] * 2
@@ -297,13 +351,23 @@ def test_a_spike_is_named_and_skipped_also_after_a_resume(options, tmp_path):
 
 
 def test_only_steps_that_are_skipped_one_after_the_other_end_a_run():
-    guard = Guard(load_config(["--training.max_skipped_steps=2", "--training.skip_spikes=false"]), None, None, None, {})
+    guard = Guard(
+        load_config(["--training.max_skipped_steps=2", "--training.skip_spikes=false"]),
+        None,
+        None,
+        None,
+        {},
+    )
     for skipped in (True, True, False, True, True):
         said = guard.note(loss=math.nan if skipped else 1.0, grad_norm=1.0, skipped=skipped)
-        assert said == ("loss nan, gradient norm 1.0, skipped: no weight changed" if skipped else "")
+        assert said == (
+            "loss nan, gradient norm 1.0, skipped: no weight changed" if skipped else ""
+        )
         guard.check_skipped(5)
     guard.note(loss=math.nan, grad_norm=1.0, skipped=True)
-    with pytest.raises(Diverged, match="3 steps in a row without a gradient to use: diverged at step 6"):
+    with pytest.raises(
+        Diverged, match="3 steps in a row without a gradient to use: diverged at step 6"
+    ):
         guard.check_skipped(6)
     assert guard.skip_above() == math.inf
 
@@ -312,18 +376,36 @@ def test_only_steps_that_are_skipped_one_after_the_other_end_a_run():
 
 
 def clean_and_flipped(options: list[str]) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """What is said in 50 clean steps, and after each of 20 flips of one bit of one rank: (that rank, what is said)."""
+    """What is said in 50 clean steps, and after each of 20 flips of one bit of one rank: (that
+    rank, what is said)."""
     job = train.build(load_config(options, dist.get_world_size()))
     numbers, clean, found = random.Random(7), [], []
-    tokens = torch.randint(0, 263, (50, 1, 2, 17), generator=torch.Generator().manual_seed(job.mesh.dp_rank))
+    tokens = torch.randint(
+        0, 263, (50, 1, 2, 17), generator=torch.Generator().manual_seed(job.mesh.dp_rank)
+    )
     for step in range(50):
-        result = train.train_step(job, {"tokens": tokens[step, ..., :-1], "labels": tokens[step, ..., 1:]})
-        clean += unlike_replicas(job.model, job.optimizer, job.mesh, loss=result.loss, grad_norm=result.grad_norm)
+        result = train.train_step(
+            job, {"tokens": tokens[step, ..., :-1], "labels": tokens[step, ..., 1:]}
+        )
+        clean += unlike_replicas(
+            job.model, job.optimizer, job.mesh, loss=result.loss, grad_norm=result.grad_norm
+        )
     for _ in range(20):
-        names = sorted(n for n, _ in job.model.named_parameters() if job.mesh.tp == 1 or "norm" in n)
+        names = sorted(
+            n for n, _ in job.model.named_parameters() if job.mesh.tp == 1 or "norm" in n
+        )
         weight = dict(job.model.named_parameters())[numbers.choice(names)]
-        key, rank, bit = numbers.choice(("", "exp_avg", "exp_avg_sq")), numbers.randrange(job.mesh.size), numbers.randrange(32)
-        tensor = (job.optimizer.state[weight][key] if key else weight.data).to_local().view(-1).view(torch.int32)
+        key, rank, bit = (
+            numbers.choice(("", "exp_avg", "exp_avg_sq")),
+            numbers.randrange(job.mesh.size),
+            numbers.randrange(32),
+        )
+        tensor = (
+            (job.optimizer.state[weight][key] if key else weight.data)
+            .to_local()
+            .view(-1)
+            .view(torch.int32)
+        )
         place = numbers.randrange(len(tensor))
         flip = torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
         if job.mesh.rank == rank:
@@ -332,23 +414,44 @@ def clean_and_flipped(options: list[str]) -> tuple[list[str], list[tuple[int, li
         if job.mesh.rank == rank:
             tensor[place] ^= flip
     clean += unlike_replicas(job.model, job.optimizer, job.mesh, loss=1.0)
-    clean_number = unlike_replicas(job.model, job.optimizer, job.mesh, loss=float(job.mesh.rank == 1))
+    clean_number = unlike_replicas(
+        job.model, job.optimizer, job.mesh, loss=float(job.mesh.rank == 1)
+    )
     assert clean_number and "loss" in clean_number[0]
     return clean, found
 
 
-@pytest.mark.parametrize(("mesh", "ranks"), [
-    ("data_parallel_replicate=3", 3), pytest.param("tensor_parallel=2", 2, marks=pytest.mark.torture),
-    pytest.param("data_parallel_replicate=2 --parallelism.data_parallel_shard=2", 4, marks=pytest.mark.torture),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mesh", "ranks"),
+    [
+        ("data_parallel_replicate=3", 3),
+        pytest.param("tensor_parallel=2", 2, marks=pytest.mark.torture),
+        pytest.param(
+            "data_parallel_replicate=2 --parallelism.data_parallel_shard=2",
+            4,
+            marks=pytest.mark.torture,
+        ),
+    ],
+)
 def test_n3_every_flipped_bit_is_seen_and_the_odd_rank_named(mesh, ranks, options):
-    model = [o for o in options if o.startswith(("--model", "--training.param", "--data.tok")) or "local_batch" in o]
-    given = [*model, "--training.seq_len=16", f"--training.global_batch_size={2 * ranks}", *f"--parallelism.{mesh}".split()]
+    model = [
+        o
+        for o in options
+        if o.startswith(("--model", "--training.param", "--data.tok")) or "local_batch" in o
+    ]
+    given = [
+        *model,
+        "--training.seq_len=16",
+        f"--training.global_batch_size={2 * ranks}",
+        *f"--parallelism.{mesh}".split(),
+    ]
     for clean, found in run_ranks(ranks, clean_and_flipped, given):
         assert clean == [] and len(found) == 20
         for rank, said in found:
             assert len(said) == 1, said
-            named = said[0].split(" of ")[0].removeprefix("ranks ").removeprefix("rank ").split(", ")
+            named = (
+                said[0].split(" of ")[0].removeprefix("ranks ").removeprefix("rank ").split(", ")
+            )
             assert str(rank) in named and len(named) == (1 if ranks == 3 else 2), (rank, said)
 
 
@@ -359,13 +462,21 @@ def test_who_is_the_odd_one():
 
 def flipped_run(options: list[str], folder: Path) -> str:
     """A bit of a weight flips."""
-    return harmed(options, folder, lambda weights: weights.view(torch.int32)[3].bitwise_xor_(1), Diverged)
+    return harmed(
+        options, folder, lambda weights: weights.view(torch.int32)[3].bitwise_xor_(1), Diverged
+    )
 
 
 def test_n3_a_run_whose_replicas_part_stops_before_it_saves(options, tmp_path):
     mesh = ["--parallelism.data_parallel_replicate=2", "--parallelism.data_parallel_shard=1"]
-    ends = run_ranks(2, flipped_run, [*options, *mesh, "--debug.replica_check_interval=5"], tmp_path)
-    assert all("step 5: state that must be the same on several ranks is not: ranks 0, 1 of dp_replicate" in end for end in ends)
+    ends = run_ranks(
+        2, flipped_run, [*options, *mesh, "--debug.replica_check_interval=5"], tmp_path
+    )
+    assert all(
+        "step 5: state that must be the same on several ranks is not: ranks 0, 1 of dp_replicate"
+        in end
+        for end in ends
+    )
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
@@ -411,19 +522,26 @@ def table_of(mine: dict[str, float]) -> list:
     found = Stragglers()
     found.since -= 10.0
     found.add(**mine)
-    job = train.build(load_config(["--model.n_layers=1", "--training.local_batch_size=1"], dist.get_world_size()))
+    job = train.build(
+        load_config(["--model.n_layers=1", "--training.local_batch_size=1"], dist.get_world_size())
+    )
     return found.report(job.mesh, 10)
 
 
 def uneven(seconds: dict[int, dict[str, float]]) -> list:
-    return table_of({"data": 0.01, "prepare": 0.01, "optimizer": 2.0} | seconds.get(dist.get_rank(), {}))
+    return table_of(
+        {"data": 0.01, "prepare": 0.01, "optimizer": 2.0} | seconds.get(dist.get_rank(), {})
+    )
 
 
 def test_what_is_small_or_the_same_everywhere_is_no_straggler():
     """The factor alone would name whoever takes 20 us instead of 10."""
     (none, *_), (late, *others) = (
         run_ranks(4, uneven, seconds)
-        for seconds in ({2: {"data": 0.9, "optimizer": 2.5}}, {1: {"optimizer": 3.5}, 3: {"data": 5.0}})
+        for seconds in (
+            {2: {"data": 0.9, "optimizer": 2.5}},
+            {1: {"optimizer": 3.5}, 3: {"data": 5.0}},
+        )
     )
     assert none == [] and all(other == late for other in others)
     assert [(rank, section) for rank, section, _ in late] == [(1, "optimizer"), (3, "data")]
@@ -433,7 +551,9 @@ def test_what_is_small_or_the_same_everywhere_is_no_straggler():
 def two_reports(late: list[int]) -> list[list]:
     """What is reported of two stretches of steps, of which only in the first a rank is late."""
     found = Stragglers()
-    job = train.build(load_config(["--model.n_layers=1", "--training.local_batch_size=1"], dist.get_world_size()))
+    job = train.build(
+        load_config(["--model.n_layers=1", "--training.local_batch_size=1"], dist.get_world_size())
+    )
     reports = []
     for stretch in range(2):
         found.since -= 10.0
@@ -449,7 +569,12 @@ def test_a_rank_that_was_late_once_is_not_named_again():
 
 @pytest.mark.torture
 def test_n4_a_healthy_run_names_nobody(options, tmp_path):
-    given = [*options, "--metrics.straggler_interval=10", "--training.steps=50", "--lr_schedule.kind=constant"]
+    given = [
+        *options,
+        "--metrics.straggler_interval=10",
+        "--training.steps=50",
+        "--lr_schedule.kind=constant",
+    ]
     assert run_ranks(2, run, given, tmp_path) == [(0, "")] * 2
     assert "is late" not in (tmp_path / "logs" / "rank-00000.log").read_text()
 
@@ -458,12 +583,15 @@ def test_n4_a_healthy_run_names_nobody(options, tmp_path):
 
 
 def under_clock(options: list[str], folder: Path, clock: str) -> tuple[int, str]:
-    """A run whose wall clock jumps back or ahead by an hour in step 6, stands still, or runs backwards."""
+    """A run whose wall clock jumps back or ahead by an hour in step 6, stands still, or runs
+    backwards."""
     real, real_step, steps = time.time, train.train_step, []
     now = {
-        "back": lambda: real() - 3600 * (len(steps) > 5), "ahead": lambda: real() + 3600 * (len(steps) > 5),
-        "frozen": lambda: 1e9, "backwards": lambda: 2e9 - real(),
-    }  # fmt: skip
+        "back": lambda: real() - 3600 * (len(steps) > 5),
+        "ahead": lambda: real() + 3600 * (len(steps) > 5),
+        "frozen": lambda: 1e9,
+        "backwards": lambda: 2e9 - real(),
+    }
 
     def step(job, batch, *options):
         steps.append(1)
@@ -473,14 +601,23 @@ def under_clock(options: list[str], folder: Path, clock: str) -> tuple[int, str]
     return run(options, folder)
 
 
-@pytest.mark.parametrize("clock", [
-    "backwards", *(pytest.param(clock, marks=pytest.mark.torture) for clock in ("back", "ahead", "frozen")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "clock",
+    [
+        "backwards",
+        *(pytest.param(clock, marks=pytest.mark.torture) for clock in ("back", "ahead", "frozen")),
+    ],
+)
 def test_c5_the_wall_clock_decides_nothing(clock, options, tmp_path):
     given = [*options, "--metrics.tensorboard=true", step_timeout(20), "--run.max_minutes=10"]
     assert run_ranks(2, under_clock, given, tmp_path, clock) == [(0, "")] * 2
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert all(line["tokens_per_second"] > 0 and line["step_seconds"] > 0 and 0 <= line["goodput"] <= 1 for line in lines)
-    assert all(value >= 0 for line in lines for key, value in line.items() if key.startswith("seconds/"))
+    assert all(
+        line["tokens_per_second"] > 0 and line["step_seconds"] > 0 and 0 <= line["goodput"] <= 1
+        for line in lines
+    )
+    assert all(
+        value >= 0 for line in lines for key, value in line.items() if key.startswith("seconds/")
+    )
     assert sorted(p.name for p in tmp_path.glob("checkpoints/step-*"))[-1] == f"step-{STEPS:08d}"

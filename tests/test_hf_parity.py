@@ -1,6 +1,8 @@
-"""Each family against Hugging Face's model of that family on the same weights: logits, loss and all gradients, in float32.
+"""Each family against Hugging Face's model of that family on the same weights: logits, loss and all
+gradients, in float32.
 
-Published shapes (Llama 2, 3, 3.1, 3.2) at distinct odd sizes, so that no transposed or swapped dimension can hide.
+Published shapes (Llama 2, 3, 3.1, 3.2) at distinct odd sizes, so that no transposed or swapped
+dimension can hide.
 """
 
 from functools import partial
@@ -25,16 +27,24 @@ def both(shape: str) -> dict:
     positions = torch.arange(37)
     got = ours(tokens, positions)
     want_loss = plain_cross_entropy(want, labels)
-    got_loss = ours(tokens, positions, partial(linear_cross_entropy, labels=labels, chunk_tokens=50))
+    got_loss = ours(
+        tokens, positions, partial(linear_cross_entropy, labels=labels, chunk_tokens=50)
+    )
     want_loss.backward()
     got_loss.backward()
-    theirs_grads, trained = {n: p.grad for n, p in theirs.named_parameters()}, dict(ours.named_parameters())
+    theirs_grads, trained = (
+        {n: p.grad for n, p in theirs.named_parameters()},
+        dict(ours.named_parameters()),
+    )
     pairs = [(mine, as_ours(theirs_grads, hf)) for mine, hf in pairs if trained[mine].requires_grad]
     return {
-        "logits": (got - want).abs().max().item(), "bitwise": torch.equal(got, want),
+        "logits": (got - want).abs().max().item(),
+        "bitwise": torch.equal(got, want),
         "loss": abs(got_loss.item() / want_loss.item() - 1),
-        "grads": {mine: ((trained[mine].grad - grad).norm() / grad.norm()).item() for mine, grad in pairs},
-    }  # fmt: skip
+        "grads": {
+            mine: ((trained[mine].grad - grad).norm() / grad.norm()).item() for mine, grad in pairs
+        },
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -47,7 +57,8 @@ def test_equals_hugging_face(shape):
 
 
 def interleaved(shape: str) -> dict:
-    """The bug put in: rotary pairs (2i, 2i+1), Meta's convention, on weights in Hugging Face's layout."""
+    """The bug put in: rotary pairs (2i, 2i+1), Meta's convention, on weights in Hugging Face's
+    layout."""
 
     def apply_rope(x, cos, sin):
         a, b = x[..., 0::2], x[..., 1::2]

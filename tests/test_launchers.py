@@ -1,10 +1,11 @@
-"""The launchers around run_train.sh: Slurm on a real controller and two real node daemons, Kubernetes manifests against the
-published schemas, Ray Train on a local Ray, SkyPilot's file against its own parser.
+"""The launchers around run_train.sh: Slurm on a real controller and two real node daemons,
+Kubernetes manifests against the published schemas, Ray Train on a local Ray, SkyPilot's file
+against its own parser.
 
     python -m pytest tests/test_launchers.py -m slow         what is not installed is skipped, and says so
 
-Slurm: Debian's slurm-wlm and munge, and root; .ci/run installs them where it can. SkyPilot: pip install skypilot. The rest is
-in requirements-test.txt.
+Slurm: Debian's slurm-wlm and munge, and root; .ci/run installs them where it can. SkyPilot: pip
+install skypilot. The rest is in requirements-test.txt.
 """
 
 import importlib.util
@@ -40,9 +41,11 @@ def until(true: Callable[[], object], seconds: float, complaint: Callable[[], st
 def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A tiny run of four ranks over a small corpus, prepared once."""
     return [
-        *tiny_run(tmp_path_factory.mktemp("data")), f"--training.steps={STEPS}",
-        "--parallelism.tensor_parallel=2", step_timeout(30),
-    ]  # fmt: skip
+        *tiny_run(tmp_path_factory.mktemp("data")),
+        f"--training.steps={STEPS}",
+        "--parallelism.tensor_parallel=2",
+        step_timeout(30),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +54,11 @@ def unbroken(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
     return losses_of_four(tmp_path_factory.mktemp("one") / "run", options)
 
 
-# Slurm ----------------------------------------------------------------------------------------------------------------
+# Slurm --------------------------------------------------------------------------------------------
 
-# A job that is requeued starts cred_expire + 1 seconds later: sooner, the nodes refuse its credential. That is longer than
-# KillWait. When a job is to end, its node waits KillWait seconds, kills what is left of the job, and may take its next start
-# for that.
+# A job that is requeued starts cred_expire + 1 seconds later: sooner, the nodes refuse its
+# credential. That is longer than KillWait. When a job is to end, its node waits KillWait seconds,
+# kills what is left of the job, and may take its next start for that.
 SLURM_CONF = """
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
@@ -93,7 +96,11 @@ class Slurm:
     def __init__(self, place: Path) -> None:
         self.place, self.daemons = place, []
         conf = place / "slurm.conf"
-        conf.write_text(SLURM_CONF.format(host=socket.gethostname(), place=place, ports=[free_port() for _ in range(3)]))
+        conf.write_text(
+            SLURM_CONF.format(
+                host=socket.gethostname(), place=place, ports=[free_port() for _ in range(3)]
+            )
+        )
         (place / "gres.conf").write_text("NodeName=n[0-1] Name=gpu Count=8 File=/dev/tty[1-8]\n")
         for name in ("state", "spool/n0", "spool/n1"):
             (place / name).mkdir(parents=True)
@@ -101,10 +108,16 @@ class Slurm:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         self.environment = environment(
-            SLURM_CONF=str(conf), NGPU="2", OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo"
+            SLURM_CONF=str(conf),
+            NGPU="2",
+            OMP_NUM_THREADS="1",
+            MASTER_ADDR="127.0.0.1",
+            GLOO_SOCKET_IFNAME="lo",
         )
         self.environment["PATH"] += ":/usr/sbin"
-        files = [f"--{what}-file={place / f'munge.{what}'}" for what in ("key", "pid", "log", "seed")]
+        files = [
+            f"--{what}-file={place / f'munge.{what}'}" for what in ("key", "pid", "log", "seed")
+        ]
         self.daemon("munged", "--force", "--foreground", f"--socket={place / 'munge.sock'}", *files)
         until((place / "munge.sock").exists, 30, lambda: (place / "munge.log").read_text())
         self.daemon("slurmctld", "-D", "-f", str(conf))
@@ -113,14 +126,24 @@ class Slurm:
         until(lambda: self("sinfo", "--noheader", "--format=%T %D") == "idle 2", 90, self.logs)
 
     def daemon(self, *command: str) -> None:
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
-        self.daemons.append(subprocess.Popen(command, env=self.environment, start_new_session=True, **quiet))
+        quiet = {
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+            "stdin": subprocess.DEVNULL,
+        }
+        self.daemons.append(
+            subprocess.Popen(command, env=self.environment, start_new_session=True, **quiet)
+        )
 
     def logs(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.place.glob("*.log"))
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.place.glob("*.log")
+        )
 
     def __call__(self, *command: str) -> str:
-        done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=60
+        )
         return (done.stdout + done.stderr).strip()
 
     def submit(self, log: Path, *words: str) -> str:
@@ -135,9 +158,10 @@ class Slurm:
     def wait(self, job: str, states: str, seconds: float, log: Path) -> dict[str, str]:
         """Until the job is in one of these states."""
         until(
-            lambda: self.state(job)["JobState"] in states.split(), seconds,
+            lambda: self.state(job)["JobState"] in states.split(),
+            seconds,
             lambda: f"{self.state(job)}\n{log.exists() and log.read_text()}\n{self.logs()}",
-        )  # fmt: skip
+        )
         return self.state(job)
 
     def end_jobs(self) -> None:
@@ -159,10 +183,16 @@ class Slurm:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     path = os.environ["PATH"] + ":/usr/sbin"
-    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name, path=path)]
+    missing = [
+        name
+        for name in ("munged", "slurmctld", "slurmd", "sbatch")
+        if not shutil.which(name, path=path)
+    ]
     if missing or os.geteuid() != 0:
-        pytest.skip(f"a Slurm of our own needs root and {', '.join(missing) or 'nothing more'} "
-                    "(Debian, Ubuntu: apt-get install slurm-wlm munge)")  # fmt: skip
+        pytest.skip(
+            f"a Slurm of our own needs root and {', '.join(missing) or 'nothing more'} "
+            "(Debian, Ubuntu: apt-get install slurm-wlm munge)"
+        )
     slurm = Slurm(tmp_path_factory.mktemp("slurm"))
     yield slurm
     slurm.stop()
@@ -179,27 +209,44 @@ def slurm(cluster: Slurm) -> Iterator[Slurm]:
 def test_slurm_saves_before_the_time_limit_requeues_and_goes_on(slurm, options, unbroken, tmp_path):
     log, folder = tmp_path / "job.log", tmp_path / "run"
     job = slurm.submit(log, "tools/launch/slurm.sh", *options, f"--run.folder={folder}")
-    until(lambda: in_mid_run(folder, 6), 60, lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}")
-    slurm("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@120 does when its time has come
+    until(
+        lambda: in_mid_run(folder, 6),
+        60,
+        lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}",
+    )
+    # what --signal=B:USR1@120 does when its time has come
+    slurm("scancel", "--batch", "--signal=USR1", job)
     until(lambda: "stopped on request: requeued" in log.read_text(), 30, log.read_text)
     reached = len(series(folder))
     assert reached < STEPS and (folder / "checkpoints" / f"step-{reached:08d}").is_dir()
     state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 120, log)
-    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), log.read_text()
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), (
+        log.read_text()
+    )
     text = log.read_text()
     assert f"resumed after step {reached} of {STEPS}" in text and "start 2, on n[0-1]" in text
     assert series(folder) == unbroken, "bitwise: it is the same mesh"
-    assert sorted(path.name for path in (folder / "logs").glob("rank-*.log")) == [f"rank-0000{rank}.log" for rank in range(4)]
+    assert sorted(path.name for path in (folder / "logs").glob("rank-*.log")) == [
+        f"rank-0000{rank}.log" for rank in range(4)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.cap(500)
 def test_slurm_warns_before_the_time_limit(slurm, options, tmp_path):
-    """The limit is one minute, the warning comes 40 s (Slurm: to 50 s) before it, whatever the ranks are doing by then."""
+    """The limit is one minute, the warning comes 40 s (Slurm: to 50 s) before it, whatever the
+    ranks are doing by then."""
     log, folder = tmp_path / "job.log", tmp_path / "run"
-    endless = [*options, "--training.steps=1000000", "--metrics.interval=1000", f"--run.folder={folder}"]
+    endless = [
+        *options,
+        "--training.steps=1000000",
+        "--metrics.interval=1000",
+        f"--run.folder={folder}",
+    ]
     job = slurm.submit(log, "--time=1", "--signal=B:USR1@40", "tools/launch/slurm.sh", *endless)
-    until(lambda: log.exists() and "stopped on request: requeued" in log.read_text(), 90, slurm.logs)
+    until(
+        lambda: log.exists() and "stopped on request: requeued" in log.read_text(), 90, slurm.logs
+    )
     assert "DUE TO TIME LIMIT" not in log.read_text()
     slurm("scancel", job)
 
@@ -209,7 +256,11 @@ def test_slurm_warns_before_the_time_limit(slurm, options, tmp_path):
 def test_slurm_requeues_after_a_node_failure(slurm, options, unbroken, tmp_path):
     log, folder = tmp_path / "job.log", tmp_path / "run"
     job = slurm.submit(log, "tools/launch/slurm.sh", *options, f"--run.folder={folder}")
-    until(lambda: in_mid_run(folder, 8), 60, lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}")
+    until(
+        lambda: in_mid_run(folder, 8),
+        60,
+        lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}",
+    )
     slurm("scontrol", "update", "nodename=n1", "state=down", "reason=test")
     until(lambda: slurm.state(job)["JobState"] == "PENDING", 30, lambda: str(slurm.state(job)))
     slurm("scontrol", "update", "nodename=n1", "state=resume")
@@ -222,10 +273,20 @@ def test_slurm_requeues_after_a_node_failure(slurm, options, unbroken, tmp_path)
 @pytest.mark.cap(500)
 def test_slurm_a_cancelled_job_has_saved_and_does_not_come_back(slurm, options, tmp_path):
     log, folder = tmp_path / "job.log", tmp_path / "run"
-    job = slurm.submit(log, "tools/launch/slurm.sh", *options, "--training.steps=100000", f"--run.folder={folder}")
-    until(lambda: in_mid_run(folder, 6), 60, lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}")
+    job = slurm.submit(
+        log, "tools/launch/slurm.sh", *options, "--training.steps=100000", f"--run.folder={folder}"
+    )
+    until(
+        lambda: in_mid_run(folder, 6),
+        60,
+        lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}",
+    )
     slurm("scancel", job)
-    until(lambda: not slurm("squeue", "--noheader", f"--jobs={job}"), 40, lambda: str(slurm.state(job)))
+    until(
+        lambda: not slurm("squeue", "--noheader", f"--jobs={job}"),
+        40,
+        lambda: str(slurm.state(job)),
+    )
     last = max(series(folder))
     assert (folder / "checkpoints" / f"step-{last:08d}").is_dir(), "saved at the step it stopped at"
     assert slurm.state(job)["JobState"] == "CANCELLED" and "requeued" not in log.read_text()
@@ -233,37 +294,61 @@ def test_slurm_a_cancelled_job_has_saved_and_does_not_come_back(slurm, options, 
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("wrong, code, restarts", [("--training.step=5", "2:0", "0"), ("crash", "1:0", "1")])
+@pytest.mark.parametrize(
+    "wrong, code, restarts", [("--training.step=5", "2:0", "0"), ("crash", "1:0", "1")]
+)
 def test_slurm_a_failure_is_handed_on(slurm, options, tmp_path, wrong, code, restarts):
-    """A wrong option is code 2 and not tried again; a crash soon after the start is, MAX_RESTARTS times."""
+    """A wrong option is code 2 and not tried again; a crash soon after the start is, MAX_RESTARTS
+    times."""
     log, folder = tmp_path / "job.log", tmp_path / "run"
     if wrong == "crash":  # rank 0 cannot open what it writes its metrics to
         (folder / "metrics.jsonl").mkdir(parents=True)
     added = [f"--run.folder={folder}", *([] if wrong == "crash" else [wrong])]
-    job = slurm.submit(log, "--export=ALL,MAX_RESTARTS=1", "tools/launch/slurm.sh", *options, *added)
+    job = slurm.submit(
+        log, "--export=ALL,MAX_RESTARTS=1", "tools/launch/slurm.sh", *options, *added
+    )
     state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 120, log)
-    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", code, restarts), log.read_text()
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == (
+        "FAILED",
+        code,
+        restarts,
+    ), log.read_text()
     if wrong != "crash":
         assert "training.steps" in log.read_text() and "Traceback" not in log.read_text()
     else:
-        assert "Traceback" in log.read_text() and "soon after its start, 2 times now: not requeued" in log.read_text()
+        assert (
+            "Traceback" in log.read_text()
+            and "soon after its start, 2 times now: not requeued" in log.read_text()
+        )
 
 
-# Kubernetes -----------------------------------------------------------------------------------------------------------
+# Kubernetes ---------------------------------------------------------------------------------------
 
-VALUES = {"NAME": "llama-8b", "IMAGE": "registry/plumbline:1", "NODES": "4", "GPUS": "8", "CLAIM": "runs"}
+VALUES = {
+    "NAME": "llama-8b",
+    "IMAGE": "registry/plumbline:1",
+    "NODES": "4",
+    "GPUS": "8",
+    "CLAIM": "runs",
+}
 
 
 def manifest(**changed: str) -> list[dict]:
     import yaml
 
     text = (ROOT / "tools" / "launch" / "kubernetes.yaml").read_text()
-    return list(yaml.safe_load_all(Template(text).substitute(VALUES | {"CONFIG": "configs/llama_8b.toml"} | changed)))
+    return list(
+        yaml.safe_load_all(
+            Template(text).substitute(VALUES | {"CONFIG": "configs/llama_8b.toml"} | changed)
+        )
+    )
 
 
 def test_the_kubernetes_manifest_fits_the_published_schemas():
     """Kubernetes 1.31, the oldest that has all of it, and the newest that the validator knows."""
-    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install -r requirements-test.txt")
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="pip install -r requirements-test.txt"
+    )
     for version in ("1.31", kubernetes_validate.latest_version()):
         for document in manifest():
             kubernetes_validate.validate(document, version, strict=True)
@@ -280,8 +365,15 @@ def test_the_kubernetes_manifest_says_what_the_documents_say():
     assert rules == {(2, 76): "FailJob", (75,): "Ignore"}, "train.py's exit codes"
     assert spec["completions"] == spec["parallelism"] == 4 and pod["restartPolicy"] == "Never"
     environment = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert environment["NGPU"] == "8" and environment["NNODES"] == "4" and environment["NODE_RANK"] is None
-    assert environment["MASTER_ADDR"] == f"llama-8b-0.{service['metadata']['name']}" and pod["subdomain"] == "llama-8b"
+    assert (
+        environment["NGPU"] == "8"
+        and environment["NNODES"] == "4"
+        and environment["NODE_RANK"] is None
+    )
+    assert (
+        environment["MASTER_ADDR"] == f"llama-8b-0.{service['metadata']['name']}"
+        and pod["subdomain"] == "llama-8b"
+    )
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     words = (ROOT / "run_train.sh").read_text()
@@ -305,25 +397,32 @@ def test_the_skypilot_file_names_what_run_train_needs():
     assert all(f"{name}=" in task["run"] for name in ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR"))
     assert (ROOT / task["envs"]["CONFIG"]).exists()
     cached = [mount for mount in task["file_mounts"].values() if mount["mode"] == "MOUNT_CACHED"]
-    assert task["num_nodes"] == 1 or not cached, "each node writes back by itself, so checkpoints of two would not be whole"
+    assert task["num_nodes"] == 1 or not cached, (
+        "each node writes back by itself, so checkpoints of two would not be whole"
+    )
     assert subprocess.run(["bash", "-n"], input=task["run"], text=True).returncode == 0
 
 
-# Ray Train ------------------------------------------------------------------------------------------------------------
+# Ray Train ----------------------------------------------------------------------------------------
 
 
 class Ray:
-    """tools.launch.ray_train with two workers of two ranks on a Ray of its own. `said` is what it has printed."""
+    """tools.launch.ray_train with two workers of two ranks on a Ray of its own. `said` is what it
+    has printed."""
 
     def __init__(self, log: Path, *words: str) -> None:
         command = [sys.executable, "-m", "tools.launch.ray_train", "--nodes=2", "--ranks=2", *words]
         here = environment(
-            OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", RAY_memory_monitor_refresh_ms="0",
+            OMP_NUM_THREADS="1",
+            GLOO_SOCKET_IFNAME="lo",
+            RAY_memory_monitor_refresh_ms="0",
             RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(60 * NEIGHBOURS),
-        )  # fmt: skip
+        )
         self.log = log
         with open(log, "w") as file:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=here, stdout=file, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=here, stdout=file, stderr=subprocess.STDOUT
+            )
 
     def __enter__(self) -> "Ray":
         return self
@@ -346,21 +445,32 @@ class Ray:
         return self.process.returncode
 
 
-# A mark and not a call in the test: without Ray the fixtures, four ranks for 100 s of processor time, are not made either.
-RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='Ray is not installed: pip install "ray[default,train]"')
+# A mark and not a call in the test: without Ray the fixtures, four ranks for 100 s of processor
+# time, are not made either.
+RAY = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason='Ray is not installed: pip install "ray[default,train]"',
+)
 
 
 @RAY
 @pytest.mark.slow
 @pytest.mark.cap(500)
 def test_ray_starts_again_after_a_failure_and_goes_on(options, unbroken, tmp_path):
-    """Two workers of two ranks on a local Ray; in mid-run rank 0 is killed, which is the one that publishes checkpoints."""
+    """Two workers of two ranks on a local Ray; in mid-run rank 0 is killed, which is the one that
+    publishes checkpoints."""
     folder = tmp_path / "run"
     with Ray(tmp_path / "said", "--max-failures=2", *options, f"--run.folder={folder}") as ray:
         ray.train(folder, 8)
-        ranks = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_rank_of(pid, folder)]
+        ranks = [
+            pid
+            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+            if is_rank_of(pid, folder)
+        ]
         assert len(ranks) == 4, ray.said()
-        (first,) = (pid for pid in ranks if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        (first,) = (
+            pid for pid in ranks if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes()
+        )
         os.kill(first, signal.SIGKILL)
         code = ray.wait(150)
     assert code == 0, ray.said()
@@ -373,7 +483,9 @@ def test_ray_starts_again_after_a_failure_and_goes_on(options, unbroken, tmp_pat
 @pytest.mark.cap(400)
 def test_ray_stopped_by_sigterm_has_saved(options, tmp_path):
     folder = tmp_path / "run"
-    with Ray(tmp_path / "said", *options, "--training.steps=100000", f"--run.folder={folder}") as ray:
+    with Ray(
+        tmp_path / "said", *options, "--training.steps=100000", f"--run.folder={folder}"
+    ) as ray:
         ray.train(folder, 8)
         ray.process.terminate()
         code = ray.wait(60)
@@ -391,5 +503,7 @@ def is_rank_of(pid: int, folder: Path) -> bool:
 
 def test_ray_train_says_what_is_wrong_before_it_starts_ray(tmp_path):
     with Ray(tmp_path / "said", "--training.step=5", f"--run.folder={tmp_path / 'run'}") as ray:
-        assert ray.wait(60) == 2 and "training.steps" in ray.said() and "Traceback" not in ray.said()
+        assert (
+            ray.wait(60) == 2 and "training.steps" in ray.said() and "Traceback" not in ray.said()
+        )
     assert not (tmp_path / "run").exists()

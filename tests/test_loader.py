@@ -1,5 +1,6 @@
-"""A batch is a function of (seed, step) alone: the same on any ranks, workers and micro-batches, after any resume, of one
-source or of a mixture; and what cannot be read ends the run with a sentence."""
+"""A batch is a function of (seed, step) alone: the same on any ranks, workers and micro-batches,
+after any resume, of one source or of a mixture; and what cannot be read ends the run with a
+sentence."""
 
 import copy
 import itertools
@@ -47,22 +48,35 @@ def tokens_of(folder: Path, n: int) -> Tokens:
     return Tokens(str(folder), "train", np.dtype(np.uint32))
 
 
-def single(tokens, T: int, G: int, local: int, rank: int, dp: int, seed: int, mask: bool = False) -> Batches:
+def single(
+    tokens, T: int, G: int, local: int, rank: int, dp: int, seed: int, mask: bool = False
+) -> Batches:
     order = orders.begin(orders.describe([("", "x", tokens, ONCE)], seed, T, G))
     return Batches([tokens], order, local, rank, dp, mask)
 
 
-MIXED = [Places(13 * 37 + 5, 0), Places(13 * 211 + 1, 1), Places(13 * 5 + 13, 2)]  # windows at T = 13: 37, 211, 5
-WEIGHTS = [[[0, 0.5], [30, 0.1]], [[0, 0.45], [30, 0.2], [47, 3.0]], [[0, 0.05], [30, 0.7], [47, 0.0]]]
+# windows at T = 13: 37, 211, 5
+MIXED = [Places(13 * 37 + 5, 0), Places(13 * 211 + 1, 1), Places(13 * 5 + 13, 2)]
+WEIGHTS = [
+    [[0, 0.5], [30, 0.1]],
+    [[0, 0.45], [30, 0.2], [47, 3.0]],
+    [[0, 0.05], [30, 0.7], [47, 0.0]],
+]
 
 
-def mixture(seed: int = 5, T: int = 13, G: int = 240, weights: list = WEIGHTS, names: str = "abc") -> dict:
+def mixture(
+    seed: int = 5, T: int = 13, G: int = 240, weights: list = WEIGHTS, names: str = "abc"
+) -> dict:
     """The description of a mixture with a schedule: weights change after 30 steps and after 47."""
-    rows = [(name, f"text {name}", MIXED["abc".index(name)], w) for name, w in zip(names, weights, strict=True)]
+    rows = [
+        (name, f"text {name}", MIXED["abc".index(name)], w)
+        for name, w in zip(names, weights, strict=True)
+    ]
     return orders.describe(rows, seed, T, G)
 
 
-# ------------------------------------------------------------------------------------------------------ the permutation
+# --------------------------------------------------------------------------------------------------
+# the permutation
 
 
 def test_permutation_is_a_bijection_with_an_inverse() -> None:
@@ -77,7 +91,11 @@ def test_permutation_is_a_bijection_with_an_inverse() -> None:
 
 def test_permutation_takes_a_size_epoch_and_seed_for_each() -> None:
     rng = np.random.default_rng(0)
-    size, epoch, seed = rng.integers(1, 10**7, 500), rng.integers(0, 9, 500), rng.integers(0, 2**63 - 1, 500)
+    size, epoch, seed = (
+        rng.integers(1, 10**7, 500),
+        rng.integers(0, 9, 500),
+        rng.integers(0, 2**63 - 1, 500),
+    )
     index = rng.integers(0, size)
     want = [permute(index[i : i + 1], epoch[i], size[i], seed[i])[0] for i in range(500)]
     assert permute(index, epoch, size, seed).tolist() == want
@@ -93,7 +111,11 @@ PINNED_MIXTURE = [  # sources, windows, epochs of six rows
     [[0, 2, 1, 1, 1, 0], [1, 4, 0, 178, 92, 0], [0, 0, 0, 0, 0, 0]],
     [[1, 1, 0, 0, 1, 1], [181, 39, 29, 16, 64, 78], [14, 14, 93, 93, 14, 14]],
     [[2, 2, 2, 1, 2, 2], [2, 4, 3, 135, 2, 0], [72, 73, 73, 15, 73, 73]],
-    [[1, 1, 1, 1, 1, 1], [85, 153, 2, 149, 101, 186], [1100752, 1100752, 1100752, 1100752, 1100752, 1100752]],
+    [
+        [1, 1, 1, 1, 1, 1],
+        [85, 153, 2, 149, 101, 186],
+        [1100752, 1100752, 1100752, 1100752, 1100752, 1100752],
+    ],
 ]
 
 
@@ -104,9 +126,13 @@ def test_orders_are_pinned_forever() -> None:
     assert permute(index, 7, 10, 2**63 - 1).tolist() == PINNED[1]
     assert permute(index[:5] * 10**11, 1, 2**40, 3).tolist() == PINNED[2]
     batches = single(Places(10 * 4 + 1), 4, 10, 10, 0, 1, seed=0)
-    assert batches[0]["sample"].tolist() == PINNED[0], "a single source is permuted by run.seed alone"
+    assert batches[0]["sample"].tolist() == PINNED[0], (
+        "a single source is permuted by run.seed alone"
+    )
     order = orders.begin(mixture())
-    found = [[array[:6].tolist() for array in order.rows(step, 3, 6)] for step in (0, 29, 30, 10**6)]
+    found = [
+        [array[:6].tolist() for array in order.rows(step, 3, 6)] for step in (0, 29, 30, 10**6)
+    ]
     assert found == PINNED_MIXTURE
 
 
@@ -116,17 +142,22 @@ def test_permutation_looks_like_a_shuffle() -> None:
     shuffles = [permute(index, e, size, s) for e, s in ((0, 0), (1, 0), (0, 1), (1, 1))]
     for shuffle in shuffles:
         distinct = len(np.unique(np.diff(shuffle) % size)) / size
-        assert abs(distinct - (1 - np.exp(-1))) < 0.01  # 0.632 of the differences, as for a random order
+        # 0.632 of the differences, as for a random order
+        assert abs(distinct - (1 - np.exp(-1))) < 0.01
         assert abs(np.corrcoef(index, shuffle)[0, 1]) < 0.02
-    for one, other in itertools.combinations(shuffles, 2):  # epochs and seeds: one equal place expected, by chance
+    # epochs and seeds: one equal place expected, by chance
+    for one, other in itertools.combinations(shuffles, 2):
         assert np.count_nonzero(one == other) < 10
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
 
 
-# ---------------------------------------------------------------------------------------------------------- any mesh
+# --------------------------------------------------------------------------------------------------
+# any mesh
 
 
-def assert_same_on_any_mesh(order: Order, sources: list, G: int, steps: tuple[int, ...], T: int) -> None:
+def assert_same_on_any_mesh(
+    order: Order, sources: list, G: int, steps: tuple[int, ...], T: int
+) -> None:
     whole = Batches(sources, order, G, 0, 1)
     reference = {step: whole[step] for step in steps}
     for dp in (1, 2, 3, 4, 5, 6, 8, 12, 16, 48):
@@ -148,7 +179,9 @@ def test_batches_are_the_same_for_any_ranks_and_micro_batches() -> None:
         batch = batches[step]
         assert torch.equal(batch["tokens"][0], (batch["sample"] * T)[:, None] + torch.arange(T))
         assert torch.equal(batch["labels"], batch["tokens"] + 1)
-        assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in batch.values())
+        assert all(
+            tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in batch.values()
+        )
     assert_same_on_any_mesh(batches.order, [tokens], G, (5, 0, 3), T)
 
 
@@ -170,7 +203,8 @@ def test_an_order_that_knows_the_ranks_would_be_caught(monkeypatch: pytest.Monke
         real(self, sources, order, local, rank, dp, mask)
         self.order = copy.copy(order)
         self.order.rows = lambda step, first, count, steps: tuple(
-            array.reshape(-1, count * dp)[:, rank::dp].ravel() for array in order.rows(step, 0, count * dp, steps)
+            array.reshape(-1, count * dp)[:, rank::dp].ravel()
+            for array in order.rows(step, 0, count * dp, steps)
         )
 
     monkeypatch.setattr(Batches, "__init__", round_robin)
@@ -192,7 +226,8 @@ def test_every_window_is_seen_once_per_epoch_in_a_new_order() -> None:
     assert not torch.equal(other[0]["sample"], batches[0]["sample"])
 
 
-# ------------------------------------------------------------------------------------------------------------ mixtures
+# --------------------------------------------------------------------------------------------------
+# mixtures
 
 
 def ledger(order: Order, first: int, stop: int) -> list[tuple[str, int, int]]:
@@ -201,7 +236,10 @@ def ledger(order: Order, first: int, stop: int) -> list[tuple[str, int, int]]:
     for step in range(first, stop):
         stage = order.stage(step)
         source, window, epoch = order.rows(step, 0, stage.global_batch_size)
-        rows += [(stage.sources[s].fingerprint, w, e) for s, w, e in zip(source.tolist(), window.tolist(), epoch.tolist())]
+        rows += [
+            (stage.sources[s].fingerprint, w, e)
+            for s, w, e in zip(source.tolist(), window.tolist(), epoch.tolist())
+        ]
     return rows
 
 
@@ -234,8 +272,10 @@ def test_a_schedule_changes_the_shares_at_its_steps_and_loses_nothing() -> None:
     assert [stage.step for stage in order.stages] == [0, 30, 47]
     assert [stage.sample for stage in order.stages] == [0, 30 * 240, 47 * 240]
     assert [[source.share for source in stage.sources] for stage in order.stages] == [
-        [2048, 1843, 205], [410, 819, 2867], [132, 3964, 0],
-    ]  # fmt: skip
+        [2048, 1843, 205],
+        [410, 819, 2867],
+        [132, 3964, 0],
+    ]
     rows = ledger(order, 0, 80)
     assert_each_once_per_epoch(rows, WINDOWS)
     assert not [text for text, _, _ in rows[47 * 240 :] if text == "text c"]
@@ -249,7 +289,10 @@ def test_max_epochs_are_checked_before_the_run() -> None:
     order = orders.begin(mixture())
     order.check_epochs(80, {"a": 200, "b": 100, "c": 0})
     epochs = order.consumed(80)[2] / 5
-    with pytest.raises(InputError, match=rf"source c of data.mixture would be read {epochs:.2f} times in 80 .* = 3:"):
+    with pytest.raises(
+        InputError,
+        match=rf"source c of data.mixture would be read {epochs:.2f} times in 80 .* = 3:",
+    ):
         order.check_epochs(80, {"c": 3})
 
 
@@ -260,11 +303,14 @@ def test_what_a_mixture_cannot_be_is_a_sentence() -> None:
         orders.begin(mixture(weights=[[[0, 0.0]]] * 3))
     with pytest.raises(InputError, match="a and b are the same text"):
         orders.describe([("a", "x", MIXED[0], ONCE), ("b", "x", MIXED[0], ONCE)], 0, 13, 8)
-    with pytest.raises(InputError, match="needs 101 tokens for one sequence, but the train split of c has 78"):
+    with pytest.raises(
+        InputError, match="needs 101 tokens for one sequence, but the train split of c has 78"
+    ):
         mixture(T=100)
 
 
-# ------------------------------------------------------------------------------------------------- resume and splices
+# --------------------------------------------------------------------------------------------------
+# resume and splices
 
 
 def saved(order: Order, description: dict, step: int) -> dict:
@@ -273,10 +319,13 @@ def saved(order: Order, description: dict, step: int) -> dict:
 
 
 def interrupted(trial: int, resume=orders.resume, order_of=None) -> tuple[list, list]:
-    """A run of 12 steps that is killed at random, resumed from a random earlier checkpoint on another number of ranks,
-    and resumed again from the same one; (what it trained on, what the uninterrupted run trains on)."""
+    """A run of 12 steps that is killed at random, resumed from a random earlier checkpoint on
+    another number of ranks, and resumed again from the same one; (what it trained on, what the
+    uninterrupted run trains on)."""
     draw = random.Random(trial)
-    weights = [[[0, draw.random() + 0.1], [draw.randrange(1, 12), draw.random() + 0.01]] for _ in "abc"]
+    weights = [
+        [[0, draw.random() + 0.1], [draw.randrange(1, 12), draw.random() + 0.01]] for _ in "abc"
+    ]
     description = mixture(seed=trial, G=48, weights=weights)
     oracle = ledger(orders.begin(description), 0, 12)
     order, rows, step, checkpoint = orders.begin(description), [], 0, None
@@ -289,7 +338,14 @@ def interrupted(trial: int, resume=orders.resume, order_of=None) -> tuple[list, 
             for batch in (batches[step] for batches in ranks):
                 stage = order.stage(step)
                 names = [stage.sources[s].fingerprint for s in batch["source"].tolist()]
-                rows += list(zip(names, batch["sample"].tolist(), batch["tokens"][..., 0].flatten().tolist(), strict=True))
+                rows += list(
+                    zip(
+                        names,
+                        batch["sample"].tolist(),
+                        batch["tokens"][..., 0].flatten().tolist(),
+                        strict=True,
+                    )
+                )
             step += 1
             if draw.random() < 0.3:
                 checkpoint = saved(order, description, step)
@@ -298,10 +354,14 @@ def interrupted(trial: int, resume=orders.resume, order_of=None) -> tuple[list, 
                 order, _ = resume(checkpoint, description, False)
             step = checkpoint["step"]
             rows = rows[: step * 48]
-    return [(text, window) for text, window, _ in rows], [(text, window) for text, window, _ in oracle]
+    return [(text, window) for text, window, _ in rows], [
+        (text, window) for text, window, _ in oracle
+    ]
 
 
-@pytest.mark.parametrize("trials", [range(40), pytest.param(range(40, 200), marks=pytest.mark.slow)], ids=["40", "200"])
+@pytest.mark.parametrize(
+    "trials", [range(40), pytest.param(range(40, 200), marks=pytest.mark.slow)], ids=["40", "200"]
+)
 def test_200_kills_reshards_and_resumes_repeat_and_skip_nothing(trials: range) -> None:
     for trial in trials:
         rows, oracle = interrupted(trial)
@@ -319,7 +379,9 @@ def by_ranks(order: Order, dp: int) -> Order:
     return other
 
 
-@pytest.mark.parametrize("bug", [{"resume": shifted}, {"order_of": by_ranks}], ids=["shifted by one", "knows the ranks"])
+@pytest.mark.parametrize(
+    "bug", [{"resume": shifted}, {"order_of": by_ranks}], ids=["shifted by one", "knows the ranks"]
+)
 def test_a_shifted_or_rank_dependent_order_would_be_caught(bug: dict) -> None:
     assert any(rows != oracle for rows, oracle in (interrupted(trial, **bug) for trial in range(3)))
 
@@ -336,23 +398,35 @@ def test_what_changes_on_resume_is_named_and_refused() -> None:
         "weight or schedule of source a": mixture(weights=[[[0, 0.4]], *WEIGHTS[1:]]),
         "source c is gone": mixture(weights=WEIGHTS[:2], names="ab"),
         "the text of source b or how it is tokenised has changed": before
-        | {"sources": [s | {"fingerprint": "new"} if s["name"] == "b" else s for s in before["sources"]]},
+        | {
+            "sources": [
+                s | {"fingerprint": "new"} if s["name"] == "b" else s for s in before["sources"]
+            ]
+        },
         "the order of the sources has changed": before | {"sources": before["sources"][::-1]},
     }.items():
-        with pytest.raises(InputError, match=f"the data would change at step 40: .*{words}.*data.allow_splice"):
+        with pytest.raises(
+            InputError, match=f"the data would change at step 40: .*{words}.*data.allow_splice"
+        ):
             orders.resume(progress, now, False)
         order, lines = orders.resume(progress, now, True)
         assert lines and order.last.step >= 40
-        assert ledger(order, 0, 40) == ledger(orders.begin(before), 0, 40), "the past stays as it was"
+        assert ledger(order, 0, 40) == ledger(orders.begin(before), 0, 40), (
+            "the past stays as it was"
+        )
     with pytest.raises(InputError, match="does not say which data"):
         orders.resume({"step": 3}, before, False)
-    with pytest.raises(InputError, match=r"checkpoint of step 40, which .*: go back with checkpoint.load_step = 10, or a step before"):
+    with pytest.raises(
+        InputError,
+        match=r"checkpoint of step 40, which .*: go back with checkpoint.load_step = 10, or a "
+        r"step before",
+    ):
         orders.resume(progress, before | {"skip": [[10, 3]]}, True)
 
 
 def test_a_splice_goes_on_with_each_text_where_it_was() -> None:
-    """Other weights, another name, another batch size, a source that goes and comes back: nothing repeats or is left out
-    within an epoch of any of them. A new seed begins at the first sample."""
+    """Other weights, another name, another batch size, a source that goes and comes back: nothing
+    repeats or is left out within an epoch of any of them. A new seed begins at the first sample."""
     first = mixture(G=48)
     order = orders.begin(first)
     steps = [0]
@@ -380,29 +454,38 @@ def test_a_single_source_may_become_part_of_a_mixture() -> None:
     assert_each_once_per_epoch(ledger(order, 0, 80), WINDOWS)
 
 
-# ---------------------------------------------------------------------------------------------------------- documents
+# --------------------------------------------------------------------------------------------------
+# documents
 
 
 def test_masked_documents_have_positions_of_their_own_and_no_label_across_a_border() -> None:
     rng = np.random.default_rng(3)
     T, starts = 13, (0, *np.flatnonzero(rng.random(13 * 37 + 5) < 0.15).tolist()[1:])
     tokens = Places(13 * 37 + 5, starts=starts)
-    unmasked, with_mask = (single(tokens, T, 6, 2, 1, 3, seed=2, mask=mask) for mask in (False, True))
+    unmasked, with_mask = (
+        single(tokens, T, 6, 2, 1, 3, seed=2, mask=mask) for mask in (False, True)
+    )
     borders = set()  # places in a window at which a document begins
     for step, row in itertools.product(range(12), range(2)):
         plain, masked = unmasked[step], with_mask[step]
-        assert masked["positions"].shape == masked["tokens"].shape == (1, 2, T) and "positions" not in plain
+        assert (
+            masked["positions"].shape == masked["tokens"].shape == (1, 2, T)
+            and "positions" not in plain
+        )
         first = int(masked["tokens"][0, row, 0])
         borders |= {start - first for start in starts if first <= start <= first + T}
         for t in range(T):
             begin = max(first, max(start for start in starts if start <= first + t))
             assert masked["positions"][0, row, t] == first + t - begin
             label = IGNORE if first + t + 1 in starts else first + t + 1
-            assert masked["labels"][0, row, t] == label and plain["labels"][0, row, t] == first + t + 1
+            assert (
+                masked["labels"][0, row, t] == label and plain["labels"][0, row, t] == first + t + 1
+            )
     assert {0, 1, T - 1, T} <= borders
 
 
-# -------------------------------------------------------------------------------------------------- loaders and workers
+# --------------------------------------------------------------------------------------------------
+# loaders and workers
 
 
 def test_loaders_agree_for_any_workers_and_resume_anywhere() -> None:
@@ -410,13 +493,24 @@ def test_loaders_agree_for_any_workers_and_resume_anywhere() -> None:
     for dp, rank in ((1, 0), (3, 1)):
         batches = Batches(MIXED, order, 2, rank, dp, mask_documents=True)
         whole = [batches[step] for step in range(24, 33)]
-        for workers, start, prefetch in ((0, 0, 2), (0, 4, 2), (1, 0, 1), (3, 0, 2), (3, 5, 1), (3, 8, 4)):
+        for workers, start, prefetch in (
+            (0, 0, 2),
+            (0, 4, 2),
+            (1, 0, 1),
+            (3, 0, 2),
+            (3, 5, 1),
+            (3, 8, 4),
+        ):
             before = torch.get_rng_state()
             found = list(loader(batches, 24 + start, 33, Data(workers=workers, prefetch=prefetch)))
-            assert torch.equal(before, torch.get_rng_state()), "reading data drew from the global generator"
+            assert torch.equal(before, torch.get_rng_state()), (
+                "reading data drew from the global generator"
+            )
             assert len(found) == 9 - start
             for one, other in zip(found, whole[start:], strict=True):
-                assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
+                assert one.keys() == other.keys() and all(
+                    torch.equal(one[name], other[name]) for name in other
+                )
 
 
 def test_a_late_step_needs_no_replay(tmp_path: Path) -> None:
@@ -431,20 +525,30 @@ def test_a_late_step_needs_no_replay(tmp_path: Path) -> None:
 def test_what_batches_cannot_do_is_a_sentence(tmp_path: Path) -> None:
     tokens = tokens_of(tmp_path, 100)
     single(tokens, 99, 4, 2, 0, 2, seed=0)[0]
-    with pytest.raises(InputError, match="training.seq_len = 100 needs 101 .* the train split of the corpus has 100"):
+    with pytest.raises(
+        InputError,
+        match="training.seq_len = 100 needs 101 .* the train split of the corpus has 100",
+    ):
         single(tokens, 100, 4, 2, 0, 2, seed=0)
-    with pytest.raises(InputError, match="training.global_batch_size = 6 .* multiple of 2 data-parallel ranks x 2"):
+    with pytest.raises(
+        InputError, match="training.global_batch_size = 6 .* multiple of 2 data-parallel ranks x 2"
+    ):
         single(tokens, 10, 6, 2, 0, 2, seed=0)
 
 
 def test_a_token_beyond_the_vocabulary_is_an_error_that_names_its_corpus() -> None:
-    sources = [Places(13 * 40 + 1, source) for source in (0, 1)]  # the ids of the second begin at a million
+    # the ids of the second begin at a million
+    sources = [Places(13 * 40 + 1, source) for source in (0, 1)]
     for tokens in sources:
         tokens.folder = f"corpus {tokens.source}"
-    order = orders.begin(orders.describe([(name, name, t, ONCE) for name, t in zip("ab", sources)], 0, 13, 8))
+    order = orders.begin(
+        orders.describe([(name, name, t, ONCE) for name, t in zip("ab", sources)], 0, 13, 8)
+    )
     highest = Batches(sources, order, 4, 0, 1, vocab_size=2 * 10**6)[0]["tokens"].max().item()
     assert highest >= 10**6
-    with pytest.raises(ValueError, match=r"^corpus 1 has token 1\d{6}, the model's vocabulary 1000000: .* damaged"):
+    with pytest.raises(
+        ValueError, match=r"^corpus 1 has token 1\d{6}, the model's vocabulary 1000000: .* damaged"
+    ):
         Batches(sources, order, 4, 0, 1, vocab_size=10**6)[0]
 
 
@@ -469,9 +573,18 @@ class Failing(Batches):
 
 WORDS = {
     "killed": r"data worker (\d+) died \(SIGKILL\), while it read step 7 \(of sources a, b, c\)",
-    "stopped": r"data worker (\d+) sent nothing for 2 s .*, while it read step 7 \(of sources a, b, c\): it is stopped",
-    "slow": r"data worker (\d+) sent nothing for 2 s .*, while it read step 7 \(of sources a, b, c\): it hangs",
-    "raises": r"data worker (\d+): step 7 \(of sources a, b, c\) cannot be read: OSError: .*tokens.bin",
+    "stopped": (
+        r"data worker (\d+) sent nothing for 2 s .*, while it read step 7 \(of sources a, "
+        r"b, c\): it is stopped"
+    ),
+    "slow": (
+        r"data worker (\d+) sent nothing for 2 s .*, while it read step 7 \(of sources a, b, "
+        r"c\): it hangs"
+    ),
+    "raises": (
+        r"data worker (\d+): step 7 \(of sources a, b, c\) cannot be read: OSError: "
+        r".*tokens.bin"
+    ),
 }
 
 
@@ -489,10 +602,13 @@ def test_a_worker_that_dies_stops_hangs_or_fails_ends_the_run(how: str) -> None:
 
 
 def test_a_worker_that_dies_does_not_interrupt_the_trainer() -> None:
-    """In the main thread the loader's handler of SIGCHLD would raise wherever the trainer is. Here the next batch that does
-    not come raises, and those that were received before are still given."""
+    """In the main thread the loader's handler of SIGCHLD would raise wherever the trainer is. Here
+    the next batch that does not come raises, and those that were received before are still
+    given."""
     handler = signal.getsignal(signal.SIGCHLD)
-    stream = loader(Batches(MIXED, orders.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=2, prefetch=3))
+    stream = loader(
+        Batches(MIXED, orders.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=2, prefetch=3)
+    )
     next(stream)
     assert signal.getsignal(signal.SIGCHLD) is handler
     for pid in children():
@@ -500,24 +616,35 @@ def test_a_worker_that_dies_does_not_interrupt_the_trainer() -> None:
     computed = 0
     for i in range(300_000):  # what the handler would interrupt
         computed += i
-    with pytest.raises(LoaderError, match=r"data worker \d+ died \(SIGKILL\), while .*step \d+ \(of sources "):
+    with pytest.raises(
+        LoaderError, match=r"data worker \d+ died \(SIGKILL\), while .*step \d+ \(of sources "
+    ):
         list(stream)
 
 
 def test_a_worker_that_is_stopped_with_batches_to_fetch_is_named() -> None:
     """Its batches are in shared memory that only the worker can hand over, so receiving one blocks."""
-    stream = loader(Batches(MIXED, orders.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=1, timeout_seconds=2, prefetch=8))
+    stream = loader(
+        Batches(MIXED, orders.begin(mixture()), 8, 0, 1),
+        0,
+        50,
+        Data(workers=1, timeout_seconds=2, prefetch=8),
+    )
     next(stream)
     (pid,) = children()
     os.kill(int(pid), signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(LoaderError, match=rf"data worker {pid} sent nothing for 2 s .*: it is stopped"):
+    with pytest.raises(
+        LoaderError, match=rf"data worker {pid} sent nothing for 2 s .*: it is stopped"
+    ):
         list(stream)
     assert time.monotonic() - began < 5
 
 
 def test_a_worker_that_is_stopped_for_a_moment_ends_nothing() -> None:
-    stream = loader(Batches(MIXED, orders.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=1, timeout_seconds=30))
+    stream = loader(
+        Batches(MIXED, orders.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=1, timeout_seconds=30)
+    )
     next(stream)
     (pid,) = map(int, children())
     os.kill(pid, signal.SIGSTOP)
@@ -544,14 +671,18 @@ def test_signals_that_ask_a_run_to_stop_do_not_reach_its_workers() -> None:
 
 
 def children() -> list[str]:
-    """Process ids of the workers: this process's children but the server that forks ranks and multiprocessing's tracker, which
-    are started as programs."""
+    """Process ids of the workers: this process's children but the server that forks ranks and
+    multiprocessing's tracker, which are started as programs."""
     return [pid for pid in all_children() if not _is_program(pid)]
 
 
 def all_children() -> set[str]:
     """Process ids. Linux lists a child under the thread that forked it."""
-    return {pid for tasks in Path("/proc/self/task").glob("*/children") for pid in tasks.read_text().split()}
+    return {
+        pid
+        for tasks in Path("/proc/self/task").glob("*/children")
+        for pid in tasks.read_text().split()
+    }
 
 
 def _is_program(pid: str) -> bool:

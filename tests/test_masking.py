@@ -1,8 +1,9 @@
-"""Document masking: a packed micro-batch computes what each of its documents computes alone, loss and every gradient.
+"""Document masking: a packed micro-batch computes what each of its documents computes alone, loss
+and every gradient.
 
-The oracle is the plain model on one document at a time, without masking. The documents are of prime lengths, of one token,
-of a whole window, and end where a window ends; two steps with other documents each, so that what the first one left
-compiled or cached meets another table.
+The oracle is the plain model on one document at a time, without masking. The documents are of prime
+lengths, of one token, of a whole window, and end where a window ends; two steps with other
+documents each, so that what the first one left compiled or cached meets another table.
 """
 
 import contextlib
@@ -35,9 +36,12 @@ ROWS = (  # of two steps: the lengths of the documents of each window
     ((5, 19), (1,) * 24, (24,), (1, 23), (13, 11), (2, 22), (7, 17), (3, 3, 5, 13)),
 )
 MODEL = (
-    "--model.dim=50 --model.n_layers=2 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 --model.hidden_dim=44 "
-    f"--model.vocab_size={VOCAB} --data.tokenizer=bytes --data.mask_documents=true --training.param_dtype=float32 "
-    f"--training.seq_len={SEQ} --training.global_batch_size=8 --training.steps=2 --lr_schedule.warmup_steps=0 "
+    "--model.dim=50 --model.n_layers=2 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 "
+    "--model.hidden_dim=44 "
+    f"--model.vocab_size={VOCAB} --data.tokenizer=bytes --data.mask_documents=true "
+    "--training.param_dtype=float32 "
+    f"--training.seq_len={SEQ} --training.global_batch_size=8 --training.steps=2 "
+    "--lr_schedule.warmup_steps=0 "
     "--optimizer.kind=sgd --optimizer.lr=0.5 --run.device=cpu"
 ).split()
 COMPILE = ["--compile.enabled=true", "--compile.backend=aot_eager"]
@@ -54,7 +58,12 @@ MESHES = {  # name: (ranks, options, data-parallel ranks, variants)
     "one": (1, [], 1, ["eager", "accumulation", "ac-full", "ac-selective", "compile"]),
     "fsdp2": (2, [], 2, ["eager", "accumulation", "ac-full", "ac-selective", "compile-full"]),
     "tp2": (2, ["--parallelism.tensor_parallel=2"], 1, ["eager", "ac-full", "ac-selective"]),
-    "fsdp2xtp2": (4, ["--parallelism.tensor_parallel=2"], 2, ["eager", "ac-full", "ac-selective", "compile-selective"]),
+    "fsdp2xtp2": (
+        4,
+        ["--parallelism.tensor_parallel=2"],
+        2,
+        ["eager", "ac-full", "ac-selective", "compile-selective"],
+    ),
     "pp2": (2, ["--parallelism.pipeline_parallel=2"], 1, ["accumulation", "ac-selective"]),
 }
 
@@ -96,7 +105,9 @@ def packed(options: list[str], dp_size: int = 1, change=lambda batch: batch) -> 
     def step(i: int) -> tuple[float, float]:
         rows = slice(8 // dp_size * job.mesh.dp_rank, 8 // dp_size * (job.mesh.dp_rank + 1))
         shape = micro, 8 // dp_size // micro, SEQ
-        result = train.train_step(job, {key: x[rows].view(shape) for key, x in change(batch(i)).items()})
+        result = train.train_step(
+            job, {key: x[rows].view(shape) for key, x in change(batch(i)).items()}
+        )
         return result.loss, result.grad_norm
 
     return observe(job, step)
@@ -150,7 +161,10 @@ def all_variants(names: list[str], mesh_options: list[str], dp_size: int) -> dic
 
 
 @pytest.mark.cap(240)
-@pytest.mark.parametrize("mesh", [m if m in ("one", "tp2", "pp2") else pytest.param(m, marks=pytest.mark.slow) for m in MESHES])
+@pytest.mark.parametrize(
+    "mesh",
+    [m if m in ("one", "tp2", "pp2") else pytest.param(m, marks=pytest.mark.slow) for m in MESHES],
+)
 def test_packed_documents_equal_each_document_alone(mesh):
     ranks, options, dp_size, names = MESHES[mesh]
     seen = run_ranks(ranks, all_variants, names, options, dp_size, timeout=200)
@@ -169,8 +183,8 @@ def no_mask(positions: torch.Tensor, device: torch.device) -> masked.Documents:
 
 
 def running_positions(positions: torch.Tensor) -> torch.Tensor:
-    """As if they counted on through the corpus. RoPE is relative: behind the mask this is only rounding, but an angle of
-    100,000 in float32 is known to 0.004, so it shows."""
+    """As if they counted on through the corpus. RoPE is relative: behind the mask this is only
+    rounding, but an angle of 100,000 in float32 is known to 0.004, so it shows."""
     return torch.arange(SEQ).expand_as(positions) + 100_000
 
 
@@ -190,7 +204,9 @@ def with_positions(change) -> dict:
 
 
 def loss_across_borders() -> dict:
-    return packed([], change=lambda rows: rows | {"labels": rows["labels"].where(rows["labels"] != IGNORE, 7)})
+    return packed(
+        [], change=lambda rows: rows | {"labels": rows["labels"].where(rows["labels"] != IGNORE, 7)}
+    )
 
 
 BUGS = {
@@ -209,14 +225,16 @@ def test_negative_controls(name):
 
 
 def test_bfloat16_is_near_float32():
-    """The documents' own kernel calls in bfloat16, under FSDP's mixed precision: as tests/test_parallel.py without masking."""
+    """The documents' own kernel calls in bfloat16, under FSDP's mixed precision: as
+    tests/test_parallel.py without masking."""
     seen = run_ranks(2, packed, ["--training.param_dtype=bfloat16"], 2)[0]
     problems = compare("bfloat16", seen, 0.05)
     assert not problems, "\n".join(problems)
     assert np.max(np.abs(np.array(seen["loss"]) / np.array(oracle()["loss"]) - 1)) < 2**-8
 
 
-# ------------------------------------------------------------------------------------------- the three ways to compute it
+# ------------------------------------------------------------------------------------------- the
+# three ways to compute it
 
 
 def in_the_open(options: list[str]) -> dict:
@@ -228,38 +246,58 @@ def test_one_by_one_equals_each_document_alone():
     """What float32 on CUDA runs, here on CPU."""
     problems = []
     for mode in "none", "full", "selective":
-        problems += compare(mode, run_ranks(1, in_the_open, [f"--activation_checkpoint.mode={mode}"])[0])
+        problems += compare(
+            mode, run_ranks(1, in_the_open, [f"--activation_checkpoint.mode={mode}"])[0]
+        )
     assert not problems, "\n".join(problems)
 
 
 def _documents_of(q, k, v, cu_q, cu_k, max_q, max_k):
     """Checks what the CUDA kernel expects of its arguments; yields the slices of the documents."""
-    assert cu_q.dtype == cu_k.dtype == torch.int32 and torch.equal(cu_q, cu_k) and cu_q[0] == 0 and cu_q[-1] == len(q)
-    assert max_q == max_k == cu_q.diff().max() and cu_q.diff().min() > 0 and all(x.stride(-1) == 1 for x in (q, k, v))
+    assert (
+        cu_q.dtype == cu_k.dtype == torch.int32
+        and torch.equal(cu_q, cu_k)
+        and cu_q[0] == 0
+        and cu_q[-1] == len(q)
+    )
+    assert (
+        max_q == max_k == cu_q.diff().max()
+        and cu_q.diff().min() > 0
+        and all(x.stride(-1) == 1 for x in (q, k, v))
+    )
     return masked._slices(cu_q)
 
 
-def stand_in_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, return_debug_mask, *, window_size_right, **_):
+def stand_in_forward(
+    q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, return_debug_mask, *, window_size_right, **_
+):
     assert causal and dropout == 0 and window_size_right == 0
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     for one in _documents_of(q, k, v, cu_q, cu_k, max_q, max_k):
-        o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*masked._heads_first(one, q, k, v), 0.0, True)
+        o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *masked._heads_first(one, q, k, v), 0.0, True
+        )
         out[one], lse[:, one] = o[0].transpose(0, 1), s[0]
     return out, lse, q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
 
-def stand_in_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, **_):
+def stand_in_backward(
+    grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, **_
+):
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for one in _documents_of(q, k, v, cu_q, cu_k, max_q, max_k):
         inputs = *masked._heads_first(one, grad, q, k, v, out), lse[:, one][None]
-        pieces = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True)
+        pieces = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, 0.0, True
+        )
         for g, piece in zip(grads, pieces):
             g[one] = piece[0].transpose(0, 1)
     return grads
 
 
 def as_on_cuda(names: list[str], mesh_options: list[str], dp_size: int) -> dict:
-    """The path of CUDA, on CPU: all of PyTorch's varlen_attn but its kernels, which stand-ins on CPU replace."""
+    """The path of CUDA, on CPU: all of PyTorch's varlen_attn but its kernels, which stand-ins on
+    CPU replace."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", stand_in_forward, "CPU")
     library.impl("_flash_attention_backward", stand_in_backward, "CPU")
@@ -269,9 +307,13 @@ def as_on_cuda(names: list[str], mesh_options: list[str], dp_size: int) -> dict:
 
 
 @pytest.mark.cap(240)
-@pytest.mark.parametrize("mesh, names", [
-    ("one", ["ac-full", "compile-selective"]), pytest.param("tp2", ["ac-selective", "compile"], marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh, names",
+    [
+        ("one", ["ac-full", "compile-selective"]),
+        pytest.param("tp2", ["ac-selective", "compile"], marks=pytest.mark.slow),
+    ],
+)
 def test_the_cuda_path_with_stand_in_kernels(mesh, names):
     ranks, options, dp_size, _ = MESHES[mesh]
     seen = run_ranks(ranks, as_on_cuda, names, options, dp_size, timeout=200)[0]
@@ -284,7 +326,8 @@ def errors_in_bfloat16(lengths: tuple[int, ...]) -> list[float]:
 
 
 def test_long_documents_on_a_cpu_equal_one_by_one():
-    """From LONG tokens on backward is by products. The bug put back: products without the log-sum-exp of this document."""
+    """From LONG tokens on backward is by products. The bug put back: products without the
+    log-sum-exp of this document."""
     lengths = (3, masked.LONG, 1, masked.LONG - 1, 2 * masked.LONG + 3)
     errors = run_ranks(1, errors_in_bfloat16, lengths)[0]
     assert max(errors) < 0.015, errors
@@ -300,11 +343,14 @@ def with_lse_of_others(lengths: tuple[int, ...]) -> list[float]:
 
 def contracts() -> None:
     q, k, v = (torch.randn(24, h, 6, requires_grad=True) for h in (4, 2, 2))
-    torch.library.opcheck(masked.cpu_document_attention, (q, k, v, torch.tensor([0, 1, 8, 24], dtype=torch.int32)))
+    torch.library.opcheck(
+        masked.cpu_document_attention, (q, k, v, torch.tensor([0, 1, 8, 24], dtype=torch.int32))
+    )
 
 
 def test_the_operator_keeps_pytorchs_contracts():
-    """Schema, fake tensors, autograd and tracing with sizes that change: what torch.compile builds on."""
+    """Schema, fake tensors, autograd and tracing with sizes that change: what torch.compile builds
+    on."""
     run_ranks(1, contracts)
 
 
@@ -325,17 +371,26 @@ def compilations() -> int:
 
 @pytest.mark.cap(180)
 def test_other_documents_do_not_compile_anew():
-    """Once for the first table, once more when its size is found to change; both blocks share the code."""
+    """Once for the first table, once more when its size is found to change; both blocks share the
+    code."""
     assert run_ranks(1, compilations)[0] <= 3
 
 
-# --------------------------------------------------------------------------------------------------------------- the rest
+# --------------------------------------------------------------------------------------------------
+# the rest
 
 
-@pytest.mark.parametrize("device, dtype, width, exists", [
-    ("cuda", torch.bfloat16, 256, True), ("cuda", torch.float16, 8, True), ("cuda", torch.bfloat16, 264, False),
-    ("cuda", torch.bfloat16, 100, False), ("cuda", torch.float32, 64, False), ("cpu", torch.bfloat16, 64, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "device, dtype, width, exists",
+    [
+        ("cuda", torch.bfloat16, 256, True),
+        ("cuda", torch.float16, 8, True),
+        ("cuda", torch.bfloat16, 264, False),
+        ("cuda", torch.bfloat16, 100, False),
+        ("cuda", torch.float32, 64, False),
+        ("cpu", torch.bfloat16, 64, False),
+    ],
+)
 def test_what_the_kernel_of_gpus_takes(device, dtype, width, exists):
     assert masked.kernel_exists(torch.device(device), dtype, width) == exists
 
@@ -343,12 +398,18 @@ def test_what_the_kernel_of_gpus_takes(device, dtype, width, exists):
 def test_documents_are_found_in_positions():
     rows = batch(0)
     documents = masked.Documents.of(rows["positions"], torch.device("cpu"))
-    assert documents.starts.tolist() == np.cumsum([0, *(n for row in ROWS[0] for n in row)]).tolist()
+    assert (
+        documents.starts.tolist() == np.cumsum([0, *(n for row in ROWS[0] for n in row)]).tolist()
+    )
     assert documents.starts.dtype == torch.int32 and documents.longest == 24
 
 
 def kernels(mode: str) -> int:
-    job = train.build(load_config([*MODEL, "--training.local_batch_size=8", f"--activation_checkpoint.mode={mode}"]))
+    job = train.build(
+        load_config(
+            [*MODEL, "--training.local_batch_size=8", f"--activation_checkpoint.mode={mode}"]
+        )
+    )
     with Count() as count:
         train.train_step(job, {key: x[None] for key, x in batch(0).items()})
     return count.seen["attention"]
@@ -365,7 +426,8 @@ def test_the_names_that_selective_checkpointing_keeps_exist():
 
 
 def beside_hugging_face(shape: str) -> dict:
-    """Our packed window against transformers' model on each document alone; the greatest differences."""
+    """Our packed window against transformers' model on each document alone; the greatest
+    differences."""
     theirs, ours, pairs = random_pair(*SHAPES[shape])
     rows = batch(0)
     rows["tokens"] %= 97
@@ -381,7 +443,12 @@ def beside_hugging_face(shape: str) -> dict:
             worst = max(worst, (want[0] - logits).abs().max().item())
             F.cross_entropy(want[0], labels, ignore_index=IGNORE, reduction="sum").backward()
     mine, hfs = dict(ours.named_parameters()), dict(theirs.named_parameters())
-    return {"logits": worst, "grads": max(((mine[a].grad - hfs[b].grad).norm() / hfs[b].grad.norm()).item() for a, b in pairs)}
+    return {
+        "logits": worst,
+        "grads": max(
+            ((mine[a].grad - hfs[b].grad).norm() / hfs[b].grad.norm()).item() for a, b in pairs
+        ),
+    }
 
 
 @pytest.mark.parametrize("shape", ["llama3.1", "llama3.2", "qwen3"])
@@ -391,22 +458,28 @@ def test_equals_hugging_face_on_each_document(shape):
     assert seen["logits"] <= 2e-6 and seen["grads"] <= 1e-5, seen
 
 
-# ------------------------------------------------------------------------------------------------------- through train.py
+# --------------------------------------------------------------------------------------------------
+# through train.py
 
 
 def whole_run(options: list[str], folder: Path) -> list[float]:
-    """A run of train.main; on one rank also, for the first batch of the loader, the loss of its documents one by one."""
+    """A run of train.main; on one rank also, for the first batch of the loader, the loss of its
+    documents one by one."""
     real, alone = train.train_step, []
 
     def noting(job, rows, *options):
         if not alone and job.mesh.size == 1 and "positions" in rows:
             counted = (rows["labels"] != IGNORE).sum()
             total = 0.0
-            for tokens, labels, positions in zip(*(rows[key].flatten(0, 1) for key in ("tokens", "labels", "positions"))):
+            for tokens, labels, positions in zip(
+                *(rows[key].flatten(0, 1) for key in ("tokens", "labels", "positions"))
+            ):
                 ends = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
                 for a, b in zip(ends, ends[1:]):
                     with torch.no_grad():
-                        head = partial(linear_cross_entropy, labels=labels[None, a:b], chunk_tokens=99)
+                        head = partial(
+                            linear_cross_entropy, labels=labels[None, a:b], chunk_tokens=99
+                        )
                         total += job.model(tokens[None, a:b], torch.arange(b - a), head)
             alone.append((total / counted).item())
         return real(job, rows, *options)
@@ -420,16 +493,24 @@ def whole_run(options: list[str], folder: Path) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.cap(180)
 def test_a_whole_run_masks_in_training_and_validation_on_every_mesh(tmp_path):
-    """The corpus has documents longer and (like the last of it) other than windows: every run's losses agree, the first is
-    that of the documents one by one, and without masking they are others."""
-    options = [*tiny_run(tmp_path), "--training.steps=6", "--training.seq_len=96", "--validation.interval=3"]
+    """The corpus has documents longer and (like the last of it) other than windows: every run's
+    losses agree, the first is that of the documents one by one, and without masking they are
+    others."""
+    options = [
+        *tiny_run(tmp_path),
+        "--training.steps=6",
+        "--training.seq_len=96",
+        "--validation.interval=3",
+    ]
     masked = [*options, "--data.mask_documents=true"]
     first = run_ranks(1, whole_run, masked, tmp_path / "one")[0][0]
     run_ranks(4, whole_run, [*masked, "--parallelism.tensor_parallel=2"], tmp_path / "mesh")
     run_ranks(1, whole_run, options, tmp_path / "unmasked")
     for key in "loss", "validation_loss":
         one, mesh, unmasked = (series(tmp_path / name, key) for name in ("one", "mesh", "unmasked"))
-        assert one.keys() == mesh.keys() == unmasked.keys() and len(one) == (6 if key == "loss" else 2)
+        assert one.keys() == mesh.keys() == unmasked.keys() and len(one) == (
+            6 if key == "loss" else 2
+        )
         for step in one:
             assert abs(mesh[step] / one[step] - 1) < 1e-5
             assert unmasked[step] != one[step]

@@ -1,4 +1,5 @@
-"""What a run reports: the FLOPs formula, MFU, metrics.jsonl over a restart, TensorBoard, the log, the profiler."""
+"""What a run reports: the FLOPs formula, MFU, metrics.jsonl over a restart, TensorBoard, the log,
+the profiler."""
 
 import gzip
 import json
@@ -56,7 +57,7 @@ def series(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# FLOPs and MFU --------------------------------------------------------------------------------------------------------
+# FLOPs and MFU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -72,9 +73,13 @@ def test_the_formula_is_what_torch_counts(tied: bool) -> None:
 
 
 def test_the_formula_for_the_published_model() -> None:
-    """Llama 3 8B has 8,030,261,248 parameters, of which 128256 * 4096 are the embedding and 65 * 4096 the norms."""
+    """Llama 3 8B has 8,030,261,248 parameters, of which 128256 * 4096 are the embedding and 65 *
+    4096 the norms."""
     multiplied = 8_030_261_248 - 128256 * 4096 - 65 * 4096
-    assert llama.flops_per_token(llama.Args(**llama.FLAVORS["8B"]), 8192) == 6 * multiplied + 12 * 32 * 4096 * 8192
+    assert (
+        llama.flops_per_token(llama.Args(**llama.FLAVORS["8B"]), 8192)
+        == 6 * multiplied + 12 * 32 * 4096 * 8192
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_no_peak_rather_than_a_wrong_one(name: str, tflops: int | None) -> None:
     assert sum(pattern == name for pattern, _, _ in PEAK_TFLOPS) <= 1
 
 
-# metrics.jsonl --------------------------------------------------------------------------------------------------------
+# metrics.jsonl ------------------------------------------------------------------------------------
 
 
 def test_floats_read_back_bitwise_and_infinities_are_json(tmp_path: Path) -> None:
@@ -108,7 +113,9 @@ def test_floats_read_back_bitwise_and_infinities_are_json(tmp_path: Path) -> Non
     broken = {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf}
     with Metrics(QUIET, tmp_path, True, start=0, steps=9) as metrics:
         metrics.log(1, numbers)
-        assert series(tmp_path) == [{"step": 1} | numbers], "a line is on disk as soon as it is logged"
+        assert series(tmp_path) == [{"step": 1} | numbers], (
+            "a line is on disk as soon as it is logged"
+        )
         metrics.log(2, broken)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     strict = json.loads(lines[1], parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
@@ -125,7 +132,9 @@ def test_a_restart_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> Non
     with Metrics(QUIET, tmp_path, True, start=4, steps=9) as metrics:
         for step in range(5, 10):
             metrics.log(step, {"loss": -float(step)})
-    assert series(tmp_path) == [{"step": s, "loss": float(s if s <= 4 else -s)} for s in range(1, 10)]
+    assert series(tmp_path) == [
+        {"step": s, "loss": float(s if s <= 4 else -s)} for s in range(1, 10)
+    ]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
     file = path.stat().st_ino
@@ -138,10 +147,14 @@ def test_a_restart_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> Non
 def test_other_ranks_write_to_their_log_alone(tmp_path: Path, say: logging.Logger) -> None:
     with Metrics(schema.Metrics(), tmp_path, False, start=0, steps=9) as metrics:
         metrics.log(1, {"loss": 1.5})
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"] and "loss 1.5000" in log_of(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"] and "loss 1.5000" in log_of(
+        tmp_path
+    )
 
 
-def test_mfu_is_achieved_over_peak_and_absent_without_a_peak(tmp_path: Path, say: logging.Logger) -> None:
+def test_mfu_is_achieved_over_peak_and_absent_without_a_peak(
+    tmp_path: Path, say: logging.Logger
+) -> None:
     for peak in (None, 312e12):
         with Metrics(QUIET, tmp_path, True, start=0, steps=9, peak=peak) as metrics:
             metrics.log(1, {"tflops_per_device": 156.0})
@@ -151,13 +164,15 @@ def test_mfu_is_achieved_over_peak_and_absent_without_a_peak(tmp_path: Path, say
     assert "MFU 50.0%" in second and "TFLOP/s" not in second
 
 
-def test_wandb_that_is_missing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_is_missing_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
     with pytest.raises(InputError, match="pip install wandb"):
         Metrics(schema.Metrics(wandb_project="p"), tmp_path, True, start=0, steps=1)
 
 
-# TensorBoard ----------------------------------------------------------------------------------------------------------
+# TensorBoard --------------------------------------------------------------------------------------
 
 
 def test_tensorboard_shows_one_series_over_a_restart(tmp_path: Path) -> None:
@@ -169,34 +184,48 @@ def test_tensorboard_shows_one_series_over_a_restart(tmp_path: Path) -> None:
             for step in range(start + 1, last + 1):
                 metrics.log(step, {"loss": float(sign * step)})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(s, s if s <= 4 else -s) for s in range(1, 10)]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        (s, s if s <= 4 else -s) for s in range(1, 10)
+    ]
 
 
-# The console and the log ----------------------------------------------------------------------------------------------
+# The console and the log --------------------------------------------------------------------------
 
 
 def test_the_line_for_a_person(tmp_path: Path, say: logging.Logger) -> None:
     with Metrics(QUIET, tmp_path, True, start=0, steps=100) as metrics:
         values = {"loss": 2.34567, "grad_norm": 1.25, "lr": 3e-4, "tokens_per_second": 12345.6}
-        values |= {"tflops_per_device": 0.0123, "memory_gib": 1.5, "data_wait": 0.005, "step_seconds": 61.0}
+        values |= {
+            "tflops_per_device": 0.0123,
+            "memory_gib": 1.5,
+            "data_wait": 0.005,
+            "step_seconds": 61.0,
+        }
         metrics.log(40, values)
         metrics.log(41, {"tokens_per_second": 100.0})
         metrics.log(42, {"tokens_per_second": 300.0})
         metrics.log(43, {"tokens_per_second": 120.0})
-        assert metrics.summary() == "120 tokens/s", "the median without the first, which holds the start-up"
+        assert metrics.summary() == "120 tokens/s", (
+            "the median without the first, which holds the start-up"
+        )
     line = log_of(tmp_path).splitlines()[0].split(" INFO ")[1]
     assert line == (
-        "step 40/100  loss 2.3457  grad norm 1.250  lr 3.00e-04  12,346 tokens/s  0.0123 TFLOP/s  1.50 GiB  "
+        "step 40/100  loss 2.3457  grad norm 1.250  lr 3.00e-04  12,346 tokens/s  0.0123 TFLOP/s  "
+        "1.50 GiB  "
         "data wait 0.5%  ETA 1:01:00"
     )
 
 
 @pytest.mark.usefixtures("say")  # which puts logging back
-def test_a_bar_replaces_the_lines_on_the_console_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_bar_replaces_the_lines_on_the_console_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     def console(progress: str) -> tuple[str, str]:
         folder = tmp_path / progress
         say = log.setup(folder, 0)
-        with Metrics(schema.Metrics(tensorboard=False, progress=progress), folder, True, start=0, steps=9) as metrics:
+        with Metrics(
+            schema.Metrics(tensorboard=False, progress=progress), folder, True, start=0, steps=9
+        ) as metrics:
             metrics.log(3, {"loss": 1.5})
             say.info("checkpoint written")
         assert "loss 1.5000" in log_of(folder)
@@ -228,15 +257,21 @@ raise RuntimeError("the end")
 def test_who_says_what_where(tmp_path: Path) -> None:
     """In a process of its own: pytest has its own hands on warnings and logging."""
     command = [sys.executable, "-c", SPEAK, str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, text=True, capture_output=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent.parent, text=True, capture_output=True, timeout=60
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback") and done.stderr.endswith("RuntimeError: the end\n")
     for text in (done.stdout, log_of(tmp_path)):
         assert "hello" in text and "something odd" in text
-        assert not any(noise in text for noise in ("DTensor random", "While redistributing", "chatter"))
+        assert not any(
+            noise in text for noise in ("DTensor random", "While redistributing", "chatter")
+        )
     assert "from the other" not in done.stdout and "from the other" in log_of(tmp_path, rank=1)
     assert "rank 1: it failed" in done.stdout, "an error is worth the console whoever has it"
-    assert done.stderr in log_of(tmp_path, rank=1) and "Traceback" not in done.stdout, "a crash is in the file as well"
+    assert done.stderr in log_of(tmp_path, rank=1) and "Traceback" not in done.stdout, (
+        "a crash is in the file as well"
+    )
 
 
 def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
@@ -245,7 +280,7 @@ def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> 
         log.setup(tmp_path / "file" / "run", 0)
 
 
-# The summary, memory, the profiler ------------------------------------------------------------------------------------
+# The summary, memory, the profiler ----------------------------------------------------------------
 
 
 def summary_on_this_rank() -> str:
@@ -256,20 +291,33 @@ def summary_on_this_rank() -> str:
     fully_shard(model, mesh=mesh.fsdp_mesh)
     optimizers = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
     batch = schema.Training(seq_len=512, global_batch_size=16)
-    batches = [batch.model_copy(update={"local_batch_size": size}) for size in (schema.Derived(8), 2)]
+    batches = [
+        batch.model_copy(update={"local_batch_size": size}) for size in (schema.Derived(8), 2)
+    ]
     rows = zip(batches, optimizers, strict=True)
-    return "\n".join(model_summary(llama, ARGS, model, mesh, torch.bfloat16, batch, optimizer) for batch, optimizer in rows)
+    return "\n".join(
+        model_summary(llama, ARGS, model, mesh, torch.bfloat16, batch, optimizer)
+        for batch, optimizer in rows
+    )
 
 
 def test_the_summary_counts_what_is_sharded() -> None:
     adamw, sgd = run_ranks(2, summary_on_this_rank)[1].split("\nmodel: ")
-    assert f"{llama.parameters(ARGS):,} parameters; 3 layers of width 22, 6 heads on 2 key/value heads" in adamw
+    assert (
+        f"{llama.parameters(ARGS):,} parameters; 3 layers of width 22, 6 heads on 2 key/value heads"
+        in adamw
+    )
     assert "dp_replicate 1 x dp_shard 2 x tp 1 = 2 processes on cpu, computing in bfloat16" in adamw
-    whole = 4 * llama.parameters(ARGS)  # bytes of the whole model's weights: in a pipeline a rank's own are only a part of them
-    assert f"2 optimizer moments take {in_bytes(4 * whole, 1024)} in all, 2 MiB on this rank" in adamw
+    # bytes of the whole model's weights: in a pipeline a rank's own are only a part of them
+    whole = 4 * llama.parameters(ARGS)
+    assert (
+        f"2 optimizer moments take {in_bytes(4 * whole, 1024)} in all, 2 MiB on this rank" in adamw
+    )
     assert f"0 optimizer moments take {in_bytes(2 * whole, 1024)} in all, 1 MiB on this rank" in sgd
     step = "step: 8,192 tokens in 16 sequences of 512; each of 2 data-parallel ranks has"
-    assert f"{step} 1 micro-batch of 8 (chosen, because training.local_batch_size is not set)" in adamw
+    assert (
+        f"{step} 1 micro-batch of 8 (chosen, because training.local_batch_size is not set)" in adamw
+    )
     assert sgd.endswith(f"{step} 4 micro-batches of 2")
 
 
@@ -280,17 +328,30 @@ def test_memory_of_this_process() -> None:
     assert 0.05 < before and len(ballast) / 2**30 <= after <= before + 1.5
 
 
-@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # tracing from the first step on, there is none
+# tracing from the first step on, there is none
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 @pytest.mark.parametrize("start_step, steps, done", [(1, 2, 5), (3, 2, 5), (3, 9, 4)])
-def test_the_trace_holds_the_steps_asked_for(tmp_path: Path, start_step: int, steps: int, done: int) -> None:
-    with profiler(schema.Profiler(enabled=True, start_step=start_step, steps=steps), tmp_path, 3) as profile:
+def test_the_trace_holds_the_steps_asked_for(
+    tmp_path: Path, start_step: int, steps: int, done: int
+) -> None:
+    with profiler(
+        schema.Profiler(enabled=True, start_step=start_step, steps=steps), tmp_path, 3
+    ) as profile:
         for step in range(1, done + 1):
             with torch.profiler.record_function(f"work of step {step}"):
                 torch.ones(8).sum()
             profile.step()
-    events = json.loads(gzip.open(tmp_path / "profile" / "rank-00003.json.gz").read())["traceEvents"]
-    found = {event["name"] for event in events if event.get("cat") == "user_annotation" and "work" in event["name"]}
-    assert found == {f"work of step {step}" for step in range(start_step, min(start_step + steps - 1, done) + 1)}
+    events = json.loads(gzip.open(tmp_path / "profile" / "rank-00003.json.gz").read())[
+        "traceEvents"
+    ]
+    found = {
+        event["name"]
+        for event in events
+        if event.get("cat") == "user_annotation" and "work" in event["name"]
+    }
+    assert found == {
+        f"work of step {step}" for step in range(start_step, min(start_step + steps - 1, done) + 1)
+    }
 
 
 def test_the_profiler_is_off_unless_asked_for(tmp_path: Path) -> None:
@@ -301,23 +362,30 @@ def test_the_profiler_is_off_unless_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no CUDA")
 def test_a_memory_snapshot_without_cuda_is_declined(tmp_path: Path, say: logging.Logger) -> None:
-    with profiler(schema.Profiler(enabled=True, memory_snapshot=True, start_step=1, steps=1), tmp_path, 0) as profile:
+    with profiler(
+        schema.Profiler(enabled=True, memory_snapshot=True, start_step=1, steps=1), tmp_path, 0
+    ) as profile:
         profile.step()
     assert "only CUDA's allocator keeps a history" in log_of(tmp_path)
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-00000.json.gz"]
 
 
-# ------------------------------------------------------------------------------------------------- what a line counts
+# --------------------------------------------------------------------------------------------------
+# what a line counts
 
 
 def test_a_line_is_about_the_steps_since_the_line_before():
     """Two sources with windows of 4 tokens, two of them in a batch; this rank has all of it."""
-    mesh = SimpleNamespace(size=2, device=torch.device("cpu"), sum_over_tokens=lambda x: x, sum_over_pp=lambda x: x)
+    mesh = SimpleNamespace(
+        size=2, device=torch.device("cpu"), sum_over_tokens=lambda x: x, sum_over_pp=lambda x: x
+    )
     corpora = [(name, name, range(101), [[0, 1.0]]) for name in ("web", "code")]
     order = orders.begin(orders.describe(corpora, seed=0, seq_len=4, global_batch_size=2))
     meter = Meter(mesh, sources=2, tokens_per_step=8, flops_per_token=1e12)
 
-    def step(losses: list[list[float]], source: list[int], seconds: float, skipped: bool = False) -> None:
+    def step(
+        losses: list[list[float]], source: list[int], seconds: float, skipped: bool = False
+    ) -> None:
         losses = torch.tensor([losses])  # [1, 2, 4]
         labels = torch.where(losses == 0, IGNORE, 1)
         batch = {"labels": labels, "source": torch.tensor(source)}
@@ -326,16 +394,30 @@ def test_a_line_is_about_the_steps_since_the_line_before():
 
     step([[1.0, 2.0, 3.0, 0.0], [5.0, 5.0, 5.0, 5.0]], [0, 1], seconds=1.0)
     step([[4.0, 4.0, 4.0, 0.0], [7.0, 7.0, 7.0, 7.0]], [0, 1], seconds=3.0)
-    step([[9.0] * 4, [9.0] * 4], [0, 1], seconds=4.0, skipped=True)  # its time counts, its losses do not
+    # its time counts, its losses do not
+    step([[9.0] * 4, [9.0] * 4], [0, 1], seconds=4.0, skipped=True)
     meter.reported["late/data/rank-1"] = 0.5
     line = meter.line(3, order, loss=9.0, grad_norm=2.0, lr=0.1)
-    assert (line["tokens_per_second"], line["tflops_per_device"], line["data_wait"]) == (3.0, 1.5, 0.25)
-    assert line["step_seconds"] == pytest.approx(8 / 3) and line["tokens_seen"] == 24 and line["late/data/rank-1"] == 0.5
+    assert (line["tokens_per_second"], line["tflops_per_device"], line["data_wait"]) == (
+        3.0,
+        1.5,
+        0.25,
+    )
+    assert (
+        line["step_seconds"] == pytest.approx(8 / 3)
+        and line["tokens_seen"] == 24
+        and line["late/data/rank-1"] == 0.5
+    )
     assert (line["loss/web"], line["loss/code"]) == (3.0, 6.0)  # 18 nats of 6 tokens, 48 of 8
-    assert line["tokens_seen/web"] + line["tokens_seen/code"] == 24 and line["epochs/web"] == line["tokens_seen/web"] / 100
+    assert (
+        line["tokens_seen/web"] + line["tokens_seen/code"] == 24
+        and line["epochs/web"] == line["tokens_seen/web"] / 100
+    )
 
     step([[1.0] * 4, [1.0] * 4], [1, 1], seconds=2.0)
     line = meter.line(4, order, loss=1.0, grad_norm=2.0, lr=0.1)
     assert line["tokens_per_second"] == 4.0 and line["loss/code"] == 1.0
-    assert "loss/web" not in line and "late/data/rank-1" not in line, "what the line before has told"
+    assert "loss/web" not in line and "late/data/rank-1" not in line, (
+        "what the line before has told"
+    )
     assert (meter.first_loss, meter.last_loss) == (26 / 8, 1.0)

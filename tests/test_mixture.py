@@ -1,5 +1,6 @@
-"""Whole runs of train.py on a mixture: the same numbers on every mesh, nothing held out is trained on, what changes on
-resume is refused or recorded, and a data worker that fails ends the run on every rank."""
+"""Whole runs of train.py on a mixture: the same numbers on every mesh, nothing held out is trained
+on, what changes on resume is refused or recorded, and a data worker that fails ends the run on
+every rank."""
 
 import contextlib
 import io
@@ -48,9 +49,15 @@ def options(place) -> list[str]:
     )
     sets = f'[{{name = "further", source = "{place / "further"}"}}]'
     return [
-        *TINY, f"--data.mixture=[{rows}]", f"--validation.sets={sets}", f"--data.cache={place / 'cache'}",
-        "--data.validation_fraction=0.2", "--validation.interval=5", "--validation.steps=2", "--training.steps=10",
-    ]  # fmt: skip
+        *TINY,
+        f"--data.mixture=[{rows}]",
+        f"--validation.sets={sets}",
+        f"--data.cache={place / 'cache'}",
+        "--data.validation_fraction=0.2",
+        "--validation.interval=5",
+        "--validation.steps=2",
+        "--training.steps=10",
+    ]
 
 
 @pytest.mark.slow
@@ -61,24 +68,38 @@ def test_a_mixture_is_the_same_run_on_every_mesh(options, tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         assert run_ranks(ranks, run, [*options, *extra], folder) == [(0, "")] * ranks
-        seen[name] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        seen[name] = [
+            json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
     steps = [line for line in seen["one"] if "loss" in line]
     order = audit.open_run(str(tmp_path / "one")).order
     assert [stage.step for stage in order.stages] == [0, 7]
     for line in steps:
         tokens = [line[f"tokens_seen/{name}"] for name in ("web", "code")]
-        assert tokens == [count * 16 for count in order.consumed(line["step"])] and sum(tokens) == line["tokens_seen"]
+        assert (
+            tokens == [count * 16 for count in order.consumed(line["step"])]
+            and sum(tokens) == line["tokens_seen"]
+        )
         assert line["epochs/web"] == tokens[0] / 16 / order.last.sources[0].windows
-    for before, line in zip(steps, steps[1:]):  # metrics.interval = 1: a line's losses are those of one step
-        parts = [(line.get(f"loss/{n}", 0.0), line[f"tokens_seen/{n}"] - before[f"tokens_seen/{n}"]) for n in ("web", "code")]
-        assert math.isclose(sum(loss * count for loss, count in parts) / (8 * 16), line["loss"], rel_tol=1e-5)
+    # metrics.interval = 1: a line's losses are those of one step
+    for before, line in zip(steps, steps[1:]):
+        parts = [
+            (line.get(f"loss/{n}", 0.0), line[f"tokens_seen/{n}"] - before[f"tokens_seen/{n}"])
+            for n in ("web", "code")
+        ]
+        assert math.isclose(
+            sum(loss * count for loss, count in parts) / (8 * 16), line["loss"], rel_tol=1e-5
+        )
     validations = [line for line in seen["one"] if "validation_loss" in line]
     assert [line["step"] for line in validations] == [5, 10]
     for line in validations:
         losses = [line[f"validation/{name}/loss"] for name in ("web", "code", "further")]
         assert math.isclose(line["validation_loss"], np.mean(losses), rel_tol=1e-6)
-        assert math.isclose(line["validation_perplexity"], math.exp(line["validation_loss"]), rel_tol=1e-6)
-        bits = line["validation_loss"] / math.log(2)  # tokens are bytes, but that of a document's end stands for none
+        assert math.isclose(
+            line["validation_perplexity"], math.exp(line["validation_loss"]), rel_tol=1e-6
+        )
+        # tokens are bytes, but that of a document's end stands for none
+        bits = line["validation_loss"] / math.log(2)
         assert bits < line["validation_bits_per_byte"] < bits * 1.02
     for name in "fsdp2", "fsdp2xtp2":
         assert len(seen[name]) == len(seen["one"])
@@ -87,11 +108,15 @@ def test_a_mixture_is_the_same_run_on_every_mesh(options, tmp_path):
             close = {key for key in want if "loss" in key or "bits" in key or "perplexity" in key}
             assert exact <= line.keys() and close <= line.keys()
             assert all(line[key] == want[key] for key in exact)
-            assert all(math.isclose(line[key], want[key], rel_tol=1e-5) for key in close), (line, want)
+            assert all(math.isclose(line[key], want[key], rel_tol=1e-5) for key in close), (
+                line,
+                want,
+            )
 
 
 def test_no_held_out_text_is_in_a_training_window_of_any_source(options, tmp_path):
-    """Held out is by the hash of the text: of the 25 texts in both sources, each is on the same side in both."""
+    """Held out is by the hash of the text: of the 25 texts in both sources, each is on the same
+    side in both."""
     cfg = train.load_config([f"--run.folder={tmp_path}", *options])
     corpora = open_corpora(cfg, log=lambda _: None)
     sources, sets = corpora.sources, corpora.sets
@@ -105,7 +130,11 @@ def test_no_held_out_text_is_in_a_training_window_of_any_source(options, tmp_pat
     shared = {text(i, "shared").encode() for i in range(25)}
     assert held_out & shared and texts(sets["web"]) & shared == texts(sets["code"]) & shared
     assert not held_out & (texts(sources["web"].train) | texts(sources["code"].train))
-    batches = corpora.rows(corpora.order({}), SimpleNamespace(dp_rank=0, dp_size=1, places=lambda seq_len: [range(seq_len)]), 263)
+    batches = corpora.rows(
+        corpora.order({}),
+        SimpleNamespace(dp_rank=0, dp_size=1, places=lambda seq_len: [range(seq_len)]),
+        263,
+    )
     for step in range(200):
         for window in batches[step]["tokens"].flatten(0, 1):
             piece = bytes(i if i < 256 else 0 for i in window.tolist()).split(b"\0")[0][:12]
@@ -117,26 +146,42 @@ def test_every_seed_is_validated_on_the_same_sequences_in_the_same_order(options
     alone = SimpleNamespace(dp_rank=0, dp_size=1, places=lambda seq_len: [range(seq_len)])
     seen, trained = [], []
     for seed in 0, 1:
-        corpora = open_corpora(train.load_config([*options, f"--run.seed={seed}"]), log=lambda _: None)
+        corpora = open_corpora(
+            train.load_config([*options, f"--run.seed={seed}"]), log=lambda _: None
+        )
         sets = corpora.held_out(alone, 263)
         assert list(sets) == ["web", "code", "further"]
-        seen.append({name: [rows[i]["tokens"].tolist() for i in range(2)] for name, rows in sets.items()})
+        seen.append(
+            {name: [rows[i]["tokens"].tolist() for i in range(2)] for name, rows in sets.items()}
+        )
         trained.append(corpora.rows(corpora.order({}), alone, 263)[0]["tokens"].tolist())
     assert seen[0] == seen[1]
     assert trained[0] != trained[1], "the control: the order of the training data follows the seed"
 
 
 def test_changed_data_is_refused_or_recorded(options, tmp_path, place):
-    """A run of 10 steps with other weights from there on: refused, then spliced, then an ordinary resume."""
+    """A run of 10 steps with other weights from there on: refused, then spliced, then an ordinary
+    resume."""
     assert run_ranks(1, run, options, tmp_path) == [(0, "")]
-    changed = [option.replace("weight = 0.25", "weight = 0.5") for option in options] + ["--validation.interval=0"]
+    changed = [option.replace("weight = 0.25", "weight = 0.5") for option in options] + [
+        "--validation.interval=0"
+    ]
     ((code, error),) = run_ranks(1, run, [*changed, "--training.steps=13"], tmp_path)
-    assert code == 2 and "the data would change at step 10: weight or schedule of source code was [[0, 0.25]]" in error
+    assert (
+        code == 2
+        and "the data would change at step 10: weight or schedule of source code was [[0, 0.25]]"
+        in error
+    )
     splice = [*changed, "--data.allow_splice=true"]
     assert run_ranks(1, run, [*splice, "--training.steps=13"], tmp_path) == [(0, "")]
     assert run_ranks(1, run, [*changed, "--training.steps=15"], tmp_path) == [(0, "")]
     log = (tmp_path / "logs" / "rank-00000.log").read_text()
-    assert log.count("the data changes at step 10 (data.allow_splice): weight or schedule of source code") == 1
+    assert (
+        log.count(
+            "the data changes at step 10 (data.allow_splice): weight or schedule of source code"
+        )
+        == 1
+    )
     found = audit.open_run(str(tmp_path))
     assert [stage.step for stage in found.order.stages] == [0, 7, 10] and found.done == 15
     assert audit.prove(found.order, 15) == []
@@ -145,9 +190,15 @@ def test_changed_data_is_refused_or_recorded(options, tmp_path, place):
 
 
 def test_a_source_read_too_often_is_refused_before_the_run(options, tmp_path):
-    limited = [option.replace("weight = 0.25,", "weight = 0.25, max_epochs = 0.01,") for option in options]
+    limited = [
+        option.replace("weight = 0.25,", "weight = 0.25, max_epochs = 0.01,") for option in options
+    ]
     ((code, error),) = run_ranks(1, run, limited, tmp_path)
-    assert code == 2 and "source code of data.mixture would be read" in error and "max_epochs = 0.01" in error
+    assert (
+        code == 2
+        and "source code of data.mixture would be read" in error
+        and "max_epochs = 0.01" in error
+    )
 
 
 def test_a_bpe_of_several_new_sources_is_refused(options, tmp_path):
@@ -156,16 +207,19 @@ def test_a_bpe_of_several_new_sources_is_refused(options, tmp_path):
     assert code == 2 and "data.train_tokenizer" in error
 
 
-# ------------------------------------------------------------------------------------------------------- W1: the workers
+# --------------------------------------------------------------------------------------------------
+# W1: the workers
 
 
 def with_failing_worker(how: str, options: list[str], folder: Path) -> tuple[object, str, float]:
-    """A run of which rank 1's worker fails at step 6; (exit code or error, what was printed, seconds since then)."""
+    """A run of which rank 1's worker fails at step 6; (exit code or error, what was printed,
+    seconds since then)."""
     real, failed = Batches.__getitem__, folder / "failed"
 
     def failing(self, step):
         if step == 5 and self.first_row:
-            for _ in range(200):  # a worker reads ahead, and its death ends the run at once: first the save of step 3
+            # a worker reads ahead, and its death ends the run at once: first the save of step 3
+            for _ in range(200):
                 if (folder / "checkpoints" / "step-00000003").is_dir():
                     break
                 time.sleep(0.1)
@@ -195,13 +249,27 @@ WORDS = {
 @pytest.mark.parametrize("how", WORDS)
 @pytest.mark.cap(60)
 def test_a_worker_that_fails_ends_the_run_on_all_ranks(options, tmp_path, how):
-    """The rank says which worker, step and sources in one line and ends with 1; the other does not wait for it."""
-    more = ["--data.workers=2", "--data.timeout_seconds=5", "--checkpoint.interval=3", "--checkpoint.async_save=false",
-            *MESHES["fsdp2"][1]]  # fmt: skip  # a save in the background may outlast two quick steps
-    (other, _, first), (code, error, second) = run_ranks(2, with_failing_worker, how, [*options, *more], tmp_path, timeout=45)
-    assert code == 1 and error.startswith("rank 1: data worker ") and WORDS[how] in error and error.count("\n") == 1, error
+    """The rank says which worker, step and sources in one line and ends with 1; the other does not
+    wait for it."""
+    more = [
+        "--data.workers=2",
+        "--data.timeout_seconds=5",
+        "--checkpoint.interval=3",
+        "--checkpoint.async_save=false",
+        *MESHES["fsdp2"][1],
+    ]  # a save in the background may outlast two quick steps
+    (other, _, first), (code, error, second) = run_ranks(
+        2, with_failing_worker, how, [*options, *more], tmp_path, timeout=45
+    )
+    assert (
+        code == 1
+        and error.startswith("rank 1: data worker ")
+        and WORDS[how] in error
+        and error.count("\n") == 1
+    ), error
     assert other in (1, "RuntimeError", "DistBackendError")
-    assert max(first, second) < 20  # measured: under a second after a kill, timeout_seconds and one after a stop
+    # measured: under a second after a kill, timeout_seconds and one after a stop
+    assert max(first, second) < 20
     assert (tmp_path / "checkpoints" / "step-00000003").is_dir()
     if how == "killed":
         assert run_ranks(2, run, [*options, *more], tmp_path) == [(0, "")] * 2

@@ -1,5 +1,5 @@
-"""What every family's model promises: the published numbers, the rotary positions of transformers, and, to those who place it on
-machines, stages of a pipeline and a core that can be replaced."""
+"""What every family's model promises: the published numbers, the rotary positions of transformers,
+and, to those who place it on machines, stages of a pipeline and a core that can be replaced."""
 
 import importlib
 import math
@@ -9,17 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import MODELS, family as families, layers, llama
+from models import MODELS, layers, llama
+from models import family as families
 from training import init
 
-SIZES = {"dim": 24, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, "hidden_dim": 20, "vocab_size": 31}
+SIZES = {
+    "dim": 24,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 6,
+    "hidden_dim": 20,
+    "vocab_size": 31,
+}
 TOKENS, POSITIONS = torch.arange(22).view(2, 11), torch.arange(11)
 
 
 def numbers(name: str, **changes: object):
     """`Args` of the family's debug flavor at these sizes, as far as it has them."""
     flavor = MODELS[name].FLAVORS["debug"]
-    return MODELS[name].Args(**flavor | {key: size for key, size in SIZES.items() if key in flavor} | changes)
+    return MODELS[name].Args(
+        **flavor | {key: size for key, size in SIZES.items() if key in flavor} | changes
+    )
 
 
 def built(name: str, layers: range | None = None, **changes: object) -> torch.nn.Module:
@@ -35,34 +46,70 @@ every_family = pytest.mark.parametrize("name", MODELS)
 
 @every_family
 def test_a_family_has_every_member(name):
-    wanted = {*families.Family.__annotations__, *(member for member in vars(families.Family) if not member.startswith("_"))}
-    assert len(wanted) > 15 and not {member for member in wanted if not hasattr(MODELS[name], member)}
+    wanted = {
+        *families.Family.__annotations__,
+        *(member for member in vars(families.Family) if not member.startswith("_")),
+    }
+    assert len(wanted) > 15 and not {
+        member for member in wanted if not hasattr(MODELS[name], member)
+    }
 
 
 @every_family
 def test_a_toy_has_the_width_that_is_asked_for(name):
     args = MODELS[name].small(32)
     assert (args.dim, args.n_layers, MODELS[name].largest_product(args)) == (32, 4, (32, 32))
-    assert MODELS[name].build(args)(torch.zeros(1, 3, dtype=torch.int64), torch.arange(3)).shape == (1, 3, args.vocab_size)
+    assert MODELS[name].build(args)(
+        torch.zeros(1, 3, dtype=torch.int64), torch.arange(3)
+    ).shape == (1, 3, args.vocab_size)
 
 
-@pytest.mark.parametrize("params, tied, context, factor", [
-    ({}, False, 4096, None),  # Llama 2
-    ({"vocab_size": -1, "rope_theta": 10000.0}, False, 4096, None),
-    ({"vocab_size": 97, "rope_theta": 500000.0}, False, 8192, None),  # Llama 3
-    ({"vocab_size": 97, "rope_theta": 500000.0, "use_scaled_rope": True}, False, 131072, 8.0),  # 3.1 and 3.3
-    ({"vocab_size": 97, "rope_theta": 500000.0, "use_scaled_rope": True}, True, 131072, 32.0),  # 3.2
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "params, tied, context, factor",
+    [
+        ({}, False, 4096, None),  # Llama 2
+        ({"vocab_size": -1, "rope_theta": 10000.0}, False, 4096, None),
+        ({"vocab_size": 97, "rope_theta": 500000.0}, False, 8192, None),  # Llama 3
+        # 3.1 and 3.3
+        ({"vocab_size": 97, "rope_theta": 500000.0, "use_scaled_rope": True}, False, 131072, 8.0),
+        # 3.2
+        ({"vocab_size": 97, "rope_theta": 500000.0, "use_scaled_rope": True}, True, 131072, 32.0),
+    ],
+)
 def test_what_metas_files_leave_out_is_that_of_the_published_models(params, tied, context, factor):
     embedding = torch.arange(97.0 * 8).view(97, 8)
-    weights = {"tok_embeddings.weight": embedding, "output.weight": embedding if tied else embedding + 1,
-               "layers.0.feed_forward.w1.weight": torch.zeros(10, 8)}  # fmt: skip
-    args = llama.args_from_meta({"dim": 8, "n_layers": 1, "n_heads": 2, "norm_eps": 1e-5} | params, weights, files=2)
-    scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192} if factor else None
+    weights = {
+        "tok_embeddings.weight": embedding,
+        "output.weight": embedding if tied else embedding + 1,
+        "layers.0.feed_forward.w1.weight": torch.zeros(10, 8),
+    }
+    args = llama.args_from_meta(
+        {"dim": 8, "n_layers": 1, "n_heads": 2, "norm_eps": 1e-5} | params, weights, files=2
+    )
+    scaling = (
+        {
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_seq_len": 8192,
+        }
+        if factor
+        else None
+    )
     assert args == llama.Args(
-        dim=8, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=4, hidden_dim=20, vocab_size=97, norm_eps=1e-5, max_seq_len=context,
-        rope_theta=params.get("rope_theta", 10000.0), tied_embeddings=tied, rope_scaling=scaling,
-    )  # fmt: skip
+        dim=8,
+        n_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        head_dim=4,
+        hidden_dim=20,
+        vocab_size=97,
+        norm_eps=1e-5,
+        max_seq_len=context,
+        rope_theta=params.get("rope_theta", 10000.0),
+        tied_embeddings=tied,
+        rope_scaling=scaling,
+    )
 
 
 @every_family
@@ -70,14 +117,24 @@ def test_what_metas_files_leave_out_is_that_of_the_published_models(params, tied
 def test_the_parameters_that_a_family_counts_are_those_of_the_model(name, tied):
     args = numbers(name, tied_embeddings=tied)
     model = MODELS[name].build(args)
-    assert MODELS[name].parameters(args) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert MODELS[name].parameters(args) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
     assert MODELS[name].hf_names(args).keys() == dict(model.named_parameters()).keys()
     assert "3 layers" in MODELS[name].describe(args)
 
 
-# The config.json of each repository on the Hugging Face hub, except for what the classes and the sizes below have in common.
-# The 405B is that of the later revision, whose key/value heads are not duplicated (8, not 16).
-FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim", "tie_word_embeddings")
+# The config.json of each repository on the Hugging Face hub, except for what the classes and the
+# sizes below have in common. The 405B is that of the later revision, whose key/value heads are not
+# duplicated (8, not 16).
+FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "head_dim",
+    "tie_word_embeddings",
+)
 PUBLISHED = {
     "llama": {
         "meta-llama/Llama-3.2-1B": (2048, 16, 32, 8192, 64, True),
@@ -96,38 +153,129 @@ PUBLISHED = {
     },
 }
 WITH_EXPERTS = {  # repository -> family and flavor, and what config.json says
-    "Qwen/Qwen3-30B-A3B": ("qwen3", "30B-A3B", {
-        "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "intermediate_size": 6144, "moe_intermediate_size": 768}),
-    "Qwen/Qwen3-235B-A22B": ("qwen3", "235B-A22B", {
-        "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4,
-        "intermediate_size": 12288, "moe_intermediate_size": 1536}),
-    "moonshotai/Moonlight-16B-A3B": ("deepseek_v3", "16B-A3B", {
-        "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
-        "intermediate_size": 11264, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "q_lora_rank": None,
-        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
-        "num_experts_per_tok": 6, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446,
-        "vocab_size": 163840, "rope_theta": 50000.0, "rms_norm_eps": 1e-05, "max_position_embeddings": 8192,
-        "tie_word_embeddings": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
-        "aux_loss_alpha": 0.001}),
-    "deepseek-ai/DeepSeek-V3": ("deepseek_v3", "671B", {
-        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-        "intermediate_size": 18432, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "q_lora_rank": 1536,
-        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
-        "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
-        "vocab_size": 129280, "rope_theta": 10000, "rms_norm_eps": 1e-06, "max_position_embeddings": 163840,
-        "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
-                         "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
-        "tie_word_embeddings": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
-        "aux_loss_alpha": 0.0001}),  # the report's, section 4.2; config.json has 0.001
-}  # fmt: skip
+    "Qwen/Qwen3-30B-A3B": (
+        "qwen3",
+        "30B-A3B",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+        },
+    ),
+    "Qwen/Qwen3-235B-A22B": (
+        "qwen3",
+        "235B-A22B",
+        {
+            "hidden_size": 4096,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+        },
+    ),
+    "moonshotai/Moonlight-16B-A3B": (
+        "deepseek_v3",
+        "16B-A3B",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "intermediate_size": 11264,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.446,
+            "vocab_size": 163840,
+            "rope_theta": 50000.0,
+            "rms_norm_eps": 1e-05,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": False,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "aux_loss_alpha": 0.001,
+        },
+    ),
+    "deepseek-ai/DeepSeek-V3": (
+        "deepseek_v3",
+        "671B",
+        {
+            "hidden_size": 7168,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "vocab_size": 129280,
+            "rope_theta": 10000,
+            "rms_norm_eps": 1e-06,
+            "max_position_embeddings": 163840,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 40,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            "tie_word_embeddings": False,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "aux_loss_alpha": 0.0001,
+        },
+    ),  # the report's, section 4.2; config.json has 0.001
+}
 COMMON = {
-    "llama": {"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-05,
-              "max_position_embeddings": 131072},
-    "qwen3": {"num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1000000, "rms_norm_eps": 1e-06,
-              "max_position_embeddings": 40960, "rope_scaling": None},
-}  # fmt: skip
-STRETCHED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    "llama": {
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-05,
+        "max_position_embeddings": 131072,
+    },
+    "qwen3": {
+        "num_key_value_heads": 8,
+        "vocab_size": 151936,
+        "rope_theta": 1000000,
+        "rms_norm_eps": 1e-06,
+        "max_position_embeddings": 40960,
+        "rope_scaling": None,
+    },
+}
+STRETCHED = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def published() -> list:
@@ -135,16 +283,31 @@ def published() -> list:
     rows = []
     for name in PUBLISHED:
         for repository, values in PUBLISHED[name].items():
-            config = COMMON[name] | {key: value for key, value in zip(FIELDS, values, strict=True) if value is not None}
+            config = COMMON[name] | {
+                key: value for key, value in zip(FIELDS, values, strict=True) if value is not None
+            }
             if name == "llama":
-                config["rope_scaling"] = STRETCHED | {"factor": 32.0 if "3.2" in repository else 8.0}
+                config["rope_scaling"] = STRETCHED | {
+                    "factor": 32.0 if "3.2" in repository else 8.0
+                }
             rows.append(pytest.param(name, repository.split("-")[-1], config, id=repository))
     for repository, (name, flavor, config) in WITH_EXPERTS.items():
         if name == "qwen3":
-            config = COMMON[name] | config | {
-                "model_type": "qwen3_moe", "head_dim": 128, "tie_word_embeddings": False, "num_experts": 128,
-                "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-                "router_aux_loss_coef": 0.001}  # fmt: skip
+            config = (
+                COMMON[name]
+                | config
+                | {
+                    "model_type": "qwen3_moe",
+                    "head_dim": 128,
+                    "tie_word_embeddings": False,
+                    "num_experts": 128,
+                    "num_experts_per_tok": 8,
+                    "norm_topk_prob": True,
+                    "decoder_sparse_step": 1,
+                    "mlp_only_layers": [],
+                    "router_aux_loss_coef": 0.001,
+                }
+            )
         rows.append(pytest.param(name, flavor, config, id=repository))
     return rows
 
@@ -157,27 +320,49 @@ def test_every_number_of_a_flavor_is_the_published_one(name, flavor, config):
 
 def test_every_flavor_is_compared_with_what_was_published():
     compared = {(row.values[0], row.values[1]) for row in published()}
-    assert compared == {(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS if "debug" not in flavor}
+    assert compared == {
+        (name, flavor)
+        for name in MODELS
+        for flavor in MODELS[name].FLAVORS
+        if "debug" not in flavor
+    }
 
 
-@pytest.mark.parametrize("name, flavor", [(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS if "debug" in flavor])
+@pytest.mark.parametrize(
+    "name, flavor",
+    [(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS if "debug" in flavor],
+)
 def test_debug_flavors_are_small_and_otherwise_alike(name, flavor):
-    """Runs of two families are compared on the same tokens. What has nothing to do with size is as published."""
-    numbers, large = MODELS[name].FLAVORS[flavor], [MODELS[name].FLAVORS[row.values[1]] for row in published() if row.values[0] == name]
-    same = {"vocab_size": 4096, "rope_theta": 10000.0, "max_seq_len": 8192, "tied_embeddings": False}
+    """Runs of two families are compared on the same tokens. What has nothing to do with size is as
+    published."""
+    numbers, large = (
+        MODELS[name].FLAVORS[flavor],
+        [MODELS[name].FLAVORS[row.values[1]] for row in published() if row.values[0] == name],
+    )
+    same = {
+        "vocab_size": 4096,
+        "rope_theta": 10000.0,
+        "max_seq_len": 8192,
+        "tied_embeddings": False,
+    }
     assert {key: numbers[key] for key in same} == same
     for key in "norm_eps", "balance_loss":
         assert key not in numbers or numbers[key] in [row.get(key) for row in large]
 
 
-@pytest.mark.parametrize("name, flavor", [(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS])
+@pytest.mark.parametrize(
+    "name, flavor", [(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS]
+)
 def test_rotary_positions_are_those_of_transformers(name, flavor):
-    """At position 1 the sines are nearly the frequencies themselves, so each frequency is compared to 1e-5 of its size."""
+    """At position 1 the sines are nearly the frequencies themselves, so each frequency is compared
+    to 1e-5 of its size."""
     transformers = pytest.importorskip("transformers")
     family = MODELS[name]
     args = family.Args(**family.FLAVORS[flavor])
     config = transformers.AutoConfig.for_model(**family.hf_config(args))
-    module = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
+    module = importlib.import_module(
+        f"transformers.models.{config.model_type}.modeling_{config.model_type}"
+    )
     (rotary,) = (value for key, value in vars(module).items() if key.endswith("RotaryEmbedding"))
     with torch.device("meta"):
         model = family.build(args)
@@ -190,34 +375,60 @@ def test_rotary_positions_are_those_of_transformers(name, flavor):
 
 @pytest.mark.parametrize("low, high, factor", list(product([1.0, 2.0], [4.0, 8.0], [8.0, 32.0])))
 def test_long_wavelengths_are_stretched_and_short_ones_are_not(low, high, factor):
-    """Written out for each frequency, beside the vectorised code. The original context is 8,192 tokens, so all three kinds of
-    wavelength occur among the 64 frequencies of a head."""
+    """Written out for each frequency, beside the vectorised code. The original context is 8,192
+    tokens, so all three kinds of wavelength occur among the 64 frequencies of a head."""
     frequencies = layers.rope_frequencies(128, 500000.0, torch.device("cpu"))
-    scaling = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high, "original_max_seq_len": 8192}
+    scaling = {
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_seq_len": 8192,
+    }
     got, kinds = llama.scaled_frequencies(frequencies, scaling).tolist(), set()
     for frequency, stretched in zip(frequencies.tolist(), got, strict=True):
         turns = 8192 * frequency / (2 * math.pi)  # in the original context
-        kept = min(1.0, max(0.0, (turns - low) / (high - low)))  # the share of the frequency that is not stretched
+        # the share of the frequency that is not stretched
+        kept = min(1.0, max(0.0, (turns - low) / (high - low)))
         assert stretched == pytest.approx(frequency * (kept + (1 - kept) / factor), rel=1e-5)
         kinds.add("all" if kept == 1 else "nothing" if kept == 0 else "a part")
     assert len(kinds) == 3
 
 
-@pytest.mark.parametrize("name, flavor, billions", [
-    ("llama", "8B", 8.030), ("llama", "70B", 70.554), ("llama", "405B", 405.853),  # the names of the checkpoints on the hub
-    ("qwen3", "0.6B", 0.596), ("qwen3", "1.7B", 1.721), ("qwen3", "4B", 4.022), ("qwen3", "8B", 8.191),
-    ("qwen3", "14B", 14.768), ("qwen3", "32B", 32.762), ("qwen3", "30B-A3B", 30.532), ("qwen3", "235B-A22B", 235.094),
-    ("deepseek_v3", "671B", 671.026), ("deepseek_v3", "16B-A3B", 15.960),  # 15.29 without embedding and output (arXiv:2502.16982)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, flavor, billions",
+    [
+        # the names of the checkpoints on the hub
+        ("llama", "8B", 8.030),
+        ("llama", "70B", 70.554),
+        ("llama", "405B", 405.853),
+        ("qwen3", "0.6B", 0.596),
+        ("qwen3", "1.7B", 1.721),
+        ("qwen3", "4B", 4.022),
+        ("qwen3", "8B", 8.191),
+        ("qwen3", "14B", 14.768),
+        ("qwen3", "32B", 32.762),
+        ("qwen3", "30B-A3B", 30.532),
+        ("qwen3", "235B-A22B", 235.094),
+        # 15.29 without embedding and output (arXiv:2502.16982)
+        ("deepseek_v3", "671B", 671.026),
+        ("deepseek_v3", "16B-A3B", 15.960),
+    ],
+)
 def test_published_totals(name, flavor, billions):
     """As model.safetensors.index.json and the model cards on the Hugging Face hub count them."""
     family = MODELS[name]
     assert round(family.parameters(family.Args(**family.FLAVORS[flavor])) / 1e9, 3) == billions
 
 
-@pytest.mark.parametrize("name, flavor, billions", [
-    ("qwen3", "30B-A3B", 3.3), ("qwen3", "235B-A22B", 22), ("deepseek_v3", "671B", 37),  # the model cards on the hub
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, flavor, billions",
+    [
+        # the model cards on the hub
+        ("qwen3", "30B-A3B", 3.3),
+        ("qwen3", "235B-A22B", 22),
+        ("deepseek_v3", "671B", 37),
+    ],
+)
 def test_published_totals_of_active_parameters(name, flavor, billions):
     """The card of DeepSeek-V3 leaves out the embedding, 0.9 billion."""
     family = MODELS[name]
@@ -226,16 +437,22 @@ def test_published_totals_of_active_parameters(name, flavor, billions):
     assert family.active_parameters(args) - embedding == pytest.approx(billions * 1e9, rel=0.02)
 
 
-@pytest.mark.parametrize("name, flavor", [("qwen3", "debug_moe"), ("deepseek_v3", "debug"), ("deepseek_v3", "16B-A3B")])
+@pytest.mark.parametrize(
+    "name, flavor", [("qwen3", "debug_moe"), ("deepseek_v3", "debug"), ("deepseek_v3", "16B-A3B")]
+)
 def test_active_parameters_are_all_but_those_of_experts_that_a_token_is_not_sent_to(name, flavor):
     family = MODELS[name]
     args = family.Args(**family.FLAVORS[flavor])
     with torch.device("meta"):
         model = family.build(args)
     every = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    experts = sum(p.numel() for mixture in model.mixtures().values() for p in mixture.experts.parameters())
+    experts = sum(
+        p.numel() for mixture in model.mixtures().values() for p in mixture.experts.parameters()
+    )
     assert family.parameters(args) == every
-    assert family.active_parameters(args) == every - experts // args.n_experts * (args.n_experts - args.experts_per_token)
+    assert family.active_parameters(args) == every - experts // args.n_experts * (
+        args.n_experts - args.experts_per_token
+    )
 
 
 def test_experts_whose_weights_do_not_add_up_to_1_are_refused():
@@ -251,11 +468,19 @@ def test_experts_whose_weights_do_not_add_up_to_1_are_refused():
 @every_family
 @pytest.mark.parametrize("tied", [False, True])
 def test_stages_of_a_pipeline_are_the_whole_model(name, tied):
-    """Each stage is built alone; parameters have the names and the initial values that they have in the whole model."""
+    """Each stage is built alone; parameters have the names and the initial values that they have in
+    the whole model."""
     whole = built(name, tied_embeddings=tied)
-    stages = [built(name, layers, tied_embeddings=tied) for layers in (range(0, 1), range(1, 2), range(2, 3))]
+    stages = [
+        built(name, layers, tied_embeddings=tied) for layers in (range(1), range(1, 2), range(2, 3))
+    ]
     values = dict(whole.named_parameters())
-    names = [name for stage in stages for name, value in stage.named_parameters() if torch.equal(value, values[name])]
+    names = [
+        name
+        for stage in stages
+        for name, value in stage.named_parameters()
+        if torch.equal(value, values[name])
+    ]
     assert sorted(names) == sorted([*values, *(["tok_embeddings.weight"] if tied else [])])
     h = TOKENS
     for stage in stages:
@@ -265,16 +490,19 @@ def test_stages_of_a_pipeline_are_the_whole_model(name, tied):
 
 @every_family
 def test_positions_are_the_callers(name):
-    """A slice of a sequence at its own positions. RoPE is relative, so a shift of all positions changes rounding alone, and
-    other distances between the tokens change the result."""
+    """A slice of a sequence at its own positions. RoPE is relative, so a shift of all positions
+    changes rounding alone, and other distances between the tokens change the result."""
     model = built(name)
-    here, shifted, stretched = (model(TOKENS, positions) for positions in (POSITIONS, POSITIONS + 5, POSITIONS * 2))
+    here, shifted, stretched = (
+        model(TOKENS, positions) for positions in (POSITIONS, POSITIONS + 5, POSITIONS * 2)
+    )
     assert (shifted - here).abs().max() < 1e-6 < 1e-5 < (stretched - here).abs().max()
 
 
 @every_family
 def test_the_core_of_attention_can_be_replaced_from_outside(name):
-    """As context parallelism and a cache of keys and values do it: `forward` of the module, on one instance."""
+    """As context parallelism and a cache of keys and values do it: `forward` of the module, on one
+    instance."""
     model, plain = built(name), built(name)
     core, seen = model.layers["1"].attention.core, []
     assert not list(core.parameters())
@@ -287,5 +515,6 @@ def test_the_core_of_attention_can_be_replaced_from_outside(name):
     with torch.no_grad():
         plain.layers["1"].attention.wo.weight.mul_(2)
     assert torch.equal(model(TOKENS, POSITIONS), plain(TOKENS, POSITIONS))
-    heads = [(4, 48), (4, 48), (4, 32)] if name == "deepseek_v3" else [(4, 6), (2, 6), (2, 6)]  # its values are padded inside
+    # its values are padded inside
+    heads = [(4, 48), (4, 48), (4, 32)] if name == "deepseek_v3" else [(4, 6), (2, 6), (2, 6)]
     assert seen == [tuple((2, 11, *shape) for shape in heads)]

@@ -1,8 +1,10 @@
-"""The bug museum: silent mistakes that others shipped, put into our code one by one. The parity check must see each of them.
+"""The bug museum: silent mistakes that others shipped, put into our code one by one. The parity
+check must see each of them.
 
-None of these raises an error. The run trains, worse or differently, and mostly the loss curve does not show it. A row of ROWS
-puts one of them in, trains on two ranks, and compares with the plain model as tests/test_parallel.py does (`tests/parity.py`). The
-same numbers are then compared with the tolerances that other projects use (LOOSE), to count what those let through.
+None of these raises an error. The run trains, worse or differently, and mostly the loss curve does
+not show it. A row of ROWS puts one of them in, trains on two ranks, and compares with the plain
+model as tests/test_parallel.py does (`tests/parity.py`). The same numbers are then compared with
+the tolerances that other projects use (LOOSE), to count what those let through.
 
 `docs/museum.md` has the table. `python -m tests.test_museum` prints it.
 """
@@ -26,24 +28,38 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import train
 from checkpoint import state
-from models import deepseek_v3, moe
-from models.llama import Llama
 from data import loader
+from models import deepseek_v3, moe
 from models.kernels import document_attention as kernels
+from models.llama import Llama
 from parallelisms import cp, dp, ep, pp, tp
 from parallelisms.mesh import Mesh
 from tests.checkpoints import open_manager
 from tests.parity import (
-    DEEPSEEK, DOCUMENTS, EXPERTS, FACTORS, FEW_LABELS, MARKERS, NUMBERS, ONE_EXPERT, combination_of, compare, options_of,
-    oracle_of, seed_of, trajectory, whole_model,
-)  # fmt: skip
+    DEEPSEEK,
+    DOCUMENTS,
+    EXPERTS,
+    FACTORS,
+    FEW_LABELS,
+    MARKERS,
+    NUMBERS,
+    ONE_EXPERT,
+    combination_of,
+    compare,
+    options_of,
+    oracle_of,
+    seed_of,
+    trajectory,
+    whole_model,
+)
 from tests.ranks import run_ranks
 from tests.runs import EXPERT_MESHES, ROOT, ULYSSES
 from tests.runs import MESHES as DENSE_MESHES
 from training import feed, init, loss, optim
 
 Patch = pytest.MonkeyPatch
-pytestmark = [pytest.mark.slow, pytest.mark.cap(240)]  # whichever test comes first waits for all runs
+# whichever test comes first waits for all runs
+pytestmark = [pytest.mark.slow, pytest.mark.cap(240)]
 
 MESHES = DENSE_MESHES | EXPERT_MESHES
 
@@ -58,7 +74,11 @@ def own_token_counts(patch: Patch) -> None:
 def scale_times(patch: Patch, factor: Callable) -> None:
     """The loss of every micro-batch times factor(job, feed) in backward, and not in the log."""
     real = train.one_after_another
-    patch.setattr(train, "one_after_another", lambda job, feed, scale: real(job, feed, scale * factor(job, feed)))
+    patch.setattr(
+        train,
+        "one_after_another",
+        lambda job, feed, scale: real(job, feed, scale * factor(job, feed)),
+    )
 
 
 def averaged_twice(patch: Patch) -> None:
@@ -75,11 +95,20 @@ def mean_of_means(patch: Patch) -> None:
     """every micro-batch counts the same, however many of its tokens count"""
     real = feed.Feed.__init__
 
-    def with_means(self, model: nn.Module, batch: dict[str, Tensor], device: torch.device, loss: Callable, chunk_tokens: int):
+    def with_means(
+        self,
+        model: nn.Module,
+        batch: dict[str, Tensor],
+        device: torch.device,
+        loss: Callable,
+        chunk_tokens: int,
+    ):
         counts = (batch["labels"] != -100).sum((1, 2))
         mean = counts.float().mean()
 
-        def mean_of_one(h: Tensor, weight: Tensor, labels: Tensor, *rest: int, **each: Tensor) -> Tensor:
+        def mean_of_one(
+            h: Tensor, weight: Tensor, labels: Tensor, *rest: int, **each: Tensor
+        ) -> Tensor:
             return loss(h, weight, labels, *rest, **each) * (mean / (labels != -100).sum())
 
         real(self, model, batch, device, mean_of_one, chunk_tokens)
@@ -103,12 +132,18 @@ def buffer_added_to_itself(patch: Patch) -> None:
 def never_reduced(patch: Patch) -> None:
     """no micro-batch counts as the last one, so gradients are never reduced over the ranks"""
     real = dp.synchronise_gradients
-    patch.setattr(dp, "synchronise_gradients", lambda model, last, accumulate: real(model, False, accumulate))
+    patch.setattr(
+        dp, "synchronise_gradients", lambda model, last, accumulate: real(model, False, accumulate)
+    )
 
 
 def replicas_not_reduced(patch: Patch) -> None:
     """with replicas, gradients are summed inside a shard group and never between replicas"""
-    patch.setattr(_fsdp_collectives, "dist", SimpleNamespace(**vars(dist) | {"all_reduce": lambda *_, **__: None}))
+    patch.setattr(
+        _fsdp_collectives,
+        "dist",
+        SimpleNamespace(**vars(dist) | {"all_reduce": lambda *_, **__: None}),
+    )
 
 
 def local_norm(patch: Patch) -> None:
@@ -118,7 +153,11 @@ def local_norm(patch: Patch) -> None:
 
 def replicated_counted_per_rank(patch: Patch) -> None:
     """weights that all tensor-parallel ranks hold count once per rank in the norm"""
-    patch.setattr(optim, "_split_over", lambda gradient: tuple(d for d, n in enumerate(gradient.device_mesh.shape) if n > 1))
+    patch.setattr(
+        optim,
+        "_split_over",
+        lambda gradient: tuple(d for d, n in enumerate(gradient.device_mesh.shape) if n > 1),
+    )
 
 
 def norm_of_one_dimension(patch: Patch) -> None:
@@ -133,13 +172,17 @@ def norm_of_one_dimension(patch: Patch) -> None:
 
 def all_zeros(patch: Patch) -> None:
     """the weights are never initialised: they are zeros, and stay zeros"""
-    patch.setattr(init, "initialise", lambda model, *_: [p.detach().zero_() for p in model.parameters()])
+    patch.setattr(
+        init, "initialise", lambda model, *_: [p.detach().zero_() for p in model.parameters()]
+    )
 
 
 def seed_of_the_rank(patch: Patch) -> None:
     """initial values depend on the rank that computes them"""
     real = init.initialise
-    patch.setattr(init, "initialise", lambda model, rows, seed: real(model, rows, seed + dist.get_rank()))
+    patch.setattr(
+        init, "initialise", lambda model, rows, seed: real(model, rows, seed + dist.get_rank())
+    )
 
 
 def numbered_from_the_stage(name: str, model: nn.Module) -> str:
@@ -171,7 +214,11 @@ class LocalNorm(tp.ParallelStyle):
         def forward(x: Tensor) -> Tensor:
             x = x.to_local() if isinstance(x, DTensor) else x
             y = F.rms_norm(x, module.normalized_shape, module.weight.to_local(), module.eps)
-            return DTensor.from_local(y, device_mesh, [Shard(1)], run_check=False) if self.output_is_split else y
+            return (
+                DTensor.from_local(y, device_mesh, [Shard(1)], run_check=False)
+                if self.output_is_split
+                else y
+            )
 
         module.forward = forward
         return module
@@ -188,14 +235,17 @@ def gain_of_own_heads(patch: Patch) -> None:
 
 
 def partial_called_whole(patch: Patch) -> None:
-    """the loss over a split vocabulary returns a partial sum of its input's gradient that is labelled as whole"""
+    """the loss over a split vocabulary returns a partial sum of its input's gradient that is
+    labelled as whole"""
     patch.setattr(loss, "Partial", Replicate)
 
 
 def positions_of_the_slice(patch: Patch) -> None:
     """rotary positions are counted from the start of a rank's slice of the sequence"""
     real = Llama.rope
-    patch.setattr(Llama, "rope", lambda model, positions: real(model, positions % (len(positions) // 2)))
+    patch.setattr(
+        Llama, "rope", lambda model, positions: real(model, positions % (len(positions) // 2))
+    )
 
 
 def zero_labels_of_a_rank(patch: Patch) -> None:
@@ -204,10 +254,13 @@ def zero_labels_of_a_rank(patch: Patch) -> None:
 
 
 def own_log_sum_exp(patch: Patch) -> None:
-    """backward takes the log-sum-exp of the last keys for that of all keys, so dQ, dK and dV are wrong"""
+    """backward takes the log-sum-exp of the last keys for that of all keys, so dQ, dK and dV are
+    wrong"""
     real = kernels._attend_backward
 
-    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
         last = slice(k.shape[2] - q.shape[2], None)
         return real(grad, q, k, v, out, kernels._attend(q, k[:, :, last], v[:, :, last])[1])
 
@@ -215,21 +268,29 @@ def own_log_sum_exp(patch: Patch) -> None:
 
 
 def joined_along_the_wrong_axis(patch: Patch) -> None:
-    """what the ranks sent is joined along the sequences of the micro-batch instead of along their tokens"""
+    """what the ranks sent is joined along the sequences of the micro-batch instead of along their
+    tokens"""
     real = cp.funcol.all_to_all_single_autograd
 
     def exchange(*args: object) -> Tensor:
         received = real(*args)  # [ranks, b, ...]
-        return received.reshape(received.shape[1], received.shape[0], *received.shape[2:]).transpose(0, 1)
+        return received.reshape(
+            received.shape[1], received.shape[0], *received.shape[2:]
+        ).transpose(0, 1)
 
-    patch.setattr(cp, "funcol", SimpleNamespace(**vars(cp.funcol) | {"all_to_all_single_autograd": exchange}))
+    patch.setattr(
+        cp, "funcol", SimpleNamespace(**vars(cp.funcol) | {"all_to_all_single_autograd": exchange})
+    )
 
 
 def positions_in_a_row(patch: Patch) -> None:
-    """each rank has a part from the front and one from the back, and takes the positions of parts in a row for them"""
+    """each rank has a part from the front and one from the back, and takes the positions of parts
+    in a row for them"""
     real = feed.Feed.__init__
 
-    def in_a_row(self: feed.Feed, model: nn.Module, batch: dict[str, Tensor], mesh: Mesh, *rest: object) -> None:
+    def in_a_row(
+        self: feed.Feed, model: nn.Module, batch: dict[str, Tensor], mesh: Mesh, *rest: object
+    ) -> None:
         real(self, model, batch, mesh, *rest)
         self.positions = torch.arange(len(self.positions)) + mesh.cp_rank * len(self.positions)
 
@@ -240,7 +301,9 @@ def labels_after_the_cut(patch: Patch) -> None:
     """labels are made of a rank's own part of a sequence, so the last token of every part has none"""
     real = loader.as_batch
 
-    def as_batch(window: np.ndarray, begins: np.ndarray | None, more: dict, shapes: dict, places: list[range]) -> dict[str, Tensor]:
+    def as_batch(
+        window: np.ndarray, begins: np.ndarray | None, more: dict, shapes: dict, places: list[range]
+    ) -> dict[str, Tensor]:
         batch = real(window, begins, more, shapes, places)
         batch["labels"][..., np.cumsum([len(part) for part in places]) - 1] = -100
         return batch
@@ -256,8 +319,10 @@ def keys_of_the_first_sequence(patch: Patch) -> None:
 
 def divided_at_every_accumulation_step(patch: Patch) -> None:
     """the gradients so far are divided by the number of micro-batches at every accumulation step"""
-    gradients, backward, each = pp.Pipeline.gradients, pp.Step.backward, 3  # two accumulation steps of three micro-batches
-    weights: list[nn.Parameter] = []  # as the optimizer has them; in the middle of a step those of a stage are gathered ones
+    # two accumulation steps of three micro-batches
+    gradients, backward, each = pp.Pipeline.gradients, pp.Step.backward, 3
+    # as the optimizer has them; in the middle of a step those of a stage are gathered ones
+    weights: list[nn.Parameter] = []
 
     def gradients_times(model: pp.Pipeline, feed: feed.Feed, scale: Tensor) -> Tensor:
         weights[:] = model.parameters()
@@ -276,7 +341,11 @@ def divided_at_every_accumulation_step(patch: Patch) -> None:
 def normalised_for_the_log_only(patch: Patch) -> None:
     """the loss is divided by the number of tokens after backward, for the log only"""
     real = pp.Pipeline.gradients
-    patch.setattr(pp.Pipeline, "gradients", lambda model, feed, scale: real(model, feed, torch.ones_like(scale)))
+    patch.setattr(
+        pp.Pipeline,
+        "gradients",
+        lambda model, feed, scale: real(model, feed, torch.ones_like(scale)),
+    )
 
 
 def documents_of_the_first_micro_batch(patch: Patch) -> None:
@@ -285,7 +354,13 @@ def documents_of_the_first_micro_batch(patch: Patch) -> None:
 
     def first_documents(self: feed.Feed, a: int) -> tuple:
         tokens, positions, head, _, routings = real(self, a)
-        return tokens, positions, head, self.model.documents(self.within_documents[0], self.device), routings
+        return (
+            tokens,
+            positions,
+            head,
+            self.model.documents(self.within_documents[0], self.device),
+            routings,
+        )
 
     patch.setattr(feed.Feed, "__call__", first_documents)
 
@@ -313,7 +388,8 @@ def tied_copies_drift(patch: Patch) -> None:
 
 
 def tied_copy_not_in_the_optimizer(patch: Patch) -> None:
-    """tied embeddings, both stages on one rank: names without duplicates leave the second copy out of the optimizer"""
+    """tied embeddings, both stages on one rank: names without duplicates leave the second copy out
+    of the optimizer"""
     tied_copies_drift(patch)
 
 
@@ -343,19 +419,25 @@ def stage_0_loaded_everywhere(patch: Patch) -> None:
         return job
 
     def renumbered(model: nn.Module, *rest: object) -> dict[str, Tensor]:
-        return {numbered_from_the_stage(name, model): tensor for name, tensor in real(model, *rest).items()}
+        return {
+            numbered_from_the_stage(name, model): tensor
+            for name, tensor in real(model, *rest).items()
+        }
 
     patch.setattr(train, "build", build)
     patch.setattr(state, "tensors", renumbered)
-    patch.setattr(state, "check_fits", lambda *_: None)  # it refuses: some layers are in the checkpoint and not in the run
+    # it refuses: some layers are in the checkpoint and not in the run
+    patch.setattr(state, "check_fits", lambda *_: None)
 
 
 def last_block_without_gradient(patch: Patch) -> None:
-    """a split backward whose weights FSDP frees leaves the last block without a gradient; clipping and the optimizer skip it"""
+    """a split backward whose weights FSDP frees leaves the last block without a gradient; clipping
+    and the optimizer skip it"""
     real = train.gradients
 
     def then_dropped(job: train.Job, *rest: object) -> train.Gradients:
-        answer = real(job, *rest)  # which ends the run if a gradient is missing by then (pp.Pipeline.gradients)
+        # which ends the run if a gradient is missing by then (pp.Pipeline.gradients)
+        answer = real(job, *rest)
         if (last := str(job.args.n_layers - 1)) in job.model.layers:
             for p in job.model.layers[last].parameters():
                 p.grad = None
@@ -370,7 +452,8 @@ def expert_gradients_not_scaled(patch: Patch) -> None:
 
 
 def experts_reduced_as_if_dense(patch: Patch) -> None:
-    """experts: their gradients are averaged over all data-parallel ranks, of which some have other experts"""
+    """experts: their gradients are averaged over all data-parallel ranks, of which some have other
+    experts"""
     real = train.gradients
 
     def then_averaged(job: train.Job, *rest: object) -> train.Gradients:
@@ -390,15 +473,20 @@ def experts_not_in_the_norm(patch: Patch) -> None:
 
     def clip(params: object, max_norm: float, *rest: object) -> Tensor:
         trained = [p for p in params if p.grad is not None]
-        norm = real([p for p in trained if "ep" not in p.grad.device_mesh.mesh_dim_names], 0.0, *rest)
-        torch._foreach_mul_([p.grad.to_local() for p in trained], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        norm = real(
+            [p for p in trained if "ep" not in p.grad.device_mesh.mesh_dim_names], 0.0, *rest
+        )
+        torch._foreach_mul_(
+            [p.grad.to_local() for p in trained], (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        )
         return norm
 
     patch.setattr(train, "clip_grad_norm", clip)
 
 
 def counts_reduced_in_place(patch: Patch) -> None:
-    """balancing: a rank's counts are summed over the ranks in place for the loss, and then summed again"""
+    """balancing: a rank's counts are summed over the ranks in place for the loss, and then summed
+    again"""
 
     def in_place(counts: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
         for group in groups:
@@ -419,11 +507,16 @@ def counted_again_when_recomputed(patch: Patch) -> None:
 
     def forward(router: nn.Module, x: Tensor) -> moe.Choice:
         choice = real(router, x)
-        totals[router] = totals.get(router, 0) + choice.experts.flatten().bincount(minlength=router.args.n_experts)
+        totals[router] = totals.get(router, 0) + choice.experts.flatten().bincount(
+            minlength=router.args.n_experts
+        )
         return choice
 
     def counts_of_step(routings: moe.Routings, mesh: Mesh) -> dict[int, Tensor]:
-        counts = {layer: mesh.sum_over_tokens(total) for layer, total in zip(routings.counts, totals.values(), strict=True)}
+        counts = {
+            layer: mesh.sum_over_tokens(total)
+            for layer, total in zip(routings.counts, totals.values(), strict=True)
+        }
         totals.clear()
         return counts
 
@@ -432,7 +525,8 @@ def counted_again_when_recomputed(patch: Patch) -> None:
 
 
 def no_gradient_without_tokens(patch: Patch) -> None:
-    """experts: a rank whose experts got no token has no gradient for them, so the optimizer skips them"""
+    """experts: a rank whose experts got no token has no gradient for them, so the optimizer skips
+    them"""
     real = train.step_if
 
     def step_if(fine: Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -446,13 +540,19 @@ def no_gradient_without_tokens(patch: Patch) -> None:
 
 
 def constant_balance_loss(patch: Patch) -> None:
-    """balancing: the loss is made of affinities alone, whose sum is 1, so it is constant whatever the routing"""
+    """balancing: the loss is made of affinities alone, whose sum is 1, so it is constant whatever
+    the routing"""
     real = moe.MixtureOfExperts.balance
-    patch.setattr(moe.MixtureOfExperts, "balance", lambda mixture, p, counts: real(mixture, p, torch.ones_like(counts)))
+    patch.setattr(
+        moe.MixtureOfExperts,
+        "balance",
+        lambda mixture, p, counts: real(mixture, p, torch.ones_like(counts)),
+    )
 
 
 def balance_loss_of_a_micro_batch(patch: Patch) -> None:
-    """balancing: the loss takes the counts of all sequences of a micro-batch for those of each sequence"""
+    """balancing: the loss takes the counts of all sequences of a micro-batch for those of each
+    sequence"""
     real = moe.MixtureOfExperts.balance
 
     def balance(mixture: nn.Module, affinities: Tensor, counts: Tensor) -> Tensor:
@@ -466,7 +566,12 @@ def balance_loss_of_earlier_stages_lost(patch: Patch) -> None:
     real = moe.Routings.add
 
     def add(routings: moe.Routings, layer: int, h: Tensor, routing: moe.Routing) -> Tensor:
-        return real(routings, layer, h, routing if layer == 2 else routing._replace(balance=routing.balance.detach()))
+        return real(
+            routings,
+            layer,
+            h,
+            routing if layer == 2 else routing._replace(balance=routing.balance.detach()),
+        )
 
     patch.setattr(moe.Routings, "add", add)
 
@@ -487,7 +592,9 @@ def rows_in_another_order(patch: Patch) -> None:
     real = moe.Experts.forward
 
     def forward(experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
-        return torch.cat([part.flip(0) for part in real(experts, rows, counts).split(counts.tolist())])
+        return torch.cat(
+            [part.flip(0) for part in real(experts, rows, counts).split(counts.tolist())]
+        )
 
     patch.setattr(moe.Experts, "forward", forward)
 
@@ -505,14 +612,19 @@ def bias_in_16_bits(patch: Patch) -> None:
 
 
 def rotated_key_of_own_heads(patch: Patch) -> None:
-    """latent attention: all heads have one rotated key, and each rank keeps its gradient from its own heads"""
+    """latent attention: all heads have one rotated key, and each rank keeps its gradient from its
+    own heads"""
     real = deepseek_v3.Latents.forward
 
     def keep_own(grad: Tensor, width: int) -> Tensor:
-        """What the sum over the ranks makes of this is each rank's own gradient, for its slice of the sequence."""
+        """What the sum over the ranks makes of this is each rank's own gradient, for its slice of
+        the sequence."""
         length = grad.shape[1] // dist.get_world_size()
         places = torch.arange(grad.shape[1])[:, None] // length  # [T, 1]
-        of_others = (places != dist.get_rank()) & (torch.arange(grad.shape[2]) >= grad.shape[2] - width)  # [T, kv_rank + P]
+        # [T, kv_rank + P]
+        of_others = (places != dist.get_rank()) & (
+            torch.arange(grad.shape[2]) >= grad.shape[2] - width
+        )
         return grad.masked_fill(of_others, 0)
 
     def forward(latents: nn.Module, *inputs: Tensor) -> Tensor:
@@ -528,9 +640,14 @@ def none(patch: Patch) -> None:
     """no mistake"""
 
 
-# The rows: where a mistake was published (see docs/museum.md), what it is, and a run in which it matters.
+# The rows: where a mistake was published (see docs/museum.md), what it is, and a run in which it
+# matters.
 
-ONCE, EACH_TIME, CLIPS = {"accumulation": "reduced once"}, {"accumulation": "reduced each time"}, {"clipping": "in force"}
+ONCE, EACH_TIME, CLIPS = (
+    {"accumulation": "reduced once"},
+    {"accumulation": "reduced each time"},
+    {"clipping": "in force"},
+)
 TIED = {"embeddings": "tied"}
 SOFTMAX, SIGMOID = tuple(EXPERTS["qwen3 experts"]), tuple(DEEPSEEK)
 STRONG_BIAS = (*SIGMOID, "--training.expert_bias_speed=1")
@@ -551,12 +668,18 @@ class Row(NamedTuple):
         """The options of the plain model that this run is compared with."""
         combination = combination_of(**self.settings)
         of_the_model = "--model.", "--training.expert_"
-        same = tuple(option for option in self.more if option in MARKERS or option.startswith(of_the_model))
+        same = tuple(
+            option for option in self.more if option in MARKERS or option.startswith(of_the_model)
+        )
         return (*options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS), *same)
 
     @property
     def options(self) -> list[str]:
-        return [*options_of(combination_of(**self.settings), FACTORS), *MESHES[self.mesh][1], *self.more]
+        return [
+            *options_of(combination_of(**self.settings), FACTORS),
+            *MESHES[self.mesh][1],
+            *self.more,
+        ]
 
 
 def schedule(name: str) -> tuple[str, ...]:
@@ -613,9 +736,15 @@ ROWS = [
     Row("50", bias_in_16_bits, "ep2", {}, LOUD_EXPERTS),
     Row("51", rotated_key_of_own_heads, "tp2", {}, LATENT),
 ]
-CONTROLS = [Row("", none, "pp2", TIED | CLIPS | ONCE, (DOCUMENTS,)), Row("", none, "fsdp2", EACH_TIME), Row("", none, "tp2"),
-            Row("", none, "cp2", {}, (DOCUMENTS, FEW_LABELS)), Row("", none, "ep2", CLIPS | {"checkpointing": "full"}, SIGMOID),
-            Row("", none, "pp2", ONCE, SOFTMAX), Row("", none, "tp2", {}, LATENT)]  # fmt: skip
+CONTROLS = [
+    Row("", none, "pp2", TIED | CLIPS | ONCE, (DOCUMENTS,)),
+    Row("", none, "fsdp2", EACH_TIME),
+    Row("", none, "tp2"),
+    Row("", none, "cp2", {}, (DOCUMENTS, FEW_LABELS)),
+    Row("", none, "ep2", CLIPS | {"checkpointing": "full"}, SIGMOID),
+    Row("", none, "pp2", ONCE, SOFTMAX),
+    Row("", none, "tp2", {}, LATENT),
+]
 
 
 def run(options: list[str], dp_size: int, bug: Callable[[Patch], None]) -> dict:
@@ -642,18 +771,27 @@ def errors(seen: dict, oracle: dict, key: str) -> np.ndarray:
 
 LOOSE: dict[str, Callable[[dict, dict], bool]] = {
     "0.05 nats, 20% of the norm": lambda seen, oracle: bool(
-        np.all(errors(seen, oracle, "loss") <= 0.05) and np.all(errors(seen, oracle, "norm") <= 0.2 * np.array(oracle["norm"]))
+        np.all(errors(seen, oracle, "loss") <= 0.05)
+        and np.all(errors(seen, oracle, "norm") <= 0.2 * np.array(oracle["norm"]))
     ),
-    "rtol = atol = 0.1": lambda seen, oracle: all(np.allclose(seen[key], oracle[key], 0.1, 0.1) for key in ("loss", "norm")),
-    "first loss": lambda seen, oracle: bool(errors(seen, oracle, "loss")[0] <= 1e-5 * oracle["loss"][0]),
+    "rtol = atol = 0.1": lambda seen, oracle: all(
+        np.allclose(seen[key], oracle[key], 0.1, 0.1) for key in ("loss", "norm")
+    ),
+    "first loss": lambda seen, oracle: bool(
+        errors(seen, oracle, "loss")[0] <= 1e-5 * oracle["loss"][0]
+    ),
 }
-# Where a mistake changes the weights, the counts follow by chance: a score that was near another falls behind it. They say
-# something of their own where nothing else is seen.
+# Where a mistake changes the weights, the counts follow by chance: a score that was near another
+# falls behind it. They say something of their own where nothing else is seen.
 COUNTS = "counts of tokens"
 SEEN_IN = {
-    "initial": "initial values", "loss": "loss", "norm": "norm", "experts": COUNTS, "grad": "gradients",
+    "initial": "initial values",
+    "loss": "loss",
+    "norm": "norm",
+    "experts": COUNTS,
+    "grad": "gradients",
     "weights": "weights",
-}  # fmt: skip
+}
 
 
 class Finding(NamedTuple):
@@ -665,15 +803,24 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         """A line of the table of docs/museum.md."""
         caught = ["no" if passed else "yes" for passed in self.passes]
-        cells = [self.row.number, self.row.bug.__doc__, self.row.mesh, ", ".join(self.seen_in), self.error, *caught]
+        cells = [
+            self.row.number,
+            self.row.bug.__doc__,
+            self.row.mesh,
+            ", ".join(self.seen_in),
+            self.error,
+            *caught,
+        ]
         return f"| {' | '.join(cells)} |"
 
 
 def measure() -> tuple[list[Finding], list[str]]:
-    """What is seen of every row, and the problems of the runs without a mistake (there must be none)."""
+    """What is seen of every row, and the problems of the runs without a mistake (there must be
+    none)."""
     rows = [*ROWS, *CONTROLS]
     oracles = [oracle_of(row.numbers) for row in rows]
-    oracles = [{key: oracle[key] for key in oracle.keys() - {"options"}} for oracle in oracles]  # judged to 1e-5
+    # judged to 1e-5
+    oracles = [{key: oracle[key] for key in oracle.keys() - {"options"}} for oracle in oracles]
     results = run_ranks(2, runs, rows, [seed_of(oracle) for oracle in oracles], timeout=200)
     of_rows, of_controls = [], []
     for row, oracle, *ranks in zip(rows, oracles, *results, strict=True):
@@ -683,10 +830,16 @@ def measure() -> tuple[list[Finding], list[str]]:
         if row.bug is none:
             of_controls += problems
             continue
-        seen_in = [name for key, name in SEEN_IN.items() if any(f": {key} " in problem for problem in problems)]
+        seen_in = [
+            name
+            for key, name in SEEN_IN.items()
+            if any(f": {key} " in problem for problem in problems)
+        ]
         if len(seen_in) > 1 and COUNTS in seen_in:
             seen_in.remove(COUNTS)
-        sizes = [float(x) for problem in problems for x in re.findall(r"off by (\S+) relative", problem)]
+        sizes = [
+            float(x) for problem in problems for x in re.findall(r"off by (\S+) relative", problem)
+        ]
         passes = [passes(seen, oracle) for passes in LOOSE.values()]
         of_rows.append(Finding(row, seen_in, passes, f"{max(sizes, default=0):.0e}"))
     return of_rows, of_controls
@@ -708,25 +861,40 @@ def test_without_a_mistake_nothing_is_seen(findings):
 
 
 def comparable(line: str) -> list[str]:
-    """The cells of a line of the table, without the size of the error, which differs between machines."""
+    """The cells of a line of the table, without the size of the error, which differs between
+    machines."""
     cells = [cell.strip() for cell in line.strip("| ").split("|")]
     return cells[:4] + cells[5:]
 
 
 def caught(of_rows: list[Finding], index: int) -> str:
     """A sentence of docs/museum.md about the tolerance with this number."""
-    return f"`{list(LOOSE)[index]}`: {sum(not finding.passes[index] for finding in of_rows)} of {len(of_rows)}"
+    return (
+        f"`{list(LOOSE)[index]}`: {sum(not finding.passes[index] for finding in of_rows)} of "
+        f"{len(of_rows)}"
+    )
 
 
 def test_the_table_of_the_docs_is_what_the_runs_show(findings):
     text = (ROOT / "docs" / "museum.md").read_text()
-    lines = [line for line in text.splitlines() if re.match(r"\| \d+b? \|", line) and line.count("|") == 6 + len(LOOSE)]
-    assert [comparable(line) for line in lines] == [comparable(str(finding)) for finding in findings[0]]
-    missing = [sentence for i in range(len(LOOSE)) if (sentence := caught(findings[0], i)) not in text]
+    lines = [
+        line
+        for line in text.splitlines()
+        if re.match(r"\| \d+b? \|", line) and line.count("|") == 6 + len(LOOSE)
+    ]
+    assert [comparable(line) for line in lines] == [
+        comparable(str(finding)) for finding in findings[0]
+    ]
+    missing = [
+        sentence for i in range(len(LOOSE)) if (sentence := caught(findings[0], i)) not in text
+    ]
     assert not missing, missing
 
 
 if __name__ == "__main__":
     table, unexpected = measure()
-    print(f"| row | mistake | mesh | seen in | largest error | {' | '.join(LOOSE)} |\n{'| --- ' * (5 + len(LOOSE))}|")
+    print(
+        f"| row | mistake | mesh | seen in | largest error | {' | '.join(LOOSE)} "
+        f"|\n{'| --- ' * (5 + len(LOOSE))}|"
+    )
     print(*table, *unexpected, *(caught(table, i) for i in range(len(LOOSE))), sep="\n")

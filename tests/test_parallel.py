@@ -1,8 +1,10 @@
-"""The parallel matrix: every mesh computes what one plain process computes, from the same TOML and seed.
+"""The parallel matrix: every mesh computes what one plain process computes, from the same TOML and
+seed.
 
-`tests/parity.py` says what is compared. CI runs the few combinations of settings in which every two settings meet, so a mesh more
-costs four runs, and a model more costs none. The default suite has those on few ranks, and meshes of eight ranks have two runs
-each. `-m exhaustive` runs the whole product. The negative controls, which are mistakes that the comparison must see, stand in
+`tests/parity.py` says what is compared. CI runs the few combinations of settings in which every two
+settings meet, so a mesh more costs four runs, and a model more costs none. The default suite has
+those on few ranks, and meshes of eight ranks have two runs each. `-m exhaustive` runs the whole
+product. The negative controls, which are mistakes that the comparison must see, stand in
 `tests/test_museum.py`.
 """
 
@@ -42,7 +44,6 @@ from tests.parity import (
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, MESHES, Count
 
-
 FEW_RANKS = [mesh for mesh, (ranks, _, _) in MESHES.items() if ranks < 8]
 SETTINGS = {"mesh": FEW_RANKS} | {factor: list(settings) for factor, settings in FACTORS.items()}
 PAIRWISE = covering_array(SETTINGS)
@@ -50,13 +51,19 @@ PAIRWISE = covering_array(SETTINGS)
 
 def test_every_two_settings_meet_in_the_matrix():
     assert set().union(*map(pairs, PAIRWISE)) == set(every_pair(SETTINGS))
-    assert len(PAIRWISE) <= 1.2 * len(FEW_RANKS) * max(map(len, FACTORS.values())), "far more runs than are needed"
+    assert len(PAIRWISE) <= 1.2 * len(FEW_RANKS) * max(map(len, FACTORS.values())), (
+        "far more runs than are needed"
+    )
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh", [
-    pytest.param(mesh, marks=() if MESHES[mesh][0] == 2 else pytest.mark.slow) for mesh in FEW_RANKS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(mesh, marks=() if MESHES[mesh][0] == 2 else pytest.mark.slow)
+        for mesh in FEW_RANKS
+    ],
+)
 def test_mesh_equals_the_plain_model(mesh):
     check(mesh, [combination for combination in PAIRWISE if combination["mesh"] == mesh])
 
@@ -65,11 +72,21 @@ def test_mesh_equals_the_plain_model(mesh):
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh not in FEW_RANKS])
 def test_eight_ranks_equal_the_plain_model(mesh):
-    check(mesh, [
-        combination_of(embeddings="tied", clipping="in force", checkpointing="selective", weights="always freed, prefetched",
-                       accumulation="reduced each time"),
-        combination_of(model="qwen3", optimizer="sgd", checkpointing="full", accumulation="reduced once"),
-    ])  # fmt: skip
+    check(
+        mesh,
+        [
+            combination_of(
+                embeddings="tied",
+                clipping="in force",
+                checkpointing="selective",
+                weights="always freed, prefetched",
+                accumulation="reduced each time",
+            ),
+            combination_of(
+                model="qwen3", optimizer="sgd", checkpointing="full", accumulation="reduced once"
+            ),
+        ],
+    )
 
 
 @pytest.mark.exhaustive
@@ -85,26 +102,52 @@ SCHEDULES = "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize(("mesh", "schedule"), [
-    *(pytest.param("pp2", name, marks=() if name in ("interleaved_1f1b", "zbv") else pytest.mark.slow) for name in SCHEDULES),
-    # where the backward is split, gradients are easily lost when FSDP frees the weights in between
-    *(pytest.param("pp2xfsdp2", schedule, marks=pytest.mark.slow) for schedule in ("zero_bubble", "zbv")),
-    *(pytest.param("pp2xfsdp2", schedule, marks=pytest.mark.exhaustive) for schedule in ("1f1b", "interleaved_1f1b", "dualpipe_v")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [
+        *(
+            pytest.param(
+                "pp2", name, marks=() if name in ("interleaved_1f1b", "zbv") else pytest.mark.slow
+            )
+            for name in SCHEDULES
+        ),
+        # where the backward is split, gradients are easily lost when FSDP frees the weights in
+        # between
+        *(
+            pytest.param("pp2xfsdp2", schedule, marks=pytest.mark.slow)
+            for schedule in ("zero_bubble", "zbv")
+        ),
+        *(
+            pytest.param("pp2xfsdp2", schedule, marks=pytest.mark.exhaustive)
+            for schedule in ("1f1b", "interleaved_1f1b", "dualpipe_v")
+        ),
+    ],
+)
 def test_every_schedule_equals_the_plain_model(mesh, schedule):
-    """With weights tied and not, clipped and not, in both families, and recomputed in backward. Five layers make uneven stages.
-    (With AdamW and five layers, one process and the same process with accumulation differ by 1e-4 in the norm.)"""
-    check(mesh, [
-        combination_of(optimizer="sgd", accumulation="reduced once", embeddings="tied", clipping="in force", model="qwen3"),
-        combination_of(optimizer="sgd", accumulation="reduced each time", checkpointing="full"),
-    ], [f"--parallelism.pipeline_schedule={schedule}", "--model.n_layers=5"])  # fmt: skip
+    """With weights tied and not, clipped and not, in both families, and recomputed in backward.
+    Five layers make uneven stages. (With AdamW and five layers, one process and the same process
+    with accumulation differ by 1e-4 in the norm.)"""
+    check(
+        mesh,
+        [
+            combination_of(
+                optimizer="sgd",
+                accumulation="reduced once",
+                embeddings="tied",
+                clipping="in force",
+                model="qwen3",
+            ),
+            combination_of(optimizer="sgd", accumulation="reduced each time", checkpointing="full"),
+        ],
+        [f"--parallelism.pipeline_schedule={schedule}", "--model.n_layers=5"],
+    )
 
 
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("schedule", ["zbv", pytest.param("zero_bubble", marks=pytest.mark.slow)])
 def test_a_tied_weight_stays_gathered_for_the_whole_second_half_of_a_backward(schedule):
-    """Its gradient comes from two parts of that half, and with full checkpointing each part computes
-    the block anew."""
+    """Its gradient comes from two parts of that half, and with full checkpointing each part
+    computes the block anew."""
     tied = combination_of(
         optimizer="sgd", accumulation="reduced once", embeddings="tied", checkpointing="full"
     )
@@ -115,18 +158,27 @@ def test_a_tied_weight_stays_gathered_for_the_whole_second_half_of_a_backward(sc
 @pytest.mark.slow
 def test_several_stages_per_rank_on_four_ranks_equal_the_plain_model():
     layers = ["--parallelism.pipeline_schedule=interleaved_1f1b", "--model.n_layers=9"]
-    check("pp4", [combination_of(accumulation="reduced once", optimizer="sgd", embeddings="tied")], layers)
+    check(
+        "pp4",
+        [combination_of(accumulation="reduced once", optimizer="sgd", embeddings="tied")],
+        layers,
+    )
 
 
-COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]  # traced and partitioned for real; fast enough for tests
+# traced and partitioned for real; fast enough for tests
+COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh, checkpointing", [
-    ("fsdp2", "selective"), pytest.param("tp2", "full", marks=pytest.mark.slow),
-    pytest.param("fsdp2xtp2", "none", marks=pytest.mark.slow),
-    pytest.param("pp2xfsdp2", "selective", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh, checkpointing",
+    [
+        ("fsdp2", "selective"),
+        pytest.param("tp2", "full", marks=pytest.mark.slow),
+        pytest.param("fsdp2xtp2", "none", marks=pytest.mark.slow),
+        pytest.param("pp2xfsdp2", "selective", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_mesh_equals_the_plain_model(mesh, checkpointing):
     check(mesh, [combination_of(checkpointing=checkpointing)], COMPILED)
 
@@ -135,14 +187,18 @@ ASYNC = [*ADAMW, "--compile.enabled=true", "--parallelism.async_tensor_parallel=
 FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
 
-def overlapped(options: list[str], dp_size: int, enabled: bool = True) -> tuple[dict, dict[str, int]]:
-    """A trajectory, and how often inductor's fused operators ran. A CPU has no symmetric memory: here the operators are PyTorch's
-    own plain versions of them, gather then multiply, multiply then scatter, so that the rewritten graph runs for real."""
+def overlapped(
+    options: list[str], dp_size: int, enabled: bool = True
+) -> tuple[dict, dict[str, int]]:
+    """A trajectory, and how often inductor's fused operators ran. A CPU has no symmetric memory:
+    here the operators are PyTorch's own plain versions of them, gather then multiply, multiply then
+    scatter, so that the rewritten graph runs for real."""
     import torch._functorch.config
     from torch._inductor import config
     from torch.distributed import _symmetric_memory
 
-    config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False  # counted is what is compiled here
+    # counted is what is compiled here
+    config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
     torch.distributed.is_nccl_available, tp.SYMMETRIC_MEMORY = lambda: True, ("cpu",)
     if not enabled:
         _symmetric_memory.enable_symm_mem_for_group = lambda name: None
@@ -162,31 +218,44 @@ def overlapped(options: list[str], dp_size: int, enabled: bool = True) -> tuple[
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none")
+@pytest.mark.skipif(
+    shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
+)
 @pytest.mark.parametrize("mesh", ["tp2", pytest.param("fsdp2xtp2", marks=pytest.mark.exhaustive)])
 def test_asynchronous_tensor_parallelism_equals_the_plain_model(mesh):
-    """And it does something: inductor rewrites nothing, in silence, where it does not find its patterns. Per block a step has two
-    gathers with products behind them in forward and two in backward, and two scatters behind a product in forward; backward's
-    two scatters are of sums of products, and stay as they are."""
+    """And it does something: inductor rewrites nothing, in silence, where it does not find its
+    patterns. Per block a step has two gathers with products behind them in forward and two in
+    backward, and two scatters behind a product in forward; backward's two scatters are of sums of
+    products, and stay as they are."""
     ranks, options, dp_size = MESHES[mesh]
     results = run_ranks(ranks, overlapped, [*ASYNC, *options], dp_size, timeout=270)
     assert not [p for seen, _ in results for p in compare(mesh, seen, plain())]
     blocks = 3 * STEPS
-    assert [counts for _, counts in results] == [{FUSED[0]: 4 * blocks, FUSED[1]: 2 * blocks}] * ranks
+    assert [counts for _, counts in results] == [
+        {FUSED[0]: 4 * blocks, FUSED[1]: 2 * blocks}
+    ] * ranks
 
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none")
+@pytest.mark.skipif(
+    shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
+)
 def test_negative_control_without_symmetric_memory_nothing_is_fused():
-    """As in a program that takes PyTorch 2.13 by its word, that `enable_symm_mem_for_group` need not be called."""
+    """As in a program that takes PyTorch 2.13 by its word, that `enable_symm_mem_for_group` need
+    not be called."""
     results = run_ranks(2, overlapped, [*ASYNC, *MESHES["tp2"][1]], 1, False, timeout=270)
     assert [counts for _, counts in results] == [dict.fromkeys(FUSED, 0)] * 2
 
 
 def refused(options: list[str]) -> str:
     try:
-        train.build(load_config([*OPTIONS, f"--training.local_batch_size={BATCH // world().size}", *options], world().size))
+        train.build(
+            load_config(
+                [*OPTIONS, f"--training.local_batch_size={BATCH // world().size}", *options],
+                world().size,
+            )
+        )
     except InputError as error:
         return str(error)
     return "built"
@@ -195,34 +264,55 @@ def refused(options: list[str]) -> str:
 def test_what_needs_a_gpu_says_so():
     """`run.device = "auto"`, where only the run finds out that there is none."""
     tensor = [f"--training.local_batch_size={BATCH}", "--parallelism.tensor_parallel=2"]
-    assert all("async_tensor_parallel = true needs GPUs" in said for said in run_ranks(2, refused, [*ASYNC, *tensor]))
-    flash = ["--training.attention=flash", "--training.param_dtype=bfloat16", "--model.head_dim=8", "--run.device=auto"]
-    assert 'training.attention = "flash" is a kernel for GPUs, this is a cpu' in run_ranks(1, refused, flash)[0]
+    assert all(
+        "async_tensor_parallel = true needs GPUs" in said
+        for said in run_ranks(2, refused, [*ASYNC, *tensor])
+    )
+    flash = [
+        "--training.attention=flash",
+        "--training.param_dtype=bfloat16",
+        "--model.head_dim=8",
+        "--run.device=auto",
+    ]
+    assert (
+        'training.attention = "flash" is a kernel for GPUs, this is a cpu'
+        in run_ranks(1, refused, flash)[0]
+    )
 
 
 def stock_embedding(options: list[str], dp_size: int) -> dict:
-    """The bug put back: PyTorch's own RowwiseParallel, whose output is exchanged asynchronously, on the embedding."""
+    """The bug put back: PyTorch's own RowwiseParallel, whose output is exchanged asynchronously, on
+    the embedding."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import RowwiseParallel
 
-    tp.STYLES["vocab_embedding"] = lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    tp.STYLES["vocab_embedding"] = lambda: RowwiseParallel(
+        input_layouts=Replicate(), output_layouts=Shard(1)
+    )
     return trajectory(options, dp_size)
 
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-@pytest.mark.skipif(not torch.__version__.startswith("2.13.0"), reason="the upstream bug is in torch 2.13.0 alone")
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13.0"), reason="the upstream bug is in torch 2.13.0 alone"
+)
 def test_negative_control_asynchronous_embedding_loses_its_gradient():
     ranks, options, dp_size = MESHES["fsdp2xtp2"]
     seen = run_ranks(ranks, stock_embedding, [*ADAMW, *COMPILED, *options], dp_size)[0]
     problems = compare("stock", seen, plain())
-    assert any("grad of tok_embeddings" in p for p in problems), "the comparison did not notice a lost gradient"
+    assert any("grad of tok_embeddings" in p for p in problems), (
+        "the comparison did not notice a lost gradient"
+    )
 
 
 def test_clipping_is_in_force_where_a_run_says_so():
     free, clipped = plain(), plain(clipping="in force")
     assert all(0.1 < norm < 1 for seen in (free, clipped) for norm in seen["norm"])
-    assert all(np.linalg.norm(clipped["weights"][n] - w) > 1e-4 * np.linalg.norm(w) for n, w in free["weights"].items())
+    assert all(
+        np.linalg.norm(clipped["weights"][n] - w) > 1e-4 * np.linalg.norm(w)
+        for n, w in free["weights"].items()
+    )
 
 
 @pytest.mark.slow
@@ -234,20 +324,34 @@ def test_same_mesh_twice_is_bitwise_equal():
         assert all(np.array_equal(first[key][n], second[key][n]) for n in first[key])
 
 
-@pytest.mark.parametrize("mesh, more", [
-    ("fsdp4", []),
-    pytest.param("hsdp2x4", ["--parallelism.data_parallel_replicate=2"], marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh, more",
+    [
+        ("fsdp4", []),
+        pytest.param(
+            "hsdp2x4", ["--parallelism.data_parallel_replicate=2"], marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_weights_kept_sharded_over_some_ranks_equal_the_plain_model(mesh, more):
     ranks = 8 if more else 4
-    seen = run_ranks(ranks, trajectory, [*ADAMW, "--parallelism.reshard_after_forward=2", *more], ranks, timeout=110)[0]
+    seen = run_ranks(
+        ranks,
+        trajectory,
+        [*ADAMW, "--parallelism.reshard_after_forward=2", *more],
+        ranks,
+        timeout=110,
+    )[0]
     problems = compare(f"{mesh}, resharded over 2", seen, plain())
     assert not problems, "\n".join(problems)
 
 
 def counted(mode: str) -> tuple[dict, int]:
-    """(operations of a forward and backward, bytes that autograd keeps between them) of one process."""
-    cfg = load_config([*OPTIONS, *ADAMW, "--training.local_batch_size=24", f"--activation_checkpoint.mode={mode}"])
+    """(operations of a forward and backward, bytes that autograd keeps between them) of one
+    process."""
+    cfg = load_config(
+        [*OPTIONS, *ADAMW, "--training.local_batch_size=24", f"--activation_checkpoint.mode={mode}"]
+    )
     job = train.build(cfg)
     tokens, kept = torch.zeros(24, SEQ, dtype=torch.int64), {}
 
@@ -257,18 +361,29 @@ def counted(mode: str) -> tuple[dict, int]:
 
     with Count() as count:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            loss = job.model(tokens, torch.arange(tokens.shape[1]), functools.partial(train.linear_cross_entropy, labels=tokens, chunk_tokens=999))
+            loss = job.model(
+                tokens,
+                torch.arange(tokens.shape[1]),
+                functools.partial(train.linear_cross_entropy, labels=tokens, chunk_tokens=999),
+            )
         loss.backward()
     return count.seen, sum(kept.values())
 
 
 def test_checkpointing_recomputes_what_it_says_and_keeps_less():
-    """3 blocks of 7 products, one attention, one SiLU each; the head and all backward products come on top. The last product
-    of a block is not recomputed: PyTorch stops once it has all that backward needs."""
-    none, every_n, full, selective = (run_ranks(1, counted, mode)[0] for mode in ("none", "every_n", "full", "selective"))
+    """3 blocks of 7 products, one attention, one SiLU each; the head and all backward products come
+    on top. The last product of a block is not recomputed: PyTorch stops once it has all that
+    backward needs."""
+    none, every_n, full, selective = (
+        run_ranks(1, counted, mode)[0] for mode in ("none", "every_n", "full", "selective")
+    )
     assert none[0]["attention"] == none[0]["silu"] == 3
     for mode, blocks in (every_n, 2), (full, 3):
-        assert mode[0] == {"mm": none[0]["mm"] + 6 * blocks, "attention": 3 + blocks, "silu": 3 + blocks}
+        assert mode[0] == {
+            "mm": none[0]["mm"] + 6 * blocks,
+            "attention": 3 + blocks,
+            "silu": 3 + blocks,
+        }
     assert selective[0] == {"mm": none[0]["mm"], "attention": 3, "silu": 6}
     assert full[1] < every_n[1] < none[1] and selective[1] < none[1]
 
@@ -280,7 +395,9 @@ def offloaded(options: list[str], dp_size: int) -> dict:
 @pytest.mark.parametrize("mesh", ["fsdp2", "hsdp2x2"])
 def test_cpu_offload_equals_the_plain_model(mesh):
     ranks, options, dp_size = MESHES[mesh]
-    problems = compare("offload", run_ranks(ranks, offloaded, [*ADAMW, *options], dp_size)[0], plain())
+    problems = compare(
+        "offload", run_ranks(ranks, offloaded, [*ADAMW, *options], dp_size)[0], plain()
+    )
     assert not problems, "\n".join(problems)
 
 
@@ -290,8 +407,8 @@ def bfloat16(options: list[str], dp_size: int) -> dict:
 
 @pytest.mark.parametrize("mesh", ["fsdp2", "fsdp2xtp2", "ddp2"])
 def test_bfloat16_is_near_float32_and_keeps_float32_masters(mesh):
-    """bfloat16 has 8 bits of mantissa: the loss agrees to 2^-8, and the first update, made on float32 masters, is no coarser
-    than the gradients' own error."""
+    """bfloat16 has 8 bits of mantissa: the loss agrees to 2^-8, and the first update, made on
+    float32 masters, is no coarser than the gradients' own error."""
     ranks, options, dp_size = MESHES[mesh]
     seen = run_ranks(ranks, bfloat16, [*SGD, *options], dp_size)[0]
     oracle = plain(optimizer="sgd")
@@ -303,8 +420,8 @@ def test_bfloat16_is_near_float32_and_keeps_float32_masters(mesh):
 
 @pytest.mark.parametrize("mesh", ["fsdp2", "ddp2"])
 def test_gradients_are_summed_over_ranks_in_float32(mesh):
-    """Two ranks are one process with two micro-batches, which adds their bfloat16 gradients in float32. A sum in bfloat16 would
-    be off by 1e-3."""
+    """Two ranks are one process with two micro-batches, which adds their bfloat16 gradients in
+    float32. A sum in bfloat16 would be off by 1e-3."""
     ranks, options, dp_size = MESHES[mesh]
     alone = run_ranks(1, bfloat16, [*SGD, TWO_MICRO_BATCHES], 1)[0]
     seen = run_ranks(ranks, bfloat16, [*SGD, *options], dp_size)[0]
@@ -313,15 +430,26 @@ def test_gradients_are_summed_over_ranks_in_float32(mesh):
 
 
 FLOAT8 = [  # sides that are multiples of 16
-    *SGD, "--model.dim=48", "--model.n_kv_heads=8", "--model.hidden_dim=64", "--training.param_dtype=bfloat16",
-    "--training.float8=rowwise", "--debug.emulate_float8=true",
-]  # fmt: skip
+    *SGD,
+    "--model.dim=48",
+    "--model.n_kv_heads=8",
+    "--model.hidden_dim=64",
+    "--training.param_dtype=bfloat16",
+    "--training.float8=rowwise",
+    "--debug.emulate_float8=true",
+]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (an optional extra)")
-@pytest.mark.parametrize("mesh", ["fsdp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("cp2", "pp2"))])
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None,
+    reason="torchao is not installed (an optional extra)",
+)
+@pytest.mark.parametrize(
+    "mesh", ["fsdp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("cp2", "pp2"))]
+)
 def test_float8_on_two_ranks_is_near_one_rank(mesh):
-    """Each rank has scales of its own for its tokens, so the two agree as the roundings to 8 bits do: 3 bits of mantissa."""
+    """Each rank has scales of its own for its tokens, so the two agree as the roundings to 8 bits
+    do: 3 bits of mantissa."""
     ranks, options, dp_size = MESHES[mesh]
     alone = run_ranks(1, trajectory, FLOAT8, 1)[0]
     shared = whole_model(run_ranks(ranks, trajectory, [*FLOAT8, *options], dp_size))

@@ -1,5 +1,5 @@
-"""Each option of a parallelism does what it says, alone: what no comparison with the plain model can see, because an option that
-does nothing computes the same numbers."""
+"""Each option of a parallelism does what it says, alone: what no comparison with the plain model
+can see, because an option that does nothing computes the same numbers."""
 
 import gc
 import os
@@ -12,20 +12,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import parallelisms
 import train
 from configs.load import load_config
 from configs.schema import Compile, Training
 from models import MODELS, layers, llama
-import parallelisms
 from parallelisms import attention, compile, dp, mesh
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL, run, tiny_run
 from tools.plan import trace
 
 
-@pytest.mark.parametrize("kernel, enabled", [
-    ("auto", {"flash", "cudnn", "mem_efficient", "math"}), ("flash", {"flash"}), ("cudnn", {"cudnn"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kernel, enabled",
+    [
+        ("auto", {"flash", "cudnn", "mem_efficient", "math"}),
+        ("flash", {"flash"}),
+        ("cudnn", {"cudnn"}),
+    ],
+)
 def test_the_kernel_of_attention_is_the_one_that_is_named(kernel, enabled):
     """These switches are PyTorch's for the whole process and need no GPU."""
     switches = torch.backends.cuda
@@ -45,13 +50,15 @@ def test_the_kernel_of_attention_is_the_one_that_is_named(kernel, enabled):
             getattr(switches, f"enable_{name}_sdp")(on)
 
 
-ROTATED = ("--model.n_layers=2 --model.vocab_size=263 --data.tokenizer=bytes --training.seq_len=300 "
-           "--training.global_batch_size=2 --training.local_batch_size=1 --training.param_dtype=bfloat16").split()  # fmt: skip
+ROTATED = (
+    "--model.n_layers=2 --model.vocab_size=263 --data.tokenizer=bytes --training.seq_len=300 "
+    "--training.global_batch_size=2 --training.local_batch_size=1 --training.param_dtype=bfloat16"
+).split()
 
 
 def errors_of_rotations(family: str) -> list[float]:
-    """The largest error of each call of `apply_rope` in a step of two ranks in bfloat16, of which one
-    rounding of the exact result has at most 1."""
+    """The largest error of each call of `apply_rope` in a step of two ranks in bfloat16, of which
+    one rounding of the exact result has at most 1."""
     job = train.build(load_config([*ROTATED, f"--model.family={family}"], 2, 2))
     theta, seen, real = job.args.rope_theta, [], layers.apply_rope
 
@@ -65,7 +72,8 @@ def errors_of_rotations(family: str) -> list[float]:
         exact = torch.cat(turned, -1)
         exponent = torch.frexp(exact)[1]
         rounding = torch.ldexp(torch.ones_like(exact), exponent - 9)  # half a unit of 8 bits
-        # Where the two products nearly cancel, what the tables' own rounding to float32 leaves counts.
+        # Where the two products nearly cancel, what the tables' own rounding to float32 leaves
+        # counts.
         seen.append(((out - exact).abs() / (rounding + 1e-4 * x.abs().max())).max().item())
         return out
 
@@ -91,8 +99,18 @@ def compiled_graphs(enabled: bool, backend: str) -> tuple[int, int]:
     """How many graphs torch.compile and AOTAutograd have made when two blocks have run."""
     from torch._dynamo.utils import counters
 
-    args = llama.Args(**llama.FLAVORS["debug"] | {"dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8,
-                                                  "hidden_dim": 16, "vocab_size": 11})  # fmt: skip
+    args = llama.Args(
+        **llama.FLAVORS["debug"]
+        | {
+            "dim": 16,
+            "n_layers": 2,
+            "n_heads": 2,
+            "n_kv_heads": 1,
+            "head_dim": 8,
+            "hidden_dim": 16,
+            "vocab_size": 11,
+        }
+    )
     model = llama.build(args)
     assert compile.apply(model, Compile(enabled=enabled, backend=backend)) is model
     counters.clear()
@@ -101,11 +119,14 @@ def compiled_graphs(enabled: bool, backend: str) -> tuple[int, int]:
 
 
 def three_ways() -> list[tuple[int, int]]:
-    return [compiled_graphs(*way) for way in ((False, "eager"), (True, "eager"), (True, "aot_eager"))]
+    return [
+        compiled_graphs(*way) for way in ((False, "eager"), (True, "eager"), (True, "aot_eager"))
+    ]
 
 
 def test_blocks_are_compiled_by_the_backend_that_is_named():
-    """Both blocks have the same code, which is compiled once. Only aot_eager hands it to AOTAutograd."""
+    """Both blocks have the same code, which is compiled once. Only aot_eager hands it to
+    AOTAutograd."""
     assert run_ranks(1, three_ways)[0] == [(0, 0), (1, 0), (1, 1)]
 
 
@@ -145,12 +166,18 @@ class Gathers(TorchDispatchMode):
 
 
 def gathers_in_forward_and_backward(prefetch: int) -> tuple[list[int], list[int]]:
-    """On rank 0 of two that do not exist: how many gathers had begun at the first product of each of four blocks, in the order
-    in which the forward pass reaches the blocks; and the same for the backward pass, which begins with the last block."""
+    """On rank 0 of two that do not exist: how many gathers had begun at the first product of each
+    of four blocks, in the order in which the forward pass reaches the blocks; and the same for the
+    backward pass, which begins with the last block."""
     if dist.is_initialized():
         dist.destroy_process_group()
     with trace.pretend(2, 2):
-        options = [*SMALL_MODEL, "--model.n_layers=4", "--parallelism.reshard_after_forward=true", f"--parallelism.prefetch={prefetch}"]
+        options = [
+            *SMALL_MODEL,
+            "--model.n_layers=4",
+            "--parallelism.reshard_after_forward=true",
+            f"--parallelism.prefetch={prefetch}",
+        ]
         job = train.build(load_config(options, 2, 2))
         tokens = torch.zeros(1, 16, dtype=torch.int64)
         with Gathers() as seen:
@@ -158,8 +185,10 @@ def gathers_in_forward_and_backward(prefetch: int) -> tuple[list[int], list[int]
             forward, before = seen.at_product[:], seen.gathers
             seen.at_product.clear()
             loss.backward()
-        backward = [count - before for count in seen.at_product[2:]]  # the output's two products come first
-        return forward[:28:7], backward[::14]  # a block has seven products, and each has two in the backward pass
+        # the output's two products come first
+        backward = [count - before for count in seen.at_product[2:]]
+        # a block has seven products, and each has two in the backward pass
+        return forward[:28:7], backward[::14]
 
 
 def both_prefetches() -> list[tuple[list[int], list[int]]]:
@@ -167,8 +196,9 @@ def both_prefetches() -> list[tuple[list[int], list[int]]]:
 
 
 def test_prefetch_gathers_so_many_blocks_ahead():
-    """The root and block 0 are gathered before the first product; with prefetch = 2 so are blocks 1 and 2. In the backward pass
-    the output comes first, and FSDP2 gathers one block ahead if it is not told how many."""
+    """The root and block 0 are gathered before the first product; with prefetch = 2 so are blocks 1
+    and 2. In the backward pass the output comes first, and FSDP2 gathers one block ahead if it is
+    not told how many."""
     without, two_ahead = run_ranks(1, both_prefetches)[0]
     assert without == ([2, 3, 4, 5], [3, 4, 5, 5])
     assert two_ahead == ([4, 5, 5, 5], [4, 5, 5, 5])
@@ -189,7 +219,8 @@ def test_the_ranks_of_a_tp_group_draw_the_same_numbers_and_no_others_do():
     assert one == same and other == alike and one != other
 
 
-# option -> gathers of the forward pass, and of the backward pass after it: the root, 4 blocks, the output.
+# option -> gathers of the forward pass, and of the backward pass after it: the root, 4 blocks, the
+# output.
 GATHERS = {
     "default": (6, 4),  # the output keeps its weights, because backward needs them at once
     "true": (6, 5),
@@ -206,7 +237,11 @@ def gathers_of_each_option() -> list[tuple[int, int]]:
             options = f"--parallelism.reshard_after_forward={words}".split()
             job = train.build(load_config([*SMALL_MODEL, "--model.n_layers=4", *options], 2, 2))
             with Gathers() as seen:
-                loss = job.model(torch.zeros(1, 16, dtype=torch.int64), torch.arange(16), lambda h, weight: (h @ weight.t()).sum())
+                loss = job.model(
+                    torch.zeros(1, 16, dtype=torch.int64),
+                    torch.arange(16),
+                    lambda h, weight: (h @ weight.t()).sum(),
+                )
                 forward = seen.gathers
                 loss.backward()
             counts.append((forward, seen.gathers - forward))
@@ -226,7 +261,11 @@ def gathers_of_a_second_micro_batch() -> list[int]:
             dp.keep_gathered(job.model, keep)
             for _ in range(2):
                 with Gathers() as seen:
-                    loss = job.model(torch.zeros(1, 16, dtype=torch.int64), torch.arange(16), lambda h, weight: (h @ weight.t()).sum())
+                    loss = job.model(
+                        torch.zeros(1, 16, dtype=torch.int64),
+                        torch.arange(16),
+                        lambda h, weight: (h @ weight.t()).sum(),
+                    )
                 loss.backward()
             counts.append(seen.gathers)
     return counts
@@ -297,21 +336,41 @@ def dimensions_that_shard_experts() -> list[list[int]]:
     found = []
     for experts, width in ((2, 12), (2, 11), (4, 12), (6, 12)):
         with trace.pretend(4, 4):
-            sizes = ["--model.family=qwen3", f"--model.n_experts={experts}", "--model.experts_per_token=1", f"--model.expert_dim={width}"]
-            job = train.build(load_config([*SMALL_MODEL, *sizes, "--parallelism.expert_parallel=2"], 4, 4))
-            found.append([placement.dim for placement in job.model.layers["0"].feed_forward.experts.w1.placements])
+            sizes = [
+                "--model.family=qwen3",
+                f"--model.n_experts={experts}",
+                "--model.experts_per_token=1",
+                f"--model.expert_dim={width}",
+            ]
+            job = train.build(
+                load_config([*SMALL_MODEL, *sizes, "--parallelism.expert_parallel=2"], 4, 4)
+            )
+            found.append(
+                [
+                    placement.dim
+                    for placement in job.model.layers["0"].feed_forward.experts.w1.placements
+                ]
+            )
     return found
 
 
 def test_experts_are_sharded_by_row_where_they_are_fewer_than_their_ranks():
-    """Two of four ranks have the same experts (the first number); rows that they do not divide stay together."""
+    """Two of four ranks have the same experts (the first number); rows that they do not divide stay
+    together."""
     assert run_ranks(1, dimensions_that_shard_experts)[0] == [[1, 0], [0, 0], [0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("kind, hardware, dtype", [
-    ("cuda", (7, 5), torch.float32), ("cuda", (8, 0), torch.bfloat16), ("cuda", (9, 0), torch.bfloat16),
-    ("cpu", (False, False), torch.float32), ("cpu", (True, False), torch.bfloat16), ("cpu", (False, True), torch.bfloat16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, hardware, dtype",
+    [
+        ("cuda", (7, 5), torch.float32),
+        ("cuda", (8, 0), torch.bfloat16),
+        ("cuda", (9, 0), torch.bfloat16),
+        ("cpu", (False, False), torch.float32),
+        ("cpu", (True, False), torch.bfloat16),
+        ("cpu", (False, True), torch.bfloat16),
+    ],
+)
 def test_the_type_of_the_weights_follows_the_hardware(kind, hardware, dtype, monkeypatch):
     """hardware: the compute capability of a GPU, or whether a CPU has AMX, AVX512-BF16."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: hardware)
@@ -325,9 +384,16 @@ def test_the_type_of_the_weights_follows_the_hardware(kind, hardware, dtype, mon
 def test_nccls_flight_recorder_is_on_unless_the_environment_says_otherwise(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {"TORCH_FR_BUFFER_SIZE": "7"})
     mesh.record_flights(tmp_path)
-    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7" and os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert (
+        os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
+        and os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    )
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{tmp_path}/nccl-"
+    assert (
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"]
+        == os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+        == f"{tmp_path}/nccl-"
+    )
 
 
 MISSPELT = {  # pattern -> style, in a plan that is right otherwise
@@ -337,13 +403,22 @@ MISSPELT = {  # pattern -> style, in a plan that is right otherwise
 
 
 def plans_with_a_misspelt_row() -> list[str]:
-    """What train.build says of each such plan, on rank 0 of four that do not exist, with a pipeline and without."""
+    """What train.build says of each such plan, on rank 0 of four that do not exist, with a pipeline
+    and without."""
     dist.destroy_process_group()
     said, right = [], llama.tp_plan
-    for stages, row in [(1, None), (2, None), *((stages, row) for stages in (1, 2) for row in MISSPELT)]:
+    for stages, row in [
+        (1, None),
+        (2, None),
+        *((stages, row) for stages in (1, 2) for row in MISSPELT),
+    ]:
         llama.tp_plan = lambda args: right(args) | ({row: MISSPELT[row]} if row else {})
         with trace.pretend(4, 4):
-            options = ["--parallelism.tensor_parallel=2", f"--parallelism.pipeline_parallel={stages}", "--model.tied_embeddings=true"]
+            options = [
+                "--parallelism.tensor_parallel=2",
+                f"--parallelism.pipeline_parallel={stages}",
+                "--model.tied_embeddings=true",
+            ]
             try:
                 train.build(load_config([*SMALL_MODEL, *options], 4, 4))
                 said.append("")
@@ -353,7 +428,8 @@ def plans_with_a_misspelt_row() -> list[str]:
 
 
 def test_a_misspelt_row_of_the_plan_of_tensor_parallelism_is_named_also_in_a_pipeline():
-    """It would leave a module whole on every rank. A stage has some of the modules, and a tied model has no output."""
+    """It would leave a module whole on every rank. A stage has some of the modules, and a tied
+    model has no output."""
     *right, one, two, one_of_stages, two_of_stages = run_ranks(1, plans_with_a_misspelt_row)[0]
     assert right == ["", ""]
     for said, row in zip((one, two, one_of_stages, two_of_stages), [*MISSPELT, *MISSPELT]):
@@ -385,5 +461,7 @@ def test_a_run_asks_for_deterministic_kernels_and_collects_garbage_at_its_own_ti
     more = ["--run.deterministic=true", "--run.gc_interval=3", "--training.steps=7"]
     seen = run_ranks(1, watched_run, [*tiny_run(tmp_path), *more], tmp_path / "run")[0]
     assert seen["deterministic"] == {True} and not torch.are_deterministic_algorithms_enabled()
-    assert seen["collector"] == {False}, "Python collects at a moment of its own, and all ranks wait"
+    assert seen["collector"] == {False}, (
+        "Python collects at a moment of its own, and all ranks wait"
+    )
     assert seen["collections"] == {"steps": 7, 3: 1, 6: 1}

@@ -1,4 +1,5 @@
-"""Whole runs of a pipeline, and what can go wrong in one. That it computes what one process computes: tests/test_parallel.py."""
+"""Whole runs of a pipeline, and what can go wrong in one. That it computes what one process
+computes: tests/test_parallel.py."""
 
 import contextlib
 import gc
@@ -20,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from configs.load import load_config
 from configs.schema import SCHEDULES
-from parallelisms import mesh as meshes, pp, schedules
+from parallelisms import mesh as meshes
+from parallelisms import pp, schedules
 from parallelisms.mesh import neighbours
 from reliability import collectives
 from reliability.health import unlike_replicas
@@ -30,7 +32,8 @@ from tools import compare_runs
 from training.validate import validate
 
 MORE = (
-    "--model.n_layers=4 --model.tied_embeddings=true --checkpoint.interval=2 --validation.interval=4 --validation.steps=3 "
+    "--model.n_layers=4 --model.tied_embeddings=true --checkpoint.interval=2 "
+    "--validation.interval=4 --validation.steps=3 "
     "--data.validation_fraction=0.2 --debug.sample_tokens=8 --checkpoint.export_hf=float32"
 ).split()
 
@@ -50,13 +53,18 @@ def oracle(options, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.cap(200)
-def test_a_run_that_is_killed_on_one_depth_after_another_is_the_run_on_one_process(oracle, options, tmp_path):
-    """No sample is repeated or skipped. Loss, norm, validation and the export for Hugging Face are equal up to rounding; the
-    sample at the end is equal."""
+def test_a_run_that_is_killed_on_one_depth_after_another_is_the_run_on_one_process(
+    oracle, options, tmp_path
+):
+    """No sample is repeated or skipped. Loss, norm, validation and the export for Hugging Face are
+    equal up to rounding; the sample at the end is equal."""
     legs = ["pp2", "one", "pp2xfsdp2", "pp2xtp2", "pp4"]
-    more = {"pp2": "--parallelism.pipeline_schedule=zbv", "pp2xfsdp2": "--parallelism.pipeline_schedule=interleaved_1f1b",
-            "pp2xtp2": "--debug.replay_interval=2 --debug.replica_check_interval=2 --run.device=cpu",
-            "pp4": "--debug.check_collectives=true"}  # fmt: skip
+    more = {
+        "pp2": "--parallelism.pipeline_schedule=zbv",
+        "pp2xfsdp2": "--parallelism.pipeline_schedule=interleaved_1f1b",
+        "pp2xtp2": "--debug.replay_interval=2 --debug.replica_check_interval=2 --run.device=cpu",
+        "pp4": "--debug.check_collectives=true",
+    }
     want, began = samples(oracle, 1), []
     for mesh in legs:
         ranks, extra, dp_size = MESHES[mesh]
@@ -69,32 +77,51 @@ def test_a_run_that_is_killed_on_one_depth_after_another_is_the_run_on_one_proce
         start, rows = trained(tmp_path, dp_size)
         assert rows == want[start : start + len(rows)], mesh
         began.append(start)
-    assert began == sorted(set(began)), f"a start has not gone on where the one before it had saved: {began}"
+    assert began == sorted(set(began)), (
+        f"a start has not gone on where the one before it had saved: {began}"
+    )
     comparison = compare_runs.compare(oracle, tmp_path, 1e-5)
     compared = {row.metric: row.steps for row in comparison.rows}
     assert comparison.code == 0, comparison.verdict
-    assert compared["loss"] == compared["grad_norm"] == STEPS and compared["validation_loss"] == STEPS // 4, compared
+    assert (
+        compared["loss"] == compared["grad_norm"] == STEPS
+        and compared["validation_loss"] == STEPS // 4
+    ), compared
     assert [mesh.split(", ")[0] for mesh in comparison.environment["mesh"]] == ["pp 1", "pp 4"]
-    exported, expected = (load_file(next(folder.glob("hf/*/model.safetensors"))) for folder in (tmp_path, oracle))
+    exported, expected = (
+        load_file(next(folder.glob("hf/*/model.safetensors"))) for folder in (tmp_path, oracle)
+    )
     assert exported.keys() == expected.keys()
-    assert max(float((exported[name] - x).abs().max() / x.abs().max()) for name, x in expected.items()) <= 1e-4
-    texts = [said(folder).split("a sample from the final weights:")[1].split("tensorboard")[0] for folder in (tmp_path, oracle)]
+    assert (
+        max(float((exported[name] - x).abs().max() / x.abs().max()) for name, x in expected.items())
+        <= 1e-4
+    )
+    texts = [
+        said(folder).split("a sample from the final weights:")[1].split("tensorboard")[0]
+        for folder in (tmp_path, oracle)
+    ]
     assert texts[0] == texts[1]
 
 
 VALIDATED = (
-    "--model.dim=32 --model.n_layers=4 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 --model.hidden_dim=36 "
-    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16"
+    "--model.dim=32 --model.n_layers=4 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 "
+    "--model.hidden_dim=36 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 "
+    "--training.seq_len=16"
 ).split()
 
 
 def sums_of_validation(options: list[str], counts: list[int]) -> list[list[float]]:
     """What `validate` returns of one batch of so many micro-batches."""
-    job = train.build(load_config([*VALIDATED, *options], meshes.world().size, meshes.world().local_size))
+    job = train.build(
+        load_config([*VALIDATED, *options], meshes.world().size, meshes.world().local_size)
+    )
     sizes = torch.ones(263, dtype=torch.int64)
     sums = []
     for count in counts:
-        windows = torch.randint(0, 263, (count, 2, 17), generator=torch.Generator().manual_seed(count))
+        windows = torch.randint(
+            0, 263, (count, 2, 17), generator=torch.Generator().manual_seed(count)
+        )
         batch = {"tokens": windows[..., :-1], "labels": windows[..., 1:]}
         sums.append(validate(job.model, job.mesh, [batch], 64, sizes).tolist())
     return sums
@@ -112,7 +139,8 @@ def test_validation_counts_every_micro_batch_whether_the_ranks_divide_them_or_no
 
 
 def troubled(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
-    """A run of two stages, the second of which has trouble in step 3. If it fails, it takes a while until it ends."""
+    """A run of two stages, the second of which has trouble in step 3. If it fails, it takes a while
+    until it ends."""
     real, calls = train.linear_cross_entropy, []
 
     def loss(*args, **more):
@@ -139,19 +167,35 @@ def troubled(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
 @pytest.mark.parametrize("kind", ["fails", "hangs"])
 def test_a_stage_that_fails_or_hangs_ends_the_others_which_name_it(kind, options, tmp_path):
     given = [*options, *MESHES["pp2"][1], step_timeout(4)]
-    codes = ends(2, tmp_path / "ranks", troubled, given, tmp_path, kind, seconds=40, last_hangs=kind == "hangs")
+    codes = ends(
+        2,
+        tmp_path / "ranks",
+        troubled,
+        given,
+        tmp_path,
+        kind,
+        seconds=40,
+        last_hangs=kind == "hangs",
+    )
     assert codes[0] not in (0, None) and (codes[1] is None) == (kind == "hangs"), codes
-    stacks = {rank: (tmp_path / "logs" / f"rank-0000{rank}.stacks").read_text() for rank in range(1 if kind == "hangs" else 2)}
+    stacks = {
+        rank: (tmp_path / "logs" / f"rank-0000{rank}.stacks").read_text()
+        for rank in range(1 if kind == "hangs" else 2)
+    }
     if kind == "fails":
-        assert "rank 0 of the pipeline did not receive the gradient of stage 1" in stacks[0], stacks[0]
+        assert "rank 0 of the pipeline did not receive the gradient of stage 1" in stacks[0], (
+            stacks[0]
+        )
         assert "from rank 1, which has failed or hangs" in stacks[0]
         assert "the loss of the second stage is broken" in stacks[1]
         neighbour, cause = (float((tmp_path / f"failed-{rank}").read_text()) for rank in range(2))
-        assert cause < neighbour  # so the launcher shows the traceback of the cause last (tests/test_scripts.py)
+        # so the launcher shows the traceback of the cause last (tests/test_scripts.py)
+        assert cause < neighbour
 
 
 def flipped_gain(options: list[str]) -> list[str]:
-    """What is said after a bit of a norm's gain flipped on the last rank of two stages of two tensor-parallel ranks."""
+    """What is said after a bit of a norm's gain flipped on the last rank of two stages of two
+    tensor-parallel ranks."""
     job = train.build(load_config([*options, *MESHES["pp2xtp2"][1]], 4, 4))
     assert unlike_replicas(job.model, job.optimizer, job.mesh, loss=1.0) == []
     if job.mesh.rank == 3:
@@ -161,8 +205,8 @@ def flipped_gain(options: list[str]) -> list[str]:
 
 def test_a_flipped_bit_of_a_stage_is_named(options):
     """debug.replica_check_interval: all ranks say it, those of the other stage too."""
-    for said in run_ranks(4, flipped_gain, options):
-        assert said == ["ranks 2, 3 of tp: 1 tensors, layers.3.ffn_norm.weight among them"]
+    for lines in run_ranks(4, flipped_gain, options):
+        assert lines == ["ranks 2, 3 of tp: 1 tensors, layers.3.ffn_norm.weight among them"]
 
 
 # What one of two ranks does instead of its part of a step, for debug.check_collectives.
@@ -180,12 +224,16 @@ def other_order(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
     """It takes the first two micro-batches the other way round."""
     model, count, other = job.model, len(batch["tokens"]), {0: 1, 1: 0}
     first, second = model.table(count).of_all_ranks
-    second = [action._replace(micro_batch=other.get(action.micro_batch, action.micro_batch)) for action in second]
+    second = [
+        action._replace(micro_batch=other.get(action.micro_batch, action.micro_batch))
+        for action in second
+    ]
     model.rank_tables[count, False] = pp.RankTable([first, second], model.placement, 1)
 
 
 def step_with(options: list[str], fault: Callable | None, is_checked: bool) -> float | str:
-    """The gradient norm of a step on two stages, the second of which has the fault; or this rank's error."""
+    """The gradient norm of a step on two stages, the second of which has the fault; or this rank's
+    error."""
     job = train.build(load_config([*options, *MESHES["pp2"][1]], 2, 2))
     tokens = torch.randint(263, (4, 2, 16), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens, "labels": tokens}
@@ -203,8 +251,11 @@ def steps_with(options: list[str], cases: list[tuple]) -> list[float | str]:
 
 
 def test_messages_that_are_not_the_expected_ones_are_named(options):
-    """Negative control: unchecked, gradients that come in a different order are taken for each other in silence."""
-    right, checked, crossed = run_ranks(2, steps_with, options, [(None, False), (None, True), (other_order, False)])[0]
+    """Negative control: unchecked, gradients that come in a different order are taken for each
+    other in silence."""
+    right, checked, crossed = run_ranks(
+        2, steps_with, options, [(None, False), (None, True), (other_order, False)]
+    )[0]
     assert right == checked and abs(crossed / right - 1) > 1e-3, (right, checked, crossed)
     hidden, gradient = "hidden of stage 0, micro-batch", "gradient of stage 1, micro-batch"
     for fault, rank, expected, sent in [
@@ -213,7 +264,10 @@ def test_messages_that_are_not_the_expected_ones_are_named(options):
         (other_order, 0, f"{gradient} 0, float32[2, 16, 32]", f"{gradient} 1, float32[2, 16, 32]"),
     ]:
         said = run_ranks(2, step_with, options, fault, True)[rank]
-        assert f"Drift: rank {rank} of the pipeline expects the {expected}, but rank {1 - rank} sends the {sent}: " in said, said
+        assert (
+            f"Drift: rank {rank} of the pipeline expects the {expected}, but rank {1 - rank} "
+            f"sends the {sent}: "
+        ) in said, said
 
 
 class Products(TorchDispatchMode):
@@ -261,7 +315,9 @@ def products_of_halves(options: list[str]) -> tuple[dict[str, Counter], list[int
 EXPERTS = (
     "--model.family=qwen3 --model.n_experts=4 --model.experts_per_token=2 --model.expert_dim=12"
 ).split()
-ONE_STAGE = "--parallelism.pipeline_schedule=zero_bubble --parallelism.pipeline_stages_per_rank=1".split()
+ONE_STAGE = (
+    "--parallelism.pipeline_schedule=zero_bubble --parallelism.pipeline_stages_per_rank=1".split()
+)
 
 
 def test_each_half_of_a_backward_has_the_products_of_its_own_gradients(options):
@@ -291,11 +347,21 @@ def slow_stage(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
 
 
 def test_a_slow_stage_is_named_with_the_half_of_the_step_in_which_it_is_slow(options, tmp_path):
-    few = ["--training.steps=3", "--metrics.straggler_interval=3", "--validation.interval=0", "--debug.sample_tokens=0"]
+    few = [
+        "--training.steps=3",
+        "--metrics.straggler_interval=3",
+        "--validation.interval=0",
+        "--debug.sample_tokens=0",
+    ]
     for kind in "forward", "backward":
         (folder := tmp_path / kind).mkdir()
-        assert run_ranks(2, slow_stage, [*options, *few, *MESHES["pp2"][1]], folder, kind) == [(0, "")] * 2
-        late = re.findall(r"rank (\d) is late: the others wait ([\d.]+) s per step for its (\w+)", said(folder))
+        assert (
+            run_ranks(2, slow_stage, [*options, *few, *MESHES["pp2"][1]], folder, kind)
+            == [(0, "")] * 2
+        )
+        late = re.findall(
+            r"rank (\d) is late: the others wait ([\d.]+) s per step for its (\w+)", said(folder)
+        )
         slowest = max(late, key=lambda line: float(line[1]))
         assert (slowest[0], slowest[2]) == ("1", kind) and float(slowest[1]) > 0.2, late
 

@@ -1,4 +1,5 @@
-"""`tools.plan` predicts what real runs do: memory, every collective, FLOPs; and says what is wrong in a sentence."""
+"""`tools.plan` predicts what real runs do: memory, every collective, FLOPs; and says what is wrong
+in a sentence."""
 
 import importlib
 import json
@@ -21,9 +22,17 @@ from configs.load import load_config
 from configs.schema import InputError
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
-from tests.steps import apart, assert_same_step, collectives, composed_and_layers, composed_and_whole, peaks, real_step
-from tools.plan import estimate as estimates, trace
-from tools.plan import report
+from tests.steps import (
+    apart,
+    assert_same_step,
+    collectives,
+    composed_and_layers,
+    composed_and_whole,
+    peaks,
+    real_step,
+)
+from tools.plan import estimate as estimates
+from tools.plan import report, trace
 from tools.plan.__main__ import arguments, main, question
 from tools.plan.device import load_device
 from tools.plan.estimate import Ring, estimate
@@ -34,13 +43,19 @@ from tools.plan.step import Op, Step, Stretch, Where
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Sizes that no mesh divides, and large enough that activations, not constants, are what is measured.
+# Sizes that no mesh divides, and large enough that activations, not constants, are what is
+# measured.
 MODEL = (
-    "--model.dim=120 --model.n_layers=5 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=14 --model.hidden_dim=308 "
-    "--model.vocab_size=1031 --data.tokenizer=bytes --training.seq_len=64 --training.global_batch_size=8 "
-    "--training.local_batch_size=2 --training.loss_chunk_tokens=50 --lr_schedule.warmup_steps=0 --training.param_dtype=bfloat16"
+    "--model.dim=120 --model.n_layers=5 --model.n_heads=8 --model.n_kv_heads=4 "
+    "--model.head_dim=14 --model.hidden_dim=308 "
+    "--model.vocab_size=1031 --data.tokenizer=bytes --training.seq_len=64 "
+    "--training.global_batch_size=8 "
+    "--training.local_batch_size=2 --training.loss_chunk_tokens=50 --lr_schedule.warmup_steps=0 "
+    "--training.param_dtype=bfloat16"
 ).split()
-NONE, FULL, SELECTIVE = (f"--activation_checkpoint.mode={mode}" for mode in ("none", "full", "selective"))
+NONE, FULL, SELECTIVE = (
+    f"--activation_checkpoint.mode={mode}" for mode in ("none", "full", "selective")
+)
 TP2, SHARDED = "--parallelism.tensor_parallel=2", "--parallelism.accumulate_gradients=sharded"
 CASES = {  # name: (ranks, options)
     "single": (1, [NONE, "--training.param_dtype=float32", "--training.local_batch_size=8"]),
@@ -56,7 +71,15 @@ CASES = {  # name: (ranks, options)
     "fsdp2xtp2": (4, [NONE, TP2, "--training.local_batch_size=4"]),
     "fsdp2xtp2-full": (4, [FULL, TP2, "--training.local_batch_size=4"]),
     "hsdp2x2-selective": (4, [SELECTIVE, "--parallelism.data_parallel_replicate=2"]),
-    "hsdp2x2-accumulate-sharded": (4, [SELECTIVE, SHARDED, "--parallelism.data_parallel_replicate=2", "--training.local_batch_size=1"]),
+    "hsdp2x2-accumulate-sharded": (
+        4,
+        [
+            SELECTIVE,
+            SHARDED,
+            "--parallelism.data_parallel_replicate=2",
+            "--training.local_batch_size=1",
+        ],
+    ),
 }
 
 
@@ -71,7 +94,9 @@ def real(options: list[str]) -> tuple[int, Where, dict[str, int], Counter, Count
 QUICK = ("single-bf16", "ddp2")
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
 def test_memory_and_collectives_are_those_of_a_real_step(name):
     ranks, options = CASES[name]
     predicted = apart(traced, config(options, ranks), ranks, ranks, False)
@@ -85,24 +110,65 @@ def real_without_seeing_fsdp_free() -> int:
 
 @pytest.mark.slow
 def test_the_accountant_must_see_what_fsdp_frees():
-    """Negative control: FSDP frees gathered weights by resizing their storage, which no operator tells."""
-    assert run_ranks(2, real_without_seeing_fsdp_free)[0] != run_ranks(2, real, CASES["fsdp2"][1])[0][0]
+    """Negative control: FSDP frees gathered weights by resizing their storage, which no operator
+    tells."""
+    assert (
+        run_ranks(2, real_without_seeing_fsdp_free)[0]
+        != run_ranks(2, real, CASES["fsdp2"][1])[0][0]
+    )
 
 
 WHOLE = {  # the same step with all layers traced, and put together from a few: ranks, options
-    "fsdp-every_n-prefetch": (4, ["--activation_checkpoint.mode=every_n", "--activation_checkpoint.every_n=3", "--parallelism.prefetch=2",
-                                  "--training.local_batch_size=1", "--model.n_layers=15"]),
-    "hsdp-tp-accumulate": (8, [SELECTIVE, TP2, "--parallelism.data_parallel_replicate=2", "--training.local_batch_size=1",
-                               "--training.global_batch_size=20", "--model.n_layers=7"]),
-    "hsdp-sharded-accumulate": (8, [FULL, SHARDED, TP2, "--parallelism.data_parallel_replicate=2", "--training.local_batch_size=1",
-                                    "--training.global_batch_size=20", "--model.n_layers=7"]),
+    "fsdp-every_n-prefetch": (
+        4,
+        [
+            "--activation_checkpoint.mode=every_n",
+            "--activation_checkpoint.every_n=3",
+            "--parallelism.prefetch=2",
+            "--training.local_batch_size=1",
+            "--model.n_layers=15",
+        ],
+    ),
+    "hsdp-tp-accumulate": (
+        8,
+        [
+            SELECTIVE,
+            TP2,
+            "--parallelism.data_parallel_replicate=2",
+            "--training.local_batch_size=1",
+            "--training.global_batch_size=20",
+            "--model.n_layers=7",
+        ],
+    ),
+    "hsdp-sharded-accumulate": (
+        8,
+        [
+            FULL,
+            SHARDED,
+            TP2,
+            "--parallelism.data_parallel_replicate=2",
+            "--training.local_batch_size=1",
+            "--training.global_batch_size=20",
+            "--model.n_layers=7",
+        ],
+    ),
     "never-reshard": (4, [NONE, "--parallelism.reshard_after_forward=false", "--model.n_layers=9"]),
-    "keep-gathered": (4, [NONE, "--parallelism.keep_gathered=2", "--training.local_batch_size=1", "--model.n_layers=11"]),
-}  # fmt: skip
+    "keep-gathered": (
+        4,
+        [
+            NONE,
+            "--parallelism.keep_gathered=2",
+            "--training.local_batch_size=1",
+            "--model.n_layers=11",
+        ],
+    ),
+}
 
 
 @pytest.mark.cap(120)
-@pytest.mark.parametrize("name", [n if n == "never-reshard" else pytest.param(n, marks=pytest.mark.slow) for n in WHOLE])
+@pytest.mark.parametrize(
+    "name", [n if n == "never-reshard" else pytest.param(n, marks=pytest.mark.slow) for n in WHOLE]
+)
 def test_a_step_put_together_from_few_layers_is_the_whole_step(name):
     ranks, options = WHOLE[name]
     few, whole = apart(composed_and_whole, config(options, ranks), ranks)
@@ -111,13 +177,28 @@ def test_a_step_put_together_from_few_layers_is_the_whole_step(name):
 
 def test_blocks_that_differ_are_all_traced():
     """What repeats with another period than is assumed is not put together from one block."""
-    cfg = config(["--activation_checkpoint.mode=every_n", "--model.n_layers=9", "--training.local_batch_size=1"], 4)
-    step = apart(trace.trace_step, cfg.model_copy(update={"model": cfg.model.model_copy(update={"n_layers": 6})}), 4, 4, True)
+    cfg = config(
+        [
+            "--activation_checkpoint.mode=every_n",
+            "--model.n_layers=9",
+            "--training.local_batch_size=1",
+        ],
+        4,
+    )
+    step = apart(
+        trace.trace_step,
+        cfg.model_copy(update={"model": cfg.model.model_copy(update={"n_layers": 6})}),
+        4,
+        4,
+        True,
+    )
     assert with_layers(step, 9, edge=2, period=1) is None
     assert with_layers(step, 10, edge=1, period=2) is not None
 
 
-@pytest.mark.parametrize("op", [Op("aten.mm.default", product_flops=8), Op("c10d.allreduce_", kind="all-reduce")])
+@pytest.mark.parametrize(
+    "op", [Op("aten.mm.default", product_flops=8), Op("c10d.allreduce_", kind="all-reduce")]
+)
 def test_an_optimizer_that_does_more_than_elements_is_traced_with_all_layers(op):
     """Its operators grow with the layers in a way that nobody knows: Muon's products, for example."""
     step = Step([], {}, 4, 1, {}, {})
@@ -126,7 +207,8 @@ def test_an_optimizer_that_does_more_than_elements_is_traced_with_all_layers(op)
         assert with_layers(step, 9, edge=1, period=1) is repetition.return_value.step.return_value
         step.stretches[0].rows.append(op)
         assert with_layers(step, 9, edge=1, period=1) is None
-        step.stretches[0] = Stretch(Where(0, "clip", -1), step.stretches[0].rows)  # sums of squares are reduced over the ranks
+        # sums of squares are reduced over the ranks
+        step.stretches[0] = Stretch(Where(0, "clip", -1), step.stretches[0].rows)
         assert with_layers(step, 9, edge=1, period=1) is not None
 
 
@@ -143,12 +225,17 @@ def test_options_that_change_nothing_in_a_plan_are_said():
     overlapped = cfg.parallelism.model_copy(update={"async_tensor_parallel": True})
     cfg = cfg.model_copy(update={"training": training, "parallelism": overlapped})
     said = report.left_out(SimpleNamespace(cfg=cfg, ask=SimpleNamespace(device=H100)))
-    options = ('training.float8 = "rowwise"', 'training.attention = "flash3"', "parallelism.async_tensor_parallel")
+    options = (
+        'training.float8 = "rowwise"',
+        'training.attention = "flash3"',
+        "parallelism.async_tensor_parallel",
+    )
     assert [line.split(" is left out")[0].strip() for line in said] == list(options)
 
 
 def plan_of_other_moments() -> tuple[int, int, str]:
-    """With an optimizer that keeps one moment, where the configuration says AdamW; and a line of the report."""
+    """With an optimizer that keeps one moment, where the configuration says AdamW; and a line of
+    the report."""
 
     def one_moment(model, *_):
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -156,7 +243,11 @@ def plan_of_other_moments() -> tuple[int, int, str]:
     training = {"training": config([], 2).training.model_copy(update={"attention": "flash"})}
     with mock.patch.object(train, "build_optimizer", one_moment):
         plan = make_plan(config(["--model.n_layers=2"], 2), Question(2, 2, H100))
-    return plan.parameters, plan.checkpoint_bytes, report.report(replace(plan, cfg=plan.cfg.model_copy(update=training)))
+    return (
+        plan.parameters,
+        plan.checkpoint_bytes,
+        report.report(replace(plan, cfg=plan.cfg.model_copy(update=training))),
+    )
 
 
 def test_the_moments_of_an_optimizer_are_those_that_it_has():
@@ -173,23 +264,40 @@ def plan_of_fork(edits: dict[str, str], folder: str, labelled_loss: bool = True)
         text = text.replace(old, new)
     Path(folder, "fork_of_train.py").write_text(text, encoding="utf-8")
     sys.path.insert(0, folder)
-    feed = mock.patch("training.feed.record_function", lambda name: nullcontext()) if not labelled_loss else nullcontext()
+    feed = (
+        mock.patch("training.feed.record_function", lambda name: nullcontext())
+        if not labelled_loss
+        else nullcontext()
+    )
     with feed, mock.patch.object(trace, "train", importlib.import_module("fork_of_train")):
         step = trace.trace_step(config([SELECTIVE, "--model.n_layers=2"], 2), 2, 2, True)
     return step.peak(), peaks(step), collectives(step)
 
 
 def test_a_fork_may_rename_what_it_imports(tmp_path):
-    """The planner knows the phases of a step by their labels, not by the functions that are called in them."""
-    imports = re.findall(r"^from training\.(?:loss|optim) import .*$", (ROOT / "train.py").read_text(encoding="utf-8"), re.M)
-    renamed = {line: re.sub(r"\b(linear_cross_entropy|clip_grad_norm|step_if)\b", r"\1 as \1_of_ours", line) for line in imports}
+    """The planner knows the phases of a step by their labels, not by the functions that are called
+    in them."""
+    imports = re.findall(
+        r"^from training\.(?:loss|optim) import .*$",
+        (ROOT / "train.py").read_text(encoding="utf-8"),
+        re.M,
+    )
+    renamed = {
+        line: re.sub(
+            r"\b(linear_cross_entropy|clip_grad_norm|step_if)\b", r"\1 as \1_of_ours", line
+        )
+        for line in imports
+    }
     calls = {f" {name}(": f" {name}_of_ours(" for name in ("clip_grad_norm", "step_if")}
     calls[" linear_cross_entropy, cfg"] = " linear_cross_entropy_of_ours, cfg"
     assert len(renamed) == 2
     folders = [tmp_path / name for name in ("same", "renamed")]
     for folder in folders:
         folder.mkdir()
-    ours, theirs = (apart(plan_of_fork, edits, str(folder)) for edits, folder in zip(({}, renamed | calls), folders))
+    ours, theirs = (
+        apart(plan_of_fork, edits, str(folder))
+        for edits, folder in zip(({}, renamed | calls), folders)
+    )
     assert ours == theirs
 
 
@@ -197,7 +305,8 @@ def test_a_fork_may_rename_what_it_imports(tmp_path):
 def test_a_fork_without_a_label_is_told_so(phase, tmp_path):
     """Negative control of the labels: without one of them the plan would be wrong in silence."""
     with pytest.raises(InputError, match=f"no record_function..{phase}"):
-        edits = {f'record_function("{phase}")': "nullcontext()"} if phase != "loss" else {}  # the loss's is in training/feed.py
+        # the loss's is in training/feed.py
+        edits = {f'record_function("{phase}")': "nullcontext()"} if phase != "loss" else {}
         apart(plan_of_fork, edits, str(tmp_path), phase != "loss")
 
 
@@ -206,13 +315,17 @@ def counted(options: list[str], ranks: int) -> tuple[float, float, float]:
     return make_plan(cfg, Question(ranks, ranks, load_device("h100"))).flops()
 
 
-@pytest.mark.parametrize("ranks, options, recomputed", [
-    (1, [NONE, "--training.local_batch_size=4"], (0.0, 0.1)),
-    (4, [TP2, SELECTIVE, "--training.local_batch_size=1"], (0.0, 0.1)),
-    (2, [FULL, "--model.tied_embeddings=true", "--training.local_batch_size=2"], (0.15, 0.34)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ranks, options, recomputed",
+    [
+        (1, [NONE, "--training.local_batch_size=4"], (0.0, 0.1)),
+        (4, [TP2, SELECTIVE, "--training.local_batch_size=1"], (0.0, 0.1)),
+        (2, [FULL, "--model.tied_embeddings=true", "--training.local_batch_size=2"], (0.15, 0.34)),
+    ],
+)
 def test_counted_flops_are_the_derived_ones(ranks, options, recomputed):
-    """PaLM's convention: attention whole, recomputation (and flash attention's own, of the scores) beside."""
+    """PaLM's convention: attention whole, recomputation (and flash attention's own, of the scores)
+    beside."""
     derived, in_step, repeated = apart(counted, options, ranks)
     assert in_step == pytest.approx(derived, rel=1e-9)
     assert recomputed[0] <= repeated / derived <= recomputed[1]
@@ -221,25 +334,36 @@ def test_counted_flops_are_the_derived_ones(ranks, options, recomputed):
 H100 = load_device("h100")
 
 
-@pytest.mark.parametrize("ranks, per_host, gb_per_s", [
-    (range(8), 8, 450 * 0.8),  # one host: the links
-    (range(64), 8, 400 * 0.8),  # eight hosts: eight cards each, less than the links
-    (range(0, 64, 8), 8, 50 * 0.8),  # one rank of each host: one card
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ranks, per_host, gb_per_s",
+    [
+        (range(8), 8, 450 * 0.8),  # one host: the links
+        (range(64), 8, 400 * 0.8),  # eight hosts: eight cards each, less than the links
+        (range(0, 64, 8), 8, 50 * 0.8),  # one rank of each host: one card
+    ],
+)
 def test_a_ring_is_as_fast_as_its_slowest_link(ranks, per_host, gb_per_s):
     ring = Ring.of(list(ranks), per_host)
     n = len(ranks)
-    assert ring.seconds("all-gather", 10**10, H100) == pytest.approx(10 * (n - 1) / n / gb_per_s, rel=0.01)
-    assert ring.seconds("all-reduce", 10**10, H100) == pytest.approx(2 * ring.seconds("all-gather", 10**10, H100), rel=0.01)
+    assert ring.seconds("all-gather", 10**10, H100) == pytest.approx(
+        10 * (n - 1) / n / gb_per_s, rel=0.01
+    )
+    assert ring.seconds("all-reduce", 10**10, H100) == pytest.approx(
+        2 * ring.seconds("all-gather", 10**10, H100), rel=0.01
+    )
     assert 0 < ring.seconds("all-reduce", 4, H100) < 1e-3
 
 
-@pytest.mark.parametrize("ranks, hosts, hops_us", [
-    (8, 1, 7 * 2.0),  # around the ring of a host
-    (16, 2, 13 * 2.0 + 2 * 30.0),  # and two of the hops between hosts
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ranks, hosts, hops_us",
+    [
+        (8, 1, 7 * 2.0),  # around the ring of a host
+        (16, 2, 13 * 2.0 + 2 * 30.0),  # and two of the hops between hosts
+    ],
+)
 def test_the_latency_of_an_all_reduce_is_that_of_two_rounds(ranks, hosts, hops_us):
-    """A reduce-scatter, then an all-gather; the start of the kernel counts once. NCCL's model of a ring."""
+    """A reduce-scatter, then an all-gather; the start of the kernel counts once. NCCL's model of a
+    ring."""
     device = H100.model_copy(update={"link_latency_us": 2.0, "fabric_latency_us": 30.0})
     ring = Ring(ranks, hosts)
     base = estimates.NCCL_BASE_US
@@ -251,7 +375,12 @@ def test_the_latency_of_an_all_reduce_is_that_of_two_rounds(ranks, hosts, hops_u
 def test_slow_links_are_exposed_and_fast_ones_hide(monkeypatch):
     step = apart(traced, config([NONE, "--training.local_batch_size=2"], 4), 4, 4, True)
     monkeypatch.setattr(estimates, "NCCL_BASE_US", 0)
-    fast, slow = (estimate(step, H100.model_copy(update={"link_gb_per_s": speed, "link_latency_us": 0}), 4, False) for speed in (1e6, 0.01))
+    fast, slow = (
+        estimate(
+            step, H100.model_copy(update={"link_gb_per_s": speed, "link_latency_us": 0}), 4, False
+        )
+        for speed in (1e6, 0.01)
+    )
     assert fast.computing == slow.computing and fast.exposed < 0.05 * fast.seconds
     assert slow.exposed > 0.9 * slow.seconds
     for time in fast, slow:
@@ -259,49 +388,97 @@ def test_slow_links_are_exposed_and_fast_ones_hide(monkeypatch):
 
 
 def test_what_a_cpu_spends_beside_work_is_counted():
-    step = apart(traced, config(["--activation_checkpoint.mode=selective", "--training.local_batch_size=8"], 1), 1, 1, False)
+    step = apart(
+        traced,
+        config(["--activation_checkpoint.mode=selective", "--training.local_batch_size=8"], 1),
+        1,
+        1,
+        False,
+    )
     assert step.repeats == 1
     ops = [(where, op) for where, _, op in step.ops() if not op.kind]
     forward = sum(where.phase == "forward" and 0 <= where.block < step.layers for where, _ in ops)
     alike = {"overhead_us": 1.0, "policy_us": 1e3}
-    plain, selective = (estimate(step, H100.model_copy(update=alike), 1, False, selective) for selective in (False, True))
+    plain, selective = (
+        estimate(step, H100.model_copy(update=alike), 1, False, selective)
+        for selective in (False, True)
+    )
     assert forward > 0 and selective.seconds - plain.seconds == pytest.approx(forward * 1e-3)
     slow = estimate(step, H100.model_copy(update=alike | {"overhead_us": 3.0}), 1, False)
     assert slow.seconds - plain.seconds == pytest.approx(len(ops) * 2e-6, rel=1e-3)
-    backward = sum(op.attention_flops for _, op in ops if "backward" in op.name) / 2 / H100.peak / H100.attention_efficiency
+    backward = (
+        sum(op.attention_flops for _, op in ops if "backward" in op.name)
+        / 2
+        / H100.peak
+        / H100.attention_efficiency
+    )
     twice = estimate(step, H100.model_copy(update=alike | {"attention_backward": 2.0}), 1, False)
     assert plain.attention - twice.attention == pytest.approx(backward / 2, rel=1e-6)
 
 
 def planned_goodput() -> list[tuple]:
     cfg = config([NONE, "--training.local_batch_size=2", "--checkpoint.async_save=false"], 4)
-    plans = [make_plan(cfg, Question(4, 4, H100, mtbf_gpu_hours=h, storage_gb_per_s=1e-5)) for h in (50_000, 1e-3)]
-    goodput = [(p.mtbf, p.saving()[2], p.best_interval, [p.goodput(p.best_interval * f) for f in (0.5, 1, 2)]) for p in plans]
+    plans = [
+        make_plan(cfg, Question(4, 4, H100, mtbf_gpu_hours=h, storage_gb_per_s=1e-5))
+        for h in (50_000, 1e-3)
+    ]
+    goodput = [
+        (
+            p.mtbf,
+            p.saving()[2],
+            p.best_interval,
+            [p.goodput(p.best_interval * f) for f in (0.5, 1, 2)],
+        )
+        for p in plans
+    ]
     copying = replace(plans[0], cfg=config([NONE, "--training.local_batch_size=2"], 4))
-    return [*goodput, (copying.staging, copying.checkpoint_bytes / 4, plans[0].staging, report.host_memory(copying))]
+    return [
+        *goodput,
+        (
+            copying.staging,
+            copying.checkpoint_bytes / 4,
+            plans[0].staging,
+            report.host_memory(copying),
+        ),
+    ]
 
 
 def test_the_best_interval_between_checkpoints():
-    (mtbf, stall, best, around), (*_, hopeless), (staging, share, without, line) = apart(planned_goodput)
+    (mtbf, stall, best, around), (*_, hopeless), (staging, share, without, line) = apart(
+        planned_goodput
+    )
     assert staging == pytest.approx(share, rel=0.02) and without == 0
-    assert line.endswith("pinned 4.00 MiB (CUDA rounds up to a power of two): 16.00 MiB on each host"), line
-    assert best == pytest.approx((2 * stall * mtbf) ** 0.5, rel=0.01)  # Young's, where saves are short against failures
+    assert line.endswith(
+        "pinned 4.00 MiB (CUDA rounds up to a power of two): 16.00 MiB on each host"
+    ), line
+    # Young's, where saves are short against failures
+    assert best == pytest.approx((2 * stall * mtbf) ** 0.5, rel=0.01)
     assert around[1] == max(around) > 0.9
-    assert max(hopeless) < 1e-6  # interrupted more often than a restart takes: no progress, and no overflow
+    # interrupted more often than a restart takes: no progress, and no overflow
+    assert max(hopeless) < 1e-6
 
 
 DEBUG = ["--training.seq_len=64", "--model.n_layers=2"]
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--device", "h10"], ["unknown", 'did you mean "h100"', "b200"]),
-    (["--device", "nowhere.toml"], ["cannot be read"]),
-    (["--gpus", "12"], ["no whole number of hosts of 8", "8 or 16"]),
-    (["--gpus", "0"], ["at least 1"]),
-    (["--gpus", "8", "--parallelism.tensor_parallel=3"], ["mistakes", "does not divide the 8 processes of a host", "query heads"]),
-    (["--gpus", "4", "--training.param_dtype=float32", "--training.local_batch_size=2"], ["float32", "bfloat16"]),
-    (["--gpus", "64", "--search"], ["no mesh of 64 GPUs is legal", "global_batch_size = 8"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--device", "h10"], ["unknown", 'did you mean "h100"', "b200"]),
+        (["--device", "nowhere.toml"], ["cannot be read"]),
+        (["--gpus", "12"], ["no whole number of hosts of 8", "8 or 16"]),
+        (["--gpus", "0"], ["at least 1"]),
+        (
+            ["--gpus", "8", "--parallelism.tensor_parallel=3"],
+            ["mistakes", "does not divide the 8 processes of a host", "query heads"],
+        ),
+        (
+            ["--gpus", "4", "--training.param_dtype=float32", "--training.local_batch_size=2"],
+            ["float32", "bfloat16"],
+        ),
+        (["--gpus", "64", "--search"], ["no mesh of 64 GPUs is legal", "global_batch_size = 8"]),
+    ],
+)
 def test_a_mistake_is_a_sentence(argv, words, capsys):
     assert main(argv) == 2
     said = capsys.readouterr().err
@@ -313,7 +490,10 @@ OWN = {"memory_gib": 0.01, "memory_gb_per_s": 100, "link_gb_per_s": 10, "fabric_
 
 def own_device(folder: Path, **rows) -> str:
     path = folder / "mine.toml"
-    path.write_text("[mine]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in (OWN | rows).items()))
+    path.write_text(
+        "[mine]\n"
+        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in (OWN | rows).items())
+    )
     return str(path)
 
 
@@ -327,10 +507,24 @@ def test_a_file_that_cannot_be_written_is_a_sentence_before_anything_is_planned(
 def test_a_device_of_ones_own(tmp_path, capsys):
     assert main([*DEBUG, "--gpus", "1", "--device", own_device(tmp_path)]) == 2
     assert "give peak_tflops" in capsys.readouterr().err
-    assert main([*DEBUG, "--gpus", "1", "--device", own_device(tmp_path, peak_tflops=10, memory="a lot")]) == 2
+    assert (
+        main(
+            [
+                *DEBUG,
+                "--gpus",
+                "1",
+                "--device",
+                own_device(tmp_path, peak_tflops=10, memory="a lot"),
+            ]
+        )
+        == 2
+    )
     assert "memory: Extra inputs" in capsys.readouterr().err
-    for kind in ("cpu", "gpu"):  # a CPU that tools.bench.device has measured has no CUDA context and no pinned memory
-        flags = arguments([*DEBUG, "--gpus", "1", "--device", own_device(tmp_path, peak_tflops=10, kind=kind)])
+    # a CPU that tools.bench.device has measured has no CUDA context and no pinned memory
+    for kind in ("cpu", "gpu"):
+        flags = arguments(
+            [*DEBUG, "--gpus", "1", "--device", own_device(tmp_path, peak_tflops=10, kind=kind)]
+        )
         assert question(*flags)[1].on_gpu == (kind == "gpu")
     with pytest.raises(InputError, match="found 2"):
         two = tmp_path / "two.toml"
@@ -339,13 +533,17 @@ def test_a_device_of_ones_own(tmp_path, capsys):
 
 
 def measured(program: str, *argv: str, cap: float = 60) -> tuple[int, str, str, float]:
-    """(exit code, output, errors, peak memory in GiB) of a Python program that leaves its exit code in `code`.
+    """(exit code, output, errors, peak memory in GiB) of a Python program that leaves its exit code
+    in `code`.
 
-    The peak is that of the program or of the largest process that it started. The program's own peak is VmHWM and not
-    ru_maxrss, because ru_maxrss survives exec: a program that a large test process starts begins with that process's."""
+    The peak is that of the program or of the largest process that it started. The program's own
+    peak is VmHWM and not ru_maxrss, because ru_maxrss survives exec: a program that a large test
+    process starts begins with that process's."""
     ending = (
-        "import re, resource, sys; own = int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]); "
-        "print('GIB', max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 2**20); sys.exit(code)"
+        "import re, resource, sys; own = int(re.search(r'VmHWM:\\s+(\\d+)', "
+        "open('/proc/self/status').read())[1]); "
+        "print('GIB', max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 2**20); "
+        "sys.exit(code)"
     )
     line = [sys.executable, "-c", f"{program}\n{ending}", *argv]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=cap)
@@ -355,14 +553,22 @@ def measured(program: str, *argv: str, cap: float = 60) -> tuple[int, str, str, 
 
 def command(*argv: str, cap: float = 60) -> tuple[int, str, str, float]:
     """The same of `python -m tools.plan`."""
-    return measured("import sys; from tools.plan.__main__ import main; code = main(sys.argv[1:])", *argv, cap=cap)
+    return measured(
+        "import sys; from tools.plan.__main__ import main; code = main(sys.argv[1:])",
+        *argv,
+        cap=cap,
+    )
 
 
 def test_the_memory_measured_is_that_of_the_command_alone():
-    """It must not be the peak of this process, which depends on the tests that ran before. Children of the command count."""
+    """It must not be the peak of this process, which depends on the tests that ran before. Children
+    of the command count."""
     large = b"1" * (1 << 29)
     assert 0 < measured("code = 0")[3] < 0.1 < len(large) / 2**30
-    child = "import subprocess, sys; code = subprocess.run([sys.executable, '-c', 'b\"1\" * (1 << 28)']).returncode"
+    child = (
+        "import subprocess, sys; code = subprocess.run([sys.executable, '-c', 'b\"1\" * (1 << "
+        "28)']).returncode"
+    )
     assert 0.25 <= measured(child)[3] < 0.4
 
 
@@ -370,15 +576,28 @@ def test_the_memory_measured_is_that_of_the_command_alone():
 @pytest.mark.cap(240)
 def test_what_fits_nowhere_is_told_with_what_would_work(tmp_path):
     device = own_device(tmp_path, peak_tflops=10, memory_gib=1.52)
-    code, _, said, _ = command(*DEBUG, "--gpus", "2", "--device", device, "--search", "--training.global_batch_size=2", cap=200)
-    assert code == 2 and "nothing fits 1.5 GiB on 2 GPUs; the nearest is tensor_parallel" in said, said
+    code, _, said, _ = command(
+        *DEBUG,
+        "--gpus",
+        "2",
+        "--device",
+        device,
+        "--search",
+        "--training.global_batch_size=2",
+        cap=200,
+    )
+    assert code == 2 and "nothing fits 1.5 GiB on 2 GPUs; the nearest is tensor_parallel" in said, (
+        said
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.cap(240)
 def test_the_best_of_a_search_is_written_and_runs(tmp_path):
     out = str(tmp_path / "best.toml")
-    code, said, errors, _ = command(*DEBUG, "--gpus", "2", "--search", "--write", out, "--training.global_batch_size=2", cap=200)
+    code, said, errors, _ = command(
+        *DEBUG, "--gpus", "2", "--search", "--write", out, "--training.global_batch_size=2", cap=200
+    )
     assert code == 0 and "tokens/s" in said, errors
     best = load_config([out], 2, 2)
     assert best.training.seq_len == 64
@@ -388,7 +607,15 @@ def test_the_best_of_a_search_is_written_and_runs(tmp_path):
 
 def test_the_page_is_whole_and_alone(tmp_path):
     out = tmp_path / "plan.html"
-    code, _, errors, _ = command(*DEBUG, "--gpus", "16", "--parallelism.tensor_parallel=2", "--training.local_batch_size=1", "--html", str(out))
+    code, _, errors, _ = command(
+        *DEBUG,
+        "--gpus",
+        "16",
+        "--parallelism.tensor_parallel=2",
+        "--training.local_batch_size=1",
+        "--html",
+        str(out),
+    )
     assert code == 0, errors
     text = out.read_text(encoding="utf-8")
     assert set(re.findall(r"(?:https?:)?//[^\s\"'<]+", text)) == {"http://www.w3.org/2000/svg"}
@@ -399,23 +626,41 @@ def test_the_page_is_whole_and_alone(tmp_path):
     assert "host 1" in text and "backward" in text and "tp all-gather" in text
 
 
-PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.toml") if path.stem != "llama_405b")
+PRESETS = sorted(
+    path.stem for path in (ROOT / "configs").glob("*.toml") if path.stem != "llama_405b"
+)
 EXPERTS = [name for name in PRESETS if name.startswith(("deepseek", "moonlight")) or "_a" in name]
 OTHERS = [name for name in PRESETS if name not in EXPERTS]
-SEVERAL = "import json, sys; from tools.plan.__main__ import main; code = max(main(argv) for argv in json.loads(sys.argv[1]))"
+SEVERAL = (
+    "import json, sys; from tools.plan.__main__ import main; code = max(main(argv) for argv "
+    "in json.loads(sys.argv[1]))"
+)
 
 
 @pytest.mark.cap(400)
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [["llama_405b"], OTHERS, EXPERTS], ids=["llama_405b", "the others", "experts"])
+@pytest.mark.parametrize(
+    "names", [["llama_405b"], OTHERS, EXPERTS], ids=["llama_405b", "the others", "experts"]
+)
 def test_presets_fit_where_they_say(names):
-    """On the GPUs that its file states a preset fits; the plan takes seconds and little memory (60 s and 4 GB are promised).
-    One process plans several presets, because the import of PyTorch takes as long as a plan."""
+    """On the GPUs that its file states a preset fits; the plan takes seconds and little memory (60
+    s and 4 GB are promised). One process plans several presets, because the import of PyTorch takes
+    as long as a plan."""
     commands = []
     for name in names:
         text = (ROOT / "configs" / f"{name}.toml").read_text(encoding="utf-8")
         world, hosts = map(int, re.search(r"^# world size: (\d+) \((\d+) ", text, re.M).groups())
-        commands.append([f"configs/{name}.toml", "--gpus", str(world), "--gpus-per-node", str(world // hosts), "--device", "h100"])
+        commands.append(
+            [
+                f"configs/{name}.toml",
+                "--gpus",
+                str(world),
+                "--gpus-per-node",
+                str(world // hosts),
+                "--device",
+                "h100",
+            ]
+        )
     code, said, errors, gib = measured(SEVERAL, json.dumps(commands), cap=350)
     assert code == 0 and said.count(": fits") == len(names), said + errors
     assert gib < 4 / 1.074
@@ -424,13 +669,17 @@ def test_presets_fit_where_they_say(names):
 @pytest.mark.slow
 @pytest.mark.cap(240)
 def test_blocks_that_are_said_to_have_room_have_it():
-    """What the plan says of parallelism.keep_gathered: followed, the run still fits, and has so many gathers less."""
+    """What the plan says of parallelism.keep_gathered: followed, the run still fits, and has so
+    many gathers less."""
     argv = ["configs/llama_8b.toml", "--gpus", "64", "--device", "h100"]
     before = command(*argv, cap=200)[1]
     blocks = int(re.search(r"parallelism.keep_gathered = (\d+) would save", before)[1])
     code, after, errors, _ = command(*argv, f"--parallelism.keep_gathered={blocks}", cap=200)
     assert code == 0 and ": fits" in after, after + errors
-    gathers = [int(re.search(r"dp_shard all-gather +([\d,]+)", said)[1].replace(",", "")) for said in (before, after)]
+    gathers = [
+        int(re.search(r"dp_shard all-gather +([\d,]+)", said)[1].replace(",", ""))
+        for said in (before, after)
+    ]
     micro_batches = int(re.search(r"= (\d+) micro-batch", before)[1])
     assert 0 < blocks <= 32 and gathers[0] - gathers[1] == blocks * micro_batches
 
@@ -438,13 +687,19 @@ def test_blocks_that_are_said_to_have_room_have_it():
 @pytest.mark.slow
 @pytest.mark.cap(240)
 def test_16384_ranks():
-    argv = ["configs/llama_405b.toml", "--gpus", "16384", "--parallelism.tensor_parallel=8", "--training.local_batch_size=1"]
+    argv = [
+        "configs/llama_405b.toml",
+        "--gpus",
+        "16384",
+        "--parallelism.tensor_parallel=8",
+        "--training.local_batch_size=1",
+    ]
     code, said, errors, gib = command(*argv, cap=200)
     assert code == 0 and "16,384" in said, said + errors
     assert gib < 4 / 1.074
 
 
-# Context parallelism ------------------------------------------------------------------------------------------------------
+# Context parallelism ------------------------------------------------------------------------------
 
 CP2, CP4 = (f"--parallelism.context_parallel={ranks}" for ranks in (2, 4))
 ULYSSES = "--parallelism.context_parallel_method=ulysses"
@@ -452,9 +707,26 @@ DOCUMENTS = "--data.mask_documents=true"
 TWO = ["--training.local_batch_size=4", "--model.n_layers=3"]  # two micro-batches of few layers
 CONTEXT_CASES = {  # name: (ranks, the options of each case)
     "2 ranks": (2, [[SELECTIVE, CP2, *TWO]]),
-    "more on 2 ranks": (2, [[FULL, CP2, *TWO, ULYSSES, DOCUMENTS], [NONE, CP2, *TWO, DOCUMENTS], [FULL, CP2], [SELECTIVE, CP2, *TWO, ULYSSES]]),
-    "4 ranks": (4, [[SELECTIVE, CP4, *TWO], [FULL, CP4, *TWO, ULYSSES], [FULL, CP2, *TWO], [SELECTIVE, CP2, TP2, *TWO]]),
-    "ulysses and tp": (4, [[NONE, CP2, TP2, *TWO, ULYSSES]]),  # apart: PyTorch keeps the groups of a first mesh with tp for a second
+    "more on 2 ranks": (
+        2,
+        [
+            [FULL, CP2, *TWO, ULYSSES, DOCUMENTS],
+            [NONE, CP2, *TWO, DOCUMENTS],
+            [FULL, CP2],
+            [SELECTIVE, CP2, *TWO, ULYSSES],
+        ],
+    ),
+    "4 ranks": (
+        4,
+        [
+            [SELECTIVE, CP4, *TWO],
+            [FULL, CP4, *TWO, ULYSSES],
+            [FULL, CP2, *TWO],
+            [SELECTIVE, CP2, TP2, *TWO],
+        ],
+    ),
+    # apart: PyTorch keeps the groups of a first mesh with tp for a second
+    "ulysses and tp": (4, [[NONE, CP2, TP2, *TWO, ULYSSES]]),
 }
 
 
@@ -463,7 +735,13 @@ def real_steps(cases: list[list[str]]) -> list[tuple]:
 
 
 @pytest.mark.cap(240)
-@pytest.mark.parametrize("name", ["2 ranks", *(pytest.param(n, marks=pytest.mark.slow) for n in CONTEXT_CASES if n != "2 ranks")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "2 ranks",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in CONTEXT_CASES if n != "2 ranks"),
+    ],
+)
 def test_memory_and_collectives_with_context_parallelism(name):
     """The plan has no documents, and the real steps of some cases have."""
     ranks, cases = CONTEXT_CASES[name]
@@ -473,26 +751,44 @@ def test_memory_and_collectives_with_context_parallelism(name):
 
 @pytest.mark.parametrize("method", ["gather", pytest.param("ulysses", marks=pytest.mark.slow)])
 def test_a_step_of_a_cp_group_is_put_together_from_few_layers(method):
-    options = [SELECTIVE, CP2, f"--parallelism.context_parallel_method={method}", "--model.n_layers=6", "--training.local_batch_size=1"]
+    options = [
+        SELECTIVE,
+        CP2,
+        f"--parallelism.context_parallel_method={method}",
+        "--model.n_layers=6",
+        "--training.local_batch_size=1",
+    ]
     few, whole, traces = apart(composed_and_layers, config(options, 8), 8)
     assert few == whole
     assert traces == [4]  # the layers of what the first was made from
 
 
 def most_by_kind(options: list[str]) -> dict[str, int]:
-    shape = ["--training.seq_len=1024", "--training.local_batch_size=1", "--training.loss_chunk_tokens=1024"]
+    shape = [
+        "--training.seq_len=1024",
+        "--training.local_batch_size=1",
+        "--training.loss_chunk_tokens=1024",
+    ]
     return traced(config([*shape, FULL, *options], 8), 8, 8, True).highest_by_kind()
 
 
 @pytest.mark.parametrize("method", ["gather", pytest.param("ulysses", marks=pytest.mark.slow)])
 def test_activations_and_loss_fall_with_the_ranks(method):
-    cp4 = ["--parallelism.context_parallel=4", f"--parallelism.context_parallel_method={method}", "--training.global_batch_size=2"]
-    one, four = (apart(most_by_kind, options) for options in (["--training.global_batch_size=8"], cp4))
+    cp4 = [
+        "--parallelism.context_parallel=4",
+        f"--parallelism.context_parallel_method={method}",
+        "--training.global_batch_size=2",
+    ]
+    one, four = (
+        apart(most_by_kind, options) for options in (["--training.global_batch_size=8"], cp4)
+    )
     for kind in "activations", "logits and loss":
         assert four[kind] <= 0.35 * one[kind], kind
 
 
-@pytest.mark.parametrize("options", [[CP2], pytest.param([CP2, TP2, FULL, ULYSSES], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options", [[CP2], pytest.param([CP2, TP2, FULL, ULYSSES], marks=pytest.mark.slow)]
+)
 def test_counted_flops_of_a_cp_group_are_the_derived_ones(options):
     """Under causal attention every rank has the same share. Recomputation is beside."""
     derived, in_step, recomputed = apart(counted, ["--training.local_batch_size=1", *options], 4)
@@ -502,7 +798,9 @@ def test_counted_flops_of_a_cp_group_are_the_derived_ones(options):
 
 def flops_without_masks() -> tuple[float, float, float]:
     whole = trace.attention_product
-    with mock.patch.object(trace, "piece_product", lambda q, starts, key_starts: whole(q[None], q[None], True)):
+    with mock.patch.object(
+        trace, "piece_product", lambda q, starts, key_starts: whole(q[None], q[None], True)
+    ):
         return counted([CP2, "--training.local_batch_size=1"], 4)
 
 
@@ -512,21 +810,35 @@ def test_flops_of_pieces_are_those_of_their_keys():
     assert in_step < 0.99 * derived
 
 
-@pytest.mark.parametrize("ranks, seconds", [
-    (range(8), 10 * 7 / 8 / (450 * 0.8)),  # one host: the links
-    (range(0, 64, 8), 10 * 7 / 8 / (50 * 0.8)),  # one rank of each host: its card
-    (range(16), 10 * 8 / 16 / (50 * 0.8)),  # two hosts: every rank sends half of its message through its own card
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ranks, seconds",
+    [
+        (range(8), 10 * 7 / 8 / (450 * 0.8)),  # one host: the links
+        (range(0, 64, 8), 10 * 7 / 8 / (50 * 0.8)),  # one rank of each host: its card
+        # two hosts: every rank sends half of its message through its own card
+        (range(16), 10 * 8 / 16 / (50 * 0.8)),
+    ],
+)
 def test_an_exchange_goes_straight_to_every_rank(ranks, seconds):
-    assert Ring.of(list(ranks), 8).seconds("all-to-all", 10**10, H100) == pytest.approx(seconds, rel=0.01)
+    assert Ring.of(list(ranks), 8).seconds("all-to-all", 10**10, H100) == pytest.approx(
+        seconds, rel=0.01
+    )
 
 
 def test_the_report_and_the_page_show_the_context(tmp_path, capsys):
     out = tmp_path / "plan.html"
-    assert main([*DEBUG, CP2, ULYSSES, "--html", str(out), "--gpus", "4", "--gpus-per-node", "2"]) == 0
+    assert (
+        main([*DEBUG, CP2, ULYSSES, "--html", str(out), "--gpus", "4", "--gpus-per-node", "2"]) == 0
+    )
     said = capsys.readouterr().out
-    assert "dp_shard 2 x cp 2 x tp 1" in said and "context parallel, ulysses: 2 ranks on one host share a sequence, 32 tokens each" in said
-    assert re.search(r"cp all-to-all +\d+ ", said) and re.search(r"dp_shard_cp all-gather +\d+ ", said)
+    assert (
+        "dp_shard 2 x cp 2 x tp 1" in said
+        and "context parallel, ulysses: 2 ranks on one host share a sequence, 32 tokens each"
+        in said
+    )
+    assert re.search(r"cp all-to-all +\d+ ", said) and re.search(
+        r"dp_shard_cp all-gather +\d+ ", said
+    )
     text = out.read_text(encoding="utf-8")
     assert "its cp group of 2" in text
     for image in re.findall(r"<svg.*?</svg>", text, re.S):
@@ -538,9 +850,25 @@ def test_a_search_shares_long_sequences_only():
     ask = Question(8, 8, H100)
 
     def shared(seq_len: int) -> set[tuple[int, int, str]]:
-        cfg = load_config([f"--training.seq_len={seq_len}", "--model.max_seq_len=65536", "--training.global_batch_size=8"])
-        return {(base.tensor_parallel, base.context_parallel, base.method) for base in bases(cfg, ask) if base.context_parallel > 1}
+        cfg = load_config(
+            [
+                f"--training.seq_len={seq_len}",
+                "--model.max_seq_len=65536",
+                "--training.global_batch_size=8",
+            ]
+        )
+        return {
+            (base.tensor_parallel, base.context_parallel, base.method)
+            for base in bases(cfg, ask)
+            if base.context_parallel > 1
+        }
 
     assert not shared(8192)
-    assert shared(16384) == {(1, 2, "gather"), (2, 2, "gather"), (4, 2, "gather"), (1, 2, "ulysses"), (2, 2, "ulysses")}
+    assert shared(16384) == {
+        (1, 2, "gather"),
+        (2, 2, "gather"),
+        (4, 2, "gather"),
+        (1, 2, "ulysses"),
+        (2, 2, "ulysses"),
+    }
     assert {cp for _, cp, _ in shared(32768)} == {2, 4}

@@ -1,4 +1,5 @@
-"""`tools.plan` of models with mixtures of experts: what real steps over gloo do, under a routing that is forced on both."""
+"""`tools.plan` of models with mixtures of experts: what real steps over gloo do, under a routing
+that is forced on both."""
 
 import json
 import re
@@ -23,11 +24,15 @@ from tools.plan.routing import Routing, load_routing
 from tools.plan.search import bases
 
 H100 = load_device("h100")
-NONE, FULL, SELECTIVE = (f"--activation_checkpoint.mode={mode}" for mode in ("none", "full", "selective"))
+NONE, FULL, SELECTIVE = (
+    f"--activation_checkpoint.mode={mode}" for mode in ("none", "full", "selective")
+)
 EXPERTS, CHOSEN = 16, 4  # of both debug flavors
 BASE = (
-    "--model.vocab_size=1031 --data.tokenizer=bytes --training.seq_len=64 --training.global_batch_size=8 --training.local_batch_size=2 "
-    "--training.loss_chunk_tokens=50 --lr_schedule.warmup_steps=0 --training.param_dtype=bfloat16 --model.n_layers=4"
+    "--model.vocab_size=1031 --data.tokenizer=bytes --training.seq_len=64 "
+    "--training.global_batch_size=8 --training.local_batch_size=2 "
+    "--training.loss_chunk_tokens=50 --lr_schedule.warmup_steps=0 --training.param_dtype=bfloat16 "
+    "--model.n_layers=4"
 ).split()
 QWEN3 = [*BASE, "--model.family=qwen3", "--model.flavor=debug_moe"]
 DEEPSEEK = [*BASE, "--model.family=deepseek_v3", "--model.flavor=debug"]
@@ -55,8 +60,8 @@ ROUTINGS = {"even": evenly, "uneven": unevenly}
 
 
 def forced(name: str):
-    """Routers decide as they do, but the experts are those of ROUTINGS. (Their tensor is written behind autograd's back, so the
-    memory of a step stays what it is.)"""
+    """Routers decide as they do, but the experts are those of ROUTINGS. (Their tensor is written
+    behind autograd's back, so the memory of a step stays what it is.)"""
     decide, tables = moe.Router.forward, {}
 
     def forward(router: moe.Router, x: torch.Tensor) -> moe.Choice:
@@ -72,7 +77,8 @@ def forced(name: str):
 def routing(name: str, cfg) -> Routing:
     """What a run with this routing has recorded."""
     p, of_sequences = cfg.parallelism, cfg.training.local_batch_size * cfg.training.seq_len
-    rows = ROUTINGS[name](of_sequences // (p.context_parallel * p.tensor_parallel))  # the tokens of a rank in a mixture
+    # the tokens of a rank in a mixture
+    rows = ROUTINGS[name](of_sequences // (p.context_parallel * p.tensor_parallel))
     return Routing(loads=(tuple(rows.flatten().bincount(minlength=EXPERTS).tolist()),))
 
 
@@ -87,24 +93,37 @@ def real_steps(cases: list[tuple[str, list[str]]]) -> list[tuple]:
 CASES = {  # name: (ranks, (routing, options) of each case)
     "2 ranks": (2, [("uneven", [*QWEN3, EP2, FULL])]),
     "more on 2 ranks": (2, [("even", [*DEEPSEEK, EP2, SELECTIVE]), ("uneven", [*DEEPSEEK, NONE])]),
-    "ep2xfsdp2": (4, [("uneven", [*DEEPSEEK, EP2, FULL])]),  # apart: PyTorch keeps the groups of a first mesh for a second
+    # apart: PyTorch keeps the groups of a first mesh for a second
+    "ep2xfsdp2": (4, [("uneven", [*DEEPSEEK, EP2, FULL])]),
     "ep4": (4, [("uneven", [*QWEN3, EP4, SELECTIVE, "--training.local_batch_size=1"])]),
     "ep2xtp2": (4, [("even", [*QWEN3, EP2, SELECTIVE, "--parallelism.tensor_parallel=2"])]),
-    "ep4 of fsdp2xtp2": (4, [("uneven", [*DEEPSEEK, EP4, FULL, "--parallelism.tensor_parallel=2"])]),
+    "ep4 of fsdp2xtp2": (
+        4,
+        [("uneven", [*DEEPSEEK, EP4, FULL, "--parallelism.tensor_parallel=2"])],
+    ),
     "ep2xcp2": (4, [("uneven", [*QWEN3, EP2, FULL, CP2, "--training.local_batch_size=4"])]),
-    "ep4 of fsdp2xcp2": (4, [("uneven", [*DEEPSEEK, EP4, NONE, CP2, "--parallelism.context_parallel_method=ulysses"])]),
+    "ep4 of fsdp2xcp2": (
+        4,
+        [("uneven", [*DEEPSEEK, EP4, NONE, CP2, "--parallelism.context_parallel_method=ulysses"])],
+    ),
     "ep2xhsdp2": (4, [("even", [*QWEN3, EP2, NONE, "--parallelism.data_parallel_replicate=2"])]),
 }
 
 
 @pytest.mark.cap(240)
-@pytest.mark.parametrize("name", ["2 ranks", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "2 ranks")])
+@pytest.mark.parametrize(
+    "name", ["2 ranks", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "2 ranks")]
+)
 def test_memory_and_collectives_are_those_of_a_real_step(name):
     """Negative control: the plan of another routing is not within 1%."""
     ranks, cases = CASES[name]
-    for (forced_routing, options), *outcomes in zip(cases, *run_ranks(ranks, real_steps, cases, timeout=200)):
+    for (forced_routing, options), *outcomes in zip(
+        cases, *run_ranks(ranks, real_steps, cases, timeout=200)
+    ):
         cfg = config(options, ranks)
-        assert_same_step(apart(traced, cfg, ranks, ranks, False, routing(forced_routing, cfg)), outcomes)
+        assert_same_step(
+            apart(traced, cfg, ranks, ranks, False, routing(forced_routing, cfg)), outcomes
+        )
         if forced_routing == "uneven" and cfg.parallelism.expert_parallel > 1:
             assert apart(traced, cfg, ranks, ranks, False).peak()[0] < 0.99 * outcomes[0][0]
 
@@ -113,8 +132,8 @@ PIPELINE = [*QWEN3, EP2, FULL, "--training.local_batch_size=1", "--parallelism.p
 
 
 def real_peak() -> tuple[int, dict[tuple[str, str], tuple]]:
-    """Live bytes at the peak of this rank's second step; and of its collectives, by dimension and kind: their number, the bytes
-    of all, and of the smallest and the largest."""
+    """Live bytes at the peak of this rank's second step; and of its collectives, by dimension and
+    kind: their number, the bytes of all, and of the smallest and the largest."""
     with forced("uneven"):
         job = train.build(config(PIPELINE, 4))
         batch = trace.batch_of(job, job.cfg.training.micro_batches(job.mesh.dp_size))
@@ -125,18 +144,27 @@ def real_peak() -> tuple[int, dict[tuple[str, str], tuple]]:
     for _, times, op in step.ops():
         if op.kind:
             messages.setdefault((op.dimension, op.kind), []).extend([op.message] * times)
-    return step.peak()[0], {key: (len(sizes), sum(sizes), min(sizes), max(sizes)) for key, sizes in messages.items()}
+    return step.peak()[0], {
+        key: (len(sizes), sum(sizes), min(sizes), max(sizes)) for key, sizes in messages.items()
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.cap(240)
 def test_memory_and_collectives_of_every_stage_are_those_of_a_real_step():
-    """The ranks 0 and 2 are the fullest of their stages. Negative control: what another routing would send."""
+    """The ranks 0 and 2 are the fullest of their stages. Negative control: what another routing
+    would send."""
     cfg, of_ranks = config(PIPELINE, 4), run_ranks(4, real_peak, timeout=200)
-    plans = [make_plan(cfg, Question(4, 4, H100, on_gpu=False, routing=rows)) for rows in (routing("uneven", cfg), Routing())]
+    plans = [
+        make_plan(cfg, Question(4, 4, H100, on_gpu=False, routing=rows))
+        for rows in (routing("uneven", cfg), Routing())
+    ]
     for plan, uneven in zip(plans, (True, False)):
         for rank, (peak, collectives) in zip(plan.pipeline.ranks, of_ranks[::2]):
-            lines = {key: (line.count, line.sent, line.smallest, line.largest) for key, line in rank.total().lines.items()}
+            lines = {
+                key: (line.count, line.sent, line.smallest, line.largest)
+                for key, line in rank.total().lines.items()
+            }
             assert (lines == collectives) == uneven, (rank.number, lines, collectives)
             if uneven:
                 assert rank.peak()[0] == pytest.approx(peak, rel=0.01), rank.number
@@ -144,8 +172,13 @@ def test_memory_and_collectives_of_every_stage_are_those_of_a_real_step():
 
 @pytest.mark.slow
 def test_a_step_put_together_from_few_layers_is_the_whole_step():
-    """With dense layers in front, and counts of experts that are summed in one message of a row for each mixture."""
-    few, whole, traces = apart(composed_and_layers, config([*DEEPSEEK, EP2, "--model.n_layers=9", "--model.n_dense_layers=2"], 4), 4)
+    """With dense layers in front, and counts of experts that are summed in one message of a row for
+    each mixture."""
+    few, whole, traces = apart(
+        composed_and_layers,
+        config([*DEEPSEEK, EP2, "--model.n_layers=9", "--model.n_dense_layers=2"], 4),
+        4,
+    )
     assert few == whole
     assert traces == [7]  # the layers of what the first was made from
 
@@ -155,17 +188,33 @@ def counted(options: list[str], ranks: int) -> tuple[float, float, float, int]:
     return *plan.flops(), plan.parameters
 
 
-@pytest.mark.parametrize("options, ranks, recomputed", [
-    ([*QWEN3, "--training.local_batch_size=4", NONE, EP2], 2, (0.0, 0.1)),
-    ([*DEEPSEEK, FULL], 1, (0.1, 0.4)),
-    pytest.param([*DEEPSEEK, NONE, "--model.n_layers=6", "--model.n_dense_layers=3", "--training.global_batch_size=16", EP2,
-                  "--parallelism.pipeline_parallel=2"], 4, (0.0, 0.1), marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, ranks, recomputed",
+    [
+        ([*QWEN3, "--training.local_batch_size=4", NONE, EP2], 2, (0.0, 0.1)),
+        ([*DEEPSEEK, FULL], 1, (0.1, 0.4)),
+        pytest.param(
+            [
+                *DEEPSEEK,
+                NONE,
+                "--model.n_layers=6",
+                "--model.n_dense_layers=3",
+                "--training.global_batch_size=16",
+                EP2,
+                "--parallelism.pipeline_parallel=2",
+            ],
+            4,
+            (0.0, 0.1),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_counted_flops_are_those_of_active_parameters(options, ranks, recomputed):
-    """Padded values, as latent attention has them, count beside, as recomputation does. The second stage of the pipeline has
-    one layer of each kind if the first has two that are dense."""
+    """Padded values, as latent attention has them, count beside, as recomputation does. The second
+    stage of the pipeline has one layer of each kind if the first has two that are dense."""
     cfg = config([*options, "--model.vocab_size=1032"], ranks)
-    run = counted if cfg.parallelism.pipeline_parallel > 1 else partial(apart, counted)  # a pipeline's plan starts processes itself
+    # a pipeline's plan starts processes itself
+    run = counted if cfg.parallelism.pipeline_parallel > 1 else partial(apart, counted)
     derived, in_step, beside, parameters = run([*options, "--model.vocab_size=1032"], ranks)
     family, args = train.architecture(cfg)
     assert parameters == family.parameters(args)
@@ -177,10 +226,18 @@ def test_routings(tmp_path):
     assert load_routing("balanced").exchange(12, 4) == ([3] * 4, [3] * 4)
     assert load_routing("1.5").exchange(12, 2) == ([9, 3], [9, 9])
     assert load_routing("7").shares(2) == [1.0, 0.0]  # no rank can get more than everything
-    lines = [{"step": 9, "steps": 1, "counts": counts} for counts in ({"1": [1, 0, 0, 0]}, {"1": [0, 0, 6, 2], "2": [3, 3, 1, 1]})]
+    lines = [
+        {"step": 9, "steps": 1, "counts": counts}
+        for counts in ({"1": [1, 0, 0, 0]}, {"1": [0, 0, 6, 2], "2": [3, 3, 1, 1]})
+    ]
     (tmp_path / "experts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert load_routing(str(tmp_path)).shares(2) == [0.875, 0.125]  # the fullest rank has 1 and 0.75 of the rows
-    for text, words in {"0.5": "1 or more", "nan": "1 or more", str(tmp_path / "no"): "the folder of a run"}.items():
+    # the fullest rank has 1 and 0.75 of the rows
+    assert load_routing(str(tmp_path)).shares(2) == [0.875, 0.125]
+    for text, words in {
+        "0.5": "1 or more",
+        "nan": "1 or more",
+        str(tmp_path / "no"): "the folder of a run",
+    }.items():
         with pytest.raises(InputError, match=words):
             load_routing(text)
     with pytest.raises(InputError, match="loads of 4 experts"):
@@ -199,7 +256,10 @@ def test_a_search_shares_experts():
         return {base.expert_parallel for base in bases(cfg, ask)}
 
     assert degrees("--model.family=qwen3", "--model.flavor=debug_moe") == {1, 4, 8}
-    assert degrees("--model.family=qwen3", "--model.flavor=debug_moe", "--model.n_experts=12") == {1, 4}
+    assert degrees("--model.family=qwen3", "--model.flavor=debug_moe", "--model.n_experts=12") == {
+        1,
+        4,
+    }
     assert degrees("--model.family=qwen3") == {1}
 
 
@@ -210,12 +270,28 @@ def test_a_search_shares_experts_between_hosts_until_that_is_slower(monkeypatch)
     def imagined(_: object, calls: list[tuple]) -> list[list[search.Candidate]]:
         degrees = [start.expert_parallel for start, *_ in calls]
         asked.append(degrees)
-        return [[search.Candidate(call[0], 1, 1.0, degree > 1, 1.0, speeds[degree], 0.5, 0.0)] for call, degree in zip(calls, degrees)]
+        return [
+            [search.Candidate(call[0], 1, 1.0, degree > 1, 1.0, speeds[degree], 0.5, 0.0)]
+            for call, degree in zip(calls, degrees)
+        ]
 
     monkeypatch.setattr(search, "in_processes", imagined)
-    cfg = load_config([*QWEN3, "--model.n_experts=64", "--training.global_batch_size=128", "--training.local_batch_size=1"])
+    cfg = load_config(
+        [
+            *QWEN3,
+            "--model.n_experts=64",
+            "--training.global_batch_size=128",
+            "--training.local_batch_size=1",
+        ]
+    )
     ask = Question(64, 8, H100)
-    assert [c.choice.expert_parallel for c in search.columns(bases(cfg, ask), cfg, ask)] == [1, 4, 8, 16, 32]
+    assert [c.choice.expert_parallel for c in search.columns(bases(cfg, ask), cfg, ask)] == [
+        1,
+        4,
+        8,
+        16,
+        32,
+    ]
     assert asked == [[1, 4, 8], [16], [32]]
 
 
@@ -223,7 +299,14 @@ def test_the_report_names_the_routing(capsys):
     options = [*DEEPSEEK, EP2, "--training.local_batch_size=1", "--gpus", "8", "--routing", "1.5"]
     assert main(options) == 0
     said = capsys.readouterr().out
-    assert "expert parallel: 2 ranks on one host have 8 experts each; routing: the fullest rank gets 1.5 times the mean" in said
-    assert "6N of the active ones + 6LH(W+V)T" in said and re.search(r"ep all-to-all +\d+ ", said) and re.search(r"edp all-gather +\d+ ", said)
+    assert (
+        "expert parallel: 2 ranks on one host have 8 experts each; routing: the fullest rank gets "
+        "1.5 times the mean"
+    ) in said
+    assert (
+        "6N of the active ones + 6LH(W+V)T" in said
+        and re.search(r"ep all-to-all +\d+ ", said)
+        and re.search(r"edp all-gather +\d+ ", said)
+    )
     assert main([*options[:-1], "nowhere"]) == 2
     assert "the folder of a run" in capsys.readouterr().err

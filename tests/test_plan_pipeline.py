@@ -1,4 +1,5 @@
-"""`tools.plan` of pipelines: memory and time of every rank against real pipelines, and the page, the report and the search."""
+"""`tools.plan` of pipelines: memory and time of every rank against real pipelines, and the page,
+the report and the search."""
 
 import math
 import re
@@ -31,28 +32,47 @@ from tools.plan.report import recomputes_often, report
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = (
-    "--model.dim=120 --model.n_layers=9 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=14 --model.hidden_dim=308 "
-    "--model.vocab_size=1031 --data.tokenizer=bytes --training.seq_len=64 --training.global_batch_size=8 "
-    "--training.local_batch_size=1 --training.loss_chunk_tokens=50 --lr_schedule.warmup_steps=0 --training.param_dtype=bfloat16 "
+    "--model.dim=120 --model.n_layers=9 --model.n_heads=8 --model.n_kv_heads=4 "
+    "--model.head_dim=14 --model.hidden_dim=308 "
+    "--model.vocab_size=1031 --data.tokenizer=bytes --training.seq_len=64 "
+    "--training.global_batch_size=8 "
+    "--training.local_batch_size=1 --training.loss_chunk_tokens=50 --lr_schedule.warmup_steps=0 "
+    "--training.param_dtype=bfloat16 "
     "--parallelism.pipeline_parallel=2"
 ).split()
-FULL, TIED, TP2 = "--activation_checkpoint.mode=full", "--model.tied_embeddings=true", "--parallelism.tensor_parallel=2"
+FULL, TIED, TP2 = (
+    "--activation_checkpoint.mode=full",
+    "--model.tied_embeddings=true",
+    "--parallelism.tensor_parallel=2",
+)
 SHARDED, CP2 = "--parallelism.accumulate_gradients=sharded", "--parallelism.context_parallel=2"
 CASES = {  # name: (ranks, (schedule, options) of each case)
     "2 ranks": (2, [("1f1b", TIED)]),
-    "other schedules": (2, [("zero_bubble",), ("1f1b", FULL), ("interleaved_1f1b",), ("zbv", TIED), ("dualpipe_v",)]),
-    "cp2": (4, [("1f1b", CP2), ("zero_bubble", CP2, "--parallelism.context_parallel_method=ulysses")]),
+    "other schedules": (
+        2,
+        [("zero_bubble",), ("1f1b", FULL), ("interleaved_1f1b",), ("zbv", TIED), ("dualpipe_v",)],
+    ),
+    "cp2": (
+        4,
+        [("1f1b", CP2), ("zero_bubble", CP2, "--parallelism.context_parallel_method=ulysses")],
+    ),
     "4 ranks": (4, [("1f1b", SHARDED), ("interleaved_1f1b", TP2)]),
 }
 
 
 def config(ranks: int, schedule: str, *options: str):
-    return load_config([*MODEL, f"--parallelism.pipeline_schedule={schedule}", *options], ranks, ranks)
+    return load_config(
+        [*MODEL, f"--parallelism.pipeline_schedule={schedule}", *options], ranks, ranks
+    )
 
 
 def planned(ranks: int, schedule: str, *options: str, stages: Stages) -> Plan:
     """stages: what earlier plans have traced."""
-    return make_plan(config(ranks, schedule, *options), Question(ranks, ranks, load_device("h100"), on_gpu=False), stages)
+    return make_plan(
+        config(ranks, schedule, *options),
+        Question(ranks, ranks, load_device("h100"), on_gpu=False),
+        stages,
+    )
 
 
 def real_peaks(cases: list[tuple[str, ...]]) -> list[int]:
@@ -69,28 +89,43 @@ def real_peaks(cases: list[tuple[str, ...]]) -> list[int]:
 
 
 @pytest.mark.cap(240)
-@pytest.mark.parametrize("name", ["2 ranks", pytest.param("other schedules", marks=pytest.mark.slow), pytest.param("cp2", marks=pytest.mark.slow),
-                                  pytest.param("4 ranks", marks=pytest.mark.exhaustive)])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "2 ranks",
+        pytest.param("other schedules", marks=pytest.mark.slow),
+        pytest.param("cp2", marks=pytest.mark.slow),
+        pytest.param("4 ranks", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_memory_of_every_rank_is_that_of_a_real_step(name, monkeypatch):
-    """Within 1%. The plan traced each stage alone, with three micro-batches; the real ranks ran the schedule with four or eight.
-    Negative control: without the activations that an action leaves behind, the plan is not within 1%."""
+    """Within 1%. The plan traced each stage alone, with three micro-batches; the real ranks ran the
+    schedule with four or eight. Negative control: without the activations that an action leaves
+    behind, the plan is not within 1%."""
     (ranks, cases), stages = CASES[name], Stages()
     of_ranks = run_ranks(ranks, real_peaks, cases, timeout=200)
     for i, case in enumerate(cases):
         plan = planned(ranks, *case, stages=stages)
         for number, rank in enumerate(plan.pipeline.ranks):
             same_stages = of_ranks[number * ranks // 2 : (number + 1) * ranks // 2]
-            assert rank.peak()[0] == pytest.approx(max(peaks[i] for peaks in same_stages), rel=0.01), (case, number)
+            assert rank.peak()[0] == pytest.approx(
+                max(peaks[i] for peaks in same_stages), rel=0.01
+            ), (case, number)
         derived, counted, _ = plan.flops()
         if FULL not in case:
-            assert counted == pytest.approx(derived, rel=2e-3)  # under tp rank 0 has one row of the vocabulary more than the other
+            # under tp rank 0 has one row of the vocabulary more than the other
+            assert counted == pytest.approx(derived, rel=2e-3)
 
     peak = planned(ranks, *cases[0], stages=stages).live
-    monkeypatch.setattr(pipeline, "Part", lambda time, tail, flops, change, *rest: Part(time, tail, flops, {}, *rest))
+    monkeypatch.setattr(
+        pipeline,
+        "Part",
+        lambda time, tail, flops, change, *rest: Part(time, tail, flops, {}, *rest),
+    )
     assert planned(ranks, *cases[0], stages=stages).live < 0.95 * peak
 
 
-# Stages that sleep -------------------------------------------------------------------------------------------------------
+# Stages that sleep --------------------------------------------------------------------------------
 
 UNIT = 0.06  # seconds of a forward in the first round; a whole backward takes twice as long
 
@@ -111,7 +146,8 @@ class Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage of a pipeline that only takes time: as long for the gradient of its input as for that of its weight."""
+    """A stage of a pipeline that only takes time: as long for the gradient of its input as for that
+    of its weight."""
 
     documents, args = None, SimpleNamespace(dim=4, tied_embeddings=False)
 
@@ -123,20 +159,32 @@ class Sleeper(nn.Module):
         self.unit = 0.0  # seconds
 
     def forward(self, x, positions, head, documents=None):
-        h = Sleep.apply(torch.zeros(1, 4, 4).requires_grad_() if self.first else x, self.unit, self.unit)
+        h = Sleep.apply(
+            torch.zeros(1, 4, 4).requires_grad_() if self.first else x, self.unit, self.unit
+        )
         h = h + Sleep.apply(self.weight, 0.0, self.unit)
         return h.sum() if self.last else h
 
 
 def asleep(schedule: str, micro_batches: int, unit: float) -> list[tuple[float, float]]:
-    """When this rank began and ended two steps of stages that sleep for `unit` seconds, after a step without sleep that opens
-    the connections."""
+    """When this rank began and ended two steps of stages that sleep for `unit` seconds, after a
+    step without sleep that opens the connections."""
     ranks = dist.get_world_size()
-    cfg = load_config(["--parallelism.pipeline_parallel=" + str(ranks), f"--parallelism.pipeline_schedule={schedule}",
-                       "--model.n_layers=8", "--training.param_dtype=float32"], ranks, ranks)  # fmt: skip
+    cfg = load_config(
+        [
+            "--parallelism.pipeline_parallel=" + str(ranks),
+            f"--parallelism.pipeline_schedule={schedule}",
+            "--model.n_layers=8",
+            "--training.param_dtype=float32",
+        ],
+        ranks,
+        ranks,
+    )
     mesh = open_mesh(cfg.run, cfg.parallelism, 1)
     rank_of = schedules.placement(schedule, ranks)
-    stages = {s: Sleeper(s, len(rank_of)) for s in range(len(rank_of)) if rank_of[s] == mesh.pp_rank}
+    stages = {
+        s: Sleeper(s, len(rank_of)) for s in range(len(rank_of)) if rank_of[s] == mesh.pp_rank
+    }
     model = pp.Pipeline(stages, schedules.consecutive([1] * len(rank_of)), mesh, cfg)
     model.gradients(Feed(schedules.least_micro_batches(schedule, ranks)), torch.ones(()))
     for stage in stages.values():
@@ -164,7 +212,9 @@ class Feed:
         return self.tokens[a], None, None, None
 
 
-def all_asleep(names: list[str], micro_batches: int, unit: float) -> list[list[tuple[float, float]]]:
+def all_asleep(
+    names: list[str], micro_batches: int, unit: float
+) -> list[list[tuple[float, float]]]:
     return [asleep(schedule, micro_batches, unit) for schedule in names]
 
 
@@ -172,16 +222,19 @@ def all_asleep(names: list[str], micro_batches: int, unit: float) -> list[list[t
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_bubble_of_sleeping_stages_is_the_planned_one(ranks):
-    """Processors have nothing to do here, so the time of the step is that of the schedule: within 5% of the plan's. What else
-    runs on the machine can only make a step longer, so the shortest of several counts. An action also costs the processor a
-    little, which is the same however long the stages sleep: where a step took too long, they sleep twice as long in the next
-    round, so that the cost becomes a smaller part of it."""
+    """Processors have nothing to do here, so the time of the step is that of the schedule: within
+    5% of the plan's. What else runs on the machine can only make a step longer, so the shortest of
+    several counts. An action also costs the processor a little, which is the same however long the
+    stages sleep: where a step took too long, they sleep twice as long in the next round, so that
+    the cost becomes a smaller part of it."""
     micro_batches = 2 * ranks
     units = {schedule: planned_units(schedule, ranks, micro_batches) for schedule in SCHEDULES}
     excess = dict.fromkeys(SCHEDULES, math.inf)  # the shortest step over the planned one
     for unit in (UNIT, 2 * UNIT, 4 * UNIT):
         late = [schedule for schedule in SCHEDULES if excess[schedule] > 1.05]
-        measured = run_ranks(ranks, all_asleep, late, micro_batches, unit, timeout=250) if late else []
+        measured = (
+            run_ranks(ranks, all_asleep, late, micro_batches, unit, timeout=250) if late else []
+        )
         for i, schedule in enumerate(late):
             for step in zip(*(times[i] for times in measured)):
                 seconds = max(end for _, end in step) - min(begin for begin, _ in step)
@@ -193,24 +246,43 @@ def test_the_bubble_of_sleeping_stages_is_the_planned_one(ranks):
 def planned_units(schedule: str, ranks: int, micro_batches: int) -> float:
     """The length of a planned step, if a forward takes one unit and a whole backward two."""
     table = schedules.table(schedule, ranks, 0, micro_batches)
-    played = schedules.timeline(table, schedules.placement(schedule, ranks), lambda a: 2.0 if a.kind == BACKWARD else 1.0)
+    played = schedules.timeline(
+        table, schedules.placement(schedule, ranks), lambda a: 2.0 if a.kind == BACKWARD else 1.0
+    )
     return max(actions[-1][2] for actions in played)
 
 
-# What people see ---------------------------------------------------------------------------------------------------------
+# What people see ----------------------------------------------------------------------------------
 
-DEBUG = ["--training.seq_len=64", "--model.n_layers=8", "--training.global_batch_size=8", "--training.local_batch_size=1", "--gpus", "4",
-         "--parallelism.pipeline_parallel=4"]  # fmt: skip
+DEBUG = [
+    "--training.seq_len=64",
+    "--model.n_layers=8",
+    "--training.global_batch_size=8",
+    "--training.local_batch_size=1",
+    "--gpus",
+    "4",
+    "--parallelism.pipeline_parallel=4",
+]
 
 
 def test_the_report_and_the_page_show_every_rank(tmp_path, capsys):
     out = tmp_path / "plan.html"
-    assert main([*DEBUG, "--parallelism.pipeline_schedule=zbv", "--html", str(out), "--stages"]) == 0
+    assert (
+        main([*DEBUG, "--parallelism.pipeline_schedule=zbv", "--html", str(out), "--stages"]) == 0
+    )
     said = capsys.readouterr().out
-    assert "Pipeline zbv, 4 ranks of 2 stages" in said and all(f"rank {rank}: layers " in said for rank in range(4))
-    assert re.search(r"rank 1: layers 1, 6 +[\d.]+M ", said), "in the order of the stages, with the numbers of the weights' names"
-    assert re.search(r"in (first half of |second half of )?\w+ of stage [0-7], micro-batch \d of 8", said)
-    assert re.search(r"bubble \d+\.\d% of the ranks' time", said) and re.search(r"pp send +\d+ ", said)
+    assert "Pipeline zbv, 4 ranks of 2 stages" in said and all(
+        f"rank {rank}: layers " in said for rank in range(4)
+    )
+    assert re.search(r"rank 1: layers 1, 6 +[\d.]+M ", said), (
+        "in the order of the stages, with the numbers of the weights' names"
+    )
+    assert re.search(
+        r"in (first half of |second half of )?\w+ of stage [0-7], micro-batch \d of 8", said
+    )
+    assert re.search(r"bubble \d+\.\d% of the ranks' time", said) and re.search(
+        r"pp send +\d+ ", said
+    )
     text = out.read_text(encoding="utf-8")
     assert "Who works when" in text and "backward_weight of stage 7, micro-batch 7" in text
     for image in re.findall(r"<svg.*?</svg>", text, re.S):
@@ -218,8 +290,11 @@ def test_the_report_and_the_page_show_every_rank(tmp_path, capsys):
 
 
 def test_a_tied_weight_travels_twice_a_step_and_the_slowest_rank_is_timed():
-    """Messages between stages have the size of the hidden states, whatever else is sent. A slow fabric shows each message."""
-    slow = load_device("h100").model_copy(update={"fabric_gb_per_s": 0.01, "fabric_latency_us": 0.0})
+    """Messages between stages have the size of the hidden states, whatever else is sent. A slow
+    fabric shows each message."""
+    slow = load_device("h100").model_copy(
+        update={"fabric_gb_per_s": 0.01, "fabric_latency_us": 0.0}
+    )
     ask = Question(2, 1, slow, on_gpu=False)
     stages, layers = Stages(), "--parallelism.pipeline_layers=[5,4]"
     plain = make_plan(config(2, "1f1b", layers), ask, stages)
@@ -235,10 +310,16 @@ def test_a_tied_weight_travels_twice_a_step_and_the_slowest_rank_is_timed():
     of_ranks = [rank.total().computing for rank in plain.pipeline.ranks]
     assert plain.time.computing == of_ranks[1] != of_ranks[0]
     said = report(plain)
-    assert "(rank 1, the slowest): matrix products" in said and "Memory of rank 0, which needs the most" in said
+    assert (
+        "(rank 1, the slowest): matrix products" in said
+        and "Memory of rank 0, which needs the most" in said
+    )
 
 
-@pytest.mark.parametrize(("schedule", "mode", "slow"), [("zbv", "full", True), ("zbv", "none", False), ("1f1b", "full", False)])
+@pytest.mark.parametrize(
+    ("schedule", "mode", "slow"),
+    [("zbv", "full", True), ("zbv", "none", False), ("1f1b", "full", False)],
+)
 def test_the_report_warns_of_a_split_backward_with_checkpointing(schedule, mode, slow):
     assert recomputes_often(config(2, schedule, f"--activation_checkpoint.mode={mode}")) == slow
 
@@ -263,28 +344,63 @@ def test_what_cannot_be_drawn_is_a_sentence(capsys):
 def test_a_search_tries_pipelines(tmp_path, capsys):
     """On two hosts of one GPU each, with a network that is too slow for anything else."""
     device = tmp_path / "slow.toml"
-    device.write_text("[a]\npeak_tflops = 100\nmemory_gib = 8\nmemory_gb_per_s = 1000\nlink_gb_per_s = 0.01\nfabric_gb_per_s = 0.01\n")
-    argv = ["--training.seq_len=64", "--model.n_layers=2", "--training.global_batch_size=4", "--gpus", "2", "--gpus-per-node", "1", "--search"]
+    device.write_text(
+        "[a]\npeak_tflops = 100\nmemory_gib = 8\nmemory_gb_per_s = 1000\nlink_gb_per_s = "
+        "0.01\nfabric_gb_per_s = 0.01\n"
+    )
+    argv = [
+        "--training.seq_len=64",
+        "--model.n_layers=2",
+        "--training.global_batch_size=4",
+        "--gpus",
+        "2",
+        "--gpus-per-node",
+        "1",
+        "--search",
+    ]
     assert main([*argv, "--device", str(device)]) == 0
     ranking = capsys.readouterr().out.split("The first of these")[0].splitlines()[1:]
-    assert ranking[0].split()[4] == "2" and {"1f1b", "zero_bubble", "-"} <= {word for row in ranking for word in row.split()}
+    assert ranking[0].split()[4] == "2" and {"1f1b", "zero_bubble", "-"} <= {
+        word for row in ranking for word in row.split()
+    }
 
 
 def test_a_search_leaves_out_what_cannot_fit_or_win(monkeypatch):
-    """Here nothing fits with whole gradients or without checkpointing, and a pipeline of 4 ranks is slower than one of 2."""
+    """Here nothing fits with whole gradients or without checkpointing, and a pipeline of 4 ranks is
+    slower than one of 2."""
     tried = []
 
     def imagined(choice: search.Choice, *_: object) -> search.Candidate:
-        tried.append((choice.pipeline_parallel, choice.accumulate, choice.mode, choice.schedule, choice.stages_per_rank))
+        tried.append(
+            (
+                choice.pipeline_parallel,
+                choice.accumulate,
+                choice.mode,
+                choice.schedule,
+                choice.stages_per_rank,
+            )
+        )
         fits = choice.accumulate == "sharded" and choice.mode != "none"
-        return search.Candidate(choice, 8, 1.0, fits, 1.0, 100.0 / choice.pipeline_parallel, 0.5, 0.0)
+        return search.Candidate(
+            choice, 8, 1.0, fits, 1.0, 100.0 / choice.pipeline_parallel, 0.5, 0.0
+        )
 
     monkeypatch.setattr(search, "candidate", imagined)
-    cfg = load_config(["--model.n_layers=16", "--training.global_batch_size=512", "--compile.enabled=true"])
+    cfg = load_config(
+        ["--model.n_layers=16", "--training.global_batch_size=512", "--compile.enabled=true"]
+    )
     search.pipelines([(1, 1)], cfg, Question(32, 8, load_device("h100")))
     looped = [("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4)]
-    assert tried == [row for depth in (2, 4) for row in (
-        (depth, "whole", "full", "1f1b", 1),
-        *((depth, "sharded", mode, *schedule) for mode in ("full", "selective") for schedule in looped),
-        (depth, "sharded", "none", "1f1b", 1),
-    )]  # fmt: skip
+    assert tried == [
+        row
+        for depth in (2, 4)
+        for row in (
+            (depth, "whole", "full", "1f1b", 1),
+            *(
+                (depth, "sharded", mode, *schedule)
+                for mode in ("full", "selective")
+                for schedule in looped
+            ),
+            (depth, "sharded", "none", "1f1b", 1),
+        )
+    ]

@@ -1,7 +1,9 @@
-"""Preflight finds what is wrong, and names it: every fault is put into real ranks, and must stand on the page.
+"""Preflight finds what is wrong, and names it: every fault is put into real ranks, and must stand
+on the page.
 
-Four forked ranks play two hosts, a (ranks 0, 1) and b (ranks 2, 3). They run the faults one after another, each a preflight
-of its own with a rank or two sabotaged; the tests then read the pages. What kills or hangs a rank has ranks of its own.
+Four forked ranks play two hosts, a (ranks 0, 1) and b (ranks 2, 3). They run the faults one after
+another, each a preflight of its own with a rank or two sabotaged; the tests then read the pages.
+What kills or hangs a rank has ranks of its own.
 """
 
 import io
@@ -29,8 +31,8 @@ import train
 from configs.load import load_config
 from configs.schema import InputError
 from parallelisms.mesh import World
-from tests.ranks import run_ranks
 from tests.hosts import hosts  # noqa: F401  a fixture
+from tests.ranks import run_ranks
 from tests.runs import environment
 from tools.plan.device import load_device
 from tools.preflight import __main__ as preflight
@@ -39,15 +41,18 @@ from tools.preflight.probe import Probe, differences, spans
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = (
-    "--model.dim=32 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 --model.hidden_dim=36 "
-    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
-    "--training.global_batch_size=8 --training.local_batch_size=2 --training.steps=16 --lr_schedule.warmup_steps=3 --checkpoint.interval=5 "
+    "--model.dim=32 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 "
+    "--model.hidden_dim=36 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 "
+    "--training.seq_len=16 "
+    "--training.global_batch_size=8 --training.local_batch_size=2 --training.steps=16 "
+    "--lr_schedule.warmup_steps=3 --checkpoint.interval=5 "
     "--data.source=corpus --data.cache=cache --run.folder=runs/x --parallelism.tensor_parallel=2"
 ).split()
 MEMORY = 80 * 10**9
 
 
-# The faults -----------------------------------------------------------------------------------------------------------
+# The faults ---------------------------------------------------------------------------------------
 
 
 def environ(**names: str) -> Callable:
@@ -56,7 +61,9 @@ def environ(**names: str) -> Callable:
 
 def replaced(module: object, name: str, new: Callable) -> Callable:
     """new: called with the function it stands in for, and then as that."""
-    return lambda patch, place: patch.setattr(module, name, lambda *a, real=getattr(module, name), **k: new(real, *a, **k))
+    return lambda patch, place: patch.setattr(
+        module, name, lambda *a, real=getattr(module, name), **k: new(real, *a, **k)
+    )
 
 
 def elsewhere(patch: pytest.MonkeyPatch, place: Path) -> None:
@@ -69,8 +76,15 @@ def table(rank_to: dict[int, dict]) -> Callable:
 
     def new(real: Callable, device: torch.device) -> dict:
         rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-        gpu = {"name": "H200", "uuid": f"gpu-{rank}", "bus": f"0{local}:00.0", "visible": None, "driver": "1",
-               "total": MEMORY, "free": MEMORY - 10**9}  # fmt: skip
+        gpu = {
+            "name": "H200",
+            "uuid": f"gpu-{rank}",
+            "bus": f"0{local}:00.0",
+            "visible": None,
+            "driver": "1",
+            "total": MEMORY,
+            "free": MEMORY - 10**9,
+        }
         return gpu | rank_to.get(rank, {})
 
     return replaced(machine, "device_table", new)
@@ -109,7 +123,9 @@ def other_file(patch: pytest.MonkeyPatch, place: Path) -> None:
 
 
 def option(*more: str) -> Callable:
-    return lambda patch, place: patch.setattr(machine, "load_config", lambda argv, *a: load_config([*argv, *more], *a))
+    return lambda patch, place: patch.setattr(
+        machine, "load_config", lambda argv, *a: load_config([*argv, *more], *a)
+    )
 
 
 def corpus_of_its_own(patch: pytest.MonkeyPatch, place: Path) -> None:
@@ -136,78 +152,266 @@ B3 = r"rank 3 \(host b\)"
 FAULTS = {
     "healthy": Fault((), None, "", 0, r"ranks +ok +4, 2 on each of 2 hosts"),
     # C3 of the torture suite: one rank with another ...
-    "config": Fault((3,), option("--optimizer.lr=0.5"), "config", 1, rf"optimizer.lr is 0.0015 on ranks 0-2 .*but 0.5 on {B3}"),
-    "commit": Fault((2,), replaced(machine, "commit", lambda real: "abc"), "same", 1, r"commit is \w+ on ranks 0-1, 3 .*but abc on rank 2"),
-    "torch": Fault((1,), lambda patch, place: patch.setattr(torch, "__version__", "2.99"), "same", 1, r"but 2.99 on rank 1 \(host a\)"),
-    "seed": Fault((2, 3), option("--run.seed=7"), "config", 1, r"run.seed is 0 on ranks 0-1 \(host a\), but 7 on ranks 2-3 \(host b\)"),
-    "data": Fault((3,), corpus_of_its_own, "data", 1, rf"corpora: .* on ranks 0-2 .*but .* on {B3}"),
-    "environment": Fault((3,), environ(NCCL_ALGO="Tree"), "same", 1, rf"NCCL_ALGO is not set on ranks 0-2 .*but Tree on {B3}"),
-    "world size": Fault((3,), environ(WORLD_SIZE="8"), "ranks", 1, rf"WORLD_SIZE is 4 on ranks 0-2 .*but 8 on {B3}"),
-    "dtype": Fault((1,), replaced(machine.dp, "param_dtype", lambda real, *a: torch.bfloat16), "same", 1,
-                   r"param_dtype is float32 on ranks 0, 2-3 .*but bfloat16 on rank 1 \(host a\)"),
-    "code": Fault((1,), other_file, "same", 1, r"files is \w+ on ranks 0, 2-3 .*but 0ther on rank 1"),
+    "config": Fault(
+        (3,),
+        option("--optimizer.lr=0.5"),
+        "config",
+        1,
+        rf"optimizer.lr is 0.0015 on ranks 0-2 .*but 0.5 on {B3}",
+    ),
+    "commit": Fault(
+        (2,),
+        replaced(machine, "commit", lambda real: "abc"),
+        "same",
+        1,
+        r"commit is \w+ on ranks 0-1, 3 .*but abc on rank 2",
+    ),
+    "torch": Fault(
+        (1,),
+        lambda patch, place: patch.setattr(torch, "__version__", "2.99"),
+        "same",
+        1,
+        r"but 2.99 on rank 1 \(host a\)",
+    ),
+    "seed": Fault(
+        (2, 3),
+        option("--run.seed=7"),
+        "config",
+        1,
+        r"run.seed is 0 on ranks 0-1 \(host a\), but 7 on ranks 2-3 \(host b\)",
+    ),
+    "data": Fault(
+        (3,), corpus_of_its_own, "data", 1, rf"corpora: .* on ranks 0-2 .*but .* on {B3}"
+    ),
+    "environment": Fault(
+        (3,),
+        environ(NCCL_ALGO="Tree"),
+        "same",
+        1,
+        rf"NCCL_ALGO is not set on ranks 0-2 .*but Tree on {B3}",
+    ),
+    "world size": Fault(
+        (3,), environ(WORLD_SIZE="8"), "ranks", 1, rf"WORLD_SIZE is 4 on ranks 0-2 .*but 8 on {B3}"
+    ),
+    "dtype": Fault(
+        (1,),
+        replaced(machine.dp, "param_dtype", lambda real, *a: torch.bfloat16),
+        "same",
+        1,
+        r"param_dtype is float32 on ranks 0, 2-3 .*but bfloat16 on rank 1 \(host a\)",
+    ),
+    "code": Fault(
+        (1,), other_file, "same", 1, r"files is \w+ on ranks 0, 2-3 .*but 0ther on rank 1"
+    ),
     # C4
-    "local rank twice": Fault((3,), environ(LOCAL_RANK="0"), "ranks", 1, r"LOCAL_RANK 0 was given to ranks 2-3 \(host b\)"),
-    "one GPU for two": Fault((0, 1, 2, 3), table({3: {"uuid": "gpu-2"}}), "devices", 1, r"ranks 2-3 \(host b\) share GPU gpu-2"),
-    "GPUs permuted": Fault((0, 1, 2, 3), table({2: {"bus": "07:00.0"}}), "devices", 1, r"the GPUs of ranks 2-3 \(host b\) are permuted"),
-    "lists of GPUs differ": Fault((0, 1, 2, 3), table({1: {"visible": "1,0"}}), "devices", 1,
-                                  r"CUDA_VISIBLE_DEVICES differs within a host \(ranks 0-1 \(host a\)\)"),
-    "someone else's memory": Fault((0, 1, 2, 3), table({1: {"free": MEMORY // 2}}), "devices", 1,
-                                   r"rank 1 \(host a\): 40 GB of 80 GB are taken before the start"),
-    "other GPU": Fault((0, 1, 2, 3), table({0: {"name": "H100"}}), "devices", 1, r"one kind: H200 on ranks 1-3 .*but H100 on rank 0"),
-    "uneven hosts": Fault((3,), environ(GROUP_RANK="2"), "ranks", 1, r"ranks on a host is 2 on ranks 0-1 \(host a\), but 1 on ranks 2-3"),
+    "local rank twice": Fault(
+        (3,), environ(LOCAL_RANK="0"), "ranks", 1, r"LOCAL_RANK 0 was given to ranks 2-3 \(host b\)"
+    ),
+    "one GPU for two": Fault(
+        (0, 1, 2, 3),
+        table({3: {"uuid": "gpu-2"}}),
+        "devices",
+        1,
+        r"ranks 2-3 \(host b\) share GPU gpu-2",
+    ),
+    "GPUs permuted": Fault(
+        (0, 1, 2, 3),
+        table({2: {"bus": "07:00.0"}}),
+        "devices",
+        1,
+        r"the GPUs of ranks 2-3 \(host b\) are permuted",
+    ),
+    "lists of GPUs differ": Fault(
+        (0, 1, 2, 3),
+        table({1: {"visible": "1,0"}}),
+        "devices",
+        1,
+        r"CUDA_VISIBLE_DEVICES differs within a host \(ranks 0-1 \(host a\)\)",
+    ),
+    "someone else's memory": Fault(
+        (0, 1, 2, 3),
+        table({1: {"free": MEMORY // 2}}),
+        "devices",
+        1,
+        r"rank 1 \(host a\): 40 GB of 80 GB are taken before the start",
+    ),
+    "other GPU": Fault(
+        (0, 1, 2, 3),
+        table({0: {"name": "H100"}}),
+        "devices",
+        1,
+        r"one kind: H200 on ranks 1-3 .*but H100 on rank 0",
+    ),
+    "uneven hosts": Fault(
+        (3,),
+        environ(GROUP_RANK="2"),
+        "ranks",
+        1,
+        r"ranks on a host is 2 on ranks 0-1 \(host a\), but 1 on ranks 2-3",
+    ),
     # The host
-    "few files": Fault((2, 3), lambda patch, place: patch.setattr(resource, "getrlimit", lambda kind: (256, 256)), "host", 1,
-                       r"ranks 2-3 \(host b\): at most 256 files may be open, and 512 are needed"),
-    "loopback": Fault((2, 3), lambda patch, place: patch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1"), "host", 1,
-                      r"the name of the host of rank 2 \(host b\) stands for 127.0.1.1 there"),
-    "little memory": Fault((0, 1), lambda patch, place: patch.setattr(host, "free_memory", lambda: 100_000), "host", 1,
-                           r"ranks 0-1 \(host a\) need 19\d kB of host memory .*but 100 kB are free"),
-    "slow arithmetic": Fault((2,), replaced(machine, "multiply", sleeping(0.05)), "compute", 0, r"compute +warn +matmul: rank 2 \(host b\)"),
-    "folder not shared": Fault((2, 3), elsewhere, "folder", 1, r"rank 0 \(host a\) does not see in \S+ what ranks 2-3 \(host b\) wrote"),
-    "folder not writable": Fault((0, 1, 2, 3), lambda patch, place: patch.chdir(place / "blocked"), "folder", 2,
-                                 r"ranks 0-3 .*: run.folder = 'runs/x': \S+ cannot be written \(Not a directory\)"),
-    "disk full": Fault((1,), lambda patch, place: patch.setattr(shutil, "disk_usage", lambda path: USAGE(9, 9, 50_000)), "folder", 1,
-                       r"has 50 kB free \(rank 1 \(host a\)\), but 4 checkpoints of 390 kB"),
-    "no locks": Fault((3,), replaced(machine, "Lease", lambda real, path: SimpleNamespace(release=lambda: None)), "folder", 1,
-                      rf"{B3} was given the lease that rank 0 holds"),
-    "not tokenised": Fault((0, 1, 2, 3), lambda patch, place: patch.setattr(job, "SMALL_CORPUS", 0) or patch.setattr(
-                           machine, "load_config", lambda argv, *a: load_config([*argv, "--data.cache=nothing"], *a)), "data", 1,
-                           r"corpus \(\S+ kB\) is not tokenised yet where ranks 0-3"),
-    "no such data": Fault((0, 1, 2, 3), option("--data.source=nowhere.txt"), "data", 2, r"nowhere.txt cannot be read"),
-    "wrong option": Fault((0, 1, 2, 3), option("--training.step=3"), "config", 2, r"training.step: no such option"),
-    "clock": Fault((2, 3), replaced(network, "wall_clock", lambda real: real() + 5), "clock", 1,
-                   r"clocks differ by (5|5.0\d|4.9\d) s .* most on rank [02]"),
-    "slow link": Fault((0, 1, 2, 3), slow_link_of_four, "bandwidth", 0, r"warn +link rank 2 \(host a\) - rank 3"),
-    "context parallel": Fault((0, 1, 2, 3), option("--parallelism.tensor_parallel=1", "--parallelism.context_parallel=2"), "bandwidth", 0,
-                              r"dp_shard_cp, 1 group of 4(.|\n)* cp, 2 groups of 2(.|\n)*links cp within hosts: 2"),
-    "expert parallel": Fault((0, 1, 2, 3), option("--parallelism.tensor_parallel=1", "--model.family=qwen3", "--model.flavor=debug_moe",
-                             "--parallelism.expert_parallel=2"), "bandwidth", 0,
-                             r"edp, 2 groups of 2(.|\n)* ep, 2 groups of 2, [^\n]*: all-to-all \S+ GB/s(.|\n)*links ep within hosts: 2"),
-    # No fault: two stages on two hosts, and a batch of which no other mesh of four ranks could make micro-batches of 8.
-    "pipeline": Fault((0, 1, 2, 3), option("--parallelism.pipeline_parallel=2", "--training.local_batch_size=8"), "bandwidth,step", 0,
-                      r"links pp between hosts: 2, median \S+ GB/s, least \S+ between ranks \d and \d; latency \S+ ms(.|\n)*step +ok"),
-    "NaN": Fault((1,), replaced(train, "linear_cross_entropy", not_finite), "step", 1, r"tokens of rank 1 \(host a\) is not finite"),
-    "bit flip": Fault((2,), replaced(job, "fingerprints", lambda real, j: real(j) | {"model.norm.weight": time.time_ns()}), "save", 1,
-                      r"rank 2 \(host b\) read back other values than were saved \(model.norm.weight"),
-}  # fmt: skip
+    "few files": Fault(
+        (2, 3),
+        lambda patch, place: patch.setattr(resource, "getrlimit", lambda kind: (256, 256)),
+        "host",
+        1,
+        r"ranks 2-3 \(host b\): at most 256 files may be open, and 512 are needed",
+    ),
+    "loopback": Fault(
+        (2, 3),
+        lambda patch, place: patch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1"),
+        "host",
+        1,
+        r"the name of the host of rank 2 \(host b\) stands for 127.0.1.1 there",
+    ),
+    "little memory": Fault(
+        (0, 1),
+        lambda patch, place: patch.setattr(host, "free_memory", lambda: 100_000),
+        "host",
+        1,
+        r"ranks 0-1 \(host a\) need 19\d kB of host memory .*but 100 kB are free",
+    ),
+    "slow arithmetic": Fault(
+        (2,),
+        replaced(machine, "multiply", sleeping(0.05)),
+        "compute",
+        0,
+        r"compute +warn +matmul: rank 2 \(host b\)",
+    ),
+    "folder not shared": Fault(
+        (2, 3),
+        elsewhere,
+        "folder",
+        1,
+        r"rank 0 \(host a\) does not see in \S+ what ranks 2-3 \(host b\) wrote",
+    ),
+    "folder not writable": Fault(
+        (0, 1, 2, 3),
+        lambda patch, place: patch.chdir(place / "blocked"),
+        "folder",
+        2,
+        r"ranks 0-3 .*: run.folder = 'runs/x': \S+ cannot be written \(Not a directory\)",
+    ),
+    "disk full": Fault(
+        (1,),
+        lambda patch, place: patch.setattr(shutil, "disk_usage", lambda path: USAGE(9, 9, 50_000)),
+        "folder",
+        1,
+        r"has 50 kB free \(rank 1 \(host a\)\), but 4 checkpoints of 390 kB",
+    ),
+    "no locks": Fault(
+        (3,),
+        replaced(machine, "Lease", lambda real, path: SimpleNamespace(release=lambda: None)),
+        "folder",
+        1,
+        rf"{B3} was given the lease that rank 0 holds",
+    ),
+    "not tokenised": Fault(
+        (0, 1, 2, 3),
+        lambda patch, place: (
+            patch.setattr(job, "SMALL_CORPUS", 0)
+            or patch.setattr(
+                machine,
+                "load_config",
+                lambda argv, *a: load_config([*argv, "--data.cache=nothing"], *a),
+            )
+        ),
+        "data",
+        1,
+        r"corpus \(\S+ kB\) is not tokenised yet where ranks 0-3",
+    ),
+    "no such data": Fault(
+        (0, 1, 2, 3), option("--data.source=nowhere.txt"), "data", 2, r"nowhere.txt cannot be read"
+    ),
+    "wrong option": Fault(
+        (0, 1, 2, 3), option("--training.step=3"), "config", 2, r"training.step: no such option"
+    ),
+    "clock": Fault(
+        (2, 3),
+        replaced(network, "wall_clock", lambda real: real() + 5),
+        "clock",
+        1,
+        r"clocks differ by (5|5.0\d|4.9\d) s .* most on rank [02]",
+    ),
+    "slow link": Fault(
+        (0, 1, 2, 3), slow_link_of_four, "bandwidth", 0, r"warn +link rank 2 \(host a\) - rank 3"
+    ),
+    "context parallel": Fault(
+        (0, 1, 2, 3),
+        option("--parallelism.tensor_parallel=1", "--parallelism.context_parallel=2"),
+        "bandwidth",
+        0,
+        r"dp_shard_cp, 1 group of 4(.|\n)* cp, 2 groups of 2(.|\n)*links cp within hosts: 2",
+    ),
+    "expert parallel": Fault(
+        (0, 1, 2, 3),
+        option(
+            "--parallelism.tensor_parallel=1",
+            "--model.family=qwen3",
+            "--model.flavor=debug_moe",
+            "--parallelism.expert_parallel=2",
+        ),
+        "bandwidth",
+        0,
+        r"edp, 2 groups of 2(.|\n)* ep, 2 groups of 2, [^\n]*: all-to-all \S+ GB/s(.|\n)*links ep "
+        r"within hosts: 2",
+    ),
+    # No fault: two stages on two hosts, and a batch of which no other mesh of four ranks could make
+    # micro-batches of 8.
+    "pipeline": Fault(
+        (0, 1, 2, 3),
+        option("--parallelism.pipeline_parallel=2", "--training.local_batch_size=8"),
+        "bandwidth,step",
+        0,
+        r"links pp between hosts: 2, median \S+ GB/s, least \S+ between ranks \d and \d; latency "
+        r"\S+ ms(.|\n)*step +ok",
+    ),
+    "NaN": Fault(
+        (1,),
+        replaced(train, "linear_cross_entropy", not_finite),
+        "step",
+        1,
+        r"tokens of rank 1 \(host a\) is not finite",
+    ),
+    "bit flip": Fault(
+        (2,),
+        replaced(
+            job, "fingerprints", lambda real, j: real(j) | {"model.norm.weight": time.time_ns()}
+        ),
+        "save",
+        1,
+        r"rank 2 \(host b\) read back other values than were saved \(model.norm.weight",
+    ),
+}
 
 
 def play(name: str, place: Path, timeout: int = 60) -> tuple[int, str]:
-    """One preflight on this rank, sabotaged if the fault says so: its exit code, and the page if this is rank 0."""
+    """One preflight on this rank, sabotaged if the fault says so: its exit code, and the page if
+    this is rank 0."""
     fault, rank = FAULTS[name], int(os.environ["RANK"])
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         host = "ab"[rank // 2]
-        for variable, value in {"GROUP_RANK": rank // 2, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}.items():
+        for variable, value in {
+            "GROUP_RANK": rank // 2,
+            "LOCAL_RANK": rank % 2,
+            "LOCAL_WORLD_SIZE": 2,
+        }.items():
             patch.setenv(variable, str(value))
         patch.setattr(socket, "gethostname", lambda: host)
         if rank in fault.ranks:
             fault.sabotage(patch, place)
-        timeout = 4 if name == "folder not shared" else timeout  # half of which a rank waits to see what others wrote
-        options = Namespace(only=fault.only, skip="", json=f"{place}/{name}.json" if rank == 0 else "", timeout=timeout,
-                            expect="", device="")
+        # half of which a rank waits to see what others wrote
+        timeout = 4 if name == "folder not shared" else timeout
+        options = Namespace(
+            only=fault.only,
+            skip="",
+            json=f"{place}/{name}.json" if rank == 0 else "",
+            timeout=timeout,
+            expect="",
+            device="",
+        )
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         with redirect_stdout(out):
             code = preflight.run(options, TINY, store)
@@ -221,7 +425,9 @@ def play_all(place: Path) -> dict[str, tuple[int, str]]:
 def corpus(folder: Path, words: str) -> None:
     folder.mkdir(parents=True)
     for i in range(40):
-        (folder / f"{i:02d}.txt").write_text(f"document {i}: {words} " + " ".join(str(n * (i + 7) % 97) for n in range(60)))
+        (folder / f"{i:02d}.txt").write_text(
+            f"document {i}: {words} " + " ".join(str(n * (i + 7) % 97) for n in range(60))
+        )
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +470,7 @@ def test_what_needs_a_failed_check_is_left_out_and_the_rest_goes_on(played):
     assert re.search(r"commit.*\n(.*\n)*same|same +FAIL +commit", played[0]["commit"][1])
 
 
-# Ranks that do not answer ---------------------------------------------------------------------------------------------
+# Ranks that do not answer -------------------------------------------------------------------------
 
 
 def play_badly(name: str, place: Path, how: Callable, only: str, timeout: int) -> tuple[int, str]:
@@ -294,10 +500,22 @@ def fail(probe: Probe) -> None:
 LOST = {  # name: (what rank 2 does, in which check, what is said)
     "never came": (hang, "ranks", r"ranks +FAIL +rank 2 \(host number 1\): gave no answer"),
     "died": (die, "compute", r"compute +FAIL +rank 2 \(host b\): gave no answer: it died, hangs"),
-    "hangs alone": (hang, "compute", r"compute +FAIL +rank 2 \(host b\): did not finish within 4 s; it is in .*\(hang\)"),
-    "out of memory": (fail, "build", r"build +FAIL +rank 2 \(host b\): OutOfMemoryError: CUDA out of memory"),
+    "hangs alone": (
+        hang,
+        "compute",
+        r"compute +FAIL +rank 2 \(host b\): did not finish within 4 s; it is in .*\(hang\)",
+    ),
+    "out of memory": (
+        fail,
+        "build",
+        r"build +FAIL +rank 2 \(host b\): OutOfMemoryError: CUDA out of memory",
+    ),
     "died together": (die, "clock", r"clock +FAIL +rank 2 \(host b\): gave no answer"),
-    "hangs together": (hang, "step", r"step +FAIL +rank 2 \(host b\): did not finish within 20 s; it is in .*\(hang\)"),
+    "hangs together": (
+        hang,
+        "step",
+        r"step +FAIL +rank 2 \(host b\): did not finish within 20 s; it is in .*\(hang\)",
+    ),
 }
 
 
@@ -310,14 +528,19 @@ def lost(name: str, place: Path, timeout: int) -> None:
 
 
 @pytest.mark.cap(60)
-@pytest.mark.parametrize("name", ["died", *(pytest.param(n, marks=pytest.mark.slow) for n in ("never came", "hangs alone"))])
+@pytest.mark.parametrize(
+    "name",
+    ["died", *(pytest.param(n, marks=pytest.mark.slow) for n in ("never came", "hangs alone"))],
+)
 def test_a_rank_that_does_not_answer_is_named(place, name):
     lost(name, place, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.cap(90)
-@pytest.mark.parametrize("name", [name for name in LOST if name not in ("never came", "died", "hangs alone")])
+@pytest.mark.parametrize(
+    "name", [name for name in LOST if name not in ("never came", "died", "hangs alone")]
+)
 def test_a_rank_lost_in_the_middle_of_a_collective_is_named(place, name):
     lost(name, place, 20)
 
@@ -333,22 +556,43 @@ def test_a_crash_of_rank_0_is_told_by_another(capfd):
     assert "rank 0 gave no verdict on ranks" in capfd.readouterr().err
 
 
-# Judging, without ranks -----------------------------------------------------------------------------------------------
+# Judging, without ranks ---------------------------------------------------------------------------
 
 
 def host_of(ranks: int, device: str = "cuda") -> Probe:
     """Rank 0 of a run on hosts of 8 GPUs."""
     hosts = {r: f"node{r // 8}" for r in range(ranks)}
-    return Probe([], World(0, ranks, 0, 8), "node0", "0", None, hosts=hosts, device=torch.device(device), dtype=torch.bfloat16)
+    return Probe(
+        [],
+        World(0, ranks, 0, 8),
+        "node0",
+        "0",
+        None,
+        hosts=hosts,
+        device=torch.device(device),
+        dtype=torch.bfloat16,
+    )
 
 
 def test_a_slow_gpu_fails_and_says_why():
     """On GPUs a slow rank is a failure; 0.79 of the median is slow, 0.81 is not."""
     rates = [700e12] * 13 + [0.79 * 700e12, 0.81 * 700e12, 700e12]
-    rows = [{"flops": rate, "bytes": 4e12, "hint": "91 °C, slowed down by heat or power", "shape": [8, 8, 8], "peak": 989e12} for rate in rates]
+    rows = [
+        {
+            "flops": rate,
+            "bytes": 4e12,
+            "hint": "91 °C, slowed down by heat or power",
+            "shape": [8, 8, 8],
+            "peak": 989e12,
+        }
+        for rate in rates
+    ]
     found = machine.judge_compute(host_of(16), rows)
     assert [row.result for row in found] == ["FAIL", "ok"]
-    assert "rank 13 (host node1): 553 TFLOP/s, 0.79 of the median 700, 91 °C, slowed down" in found[0].detail
+    assert (
+        "rank 13 (host node1): 553 TFLOP/s, 0.79 of the median 700, 91 °C, slowed down"
+        in found[0].detail
+    )
 
 
 def test_gpus_that_are_all_too_slow_have_no_median_but_the_table():
@@ -358,7 +602,11 @@ def test_gpus_that_are_all_too_slow_have_no_median_but_the_table():
     assert {row.result for row in machine.judge_compute(probe, rows)} == {"ok"}
     probe.table = load_device("h100")
     bad = [row.detail for row in machine.judge_compute(probe, rows) if row.result == "FAIL"]
-    assert len(bad) == 2 and "median 400 TFLOP/s, but 593 are expected of NVIDIA H100" in bad[0] and "1.5e+03 GB/s" in bad[1]
+    assert (
+        len(bad) == 2
+        and "median 400 TFLOP/s, but 593 are expected of NVIDIA H100" in bad[0]
+        and "1.5e+03 GB/s" in bad[1]
+    )
 
 
 def test_links_that_are_all_too_slow_have_no_median_but_the_table():
@@ -370,13 +618,18 @@ def test_links_that_are_all_too_slow_have_no_median_but_the_table():
     assert {row.result for row in network.judge_bandwidth(probe, said)} == {"ok"}
     probe.table = load_device("h100")
     bad = [row.detail for row in network.judge_bandwidth(probe, said) if row.result == "FAIL"]
-    assert len(bad) == 2 and all(text.startswith("dp_shard: ") and "5 GB/s, but NVIDIA H100 80GB HBM3 should make 40:" in text for text in bad)
+    assert len(bad) == 2 and all(
+        text.startswith("dp_shard: ")
+        and "5 GB/s, but NVIDIA H100 80GB HBM3 should make 40:" in text
+        for text in bad
+    )
     probe.expect = {"dp_shard": 6}  # says otherwise
     assert not [row for row in network.judge_bandwidth(probe, said) if row.result == "FAIL"]
 
 
 def bandwidths(slow_link: tuple | None = None, slow_group: int = -1) -> list[dict]:
-    """Of 24 ranks, tp 8 within each host, dp_shard 3 between them. As if the first host and the last had stages of pipelines, too."""
+    """Of 24 ranks, tp 8 within each host, dp_shard 3 between them. As if the first host and the
+    last had stages of pipelines, too."""
     said = []
     for r in range(24):
         tp, dp = list(range(r // 8 * 8, r // 8 * 8 + 8)), [r % 8, r % 8 + 8, r % 8 + 16]
@@ -394,21 +647,47 @@ def test_the_slow_link_and_the_slow_group_are_named():
     assert {row.result for row in network.judge_bandwidth(host_of(24), bandwidths())} == {"ok"}
     probe = host_of(24)
     probe.expect = {"tp": 400, "dp_shard": 450}  # 300 are 0.75 and 0.67 of these
-    bad = [row.detail for row in network.judge_bandwidth(probe, bandwidths()) if row.result == "FAIL"]
+    bad = [
+        row.detail for row in network.judge_bandwidth(probe, bandwidths()) if row.result == "FAIL"
+    ]
     assert len(bad) == 2 and all("300 GB/s, but --expect=dp_shard:450" in text for text in bad)
-    bad = [row.detail for row in network.judge_bandwidth(host_of(24), bandwidths((8, 16), 3)) if row.result == "FAIL"]
-    assert len(bad) == 3 and all("ranks 3, 11, 19 (hosts node0, node1, node2)" in text for text in bad[:2])
-    assert bad[2].startswith("link rank 8 (host node1) - rank 16 (host node2): 5 GB/s, 0.12 of the median of dp_shard between hosts")
+    bad = [
+        row.detail
+        for row in network.judge_bandwidth(host_of(24), bandwidths((8, 16), 3))
+        if row.result == "FAIL"
+    ]
+    assert len(bad) == 3 and all(
+        "ranks 3, 11, 19 (hosts node0, node1, node2)" in text for text in bad[:2]
+    )
+    assert bad[2].startswith(
+        "link rank 8 (host node1) - rank 16 (host node2): 5 GB/s, 0.12 of the median of dp_shard "
+        "between hosts"
+    )
 
 
 def test_slow_links_between_stages_are_named():
-    """Of a pipeline there are links alone: one that is slow, or all of them against what is expected."""
-    [bad] = [row.detail for row in network.judge_bandwidth(host_of(24), bandwidths((3, 19))) if row.result == "FAIL"]
-    assert bad.startswith("link rank 3 (host node0) - rank 19 (host node2): 5 GB/s, 0.12 of the median of pp between hosts"), bad
+    """Of a pipeline there are links alone: one that is slow, or all of them against what is
+    expected."""
+    [bad] = [
+        row.detail
+        for row in network.judge_bandwidth(host_of(24), bandwidths((3, 19)))
+        if row.result == "FAIL"
+    ]
+    assert bad.startswith(
+        "link rank 3 (host node0) - rank 19 (host node2): 5 GB/s, 0.12 of the median of pp "
+        "between hosts"
+    ), bad
     probe = host_of(24)
-    for expected, failures in (50, []), (60, ["links pp between hosts: median 40 GB/s, but --expect=pp:60"]):
+    for expected, failures in (
+        (50, []),
+        (60, ["links pp between hosts: median 40 GB/s, but --expect=pp:60"]),
+    ):
         probe.expect = {"pp": expected}
-        bad = [row.detail for row in network.judge_bandwidth(probe, bandwidths()) if row.result == "FAIL"]
+        bad = [
+            row.detail
+            for row in network.judge_bandwidth(probe, bandwidths())
+            if row.result == "FAIL"
+        ]
         assert [text.partition(": see")[0] for text in bad] == failures
     probe.expect, probe.table = {}, load_device("h100")
     rate, _ = probe.wanted("pp", "send", [0, 8], 64 << 20)
@@ -416,18 +695,33 @@ def test_slow_links_between_stages_are_named():
 
 
 def test_bus_bandwidth_is_what_nccl_tests_call_so(monkeypatch):
-    """A message of S bytes over n ranks in t seconds: S/t (n-1)/n gathered or exchanged, S/t 2(n-1)/n summed (nccl-tests,
-    doc/PERFORMANCE.md)."""
+    """A message of S bytes over n ranks in t seconds: S/t (n-1)/n gathered or exchanged, S/t
+    2(n-1)/n summed (nccl-tests, doc/PERFORMANCE.md)."""
     monkeypatch.setattr(network, "collective_seconds", lambda *args: 0.5)
     monkeypatch.setattr(network, "neighbours", lambda *args: [])
-    monkeypatch.setattr(network, "messages", lambda probe: {dim: (4000, torch.float32) for dim in ("tp", "ep")})
+    monkeypatch.setattr(
+        network, "messages", lambda probe: dict.fromkeys(("tp", "ep"), (4000, torch.float32))
+    )
     monkeypatch.setattr(network.dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3, 4])
     groups = SimpleNamespace(get_group=lambda dim: None)
-    mesh = SimpleNamespace(device=torch.device("cpu"), device_mesh=groups, experts_mesh=groups,
-                           fsdp_mesh=SimpleNamespace(mesh_dim_names=("dp_shard",)))  # fmt: skip
+    mesh = SimpleNamespace(
+        device=torch.device("cpu"),
+        device_mesh=groups,
+        experts_mesh=groups,
+        fsdp_mesh=SimpleNamespace(mesh_dim_names=("dp_shard",)),
+    )
     dims = network.measure_bandwidth(SimpleNamespace(job=SimpleNamespace(mesh=mesh)))["dims"]
-    assert dims["ep"] == {"ranks": [0, 1, 2, 3, 4], "bytes": 4000, "all-to-all": pytest.approx(8000 * 4 / 5)}
-    assert dims["tp"] == {"ranks": [0, 1, 2, 3, 4], "bytes": 4000, "all-gather": pytest.approx(8000 * 4 / 5), "all-reduce": pytest.approx(8000 * 8 / 5)}
+    assert dims["ep"] == {
+        "ranks": [0, 1, 2, 3, 4],
+        "bytes": 4000,
+        "all-to-all": pytest.approx(8000 * 4 / 5),
+    }
+    assert dims["tp"] == {
+        "ranks": [0, 1, 2, 3, 4],
+        "bytes": 4000,
+        "all-gather": pytest.approx(8000 * 4 / 5),
+        "all-reduce": pytest.approx(8000 * 8 / 5),
+    }
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
@@ -441,58 +735,98 @@ def test_no_rank_is_in_two_pairs_at_once(n):
 
 
 def test_losses_that_differ_are_named():
-    same = {"losses": [1.5.hex(), 2.0.hex()], "finite": True, "skipped": False, "seconds": [2.0, 1.0, 1.0, 1.0], "total": MEMORY,
-            "tensors": 1e9, "reserved": 2e9, "left": 9e9, "retries": 0}  # fmt: skip
+    same = {
+        "losses": [(1.5).hex(), (2.0).hex()],
+        "finite": True,
+        "skipped": False,
+        "seconds": [2.0, 1.0, 1.0, 1.0],
+        "total": MEMORY,
+        "tensors": 1e9,
+        "reserved": 2e9,
+        "left": 9e9,
+        "retries": 0,
+    }
     probe = host_of(16)
     probe.cfg, probe.args = load_config(TINY), SimpleNamespace(vocab_size=263)
-    rows = job.judge_step(probe, [same] * 15 + [same | {"losses": [1.25.hex(), 2.0.hex()], "retries": 3}])
+    rows = job.judge_step(
+        probe, [same] * 15 + [same | {"losses": [(1.25).hex(), (2.0).hex()], "retries": 3}]
+    )
     assert [row.result for row in rows] == ["FAIL", "warn"]
-    assert "are 1.5 2 on ranks 0-14 (hosts node0, node1), but 1.25 2 on rank 15 (host node1)" in rows[0].detail
+    assert (
+        "are 1.5 2 on ranks 0-14 (hosts node0, node1), but 1.25 2 on rank 15 (host node1)"
+        in rows[0].detail
+    )
     assert "the allocator had to start over on rank 15" in rows[1].detail
 
 
 def test_a_checkpoint_is_as_large_as_the_run_writes_it(place):
-    """What preflight computes on meta is what a save has: weights, two moments, AdamW's step of each, a generator."""
+    """What preflight computes on meta is what a save has: weights, two moments, AdamW's step of
+    each, a generator."""
     cfg = load_config(TINY)
     family, args = train.architecture(cfg)
     with torch.device("meta"):
         weights = sum(p.numel() for p in family.build(args).parameters())
     tensors = len(family.build(args).state_dict())
-    assert machine.checkpoint_bytes(cfg, args) == 4 * (3 * weights + tensors) + torch.get_rng_state().nbytes
+    assert (
+        machine.checkpoint_bytes(cfg, args)
+        == 4 * (3 * weights + tensors) + torch.get_rng_state().nbytes
+    )
 
 
-@pytest.mark.parametrize("options, kept", [
-    ([], 4), (["--checkpoint.keep_last=0"], 5), (["--checkpoint.keep_last=1", "--checkpoint.keep_every=5"], 5),
-    (["--checkpoint.interval=0"], 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ([], 4),
+        (["--checkpoint.keep_last=0"], 5),
+        (["--checkpoint.keep_last=1", "--checkpoint.keep_every=5"], 5),
+        (["--checkpoint.interval=0"], 2),
+    ],
+)
 def test_checkpoints_that_must_have_room(options, kept):
     """Of 16 steps with one every 5, so saves after 5, 10, 15, 16; and one that is being written."""
     assert machine.checkpoints_kept(load_config([*TINY, *options])) == kept
 
 
 def test_the_temporary_folder_is_beside_the_runs_folder(tmp_path):
-    assert machine.temporary_place(tmp_path / "no" / "such" / "run", "1") == tmp_path / ".preflight-1"
+    assert (
+        machine.temporary_place(tmp_path / "no" / "such" / "run", "1") == tmp_path / ".preflight-1"
+    )
     (tmp_path / "runs" / "x" / "checkpoints").mkdir(parents=True)
-    assert machine.temporary_place(tmp_path / "runs" / "x", "1") == tmp_path / "runs" / ".preflight-1"
+    assert (
+        machine.temporary_place(tmp_path / "runs" / "x", "1") == tmp_path / "runs" / ".preflight-1"
+    )
     (tmp_path / "link").symlink_to(tmp_path / "runs" / "x")
     assert machine.temporary_place(tmp_path / "link", "1") == tmp_path / "runs" / ".preflight-1"
 
 
 def test_how_ranks_are_written():
-    assert [spans(ranks) for ranks in ([5], [0, 1, 2], [0, 2, 3, 9])] == ["rank 5", "ranks 0-2", "ranks 0, 2-3, 9"]
+    assert [spans(ranks) for ranks in ([5], [0, 1, 2], [0, 2, 3, 9])] == [
+        "rank 5",
+        "ranks 0-2",
+        "ranks 0, 2-3, 9",
+    ]
     assert differences(host_of(16), ["x"] * 16) == ""
-    assert differences(host_of(16), ["x"] * 8 + [None] * 8) == "x on ranks 0-7 (host node0), but not set on ranks 8-15 (host node1)"
+    assert (
+        differences(host_of(16), ["x"] * 8 + [None] * 8)
+        == "x on ranks 0-7 (host node0), but not set on ranks 8-15 (host node1)"
+    )
 
 
 def test_hosts_compare_every_package_of_the_code(tmp_path, monkeypatch):
-    """A package that is left out lets two hosts run different code without a word, as reliability/ was once."""
-    copies = [path.relative_to(ROOT) for path in ROOT.glob("[a-z]*/*.py") if path.parent.name != "tests"]
+    """A package that is left out lets two hosts run different code without a word, as reliability/
+    was once."""
+    copies = [
+        path.relative_to(ROOT) for path in ROOT.glob("[a-z]*/*.py") if path.parent.name != "tests"
+    ]
     for path in (Path("train.py"), *copies):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     for name in {path.parts[0] for path in copies} | {"train.py"}:
-        before, changed = machine.files(), tmp_path / (name if name == "train.py" else f"{name}/__init__.py")
+        before, changed = (
+            machine.files(),
+            tmp_path / (name if name == "train.py" else f"{name}/__init__.py"),
+        )
         changed.write_bytes(changed.read_bytes() + b"# changed")
         assert machine.files() != before, f"nobody compares {name}"
 
@@ -501,37 +835,75 @@ def test_secrets_of_the_environment_stay_there(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("TORCH_HUB_TOKEN", "canary")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
-    assert machine.settings()["NCCL_DEBUG"] == "INFO" and "canary" not in machine.settings().values()
+    assert (
+        machine.settings()["NCCL_DEBUG"] == "INFO" and "canary" not in machine.settings().values()
+    )
 
 
 def test_only_and_skip():
-    assert preflight.chosen("clock", "") == ["ranks", "config", "devices", "host", "same", "connect", "clock"]
-    assert preflight.chosen("", "build,compute") == ["ranks", "config", "devices", "host", "same", "folder", "data", "connect", "clock"]
+    assert preflight.chosen("clock", "") == [
+        "ranks",
+        "config",
+        "devices",
+        "host",
+        "same",
+        "connect",
+        "clock",
+    ]
+    assert preflight.chosen("", "build,compute") == [
+        "ranks",
+        "config",
+        "devices",
+        "host",
+        "same",
+        "folder",
+        "data",
+        "connect",
+        "clock",
+    ]
     with pytest.raises(InputError, match="--skip=sleep: no such check; there are ranks, config"):
         preflight.chosen("", "sleep")
 
 
-# As a user starts it --------------------------------------------------------------------------------------------------
+# As a user starts it ------------------------------------------------------------------------------
 
 
 def in_place(place: Path) -> list[str]:
     """TINY with absolute paths."""
-    return [option.replace("=corpus", f"={place}/corpus").replace("=cache", f"={place}/cache") for option in TINY]
+    return [
+        option.replace("=corpus", f"={place}/corpus").replace("=cache", f"={place}/cache")
+        for option in TINY
+    ]
 
 
 def started(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(ROOT / "run_train.sh"), "--preflight", *arguments], env=environment(**settings), cwd=ROOT, text=True,
-                          capture_output=True, stdin=subprocess.DEVNULL, timeout=150)  # fmt: skip
+    return subprocess.run(
+        [str(ROOT / "run_train.sh"), "--preflight", *arguments],
+        env=environment(**settings),
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        timeout=150,
+    )
 
 
 @pytest.mark.cap(160)
 def test_run_train_sh_preflight(place):
     """Two ranks under our launcher: all checks of a data-parallel run."""
     json_path = place / "two.json"
-    done = started(*in_place(place), f"--run.folder={place}/runs/two", "--parallelism.tensor_parallel=1", f"--json={json_path}", NGPU="2")
+    done = started(
+        *in_place(place),
+        f"--run.folder={place}/runs/two",
+        "--parallelism.tensor_parallel=1",
+        f"--json={json_path}",
+        NGPU="2",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "preflight: fit for this run" in done.stdout
-    assert {row["check"] for row in json.loads(json_path.read_text())["rows"]} == set(preflight.CHECKS)
+    assert {row["check"] for row in json.loads(json_path.read_text())["rows"]} == set(
+        preflight.CHECKS
+    )
     assert done.stderr == "" and not (place / "runs").exists()
 
 
@@ -540,10 +912,15 @@ def test_mistakes_cost_a_second_and_exit_code_2(place):
     assert done.returncode == 2 and "did you mean model.dim?" in done.stderr and done.stdout == ""
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--only=sleep"], "--only=sleep: no such check"), (["--expect=tp"], "--expect=tp: must be DIMENSION:GB/s"),
-    (["--device=h10"], "--device h10: unknown; did you mean"), (["--device=cpu"], "--device=cpu: would be measured"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--only=sleep"], "--only=sleep: no such check"),
+        (["--expect=tp"], "--expect=tp: must be DIMENSION:GB/s"),
+        (["--device=h10"], "--device h10: unknown; did you mean"),
+        (["--device=cpu"], "--device=cpu: would be measured"),
+    ],
+)
 def test_a_wrong_argument(arguments, words, capfd):
     assert preflight.main([*TINY, *arguments]) == 2
     said = capfd.readouterr()
@@ -555,7 +932,11 @@ def ranks_of(marker: str) -> dict[int, int]:
     found = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            environ = dict(pair.split("=", 1) for pair in path.read_text(errors="replace").split("\0") if "=" in pair)
+            environ = dict(
+                pair.split("=", 1)
+                for pair in path.read_text(errors="replace").split("\0")
+                if "=" in pair
+            )
         except OSError:
             continue
         if environ.get("FLIGHT") == marker and "TORCHELASTIC_RUN_ID" in environ:
@@ -566,11 +947,23 @@ def ranks_of(marker: str) -> dict[int, int]:
 @pytest.mark.slow
 @pytest.mark.cap(120)
 def test_kill_9_of_a_rank_is_named_on_the_page_at_once(place, tmp_path):
-    """The launcher then tells the other ranks to end: rank 0 still gets its page out, and nothing stays behind."""
+    """The launcher then tells the other ranks to end: rank 0 still gets its page out, and nothing
+    stays behind."""
     process = subprocess.Popen(
-        [str(ROOT / "run_train.sh"), "--preflight", *(o.replace("tensor_parallel=2", "tensor_parallel=1") for o in in_place(place)),
-         "--training.global_batch_size=6", f"--run.folder={tmp_path}/runs/x"], env=environment(NGPU="3", FLIGHT=str(tmp_path)),
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)  # fmt: skip
+        [
+            str(ROOT / "run_train.sh"),
+            "--preflight",
+            *(o.replace("tensor_parallel=2", "tensor_parallel=1") for o in in_place(place)),
+            "--training.global_batch_size=6",
+            f"--run.folder={tmp_path}/runs/x",
+        ],
+        env=environment(NGPU="3", FLIGHT=str(tmp_path)),
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    )
     said = [process.stdout.readline() for _ in range(3)]
     assert "ranks" in said[2], said
     began = time.monotonic()
@@ -578,15 +971,21 @@ def test_kill_9_of_a_rank_is_named_on_the_page_at_once(place, tmp_path):
     out, err = process.communicate(timeout=60)
     assert time.monotonic() - began < 30
     # Rank 2 is missing too where the launcher's SIGTERM reaches it before its first answer.
-    assert re.search(rf"FAIL +ranks? 1(-2)? \(host {socket.gethostname()}\): gave no answer: it died", out), out
-    assert re.search(r"rank 1 on \S+ was killed by SIGKILL", err) and process.returncode == 128 + signal.SIGKILL
+    assert re.search(
+        rf"FAIL +ranks? 1(-2)? \(host {socket.gethostname()}\): gave no answer: it died", out
+    ), out
+    assert (
+        re.search(r"rank 1 on \S+ was killed by SIGKILL", err)
+        and process.returncode == 128 + signal.SIGKILL
+    )
     assert not list(tmp_path.rglob(".preflight-*")) and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.cap(240)
 def test_two_hosts(hosts, place, tmp_path):
-    """Two network namespaces, two ranks in each; then with a cable of 20 Mbit/s, which --expect does not take for fast."""
+    """Two network namespaces, two ranks in each; then with a cable of 20 Mbit/s, which --expect
+    does not take for fast."""
     options = ["--preflight", *in_place(place), f"--run.folder={tmp_path}/runs/x"]
     assert [process.wait(90) for process in hosts.start(options, tmp_path / "well")] == [0, 0]
     page = (tmp_path / "well-0").read_text()

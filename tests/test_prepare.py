@@ -63,12 +63,16 @@ def names(tokens: Tokens) -> list[str]:
 
 
 def texts(prepared: Prepared) -> dict[str, str]:
-    """name -> text of every document of both splits, cut at the end-of-text tokens, names and starts checked."""
+    """name -> text of every document of both splits, cut at the end-of-text tokens, names and
+    starts checked."""
     found = {}
     for tokens in (prepared.train, prepared.validation):
         ids = whole(tokens)
         ends = np.flatnonzero(ids == prepared.tokenizer.eot_id)
-        assert tokens.document_starts.dtype == np.int64 and ids.dtype == tokens.dtype == prepared.tokenizer.dtype
+        assert (
+            tokens.document_starts.dtype == np.int64
+            and ids.dtype == tokens.dtype == prepared.tokenizer.dtype
+        )
         assert tokens.document_starts.tolist() == [0, *(ends + 1).tolist()][: len(ends)]
         for name, start, end in zip(names(tokens), tokens.document_starts, ends, strict=True):
             found[name] = prepared.tokenizer.decode(ids[start:end])
@@ -82,7 +86,11 @@ def content(folder: str | Path) -> dict[str, bytes]:
 
 def run(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, **{"timeout": 600, **options}
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        **{"timeout": 600, **options},
     )
 
 
@@ -104,11 +112,20 @@ def test_file_glob_and_json_lines(corpus: Path) -> None:
     one = corpus / "part1" / "01.txt"
     assert list(sources.documents(str(one))) == [("01.txt", one.read_text())]
     found = sources.find(f"{corpus}/**/*1.txt")
-    assert [file.name for file in found] == ["part0/21.txt", "part1/01.txt", "part1/31.txt", "part2/11.txt"]
-    (corpus / "image.jsonl").write_text('{"text": "a\\r\\n\\u00e9", "id": 3}\n\n  \n{"text": ""}\n{"text": "b"}')
+    assert [file.name for file in found] == [
+        "part0/21.txt",
+        "part1/01.txt",
+        "part1/31.txt",
+        "part2/11.txt",
+    ]
+    (corpus / "image.jsonl").write_text(
+        '{"text": "a\\r\\n\\u00e9", "id": 3}\n\n  \n{"text": ""}\n{"text": "b"}'
+    )
     assert list(sources.documents(f"{corpus}/*.jsonl")) == [
-        ("image.jsonl:1", "a\r\né"), ("image.jsonl:4", ""), ("image.jsonl:5", "b"),
-    ]  # fmt: skip
+        ("image.jsonl:1", "a\r\né"),
+        ("image.jsonl:4", ""),
+        ("image.jsonl:5", "b"),
+    ]
     (corpus / "exact.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
     assert list(sources.documents(f"{corpus}/exact.txt")) == [("exact.txt", "\ufeffa\r\nb\rc\n")]
 
@@ -124,8 +141,15 @@ def bad_sources() -> dict[str, tuple[str, str]]:
         "dangling link": ("links", "links/gone.txt cannot be read: No such file"),
         "pipe": ("pipe.txt", "pipe.txt is not a regular file"),
         "not JSON": ("bad.jsonl", "bad.jsonl, line 2 is not a JSON object"),
-        "no text": ("field.jsonl", r'field.jsonl, line 1 has nothing under "text" \(data.text_field\), but "txt", "id"'),
-        "a list": ("list.jsonl", r'list.jsonl, line 1 is not a JSON object with a string under "text" \(data.text_field\)'),
+        "no text": (
+            "field.jsonl",
+            r'field.jsonl, line 1 has nothing under "text" \(data.text_field\), but "txt", "id"',
+        ),
+        "a list": (
+            "list.jsonl",
+            r'list.jsonl, line 1 is not a JSON object with a string under "text" '
+            r"\(data.text_field\)",
+        ),
         "no string": ("number.jsonl", "number.jsonl, line 1 is not"),
         "half a character": ("surrogate.jsonl", "surrogate.jsonl, line 1 is not"),
         "empty": ("empty.txt", r"has no text: 1 files, 1 documents \(1 empty\)"),
@@ -151,10 +175,13 @@ def test_bad_sources_are_one_sentence(what: str, corpus: Path, tmp_path: Path) -
     with pytest.raises(InputError, match=sentence) as caught:
         prepare(data(corpus / path, tmp_path))
     assert "\n" not in str(caught.value)
-    if what != "empty":  # a vocabulary that cannot be trained would be a consequence, and the wrong thing to mend
+    # a vocabulary that cannot be trained would be a consequence, and the wrong thing to mend
+    if what != "empty":
         with pytest.raises(InputError, match=sentence):
             prepare(data(corpus / path, tmp_path, tokenizer="bpe"))
-    assert not [p for p in tmp_path.glob("cache/*") if p.suffix != ".lock"], "something was left in the cache"
+    assert not [p for p in tmp_path.glob("cache/*") if p.suffix != ".lock"], (
+        "something was left in the cache"
+    )
 
 
 def test_failures_that_are_allowed_do_not_stop_a_bpe(tmp_path: Path) -> None:
@@ -166,11 +193,19 @@ def test_failures_that_are_allowed_do_not_stop_a_bpe(tmp_path: Path) -> None:
     assert prepare(cfg.model_copy(update={"skip_failed": 2})).tokenizer.n_vocab == 300
 
 
-@pytest.mark.parametrize("content, warned", [
-    ('{"text": "a"}\n{"text": "b"}\n', True), ('{"text": "a"}\n', False), ('{\n "text": "a"\n}\n', False),
-    ('[{"text": "a"},\n{"text": "b"}]\n', False), ('{"a": 1}\nno json', False),
-])  # fmt: skip
-def test_json_lines_under_the_name_of_a_document_are_noticed(content: str, warned: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content, warned",
+    [
+        ('{"text": "a"}\n{"text": "b"}\n', True),
+        ('{"text": "a"}\n', False),
+        ('{\n "text": "a"\n}\n', False),
+        ('[{"text": "a"},\n{"text": "b"}]\n', False),
+        ('{"a": 1}\nno json', False),
+    ],
+)
+def test_json_lines_under_the_name_of_a_document_are_noticed(
+    content: str, warned: bool, tmp_path: Path
+) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
     (folder / "a.json").write_text(content)
@@ -179,7 +214,9 @@ def test_json_lines_under_the_name_of_a_document_are_noticed(content: str, warne
         lines: list[str] = []
         read(data(folder, tmp_path / "cache"), log=lines.append)
         said = [line for line in lines if line.startswith("warning: ")]
-        assert [f"{folder}/a.json has one JSON object per line" in line for line in said] == [True] * warned, lines
+        assert [f"{folder}/a.json has one JSON object per line" in line for line in said] == [
+            True
+        ] * warned, lines
 
 
 def test_the_standard_library_is_read_without_its_tables() -> None:
@@ -203,10 +240,15 @@ def test_every_document_of_the_standard_library_survives(tmp_path: Path) -> None
     prepared = prepare(cfg)
     original = {name: text for name, text in sources.documents("stdlib") if text}
     assert texts(prepared) == original
-    assert len(original) > 400 and "os.py" in original and not any("/test/" in name for name in original)
+    assert (
+        len(original) > 400
+        and "os.py" in original
+        and not any("/test/" in name for name in original)
+    )
     assert prepared.tokenizer.n_vocab == cfg.bpe_vocab_size == 4096
     size = sum(len(text.encode()) for text in original.values())
-    assert size / (len(prepared.train) + len(prepared.validation)) > 3.4  # bytes per token; 3.71 measured
+    # bytes per token; 3.71 measured
+    assert size / (len(prepared.train) + len(prepared.validation)) > 3.4
     assert verify(prepared.folder).fingerprint == prepared.fingerprint
     began = time.perf_counter()
     prepare(cfg)
@@ -228,7 +270,9 @@ def test_whatever_decides_the_tokens_makes_a_new_folder(
     corpus: Path, tmp_path: Path, bpe: tokenizer.Tokenizer
 ) -> None:
     rank_file = tmp_path / "mine.tiktoken"
-    rank_file.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(bpe.ranks)))
+    rank_file.write_bytes(
+        b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(bpe.ranks))
+    )
     base = prepare(data(corpus, tmp_path))
     made = [base]
     for options in (
@@ -238,7 +282,9 @@ def test_whatever_decides_the_tokens_makes_a_new_folder(
         {"validation_fraction": 0.3},
     ):
         made.append(prepare(data(corpus, tmp_path, **options)))
-    rank_file.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(bpe.ranks[:-1])))
+    rank_file.write_bytes(
+        b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(bpe.ranks[:-1]))
+    )
     made.append(prepare(data(corpus, tmp_path, tokenizer=str(rank_file))))
     (corpus / "part0" / "new.txt").write_text("new")
     made.append(prepare(data(corpus, tmp_path)))
@@ -262,7 +308,9 @@ def test_fingerprint_is_of_the_text_not_of_the_files(corpus: Path, tmp_path: Pat
     assert content(second.folder)["train-00000.bin"] == content(first.folder)["train-00000.bin"]
 
 
-def test_held_out_documents_are_stable_and_copies_stay_together(corpus: Path, tmp_path: Path) -> None:
+def test_held_out_documents_are_stable_and_copies_stay_together(
+    corpus: Path, tmp_path: Path
+) -> None:
     def held_out(**options: object) -> set[str]:
         prepared = prepare(data(corpus, tmp_path, **options))
         assert not set(names(prepared.train)) & set(names(prepared.validation))
@@ -272,7 +320,9 @@ def test_held_out_documents_are_stable_and_copies_stay_together(corpus: Path, tm
     assert small < large and len(large) < 25
     assert held_out(validation_fraction=0.1, tokenizer="bpe", bpe_vocab_size=300) == small
     for i in range(40):
-        (corpus / f"copy{i:02}.txt").write_text((corpus / f"part{i % 3}" / f"{i:02}.txt").read_text())
+        (corpus / f"copy{i:02}.txt").write_text(
+            (corpus / f"part{i % 3}" / f"{i:02}.txt").read_text()
+        )
     (corpus / "another.txt").write_text("another")
     doubled = held_out(validation_fraction=0.4)
     assert doubled - {"another.txt"} == large | {f"copy{Path(name).name}" for name in large}
@@ -283,7 +333,9 @@ def test_both_splits_of_a_tiny_corpus_have_text(count: int, tmp_path: Path) -> N
     folder = tmp_path / "few"
     folder.mkdir()
     for i in range(count):
-        (folder / f"{i}.txt").write_text("".join(words(j, 5) for j in range(100 * i, 100 * i + 100)))
+        (folder / f"{i}.txt").write_text(
+            "".join(words(j, 5) for j in range(100 * i, 100 * i + 100))
+        )
     whole = "".join(text for _, text in sources.documents(str(folder)))
     for fraction in (0.001, 0.1, 0.49):
         prepared = prepare(data(folder, tmp_path, validation_fraction=fraction))
@@ -301,7 +353,8 @@ def test_both_splits_of_a_tiny_corpus_have_text(count: int, tmp_path: Path) -> N
 
 
 def test_neither_split_is_empty_however_the_hashes_fall(tmp_path: Path) -> None:
-    """Two documents at 0.49: by their hashes alone, every other corpus would have both or none held out."""
+    """Two documents at 0.49: by their hashes alone, every other corpus would have both or none held
+    out."""
     folder = tmp_path / "two"
     folder.mkdir()
     for i in range(12):
@@ -316,12 +369,20 @@ def test_documents_of_a_range_of_tokens(corpus: Path, tmp_path: Path) -> None:
     owner = np.zeros(len(train), np.int64)
     for index, start in enumerate(train.document_starts):
         owner[start:] = index
-    for start, stop in [(0, 1), (0, 0), (0, 10**9), (len(owner) - 1, len(owner)), (len(owner), len(owner) + 5)]:
+    for start, stop in [
+        (0, 1),
+        (0, 0),
+        (0, 10**9),
+        (len(owner) - 1, len(owner)),
+        (len(owner), len(owner) + 5),
+    ]:
         assert train.documents(start, stop).tolist() == np.unique(owner[start:stop]).tolist()
     for start, stop in np.sort(np.random.default_rng(0).integers(0, len(owner), (200, 2)), axis=1):
         assert train.documents(start, stop).tolist() == np.unique(owner[start:stop]).tolist()
     edge = int(train.document_starts[3])
-    assert train.documents(edge - 1, edge).tolist() == [2] and train.documents(edge, edge + 1).tolist() == [3]
+    assert train.documents(edge - 1, edge).tolist() == [2] and train.documents(
+        edge, edge + 1
+    ).tolist() == [3]
 
 
 def test_damage_is_refused_by_name(corpus: Path, tmp_path: Path) -> None:
@@ -338,7 +399,8 @@ def test_damage_is_refused_by_name(corpus: Path, tmp_path: Path) -> None:
         path.write_bytes(whole)
     path = folder / "train-00000.bin"
     whole = path.read_bytes()
-    path.write_bytes(whole[:50] + bytes([whole[50] ^ 1]) + whole[51:])  # one bit: sizes agree, the hash does not
+    # one bit: sizes agree, the hash does not
+    path.write_bytes(whole[:50] + bytes([whole[50] ^ 1]) + whole[51:])
     open_prepared(str(folder))
     with pytest.raises(InputError, match="train-00000.bin is not what was written"):
         verify(str(folder))
@@ -359,12 +421,17 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(corpus: Path, tmp_p
     other.save(os.path.join(prepared.folder, "tokenizer.json"))
     with pytest.raises(InputError) as caught:
         prepare(cfg)
-    assert other.fingerprint in str(caught.value) and prepared.tokenizer.fingerprint in str(caught.value)
+    assert other.fingerprint in str(caught.value) and prepared.tokenizer.fingerprint in str(
+        caught.value
+    )
 
 
 def test_a_cache_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for cache, reason in ((tmp_path / "file" / "cache", "Not a directory"), ("/proc/cache", "No such file|Permission")):
+    for cache, reason in (
+        (tmp_path / "file" / "cache", "Not a directory"),
+        ("/proc/cache", "No such file|Permission"),
+    ):
         with pytest.raises(InputError, match=f"data.cache: {cache} cannot be written: ({reason})"):
             prepare(data(corpus, tmp_path).model_copy(update={"cache": str(cache)}))
 
@@ -372,11 +439,23 @@ def test_a_cache_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
 def test_a_full_disk_is_a_sentence_and_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
     """A limit on the size of a file stands for the disk: the same error path, from the same write."""
     (corpus / "large.txt").write_text(words(0, 50_000))
-    command = [sys.executable, "-m", "data.prepare", "--source", str(corpus), "--tokenizer", "bytes"]
+    command = [
+        sys.executable,
+        "-m",
+        "data.prepare",
+        "--source",
+        str(corpus),
+        "--tokenizer",
+        "bytes",
+    ]
     done = subprocess.run(
-        [*command, "--cache", str(tmp_path / "cache")], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        [*command, "--cache", str(tmp_path / "cache")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-    )  # fmt: skip
+    )
     assert done.returncode == 2 and "cannot be written: File too large" in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
@@ -415,7 +494,9 @@ def attempt(kill_at):
     return os.waitpid(child, 0)[1]
 
 def finished():
-    return [e.path for e in os.scandir(cache) if e.is_dir() and not e.name.endswith(".tmp")] if os.path.isdir(cache) else []
+    if not os.path.isdir(cache):
+        return []
+    return [e.path for e in os.scandir(cache) if e.is_dir() and not e.name.endswith(".tmp")]
 
 def content(folder):
     return {e.name: open(e.path, "rb").read() for e in os.scandir(folder)}
@@ -439,13 +520,21 @@ print(kills, verify(folder).fingerprint)
 
 @pytest.mark.parametrize(
     "part_bytes, every",
-    [(10**9, 8), pytest.param(10**9, 1, marks=pytest.mark.slow), pytest.param(3000, 1, marks=pytest.mark.slow)],
+    [
+        (10**9, 8),
+        pytest.param(10**9, 1, marks=pytest.mark.slow),
+        pytest.param(3000, 1, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.cap(600)
-def test_killed_at_any_file_operation_and_run_again(part_bytes: int, every: int, corpus: Path, tmp_path: Path) -> None:
-    """A child per kill: before its first file operation in the cache, its second ... What the next one makes of what is
-    left is, to the byte, what an undisturbed one makes."""
-    done = run(KILLED_AT_EVERY_STEP, str(corpus), str(tmp_path / "cache"), str(part_bytes), str(every))
+def test_killed_at_any_file_operation_and_run_again(
+    part_bytes: int, every: int, corpus: Path, tmp_path: Path
+) -> None:
+    """A child per kill: before its first file operation in the cache, its second ... What the next
+    one makes of what is left is, to the byte, what an undisturbed one makes."""
+    done = run(
+        KILLED_AT_EVERY_STEP, str(corpus), str(tmp_path / "cache"), str(part_bytes), str(every)
+    )
     assert done.returncode == 0, done.stderr
     kills, fingerprint = done.stdout.split()
     assert int(kills) > 40 // every
@@ -454,15 +543,26 @@ def test_killed_at_any_file_operation_and_run_again(part_bytes: int, every: int,
 
 
 def test_killed_at_random_times_and_all_at_once(corpus: Path, tmp_path: Path) -> None:
-    """Three processes at once, killed at a random moment, four times over; then three that are left alone: all succeed,
-    one of them made the corpus, and it is what an undisturbed process makes."""
+    """Three processes at once, killed at a random moment, four times over; then three that are left
+    alone: all succeed, one of them made the corpus, and it is what an undisturbed process makes."""
     (corpus / "large.txt").write_text(words(0, 200_000))
-    options = ["--source", str(corpus), "--tokenizer", "bpe", "--bpe-vocab-size", "300", "--validation-fraction", "0.2"]
+    options = [
+        "--source",
+        str(corpus),
+        "--tokenizer",
+        "bpe",
+        "--bpe-vocab-size",
+        "300",
+        "--validation-fraction",
+        "0.2",
+    ]
     command = [sys.executable, "-m", "data.prepare", *options, "--cache", str(tmp_path / "cache")]
     dice = random.Random(0)
     finished = 0
     for delay in [dice.uniform(0.3, 0.8) for _ in range(4)] + [None]:
-        processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+        processes = [
+            subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
+        ]
         if delay is not None:
             time.sleep(delay)
             for process in processes:
@@ -482,10 +582,23 @@ def test_killed_at_random_times_and_all_at_once(corpus: Path, tmp_path: Path) ->
 
 
 def test_command_line(corpus: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "data.prepare", "--source", str(corpus), "--tokenizer", "bytes", "--verify"]
-    done = subprocess.run([*command, "--cache", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = [
+        sys.executable,
+        "-m",
+        "data.prepare",
+        "--source",
+        str(corpus),
+        "--tokenizer",
+        "bytes",
+        "--verify",
+    ]
+    done = subprocess.run(
+        [*command, "--cache", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
-    prepared = prepare(data(corpus, tmp_path, validation_fraction=0.01).model_copy(update={"cache": str(tmp_path)}))
+    prepared = prepare(
+        data(corpus, tmp_path, validation_fraction=0.01).model_copy(update={"cache": str(tmp_path)})
+    )
     row = next(line.split() for line in done.stdout.splitlines() if line.startswith("train"))
     assert row[1:3] == [f"{len(names(prepared.train)):,}", f"{len(prepared.train):,}"]
     assert f"corpus       {prepared.fingerprint}, every hash verified" in done.stdout
@@ -506,32 +619,56 @@ def test_splits_are_named_as_their_files(corpus: Path, tmp_path: Path) -> None:
 
 
 ROWS = [words(i, 5 + i % 40) + ("é\u2028\0" if i % 7 == 0 else "") for i in range(400)]
-LINES = "".join(json.dumps({"id": i, "text": row, "body": row[::-1]}, ensure_ascii=i % 2 == 0) + "\n" * (1 + i % 3)
-                for i, row in enumerate(ROWS))  # fmt: skip
+LINES = "".join(
+    json.dumps({"id": i, "text": row, "body": row[::-1]}, ensure_ascii=i % 2 == 0)
+    + "\n" * (1 + i % 3)
+    for i, row in enumerate(ROWS)
+)
 
 
 def write_rows(path: Path) -> None:
     """ROWS as one file, of the kind that its suffix says."""
     zstd = pyarrow.compress(LINES.encode(), codec="zstd", asbytes=True)
     if path.suffix == ".parquet":
-        table = pyarrow.table({"text": ROWS, "body": [row[::-1] for row in ROWS], "id": range(len(ROWS))})
+        table = pyarrow.table(
+            {"text": ROWS, "body": [row[::-1] for row in ROWS], "id": range(len(ROWS))}
+        )
         parquet.write_table(table, path, row_group_size=23)
     else:
-        path.write_bytes({".gz": gzip.compress(LINES.encode()), ".zst": zstd}.get(path.suffix, LINES.encode()))
+        path.write_bytes(
+            {".gz": gzip.compress(LINES.encode()), ".zst": zstd}.get(path.suffix, LINES.encode())
+        )
 
 
-KINDS = ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "a.parquet", "hf", "hf-folder"]
+KINDS = [
+    "a.jsonl",
+    "a.ndjson",
+    "a.jsonl.gz",
+    "a.json.gz",
+    "a.jsonl.zst",
+    "a.parquet",
+    "hf",
+    "hf-folder",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part_bytes", [10**9, 6000])
-def test_every_kind_of_source(kind: str, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_source(
+    kind: str, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("data.prepare.job.PART_BYTES", part_bytes)
     folder = tmp_path / "corpus"
     folder.mkdir()
-    source, first, last = str(folder / kind), f"{kind}:1", f"{kind}:{1 + sum(1 + i % 3 for i in range(399))}"
+    source, first, last = (
+        str(folder / kind),
+        f"{kind}:1",
+        f"{kind}:{1 + sum(1 + i % 3 for i in range(399))}",
+    )
     if kind == "hf":
-        pytest.importorskip("datasets").Dataset.from_dict({"text": ROWS}).save_to_disk(folder / "saved")
+        pytest.importorskip("datasets").Dataset.from_dict({"text": ROWS}).save_to_disk(
+            folder / "saved"
+        )
         source, first, last = f"hf:{folder}/saved", "saved@train:0", "saved@train:399"
     elif kind == "hf-folder":
         pytest.importorskip("datasets")
@@ -576,22 +713,34 @@ def test_a_dataset_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Mon
         prepare(data("hf:org/name", tmp_path))
 
 
-def test_neither_processes_nor_kills_change_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, by one other, by three; by three that are killed at random moments until they are done."""
+def test_neither_processes_nor_kills_change_a_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, by one other, by three; by three that are killed at random moments until
+    they are done."""
     monkeypatch.setattr("data.prepare.job.PART_BYTES", 25_000)
     source = tmp_path / "corpus"
     source.mkdir()
     for name in ("a.jsonl", "b.parquet", "c.jsonl.gz"):
         write_rows(source / name)
     cfg = data(source, tmp_path, tokenizer="bpe", bpe_vocab_size=400)
-    made = [prepare(cfg, out=str(tmp_path / f"out{workers}"), workers=workers) for workers in (1, 2, 3)]
-    code = "import sys; from configs.schema import Data; from data.prepare import job, prepare; job.PART_BYTES = 25_000\n"
+    made = [
+        prepare(cfg, out=str(tmp_path / f"out{workers}"), workers=workers) for workers in (1, 2, 3)
+    ]
+    code = (
+        "import sys; from configs.schema import Data; from data.prepare import job, prepare; "
+        "job.PART_BYTES = 25_000\n"
+    )
     code += "prepare(Data.model_validate_json(sys.argv[1]), out=sys.argv[2], workers=3)"
     dice, kills, records, finished = random.Random(1), 0, tmp_path / "killed.tmp" / "parts", {}
     while True:
-        process = subprocess.Popen([sys.executable, "-c", code, cfg.model_dump_json(), str(tmp_path / "killed")], cwd=ROOT)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, cfg.model_dump_json(), str(tmp_path / "killed")], cwd=ROOT
+        )
         before, more = finished, dice.randint(1, 3)
-        while process.poll() is None and (kills == 3 or len(list(records.glob("*.json"))) < len(before) + more):
+        while process.poll() is None and (
+            kills == 3 or len(list(records.glob("*.json"))) < len(before) + more
+        ):
             time.sleep(0.01)
         if process.poll() is not None:
             break
@@ -614,7 +763,9 @@ def test_a_process_that_dies_or_finds_an_error_ends_the_preparation(
     path = tmp_path / "a.jsonl"
     path.write_text(LINES + "[]\n" + LINES)
     line = LINES.count("\n") + 1
-    with pytest.raises(InputError, match=f"{path}, line {line} is not a JSON object with a string under"):
+    with pytest.raises(
+        InputError, match=f"{path}, line {line} is not a JSON object with a string under"
+    ):
         prepare(data(path, tmp_path), workers=2)
     assert list(tmp_path.glob("cache/*.tmp/parts/*.json")), "what was finished is kept"
     monkeypatch.setattr("data.prepare.workers.sys.executable", "/bin/false")
@@ -628,7 +779,14 @@ def test_a_process_that_dies_or_finds_an_error_ends_the_preparation(
 def test_the_report_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = [words(i, 20) for i in range(60)]
     lines = [json.dumps({"text": text}) for text in good]
-    lines[10:10] = ["{", json.dumps({"text": ""}), json.dumps({"text": "x" * 5000}), json.dumps({"txt": "a"}), "", "  "]
+    lines[10:10] = [
+        "{",
+        json.dumps({"text": ""}),
+        json.dumps({"text": "x" * 5000}),
+        json.dumps({"txt": "a"}),
+        "",
+        "  ",
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     packed = gzip.compress("\n".join(lines[:10]).encode())
     (tmp_path / "b.jsonl.gz").write_bytes(packed[:-9])
@@ -641,28 +799,52 @@ def test_the_report_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     source = f"{tmp_path}/*.*"
     for part_bytes in (10**9, 1500):
         monkeypatch.setattr("data.prepare.job.PART_BYTES", part_bytes)
-        made = [prepare(data(source, tmp_path, skip_failed=6, max_document_bytes=1500), out=f"{tmp_path}/out/{part_bytes}-{w}",
-                        workers=w) for w in (1, 3)]  # fmt: skip
+        made = [
+            prepare(
+                data(source, tmp_path, skip_failed=6, max_document_bytes=1500),
+                out=f"{tmp_path}/out/{part_bytes}-{w}",
+                workers=w,
+            )
+            for w in (1, 3)
+        ]
         assert content(made[0].folder) == content(made[1].folder)
         report = json.loads(content(made[0].folder)["manifest.json"])["report"]
         failures = [(line.split(" ")[0], line.split(" ", 1)[1]) for line in report.pop("failures")]
-        assert report["documents"] == sum(report[what] for what in ("kept", "empty", "too_long", "failed"))
+        assert report["documents"] == sum(
+            report[what] for what in ("kept", "empty", "too_long", "failed")
+        )
         assert (report["empty"], report["too_long"], report["failed"]) == (2, 2, 6)
-        assert report["kept"] == 60 + 0 + 2  # of a damaged archive the last megabyte before the damage is not read
+        # of a damaged archive the last megabyte before the damage is not read
+        assert report["kept"] == 60 + 0 + 2
         assert report["tokens"] == len(made[0].train) + len(made[0].validation)
-        want = [("a.jsonl:11", "JSON"), ("a.jsonl:14", 'nothing under "text"'), ("b.jsonl.gz:", "Truncated"), ("c.txt", "UTF-8"),
-                ("f.parquet:1", "no string"), ("g.parquet", "arquet")]  # fmt: skip
-        assert [(name.startswith(n), w in problem) for (name, problem), (n, w) in zip(failures, want, strict=True)] == [
-            (True, True)
-        ] * 6, failures
-    with pytest.raises(InputError, match=r"more than 5 documents cannot be read \(data.skip_failed\); one of them: .*/"):
+        want = [
+            ("a.jsonl:11", "JSON"),
+            ("a.jsonl:14", 'nothing under "text"'),
+            ("b.jsonl.gz:", "Truncated"),
+            ("c.txt", "UTF-8"),
+            ("f.parquet:1", "no string"),
+            ("g.parquet", "arquet"),
+        ]
+        assert [
+            (name.startswith(n), w in problem)
+            for (name, problem), (n, w) in zip(failures, want, strict=True)
+        ] == [(True, True)] * 6, failures
+    with pytest.raises(
+        InputError,
+        match=r"more than 5 documents cannot be read \(data.skip_failed\); one of them: .*/",
+    ):
         prepare(data(source, tmp_path, skip_failed=5), workers=1)
     with pytest.raises(InputError, match="a.jsonl, line 11 is not"):
         prepare(data(source, tmp_path), workers=1)
 
 
 def test_lone_surrogates_and_bytes_that_are_not_utf8_are_never_replaced(tmp_path: Path) -> None:
-    bad = [b'{"text": "\\ud800"}', b'{"text": "\xff"}', b'{"text": "\xed\xa0\x80"}', b'\xff\xfe{"text": "a"}']
+    bad = [
+        b'{"text": "\\ud800"}',
+        b'{"text": "\xff"}',
+        b'{"text": "\xed\xa0\x80"}',
+        b'\xff\xfe{"text": "a"}',
+    ]
     for i, line in enumerate(bad):
         path = tmp_path / f"{i}.jsonl"
         path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good too"}\n')
@@ -673,15 +855,21 @@ def test_lone_surrogates_and_bytes_that_are_not_utf8_are_never_replaced(tmp_path
 
 
 def test_begin_and_end_tokens(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="data.add_bos: the tokenizer bytes has no token that begins a text"):
+    with pytest.raises(
+        InputError, match="data.add_bos: the tokenizer bytes has no token that begins a text"
+    ):
         prepare(data(corpus, tmp_path, add_bos=True))
     ranks = [bytes([i]) for i in range(256)] + [b"ab"]
-    tok = tokenizer.Tokenizer(ranks, tokenizer.SPLIT, ["<|begin_of_text|>", "<|end_of_text|>"], "<|end_of_text|>")
+    tok = tokenizer.Tokenizer(
+        ranks, tokenizer.SPLIT, ["<|begin_of_text|>", "<|end_of_text|>"], "<|end_of_text|>"
+    )
     for name, document in hf_tokenizer.files(tok, 64).items():
         (tmp_path / name).write_text(json.dumps(document))
     made = {}
     for bos, eos in itertools.product((False, True), repeat=2):
-        cfg = data(corpus, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"), add_bos=bos, add_eos=eos)
+        cfg = data(
+            corpus, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"), add_bos=bos, add_eos=eos
+        )
         prepared = made[bos, eos] = prepare(cfg)
         assert prepared.tokenizer.fingerprint == tok.fingerprint
         found = {}
@@ -698,7 +886,9 @@ def test_begin_and_end_tokens(corpus: Path, tmp_path: Path) -> None:
 # ---- a prepared folder as a source
 
 
-def test_a_prepared_folder_is_a_source(corpus: Path, tmp_path: Path, bpe: tokenizer.Tokenizer) -> None:
+def test_a_prepared_folder_is_a_source(
+    corpus: Path, tmp_path: Path, bpe: tokenizer.Tokenizer
+) -> None:
     cfg = data(corpus, tmp_path, tokenizer="bpe", bpe_vocab_size=300)
     out = tmp_path / "out"
     out.mkdir()  # empty: to be filled
@@ -710,12 +900,22 @@ def test_a_prepared_folder_is_a_source(corpus: Path, tmp_path: Path, bpe: tokeni
     assert used.fingerprint == made.fingerprint and used.folder == made.folder
     tokenizer.write_rank_file(made.tokenizer, str(tmp_path / "same.tiktoken"))
     tokenizer.write_rank_file(bpe, str(tmp_path / "other.tiktoken"))
-    assert prepare(data(out, tmp_path, tokenizer=str(tmp_path / "same.tiktoken"))).fingerprint == made.fingerprint
-    with pytest.raises(InputError, match=f"data.tokenizer: .*other.tiktoken .*{bpe.fingerprint}.* is not the tokenizer"):
+    assert (
+        prepare(data(out, tmp_path, tokenizer=str(tmp_path / "same.tiktoken"))).fingerprint
+        == made.fingerprint
+    )
+    with pytest.raises(
+        InputError,
+        match=f"data.tokenizer: .*other.tiktoken .*{bpe.fingerprint}.* is not the tokenizer",
+    ):
         prepare(data(out, tmp_path, tokenizer=str(tmp_path / "other.tiktoken")))
     for options in ({"validation_fraction": 0.3}, {"add_eos": False}):
-        with pytest.raises(InputError, match=f"--out: {out} has something else, or was made with other options"):
-            prepare(data(corpus, tmp_path, tokenizer="bpe", bpe_vocab_size=300, **options), out=str(out))
+        with pytest.raises(
+            InputError, match=f"--out: {out} has something else, or was made with other options"
+        ):
+            prepare(
+                data(corpus, tmp_path, tokenizer="bpe", bpe_vocab_size=300, **options), out=str(out)
+            )
     with pytest.raises(InputError, match=f"--out: {corpus} has something else"):
         prepare(cfg, out=str(corpus))
     (out / "manifest.json").unlink()
@@ -733,9 +933,11 @@ class Marker:
         return Path.touch, (self.path,)
 
 
-def test_damaged_shards_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """RELIABILITY W2 and X1: flipped, truncated, missing, empty, swapped, beyond the vocabulary, another tokenizer's, one
-    too many, and a pickle in place of a shard, which is never executed."""
+def test_damaged_shards_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RELIABILITY W2 and X1: flipped, truncated, missing, empty, swapped, beyond the vocabulary,
+    another tokenizer's, one too many, and a pickle in place of a shard, which is never executed."""
     monkeypatch.setattr("data.prepare.job.PART_BYTES", 10_000)
     write_rows(tmp_path / "a.jsonl")
     folder = Path(prepare(data(tmp_path / "a.jsonl", tmp_path), workers=1).folder)
@@ -771,12 +973,21 @@ def test_damaged_shards_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.
         "missing": (one.unlink, one.name),
         "empty": (lambda: one.write_bytes(b""), one.name),
         "swapped": (swap, one.name),
-        "beyond the vocabulary": (lambda: beyond(np.frombuffer(before[one.name], np.uint16).copy()), "has token 300"),
+        "beyond the vocabulary": (
+            lambda: beyond(np.frombuffer(before[one.name], np.uint16).copy()),
+            "has token 300",
+        ),
         "pickled shard": (lambda: pickled(one), one.name),
         "pickled starts": (lambda: pickled(folder / "train.starts"), "train.starts"),
         "pickled numpy": (numpied, one.name),
-        "one too many": (lambda: (folder / "train-99999.bin").write_bytes(b"ab"), "a shard in it does not belong there"),
-        "tokenizer": (lambda: tokenizer.train_bpe([words(0, 999)], 300).save(str(folder / "tokenizer.json")), "tokenizer"),
+        "one too many": (
+            lambda: (folder / "train-99999.bin").write_bytes(b"ab"),
+            "a shard in it does not belong there",
+        ),
+        "tokenizer": (
+            lambda: tokenizer.train_bpe([words(0, 999)], 300).save(str(folder / "tokenizer.json")),
+            "tokenizer",
+        ),
     }
     for what, (damage, sentence) in damages.items():
         damage()
@@ -784,8 +995,18 @@ def test_damaged_shards_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.
             verify(str(folder))
         with suppress(InputError):  # most are seen at once; the others must be harmless
             found = open_prepared(str(folder))
-            found.train.read(0, len(found.train)), found.train.documents(0, 10**9), names(found.train)
-            assert what in ("flipped", "swapped", "beyond the vocabulary", "pickled shard", "pickled starts"), what
+            (
+                found.train.read(0, len(found.train)),
+                found.train.documents(0, 10**9),
+                names(found.train),
+            )
+            assert what in (
+                "flipped",
+                "swapped",
+                "beyond the vocabulary",
+                "pickled shard",
+                "pickled starts",
+            ), what
         assert not (tmp_path / "executed").exists()
         for path in folder.iterdir():
             path.unlink()
@@ -798,13 +1019,19 @@ def test_ranges_that_cross_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("data.prepare.job.PART_BYTES", 5000)
     write_rows(tmp_path / "a.jsonl")
     train = prepare(data(tmp_path / "a.jsonl", tmp_path), workers=1).train
-    flat = np.concatenate([np.fromfile(f"{train.folder}/{name}", train.dtype) for name in train.shards])
+    flat = np.concatenate(
+        [np.fromfile(f"{train.folder}/{name}", train.dtype) for name in train.shards]
+    )
     assert len(train.shards) > 10 and len(flat) == len(train)
-    for start, stop in np.sort(np.random.default_rng(0).integers(0, len(flat) + 1, (500, 2)), axis=1):
+    for start, stop in np.sort(
+        np.random.default_rng(0).integers(0, len(flat) + 1, (500, 2)), axis=1
+    ):
         assert np.array_equal(train.read(start, stop), flat[start:stop])
     sent = pickle.dumps(train)
     assert len(sent) < 1000 and np.array_equal(whole(pickle.loads(sent)), flat)
-    assert isinstance(train.document_starts.base, np.memmap) or isinstance(train.document_starts, np.memmap)
+    assert isinstance(train.document_starts.base, np.memmap) or isinstance(
+        train.document_starts, np.memmap
+    )
 
 
 @pytest.mark.slow
@@ -812,10 +1039,21 @@ def test_ranges_that_cross_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_line_of_50_mb(tmp_path: Path) -> None:
     text = words(0, 9_000_000).strip()
     assert len(text) > 45_000_000
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "first"}) + "\n" + json.dumps({"text": text}) + "\n"
-                                      + json.dumps({"text": "last"}))  # fmt: skip
-    for part_bytes, tokenizer in ((64_000_000, "bytes"), (5_000_000, "bpe")):
-        cfg = data(tmp_path / "a.jsonl", tmp_path, tokenizer=tokenizer, bpe_vocab_size=400, validation_fraction=0)
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": "first"})
+        + "\n"
+        + json.dumps({"text": text})
+        + "\n"
+        + json.dumps({"text": "last"})
+    )
+    for part_bytes, kind in ((64_000_000, "bytes"), (5_000_000, "bpe")):
+        cfg = data(
+            tmp_path / "a.jsonl",
+            tmp_path,
+            tokenizer=kind,
+            bpe_vocab_size=400,
+            validation_fraction=0,
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("data.prepare.job.PART_BYTES", part_bytes)
             prepared = prepare(cfg, out=str(tmp_path / f"out{part_bytes}"), workers=2)

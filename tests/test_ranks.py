@@ -24,7 +24,8 @@ from torch.distributed import device_mesh
 import train
 from checkpoint import storage
 from configs.schema import Run
-from parallelisms import dp, mesh as meshes
+from parallelisms import dp
+from parallelisms import mesh as meshes
 from reliability.collectives import Watch
 from tests import forks
 from tests.ranks import run_ranks
@@ -46,8 +47,8 @@ class Collectives(Watch):
 
 
 def counted(folder: Path, options: list[str]) -> tuple[int, str, list[Counter], list[Counter]]:
-    """A run whose saves last for several steps. Returns its exit code, its errors, and the collectives inside of each
-    `train_step`, and between it and the one before."""
+    """A run whose saves last for several steps. Returns its exit code, its errors, and the
+    collectives inside of each `train_step`, and between it and the one before."""
     inside, between = [], []
     real_step, real_write = train.train_step, storage.write
 
@@ -73,16 +74,29 @@ def counted(folder: Path, options: list[str]) -> tuple[int, str, list[Counter], 
 def test_a_step_costs_no_collective_for_what_the_ranks_agree_on(mesh, tmp_path):
     """Stopping, a save in flight, a stream that may end: all of it travels with the loss."""
     options = [
-        *tiny_run(tmp_path), *MESHES[mesh][1], "--data.stream=true", "--data.streams=4", "--training.steps=8",
-        "--checkpoint.interval=4", "--metrics.straggler_interval=0", "--metrics.interval=1",
-    ]  # fmt: skip
+        *tiny_run(tmp_path),
+        *MESHES[mesh][1],
+        "--data.stream=true",
+        "--data.streams=4",
+        "--training.steps=8",
+        "--checkpoint.interval=4",
+        "--metrics.straggler_interval=0",
+        "--metrics.interval=1",
+    ]
     results = run_ranks(2, counted, tmp_path / "run", options)
     for code, errors, inside, between in results:
         assert (code, errors) == (0, ""), errors
         assert all(step == inside[0] for step in inside), "every step has the same collectives"
-        assert mesh == "tp2" or inside[0]["allreduce_"] == 3, "the count of tokens, the loss with the flags, the norm"
-        gathered, reported = between[4], sum(between[5:], Counter())  # for the checkpoint of step 4; when it is written
-        assert gathered == {"allgather_": 2} and reported == {"allreduce_": 1} and not sum(between[1:4], Counter()), between
+        assert mesh == "tp2" or inside[0]["allreduce_"] == 3, (
+            "the count of tokens, the loss with the flags, the norm"
+        )
+        # for the checkpoint of step 4; when it is written
+        gathered, reported = between[4], sum(between[5:], Counter())
+        assert (
+            gathered == {"allgather_": 2}
+            and reported == {"allreduce_": 1}
+            and not sum(between[1:4], Counter())
+        ), between
 
 
 def replayed(options: list[str]) -> tuple[list[int], train.Flags]:
@@ -100,7 +114,8 @@ def test_a_signal_between_two_passes_is_no_difference_of_the_gradient(tmp_path):
     assert run_ranks(2, replayed, options) == [([], train.Flags())] * 2
 
 
-# ------------------------------------------------------------------------------------------- who forks the ranks
+# ------------------------------------------------------------------------------------------- who
+# forks the ranks
 
 
 def backward() -> float:
@@ -110,10 +125,14 @@ def backward() -> float:
 
 
 def test_ranks_compute_although_this_process_has():
-    """They are forked by a server. Negative control: this process's own child is refused, as the CUDA build would on a GPU."""
+    """They are forked by a server. Negative control: this process's own child is refused, as the
+    CUDA build would on a GPU."""
     backward()
     assert run_ranks(2, backward) == [6.0, 6.0]
-    with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(RuntimeError, match="forked by one that had run a backward"):
+    with (
+        multiprocessing.get_context("fork").Pool(1) as pool,
+        pytest.raises(RuntimeError, match="forked by one that had run a backward"),
+    ):
         pool.apply(backward)
 
 
@@ -122,7 +141,9 @@ def test_what_a_server_must_not_have_done(monkeypatch):
     assert forks.call(forks._what_is_unfit) == ""
     assert "has run a backward" in forks.call(unfit_after_a_backward)
     if sys.platform == "linux":
-        assert forks.call(unfit_with_a_thread).startswith("the server that forks ranks has 2 threads")
+        assert forks.call(unfit_with_a_thread).startswith(
+            "the server that forks ranks has 2 threads"
+        )
     monkeypatch.setattr(forks, "_enter", refused)
     with pytest.raises(AssertionError, match="rank 0 could not begin"):
         run_ranks(1, backward)
@@ -179,7 +200,8 @@ def test_what_cannot_be_sent_to_a_rank_is_named():
         run_ranks(1, lambda: 0)
 
 
-# ------------------------------------------------------------------------------------------------- groups and sockets
+# --------------------------------------------------------------------------------------------------
+# groups and sockets
 
 
 @contextmanager
@@ -196,44 +218,63 @@ def groups_opened() -> Iterator[list[int]]:
 
 
 def first_steps(options: list[str], shared: bool = True) -> list[tuple[int, float]]:
-    """For models of 2 and of 5 layers: the number of groups that each opens, and the loss of its first step."""
+    """For models of 2 and of 5 layers: the number of groups that each opens, and the loss of its
+    first step."""
     seen, size = [], dist.get_world_size()
     if not shared:
         dp.apply = dp.apply.__wrapped__
     for layers in 2, 5:
         with groups_opened() as opened:
-            job = train.build(train.load_config([*options, f"--model.n_layers={layers}"], size, size))
+            job = train.build(
+                train.load_config([*options, f"--model.n_layers={layers}"], size, size)
+            )
         window = torch.arange(17).expand(1, 1, 17)
         batch = {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
         seen.append((len(opened), train.train_step(job, batch).loss))
     return seen
 
 
-@pytest.mark.parametrize(("ranks", "options"), [
-    pytest.param(4, [], id="FSDP"), pytest.param(8, ["--parallelism.data_parallel_replicate=2"], marks=pytest.mark.slow, id="HSDP"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(4, [], id="FSDP"),
+        pytest.param(
+            8, ["--parallelism.data_parallel_replicate=2"], marks=pytest.mark.slow, id="HSDP"
+        ),
+    ],
+)
 def test_the_number_of_groups_does_not_grow_with_the_layers(ranks, options, tmp_path):
-    """All blocks keep their weights over the same groups of 2 ranks. The loss is that of weights that are freed."""
+    """All blocks keep their weights over the same groups of 2 ranks. The loss is that of weights
+    that are freed."""
     options = [*tiny_run(tmp_path), *options, "--training.local_batch_size=1"]
     freed = run_ranks(ranks, first_steps, options)[0]
     kept = run_ranks(ranks, first_steps, [*options, "--parallelism.reshard_after_forward=2"])[0]
     for (groups, loss), (more_groups, other_loss) in zip(freed, kept, strict=True):
-        assert loss == pytest.approx(other_loss, rel=1e-6) and more_groups == groups + ranks // 2 + 2
+        assert (
+            loss == pytest.approx(other_loss, rel=1e-6) and more_groups == groups + ranks // 2 + 2
+        )
 
 
 def test_negative_control_each_block_opens_its_own_groups(tmp_path):
-    options = [*tiny_run(tmp_path), "--training.local_batch_size=1", "--parallelism.reshard_after_forward=2"]
+    options = [
+        *tiny_run(tmp_path),
+        "--training.local_batch_size=1",
+        "--parallelism.reshard_after_forward=2",
+    ]
     (few, _), (many, _) = run_ranks(4, first_steps, options, False)[0]
     assert many - few == 3 * 4
 
 
 def open_files() -> list[str]:
     """Their numbers, except that of the folder which is read here."""
-    return [number for number in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{number}").exists()]
+    return [
+        number for number in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{number}").exists()
+    ]
 
 
 def sockets(ports: list[int]) -> list[int]:
-    """The sockets of this rank after a sum and a gathered object: in groups as `torch` opens them, and as a run on GPUs does."""
+    """The sockets of this rank after a sum and a gathered object: in groups as `torch` opens them,
+    and as a run on GPUs does."""
     counts = []
     for port, lazy in zip(ports, "01", strict=True):
         dist.destroy_process_group()
@@ -244,22 +285,26 @@ def sockets(ports: list[int]) -> list[int]:
         dist.all_gather_object([None] * dist.get_world_size(), "an object")
         counts.append(sum(stat.S_ISSOCK(os.fstat(int(number)).st_mode) for number in open_files()))
         dist.barrier()
-        time.sleep(1)  # a rank that goes on closes its sockets, and another may still be in the barrier
+        # a rank that goes on closes its sockets, and another may still be in the barrier
+        time.sleep(1)
     return counts
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the open files of Linux")
 def test_a_rank_has_no_socket_to_every_other():
-    """In two groups of 10 ranks: 18 sockets if all are connected, and only those that are used if not."""
+    """In two groups of 10 ranks: 18 sockets if all are connected, and only those that are used if
+    not."""
     everyone, used = zip(*run_ranks(10, sockets, [free_port(), free_port()]), strict=True)
     assert min(everyone) >= 18 and max(used) <= max(everyone) - 10, (everyone, used)
 
 
-# -------------------------------------------------------------------------------------------------------------- logs
+# --------------------------------------------------------------------------------------------------
+# logs
 
 
 def logged(folder: Path) -> list[str]:
-    """What a rank has in its file that writes none: after 300 records, after an error, and after one more record."""
+    """What a rank has in its file that writes none: after 300 records, after an error, and after
+    one more record."""
     say, path, seen = log.setup(folder, 7, writes=False), folder / "logs" / "rank-00007.log", []
     for i in range(300):
         say.info(f"record {i}")
@@ -272,8 +317,14 @@ def logged(folder: Path) -> list[str]:
 
 def test_a_rank_without_a_log_leaves_its_last_lines_when_it_fails(tmp_path):
     before, failed, after = run_ranks(1, logged, tmp_path)[0]
-    assert before == "no file" and "record 100" not in failed and failed.count("record") == log._OnceItFails.RECORDS - 1
-    assert failed.splitlines()[-1].endswith("ERROR it fails") and after.splitlines()[-1].endswith("INFO the end")
+    assert (
+        before == "no file"
+        and "record 100" not in failed
+        and failed.count("record") == log._OnceItFails.RECORDS - 1
+    )
+    assert failed.splitlines()[-1].endswith("ERROR it fails") and after.splitlines()[-1].endswith(
+        "INFO the end"
+    )
 
 
 def test_which_ranks_write_a_log():
@@ -284,47 +335,70 @@ def test_which_ranks_write_a_log():
     assert writing == [[True, True], [True, False], [True, False], [True, True]]
 
 
-# ------------------------------------------------------------------------------------------------ who is behind in a hang
+# --------------------------------------------------------------------------------------------------
+# who is behind in a hang
 
 
 def test_launchers_tell_each_other_which_rank_is_behind(capfd):
-    """Three nodes of two ranks. Rank 3 had begun 7 exchanges, all others 9; every node says so. The launcher of a fourth is
-    gone, and is not waited for long."""
+    """Three nodes of two ranks. Rank 3 had begun 7 exchanges, all others 9; every node says so. The
+    launcher of a fourth is gone, and is not waited for long."""
     store = dist.HashStore()
     store.set("members", "[0, 1, 2, 3]")
     began = {0: {0: 9, 1: 9}, 1: {2: 9, 3: 7}, 2: {4: 9, 5: 9}}
     with mock.patch.object(launch, "COMPARED", 0.5):
-        nodes = [threading.Thread(target=launch.say_who_is_behind, args=(counts, store, node)) for node, counts in began.items()]
+        nodes = [
+            threading.Thread(target=launch.say_who_is_behind, args=(counts, store, node))
+            for node, counts in began.items()
+        ]
         for node in nodes:
             node.start()
         for node in nodes:
             node.join()
     said = capfd.readouterr().err.splitlines()
     host = socket.gethostname()
-    assert said == [f"launch: rank 3 on {host} is behind: it had begun 7 exchanges with the others, which had begun 9"] * 3
+    assert (
+        said
+        == [
+            f"launch: rank 3 on {host} is behind: it had begun 7 exchanges with the others, which "
+            "had begun 9"
+        ]
+        * 3
+    )
     launch.say_who_is_behind({0: 9, 1: 9}, None, 0)
     launch.say_who_is_behind({}, None, 0)
     assert capfd.readouterr().err == "", "nobody is behind"
 
 
-# ---------------------------------------------------------------------------------------------------- what is counted
+# --------------------------------------------------------------------------------------------------
+# what is counted
 
 CONTROL = {  # phase -> how often rank 0 calls each collective, whatever the number of ranks
-    "start": {"all_gather": 5},  # hosts and earlier failures (sizes and objects), and 16 bytes of what must be alike
-    "step": {"all_reduce": 4},  # the count of tokens over both dimensions of HSDP, the loss with the flags, the norm
+    # hosts and earlier failures (sizes and objects), and 16 bytes of what must be alike
+    "start": {"all_gather": 5},
+    # the count of tokens over both dimensions of HSDP, the loss with the flags, the norm
+    "step": {"all_reduce": 4},
     "log": {"all_gather": 1},  # how long each rank worked alone
-    "first save, besides what each save costs": {"all_gather": 1},  # hashes of what the ranks would save
-    "save": {"gather": 1, "all_reduce": 1},  # the size and hash of each rank's file, and whether a rank has failed
+    # hashes of what the ranks would save
+    "first save, besides what each save costs": {"all_gather": 1},
+    # the size and hash of each rank's file, and whether a rank has failed
+    "save": {"gather": 1, "all_reduce": 1},
     "resume": {"broadcast": 1, "all_reduce": 1},  # the manifest, and whether a rank has failed
-    "stop (in a validation)": {"all_reduce": 1},  # for each batch, of the GPU, and the answer is read one batch later
-    "stop (in a step)": {}, "retention": {}, "fault": {"store": 1},
-}  # fmt: skip
+    # for each batch, of the GPU, and the answer is read one batch later
+    "stop (in a validation)": {"all_reduce": 1},
+    "stop (in a step)": {},
+    "retention": {},
+    "fault": {"store": 1},
+}
 
 
 def test_the_collectives_of_each_phase_are_as_many_on_128_ranks_as_on_512():
     for n in 128, 512:
         phases = bench.phases_of([], n)
-        assert {name: Counter(c.kind for c in phase.collectives) for name, phase in phases.items()} == CONTROL
+        assert {
+            name: Counter(c.kind for c in phase.collectives) for name, phase in phases.items()
+        } == CONTROL
         assert phases["step"].bytes < 400, "a few numbers"
         assert phases["start"].bytes < 600 * n, "no text of the configuration"
-        assert phases["save"].bytes < 20 * n and phases["resume"].bytes < 1000 * n + 20_000, "a row of each rank"
+        assert phases["save"].bytes < 20 * n and phases["resume"].bytes < 1000 * n + 20_000, (
+            "a row of each rank"
+        )

@@ -1,9 +1,10 @@
 """The commands in README.md and docs/*.md, run as they stand there, in a copy of the repository.
 
-A command may be shortened here (fewer steps, a smaller model), but nothing is added that would make an illegal one legal.
-Whoever adds a command to a document need not touch this file, unless the command takes a machine or a download that a test
-does not have: then NEEDS lists it with what it takes. Every `run_train.sh` command is checked as a configuration, for the
-number of processes it would have, wherever it can run.
+A command may be shortened here (fewer steps, a smaller model), but nothing is added that would make
+an illegal one legal. Whoever adds a command to a document need not touch this file, unless the
+command takes a machine or a download that a test does not have: then NEEDS lists it with what it
+takes. Every `run_train.sh` command is checked as a configuration, for the number of processes it
+would have, wherever it can run.
 """
 
 import json
@@ -23,53 +24,86 @@ from configs.load import load_config
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# Rows: a pattern of commands that are not run here, and what they take. The first row that matches counts.
+# Rows: a pattern of commands that are not run here, and what they take. The first row that matches
+# counts.
 NEEDS = (
     (r"^\./run_tests\.sh", "the time of this whole suite"),
     (r"^tensorboard ", "somebody who stops it: it serves for ever"),
     (r"^(srun|sbatch) ", "Slurm (tests/test_launchers.py runs the real thing)"),
     (r"\bNNODES=", "several hosts (tests/test_restarts.py, tests/test_two_hosts.py)"),
     (r"run_train\.sh .*configs/(?!\w*_debug\.)\w+\.toml", "GPUs and a corpus"),
-    (r"^(export .*; )?python -m tools\.bench\.", "an idle machine for minutes, or GPUs: it measures"),
-    (r"^python -m tools\.mutants ", "cosmic-ray, and minutes to hours of processor time (tests/test_mutants.py)"),
-    (r"^python -m tools\.plan .*--routing runs/x", "a run of this model (tests/test_plan_experts.py)"),
+    (
+        r"^(export .*; )?python -m tools\.bench\.",
+        "an idle machine for minutes, or GPUs: it measures",
+    ),
+    (
+        r"^python -m tools\.mutants ",
+        "cosmic-ray, and minutes to hours of processor time (tests/test_mutants.py)",
+    ),
+    (
+        r"^python -m tools\.plan .*--routing runs/x",
+        "a run of this model (tests/test_plan_experts.py)",
+    ),
     (r"^python -m tools\.plan .*--device cpu", "an idle machine: it measures (tests/test_plan.py)"),
-    (r"^python -m tools\.plan .*--search", "minutes of processor time (tests/test_plan.py searches fewer meshes)"),
+    (
+        r"^python -m tools\.plan .*--search",
+        "minutes of processor time (tests/test_plan.py searches fewer meshes)",
+    ),
     (r"^export \w+=", "a shell that goes on"),
     (r"^pip ", "a download"),
     (r"\bmodels/[\w.-]*(Llama|Qwen)", "published weights (tests/test_convert.py makes small ones)"),
     (r"\bmodels/[\w.-]*tokenizer", "a published tokenizer (tests/test_prepare.py)"),
-    (r"^python -m data\.audit .*--find web:", "a run on a mixture with a source called web (tests/test_audit.py)"),
+    (
+        r"^python -m data\.audit .*--find web:",
+        "a run on a mixture with a source called web (tests/test_audit.py)",
+    ),
 )
 
-# Rows: a pattern, the exit code (0 otherwise) and what must stand in the output of commands that it matches.
+# Rows: a pattern, the exit code (0 otherwise) and what must stand in the output of commands that it
+# matches.
 SAYS = (
     (r"^\./run_train\.sh$", 0, "loss 8."),
     (r"^\./run_train\.sh --help", 0, "--table.key=value"),
     (r"^NGPU=4 .*tensor_parallel=2", 0, "dp_shard 2 x tp 2 = 4 processes"),
     (r"^NGPU=2 .*pipeline_parallel=2", 0, "loss 8."),
-    (r"^\./run_train\.sh configs/llama_debug\.toml --training\.steps=400$", 0, "resumed after step 24 of 40"),
+    (
+        r"^\./run_train\.sh configs/llama_debug\.toml --training\.steps=400$",
+        0,
+        "resumed after step 24 of 40",
+    ),
     (r"--checkpoint\.load_step=200", 0, "resumed after step 20 of 24"),
     (r"^python -m tools\.generate .*--prompt \"class \"", 0, "class "),
     (r"^python -m checkpoint\.verify ", 0, "  ok"),
     (r"^python -m data\.audit runs/llama_debug --steps", 0, ".py"),
     (r"^python -m tools\.goodput runs/llama_debug$", 0, "goodput"),
-    (r"^python -m tools\.compare_runs runs/llama_debug runs/mesh", 1, ""),  # the sums of bfloat16 are not associative
+    # the sums of bfloat16 are not associative
+    (r"^python -m tools\.compare_runs runs/llama_debug runs/mesh", 1, ""),
     (r"^python -m tools\.plan ", 0, "tokens/s"),
 )
 
-# A shortened run has a tenth of the steps, and so of everything that is counted in steps, of a smaller model.
+# A shortened run has a tenth of the steps, and so of everything that is counted in steps, of a
+# smaller model.
 STEPS = 240  # of configs/llama_debug.toml
 PER_TEN = ("training.steps", "checkpoint.load_step", "checkpoint.interval", "validation.interval")
-SMALLER = ["--model.n_layers=2", "--training.seq_len=64", "--validation.steps=1", "--debug.sample_tokens=8",
-           "--checkpoint.interval=10"]  # fmt: skip
+SMALLER = [
+    "--model.n_layers=2",
+    "--training.seq_len=64",
+    "--validation.steps=1",
+    "--debug.sample_tokens=8",
+    "--checkpoint.interval=10",
+]
 
 
 def commands(document: Path) -> list[str]:
     """What a person would type, from the document's blocks of bash, without remarks."""
-    blocks = re.findall(r"```(?:bash|sh|shell)\n(.*?)```", document.read_text(encoding="utf-8"), re.S)
+    blocks = re.findall(
+        r"```(?:bash|sh|shell)\n(.*?)```", document.read_text(encoding="utf-8"), re.S
+    )
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    lines = [re.sub(r"\s+#.*$| {2,}(?=\S)", lambda gap: "" if "#" in gap[0] else " ", line).strip() for line in lines]
+    lines = [
+        re.sub(r"\s+#.*$| {2,}(?=\S)", lambda gap: "" if "#" in gap[0] else " ", line).strip()
+        for line in lines
+    ]
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -79,12 +113,17 @@ def need(command: str) -> str:
 
 
 def shortened(command: str) -> str:
-    """With a small corpus instead of Python's library, whose preparation takes 30 seconds of processor time; the whole library
-    is prepared by tests/test_prepare.py::test_every_document_of_the_standard_library_survives."""
+    """With a small corpus instead of Python's library, whose preparation takes 30 seconds of
+    processor time; the whole library is prepared by
+    tests/test_prepare.py::test_every_document_of_the_standard_library_survives."""
     command = re.sub(r"--vocab-size \d+", "--vocab-size 2000", command)  # as small as the corpus
     if "run_train.sh" not in command or "--help" in command or "--preflight" in command:
         return command
-    short = re.sub(rf"--({'|'.join(PER_TEN)})=(\d+)", lambda option: f"--{option[1]}={int(option[2]) // 10}", command)
+    short = re.sub(
+        rf"--({'|'.join(PER_TEN)})=(\d+)",
+        lambda option: f"--{option[1]}={int(option[2]) // 10}",
+        command,
+    )
     steps = [] if "--training.steps=" in short else [f"--training.steps={STEPS // 10}"]
     source = ["--data.source='corpus/*.py'"] if "--data." not in short else []
     return " ".join([short, *steps, *source, *SMALLER])
@@ -92,41 +131,56 @@ def shortened(command: str) -> str:
 
 FIRST = "./run_train.sh"  # the README's first command
 ALL = [(document, command) for document in DOCUMENTS for command in commands(document)]
-RUNNABLE = re.compile(r"^((\w+=\S+) )*(\./run_train\.sh|python -m )")  # no test runs anything else that stands in a document
+# no test runs anything else that stands in a document
+RUNNABLE = re.compile(r"^((\w+=\S+) )*(\./run_train\.sh|python -m )")
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(command for _, command in ALL))
 def test_a_command_is_run_or_listed(command):
     documents = ", ".join(sorted({document.name for document, other in ALL if other == command}))
     assert need(command) or RUNNABLE.match(command), (
-        f"{documents}: `{command}` is neither run by this test nor listed in NEEDS in {Path(__file__).name}: give it a row "
+        f"{documents}: `{command}` is neither run by this test nor listed in NEEDS in "
+        f"{Path(__file__).name}: give it a row "
         "there that says what it takes"
     )
 
 
 @pytest.mark.parametrize("pattern", [row[0] for row in (*NEEDS, *SAYS)])
 def test_a_row_has_a_command(pattern):
-    assert any(re.search(pattern, command) for _, command in ALL), f"no document has such a command: delete the row {pattern!r}"
+    assert any(re.search(pattern, command) for _, command in ALL), (
+        f"no document has such a command: delete the row {pattern!r}"
+    )
 
 
-@pytest.mark.parametrize("command", dict.fromkeys(command for _, command in ALL if re.search(r"run_train\.sh|slurm\.sh", command)))
+@pytest.mark.parametrize(
+    "command",
+    dict.fromkeys(command for _, command in ALL if re.search(r"run_train\.sh|slurm\.sh", command)),
+)
 def test_the_configuration_of_a_command_is_legal(command, monkeypatch):
-    """On as many processes as it asks for; on the preset's own number of GPUs where it does not say."""
+    """On as many processes as it asks for; on the preset's own number of GPUs where it does not
+    say."""
     monkeypatch.chdir(ROOT)
     words = shlex.split(re.sub(r"\[--.*?\]", "", command))
     start = next(i for i, word in enumerate(words) if word.endswith(("run_train.sh", "slurm.sh")))
     arguments = [word for word in words[start + 1 :] if word not in ("--help", "--preflight")]
-    preset = ROOT / next((word for word in arguments if word.endswith(".toml")), "configs/llama_debug.toml")
-    [(world, local)] = re.findall(r"^# world size: (\d+) \(\d+ hosts? of (\d+)\)$", preset.read_text(encoding="utf-8"), re.M)
+    preset = ROOT / next(
+        (word for word in arguments if word.endswith(".toml")), "configs/llama_debug.toml"
+    )
+    [(world, local)] = re.findall(
+        r"^# world size: (\d+) \(\d+ hosts? of (\d+)\)$", preset.read_text(encoding="utf-8"), re.M
+    )
     before = dict(re.findall(r"(NGPU|NNODES|-N)[= ](\d+)", " ".join(words[:start])))
     local = int(before.get("NGPU", local))
     nodes = before.get("NNODES", before.get("-N"))
-    load_config(arguments, int(nodes) * local if nodes else local if "NGPU" in before else int(world), local)
+    load_config(
+        arguments, int(nodes) * local if nodes else local if "NGPU" in before else int(world), local
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A copy of the repository, as an empty clone is, with a small corpus, after the first command of the README."""
+    """A copy of the repository, as an empty clone is, with a small corpus, after the first command
+    of the README."""
     house = tmp_path_factory.mktemp("house")
     for path in ROOT.iterdir():
         if (path / "__init__.py").exists() or path.name == "docs":
@@ -137,20 +191,41 @@ def trained(tmp_path_factory) -> Path:
     corpus.mkdir()
     for path in (ROOT / "tests").glob("*.py"):
         shutil.copy(path, corpus)
-    lines = "".join(json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n" for path in DOCUMENTS).encode()
-    (corpus / "documents.jsonl.zst").write_bytes(pyarrow.compress(lines, codec="zstd", asbytes=True))
+    lines = "".join(
+        json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n" for path in DOCUMENTS
+    ).encode()
+    (corpus / "documents.jsonl.zst").write_bytes(
+        pyarrow.compress(lines, codec="zstd", asbytes=True)
+    )
     type_in(house, FIRST)
     return house
 
 
 def type_in(house: Path, command: str) -> None:
-    """Run it as a person would; `python` is this environment's, and what goes to the home folder goes into the copy."""
-    places = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(house), "PYTHONPATH": ""}
-    pattern, expected, words = next((row for row in SAYS if re.search(row[0], command)), ("", 0, ""))
+    """Run it as a person would; `python` is this environment's, and what goes to the home folder
+    goes into the copy."""
+    places = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(house),
+        "PYTHONPATH": "",
+    }
+    pattern, expected, words = next(
+        (row for row in SAYS if re.search(row[0], command)), ("", 0, "")
+    )
     line = shortened(command)
-    done = subprocess.run(line, shell=True, cwd=house, env=os.environ | places, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        line,
+        shell=True,
+        cwd=house,
+        env=os.environ | places,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     said = f"`{line}` ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert done.returncode == expected, f"{said}\nMend the command in the document, or list in NEEDS what it takes"
+    assert done.returncode == expected, (
+        f"{said}\nMend the command in the document, or list in NEEDS what it takes"
+    )
     assert words in done.stdout, f"{said}\nwhich lacks {words!r}"
 
 
@@ -159,7 +234,9 @@ def type_in(house: Path, command: str) -> None:
 def test_commands_of_the_readme(trained, tmp_path):
     """In their order: the later ones use what the first made."""
     house = Path(shutil.copytree(trained, tmp_path / "house"))
-    first, *rest = (command for command in dict.fromkeys(commands(ROOT / "README.md")) if not need(command))
+    first, *rest = (
+        command for command in dict.fromkeys(commands(ROOT / "README.md")) if not need(command)
+    )
     assert first == FIRST
     for command in rest:
         type_in(house, command)
@@ -178,8 +255,21 @@ def test_commands_of_the_docs(trained, tmp_path):
 
 
 def test_a_mistake_costs_a_sentence_and_exit_code_2(tmp_path):
-    line = f"./run_train.sh --training.step=50 --parallelism.tensor_parallel=3 --optimizer.lr=-1 --run.folder={tmp_path}/none"
+    line = (
+        "./run_train.sh --training.step=50 --parallelism.tensor_parallel=3 --optimizer.lr=-1 "
+        f"--run.folder={tmp_path}/none"
+    )
     path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(line, shell=True, cwd=ROOT, env=os.environ | path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and all(word in done.stderr for word in ("8 mistakes", "training.steps", "optimizer.lr", "n_heads"))
+    done = subprocess.run(
+        line,
+        shell=True,
+        cwd=ROOT,
+        env=os.environ | path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and all(
+        word in done.stderr for word in ("8 mistakes", "training.steps", "optimizer.lr", "n_heads")
+    )
     assert not (tmp_path / "none").exists()

@@ -1,7 +1,8 @@
 """Exact resume: a run that was stopped and started again is the run that nobody stopped.
 
-On the same mesh bitwise, with a model that draws random numbers; on another to rounding, the same samples in the same
-order. One function compares; mistakes that resumes have made elsewhere are put back, and it must find each.
+On the same mesh bitwise, with a model that draws random numbers; on another to rounding, the same
+samples in the same order. One function compares; mistakes that resumes have made elsewhere are put
+back, and it must find each.
 """
 
 import functools
@@ -16,32 +17,42 @@ import data.open
 import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
-from tests.ranks import run_ranks
 from tests.checkpoints import MESHES, mesh_options
+from tests.ranks import run_ranks
 from tests.runs import run, samples, series, stopped_at, tiny_run
 
 STOPPED, STEPS = 4, 12  # the step that a stopped run has saved, and the last one: 8 are compared
 
 
 def differences(want: Path, got: Path, tolerance: float) -> dict[str, int]:
-    """What is not the same in the steps after STOPPED of two runs -> the first step where it is not.
+    """What is not the same in the steps after STOPPED of two runs -> the first step where it is
+    not.
 
-    tolerance: of the losses, absolute, and of the gradient norms, relative; 0 is bitwise, as floats are written so that
-    they read back exactly. Samples and learning rates are always compared exactly.
+    tolerance: of the losses, absolute, and of the gradient norms, relative; 0 is bitwise, as floats
+    are written so that they read back exactly. Samples and learning rates are always compared
+    exactly.
     """
-    a, b = ({key: series(folder, key) for key in ("loss", "grad_norm", "lr")} for folder in (want, got))
+    a, b = (
+        {key: series(folder, key) for key in ("loss", "grad_norm", "lr")} for folder in (want, got)
+    )
     for key, folder in (("samples", want), ("samples", got)):
         rows = samples(folder, len(list(folder.glob("samples-*"))))
-        (a if folder == want else b)[key] = dict(zip(range(STEPS, 0, -1), reversed(rows), strict=False))
+        (a if folder == want else b)[key] = dict(
+            zip(range(STEPS, 0, -1), reversed(rows), strict=False)
+        )
     steps = range(STOPPED + 1, STEPS + 1)
-    assert len(steps) >= 5 and all(set(steps) <= b[key].keys() for key in b)  # a lost optimizer shows at the second
+    # a lost optimizer shows at the second
+    assert len(steps) >= 5 and all(set(steps) <= b[key].keys() for key in b)
     unlike = {
         "loss": lambda step: abs(a["loss"][step] - b["loss"][step]) > tolerance,
         "grad_norm": lambda step: abs(a["grad_norm"][step] / b["grad_norm"][step] - 1) > tolerance,
         "lr": lambda step: a["lr"][step] != b["lr"][step],
         "samples": lambda step: a["samples"][step] != b["samples"][step],
     }
-    first = {key: next((step for step in steps if differs(step)), None) for key, differs in unlike.items()}
+    first = {
+        key: next((step for step in steps if differs(step)), None)
+        for key, differs in unlike.items()
+    }
     return {key: step for key, step in first.items() if step}
 
 
@@ -59,7 +70,9 @@ def dropout() -> None:
     def build_noisy(cfg):
         job = build(cfg)
         for layer in job.model.layers.values():
-            layer.feed_forward.register_forward_hook(lambda module, inputs, output: F.dropout(output, 0.1))
+            layer.feed_forward.register_forward_hook(
+                lambda module, inputs, output: F.dropout(output, 0.1)
+            )
         return job
 
     train.build = build_noisy
@@ -67,7 +80,8 @@ def dropout() -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Callable:
-    """make(mesh, stop, *changes): the folder of such a run, which is made once; stop: when it gets SIGTERM, if ever."""
+    """make(mesh, stop, *changes): the folder of such a run, which is made once; stop: when it gets
+    SIGTERM, if ever."""
     place = tmp_path_factory.mktemp("runs")
     options = [*tiny_run(place), f"--training.steps={STEPS}", "--checkpoint.interval=2"]
 
@@ -84,19 +98,32 @@ def made(tmp_path_factory) -> Callable:
 
 
 def resumed(
-    made: Callable, source: Path, place: Path, mesh: str, *changes: Callable, more: tuple[str, ...] = ()
+    made: Callable,
+    source: Path,
+    place: Path,
+    mesh: str,
+    *changes: Callable,
+    more: tuple[str, ...] = (),
 ) -> Path:
     """The folder of a run that goes on from the checkpoints of `source`, on this mesh, to the end."""
     shutil.copytree(source / "checkpoints", place / "checkpoints")
     n, options = mesh_options(mesh, *made.options, *more)
     assert run_ranks(n, start, place, options, changes, None) == [0] * n
-    assert f"resumed after step {STOPPED} of {STEPS}" in (place / "logs" / "rank-00000.log").read_text()
+    assert (
+        f"resumed after step {STOPPED} of {STEPS}"
+        in (place / "logs" / "rank-00000.log").read_text()
+    )
     return place
 
 
-@pytest.mark.parametrize(("mesh", "workers"), [
-    ("2x1", 0), ("2x1", 2), pytest.param("2x2", 0, marks=pytest.mark.torture),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mesh", "workers"),
+    [
+        ("2x1", 0),
+        ("2x1", 2),
+        pytest.param("2x2", 0, marks=pytest.mark.torture),
+    ],
+)
 def test_r1_on_the_same_mesh_every_later_step_is_bitwise_the_same(mesh, workers, made, tmp_path):
     """R1, with dropout: the generators of each rank are part of a checkpoint."""
     stopped, whole = made(mesh, STOPPED, dropout), made(mesh, None, dropout)
@@ -114,13 +141,17 @@ def check_pair(made: Callable, source: str, target: str, place: Path) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), FAST)
-def test_r2_on_another_mesh_the_loss_is_the_same_and_no_sample_is_lost(source, target, made, tmp_path):
+def test_r2_on_another_mesh_the_loss_is_the_same_and_no_sample_is_lost(
+    source, target, made, tmp_path
+):
     check_pair(made, source, target, tmp_path / "again")
 
 
 @pytest.mark.torture
 @pytest.mark.cap(400)
-@pytest.mark.parametrize("target", [m if m != "4x2" else pytest.param(m, marks=pytest.mark.exhaustive) for m in MESHES])
+@pytest.mark.parametrize(
+    "target", [m if m != "4x2" else pytest.param(m, marks=pytest.mark.exhaustive) for m in MESHES]
+)
 def test_r2_from_every_mesh_to_every_mesh(target, made, tmp_path):
     """All 36 pairs, six in a test. (4x2, the most expensive, as a target: -m exhaustive.)"""
     for source in MESHES:
@@ -139,7 +170,9 @@ def optimizer_dropped() -> None:
 
 def data_shifted() -> None:
     loader = data.open.loader
-    data.open.loader = lambda batches, start, steps, *rest, **how: loader(batches, start + 1, steps + 1, *rest, **how)
+    data.open.loader = lambda batches, start, steps, *rest, **how: loader(
+        batches, start + 1, steps + 1, *rest, **how
+    )
 
 
 def learning_rate_ahead() -> None:
@@ -173,9 +206,12 @@ def test_r3_every_mistake_is_seen(bug, made, tmp_path):
     more = ()
     if bug is older_shard:
         stopped = Path(shutil.copytree(stopped, tmp_path / "mixed"))
-        newest, older = (stopped / "checkpoints" / f"step-{step:08d}" for step in (STOPPED, STOPPED - 2))
+        newest, older = (
+            stopped / "checkpoints" / f"step-{step:08d}" for step in (STOPPED, STOPPED - 2)
+        )
         shutil.copy(older / "rank-00001.safetensors", newest)
-        more = ("--checkpoint.verify_on_load=false",)  # with it the shard is refused: tests/test_checkpoint.py
+        # with it the shard is refused: tests/test_checkpoint.py
+        more = ("--checkpoint.verify_on_load=false",)
     (tmp_path / "again").mkdir()
     again = resumed(made, stopped, tmp_path / "again", "2x1", dropout, bug, more=more)
     found, (key, after) = differences(whole, again, 1e-5), BUGS[bug]

@@ -1,4 +1,5 @@
-"""What a run writes about itself: each of its starts, how it ended, where the seconds went; and that no secret is in it."""
+"""What a run writes about itself: each of its starts, how it ended, where the seconds went; and
+that no secret is in it."""
 
 import contextlib
 import io
@@ -9,8 +10,8 @@ import random
 import signal
 import stat
 import time
-from contextlib import redirect_stderr, redirect_stdout
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,15 @@ import data.open
 import train
 from checkpoint.manager import CheckpointManager
 from configs import schema
+from reliability import goodput, record
+from reliability.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
 from tests import forks
 from tests.ranks import run_ranks
 from tests.runs import MESHES, STEPS, run, series, stopped_at, tiny_run
 from tools import goodput as tool
-from reliability import goodput, record
-from reliability.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
 
-SAVED = ["--checkpoint.async_save=false", "--metrics.interval=7"]  # published when save() returns; few log lines
+# published when save() returns; few log lines
+SAVED = ["--checkpoint.async_save=false", "--metrics.interval=7"]
 
 
 def dies_at(step: int, options: list[str], folder: Path) -> None:
@@ -59,7 +61,9 @@ def diverges(options: list[str], folder: Path) -> str:
 
     def train_step(job, batch, *options):
         if next(begun) == 3:
-            raise RuntimeError("cannot reach https://ann:canary-in-url@host/x?token=canary-in-query now")
+            raise RuntimeError(
+                "cannot reach https://ann:canary-in-url@host/x?token=canary-in-query now"
+            )
         return real(job, batch, *options)
 
     train.train_step = train_step
@@ -71,7 +75,8 @@ def diverges(options: list[str], folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory) -> tuple[Path, float]:
-    """A run killed when it began step 9, again at 8, failing at 7, stopped after 13, then ended; and its seconds by our clock."""
+    """A run killed when it began step 9, again at 8, failing at 7, stopped after 13, then ended;
+    and its seconds by our clock."""
     place = tmp_path_factory.mktemp("interrupted")
     folder, options = place / "run", [*tiny_run(place), *SAVED]
     folder.mkdir()
@@ -92,8 +97,17 @@ def test_every_start_and_its_end_is_on_record(interrupted):
     assert [start.number for start in starts] == [1, 2, 3, 4, 5]
     assert [start.ended.get("exit_code") for start in starts] == [None, None, 1, 75, 0]
     assert [start.ended.get("step") for start in starts] == [None, None, 7, 13, 16]
-    assert starts[2].ended["reason"].startswith("RuntimeError: cannot reach") and starts[4].ended["reason"] == "done"
-    assert [[s["step"] for s in start.steps][:: len(start.steps) - 1] for start in starts] == [[0, 8], [5, 7], [5, 7], [5, 13], [13, 16]]
+    assert (
+        starts[2].ended["reason"].startswith("RuntimeError: cannot reach")
+        and starts[4].ended["reason"] == "done"
+    )
+    assert [[s["step"] for s in start.steps][:: len(start.steps) - 1] for start in starts] == [
+        [0, 8],
+        [5, 7],
+        [5, 7],
+        [5, 13],
+        [13, 16],
+    ]
 
 
 def test_steps_are_counted_exactly(interrupted):
@@ -111,15 +125,23 @@ def test_steps_are_counted_exactly(interrupted):
 def test_the_seconds_sum_to_the_clock_on_the_wall(interrupted):
     folder, wall = interrupted
     result = account(read(folder))
-    assert wall - 2 <= result.total <= wall + 0.1, "what is missing is the test's own: forks, and the ends of processes"
+    assert wall - 2 <= result.total <= wall + 0.1, (
+        "what is missing is the test's own: forks, and the ends of processes"
+    )
     assert all(seconds >= 0 for seconds in result.seconds.values())
     assert result.seconds["detecting"] >= 0.5 and result.seconds["paused"] >= 0.4
-    assert result.seconds["productive"] > 0 and result.seconds["redone"] > 0 and result.seconds["starting"] > 0
+    assert (
+        result.seconds["productive"] > 0
+        and result.seconds["redone"] > 0
+        and result.seconds["starting"] > 0
+    )
     meant = sum(seconds for kind, seconds in result.seconds.items() if kind != "paused")
     assert result.goodput == pytest.approx(result.seconds["productive"] / meant)
     lost = sum(row["lost"] for row in result.interruptions)
     first = read(folder)[0].lines[-1]["starting"]
-    assert lost == pytest.approx(sum(result.seconds[kind] for kind in ("redone", "detecting", "starting")) - first, abs=0.01)
+    assert lost == pytest.approx(
+        sum(result.seconds[kind] for kind in ("redone", "detecting", "starting")) - first, abs=0.01
+    )
 
 
 def test_metrics_and_the_last_words_have_the_goodput(interrupted):
@@ -141,7 +163,11 @@ def test_the_tool_prints_the_table_and_json(interrupted, capsys):
     assert "exit code 75: stopped on request" in text and "killed" in text
     assert tool.main([str(folder), "--json"]) == 0
     about = json.loads(capsys.readouterr().out)
-    assert about["redone"] == 7 and about["total"] == pytest.approx(sum(about["seconds"].values())) and len(about["interruptions"]) == 4
+    assert (
+        about["redone"] == 7
+        and about["total"] == pytest.approx(sum(about["seconds"].values()))
+        and len(about["interruptions"]) == 4
+    )
     assert tool.main([str(folder / "logs")]) == 2
     assert "not the folder of a run" in capsys.readouterr().err
 
@@ -154,16 +180,30 @@ def test_the_goodput_to_expect_of_a_run_with_the_times_it_has_measured(interrupt
     assert tool.main([str(folder), "--simulate", "--mtbf-hours=3", "--interval=60", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     back = measured["detect"] + measured["restart"]
-    assert found["expected"] == tool.expected(3 * 3600, measured["stall"], back, 60.0) and abs(found["simulated"] - found["expected"]) < 0.01
+    assert (
+        found["expected"] == tool.expected(3 * 3600, measured["stall"], back, 60.0)
+        and abs(found["simulated"] - found["expected"]) < 0.01
+    )
     assert tool.main([str(folder), "--simulate", "--restart=900", "--interval=60", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["expected"] < found["expected"] - 0.05, "what is given counts"
+    assert json.loads(capsys.readouterr().out)["expected"] < found["expected"] - 0.05, (
+        "what is given counts"
+    )
 
 
 def test_what_a_start_says_about_itself(tmp_path, monkeypatch):
     ranks, extra, _ = MESHES["fsdp2"]
     toml = tmp_path / "mine.toml"
     toml.write_text("# a comment\n[optimizer]\nweight_decay = 0.25\n")
-    folder, options = tmp_path / "run", [str(toml), *tiny_run(tmp_path), *extra, "--training.steps=3", "--lr_schedule.warmup_steps=1"]
+    folder, options = (
+        tmp_path / "run",
+        [
+            str(toml),
+            *tiny_run(tmp_path),
+            *extra,
+            "--training.steps=3",
+            "--lr_schedule.warmup_steps=1",
+        ],
+    )
     folder.mkdir()
     monkeypatch.setenv("NGPU", "2")
     monkeypatch.setenv("HOME_OF_NOBODY", "not on the list")
@@ -172,18 +212,26 @@ def test_what_a_start_says_about_itself(tmp_path, monkeypatch):
     about = json.loads((start / "start.json").read_text())
     assert (start / "given.toml").read_text() == toml.read_text()
     assert (start / "config.toml").read_text() == (folder / "config.toml").read_text()
-    assert about["overrides"]["training.steps"] == 3 and about["overrides"]["optimizer.lr"] == 0.01 and about["config"] == str(toml)
+    assert (
+        about["overrides"]["training.steps"] == 3
+        and about["overrides"]["optimizer.lr"] == 0.01
+        and about["config"] == str(toml)
+    )
     assert about["command"][2:] == [f"--run.folder={folder}", *options]
-    assert about["versions"]["torch"] == torch.__version__ and about["versions"]["python"].startswith("3.")
+    assert about["versions"]["torch"] == torch.__version__ and about["versions"][
+        "python"
+    ].startswith("3.")
     assert about["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "ep": 1}
     assert about["hosts"] == [{"host": about["host"], "device": "cpu", "ranks": [0, 1]}]
-    assert about["environment"]["NGPU"] == "2" and about["environment"].keys() <= set(record.ENVIRONMENT)
+    assert about["environment"]["NGPU"] == "2" and about["environment"].keys() <= set(
+        record.ENVIRONMENT
+    )
     assert {"train.py", "models/llama.py", "reliability/record.py"} <= about["code"]["files"].keys()
     assert not any(path.startswith(("tests", "tools", ".")) for path in about["code"]["files"])
     assert not any(path.stat().st_mode & stat.S_IWOTH for path in folder.rglob("*"))
 
 
-# Inputs that are refused ------------------------------------------------------------------------------------------------
+# Inputs that are refused --------------------------------------------------------------------------
 
 
 def test_a_start_that_is_refused_is_no_interruption(tmp_path):
@@ -197,19 +245,35 @@ def test_a_start_that_is_refused_is_no_interruption(tmp_path):
     assert run_ranks(1, run, [*options, "--training.steps=4"], folder)[0][0] == 0
     assert run_ranks(1, run, missing, folder)[0][0] == 2
     starts = read(folder)
-    assert [start.ended["exit_code"] for start in starts] == [2, 0, 2] and "/no/such/corpus" in starts[0].ended["reason"]
+    assert [start.ended["exit_code"] for start in starts] == [
+        2,
+        0,
+        2,
+    ] and "/no/such/corpus" in starts[0].ended["reason"]
     result = account(starts)
-    assert not result.interruptions and result.steps == 4 and result.total == sum(starts[1].lines[-1][kind] for kind in MEASURED)
+    assert (
+        not result.interruptions
+        and result.steps == 4
+        and result.total == sum(starts[1].lines[-1][kind] for kind in MEASURED)
+    )
 
 
-# Secrets ----------------------------------------------------------------------------------------------------------------
+# Secrets ------------------------------------------------------------------------------------------
 
-CANARIES = ("canary-in-environment", "canary-in-comment", "canary-in-url", "canary-in-query", "hf_canaryINatokenOFtheUSUALshape")
+CANARIES = (
+    "canary-in-environment",
+    "canary-in-comment",
+    "canary-in-url",
+    "canary-in-query",
+    "hf_canaryINatokenOFtheUSUALshape",
+)
 
 
 def leaks(folder: Path) -> set[str]:
     everything = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
-    return {canary for canary in CANARIES if any(canary.encode() in content for content in everything)}
+    return {
+        canary for canary in CANARIES if any(canary.encode() in content for content in everything)
+    }
 
 
 def diverges_unredacted(options: list[str], folder: Path) -> str:
@@ -218,11 +282,21 @@ def diverges_unredacted(options: list[str], folder: Path) -> str:
     return diverges(options, folder)
 
 
-def with_canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable = diverges) -> Path:
+def with_canaries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable = diverges
+) -> Path:
     monkeypatch.setenv("WANDB_API_KEY", CANARIES[0])
     toml = tmp_path / "mine.toml"
-    toml.write_text(f"# from https://bob:canary-in-comment@host/corpus with {CANARIES[4]}\n[run]\nseed = 3\n")
-    options = [str(toml), *tiny_run(tmp_path), *SAVED, "--metrics.tensorboard=true", f"--data.cache={tmp_path / CANARIES[0]}"]
+    toml.write_text(
+        f"# from https://bob:canary-in-comment@host/corpus with {CANARIES[4]}\n[run]\nseed = 3\n"
+    )
+    options = [
+        str(toml),
+        *tiny_run(tmp_path),
+        *SAVED,
+        "--metrics.tensorboard=true",
+        f"--data.cache={tmp_path / CANARIES[0]}",
+    ]
     folder = tmp_path / "run"
     folder.mkdir()
     (words,) = run_ranks(1, ends, options, folder)
@@ -236,19 +310,30 @@ def test_no_secret_is_written(tmp_path, monkeypatch):
     (start,) = (folder / "starts").iterdir()
     assert "https://***@host/corpus" in (start / "given.toml").read_text()
     assert "https://***@host/x?token=***" in json.loads((start / "end.json").read_text())["reason"]
-    assert "***" in (start / "config.toml").read_text(), "the value of a variable that is called a key is one, wherever it stands"
+    assert "***" in (start / "config.toml").read_text(), (
+        "the value of a variable that is called a key is one, wherever it stands"
+    )
 
 
 def test_control_without_redaction_the_canaries_are_found(tmp_path, monkeypatch):
-    assert leaks(with_canaries(tmp_path, monkeypatch, diverges_unredacted) / "starts") == set(CANARIES)
+    assert leaks(with_canaries(tmp_path, monkeypatch, diverges_unredacted) / "starts") == set(
+        CANARIES
+    )
 
 
 def test_a_password_is_no_option(tmp_path):
     for option in ("data.source", "checkpoint.load_path", "metrics.wandb_project"):
         errors = io.StringIO()
         with redirect_stderr(errors), redirect_stdout(io.StringIO()):
-            code = train.main([f"--run.folder={tmp_path / 'run'}", f"--{option}=https://bob:canary-in-url@host/x"])
-        assert code == 2 and "canary" not in errors.getvalue() and option in errors.getvalue() and "password" in errors.getvalue()
+            code = train.main(
+                [f"--run.folder={tmp_path / 'run'}", f"--{option}=https://bob:canary-in-url@host/x"]
+            )
+        assert (
+            code == 2
+            and "canary" not in errors.getvalue()
+            and option in errors.getvalue()
+            and "password" in errors.getvalue()
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -258,20 +343,27 @@ def test_a_password_is_no_option(tmp_path):
         ("https://u:p@h/x and s3://key@bucket", "https://***@h/x and s3://***@bucket"),
         ("https://h/x?X-Amz-Signature=abc&a=1", "https://h/x?X-Amz-Signature=***&a=1"),
         ("ghp_0123456789abcdefghij0123456789abcdef", "***"),
-        ("a mail to ann@example.org, x = y @ z, https://h/a@b", "a mail to ann@example.org, x = y @ z, https://h/a@b"),
+        (
+            "a mail to ann@example.org, x = y @ z, https://h/a@b",
+            "a mail to ann@example.org, x = y @ z, https://h/a@b",
+        ),
     ],
 )
 def test_redact(text, shown):
     assert schema.redact(text) == shown
 
 
-# Clocks -----------------------------------------------------------------------------------------------------------------
+# Clocks -------------------------------------------------------------------------------------------
 
 
 def with_a_clock(kind: str, options: list[str], folder: Path) -> int:
     """A run during which the wall clock does this, from its third step on."""
     real, step, begun = time.time, train.train_step, itertools.count(1)
-    clocks = {"an hour back": lambda: real() - 3600, "an hour ahead": lambda: real() + 3600, "frozen": lambda stopped=real(): stopped}
+    clocks = {
+        "an hour back": lambda: real() - 3600,
+        "an hour ahead": lambda: real() + 3600,
+        "frozen": lambda stopped=real(): stopped,
+    }
 
     def train_step(job, batch, *options):
         if next(begun) == 3:
@@ -289,10 +381,18 @@ def with_a_clock(kind: str, options: list[str], folder: Path) -> int:
 @pytest.mark.parametrize("kind", ["an hour back", "an hour ahead", "frozen", "summer time"])
 def test_a_clock_that_jumps_makes_no_negative_figures(tmp_path, kind):
     """... and the next start, on the right clock, follows the first all the same."""
-    options, folder = [*tiny_run(tmp_path), "--metrics.interval=1", "--training.steps=8"], tmp_path / "run"
+    options, folder = (
+        [*tiny_run(tmp_path), "--metrics.interval=1", "--training.steps=8"],
+        tmp_path / "run",
+    )
     folder.mkdir()
     assert run_ranks(1, with_a_clock, kind, [*options, "--training.steps=8"], folder) == [0]
-    assert run_ranks(1, run, [*options, "--training.steps=12", "--data.allow_splice=true"], folder)[0][0] == 0
+    assert (
+        run_ranks(1, run, [*options, "--training.steps=12", "--data.allow_splice=true"], folder)[0][
+            0
+        ]
+        == 0
+    )
     result = account(read(folder))
     assert all(0 <= seconds < 60 or kind == "paused" for kind, seconds in result.seconds.items())
     assert 0 <= result.seconds["paused"] <= 3700 and result.steps == 12 and result.redone == 0
@@ -312,12 +412,25 @@ def test_a_lap_is_of_one_kind_and_the_kinds_sum_to_the_time(tmp_path, monkeypatc
         assert clock.lap(kind) == (6 if kind == "data" else 2)
     assert clock.seconds["starting"] == 8, "all of the first step, and what was before"
     clock.step(1)
-    for kind, seconds in (("other", 4), ("data", 8), ("productive", 16), ("validation", 32), ("save", 64)):
+    for kind, seconds in (
+        ("other", 4),
+        ("data", 8),
+        ("productive", 16),
+        ("validation", 32),
+        ("save", 64),
+    ):
         now[0] += seconds
         clock.lap(kind)
     clock.move(10, "productive", "save")
     clock.move(100, "productive", "save")  # never more than there is
-    assert clock.seconds == {"starting": 8, "other": 4, "data": 8, "productive": 0, "validation": 32, "save": 80}
+    assert clock.seconds == {
+        "starting": 8,
+        "other": 4,
+        "data": 8,
+        "productive": 0,
+        "validation": 32,
+        "save": 80,
+    }
 
 
 def test_a_line_is_as_long_as_the_next(tmp_path):
@@ -326,7 +439,9 @@ def test_a_line_is_as_long_as_the_next(tmp_path):
     clock.at = clock.saves = 10**9
     clock.saved()
     clock.step(5)
-    assert {len(line) for line in (tmp_path / "time.jsonl").read_text().splitlines(keepends=True)} == {LINE_BYTES}
+    assert {
+        len(line) for line in (tmp_path / "time.jsonl").read_text().splitlines(keepends=True)
+    } == {LINE_BYTES}
 
 
 def test_a_full_disk_costs_lines_and_not_the_run(tmp_path):
@@ -344,10 +459,13 @@ def test_a_full_disk_costs_lines_and_not_the_run(tmp_path):
 
 
 def stalls(where: str, options: list[str], folder: Path) -> dict[str, float]:
-    """A run whose copy of the state takes 0.3 s (at steps 5, 10, 15 and 16), or whose reading of data 0.05 s (at each)."""
+    """A run whose copy of the state takes 0.3 s (at steps 5, 10, 15 and 16), or whose reading of
+    data 0.05 s (at each)."""
     if where == "data":
         real_loader = data.open.loader
-        data.open.loader = lambda *arguments, **options: (time.sleep(0.05) or batch for batch in real_loader(*arguments, **options))
+        data.open.loader = lambda *arguments, **options: (
+            time.sleep(0.05) or batch for batch in real_loader(*arguments, **options)
+        )
     else:
         copy = CheckpointManager._copy
         CheckpointManager._copy = lambda self, *arguments: time.sleep(0.3) or copy(self, *arguments)
@@ -368,12 +486,12 @@ def test_a_wait_of_the_optimizer_for_a_save_is_a_stall_and_no_work(tmp_path):
     assert seconds["data"]["data"] >= 15 * 0.05
 
 
-# Accounts ---------------------------------------------------------------------------------------------------------------
+# Accounts -----------------------------------------------------------------------------------------
 
 
 def history(draw: random.Random) -> tuple[list[Past], int, int, float, float]:
-    """Random starts, as their folders would tell of them; and what a ledger of single steps says: steps that count and
-    that were redone, productive seconds and those redone."""
+    """Random starts, as their folders would tell of them; and what a ledger of single steps says:
+    steps that count and that were redone, productive seconds and those redone."""
     ledger: dict[int, float] = {}  # step -> the seconds of the start that made it last
     redone_steps, redone_seconds, saved, starts, wall = 0, 0.0, {0}, [], 0.0
     for number in range(1, draw.randint(2, 7)):
@@ -387,17 +505,24 @@ def history(draw: random.Random) -> tuple[list[Past], int, int, float, float]:
             saved = {s for s in saved if s <= step}
             lines.append(lines[-1] | {"step": step, "productive": productive, "time": wall})
             for _ in range(draw.randint(0, 9)):
-                first = stretch == 0 and lines[-1]["step"] == step and not any(s > step for s in ledger)
+                first = (
+                    stretch == 0 and lines[-1]["step"] == step and not any(s > step for s in ledger)
+                )
                 step, seconds = step + 1, 0.0 if first else draw.uniform(0.1, 2)
                 wall, productive, ledger[step] = wall + seconds, productive + seconds, seconds
                 if lines[-1].get("passing"):
                     lines.pop()
-                lines.append(lines[-1] | {"step": step, "productive": productive, "time": wall, "passing": True})
+                lines.append(
+                    lines[-1]
+                    | {"step": step, "productive": productive, "time": wall, "passing": True}
+                )
                 if draw.random() < 0.3:
                     lines[-1].pop("passing")
                     saved.add(step)
             lines[-1].pop("passing", None)
-        ended = draw.choice([{}, {"exit_code": 1, "reason": "x"}, {"exit_code": 75, "reason": "stopped"}])
+        ended = draw.choice(
+            [{}, {"exit_code": 1, "reason": "x"}, {"exit_code": 75, "reason": "stopped"}]
+        )
         starts.append(Past(number, {}, ended, lines))
         wall += draw.uniform(-5, 10)
     return starts, len(ledger), redone_steps, sum(ledger.values()), redone_seconds
@@ -416,18 +541,28 @@ def test_a_run_that_goes_back_by_itself_has_redone_those_steps(tmp_path):
             if step == 3:
                 start.clock.saved()
         assert start.clock.metrics()["seconds/redone"] == pytest.approx(2, abs=0.1)
-        assert start.clock.metrics()["seconds/productive"] == pytest.approx(5, abs=0.1), "the first step is start-up"
+        assert start.clock.metrics()["seconds/productive"] == pytest.approx(5, abs=0.1), (
+            "the first step is start-up"
+        )
     result = account(read(tmp_path / "run"))
-    assert (result.steps, result.redone) == (6, 2) and result.seconds["productive"] == pytest.approx(5, abs=0.1)
+    assert (result.steps, result.redone) == (6, 2) and result.seconds[
+        "productive"
+    ] == pytest.approx(5, abs=0.1)
 
 
 def test_failures_at_one_step_are_counted_across_meshes_but_not_across_options(tmp_path):
     """Numbers that follow from the mesh are comments in a start's config.toml."""
     (tmp_path / "given.toml").write_text("")
-    configs = {ranks: f"[run]\nseed = 1\n# local_batch_size = {8 // ranks}  (not set)\n" for ranks in (1, 2)}
+    configs = {
+        ranks: f"[run]\nseed = 1\n# local_batch_size = {8 // ranks}  (not set)\n"
+        for ranks in (1, 2)
+    }
 
     def counted(config: str) -> tuple[int, int]:
-        with contextlib.suppress(RuntimeError), record.Start(tmp_path / "run", 0, [], tmp_path / "given.toml", {}, config, {}) as start:
+        with (
+            contextlib.suppress(RuntimeError),
+            record.Start(tmp_path / "run", 0, [], tmp_path / "given.toml", {}, config, {}) as start,
+        ):
             step, times, _ = start.failures()
             start.resume(0)
             start.clock.lap("productive")
@@ -450,9 +585,12 @@ def test_accounts_of_random_histories():
 
 
 def test_control_an_account_that_looks_one_start_ahead_only_is_wrong(monkeypatch):
-    """Thrown away is also what a start made whose successor resumed later, and whose successor's successor did not."""
+    """Thrown away is also what a start made whose successor resumed later, and whose successor's
+    successor did not."""
     real = goodput._redone
-    monkeypatch.setattr(goodput, "_redone", lambda starts: [real(starts[i : i + 2])[0] for i in range(len(starts))])
+    monkeypatch.setattr(
+        goodput, "_redone", lambda starts: [real(starts[i : i + 2])[0] for i in range(len(starts))]
+    )
     wrong = 0
     for seed in range(500):
         starts, steps, redone, *_ = history(random.Random(seed))
@@ -464,7 +602,9 @@ def test_a_damaged_record_is_read_as_far_as_it_goes(interrupted, tmp_path):
     folder, _ = interrupted
     for start in (folder / "starts").iterdir():
         (tmp_path / "starts" / start.name).mkdir(parents=True)
-        (tmp_path / "starts" / start.name / "time.jsonl").write_bytes((start / "time.jsonl").read_bytes()[:-100] + b"\0{]\xff\n[1]\n")
+        (tmp_path / "starts" / start.name / "time.jsonl").write_bytes(
+            (start / "time.jsonl").read_bytes()[:-100] + b"\0{]\xff\n[1]\n"
+        )
         (tmp_path / "starts" / start.name / "end.json").write_text('{"exit_code": ')
     (tmp_path / "starts" / "0006").mkdir()
     (tmp_path / "starts" / "notes").mkdir()
@@ -473,7 +613,7 @@ def test_a_damaged_record_is_read_as_far_as_it_goes(interrupted, tmp_path):
     assert all(row["how"] in ("failed", "no end") for row in result.interruptions)
 
 
-# The code ---------------------------------------------------------------------------------------------------------------
+# The code -----------------------------------------------------------------------------------------
 
 
 def test_code_outside_of_git_and_a_diff_of_bounded_size(tmp_path, monkeypatch):
@@ -483,12 +623,25 @@ def test_code_outside_of_git_and_a_diff_of_bounded_size(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     outside = record.code()
-    assert outside["commit"] == "" and outside["files"].keys() == {"train.py", "models/__init__.py"} and record.changes() == ""
+    assert (
+        outside["commit"] == ""
+        and outside["files"].keys() == {"train.py", "models/__init__.py"}
+        and record.changes() == ""
+    )
     identity = "-c user.name=x -c user.email=x@x -c commit.gpgsign=false"
-    assert os.system(f"cd {tmp_path} && git init -q && git add train.py && git {identity} commit -qm 1 >/dev/null") == 0
+    assert (
+        os.system(
+            f"cd {tmp_path} && git init -q && git add train.py && git {identity} commit -qm 1 "
+            ">/dev/null"
+        )
+        == 0
+    )
     (tmp_path / "train.py").write_text("a = 2\n")
     (tmp_path / "models" / "new.py").write_text("b = 3\n")
-    assert len(record.code()["commit"]) == 40 and record.code()["files"]["train.py"] != outside["files"]["train.py"]
+    assert (
+        len(record.code()["commit"]) == 40
+        and record.code()["files"]["train.py"] != outside["files"]["train.py"]
+    )
     assert "+a = 2" in record.changes() and "+b = 3" in record.changes(), "new files too"
     monkeypatch.setattr(record, "DIFF_BYTES", 50)
     assert len(record.changes()) < 200 and "[cut: this diff has" in record.changes()
@@ -508,28 +661,43 @@ def test_an_unchanged_diff_is_written_once(tmp_path, monkeypatch):
     assert len(list((tmp_path / "run").rglob("changes.diff"))) == 1
 
 
-# What to expect ---------------------------------------------------------------------------------------------------------
+# What to expect -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hours, stall, detect, restart, interval, write", [
-    (3, 1, 35, 150, 0, 0), (3, 1, 35, 150, 600, 60), (0.5, 5, 20, 300, 100, 0), (0.1, 10, 30, 300, 120, 30),
-])  # fmt: skip
-def test_a_simulated_run_has_the_goodput_that_is_expected(hours, stall, detect, restart, interval, write):
+@pytest.mark.parametrize(
+    "hours, stall, detect, restart, interval, write",
+    [
+        (3, 1, 35, 150, 0, 0),
+        (3, 1, 35, 150, 600, 60),
+        (0.5, 5, 20, 300, 100, 0),
+        (0.1, 10, 30, 300, 120, 30),
+    ],
+)
+def test_a_simulated_run_has_the_goodput_that_is_expected(
+    hours, stall, detect, restart, interval, write
+):
     mtbf = hours * 3600
     interval = interval or tool.best_interval(mtbf, stall)
     expected = tool.expected(mtbf, stall, detect + restart, interval, write)
     for interruptions, tolerance in ((1000, 0.03), (100_000, 0.003)):
-        seconds = tool.simulate(mtbf, stall, detect, restart, interval, write, interruptions, seed=1)
-        assert abs(seconds["productive"] / sum(seconds.values()) / expected - 1) < tolerance * max(1, 0.5 / expected)
+        seconds = tool.simulate(
+            mtbf, stall, detect, restart, interval, write, interruptions, seed=1
+        )
+        assert abs(seconds["productive"] / sum(seconds.values()) / expected - 1) < tolerance * max(
+            1, 0.5 / expected
+        )
 
 
 def test_the_best_interval():
     for mtbf, stall in ((10_800, 1), (3600, 60), (500, 100)):
         best = tool.best_interval(mtbf, stall)
-        around = [tool.expected(mtbf, stall, 100, best * factor) for factor in (0.7, 0.97, 1, 1.03, 1.4)]
+        around = [
+            tool.expected(mtbf, stall, 100, best * factor) for factor in (0.7, 0.97, 1, 1.03, 1.4)
+        ]
         assert max(around) == around[2]
         young = (2 * stall * mtbf) ** 0.5
-        daly = young * (1 + (stall / 2 / mtbf) ** 0.5 / 3 + stall / 18 / mtbf) - stall  # his equation 37
+        # his equation 37
+        daly = young * (1 + (stall / 2 / mtbf) ** 0.5 / 3 + stall / 18 / mtbf) - stall
         assert abs(best / daly - 1) < 0.01
     assert abs(tool.best_interval(10_800, 0.01) / (2 * 0.01 * 10_800) ** 0.5 - 1) < 0.01
 
@@ -541,6 +709,11 @@ def test_the_simulation_from_the_command_line(capsys):
     assert "--interval" in capsys.readouterr().err
     assert tool.main("--simulate --json --interval=60".split()) == 0
     assert json.loads(capsys.readouterr().out)["interval"] == 60
-    for wrong in ("", "--simulate --stall=-1", "--simulate --mtbf-hours=0", "--simulate --detect=nan"):
+    for wrong in (
+        "",
+        "--simulate --stall=-1",
+        "--simulate --mtbf-hours=0",
+        "--simulate --detect=nan",
+    ):
         with pytest.raises(SystemExit):
             tool.main(wrong.split())

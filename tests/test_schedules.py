@@ -1,4 +1,5 @@
-"""Pipeline schedules as tables: complete, possible, within their memory, and with the bubbles that were published."""
+"""Pipeline schedules as tables: complete, possible, within their memory, and with the bubbles that
+were published."""
 
 from collections import Counter
 
@@ -8,9 +9,20 @@ from configs.schema import SCHEDULES
 from parallelisms import schedules
 from parallelisms.pp import forward_table
 from parallelisms.schedules import (
-    BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, bubble, consecutive, least_micro_batches, placement,
-    stage_layers, table, timeline, transfers,
-)  # fmt: skip
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    bubble,
+    consecutive,
+    least_micro_batches,
+    placement,
+    stage_layers,
+    table,
+    timeline,
+    transfers,
+)
 
 
 def ticks(action: Action) -> float:
@@ -36,21 +48,30 @@ def test_every_table_is_complete_and_never_stands_still(ranks):
         count = Counter(action for of_rank in actions for action in of_rank)
         assert set(count.values()) == {1}
         every = {(stage, m) for stage in range(ranks * stages) for m in range(micro_batches)}
-        by_kind = {kind: {(a.stage, a.micro_batch) for a in count if a.kind == kind} for kind in schedules.RESULTS}
+        by_kind = {
+            kind: {(a.stage, a.micro_batch) for a in count if a.kind == kind}
+            for kind in schedules.RESULTS
+        }
         assert by_kind[FORWARD] == every
         assert by_kind[BACKWARD] | by_kind[BACKWARD_INPUT] == every
-        assert not by_kind[BACKWARD] & by_kind[BACKWARD_INPUT] and by_kind[BACKWARD_INPUT] == by_kind[BACKWARD_WEIGHT]
+        assert (
+            not by_kind[BACKWARD] & by_kind[BACKWARD_INPUT]
+            and by_kind[BACKWARD_INPUT] == by_kind[BACKWARD_WEIGHT]
+        )
         if ranks > 1:
             assert bool(by_kind[BACKWARD_INPUT]) == SCHEDULES[name].splits_backward
-        assert 0 not in {stage for stage, _ in by_kind[BACKWARD_INPUT]}  # nobody waits for a gradient of tokens
-        assert all(rank_of[a.stage] == rank for rank, of_rank in enumerate(actions) for a in of_rank)
+        # nobody waits for a gradient of tokens
+        assert 0 not in {stage for stage, _ in by_kind[BACKWARD_INPUT]}
+        assert all(
+            rank_of[a.stage] == rank for rank, of_rank in enumerate(actions) for a in of_rank
+        )
         timeline(actions, rank_of, ticks, lambda *_: 0.5)  # raises where ranks wait for each other
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_forwards_alone_take_every_micro_batch_through_every_stage(ranks):
-    """Validation has as many micro-batches as a batch has, whether the ranks divide them or not. One
-    that is left out would count tokens without their loss."""
+    """Validation has as many micro-batches as a batch has, whether the ranks divide them or not.
+    One that is left out would count tokens without their loss."""
     for name, row in SCHEDULES.items():
         rank_of = placement(name, ranks, row.stages_per_rank[0])
         for micro_batches in range(1, 10):
@@ -59,7 +80,8 @@ def test_forwards_alone_take_every_micro_batch_through_every_stage(ranks):
             every = Counter(Action(FORWARD, s, m) for s in stages for m in range(micro_batches))
             assert Counter(action for of_rank in actions for action in of_rank) == every
             assert all(rank_of[a.stage] == r for r, of_rank in enumerate(actions) for a in of_rank)
-            timeline(actions, rank_of, ticks, lambda *_: 0.5)  # raises where ranks wait for each other
+            # raises where ranks wait for each other
+            timeline(actions, rank_of, ticks, lambda *_: 0.5)
 
 
 def test_placement():
@@ -69,7 +91,8 @@ def test_placement():
 
 
 def test_1f1b_is_the_table_of_the_paper():
-    """Figure 4 of arXiv:2104.04473: rank r begins with p - r forwards, then one backward follows one forward."""
+    """Figure 4 of arXiv:2104.04473: rank r begins with p - r forwards, then one backward follows
+    one forward."""
     for rank, actions in enumerate(table("1f1b", 4, 1, 8)):
         ahead = 4 - rank
         kinds = [FORWARD] * ahead + [BACKWARD, FORWARD] * (8 - ahead) + [BACKWARD] * ahead
@@ -80,25 +103,34 @@ def test_1f1b_is_the_table_of_the_paper():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bubbles_are_those_that_were_published(ranks):
-    """In ticks beside the work: v stages on a rank, of which a forward takes 1 tick and a whole backward 2."""
+    """In ticks beside the work: v stages on a rank, of which a forward takes 1 tick and a whole
+    backward 2."""
     for micro_batches in (2 * ranks, 5 * ranks):
         for name, stages, ticks_published in (
-            ("1f1b", 1, 3 * (ranks - 1)),  # arXiv:2104.04473, section 2.2.1: (p - 1) / m of the work
+            # arXiv:2104.04473, section 2.2.1: (p - 1) / m of the work
+            ("1f1b", 1, 3 * (ranks - 1)),
             ("interleaved_1f1b", 2, 3 * (ranks - 1)),  # section 2.2.2: (p - 1) / (v m)
             ("interleaved_1f1b", 3, 3 * (ranks - 1)),
             ("zero_bubble", 1, ranks - 1),  # ZB-H1, arXiv:2401.10241, table 1: (p - 1) (F + B - W)
             ("zero_bubble", 2, ranks - 1),
-            ("zbv", 2, ranks - 1),  # section 6: none, but the last rank begins p - 1 ticks after the first one
-            ("dualpipe_v", 2, ranks - 1),  # github.com/deepseek-ai/DualPipe: at most (p - 1) (F + B + B - 3W) = 2 (p - 1)
+            # section 6: none, but the last rank begins p - 1 ticks after the first one
+            ("zbv", 2, ranks - 1),
+            # github.com/deepseek-ai/DualPipe: at most (p - 1) (F + B + B - 3W) = 2 (p - 1)
+            ("dualpipe_v", 2, ranks - 1),
         ):
             actions = table(name, ranks, stages, micro_batches)
             work = 3 * stages * micro_batches
             share = bubble(timeline(actions, placement(name, ranks, stages), ticks))
-            assert share == pytest.approx(ticks_published / (work + ticks_published)), (name, stages, micro_batches)
+            assert share == pytest.approx(ticks_published / (work + ticks_published)), (
+                name,
+                stages,
+                micro_batches,
+            )
 
 
 def most_held(actions: list[Action]) -> int:
-    """Activations, in micro-batches of a stage, that a rank holds at most: from forward until the end of backward."""
+    """Activations, in micro-batches of a stage, that a rank holds at most: from forward until the
+    end of backward."""
     held, most = 0, 0
     for action in actions:
         held += {FORWARD: 1, BACKWARD_INPUT: 0}.get(action.kind, -1)
@@ -112,16 +144,20 @@ def test_activations_held_are_those_of_the_papers(ranks):
         return [most_held(actions) for actions in table(name, ranks, stages, 5 * ranks)]
 
     assert held("1f1b", 1) == [ranks - rank for rank in range(ranks)]
-    assert held("interleaved_1f1b", 3) == [2 * (ranks - 1 - rank) + 2 * ranks + 1 for rank in range(ranks)]
+    assert held("interleaved_1f1b", 3) == [
+        2 * (ranks - 1 - rank) + 2 * ranks + 1 for rank in range(ranks)
+    ]
     assert max(held("zero_bubble", 1)) == ranks  # as 1F1B
-    assert max(held("zero_bubble", 2)) == max(held("zbv", 2)) == 2 * ranks  # of half the size: as 1F1B
+    # of half the size: as 1F1B
+    assert max(held("zero_bubble", 2)) == max(held("zbv", 2)) == 2 * ranks
     assert max(held("dualpipe_v", 2)) == 2 * ranks + 1
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_transfers_can_be_started_in_one_order_by_all_ranks(ranks):
-    """As the runtime does it on NCCL: where a rank's next action needs a result, everything that comes before that in
-    the list has been started, and a rank starts a send only after it has made what it sends."""
+    """As the runtime does it on NCCL: where a rank's next action needs a result, everything that
+    comes before that in the list has been started, and a rank starts a send only after it has made
+    what it sends."""
     for name, stages, micro_batches in cases(ranks, 7):
         rank_of = placement(name, ranks, stages)
         actions = table(name, ranks, stages, micro_batches)
@@ -153,25 +189,33 @@ def test_negative_controls_a_wrong_table_is_seen():
 
 def test_p2p_seconds_and_unequal_stages():
     """Two ranks, one micro-batch: nothing overlaps, so all times add up."""
-    played = timeline(table("1f1b", 2, 1, 1), [0, 1], lambda a: 3.0 if a.stage else 1.0, lambda *_: 0.25)
+    played = timeline(
+        table("1f1b", 2, 1, 1), [0, 1], lambda a: 3.0 if a.stage else 1.0, lambda *_: 0.25
+    )
     assert [(begin, end) for _, begin, end in played[0]] == [(0, 1), (7.5, 8.5)]
     assert [(begin, end) for _, begin, end in played[1]] == [(1.25, 4.25), (4.25, 7.25)]
     assert bubble(played) == pytest.approx(1 - 8 / (2 * 8.5))
 
 
 def test_too_few_micro_batches():
-    with pytest.raises(ValueError, match="dualpipe_v on 4 ranks needs at least 8 micro-batches, not 7"):
+    with pytest.raises(
+        ValueError, match="dualpipe_v on 4 ranks needs at least 8 micro-batches, not 7"
+    ):
         table("dualpipe_v", 4, 2, 7)
 
 
-@pytest.mark.parametrize("layers, stages, ends, counts", [
-    (8, 4, (0, 0), [2, 2, 2, 2]),
-    (5, 2, (0, 0), [3, 2]),  # the early stage takes the rest
-    (3, 2, (0, 1), [2, 1]),
-    (126, 16, (0.66, 0.61), [7, *[8] * 14, 7]),  # Llama 3 405B, as arXiv:2407.21783 section 3.3.2 says
-    (4, 4, (3, 3), [1, 1, 1, 1]),
-    (6, 2, (0, 2.5), [4, 2]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layers, stages, ends, counts",
+    [
+        (8, 4, (0, 0), [2, 2, 2, 2]),
+        (5, 2, (0, 0), [3, 2]),  # the early stage takes the rest
+        (3, 2, (0, 1), [2, 1]),
+        # Llama 3 405B, as arXiv:2407.21783 section 3.3.2 says
+        (126, 16, (0.66, 0.61), [7, *[8] * 14, 7]),
+        (4, 4, (3, 3), [1, 1, 1, 1]),
+        (6, 2, (0, 2.5), [4, 2]),
+    ],
+)
 def test_layers_of_stages_by_cost(layers, stages, ends, counts):
     assert stage_layers(layers, stages, *ends) == consecutive(counts)
     assert [n for of_stage in consecutive(counts) for n in of_stage] == list(range(layers))

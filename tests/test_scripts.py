@@ -1,12 +1,14 @@
-"""The scripts and the launcher, run for real in processes of their own: exit codes, signals, deaths, environments.
+"""The scripts and the launcher, run for real in processes of their own: exit codes, signals,
+deaths, environments.
 
-train.py is stood in for by a script of a few lines, so that what is tested is how it is started and how it ends.
+train.py is stood in for by a script of a few lines, so that what is tested is how it is started and
+how it ends.
 """
 
 import json
 import os
-import shutil
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -68,11 +70,18 @@ while time.monotonic() < deadline and action != "exit":
 """
 
 
-def run(*command: str | Path, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str | Path, cwd: Path = ROOT, **settings: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(word) for word in command], cwd=cwd, env=environment(**settings), text=True, capture_output=True,
-        stdin=subprocess.DEVNULL, timeout=90 * NEIGHBOURS,
-    )  # fmt: skip
+        [str(word) for word in command],
+        cwd=cwd,
+        env=environment(**settings),
+        text=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        timeout=90 * NEIGHBOURS,
+    )
 
 
 class Started:
@@ -80,16 +89,22 @@ class Started:
 
     def __init__(self, *command: str | Path, ranks: int, cwd: Path = ROOT, **settings: str) -> None:
         self.process = subprocess.Popen(
-            [str(word) for word in command], cwd=cwd, env=environment(**settings), text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            [str(word) for word in command],
+            cwd=cwd,
+            env=environment(**settings),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+        )
         said = sorted(self.process.stdout.readline().split() for _ in range(ranks))
         expected = [["ready", str(rank)] for rank in range(ranks)]
         assert [line[:2] for line in said] == expected, self.process.communicate()
         self.pids = [int(line[2]) for line in said]
 
     def end(self) -> tuple[int, str, str, float]:
-        """Exit code, stdout, stderr, and the seconds until it ended; asserts that no rank outlived it."""
+        """Exit code, stdout, stderr, and the seconds until it ended; asserts that no rank outlived
+        it."""
         began = time.monotonic()
         out, err = self.process.communicate(timeout=60)
         seconds = time.monotonic() - began
@@ -121,10 +136,12 @@ def stand_in(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A copy of the scripts and of what they need, with the stand-in as train.py and one test file of its own."""
+    """A copy of the scripts and of what they need, with the stand-in as train.py and one test file
+    of its own."""
     for name in ("run_train.sh", "run_tests.sh", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "requirements-test.txt").write_text("pytest==8\n")  # so that the environment of these tests will do
+    # so that the environment of these tests will do
+    (tmp_path / "requirements-test.txt").write_text("pytest==8\n")
     for name in ("configs", "models", "data", "reliability", "tools", ".ci"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests").mkdir()
@@ -136,7 +153,7 @@ def repository(tmp_path: Path) -> Path:
 LAUNCH = (sys.executable, "-m", "tools.launch")
 
 
-# The launcher ---------------------------------------------------------------------------------------------------------
+# The launcher -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codes, expected", [("0 2", 2), ("0 9", 9)])
@@ -144,15 +161,24 @@ def test_exit_code_of_the_failing_rank(stand_in: Path, codes: str, expected: int
     done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "exit", *codes.split())
     assert done.returncode == expected
     named = f"launch: rank 1 on {socket.gethostname()} ended with exit code 9\n"
-    assert done.stderr == (named if expected == 9 else ""), "one line for a failure; the ranks have explained a 2"
+    assert done.stderr == (named if expected == 9 else ""), (
+        "one line for a failure; the ranks have explained a 2"
+    )
 
 
 def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> None:
     done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "raise")
     assert done.returncode == 1
-    closing = done.stderr[done.stderr.index("launch: the traceback of rank 1, the first to fail here:\n") :].splitlines()
-    assert closing[1] == "Traceback (most recent call last):" and closing[-1] == "ValueError: the cause"
-    assert closing[2].startswith(f'  File "{stand_in}", line '), "it begins with the script, as if started by hand"
+    closing = done.stderr[
+        done.stderr.index("launch: the traceback of rank 1, the first to fail here:\n") :
+    ].splitlines()
+    assert (
+        closing[1] == "Traceback (most recent call last):"
+        and closing[-1] == "ValueError: the cause"
+    )
+    assert closing[2].startswith(f'  File "{stand_in}", line '), (
+        "it begins with the script, as if started by hand"
+    )
     assert "noise" not in "".join(closing)
 
 
@@ -163,23 +189,34 @@ def test_a_rank_that_takes_long_to_end_is_still_the_first_to_fail(stand_in: Path
 
 
 def test_ranks_that_a_signal_finds_before_they_listen_are_75(stand_in: Path) -> None:
-    """A stop during the import of torch, say: nothing to save yet, and a scheduler may start it again."""
+    """A stop during the import of torch, say: nothing to save yet, and a scheduler may start it
+    again."""
     started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "default", ranks=2)
     started.process.send_signal(signal.SIGUSR1)
     code, _, err, _ = started.end()
-    assert (code, err) == (75, "launch: stopped by SIGUSR1 before training began: run it again to go on\n")
+    assert (code, err) == (
+        75,
+        "launch: stopped by SIGUSR1 before training began: run it again to go on\n",
+    )
 
 
 def test_the_store_of_several_nodes_listens_on_the_masters_own_address() -> None:
     """... where that is known to be reachable; tests/test_two_hosts.py looks at real addresses."""
-    rows = {"127.0.0.1": "127.0.0.1", "localhost": "0.0.0.0", "192.0.2.1": "0.0.0.0", "no.such": "0.0.0.0"}
+    rows = {
+        "127.0.0.1": "127.0.0.1",
+        "localhost": "0.0.0.0",
+        "192.0.2.1": "0.0.0.0",
+        "no.such": "0.0.0.0",
+    }
     for address, expected in rows.items():
         with listen(address, 0) as listener:
             assert listener.getsockname()[0] == expected, address
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(stand_in: Path, number: signal.Signals) -> None:
+def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(
+    stand_in: Path, number: signal.Signals
+) -> None:
     started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "wait", ranks=2)
     started.process.send_signal(number)
     code, out, err, _ = started.end()
@@ -201,7 +238,9 @@ def test_what_nohup_ignores_does_not_end_the_run(stand_in: Path) -> None:
 
 @pytest.mark.alone
 def test_a_rank_that_does_not_stop_is_killed_after_the_grace(stand_in: Path) -> None:
-    started = Started(*LAUNCH, "--nproc-per-node=2", "--shutdown-timeout=1", stand_in, "deaf", ranks=2)
+    started = Started(
+        *LAUNCH, "--nproc-per-node=2", "--shutdown-timeout=1", stand_in, "deaf", ranks=2
+    )
     started.process.send_signal(signal.SIGTERM)
     code, _, err, seconds = started.end()
     assert code == 128 + signal.SIGKILL and "not stopped after 1 s" in err
@@ -241,7 +280,9 @@ def test_kill_9_of_one_rank_ends_the_other_within_seconds(stand_in: Path) -> Non
 
 @pytest.mark.skipif(sys.platform != "linux", reason="dying with the parent is a service of Linux")
 def test_kill_9_of_the_launcher_ends_the_ranks(stand_in: Path, tmp_path: Path) -> None:
-    started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "deaf", ranks=2, TMPDIR=str(tmp_path))
+    started = Started(
+        *LAUNCH, "--nproc-per-node=2", stand_in, "deaf", ranks=2, TMPDIR=str(tmp_path)
+    )
     started.process.kill()
     started.end()
 
@@ -250,12 +291,18 @@ def test_two_nodes_meet_at_the_master_and_stop_together(stand_in: Path) -> None:
     where = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     nodes = [
         subprocess.Popen(
-            [*LAUNCH, *where, f"--node-rank={rank}", stand_in, "wait"], cwd=ROOT, env=environment(), text=True,
+            [*LAUNCH, *where, f"--node-rank={rank}", stand_in, "wait"],
+            cwd=ROOT,
+            env=environment(),
+            text=True,
             stdout=subprocess.PIPE,
-        )  # fmt: skip
+        )
         for rank in range(2)
     ]
-    assert [node.stdout.readline().split()[:2] for node in nodes] == [["ready", "0"], ["ready", "1"]]
+    assert [node.stdout.readline().split()[:2] for node in nodes] == [
+        ["ready", "0"],
+        ["ready", "1"],
+    ]
     for node in nodes:
         node.send_signal(signal.SIGTERM)
     assert [node.communicate(timeout=60)[0] for node in nodes] == ["stopped by SIGTERM\n"] * 2
@@ -267,13 +314,20 @@ def test_a_master_port_that_is_taken_is_one_sentence(stand_in: Path) -> None:
         listener.bind(("", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        done = run(*LAUNCH, "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}", stand_in, "exit")
+        done = run(
+            *LAUNCH,
+            "--nnodes=2",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+            stand_in,
+            "exit",
+        )
     assert done.returncode == 1 and "Traceback" not in done.stderr
     node = f"launch: node 0 of 2 on {socket.gethostname()}"
     assert f"{node} could not meet the others at 127.0.0.1:{port}: " in done.stderr
 
 
-# run_train.sh ---------------------------------------------------------------------------------------------------------
+# run_train.sh -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -285,10 +339,13 @@ def test_a_master_port_that_is_taken_is_one_sentence(stand_in: Path) -> None:
         ({"NNODES": "2"}, "needs MASTER_ADDR"),
         ({"SLURM_JOB_NUM_NODES": "2"}, "srun --ntasks-per-node=1"),
         ({"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8"}, "8 Slurm tasks on 1 nodes"),
-        ({"NGPU": "3"}, "parallelism.data_parallel_shard = 1"),  # and 3 processes: configs/check.py says so
+        # and 3 processes: configs/check.py says so
+        ({"NGPU": "3"}, "parallelism.data_parallel_shard = 1"),
     ],
-)  # fmt: skip
-def test_a_wrong_setting_is_one_sentence(settings: dict[str, str], words: str, repository: Path) -> None:
+)
+def test_a_wrong_setting_is_one_sentence(
+    settings: dict[str, str], words: str, repository: Path
+) -> None:
     before = sorted(repository.rglob("*"))
     done = run(repository / "run_train.sh", "--parallelism.data_parallel_shard=1", **settings)
     assert done.returncode == 2 and words in done.stderr and done.stdout == ""
@@ -309,7 +366,9 @@ def test_mistakes_in_the_configuration_are_told_before_anything_starts(repositor
 
 def test_help_lists_the_options_and_starts_nothing(repository: Path) -> None:
     done = run(repository / "run_train.sh", "--help")
-    assert done.returncode == 0 and "tensor_parallel" in done.stdout and "ready 0" not in done.stdout
+    assert (
+        done.returncode == 0 and "tensor_parallel" in done.stdout and "ready 0" not in done.stdout
+    )
 
 
 PRINT_ENVIRONMENT = """
@@ -337,24 +396,35 @@ def test_ranks_share_out_the_cores_and_meet_on_the_loopback(repository: Path) ->
     shown = [json.loads(line) for line in done.stdout.splitlines()]
     assert sorted(s["RANK"] for s in shown) == ["0", "1", "2", "3"]
     assert all(s["WORLD_SIZE"] == s["LOCAL_WORLD_SIZE"] == "4" for s in shown)
-    assert all(1 <= int(s["OMP_NUM_THREADS"]) <= max(1, len(os.sched_getaffinity(0)) // 4) for s in shown)
+    assert all(
+        1 <= int(s["OMP_NUM_THREADS"]) <= max(1, len(os.sched_getaffinity(0)) // 4) for s in shown
+    )
     assert all(s["MASTER_ADDR"] == "127.0.0.1" and int(s["MASTER_PORT"]) > 0 for s in shown)
 
 
-def test_slurm_tells_the_nodes_who_they_are(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_slurm_tells_the_nodes_who_they_are(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Only scontrol, which turns Slurm's list of nodes into names, is stood in for."""
     (repository / "train.py").write_text(PRINT_ENVIRONMENT)
     scontrol = tmp_path_factory.mktemp("slurm") / "scontrol"
-    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\\n127.0.0.2\\n"\n')
+    scontrol.write_text(
+        '#!/bin/sh\n[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\\n127.0.0.2\\n"\n'
+    )
     scontrol.chmod(0o755)
     settings = environment(
-        SLURM_JOB_NUM_NODES="2", SLURM_STEP_NUM_NODES="2", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="node[1-2]",
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_STEP_NUM_NODES="2",
+        SLURM_STEP_NUM_TASKS="2",
+        SLURM_STEP_NODELIST="node[1-2]",
         MASTER_PORT=str(free_port()),
-    )  # fmt: skip
+    )
     settings["PATH"] = f"{scontrol.parent}:{settings['PATH']}"
     command = [repository / "run_train.sh", "--training.local_batch_size=1"]
     nodes = [
-        subprocess.Popen(command, env=settings | {"SLURM_NODEID": str(rank)}, text=True, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            command, env=settings | {"SLURM_NODEID": str(rank)}, text=True, stdout=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     shown = [json.loads(node.communicate(timeout=60)[0]) for node in nodes]
@@ -367,13 +437,18 @@ def test_sigterm_to_the_script_saves_and_returns_75(repository: Path) -> None:
     train = (repository / "train.py").read_text().replace("sys.argv[1]", '"wait"')
     (repository / "train.py").write_text(train)
     for ranks in (1, 2):
-        started = Started(repository / "run_train.sh", "--training.local_batch_size=1", ranks=ranks, NGPU=str(ranks))
+        started = Started(
+            repository / "run_train.sh",
+            "--training.local_batch_size=1",
+            ranks=ranks,
+            NGPU=str(ranks),
+        )
         started.process.send_signal(signal.SIGTERM)
         code, out, err, _ = started.end()
         assert (code, out, err) == (75, "stopped by SIGTERM\n" * ranks, "")
 
 
-# The environment ------------------------------------------------------------------------------------------------------
+# The environment ----------------------------------------------------------------------------------
 
 
 def wheel(folder: Path, version: str) -> None:
@@ -381,27 +456,43 @@ def wheel(folder: Path, version: str) -> None:
     info = f"probe-{version}.dist-info"
     with zipfile.ZipFile(folder / f"probe-{version}-py3-none-any.whl", "w") as archive:
         archive.writestr("probe.py", "")
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: probe\nVersion: {version}\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", f"probe.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: probe\nVersion: {version}\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(
+            f"{info}/RECORD", f"probe.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
+        )
 
 
 def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__")
+    )
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "active"], check=True)
     settings = environment(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
     settings["PATH"] = f"{tmp_path / 'active' / 'bin'}:{os.environ['PATH']}"
     settings.pop("INSTALL_FIRST", None)
-    command = ["bash", "-euc", "source tools/environment.sh; find_python requirements.txt; echo $PYTHON"]
+    command = [
+        "bash",
+        "-euc",
+        "source tools/environment.sh; find_python requirements.txt; echo $PYTHON",
+    ]
     made = f"{tmp_path}/.venv/bin/python\n"
 
     def start() -> subprocess.Popen:
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=tmp_path, env=settings, text=True, stdout=pipe, stderr=pipe)
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=settings, text=True, stdout=pipe, stderr=pipe
+        )
 
     def installed() -> str:
         words = "import importlib.metadata as m; print(m.version('probe'))"
-        return subprocess.run([made.strip(), "-c", words], text=True, capture_output=True).stdout.strip()
+        return subprocess.run(
+            [made.strip(), "-c", words], text=True, capture_output=True
+        ).stdout.strip()
 
     for version in ("1.4", "2.0"):
         wheel(tmp_path, version)
@@ -409,7 +500,9 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
     both = [start(), start()]
     said = [process.communicate(timeout=60) for process in both]
     assert [out for out, _ in said] == [made, made], said
-    assert sorted(err.count("installing") for _, err in said) == [0, 1], "the second waits for the first"
+    assert sorted(err.count("installing") for _, err in said) == [0, 1], (
+        "the second waits for the first"
+    )
     assert installed() == "1.4"
 
     assert start().communicate(timeout=60) == (made, ""), "complete: nothing to do or to say"
@@ -422,9 +515,12 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
     process = start()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2 and out == ""
-    assert "plumbline: pip could not install requirements.txt: ERROR: Could not find a version" in err
+    assert (
+        "plumbline: pip could not install requirements.txt: ERROR: Could not find a version" in err
+    )
 
-    # The active environment is taken as soon as what it has is recent enough, and is never written to.
+    # The active environment is taken as soon as what it has is recent enough, and is never written
+    # to.
     active = next((tmp_path / "active" / "lib").glob("python*/site-packages"))
     with zipfile.ZipFile(tmp_path / "probe-1.4-py3-none-any.whl") as archive:
         archive.extractall(active)
@@ -434,22 +530,33 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
     assert start().communicate(timeout=60) == (f"{tmp_path}/active/bin/python3\n", "")
 
 
-@pytest.mark.parametrize("first, build", [("probe===1.4", "1.4"), ("", "1.4+cpu"), ("probe===7", "1.4+cpu")])
+@pytest.mark.parametrize(
+    "first, build", [("probe===1.4", "1.4"), ("", "1.4+cpu"), ("probe===7", "1.4+cpu")]
+)
 def test_ci_gets_the_build_that_people_get(first: str, build: str, tmp_path: Path) -> None:
-    """Where a CPU wheel of the pinned version is at hand, as where CI runs; and if there is no other."""
+    """Where a CPU wheel of the pinned version is at hand, as where CI runs; and if there is no
+    other."""
     for version in ("1.4", "1.4+cpu"):
         wheel(tmp_path, version)
     (tmp_path / "requirements.txt").write_text("probe==1.4\n")
-    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__")
+    )
     words = "import importlib.metadata as m; print(m.version('probe'))"
-    command = ["bash", "-euc", f'source tools/environment.sh; find_python requirements.txt; $PYTHON -c "{words}"']
+    command = [
+        "bash",
+        "-euc",
+        f'source tools/environment.sh; find_python requirements.txt; $PYTHON -c "{words}"',
+    ]
     settings = environment(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path), INSTALL_FIRST=first)
-    done = subprocess.run(command, cwd=tmp_path, env=settings, text=True, capture_output=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=settings, text=True, capture_output=True, timeout=100
+    )
     assert done.stdout == f"{build}\n", done.stderr
     assert ("so it chooses a build itself" in done.stderr) == (first == "probe===7"), done.stderr
 
 
-# run_tests.sh and .ci/run ---------------------------------------------------------------------------------------------
+# run_tests.sh and .ci/run -------------------------------------------------------------------------
 
 TESTS = """
 import time
@@ -482,11 +589,15 @@ def test_the_tests_are_chosen_by_marker_and_capped(repository: Path) -> None:
 
 @pytest.mark.parametrize("slow, code", [(True, 0), (False, 1)])
 def test_ci_runs_all_but_the_exhaustive_tests(repository: Path, slow: bool, code: int) -> None:
-    (repository / "tests" / "test_it.py").write_text(TESTS.format(slow=slow).replace("time.sleep(30)", "pass"))
+    (repository / "tests" / "test_it.py").write_text(
+        TESTS.format(slow=slow).replace("time.sleep(30)", "pass")
+    )
     done = run("bash", repository / ".ci" / "run", cwd=Path("/"), CI="true")
     assert done.returncode == code
     closing = done.stdout.splitlines()[-1]
-    assert ("3 passed" if slow else "1 failed, 2 passed") in closing and closing.startswith("==="), "pytest has the last word"
+    assert ("3 passed" if slow else "1 failed, 2 passed") in closing and closing.startswith(
+        "==="
+    ), "pytest has the last word"
 
 
 BESIDE = """
@@ -515,16 +626,30 @@ def test_tests_run_beside_each_other_except_those_that_must_be_alone(repository:
     (repository / "tests" / "test_it.py").write_text(BESIDE)
     done = run(repository / "run_tests.sh", "-n", "3")
     assert done.returncode == 0 and "22 passed" in done.stdout, done.stdout
-    times = {int(path.stem): [float(t) for t in path.read_text().split()] for path in repository.glob("*.times")}
-    overlap = {(a, b) for a in times for b in times if a != b and times[a][0] < times[b][1] and times[b][0] < times[a][1]}
+    times = {
+        int(path.stem): [float(t) for t in path.read_text().split()]
+        for path in repository.glob("*.times")
+    }
+    overlap = {
+        (a, b)
+        for a in times
+        for b in times
+        if a != b and times[a][0] < times[b][1] and times[b][0] < times[a][1]
+    }
     assert overlap and not [pair for pair in overlap if pair[0] % 4 == 0]
-    assert (repository / "made").read_text() == "once ", "the tests that share a fixture run on one worker"
+    assert (repository / "made").read_text() == "once ", (
+        "the tests that share a fixture run on one worker"
+    )
 
 
 def test_programs_that_tests_start_can_be_interrupted(repository: Path) -> None:
-    """... also where the suite was started with SIGINT ignored, by nohup or as the background job of a script."""
+    """... also where the suite was started with SIGINT ignored, by nohup or as the background job
+    of a script."""
     asks = "import signal, sys; sys.exit(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
-    test = f"import subprocess, sys\ndef test_it():\n    assert subprocess.run([sys.executable, '-c', {asks!r}]).returncode == 0\n"
+    test = (
+        "import subprocess, sys\ndef test_it():\n    assert subprocess.run([sys.executable, "
+        f"'-c', {asks!r}]).returncode == 0\n"
+    )
     (repository / "tests" / "test_it.py").write_text(test)
     done = run("bash", "-c", f"trap '' INT; exec {repository}/run_tests.sh")
     assert done.returncode == 0, done.stdout
@@ -550,18 +675,39 @@ print("done")
 @pytest.mark.parametrize("end, code", [("leave", 75), ("sys.exit", -signal.SIGABRT)])
 def test_a_launcher_ends_with_its_code_while_a_thread_hears_of_other_nodes(end, code):
     """The second row is the negative control: what Python's own exit does to such a thread."""
-    done = subprocess.run([sys.executable, "-c", LISTENING.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENING.format(end=end)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr
 
 
-@pytest.mark.parametrize("program", [
-    "tools.compare_runs", "tools.goodput", "tools.generate", "checkpoint.verify", "data.audit", "configs.load", "tools.plan",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "program",
+    [
+        "tools.compare_runs",
+        "tools.goodput",
+        "tools.generate",
+        "checkpoint.verify",
+        "data.audit",
+        "configs.load",
+        "tools.plan",
+    ],
+)
 def test_a_program_whose_reader_has_left_ends_quietly(program):
     """`... | head`: the pipe is closed before the program writes."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as closed:
-        done = subprocess.run([sys.executable, "-m", program, "--help"], cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True,
-                              timeout=60)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", program, "--help"],
+            cwd=ROOT,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
     assert done.returncode == -signal.SIGPIPE and "BrokenPipe" not in done.stderr, done.stderr

@@ -1,6 +1,8 @@
-"""What docs/security.md promises about a run on one node: nobody outside can reach it, and it gives no secret away.
+"""What docs/security.md promises about a run on one node: nobody outside can reach it, and it gives
+no secret away.
 
-One real run of two ranks by run_train.sh, in an environment full of canaries, under a careless umask.
+One real run of two ranks by run_train.sh, in an environment full of canaries, under a careless
+umask.
 """
 
 import contextlib
@@ -15,19 +17,23 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-
 from tests.ranks import NEIGHBOURS
 from tests.runs import environment, tiny_run
+
 ROOT = Path(__file__).resolve().parent.parent
 CANARY = "canary-8f3b1c"
 SECRETS = {
-    "AWS_SECRET_ACCESS_KEY": f"{CANARY}-aws", "HF_TOKEN": f"hf_{CANARY}", "WANDB_API_KEY": f"{CANARY}-wandb",
-    "FTP_PROXY": f"http://user:{CANARY}@proxy.invalid:3128", "PLUMBLINE_ANYTHING": f"{CANARY}-other",
-}  # fmt: skip
+    "AWS_SECRET_ACCESS_KEY": f"{CANARY}-aws",
+    "HF_TOKEN": f"hf_{CANARY}",
+    "WANDB_API_KEY": f"{CANARY}-wandb",
+    "FTP_PROXY": f"http://user:{CANARY}@proxy.invalid:3128",
+    "PLUMBLINE_ANYTHING": f"{CANARY}-other",
+}
 
 
 def listening(pids: list[int]) -> set[str]:
-    """Addresses (hexadecimal, as Linux's tables have them) on which these processes accept TCP connections."""
+    """Addresses (hexadecimal, as Linux's tables have them) on which these processes accept TCP
+    connections."""
     sockets = set()
     for pid in pids:
         with contextlib.suppress(FileNotFoundError):  # it has ended
@@ -51,7 +57,9 @@ def descendants(pid: int) -> list[int]:
     parents = {}
     for other in filter(str.isdigit, os.listdir("/proc")):
         try:
-            parents[int(other)] = int(Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(other)] = int(
+                Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1]
+            )
         except OSError:
             pass
     found = [pid]
@@ -61,16 +69,23 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
-def a_run(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, set[str]]]:
+def a_run(
+    request, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, str, set[str]]]:
     """(its place, all it said, where it listened) of a run that is stopped after it has saved."""
     place = tmp_path_factory.mktemp("run")
     command = [
-        str(ROOT / "run_train.sh"), *tiny_run(place), "--training.steps=2000", "--metrics.tensorboard=true",
+        str(ROOT / "run_train.sh"),
+        *tiny_run(place),
+        "--training.steps=2000",
+        "--metrics.tensorboard=true",
         f"--run.folder={place / 'run'}",
-    ]  # fmt: skip
+    ]
     here = environment(NGPU=str(request.param), OMP_NUM_THREADS="1", **SECRETS)
     with open(place / "said", "w") as file:
-        process = subprocess.Popen(["sh", "-c", 'umask 000; exec "$@"', "_", *command], env=here, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            ["sh", "-c", 'umask 000; exec "$@"', "_", *command], env=here, stdout=file, stderr=file
+        )
     found, deadline = set(), time.monotonic() + 60 * NEIGHBOURS
     while not list((place / "run" / "checkpoints").glob("step-*")):
         assert process.poll() is None and time.monotonic() < deadline, (place / "said").read_text()
@@ -97,11 +112,17 @@ def test_no_secret_of_the_environment_is_written_anywhere(a_run):
     assert CANARY not in said
     files = [path for path in place.rglob("*") if path.is_file()]
     kinds = {path.suffix for path in files}
-    assert {".safetensors", ".json", ".log", ".toml"} <= kinds and any("tfevents" in path.name for path in files)
+    assert {".safetensors", ".json", ".log", ".toml"} <= kinds and any(
+        "tfevents" in path.name for path in files
+    )
     assert not [path for path in files if CANARY.encode() in path.read_bytes()]
 
 
 def test_not_everyone_can_write_what_a_run_leaves(a_run):
     place = a_run[0]
-    made = [path for path in place.rglob("*") if path.relative_to(place).parts[0] in ("run", "cache") and not path.is_symlink()]
+    made = [
+        path
+        for path in place.rglob("*")
+        if path.relative_to(place).parts[0] in ("run", "cache") and not path.is_symlink()
+    ]
     assert len(made) > 5 and not [path for path in made if path.stat().st_mode & stat.S_IWOTH]

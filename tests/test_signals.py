@@ -33,16 +33,26 @@ def options(tmp_path_factory) -> list[str]:
     """A tiny run, and the run that nobody stops in folder `whole` beside its corpus."""
     place = tmp_path_factory.mktemp("run")
     made = [
-        *tiny_run(place), *TWO, f"--training.steps={STEPS}", "--checkpoint.interval=4", "--training.local_batch_size=1",
-        "--validation.interval=4", "--validation.steps=3", "--data.validation_fraction=0.2", "--checkpoint.keep_last=1",
-    ]  # fmt: skip
+        *tiny_run(place),
+        *TWO,
+        f"--training.steps={STEPS}",
+        "--checkpoint.interval=4",
+        "--training.local_batch_size=1",
+        "--validation.interval=4",
+        "--validation.steps=3",
+        "--data.validation_fraction=0.2",
+        "--checkpoint.keep_last=1",
+    ]
     (place / "whole").mkdir()
     assert run_ranks(2, run, made, place / "whole") == [(0, "")] * 2
     return made
 
 
 def whole(options: list[str]) -> Path:
-    return Path(next(o for o in options if o.startswith("--data.cache=")).partition("=")[2]).parent / "whole"
+    return (
+        Path(next(o for o in options if o.startswith("--data.cache=")).partition("=")[2]).parent
+        / "whole"
+    )
 
 
 def kill(number: signal.Signals = signal.SIGTERM) -> None:
@@ -81,7 +91,9 @@ def between_micro_batches() -> None:
 
 def in_validation() -> None:
     """The second batch after step 4."""
-    train.validate = lambda model, mesh, batches, *rest: validate.validate(model, mesh, signalled(batches), *rest)
+    train.validate = lambda model, mesh, batches, *rest: validate.validate(
+        model, mesh, signalled(batches), *rest
+    )
 
     def signalled(batches):
         for i, batch in enumerate(batches):
@@ -113,24 +125,38 @@ def while_an_old_checkpoint_is_removed() -> None:
     manager.shutil.rmtree = once(manager.shutil.rmtree, lambda: (kill(), time.sleep(0.5)), 1)
 
 
-WINDOWS = {  # where, and how many steps the run may have done; a removal begins when all ranks know that the save is done
-    in_preparation: None, in_the_first_step: None, between_micro_batches: (5, 6), in_validation: (3, 4), waiting_for_data: (5, 6),
-    while_a_save_is_written: (4, 5), while_an_old_checkpoint_is_removed: (8, 9, 10),
-}  # fmt: skip
+# where, and how many steps the run may have done; a removal begins when all ranks know that the
+# save is done
+WINDOWS = {
+    in_preparation: None,
+    in_the_first_step: None,
+    between_micro_batches: (5, 6),
+    in_validation: (3, 4),
+    waiting_for_data: (5, 6),
+    while_a_save_is_written: (4, 5),
+    while_an_old_checkpoint_is_removed: (8, 9, 10),
+}
 SHORT = (in_validation, while_a_save_is_written)
 
 
-def start(folder: Path, options: list[str], window: Callable | None, only: int | None = None) -> tuple[int, str]:
+def start(
+    folder: Path, options: list[str], window: Callable | None, only: int | None = None
+) -> tuple[int, str]:
     if window and only in (None, dist.get_rank()):
         window()
     return run(options, folder)
 
 
 @pytest.mark.parametrize(
-    "window", [pytest.param(w, marks=() if w in SHORT else pytest.mark.torture, id=w.__name__) for w in WINDOWS]
+    "window",
+    [
+        pytest.param(w, marks=() if w in SHORT else pytest.mark.torture, id=w.__name__)
+        for w in WINDOWS
+    ],
 )
 def test_s1_a_signal_stops_the_run_wherever_it_comes(window, options, tmp_path):
-    """S1: at most one step later it is saved, and what is resumed is bitwise the run that nobody stopped."""
+    """S1: at most one step later it is saved, and what is resumed is bitwise the run that nobody
+    stopped."""
     assert ends(2, tmp_path / "ranks", start, tmp_path, options, window) == [75, 75]
     steps = WINDOWS[window]
     saved = sorted(int(p.name[5:]) for p in tmp_path.glob("checkpoints/step-*"))
@@ -141,11 +167,15 @@ def test_s1_a_signal_stops_the_run_wherever_it_comes(window, options, tmp_path):
     else:
         assert saved[-1] in steps and max(series(tmp_path)) == saved[-1] == end["step"]
     assert run_ranks(2, run, options, tmp_path) == [(0, "")] * 2
-    assert series(tmp_path) == series(whole(options)) and series(tmp_path, "grad_norm") == series(whole(options), "grad_norm")
+    assert series(tmp_path) == series(whole(options)) and series(tmp_path, "grad_norm") == series(
+        whole(options), "grad_norm"
+    )
     assert samples(tmp_path, 2)[-STEPS:] == samples(whole(options), 2)
 
 
-def stopped_in_step_6(folder: Path, options: list[str], number: signal.Signals, only: int | None, times: int):
+def stopped_in_step_6(
+    folder: Path, options: list[str], number: signal.Signals, only: int | None, times: int
+):
     def send():
         for _ in range(times):
             kill(number)
@@ -156,10 +186,16 @@ def stopped_in_step_6(folder: Path, options: list[str], number: signal.Signals, 
     return run(options, folder)
 
 
-@pytest.mark.parametrize(("number", "only", "times"), [
-    (signal.SIGTERM, 1, 1), pytest.param(signal.SIGTERM, None, 2, marks=pytest.mark.torture),
-    pytest.param(signal.SIGINT, None, 1, marks=pytest.mark.torture), (signal.SIGUSR1, 0, 1),
-], ids=["one rank only", "each twice, as under Slurm", "SIGINT", "SIGUSR1 to one"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "only", "times"),
+    [
+        (signal.SIGTERM, 1, 1),
+        pytest.param(signal.SIGTERM, None, 2, marks=pytest.mark.torture),
+        pytest.param(signal.SIGINT, None, 1, marks=pytest.mark.torture),
+        (signal.SIGUSR1, 0, 1),
+    ],
+    ids=["one rank only", "each twice, as under Slurm", "SIGINT", "SIGUSR1 to one"],
+)
 def test_s2_all_ranks_stop_at_the_same_step(number, only, times, options, tmp_path):
     if number != signal.SIGTERM or only is None:
         options = [*options, "--validation.interval=0"]
@@ -211,7 +247,8 @@ def test_the_same_signal_again_ends_the_process_at_once(options, tmp_path):
 
 
 def limited(folder: Path, options: list[str], seconds: float, pause: float) -> tuple[int, str]:
-    """A run whose third step takes `pause` seconds more than the others, with a limit of so many seconds from now."""
+    """A run whose third step takes `pause` seconds more than the others, with a limit of so many
+    seconds from now."""
     real, steps = stop.Stop.__init__, itertools.count(1)
 
     def born_now(self, born, max_minutes, end):
@@ -227,10 +264,13 @@ def limited(folder: Path, options: list[str], seconds: float, pause: float) -> t
 
 
 def test_the_time_limit_stops_as_a_signal_does(options, tmp_path):
-    """It counts from the birth of the process, so it is over before the first step, or within the third one."""
+    """It counts from the birth of the process, so it is over before the first step, or within the
+    third one."""
     assert ends(2, tmp_path / "a", limited, tmp_path, options, 0.0006, 0.0) == [75, 75]
     assert not list(tmp_path.glob("checkpoints/step-*"))
-    assert ends(2, tmp_path / "b", limited, tmp_path, options, 4.0 * NEIGHBOURS, 4.0 * NEIGHBOURS) == [75, 75]
+    assert ends(
+        2, tmp_path / "b", limited, tmp_path, options, 4.0 * NEIGHBOURS, 4.0 * NEIGHBOURS
+    ) == [75, 75]
     assert max(series(tmp_path)) == 3
     assert run_ranks(2, run, options, tmp_path) == [(0, "")] * 2
     assert series(tmp_path) == series(whole(options))
@@ -257,7 +297,8 @@ def hung(folder: Path, options: list[str], how: str, watched: bool = True) -> tu
 
 @pytest.mark.parametrize("how", ["spin", pytest.param("holds the GIL", marks=pytest.mark.torture)])
 def test_n6_a_hung_rank_ends_and_leaves_its_stacks(how, options, tmp_path):
-    """N6: it dies of its watchdog, and the one that waited for it of the collective; both leave the stacks of all threads."""
+    """N6: it dies of its watchdog, and the one that waited for it of the collective; both leave the
+    stacks of all threads."""
     codes = ends(2, tmp_path / "ranks", hung, tmp_path, [*options, step_timeout(1)], how)
     assert codes[1] == -signal.SIGALRM and codes[0] in (1, -signal.SIGALRM), codes
     stacks = (tmp_path / "logs" / "rank-00001.stacks").read_text()
@@ -268,13 +309,20 @@ def test_n6_a_hung_rank_ends_and_leaves_its_stacks(how, options, tmp_path):
 
 def limits_of_a_run(folder: Path, options: list[str]) -> list[float]:
     real, limits = health.Watchdog.arm, []
-    health.Watchdog.arm = lambda watchdog, seconds: (limits.append(seconds), real(watchdog, seconds))[1]
+    health.Watchdog.arm = lambda watchdog, seconds: (
+        limits.append(seconds),
+        real(watchdog, seconds),
+    )[1]
     assert run(options, folder) == (0, "")
     return limits
 
 
 def test_n6_a_batch_has_its_own_seconds_besides_those_of_the_step(options, tmp_path):
-    limits = ["--run.init_timeout_seconds=900", "--run.step_timeout_seconds=500", "--data.timeout_seconds=70"]
+    limits = [
+        "--run.init_timeout_seconds=900",
+        "--run.step_timeout_seconds=500",
+        "--data.timeout_seconds=70",
+    ]
     [seen] = run_ranks(1, limits_of_a_run, tmp_path, [*options, *limits])
     first, others = (970, 900), (570, 500)
     pairs = list(zip(seen, seen[1:]))
@@ -282,8 +330,12 @@ def test_n6_a_batch_has_its_own_seconds_besides_those_of_the_step(options, tmp_p
 
 
 def dumping(folder: Path, seconds: float, by_faulthandler: bool = False) -> bool:
-    """Stacks are written while threads that are not Python's call it for the first time, as gloo's and autograd's do."""
-    libc, callback = ctypes.CDLL(None), ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+    """Stacks are written while threads that are not Python's call it for the first time, as gloo's
+    and autograd's do."""
+    libc, callback = (
+        ctypes.CDLL(None),
+        ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None),
+    )
     (folder / "logs").mkdir()
     sys.setswitchinterval(1e-5)
     end = time.monotonic() + seconds
@@ -316,7 +368,10 @@ def test_n6_which_kills_faulthandler(tmp_path):
 def test_n6_without_the_watchdog_it_hangs_on(options, tmp_path):
     """The negative control."""
     given = [*options, step_timeout(1)]
-    assert ends(2, tmp_path / "ranks", hung, tmp_path, given, "spin", False, seconds=10) == [1, None]
+    assert ends(2, tmp_path / "ranks", hung, tmp_path, given, "spin", False, seconds=10) == [
+        1,
+        None,
+    ]
 
 
 WRAPPER = """
@@ -338,13 +393,26 @@ def test_n6_the_launcher_names_the_rank_that_hung(options, tmp_path):
     """... although the other one failed before it, of the wait."""
     (tmp_path / "wrapper.py").write_text(WRAPPER)
     given = [f"--run.folder={tmp_path / 'run'}", *options, step_timeout(3)]
-    command = [sys.executable, "-m", "tools.launch", "--nproc-per-node=2", str(tmp_path / "wrapper.py"), *given]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.launch",
+        "--nproc-per-node=2",
+        str(tmp_path / "wrapper.py"),
+        *given,
+    ]
     here = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=100, check=False
+    )
     said = [line for line in done.stderr.splitlines() if line.startswith("launch: rank")]
     assert done.returncode == 128 + signal.SIGALRM and len(said) == 3, done.stderr
     assert "launch: rank 1 on" in said[0] and "is behind" in said[0], said
-    assert "launch: rank 1 on" in said[1] and "killed by SIGALRM" in said[1] and "rank-00001.stacks" in said[1], said
+    assert (
+        "launch: rank 1 on" in said[1]
+        and "killed by SIGALRM" in said[1]
+        and "rank-00001.stacks" in said[1]
+    ), said
     assert " in hang" in (tmp_path / "run" / "logs" / "rank-00001.stacks").read_text()
 
 
@@ -373,20 +441,37 @@ sys.exit(train.main([word for word in sys.argv[1:] if word != "--forget"]))
 @pytest.mark.torture
 @pytest.mark.parametrize("forgets", [False, True], ids=["counted", "not counted, the control"])
 def test_n6_the_rank_that_hung_is_named_where_all_wait_as_nccl_does(forgets, options, tmp_path):
-    """NCCL throws a minute after its limit, so the rank that waits dies of its own watchdog too: here it is even the first.
-    But it has begun one exchange more than the one that hangs."""
+    """NCCL throws a minute after its limit, so the rank that waits dies of its own watchdog too:
+    here it is even the first. But it has begun one exchange more than the one that hangs."""
     (tmp_path / "wrapper.py").write_text(PATIENT)
     given = [f"--run.folder={tmp_path / 'run'}", *options, step_timeout(3), *["--forget"] * forgets]
-    command = [sys.executable, "-m", "tools.launch", "--nproc-per-node=2", str(tmp_path / "wrapper.py"), *given]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.launch",
+        "--nproc-per-node=2",
+        str(tmp_path / "wrapper.py"),
+        *given,
+    ]
     here = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=100, check=False
+    )
     said = [line for line in done.stderr.splitlines() if line.startswith("launch: rank")]
     assert done.returncode == 128 + signal.SIGALRM, done.stderr
     if forgets:
-        assert "launch: rank 0 on" in said[0] and not any("is behind" in line for line in said), said
+        assert "launch: rank 0 on" in said[0] and not any("is behind" in line for line in said), (
+            said
+        )
     else:
-        assert said[0].startswith("launch: rank 1 on") and "is behind: it had begun" in said[0], said
-        assert "launch: rank 1 on" in said[1] and "killed by SIGALRM" in said[1] and "rank-00001.stacks" in said[1], said
+        assert said[0].startswith("launch: rank 1 on") and "is behind: it had begun" in said[0], (
+            said
+        )
+        assert (
+            "launch: rank 1 on" in said[1]
+            and "killed by SIGALRM" in said[1]
+            and "rank-00001.stacks" in said[1]
+        ), said
 
 
 def paused(folder: Path, options: list[str], seconds: float) -> tuple[int, str]:

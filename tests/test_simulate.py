@@ -15,7 +15,8 @@ from tests import parity, simulated
 from tests.covering import covering_array
 from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, ROOT, ULYSSES, series, tiny_run
 from tools.bench.device import checks
-from tools.simulate import build, ranks as of_simulate
+from tools.simulate import build
+from tools.simulate import ranks as of_simulate
 from tools.simulate.__main__ import main, waits
 from tools.simulate.ranks import Outcome, Simulator
 
@@ -61,7 +62,8 @@ def waits_in_steps(outcome: Outcome) -> set[str]:
 # The one place where a mixture under expert parallelism must wait: it has to know how many rows to
 # send.
 ROWS = "parallelisms/ep.py"
-GROUPED = "models/kernels/grouped_product.py"  # float32, for which no GPU has a grouped GEMM, asks for the groups' sizes
+# float32, for which no GPU has a grouped GEMM, asks for the groups' sizes
+GROUPED = "models/kernels/grouped_product.py"
 THE_TEST = "tests/"  # it keeps the gradients
 ASKED = "training/optim.py"  # SGD, and weights that are offloaded (training/optim.py::step_if)
 NORM = "train.py"  # of weights that are offloaded it is computed on the CPU
@@ -201,11 +203,16 @@ def test_a_mesh_with_experts_is_one_gpu(run, mesh, tmp_path):
 # -------------------------------------------------------------------------------------- whole runs
 
 DENSE = (
-    "--model.dim=64 --model.n_layers=4 --model.n_heads=4 --model.n_kv_heads=2 --model.head_dim=16 --model.hidden_dim=96 "
-    "--model.vocab_size=263 --data.tokenizer=bytes --training.seq_len=32 --training.global_batch_size=8 "
-    "--training.local_batch_size=2 --training.steps=3 --lr_schedule.warmup_steps=1 --optimizer.eps=1e-5 "
-    "--checkpoint.interval=2 --metrics.interval=1 --metrics.tensorboard=false --validation.interval=2 --validation.steps=1 "
-    "--data.validation_fraction=0.2 --debug.sample_tokens=4 --metrics.progress=off --training.loss_chunk_tokens=40"
+    "--model.dim=64 --model.n_layers=4 --model.n_heads=4 --model.n_kv_heads=2 --model.head_dim=16 "
+    "--model.hidden_dim=96 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.seq_len=32 "
+    "--training.global_batch_size=8 "
+    "--training.local_batch_size=2 --training.steps=3 --lr_schedule.warmup_steps=1 "
+    "--optimizer.eps=1e-5 "
+    "--checkpoint.interval=2 --metrics.interval=1 --metrics.tensorboard=false "
+    "--validation.interval=2 --validation.steps=1 "
+    "--data.validation_fraction=0.2 --debug.sample_tokens=4 --metrics.progress=off "
+    "--training.loss_chunk_tokens=40"
 ).split()
 TP2, PP2, EP2 = (
     "--parallelism.tensor_parallel=2",
@@ -426,13 +433,36 @@ def test_negative_control_a_result_used_before_its_exchange(run, tmp_path):
     assert all(total != total for total in early)
 
 
-@pytest.mark.parametrize("mistake, sentences", [
-    (simulated.leaves_one_out, ["rank 1", "never joined all-reduce of 4 float32", "exchange 2 of the group of ranks 0 1"]),
-    (simulated.other_order, ["differs: rank 0 calls all-reduce of 4 float32 (sum), rank 1 all-reduce of 8 float32 (sum)"]),
-    (simulated.other_type, ["differs: rank 0 calls all-reduce of 4 float32 (sum), rank 1 all-reduce of 4 bfloat16 (sum)"]),
-    (simulated.sends_at_the_same_time, ["never joined a communicator of 2 ranks"]),
-    (simulated.closes_alone, ["rank 1", "never closed the group of ranks 0 1"]),
-], ids=lambda x: getattr(x, "__name__", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    "mistake, sentences",
+    [
+        (
+            simulated.leaves_one_out,
+            [
+                "rank 1",
+                "never joined all-reduce of 4 float32",
+                "exchange 2 of the group of ranks 0 1",
+            ],
+        ),
+        (
+            simulated.other_order,
+            [
+                "differs: rank 0 calls all-reduce of 4 float32 (sum), rank 1 all-reduce of 8 "
+                "float32 (sum)"
+            ],
+        ),
+        (
+            simulated.other_type,
+            [
+                "differs: rank 0 calls all-reduce of 4 float32 (sum), rank 1 all-reduce of 4 "
+                "bfloat16 (sum)"
+            ],
+        ),
+        (simulated.sends_at_the_same_time, ["never joined a communicator of 2 ranks"]),
+        (simulated.closes_alone, ["rank 1", "never closed the group of ranks 0 1"]),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
 def test_negative_control_ranks_that_do_not_agree(run, mistake, sentences):
     outcome = run(2, mistake, environment=HASTY, seconds=60)
     assert not outcome.whole
@@ -514,9 +544,12 @@ def test_the_command_reports_a_run(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     for sentence in (
-        "host-device syncs in a training step: 0", "dp_shard (ranks 0 1) reduce-scatter", "most memory that a GPU held",
-        "Not shown by a simulation: speed", "nothing was found",
-    ):  # fmt: skip
+        "host-device syncs in a training step: 0",
+        "dp_shard (ranks 0 1) reduce-scatter",
+        "most memory that a GPU held",
+        "Not shown by a simulation: speed",
+        "nothing was found",
+    ):
         assert sentence in done.stdout, done.stdout
 
 

@@ -1,5 +1,6 @@
-"""Text that is tokenised while the run trains: the same batches on every mesh, each document once per epoch, exact resume,
-and a stream that fails or ends takes the run to a checkpoint on all ranks."""
+"""Text that is tokenised while the run trains: the same batches on every mesh, each document once
+per epoch, exact resume, and a stream that fails or ends takes the run to a checkpoint on all
+ranks."""
 
 import gzip
 import json
@@ -17,7 +18,8 @@ from pyarrow import parquet
 
 import train
 from configs.schema import Data, InputError
-from data import audit, order as orders, sources, stream
+from data import audit, sources, stream
+from data import order as orders
 from data.loader import LoaderError
 from data.prepare import prepare
 from data.stream import Batches, Exhausted, Order, Stream
@@ -28,13 +30,17 @@ T, G, STREAMS = 13, 24, 12
 
 
 def words(kind: str, i: int) -> str:
-    return f"<{kind}:{i}>" + "".join(chr(97 + (i * k + len(kind)) % 26) for k in range(i * 31 % 143))
+    return f"<{kind}:{i}>" + "".join(
+        chr(97 + (i * k + len(kind)) % 26) for k in range(i * 31 % 143)
+    )
 
 
 def write(folder: Path, count: int = 60) -> list[str]:
     """A source of every kind; its texts."""
     folder.mkdir()
-    texts = {kind: [words(kind, i) for i in range(count)] for kind in ("lines", "gz", "zst", "table")}
+    texts = {
+        kind: [words(kind, i) for i in range(count)] for kind in ("lines", "gz", "zst", "table")
+    }
 
     def lines(kind: str) -> bytes:
         rows = [json.dumps({"text": text}) for text in texts[kind]]
@@ -43,7 +49,9 @@ def write(folder: Path, count: int = 60) -> list[str]:
     (folder / "a.jsonl").write_bytes(lines("lines"))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines("gz")))
     (folder / "c.jsonl.zst").write_bytes(pyarrow.compress(lines("zst"), codec="zstd", asbytes=True))
-    parquet.write_table(pyarrow.table({"text": texts["table"]}), folder / "d.parquet", row_group_size=17)
+    parquet.write_table(
+        pyarrow.table({"text": texts["table"]}), folder / "d.parquet", row_group_size=17
+    )
     (folder / "e.txt").write_text(words("whole", 77))
     return [*sum(texts.values(), []), words("whole", 77)]
 
@@ -55,7 +63,12 @@ def corpus(tmp_path, monkeypatch) -> tuple[Path, list[str]]:
 
 
 def options(place: Path, **more) -> Data:
-    few = {"streams": STREAMS, "validation_fraction": 0.0, "retry_seconds": 0.001, "timeout_seconds": 20}
+    few = {
+        "streams": STREAMS,
+        "validation_fraction": 0.0,
+        "retry_seconds": 0.001,
+        "timeout_seconds": 20,
+    }
     return Data(source=str(place), tokenizer="bytes", stream=True, **few | more)
 
 
@@ -64,42 +77,61 @@ def opened(cfg: Data, seed: int = 3) -> tuple[stream.Source, dict]:
     return source, stream.describe(source, seed, T, G)
 
 
-def take(source, order: Order, first: int, steps: int, dp: int = 1, local: int = 1) -> tuple[list[dict], Order]:
-    """The global batches of some steps, put together from the shares of dp ranks, and where the streams then are."""
-    ranks = [Batches(source, order, range(first, first + steps), local, r, dp, lambda x: [x]) for r in range(dp)]
+def take(
+    source, order: Order, first: int, steps: int, dp: int = 1, local: int = 1
+) -> tuple[list[dict], Order]:
+    """The global batches of some steps, put together from the shares of dp ranks, and where the
+    streams then are."""
+    ranks = [
+        Batches(source, order, range(first, first + steps), local, r, dp, lambda x: [x])
+        for r in range(dp)
+    ]
     shares = [[batch for _, batch in zip(range(steps), rank)] for rank in ranks]
     for rank in ranks:
         rank.close()
         if rank.problem:
             raise rank.problem
-    joined = [{k: torch.cat([b[k].reshape(-1, *b[k].shape[2:]) if b[k].dim() > 1 else b[k] for b in parts]) for k in parts[0]}
-              for parts in zip(*shares, strict=True)]  # fmt: skip
+    joined = [
+        {
+            k: torch.cat(
+                [b[k].reshape(-1, *b[k].shape[2:]) if b[k].dim() > 1 else b[k] for b in parts]
+            )
+            for k in parts[0]
+        }
+        for parts in zip(*shares, strict=True)
+    ]
     return joined, Order(order.description, sum((rank.places for rank in ranks), []))
 
 
 def same(one: list[dict], other: list[dict]) -> bool:
     return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(one, other, strict=True)
+        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        for a, b in zip(one, other, strict=True)
     )
 
 
-# ---------------------------------------------------------------------------------------------------- what a stream is
+# --------------------------------------------------------------------------------------------------
+# what a stream is
 
 
 def test_a_rank_may_have_parts_of_windows_alone(corpus):
     """Context parallelism: tokens and labels are those of the whole windows at these positions."""
     source, description = opened(options(corpus[0], mask_documents=True))
     places = [range(1, 3), range(T - 2, T)]
-    rows = [Batches(source, stream.begin(description), range(2), G, 0, 1, lambda x: [x], places=own) for own in ((), places)]
+    rows = [
+        Batches(source, stream.begin(description), range(2), G, 0, 1, lambda x: [x], places=own)
+        for own in ((), places)
+    ]
     for want, got in zip(*rows, strict=True):
         here = [position for own in places for position in own]
         assert all(torch.equal(got[key], want[key][..., here]) for key in ("tokens", "labels"))
-        assert torch.equal(got["positions"], want["positions"]) and torch.equal(got["sample"], want["sample"])
+        assert torch.equal(got["positions"], want["positions"]) and torch.equal(
+            got["sample"], want["sample"]
+        )
         if (got["sample"] >= STREAMS).any():
             break
     for batches in rows:
         batches.close()
-
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3])
@@ -115,7 +147,8 @@ def test_an_epoch_has_every_document_once_and_none_that_is_held_out(corpus, frac
             while True:
                 window, begins = one.window()
                 tokens += window[:T].tolist()
-                assert not begins[1:].any() or set(window[:-1][begins[1:]].tolist()) == {256}  # after each end of a text
+                # after each end of a text
+                assert not begins[1:].any() or set(window[:-1][begins[1:]].tolist()) == {256}
         left = [i for _, ids in one.waiting for i in ids.tolist()][one.place.token :]
         parts = bytes(i if i < 256 else 0 for i in tokens + left).decode().split("\0")
         assert parts.pop() == ""
@@ -126,7 +159,11 @@ def test_an_epoch_has_every_document_once_and_none_that_is_held_out(corpus, frac
     else:  # the same that preparation holds out
         cfg = options(place, validation_fraction=fraction, cache=str(tmp_path / "cache"))
         prepared = prepare(cfg, log=lambda line: None)
-        held_out = bytes(i if i < 256 else 0 for i in prepared.validation.read(0, 10**6).tolist()).decode().split("\0")[:-1]
+        held_out = (
+            bytes(i if i < 256 else 0 for i in prepared.validation.read(0, 10**6).tolist())
+            .decode()
+            .split("\0")[:-1]
+        )
         assert len(held_out) > 20 and sorted(held_out + found) == sorted(texts)
 
 
@@ -157,7 +194,8 @@ def test_batches_are_the_same_on_any_ranks_and_micro_batches(corpus, mask):
         for local in {1, G // dp}:
             parts, there = take(source, stream.begin(description), 0, 60, dp, local)
             assert same(parts, whole) and there.places == end.places, (dp, local)
-    assert max(place.unit for place in end.places) * STREAMS > len(source.units)  # some streams are in the second epoch
+    # some streams are in the second epoch
+    assert max(place.unit for place in end.places) * STREAMS > len(source.units)
 
 
 @pytest.mark.parametrize("rows", [8, 9, 24, 36])
@@ -170,7 +208,8 @@ def test_every_window_of_every_stream_comes_once_in_its_turn(corpus, rows):
 
 
 def schedules(corpus, seed: int) -> bool:
-    """A run that is killed and goes on with another number of ranks, again and again, is the run that is not."""
+    """A run that is killed and goes on with another number of ranks, again and again, is the run
+    that is not."""
     source, description = opened(options(corpus[0], mask_documents=True), seed)
     whole, _ = take(source, stream.begin(description), 0, 36)
     rng, order, step, got = random.Random(seed), stream.begin(description), 0, []
@@ -227,11 +266,13 @@ def test_a_hugging_face_dataset_streams(tmp_path, kind, monkeypatch):
     assert same(first + rest, whole)
 
 
-# ------------------------------------------------------------------------------------------------ what can go wrong
+# --------------------------------------------------------------------------------------------------
+# what can go wrong
 
 
 def failing(monkeypatch, fails) -> None:
-    """sources.read, which asks fails(piece, number) before each document: an error to raise, a document instead, or None."""
+    """sources.read, which asks fails(piece, number) before each document: an error to raise, a
+    document instead, or None."""
     real = sources.read
 
     def read(piece, *more):
@@ -248,7 +289,8 @@ def failing(monkeypatch, fails) -> None:
 
 
 def test_what_fails_is_read_again_without_repeat_or_skip(corpus, monkeypatch, caplog):
-    for place in corpus[0], corpus[0] / "b.jsonl.gz":  # the second with pieces that several streams share
+    # the second with pieces that several streams share
+    for place in corpus[0], corpus[0] / "b.jsonl.gz":
         source, description = opened(options(place, retries=9))
         whole, _ = take(source, stream.begin(description), 0, 12)
         rng, seen, lost = random.Random(1), set(), []
@@ -258,21 +300,37 @@ def test_what_fails_is_read_again_without_repeat_or_skip(corpus, monkeypatch, ca
             seen.add((piece, number))
             if first_time and rng.random() < 0.2:
                 lost.append(number)
-                truncated = sources.Document(number, "", f"{sources.UNREADABLE}the archive ends too early", 0)
-                return [OSError(5, "Input/output error"), ConnectionError("reset"), truncated][len(lost) % 3]
+                truncated = sources.Document(
+                    number, "", f"{sources.UNREADABLE}the archive ends too early", 0
+                )
+                return [OSError(5, "Input/output error"), ConnectionError("reset"), truncated][
+                    len(lost) % 3
+                ]
 
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "plumbline"):
             caplog.clear()
             failing(patch, fails)
             again, _ = take(source, stream.begin(description), 0, 12)
         assert same(again, whole)
-        assert len(lost) > 5 and len(caplog.records) == len(lost) and "attempt 1 of 10; the next in 0.001 s" in caplog.text
+        assert (
+            len(lost) > 5
+            and len(caplog.records) == len(lost)
+            and "attempt 1 of 10; the next in 0.001 s" in caplog.text
+        )
 
 
 def test_the_last_attempt_is_an_error_that_names_the_place(corpus, monkeypatch):
     source, description = opened(options(corpus[0], retries=1))
-    failing(monkeypatch, lambda piece, number: OSError(5, "gone") if piece.file.name == "b.jsonl.gz" and number == 9 else None)
-    sentence = r"data stream \d+: .*/b.jsonl.gz, after document 9, cannot be read: OSError.*gone \(attempt 2 of 2: data"
+    failing(
+        monkeypatch,
+        lambda piece, number: (
+            OSError(5, "gone") if piece.file.name == "b.jsonl.gz" and number == 9 else None
+        ),
+    )
+    sentence = (
+        r"data stream \d+: .*/b.jsonl.gz, after document 9, cannot be read: OSError.*gone "
+        r"\(attempt 2 of 2: data"
+    )
     with pytest.raises(LoaderError, match=sentence):
         take(source, stream.begin(description), 0, 40)
 
@@ -281,7 +339,10 @@ def test_a_read_that_hangs_and_a_thread_that_dies_are_errors(corpus, monkeypatch
     source, description = opened(options(corpus[0], timeout_seconds=1))
     release = threading.Event()
     failing(monkeypatch, lambda piece, number: release.wait(30) and None)
-    with pytest.raises(LoaderError, match=r"data streams 0 to 11 gave nothing for 1 s \(data.timeout_seconds\): reading hangs"):
+    with pytest.raises(
+        LoaderError,
+        match=r"data streams 0 to 11 gave nothing for 1 s \(data.timeout_seconds\): reading hangs",
+    ):
         take(source, stream.begin(description), 0, 2)
     release.set()
     monkeypatch.setattr(Batches, "_work", lambda self: None)
@@ -294,9 +355,15 @@ def test_documents_that_cannot_be_read_count_for_their_stream(tmp_path, caplog):
     rows[7] = rows[23] = '{"other": 1}'
     (tmp_path / "x.jsonl").write_text("\n".join(rows))
     for allowed in 0, 1, 2:
-        source, description = opened(options(tmp_path / "x.jsonl", streams=1, skip_failed=allowed, stream_epochs=1))
+        source, description = opened(
+            options(tmp_path / "x.jsonl", streams=1, skip_failed=allowed, stream_epochs=1)
+        )
         one = Stream(source, stream.begin(description), 0, threading.Event())
-        error, words_of_it = (Exhausted, "no text left") if allowed == 2 else (LoaderError, "x.jsonl, line (8|24) (is not|has nothing under)")
+        error, words_of_it = (
+            (Exhausted, "no text left")
+            if allowed == 2
+            else (LoaderError, "x.jsonl, line (8|24) (is not|has nothing under)")
+        )
         with pytest.raises(error, match=words_of_it):
             while True:
                 one.window()
@@ -309,8 +376,12 @@ def test_a_changed_text_or_option_is_refused(corpus):
     source, description = opened(options(place))
     _, order = take(source, stream.begin(description), 0, 9)
     saved = {"step": 9, "data": stream.state(order, description)}
-    for change, word in (({"seed": 4}, "run.seed was 3 and is 4"), ({"streams": 24}, "data.streams was 12 and is 24"),
-                         ({"seq_len": 5}, "training.seq_len"), ({"tokenizer": "x"}, "data.tokenizer")):  # fmt: skip
+    for change, word in (
+        ({"seed": 4}, "run.seed was 3 and is 4"),
+        ({"streams": 24}, "data.streams was 12 and is 24"),
+        ({"seq_len": 5}, "training.seq_len"),
+        ({"tokenizer": "x"}, "data.tokenizer"),
+    ):
         with pytest.raises(InputError, match=word):
             stream.resume(saved, description | change)
     with pytest.raises(InputError, match="how they are read"):
@@ -338,7 +409,8 @@ def test_what_cannot_be_streamed_is_refused(corpus, tmp_path):
         take(source, stream.begin(description), 0, 1)
 
 
-# ------------------------------------------------------------------------------------------------------- whole runs
+# --------------------------------------------------------------------------------------------------
+# whole runs
 
 
 @pytest.fixture(params=["jsonl.gz", "parquet"])
@@ -348,11 +420,19 @@ def tiny(request, tmp_path) -> list[str]:
     for file in range(3):
         texts = [words(f"{file}", i) for i in range(120)]
         if request.param == "parquet":
-            parquet.write_table(pyarrow.table({"text": texts}), folder / f"{file}.parquet", row_group_size=19)
+            parquet.write_table(
+                pyarrow.table({"text": texts}), folder / f"{file}.parquet", row_group_size=19
+            )
         else:
             lines = "\n".join(json.dumps({"text": text}) for text in texts)
             (folder / f"{file}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    return [*TINY, f"--data.source={folder}", "--data.stream=true", "--data.streams=16", "--data.retry_seconds=0.01"]
+    return [
+        *TINY,
+        f"--data.source={folder}",
+        "--data.stream=true",
+        "--data.streams=16",
+        "--data.retry_seconds=0.01",
+    ]
 
 
 def test_killed_and_resumed_it_is_bitwise_the_same_run(tiny, tmp_path):
@@ -406,9 +486,13 @@ def failing_at(step: int, kind: str, options: list[str], folder: Path) -> tuple[
 @pytest.mark.parametrize("tiny", ["jsonl.gz"], indirect=True)
 @pytest.mark.cap(90)
 def test_a_stream_that_fails_on_one_rank_saves_and_ends_all(tiny, tmp_path):
-    """Two attempts, then a checkpoint of step 6 and exit code 1 on both; a restart goes on as if nothing had been."""
+    """Two attempts, then a checkpoint of step 6 and exit code 1 on both; a restart goes on as if
+    nothing had been."""
     more = [*tiny, *MESHES["fsdp2"][1], "--data.retries=1", "--data.timeout_seconds=3"]
-    kinds = {"fails": "/nowhere/gone.jsonl, after document 0, cannot be read", "hangs": "8 to 15 gave nothing for 3 s"}
+    kinds = {
+        "fails": "/nowhere/gone.jsonl, after document 0, cannot be read",
+        "hangs": "8 to 15 gave nothing for 3 s",
+    }
     for name in "whole", *kinds:
         (tmp_path / name).mkdir()
     whole = tmp_path / "whole"
@@ -416,20 +500,32 @@ def test_a_stream_that_fails_on_one_rank_saves_and_ends_all(tiny, tmp_path):
     for kind, word in kinds.items():
         failed = tmp_path / kind
         results = run_ranks(2, failing_at, 7, kind, more, failed)
-        assert [code for code, _ in results] == [1, 1] and all(word in error for _, error in results), results
+        assert [code for code, _ in results] == [1, 1] and all(
+            word in error for _, error in results
+        ), results
         assert (failed / "checkpoints" / "step-00000006").is_dir() and max(series(failed)) == 6
-        assert "everything up to step 6 is saved" in (failed / "logs" / "rank-00000.log").read_text()
+        assert (
+            "everything up to step 6 is saved" in (failed / "logs" / "rank-00000.log").read_text()
+        )
         assert run_ranks(2, run, more, failed) == [(0, "")] * 2
         assert series(failed) == series(whole) and samples(failed, 2) == samples(whole, 2)
 
 
 @pytest.mark.parametrize("tiny", ["parquet"], indirect=True)
 def test_the_end_of_the_data_saves_and_says_so(tiny, tmp_path):
-    more = [*tiny, *MESHES["fsdp2"][1], "--data.stream_epochs=1", "--training.steps=4000", "--training.seq_len=64"]
+    more = [
+        *tiny,
+        *MESHES["fsdp2"][1],
+        "--data.stream_epochs=1",
+        "--training.steps=4000",
+        "--training.seq_len=64",
+    ]
     for _ in range(2):  # a restart finds the same end
         results = run_ranks(2, run, more, tmp_path)
         assert [code for code, _ in results] == [2, 2]
-        assert all("has no text left: data.stream_epochs = 1 is reached" in error for _, error in results)
+        assert all(
+            "has no text left: data.stream_epochs = 1 is reached" in error for _, error in results
+        )
     last = len((tmp_path / "samples-0.jsonl").read_text().splitlines())
     assert 20 < last < 100 and (tmp_path / "checkpoints" / f"step-{last:08d}").is_dir()
     seen = np.array(samples(tmp_path, 2)).ravel()
@@ -443,6 +539,12 @@ def test_validation_is_on_sets_that_were_prepared(tiny, tmp_path):
     held = {"validation_fraction": 0.2, "cache": f"{tmp_path}/cache"}
     part = prepare(cfg.data.model_copy(update=held), log=lambda line: None)
     sets = f'--validation.sets=[{{name = "part", source = "{part.folder}"}}]'
-    more = [*tiny, sets, "--data.validation_fraction=0.2", "--validation.interval=8", "--validation.steps=1"]
+    more = [
+        *tiny,
+        sets,
+        "--data.validation_fraction=0.2",
+        "--validation.interval=8",
+        "--validation.steps=1",
+    ]
     assert run_ranks(1, run, more, tmp_path) == [(0, "")]
     assert list(series(tmp_path, "validation_loss")) == [8, 16]

@@ -1,4 +1,5 @@
-"""The house stays as README draws it: who may import whom, and everything that documents, docstrings and comments point to exists."""
+"""The house stays as README draws it: who may import whom, and everything that documents,
+docstrings and comments point to exists."""
 
 import ast
 import io
@@ -13,24 +14,58 @@ from pathlib import Path
 
 import pytest
 
+from tools import reading
+
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("checkpoint", "configs", "data", "models", "parallelisms", "reliability", "tools", "training", "train", "tests")
+PACKAGES = (
+    "checkpoint",
+    "configs",
+    "data",
+    "models",
+    "parallelisms",
+    "reliability",
+    "tools",
+    "training",
+    "train",
+    "tests",
+)
 ALLOWED = {  # package -> what of ours it may import (besides itself)
-    "configs": {"models"},  # the registry, which imports no torch; test_config.py::test_command_line runs it without
+    # the registry, which imports no torch; test_config.py::test_command_line runs it without
+    "configs": {"models"},
     "models": set(),
     "data": {"configs.cpu", "configs.schema", "configs.splitmix", "reliability.disk"},
-    "parallelisms": {"configs.cpu", "configs.schema", "models.kernels.document_attention"},  # functions of tensors, no model
-    "training": {"configs", "configs.schema", "configs.splitmix", "models.moe", "parallelisms.mesh"},
+    # functions of tensors, no model
+    "parallelisms": {"configs.cpu", "configs.schema", "models.kernels.document_attention"},
+    "training": {
+        "configs",
+        "configs.schema",
+        "configs.splitmix",
+        "models.moe",
+        "parallelisms.mesh",
+    },
     "reliability": {"configs", "configs.schema", "parallelisms.cp", "parallelisms.mesh"},
-    "checkpoint": {"configs.cpu", "configs", "configs.schema", "parallelisms.mesh", "reliability.disk"},
+    "checkpoint": {
+        "configs.cpu",
+        "configs",
+        "configs.schema",
+        "parallelisms.mesh",
+        "reliability.disk",
+    },
 }
 
 
 def imports(path: Path, at_run_time: bool = False) -> set[str]:
-    """Dotted names of our own modules that a file imports; `at_run_time`: without those that only annotations need."""
+    """Dotted names of our own modules that a file imports; `at_run_time`: without those that only
+    annotations need."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    for_annotations = [node for node in ast.walk(tree) if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"]
-    skipped = {child for node in for_annotations for child in ast.walk(node)} if at_run_time else set()
+    for_annotations = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    ]
+    skipped = (
+        {child for node in for_annotations for child in ast.walk(node)} if at_run_time else set()
+    )
     names = set()
     for node in ast.walk(tree):
         if node in skipped:
@@ -39,7 +74,10 @@ def imports(path: Path, at_run_time: bool = False) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             members = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= {n if (ROOT / (n.replace(".", "/") + ".py")).exists() else node.module for n in members}
+            names |= {
+                n if (ROOT / (n.replace(".", "/") + ".py")).exists() else node.module
+                for n in members
+            }
     return {name for name in names if name.split(".")[0] in PACKAGES}
 
 
@@ -47,19 +85,35 @@ def imports(path: Path, at_run_time: bool = False) -> set[str]:
 def test_who_imports_whom(package):
     for path in sorted((ROOT / package).rglob("*.py")):
         foreign = {name for name in imports(path) if name.split(".")[0] != package}
-        assert foreign <= ALLOWED[package], f"{path.relative_to(ROOT)} imports {foreign - ALLOWED[package]}"
+        assert foreign <= ALLOWED[package], (
+            f"{path.relative_to(ROOT)} imports {foreign - ALLOWED[package]}"
+        )
 
 
 def test_models_import_torch_and_models_alone():
     for path in sorted((ROOT / "models").rglob("[a-z]*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             for name in names:
-                assert name.split(".")[0] in {"torch", "math", "collections", "dataclasses", "typing", "models"}, f"{path.name} imports {name}"
+                assert name.split(".")[0] in {
+                    "torch",
+                    "math",
+                    "collections",
+                    "dataclasses",
+                    "typing",
+                    "models",
+                }, f"{path.name} imports {name}"
 
 
 def test_no_test_file_imports_another_one():
-    """What several files share stands in a file of its own (tests/runs.py, ranks.py, checkpoints.py, ...)."""
+    """What several files share stands in a file of its own (tests/runs.py, ranks.py,
+    checkpoints.py, ...)."""
     for path in sorted((ROOT / "tests").glob("*.py")):
         tests = {name for name in imports(path) if name.startswith("tests.test_")}
         assert not tests, f"tests/{path.name} imports {tests}"
@@ -68,37 +122,69 @@ def test_no_test_file_imports_another_one():
 def first_imports(path: Path) -> list[str]:
     """The modules that a file imports at its top level, in its order."""
     nodes = ast.parse(path.read_text(encoding="utf-8")).body
-    return [name for node in nodes for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import)
-            else [node.module or ""] if isinstance(node, ast.ImportFrom) else [])]  # fmt: skip
+    return [
+        name
+        for node in nodes
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    ]
 
 
 def test_every_program_knows_how_threads_wait_before_it_loads_torch():
-    """OpenMP reads its settings once, when torch loads it. `python -m tools.x` runs tools/__init__.py first."""
-    programs = [ROOT / name for name in tracked() if name.endswith(".py") and not name.startswith("tests/")
-                and '__name__ == "__main__"' in (ROOT / name).read_text(encoding="utf-8")]  # fmt: skip
+    """OpenMP reads its settings once, when torch loads it. `python -m tools.x` runs
+    tools/__init__.py first."""
+    programs = [
+        ROOT / name
+        for name in tracked()
+        if name.endswith(".py")
+        and not name.startswith("tests/")
+        and '__name__ == "__main__"' in (ROOT / name).read_text(encoding="utf-8")
+    ]
     assert len(programs) > 20
     for path in programs:
         package = ROOT / path.relative_to(ROOT).parts[0] / "__init__.py"
         order = (first_imports(package) if package.exists() else []) + first_imports(path)
-        torch_at = next((i for i, name in enumerate(order) if name.split(".")[0] == "torch"), len(order))
-        assert "configs.cpu" in order[:torch_at] or path.parts[-2] == "configs", f"{path.relative_to(ROOT)}: import configs.cpu first"
+        torch_at = next(
+            (i for i, name in enumerate(order) if name.split(".")[0] == "torch"), len(order)
+        )
+        assert "configs.cpu" in order[:torch_at] or path.parts[-2] == "configs", (
+            f"{path.relative_to(ROOT)}: import configs.cpu first"
+        )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP shows what it has read")
 @pytest.mark.parametrize("chosen, shown", [({}, "1000"), ({"GOMP_SPINCOUNT": "77"}, "77")])
 def test_a_tool_has_the_settings_of_threads(chosen, shown):
     """As OpenMP itself says when it is loaded; what the environment chooses counts."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    done = subprocess.run([sys.executable, "-m", "tools.generate", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100,
-                          env=environment | chosen | {"OMP_DISPLAY_ENV": "VERBOSE"})  # fmt: skip
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.generate", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment | chosen | {"OMP_DISPLAY_ENV": "VERBOSE"},
+    )
     assert done.returncode == 0 and f"GOMP_SPINCOUNT = '{shown}'" in done.stderr, done.stderr
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr, done.stderr
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    modules = {str(path.relative_to(ROOT).with_suffix("")).replace("/", "."): path
-               for package in PACKAGES for path in (*(ROOT / package).rglob("*.py"), *ROOT.glob(f"{package}.py"))}  # fmt: skip
-    graph = {name: imports(path, at_run_time=True) & modules.keys() for name, path in modules.items()}
+    modules = {
+        str(path.relative_to(ROOT).with_suffix("")).replace("/", "."): path
+        for package in PACKAGES
+        for path in (*(ROOT / package).rglob("*.py"), *ROOT.glob(f"{package}.py"))
+    }
+    graph = {
+        name: imports(path, at_run_time=True) & modules.keys() for name, path in modules.items()
+    }
     try:
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
@@ -106,10 +192,19 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 OUTSIDE_MODELS = (
-    "train.py", "configs/check.py", "configs/schema.py", "training", "checkpoint", "parallelisms", "tools/convert.py",
-    "tools/generate.py", "tools/plan", "tools/preflight",
-)  # fmt: skip
-# The layers' names and the numbers that only some families have. `configs/` reads the latter from models/, as words.
+    "train.py",
+    "configs/check.py",
+    "configs/schema.py",
+    "training",
+    "checkpoint",
+    "parallelisms",
+    "tools/convert.py",
+    "tools/generate.py",
+    "tools/plan",
+    "tools/preflight",
+)
+# The layers' names and the numbers that only some families have. `configs/` reads the latter from
+# models/, as words.
 OF_A_FAMILY = re.compile(
     r"\b(wq|wk|wv|wo|w[123](?!\.org)|n_heads|n_kv_heads|head_dim|hidden_dim|rope_theta|rope_scaling|feed_forward|attention_norm"
     r"|ffn_norm|q_norm|k_norm|q_proj|k_proj|lm_head|self_attn)\b"
@@ -121,7 +216,9 @@ def names_of_a_family(source: str) -> set[str]:
     tree, words = ast.parse(source), set()
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        text = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
+        text = (
+            getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
+        )
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             text = node.value
         words |= set(OF_A_FAMILY.findall(text)) if isinstance(text, str) else set()
@@ -130,14 +227,24 @@ def names_of_a_family(source: str) -> set[str]:
 
 def test_only_models_know_the_names_of_a_familys_layers():
     """So that another family is one file of models/ and a name in its registry."""
-    paths = [path for name in OUTSIDE_MODELS for path in ([ROOT / name] if name.endswith(".py") else sorted((ROOT / name).rglob("*.py")))]
+    paths = [
+        path
+        for name in OUTSIDE_MODELS
+        for path in ([ROOT / name] if name.endswith(".py") else sorted((ROOT / name).rglob("*.py")))
+    ]
     assert len(paths) > 40
-    known = {str(path.relative_to(ROOT)): names_of_a_family(path.read_text(encoding="utf-8")) for path in paths}
+    known = {
+        str(path.relative_to(ROOT)): names_of_a_family(path.read_text(encoding="utf-8"))
+        for path in paths
+    }
     assert not {path: words for path, words in known.items() if words}
 
 
 def test_negative_control_a_family_name_outside_models_is_seen():
-    assert names_of_a_family('flops = args.n_kv_heads * sizes["head_dim"]') == {"n_kv_heads", "head_dim"}
+    assert names_of_a_family('flops = args.n_kv_heads * sizes["head_dim"]') == {
+        "n_kv_heads",
+        "head_dim",
+    }
     assert names_of_a_family("layer.attention.wq.weight") == {"wq"}
     assert not names_of_a_family('"""The gradient of wq."""\nheads = 3')
 
@@ -156,47 +263,76 @@ def defined(node: ast.stmt) -> set[str]:
     """The names that a definition or an assignment gives."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
+    return {
+        name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)
+    }
 
 
-# A pointer: the path of a file of ours, then perhaps `::symbol`. A file without a folder counts only with a symbol.
-POINTER = re.compile(r"(?<![\w./*<>{}-])((?:[\w.-]+/)*[\w.-]+\.(?:py|sh|toml|md|yaml))(?:::(\w+(?:\.\w+)*))?(?![\w/*])")
+# A pointer: the path of a file of ours, then perhaps `::symbol`. A file without a folder counts
+# only with a symbol.
+POINTER = re.compile(
+    r"(?<![\w./*<>{}-])((?:[\w.-]+/)*[\w.-]+\.(?:py|sh|toml|md|yaml))(?:::(\w+(?:\.\w+)*))?(?![\w/*])"
+)
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of what a file says to a reader: a document whole, of code the comments and docstrings."""
+    """(line, text) of what a file says to a reader: a document whole, of code the comments and
+    docstrings."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT:
                 yield token.start[0], token.string
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
                 for number, line in enumerate(node.value.value.splitlines(), node.lineno):
                     yield number, line
     else:
         for number, line in enumerate(text.splitlines(), 1):
-            yield number, line if path.suffix == ".md" else line[line.index("#") :] if "#" in line else ""
+            yield (
+                number,
+                line if path.suffix == ".md" else line[line.index("#") :] if "#" in line else "",
+            )
 
 
 def stale(path: Path, root: Path, folders: set[str]) -> list[str]:
-    """The pointers of a file to files of ours that do not exist, or that lack the symbol. `folders`: those of the root."""
+    """The pointers of a file to files of ours that do not exist, or that lack the symbol.
+    `folders`: those of the root."""
     problems = []
     for number, line in prose(path):
         for name, symbol in POINTER.findall(line):
             if not symbol and ("/" not in name or name.split("/")[0] not in folders):
                 continue  # another project's file, or one that a run makes
-            target = next((place for place in (root / name, path.parent / name) if place.exists()), None)
+            target = next(
+                (place for place in (root / name, path.parent / name) if place.exists()), None
+            )
             if target is None:
-                problems.append(f"{path.relative_to(root)}:{number} names {name}, which does not exist")
+                problems.append(
+                    f"{path.relative_to(root)}:{number} names {name}, which does not exist"
+                )
             elif symbol and symbol not in symbols(target):
-                problems.append(f"{path.relative_to(root)}:{number} names {name}::{symbol}, which does not exist")
+                problems.append(
+                    f"{path.relative_to(root)}:{number} names {name}::{symbol}, which does not "
+                    "exist"
+                )
     return problems
 
 
 def tracked() -> list[str]:
-    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    listing = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     if listing.returncode:
         pytest.skip("not a checkout of git, which knows the files")
     return [name for name in listing.stdout.splitlines() if (ROOT / name).exists()]
@@ -210,20 +346,28 @@ def test_everything_that_is_pointed_to_exists():
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize(("name", "text"), [
-    ("a.md", "See `tools/gone.py`."),
-    ("a.md", "See `tools/here.py::gone`."),
-    ("a.md", "See `tools/here.py::Thing.gone`."),
-    ("a.py", "x = 1  # tools/gone.py says why"),
-    ("a.py", 'def f():\n    """As (tools/here.py::gone)."""'),
-    ("a.sh", "true  # see tools/gone.sh"),
-    ("a.toml", "# see tools/gone.toml\n[table]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.md", "See `tools/gone.py`."),
+        ("a.md", "See `tools/here.py::gone`."),
+        ("a.md", "See `tools/here.py::Thing.gone`."),
+        ("a.py", "x = 1  # tools/gone.py says why"),
+        ("a.py", 'def f():\n    """As (tools/here.py::gone)."""'),
+        ("a.sh", "true  # see tools/gone.sh"),
+        ("a.toml", "# see tools/gone.toml\n[table]"),
+    ],
+)
 def test_negative_control_a_stale_pointer_is_found(name, text, tmp_path):
     (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "here.py").write_text("class Thing:\n    size: int = 1\nKINDS, COLORS = 1, 2\n")
+    (tmp_path / "tools" / "here.py").write_text(
+        "class Thing:\n    size: int = 1\nKINDS, COLORS = 1, 2\n"
+    )
     path = tmp_path / name
-    path.write_text("# `tools/here.py`, tools/here.py::Thing.size, tools/here.py::COLORS, other/project.py, config.toml\n")
+    path.write_text(
+        "# `tools/here.py`, tools/here.py::Thing.size, tools/here.py::COLORS, other/project.py, "
+        "config.toml\n"
+    )
     assert stale(path, tmp_path, {"tools"}) == []
     path.write_text(text)
     assert len(stale(path, tmp_path, {"tools"})) == 1
@@ -235,7 +379,9 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
 def test_every_link_of_a_document_leads_somewhere(document):
     for path in re.findall(r"\]\((?!http)([\w/.]+)\)", document.read_text(encoding="utf-8")):
-        assert (document.parent / path).exists(), f"{document.name} links to {path}, which does not exist"
+        assert (document.parent / path).exists(), (
+            f"{document.name} links to {path}, which does not exist"
+        )
 
 
 def test_the_map_names_every_file_of_the_packages():
@@ -244,47 +390,52 @@ def test_the_map_names_every_file_of_the_packages():
     for package in ALLOWED:
         for path in sorted((ROOT / package).glob("*.py")):
             if path.stat().st_size and path.name != "__init__.py":
-                assert path.name in files, f"the list of files in docs/map.md does not name {package}/{path.name}"
+                assert path.name in files, (
+                    f"the list of files in docs/map.md does not name {package}/{path.name}"
+                )
 
 
-# What a newcomer reads to know how training works: it has to stay readable from top to bottom.
-READING_CORE = sorted([
-    ROOT / "train.py", *(ROOT / "models").rglob("*.py"), *(ROOT / "parallelisms").rglob("*.py"),
-    *(ROOT / "training" / f"{name}.py" for name in ("init", "loss", "optim")), *(ROOT / "data" / f"{name}.py" for name in ("order", "loader")),
-])  # fmt: skip
-MOST_LINES, SCREEN = 100, 50
+# What a newcomer reads to know a training step has to stay short and quiet. The caps are on tokens
+# and branches, not on lines: a cap on lines rewards packing.
+MOST_TOKENS, MOST_DENSE, MOST_BRANCHES = 27_200, 0.010, 33
 
 
-def line_counts(source: str, kinds: tuple[type, ...]) -> dict[str, int]:
-    """Lines of each node of these kinds in Python source, by "its name or kind at line n"."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
-    return {f"{getattr(node, 'name', type(node).__name__)} at line {node.lineno}": node.end_lineno - node.lineno + 1 for node in nodes}
+def test_the_reading_core_is_short_and_quiet():
+    total = sum(map(reading.read_file, reading.CORE), reading.Reading())
+    assert total.tokens <= MOST_TOKENS, "see `python -m tools.reading`"
+    assert total.dense_share <= MOST_DENSE, "see `python -m tools.reading`"
 
 
-@pytest.mark.parametrize("path", READING_CORE, ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_function_of_the_reading_core_is_long(path):
-    counts = line_counts(path.read_text(encoding="utf-8"), (ast.FunctionDef, ast.AsyncFunctionDef))
-    long = {name: count for name, count in counts.items() if count > MOST_LINES}
-    assert not long, f"{path.relative_to(ROOT)} has functions of more than {MOST_LINES} lines: {long}"
+@pytest.mark.parametrize("name", reading.CORE)
+def test_no_function_of_the_reading_core_has_many_branches(name):
+    assert reading.read_file(name).branches <= MOST_BRANCHES
 
 
-def test_the_body_of_the_training_loop_fits_on_a_screen():
-    """One `while`, and each thing that it does now and then is a line in it that a reader sees."""
-    loops = line_counts((ROOT / "train.py").read_text(encoding="utf-8"), (ast.While,))
-    assert len(loops) == 1 and max(loops.values()) <= SCREEN, loops
+def test_negative_control_density_is_counted():
+    packed = "x = " + " + ".join("abcdefghijklmnopq") + "\n"
+    assert reading.read(packed).dense == 1
+    quiet = "x = (\n" + "".join(f"    + {name}\n" for name in "abcdefghijklmnopq") + ")\n"
+    assert reading.read(quiet).dense == 0
+    assert reading.read('"""Many words."""\n# and more\nx = 1\n').tokens == 3
+    nested = "[[a for a in b] for b in c]\na, b = 1, 2\na, b = c\n"
+    assert reading.read(nested)[4:7] == (1, 2, 1)
+    source = "def f(x):\n    if x:\n        return [a for a in x if a]\n"
+    assert reading.read(source).branches == 2
 
 
-def test_negative_control_a_line_too_many_is_counted():
-    for lines in MOST_LINES, MOST_LINES + 1:
-        source = "def f():\n" + "    x = 1\n" * (lines - 1) + "while x:\n    pass\n"
-        assert line_counts(source, (ast.FunctionDef,)) == {"f at line 1": lines}
-        assert line_counts(source, (ast.While,)) == {f"While at line {lines + 1}": 2}
+def test_the_training_loop_is_one_loop():
+    """And each thing that it does now and then is a line in it that a reader sees."""
+    tree = ast.parse((ROOT / "train.py").read_text(encoding="utf-8"))
+    assert sum(isinstance(node, ast.While) for node in ast.walk(tree)) == 1
 
 
 def test_the_loop_does_not_ask_whether_the_data_is_streamed():
     """data/open.py answers that once, for everything that differs."""
     asked = [
-        node.lineno for node in ast.walk(ast.parse((ROOT / "train.py").read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr == "stream" and getattr(node.value, "attr", "") == "data"
-    ]  # fmt: skip
+        node.lineno
+        for node in ast.walk(ast.parse((ROOT / "train.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "stream"
+        and getattr(node.value, "attr", "") == "data"
+    ]
     assert not asked, f"train.py asks for data.stream in lines {asked}"

@@ -64,7 +64,9 @@ def bpe() -> tokenizer.Tokenizer:
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
-def test_round_trip_of_adversarial_text(name: str, bpe: tokenizer.Tokenizer, llama3_file: Path) -> None:
+def test_round_trip_of_adversarial_text(
+    name: str, bpe: tokenizer.Tokenizer, llama3_file: Path
+) -> None:
     for tok in (tokenizer.byte_tokenizer(), bpe, tokenizer.from_rank_file(str(llama3_file))):
         ids = tok.encode(ADVERSARIAL[name])
         assert ids.dtype == tok.dtype
@@ -94,33 +96,55 @@ def test_bpe_has_the_vocabulary_asked_for_and_compresses(bpe: tokenizer.Tokenize
     text = words(7, 1000)
     assert len(bpe.encode(text)) < len(text) / 1.7  # 1.85 measured; made-up words
     assert bpe.decode([bpe.eot_id]) == "<|endoftext|>"
-    with pytest.raises(InputError, match="data.bpe_vocab_size is 4096, but the corpus has text for"):
+    with pytest.raises(
+        InputError, match="data.bpe_vocab_size is 4096, but the corpus has text for"
+    ):
         tokenizer.train_bpe(["too little"], 4096)
 
 
-@pytest.mark.parametrize("inside", [
-    "tokenizer.json", "tokenizer.model", "original/tokenizer.model", "tokenizer.tiktoken", "",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "tokenizer.json",
+        "tokenizer.model",
+        "original/tokenizer.model",
+        "tokenizer.tiktoken",
+        "",
+    ],
+)
 def test_a_folder_is_answered_with_the_file_in_it(inside: str, tmp_path: Path) -> None:
     (tmp_path / "original").mkdir()
     if inside:
         (tmp_path / inside).write_text("")
-    advice = f"name the file in it, {tmp_path}/{inside}$" if inside else "none of the files in it is a tokenizer"
+    advice = (
+        f"name the file in it, {tmp_path}/{inside}$"
+        if inside
+        else "none of the files in it is a tokenizer"
+    )
     with pytest.raises(InputError, match=f"^data.tokenizer: {tmp_path} is a folder: .*{advice}"):
         open_tokenizer(str(tmp_path))
 
 
-def test_bpe_is_the_same_in_another_process_with_other_threads(bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:
+def test_bpe_is_the_same_in_another_process_with_other_threads(
+    bpe: tokenizer.Tokenizer, tmp_path: Path
+) -> None:
     (tmp_path / "text").write_text(words(0, 4000))
     code = "import sys; from data import tokenizer; text = open(sys.argv[1]).read()\n"
     code += "print(tokenizer.train_bpe([text], 400).fingerprint)"
     for threads in ("1", "5"):
-        done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "text")], cwd=ROOT, capture_output=True,
-                              text=True, env={**os.environ, "RAYON_NUM_THREADS": threads})  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "text")],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "RAYON_NUM_THREADS": threads},
+        )
         assert done.stdout.strip() == bpe.fingerprint
 
 
-def test_fingerprint_follows_everything_that_defines_a_tokenizer(bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:
+def test_fingerprint_follows_everything_that_defines_a_tokenizer(
+    bpe: tokenizer.Tokenizer, tmp_path: Path
+) -> None:
     bpe.save(str(tmp_path / "saved.json"))
     saved = tokenizer.load_saved(str(tmp_path / "saved.json"))
     assert saved.fingerprint == bpe.fingerprint
@@ -140,10 +164,19 @@ def test_fingerprint_follows_everything_that_defines_a_tokenizer(bpe: tokenizer.
 def test_llama3_rank_file(llama3_file: Path) -> None:
     tok = tokenizer.from_rank_file(str(llama3_file))
     assert (tok.n_vocab, tok.eot_id, tok.dtype) == (128_256, 128_001, np.uint32)
-    names = {128_000: "<|begin_of_text|>", 128_001: "<|end_of_text|>", 128_006: "<|start_header_id|>"}
-    names |= {128_007: "<|end_header_id|>", 128_009: "<|eot_id|>", 128_255: "<|reserved_special_token_250|>"}
+    names = {
+        128_000: "<|begin_of_text|>",
+        128_001: "<|end_of_text|>",
+        128_006: "<|start_header_id|>",
+    }
+    names |= {
+        128_007: "<|end_header_id|>",
+        128_009: "<|eot_id|>",
+        128_255: "<|reserved_special_token_250|>",
+    }
     assert {i: tok.decode([i]) for i in names} == names
-    assert tok.encode("12345").tolist() == [*tok.encode("123").tolist(), *tok.encode("45").tolist()]  # \p{N}{1,3}
+    # \p{N}{1,3}
+    assert tok.encode("12345").tolist() == [*tok.encode("123").tolist(), *tok.encode("45").tolist()]
 
 
 def test_other_rank_files_get_one_special_token(bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:
@@ -170,10 +203,13 @@ def test_other_rank_files_get_one_special_token(bpe: tokenizer.Tokenizer, tmp_pa
 
 
 def published(name: str, ranks: list[bytes]) -> tiktoken.Encoding:
-    """tiktoken's own encoding of that name, with these ranks in place of the file that it would download."""
+    """tiktoken's own encoding of that name, with these ranks in place of the file that it would
+    download."""
     from tiktoken_ext import openai_public
 
-    with mock.patch.object(openai_public, "load_tiktoken_bpe", lambda *a, **k: {t: i for i, t in enumerate(ranks)}):
+    with mock.patch.object(
+        openai_public, "load_tiktoken_bpe", lambda *a, **k: {t: i for i, t in enumerate(ranks)}
+    ):
         fields = openai_public.ENCODING_CONSTRUCTORS[name]()
     fields.pop("explicit_n_vocab", None)
     return tiktoken.Encoding(**fields)
@@ -181,24 +217,47 @@ def published(name: str, ranks: list[bytes]) -> tiktoken.Encoding:
 
 def hard_texts(seed: int, n: int) -> list[str]:
     rng = random.Random(seed)
-    letters = "abstABSdlLvVrRmM  \n\n\t\r019.,;/'ſKéßÅDžʰ日本語한국어\u0301\u00a0\u2028\u0085\u200b\u0660½\U0001f600"
+    letters = (
+        "abstABSdlLvVrRmM  "
+        "\n\n\t\r019.,;/'ſKéßÅDžʰ日本語한국어\u0301\u00a0\u2028\u0085\u200b\u0660½\U0001f600"
+    )
     texts = ["".join(rng.choices(letters, k=rng.randint(0, 30))) for _ in range(n)]
     points = [c for c in rng.sample(range(0x110000), n) if not 0xD800 <= c < 0xE000]
-    texts += [f"a{chr(c)}b {chr(c)}1 '{chr(c)} \n{chr(c)}  {chr(c).upper()}x" for c in [*range(0x300), *points]]
-    return texts + ["", " " * 5000, "a" + "\n" * 3000, "x" * 5000, "  \n \n  a", "a\n ", "a \n\n  ",
-                    "don't DON'T we'LL", "1234567 1234"]  # fmt: skip
+    texts += [
+        f"a{chr(c)}b {chr(c)}1 '{chr(c)} \n{chr(c)}  {chr(c).upper()}x"
+        for c in [*range(0x300), *points]
+    ]
+    return texts + [
+        "",
+        " " * 5000,
+        "a" + "\n" * 3000,
+        "x" * 5000,
+        "  \n \n  a",
+        "a\n ",
+        "a \n\n  ",
+        "don't DON'T we'LL",
+        "1234567 1234",
+    ]
 
 
 @pytest.mark.parametrize(
     "name, count, n_vocab",
-    [("r50k_base", 50_256, 50_257), ("cl100k_base", 100_256, 100_277), ("o200k_base", 199_998, 200_019)],
+    [
+        ("r50k_base", 50_256, 50_257),
+        ("cl100k_base", 100_256, 100_277),
+        ("o200k_base", 199_998, 200_019),
+    ],
 )
 def test_published_rank_files(name: str, count: int, n_vocab: int, tmp_path: Path) -> None:
-    """tiktoken cannot download here, so the ranks are made up; pattern, special tokens and ids are tiktoken's own."""
+    """tiktoken cannot download here, so the ranks are made up; pattern, special tokens and ids are
+    tiktoken's own."""
     ranks = made_up(count)
     tok = tokenizer.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)))
     theirs = published(name, ranks)
-    assert (tok.n_vocab, tok.eot_id) == (n_vocab, theirs.eot_token) and tok.n_vocab == theirs.n_vocab
+    assert (tok.n_vocab, tok.eot_id) == (
+        n_vocab,
+        theirs.eot_token,
+    ) and tok.n_vocab == theirs.n_vocab
     assert dict(zip(tok.special_tokens, tok.special_ids)) == theirs._special_tokens
     assert tok.decode([tok.eot_id, n_vocab + 5]) == "<|endoftext|>\ufffd"
     assert len(tok.byte_lengths) == n_vocab and tok.byte_lengths[tok.eot_id] == 0
@@ -207,7 +266,9 @@ def test_published_rank_files(name: str, count: int, n_vocab: int, tmp_path: Pat
     assert (saved.fingerprint, saved.special_ids) == (tok.fingerprint, tok.special_ids)
     for text in hard_texts(1, 3000):
         ids = saved.encode(text)
-        assert ids.tolist() == theirs.encode_ordinary(text) and saved.decode(ids) == text, repr(text)
+        assert ids.tolist() == theirs.encode_ordinary(text) and saved.decode(ids) == text, repr(
+            text
+        )
 
 
 def test_a_file_of_a_known_length_that_is_somebody_elses(tmp_path: Path) -> None:
@@ -228,8 +289,14 @@ def as_theirs(tok: tokenizer.Tokenizer, change: object = None) -> dict:
 
 
 def gpt2(document: dict) -> None:
-    """As GPT-2's own: the pattern is ByteLevel's, no look-up of whole pieces, the special token in the vocabulary too."""
-    document["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    """As GPT-2's own: the pattern is ByteLevel's, no look-up of whole pieces, the special token in
+    the vocabulary too."""
+    document["pre_tokenizer"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     document["model"].update(ignore_merges=False)
     document["model"]["vocab"]["<|endoftext|>"] = document["added_tokens"][0]["id"]
 
@@ -239,7 +306,9 @@ def special_first(document: dict) -> None:
     document["model"]["vocab"] = {word: id + 2 for word, id in document["model"]["vocab"].items()}
     document["model"]["vocab"] |= {"<|endoftext|>": 0, "<|padding|>": 1}
     document["added_tokens"][0]["id"] = 0
-    document["added_tokens"].append({**document["added_tokens"][0], "id": 1, "content": "<|padding|>"})
+    document["added_tokens"].append(
+        {**document["added_tokens"][0], "id": 1, "content": "<|padding|>"}
+    )
     document["model"].update(ignore_merges=False)
 
 
@@ -275,19 +344,25 @@ def o200k(document: dict) -> None:
 
 @pytest.fixture(scope="module")
 def code_bpe() -> tokenizer.Tokenizer:
-    return tokenizer.train_bpe([path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))], 1200)
+    return tokenizer.train_bpe(
+        [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))], 1200
+    )
 
 
 CHANGES = [None, gpt2, special_first, ids_shuffled, never_made, looked_up, qwen2, cl100k, o200k]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__ if c else "llama 3")
-def test_a_tokenizer_json_gives_the_ids_of_tokenizers(change: object, code_bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:
+def test_a_tokenizer_json_gives_the_ids_of_tokenizers(
+    change: object, code_bpe: tokenizer.Tokenizer, tmp_path: Path
+) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(as_theirs(code_bpe, change)))
     tok, theirs = hf_tokenizer.read_file(path), tokenizers.Tokenizer.from_file(str(path))
-    texts = hard_texts(2, 2500) + [p.read_text(encoding="utf-8") for p in sorted(ROOT.glob("data/*.py"))]
+    texts = hard_texts(2, 2500) + [
+        p.read_text(encoding="utf-8") for p in sorted(ROOT.glob("data/*.py"))
+    ]
     texts += [" qqqqq qqqqqq", " qqqqq"]
     for text in (text for text in texts if "<|" not in text):
         ids = tok.encode(text)
@@ -297,40 +372,66 @@ def test_a_tokenizer_json_gives_the_ids_of_tokenizers(change: object, code_bpe: 
     (tmp_path / "again").mkdir()
     again = tmp_path / "again/tokenizer.json"
     again.write_text(json.dumps(hf_tokenizer.files(tok, 64)["tokenizer.json"]))
-    assert hf_tokenizer.read_file(again).encode(texts[-3]).tolist() == tok.encode(texts[-3]).tolist()
+    assert (
+        hf_tokenizer.read_file(again).encode(texts[-3]).tolist() == tok.encode(texts[-3]).tolist()
+    )
 
 
-def test_begin_of_text_is_what_tokenizer_config_says(code_bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:
+def test_begin_of_text_is_what_tokenizer_config_says(
+    code_bpe: tokenizer.Tokenizer, tmp_path: Path
+) -> None:
     path = tmp_path / "tokenizer.json"
     document = as_theirs(code_bpe)
-    document["added_tokens"].append({**document["added_tokens"][0], "id": 1200, "content": "<start>"})
+    document["added_tokens"].append(
+        {**document["added_tokens"][0], "id": 1200, "content": "<start>"}
+    )
     path.write_text(json.dumps(document))
     assert hf_tokenizer.read_file(path).bos_id is None
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<start>"}, "eos_token": "<|endoftext|>"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"bos_token": {"content": "<start>"}, "eos_token": "<|endoftext|>"}'
+    )
     assert (tok := hf_tokenizer.read_file(path)).bos_id == 1200 and tok.eot_id == 1199
     tok.save(str(tmp_path / "saved"))
     assert tokenizer.load_saved(str(tmp_path / "saved")).bos_id == 1200
 
 
 REFUSED = {
-    "Unigram": (lambda d: d["model"].update(type="Unigram"), "it is a Unigram model, not a byte-level BPE"),
+    "Unigram": (
+        lambda d: d["model"].update(type="Unigram"),
+        "it is a Unigram model, not a byte-level BPE",
+    ),
     "WordPiece": (lambda d: d["model"].update(type="WordPiece"), "it is a WordPiece model"),
     "byte fallback": (lambda d: d["model"].update(byte_fallback=True), "byte_fallback"),
-    "normalizer": (lambda d: d.update(normalizer={"type": "NFC"}), "changes texts first .normalizer NFC."),
+    "normalizer": (
+        lambda d: d.update(normalizer={"type": "NFC"}),
+        "changes texts first .normalizer NFC.",
+    ),
     "Metaspace": (lambda d: d.update(pre_tokenizer={"type": "Metaspace"}), "ends in Metaspace"),
     "unknown pattern": (
-        lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\S+"), "cuts texts in another way"),
-    "digits too": (lambda d: d["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Digits"}), "cuts texts in another"),
+        lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\S+"),
+        "cuts texts in another way",
+    ),
+    "digits too": (
+        lambda d: d["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Digits"}),
+        "cuts texts in another",
+    ),
     "ordinary added token": (
-        lambda d: d["added_tokens"].append({"id": 1200, "content": "    ", "special": False}), "found in ordinary text"),
-    "a byte is missing": (lambda d: d["model"]["vocab"].pop("a"), "lacks some of the 256 bytes|not in its vocabulary"),
+        lambda d: d["added_tokens"].append({"id": 1200, "content": "    ", "special": False}),
+        "found in ordinary text",
+    ),
+    "a byte is missing": (
+        lambda d: d["model"]["vocab"].pop("a"),
+        "lacks some of the 256 bytes|not in its vocabulary",
+    ),
     "merges reversed": (lambda d: d["model"]["merges"].reverse(), "merges are not in the order"),
     "no end": (lambda d: d["added_tokens"].clear(), "nothing says which token ends a text"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_other_tokenizers_are_refused_with_the_reason(what: str, code_bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:
+def test_other_tokenizers_are_refused_with_the_reason(
+    what: str, code_bpe: tokenizer.Tokenizer, tmp_path: Path
+) -> None:
     change, reason = REFUSED[what]
     (tmp_path / "tokenizer.json").write_text(json.dumps(as_theirs(code_bpe, change)))
     with pytest.raises(InputError, match=reason):
@@ -341,16 +442,31 @@ def test_other_tokenizers_are_refused_with_the_reason(what: str, code_bpe: token
 
 
 def test_training_on_the_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "data.train_tokenizer", "--source", "data", "--vocab-size", "900", "--out"]
-    done = subprocess.run([*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "data.train_tokenizer",
+        "--source",
+        "data",
+        "--vocab-size",
+        "900",
+        "--out",
+    ]
+    done = subprocess.run(
+        [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     made = tokenizer.from_rank_file(str(tmp_path / "out" / train_tokenizer.RANKS))
     assert made.n_vocab == 900 and f"fingerprint {made.fingerprint}" in done.stdout
     assert hf_tokenizer.read(tmp_path / "out").fingerprint == made.fingerprint
-    again = subprocess.run([*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True)
+    again = subprocess.run(
+        [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True
+    )
     assert again.returncode == 2 and "exists already" in again.stderr
     command[command.index("900")] = "90000"
-    few = subprocess.run([*command, str(tmp_path / "few")], cwd=ROOT, capture_output=True, text=True)
+    few = subprocess.run(
+        [*command, str(tmp_path / "few")], cwd=ROOT, capture_output=True, text=True
+    )
     assert few.returncode == 2 and "tokens only" in few.stderr and "Traceback" not in few.stderr
 
 
@@ -362,5 +478,7 @@ def test_training_verifies_what_it_wrote(code_bpe: tokenizer.Tokenizer, tmp_path
     made = tokenizer.from_rank_file(str(out / train_tokenizer.RANKS))
     train_tokenizer.verify(made, out, ["def f(x):"])
     write_ranks(out / train_tokenizer.RANKS, [*ranks[:-2], ranks[-1], ranks[-2]])
-    with pytest.raises(InputError, match="tokenizer.tiktoken is not the tokenizer that was trained"):
+    with pytest.raises(
+        InputError, match="tokenizer.tiktoken is not the tokenizer that was trained"
+    ):
         train_tokenizer.verify(made, out, [])

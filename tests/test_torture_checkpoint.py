@@ -1,10 +1,10 @@
-"""Checkpoints under kill -9, full disks and flipped bits: the numbers that must be passed, and bugs that must be
-caught.
+"""Checkpoints under kill -9, full disks and flipped bits: the numbers that must be passed, and bugs
+that must be caught.
 
     python -m pytest tests/test_torture_checkpoint.py -m torture         about 10 minutes on two cores
 
-Without `-m torture` each test runs its short form. A trial forks its ranks, so it takes about a second; its seed is
-in its name and in its assertions.
+Without `-m torture` each test runs its short form. A trial forks its ranks, so it takes about a
+second; its seed is in its name and in its assertions.
 """
 
 import errno
@@ -25,8 +25,8 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing.context import ForkServerProcess
 from itertools import count
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,7 +43,6 @@ from checkpoint.verify import Damaged
 from configs.schema import InputError
 from reliability import disk
 from tests import forks, ranks
-from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.checkpoints import (
     MESHES,
     Attack,
@@ -59,11 +58,12 @@ from tests.checkpoints import (
     resume,
     save_all,
     save_pattern,
+    saved,  # noqa: F401  a fixture
     values,
     values_on_disk,
     zeros,
 )
-from tests.checkpoints import saved  # noqa: F401  a fixture
+from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.runs import ROOT, run, series, stopped_at, tiny_run
 from tools import convert, generate
 
@@ -71,15 +71,20 @@ from tools import convert, generate
 def short_and_long(name: str, short: list, long: list) -> Callable:
     """The test with each of these values; those of `long` only with -m torture."""
     marks = [pytest.mark.torture, pytest.mark.cap(300)]
-    return pytest.mark.parametrize(name, [*short, *(pytest.param(value, marks=marks) for value in long)])
+    return pytest.mark.parametrize(
+        name, [*short, *(pytest.param(value, marks=marks) for value in long)]
+    )
 
 
 # Killed ranks
 
 
-def killed_run(place: Path, victim: int, when: tuple[int, float] | None, fn: Callable, *args: object) -> None:
-    """Two ranks of fn(place, *args). When both have touched ready-N, and then begun so many saves, and then after so
-    many seconds, kill -9 one (None: it dies by itself). The other must end by itself within 5 seconds of that."""
+def killed_run(
+    place: Path, victim: int, when: tuple[int, float] | None, fn: Callable, *args: object
+) -> None:
+    """Two ranks of fn(place, *args). When both have touched ready-N, and then begun so many saves,
+    and then after so many seconds, kill -9 one (None: it dies by itself). The other must end by
+    itself within 5 seconds of that."""
     place.mkdir()
     processes = []
     try:
@@ -98,9 +103,12 @@ def killed_run(place: Path, victim: int, when: tuple[int, float] | None, fn: Cal
             os.kill(processes[1 - victim].pid, signal.SIGUSR1)
             time.sleep(0.5)
             stacks = (place / f"stacks-{1 - victim}").read_text()
-            if "fsync" not in stacks and "disk.py" not in stacks:  # a disk that others keep busy is not a hang
+            # a disk that others keep busy is not a hang
+            if "fsync" not in stacks and "disk.py" not in stacks:
                 pytest.fail("the survivor hangs\n" + stacks)
-            wait_until(lambda: ended(processes[1 - victim]), 60, "the survivor hangs after its fsync")
+            wait_until(
+                lambda: ended(processes[1 - victim]), 60, "the survivor hangs after its fsync"
+            )
         assert processes[victim].exitcode == -signal.SIGKILL
     finally:
         for process in processes:
@@ -108,7 +116,7 @@ def killed_run(place: Path, victim: int, when: tuple[int, float] | None, fn: Cal
 
 
 def _with_stacks(place: Path, rank: int, fn: Callable, args: tuple) -> None:
-    faulthandler.register(signal.SIGUSR1, open(place / f"stacks-{rank}", "w"))  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, open(place / f"stacks-{rank}", "w"))
     ranks.child(place, rank, 2, fn, (place, *args))
 
 
@@ -124,7 +132,8 @@ def wait_until(true: Callable[[], bool], seconds: float, complaint: str) -> None
 
 
 def save_for_ever(place: Path, folder: Path, offset: int, options: dict) -> None:
-    """Steps that are nothing but saves; the state of step s is filled with s + offset. Writes down the saves begun."""
+    """Steps that are nothing but saves; the state of step s is filled with s + offset. Writes down
+    the saves begun."""
     job = build()
     checkpoints = open_manager(job, folder, **options)
     start = checkpoints.load(job.model, job.optimizer)["step"]
@@ -142,9 +151,13 @@ def save_for_ever(place: Path, folder: Path, offset: int, options: dict) -> None
 
 
 def begun(place: Path) -> set[int]:
-    """The saves that either rank has begun, as `save` has returned. One is in flight at a time, so all but the last are
-    published."""
-    return {int(line) for rank in range(2) for line in (place / f"begun-{rank}").read_text().split("\n")[:-1]}
+    """The saves that either rank has begun, as `save` has returned. One is in flight at a time, so
+    all but the last are published."""
+    return {
+        int(line)
+        for rank in range(2)
+        for line in (place / f"begun-{rank}").read_text().split("\n")[:-1]
+    }
 
 
 def check_whole(folder: Path, expected: Callable[[int, int], float]) -> tuple[int, int]:
@@ -158,7 +171,8 @@ def check_whole(folder: Path, expected: Callable[[int, int], float]) -> tuple[in
 @pytest.mark.parametrize("async_save", [True, False])
 @short_and_long("trials", [4], [50])
 def test_k1_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_save, tmp_path):
-    """One folder, many deaths: each trial resumes what the one before left, lease and half-written folder included."""
+    """One folder, many deaths: each trial resumes what the one before left, lease and half-written
+    folder included."""
     folder, options, least = tmp_path / "c", {"async_save": async_save, "keep_last": 2}, 1
     run_ranks(2, save_all, folder, [1])
     for trial in range(trials):
@@ -175,7 +189,8 @@ def test_k1_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_sav
 
 @short_and_long("trials", [3], [50])
 def test_k2_a_step_saved_again_is_old_or_new_and_never_both(trials, tmp_path):
-    """Going back to step 1, whose future was saved already, and killed while saving that again with other values."""
+    """Going back to step 1, whose future was saved already, and killed while saving that again with
+    other values."""
     run_ranks(2, save_all, tmp_path / "first" / "checkpoints", [1, 2, 3])
     again = 0
     for trial in range(trials):
@@ -186,14 +201,18 @@ def test_k2_a_step_saved_again_is_old_or_new_and_never_both(trials, tmp_path):
         killed_run(tmp_path / f"trial{trial}", victim, when, save_for_ever, folder, 100, options)
         attempt, step = check_whole(folder, lambda attempt, step: step + 100 * attempt)
         assert {"step-00000001", "step-00000002", "step-00000003"} <= set(verify.published(folder))
-        assert run_ranks(2, resume, folder)[0][:2] == (step, [step + 100 * attempt]), f"trial {trial}"
+        assert run_ranks(2, resume, folder)[0][:2] == (step, [step + 100 * attempt]), (
+            f"trial {trial}"
+        )
         again += attempt
         shutil.rmtree(folder)
     assert again > trials / 6
 
 
 BEFORE, AFTER, HALF = "before", "after", "in the middle of"
-POINTS = {  # where a rank dies, in the order of a save: (whose attribute, its name, which call from now on, when)
+# where a rank dies, in the order of a save: (whose attribute, its name, which call from now on,
+# when)
+POINTS = {
     "plan": (protocol.OwnParts, "create_local_plan", 1, BEFORE),
     "copied": (CheckpointManager, "_copy", 1, AFTER),
     "folder": (Path, "mkdir", 1, AFTER),
@@ -211,7 +230,8 @@ POINTS = {  # where a rank dies, in the order of a save: (whose attribute, its n
     "load": (verify, "read_blocks", 10, BEFORE),
 }
 BY_RANK_0 = list(POINTS)[list(POINTS).index("all shards") : list(POINTS).index("load")]
-REMOVAL = ["old one renamed", "old one half removed"]  # rank 0's alone: the other rank is done when these are reached
+# rank 0's alone: the other rank is done when these are reached
+REMOVAL = ["old one renamed", "old one half removed"]
 
 SHORT = ["half a shard", "half the manifest", "old one half removed"]
 
@@ -224,7 +244,9 @@ def arm(point: str, die: Callable[[], None]) -> None:
     def deadly(*args: object, **how: object) -> object:
         now = next(calls) == nth
         if now and when == HALF:
-            (args[0] / verify.MANIFEST).write_text('{"hash": "0123456789abcdef", "manifest": {"format"')
+            (args[0] / verify.MANIFEST).write_text(
+                '{"hash": "0123456789abcdef", "manifest": {"format"'
+            )
         if now and when != AFTER:
             die()
         result = real(*args, **how)
@@ -236,8 +258,8 @@ def arm(point: str, die: Callable[[], None]) -> None:
 
 
 def die_at(place: Path, folder: Path, point: str, victim: int) -> None:
-    """Resume from step 2 and save step 3; the victim dies at the point, of its own or, where only rank 0 gets there, of
-    rank 0's hand."""
+    """Resume from step 2 and save step 3; the victim dies at the point, of its own or, where only
+    rank 0 gets there, of rank 0's hand."""
     job = build()
     checkpoints = open_manager(job, folder, keep_last=2)
     pids = [None, None]
@@ -257,7 +279,8 @@ def die_at(place: Path, folder: Path, point: str, victim: int) -> None:
         checkpoints.save(3, job.model, job.optimizer, {"step": 3})
         checkpoints.close()
         if point not in REMOVAL:
-            time.sleep(30)  # a rank that was done before the other died; killed at the end of the trial
+            # a rank that was done before the other died; killed at the end of the trial
+            time.sleep(30)
     finally:
         checkpoints.thread.shutdown()
 
@@ -278,7 +301,9 @@ def test_k3_killed_at_every_point_of_a_save(point, tmp_path):
 def save_in_place(place: Path, folder: Path) -> None:
     """The bug: step 2 is written again where it is."""
 
-    def careless(self: CheckpointManager, step: int, live: dict, computed: None, head: dict) -> None:
+    def careless(
+        self: CheckpointManager, step: int, live: dict, computed: None, head: dict
+    ) -> None:
         target = self.folder / verify.step_name(step, 0)
 
         def publish(files: list) -> None:
@@ -288,7 +313,13 @@ def save_in_place(place: Path, folder: Path) -> None:
         storage.open = lambda path, mode: open(path, mode.replace("x", "w"))
         writer = protocol.FileWriter(target, self.group, publish)
         planner = protocol.OwnParts(lambda: self._prepare(live, computed))
-        manager.dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group, use_collectives=False)
+        manager.dcp.save(
+            {},
+            storage_writer=writer,
+            planner=planner,
+            process_group=self.group,
+            use_collectives=False,
+        )
 
     CheckpointManager._write = careless
     job = build()
@@ -307,11 +338,12 @@ def test_control_saving_in_place_is_caught(tmp_path):
     with pytest.raises(Damaged):
         check_whole(folder, lambda attempt, step: step)
     assert values_on_disk(folder / "step-00000001") == [1]
-    assert run_ranks(1, resume, folder)[0][:2] == (1, [1.0])  # and the hashes keep it from being used
+    # and the hashes keep it from being used
+    assert run_ranks(1, resume, folder)[0][:2] == (1, [1.0])
 
 
 @short_and_long("trials", [2], [10])
-def test_k4_killed_while_loading_changes_no_byte(trials, saved, tmp_path):  # noqa: F811
+def test_k4_killed_while_loading_changes_no_byte(trials, saved, tmp_path):
     def contents(folder: Path) -> dict[str, str]:
         files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lease"]
         return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
@@ -325,7 +357,8 @@ def test_k4_killed_while_loading_changes_no_byte(trials, saved, tmp_path):  # no
 
 
 def as_launched(folder: Path, options: list[str]) -> None:
-    """A rank of test_k6, started by the launcher. A step takes 50 ms at least: kills fall between saves too."""
+    """A rank of test_k6, started by the launcher. A step takes 50 ms at least: kills fall between
+    saves too."""
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     step = train.train_step
     train.train_step = lambda *arguments: (time.sleep(0.05), step(*arguments))[1]
@@ -337,17 +370,25 @@ def as_launched(folder: Path, options: list[str]) -> None:
 def trained(folder: Path) -> list[list[int]]:
     """The samples of each step that both ranks have trained since the last start, in order."""
     paths = [folder / f"samples-{rank}.jsonl" for rank in range(2)]
-    shares = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths if path.exists()]
+    shares = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in paths
+        if path.exists()
+    ]
     return [a + b for a, b in zip(*shares, strict=False)] if len(shares) == 2 else []
 
 
 @pytest.mark.torture
 @pytest.mark.cap(400)
 def test_k6_a_job_killed_three_times_and_started_again_is_the_unbroken_one(tmp_path):
-    """Processes of their own under the launcher, started again by a loop, as a cluster requeues a job. The short form
-    is in tests/test_train.py."""
+    """Processes of their own under the launcher, started again by a loop, as a cluster requeues a
+    job. The short form is in tests/test_train.py."""
     steps, interval, rng = 60, 10, random.Random(6)
-    options = [*tiny_run(tmp_path), f"--training.steps={steps}", f"--checkpoint.interval={interval}"]
+    options = [
+        *tiny_run(tmp_path),
+        f"--training.steps={steps}",
+        f"--checkpoint.interval={interval}",
+    ]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
@@ -356,19 +397,24 @@ def test_k6_a_job_killed_three_times_and_started_again_is_the_unbroken_one(tmp_p
     script = tmp_path / "rank.py"
     script.write_text(
         f"import sys\nfrom pathlib import Path\nsys.path.insert(0, {str(ROOT)!r})\n"
-        "from tests.test_torture_checkpoint import as_launched\nas_launched(Path(sys.argv[1]), sys.argv[2:])\n"
+        "from tests.test_torture_checkpoint import as_launched\nas_launched(Path(sys.argv[1]), "
+        "sys.argv[2:])\n"
     )
     command = [sys.executable, "-m", "tools.launch", "--nproc-per-node=2", script, broken, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done, ends = 0, []
     for kill_at in [*sorted(rng.sample(range(1, steps), 3)), None]:
-        names = verify.published(broken / "checkpoints") if (broken / "checkpoints").exists() else []
+        names = (
+            verify.published(broken / "checkpoints") if (broken / "checkpoints").exists() else []
+        )
         start = verify.parse_name(names[0])[1] if names else 0
-        job = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        job = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         try:
             if kill_at:
                 wanted = max(1, kill_at - start)
-                wait_until(lambda: len(trained(broken)) >= wanted, 90, "the job does not train")  # noqa: B023
+                wait_until(lambda: len(trained(broken)) >= wanted, 90, "the job does not train")
                 os.kill(int((broken / f"pid-{rng.randrange(2)}").read_text()), signal.SIGKILL)
             began = time.monotonic()
             said = job.communicate(timeout=90)[1].decode()
@@ -380,21 +426,30 @@ def test_k6_a_job_killed_three_times_and_started_again_is_the_unbroken_one(tmp_p
         assert log.count("a fresh start") + log.count("resumed after step") == len(ends)
         assert not start or f"resumed after step {start} of {steps}" in log
         now = trained(broken)
-        assert now == expected[start : start + len(now)], f"other samples after the start from step {start}"
+        assert now == expected[start : start + len(now)], (
+            f"other samples after the start from step {start}"
+        )
         done += len(now)
         for path in broken.glob("samples-*"):
             path.unlink()
-    print(f"{done - steps} steps done again; seconds from each kill to the end of the job: {ends[:-1]}")
+    print(
+        f"{done - steps} steps done again; seconds from each kill to the end of the job: "
+        f"{ends[:-1]}"
+    )
     assert start + len(now) == steps and done - steps <= 3 * interval
-    assert series(broken) == series(whole) and series(broken, "grad_norm") == series(whole, "grad_norm")
+    assert series(broken) == series(whole) and series(broken, "grad_norm") == series(
+        whole, "grad_norm"
+    )
 
 
 class PowerCut:
-    """Remembers what a power cut would leave: of a file the bytes, and of a folder the names, that it had when it was
-    last synced. Whatever was never synced is lost. It is deaf to the sync of number `deaf_to`."""
+    """Remembers what a power cut would leave: of a file the bytes, and of a folder the names, that
+    it had when it was last synced. Whatever was never synced is lost. It is deaf to the sync of
+    number `deaf_to`."""
 
     def __init__(self, deaf_to: int | None):
-        self.deaf_to, self.synced, self.contents = deaf_to, 0, {}  # inode -> bytes, or name -> inode
+        # inode -> bytes, or name -> inode
+        self.deaf_to, self.synced, self.contents = deaf_to, 0, {}
         self.fsync, os.fsync = os.fsync, self.listen
 
     def listen(self, fd: int) -> None:
@@ -403,7 +458,11 @@ class PowerCut:
         if path.name == ".lease":
             return
         if self.synced != self.deaf_to:
-            now = {p.name: p.stat().st_ino for p in path.iterdir()} if path.is_dir() else path.read_bytes()
+            now = (
+                {p.name: p.stat().st_ino for p in path.iterdir()}
+                if path.is_dir()
+                else path.read_bytes()
+            )
             self.contents[os.fstat(fd).st_ino] = now
         self.synced += 1
 
@@ -420,7 +479,8 @@ class PowerCut:
 
 
 def _cut_the_power(place: Path) -> list[str]:
-    """Save a checkpoint under a PowerCut that hears every sync, and then under those that miss one. What was lost."""
+    """Save a checkpoint under a PowerCut that hears every sync, and then under those that miss one.
+    What was lost."""
     job, rename, lost, deaf_to = build(), Path.rename, [], None
     while not lost or deaf_to < power.synced:
         root = place / f"{deaf_to}"
@@ -428,7 +488,8 @@ def _cut_the_power(place: Path) -> list[str]:
         power, at_rename = PowerCut(deaf_to), []
 
         def watched_rename(self: Path, target: Path) -> Path:
-            # From now on the new name may be durable at any time, so what it names must be durable already.
+            # From now on the new name may be durable at any time, so what it names must be durable
+            # already.
             at_rename.append(power.leave(self.stat().st_ino, place / f"{deaf_to}-renamed"))
             return rename(self, target)
 
@@ -437,7 +498,12 @@ def _cut_the_power(place: Path) -> list[str]:
         save_here.save(1, job.model, job.optimizer, {"step": 1})
         save_here.close()
         os.fsync, Path.rename = power.fsync, rename
-        left = power.leave(root.stat().st_ino, place / f"{deaf_to}-left") / "run" / "checkpoints" / "step-00000001"
+        left = (
+            power.leave(root.stat().st_ino, place / f"{deaf_to}-left")
+            / "run"
+            / "checkpoints"
+            / "step-00000001"
+        )
         try:
             verify.verify(at_rename[0])
             verify.verify(left)
@@ -449,8 +515,8 @@ def _cut_the_power(place: Path) -> list[str]:
 
 
 def test_a_power_cut_loses_no_published_checkpoint(tmp_path):
-    """Kills lose nothing that was written, so they cannot show whether it was synced. Each sync is needed: without any
-    one of them something is lost."""
+    """Kills lose nothing that was written, so they cannot show whether it was synced. Each sync is
+    needed: without any one of them something is lost."""
     (whole, *damages) = run_ranks(1, _cut_the_power, tmp_path)[0]
     assert whole == "nothing"
     assert len(damages) == 6 and "nothing" not in damages, damages
@@ -459,9 +525,11 @@ def test_a_power_cut_loses_no_published_checkpoint(tmp_path):
 # Failing disks
 
 
-def fails_then_works(folder: Path, sabotage: object, async_save: bool, *options: str) -> list[tuple]:
-    """Step 1 is saved, step 2 meets `sabotage`, step 3 is saved: after each, the failures counted, the folder, the
-    words."""
+def fails_then_works(
+    folder: Path, sabotage: object, async_save: bool, *options: str
+) -> list[tuple]:
+    """Step 1 is saved, step 2 meets `sabotage`, step 3 is saved: after each, the failures counted,
+    the folder, the words."""
     job = build(*options)
     checkpoints = open_manager(job, folder, async_save=async_save)
     after = []
@@ -499,17 +567,26 @@ def poll_until_told(checkpoints: CheckpointManager) -> int:
 def check_failed_save(results: list, folder: Path, words: str = "No space left on device") -> None:
     for rank, (first, second, third) in enumerate(results):
         assert first[:2] == (0, [".lease", "step-00000001"])
-        assert second[:2] == (1, [".lease", "step-00000001"]), "a failed save must be told and leave nothing"
+        assert second[:2] == (1, [".lease", "step-00000001"]), (
+            "a failed save must be told and leave nothing"
+        )
         assert third[:2] == (0, [".lease", "step-00000001", "step-00000003"])
         assert rank or words in second[2][0] and "step 2" in second[2][0]
-    assert values_on_disk(folder / "step-00000001") == [1] and values_on_disk(folder / "step-00000003") == [3]
+    assert values_on_disk(folder / "step-00000001") == [1] and values_on_disk(
+        folder / "step-00000003"
+    ) == [3]
 
 
 D1 = [
     (place, rank, async_save, options)
     for place, rank in [("shard", 0), ("shard", 1), ("manifest", 0)]
     for async_save in (True, False)
-    for options in [(), ("--parallelism.tensor_parallel=2",), ("--model.dim=6",), ("--model.dim=400",)]
+    for options in [
+        (),
+        ("--parallelism.tensor_parallel=2",),
+        ("--model.dim=6",),
+        ("--model.dim=400",),
+    ]
 ]
 
 
@@ -532,10 +609,16 @@ def file_size_limit(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@short_and_long("sizes", [[100_000]], [[300, 4096, 8192, 10_000, 30_000, 65_536, 100_000, 200_000, 300_000, 320_000]])
+@short_and_long(
+    "sizes",
+    [[100_000]],
+    [[300, 4096, 8192, 10_000, 30_000, 65_536, 100_000, 200_000, 300_000, 320_000]],
+)
 def test_d2_files_that_cannot_grow(sizes, tmp_path):
     for size in sizes:
-        results = run_ranks(2, fails_then_works, tmp_path / str(size), partial(file_size_limit, size), True)
+        results = run_ranks(
+            2, fails_then_works, tmp_path / str(size), partial(file_size_limit, size), True
+        )
         check_failed_save(results, tmp_path / str(size), "File too large")
 
 
@@ -565,7 +648,8 @@ def slow_files(seconds: float):
 
 
 def trains_while_it_saves(folder: Path, seconds: float) -> tuple[list[float], list[float], float]:
-    """Seconds of each step without a save and during one, and those that the next save waited for it."""
+    """Seconds of each step without a save and during one, and those that the next save waited for
+    it."""
     job = build()
     checkpoints = open_manager(job, folder)
     tokens = torch.arange(17).repeat(2, 2, 1)  # [A, b, T + 1]
@@ -595,15 +679,18 @@ def test_d10_training_goes_on_while_slow_files_are_written(seconds, tmp_path):
         assert len(during) >= 2 and sum(during) > 2 * seconds  # steps while one save was written
         assert waited > seconds  # and two were never in flight at once
         p99 = [sorted(times)[int(0.99 * len(times))] * 1000 for times in (quiet, during)]
-        print(f"p99 of a step: {p99[0]:.0f} ms without a save, {p99[1]:.0f} ms during one ({len(during)} steps)")
+        print(
+            f"p99 of a step: {p99[0]:.0f} ms without a save, {p99[1]:.0f} ms during one "
+            f"({len(during)} steps)"
+        )
     assert verify.published(tmp_path) == [verify.step_name(step, 0) for step in (3, 2, 1)]
     for name in verify.published(tmp_path):
         verify.verify(tmp_path / name)
 
 
 def stopped_while_removing(options: list[str], folder: Path, seconds: float) -> tuple[int, float]:
-    """The exit code of a run that is asked to stop while rank 0 takes `seconds` to remove an old checkpoint, and how
-    long the run took after that."""
+    """The exit code of a run that is asked to stop while rank 0 takes `seconds` to remove an old
+    checkpoint, and how long the run took after that."""
     began, rmtree = [], shutil.rmtree
 
     def slow_rmtree(path: Path, **how: object) -> None:
@@ -611,15 +698,22 @@ def stopped_while_removing(options: list[str], folder: Path, seconds: float) -> 
         time.sleep(seconds)
         rmtree(path, **how)
 
-    retention.GRACE, retention.shutil = 1.0, SimpleNamespace(rmtree=slow_rmtree)  # of this module alone
+    # of this module alone
+    retention.GRACE, retention.shutil = 1.0, SimpleNamespace(rmtree=slow_rmtree)
     code = stopped_at(8, options, folder)
     assert os.environ["RANK"] != "0" or began, "nothing was removed, so the test shows nothing"
     return code, time.monotonic() - began[0] if began else 0.0
 
 
 def test_no_rank_waits_for_the_removal_of_old_checkpoints(tmp_path):
-    """However slow the file system is: the removal takes longer than a step may, and a stop still ends as a stop."""
-    options = [*tiny_run(tmp_path), "--checkpoint.interval=1", "--checkpoint.keep_last=1", step_timeout(3)]
+    """However slow the file system is: the removal takes longer than a step may, and a stop still
+    ends as a stop."""
+    options = [
+        *tiny_run(tmp_path),
+        "--checkpoint.interval=1",
+        "--checkpoint.keep_last=1",
+        step_timeout(3),
+    ]
     removal = 8 * NEIGHBOURS
     results = run_ranks(2, stopped_while_removing, options, tmp_path, removal)
     assert [code for code, _ in results] == [75, 75]
@@ -628,7 +722,8 @@ def test_no_rank_waits_for_the_removal_of_old_checkpoints(tmp_path):
 
 
 def hide(hidden: Path, seconds: float) -> None:
-    """From its first look on, this process does not find this folder for so long: another host has just made it."""
+    """From its first look on, this process does not find this folder for so long: another host has
+    just made it."""
     scandir, opened, first = os.scandir, os.open, []
 
     def gone(path: object) -> bool:
@@ -651,8 +746,8 @@ def hide(hidden: Path, seconds: float) -> None:
 
 
 def resumes_late(folder: Path, blind: list[int]) -> tuple[int, list[float], list[int]]:
-    """Resume while these ranks do not see step 30 yet, then save steps 30 and 40 when all do: the step and values it
-    resumed with, the failures counted after each save."""
+    """Resume while these ranks do not see step 30 yet, then save steps 30 and 40 when all do: the
+    step and values it resumed with, the failures counted after each save."""
     job = build()
     if job.mesh.rank in blind:
         hide(folder / "step-00000030", 3)
@@ -670,16 +765,20 @@ def resumes_late(folder: Path, blind: list[int]) -> tuple[int, list[float], list
 
 
 @pytest.mark.parametrize("blind", [[0], [1], [0, 1]])
-def test_d10_ranks_that_see_a_checkpoint_late_agree_and_write_none_again(blind, saved, tmp_path):  # noqa: F811
-    """Rank 0 chooses among what it sees. What it did not see is not overwritten; what another rank cannot open is
-    damaged for all, and a new attempt begins."""
+def test_d10_ranks_that_see_a_checkpoint_late_agree_and_write_none_again(blind, saved, tmp_path):
+    """Rank 0 chooses among what it sees. What it did not see is not overwritten; what another rank
+    cannot open is damaged for all, and a new attempt begins."""
     folder = copy_of(saved, tmp_path)
-    before = hashlib.sha256((folder / "step-00000030" / "rank-00001.safetensors").read_bytes()).hexdigest()
+    before = hashlib.sha256(
+        (folder / "step-00000030" / "rank-00001.safetensors").read_bytes()
+    ).hexdigest()
     results = run_ranks(2, resumes_late, folder, blind)
     assert results == [(20, [20.0], [1, 0] if 0 in blind else [0, 0])] * 2
     again = ["step-00000040"] if 0 in blind else ["step-00000040.1", "step-00000030.1"]
     assert verify.published(folder) == [*again, "step-00000030", "step-00000020", "step-00000010"]
-    after = hashlib.sha256((folder / "step-00000030" / "rank-00001.safetensors").read_bytes()).hexdigest()
+    after = hashlib.sha256(
+        (folder / "step-00000030" / "rank-00001.safetensors").read_bytes()
+    ).hexdigest()
     assert before == after and values_on_disk(folder / again[0]) == [40.5]
 
 
@@ -694,7 +793,8 @@ def run_with_temporary(place: Path, options: list[str], folder: Path) -> tuple[i
 
 @short_and_long("launched", [False], [True])
 def test_d11_without_a_folder_for_temporary_files(launched, tmp_path):
-    """TMPDIR is a place where nothing can be made: a run, and the launcher, do without and leave nothing behind."""
+    """TMPDIR is a place where nothing can be made: a run, and the launcher, do without and leave
+    nothing behind."""
     (tmp_path / "file").write_text("")
     options = [*tiny_run(tmp_path), "--training.steps=3"]
     found = {}
@@ -705,28 +805,36 @@ def test_d11_without_a_folder_for_temporary_files(launched, tmp_path):
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
             settings = os.environ | {"TMPDIR": str(place), "NGPU": "2", "PATH": path}
             command = [ROOT / "run_train.sh", f"--run.folder={folder}", *options]
-            done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120)
+            done = subprocess.run(
+                command, env=settings, capture_output=True, text=True, timeout=120
+            )
             assert done.returncode == 0, done.stderr
         else:
             assert run_ranks(2, run_with_temporary, place, options, folder) == [(0, "")] * 2
         verify.verify(folder / "checkpoints" / "step-00000003")
         found[place] = [name for name in files(folder) if not name.startswith("samples-")]
     assert found[tmp_path] == found[Path("/proc")] == found[tmp_path / "file"]
-    assert (tmp_path / "file").read_text() == "" and not list(ROOT.glob("tmp*")) + list(ROOT.glob("plumbline-*"))
+    assert (tmp_path / "file").read_text() == "" and not list(ROOT.glob("tmp*")) + list(
+        ROOT.glob("plumbline-*")
+    )
 
 
 # Damage
 
 
 def silent_flips(folder: Path, name: str, n: int, seed: int) -> int:
-    """How many of n random bit flips in a file `verify` does not see, although they change what would be loaded."""
+    """How many of n random bit flips in a file `verify` does not see, although they change what
+    would be loaded."""
     original, step = (folder / name).read_bytes(), folder
     sound, rng, silent = json.loads((folder / "manifest.json").read_bytes()), random.Random(seed), 0
     for _ in range(n):
         flip(folder / name, rng.randrange(len(original)), rng.randrange(8))
         try:
             verify.verify(step)
-            same = name == "manifest.json" and json.loads((folder / name).read_bytes())["manifest"] == sound["manifest"]
+            same = (
+                name == "manifest.json"
+                and json.loads((folder / name).read_bytes())["manifest"] == sound["manifest"]
+            )
             silent += not same
         except Damaged:
             pass
@@ -735,7 +843,7 @@ def silent_flips(folder: Path, name: str, n: int, seed: int) -> int:
 
 
 @short_and_long("flips", [100], [500])
-def test_d4_no_flipped_bit_is_silent(flips, saved, tmp_path):  # noqa: F811
+def test_d4_no_flipped_bit_is_silent(flips, saved, tmp_path):
     folder = copy_of(saved, tmp_path) / "step-00000030"
     for name in ("rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"):
         assert silent_flips(folder, name, flips, seed=flips) == 0, name
@@ -747,20 +855,25 @@ def without_hashes(parts: dict[str, dict]) -> dict[str, dict]:
     return parts
 
 
-def test_control_without_hashes_most_flipped_bits_are_silent(saved, tmp_path, monkeypatch):  # noqa: F811
+def test_control_without_hashes_most_flipped_bits_are_silent(saved, tmp_path, monkeypatch):
     folder = copy_of(saved, tmp_path) / "step-00000030"
     monkeypatch.setattr(verify, "digest", lambda data: "")
     monkeypatch.setattr(verify, "HEX", re.compile(""))
-    monkeypatch.setattr(verify.Shard, "_parts", lambda self, header, real=verify.Shard._parts: without_hashes(real(self, header)))
+    monkeypatch.setattr(
+        verify.Shard,
+        "_parts",
+        lambda self, header, real=verify.Shard._parts: without_hashes(real(self, header)),
+    )
     manifest = json.loads((folder / "manifest.json").read_bytes())["manifest"]
     manifest["files"] = [[size, ""] for size, _ in manifest["files"]]
     (folder / "manifest.json").unlink()
     verify.write_manifest(folder, manifest)
-    assert silent_flips(folder, "rank-00000.safetensors", 40, seed=1) > 30  # a header may no longer be one
+    # a header may no longer be one
+    assert silent_flips(folder, "rank-00000.safetensors", 40, seed=1) > 30
 
 
 @short_and_long("n", [(3, 10)], [(12, 100)])
-def test_d5_cuts_and_pages_of_zeros_are_found(n, saved, tmp_path):  # noqa: F811
+def test_d5_cuts_and_pages_of_zeros_are_found(n, saved, tmp_path):
     cuts, pages = n
     folder = copy_of(saved, tmp_path) / "step-00000030"
     path, rng = folder / "rank-00001.safetensors", random.Random(5)
@@ -772,7 +885,8 @@ def test_d5_cuts_and_pages_of_zeros_are_found(n, saved, tmp_path):  # noqa: F811
             zeros(path, min(rng.randrange(len(original) // 4096) * 4096, len(original) - 4096))
         with pytest.raises(Damaged, match="rank-00001"):
             verify.verify(folder)
-        if i % 10 == 0:  # a page of the generators' states may be lost, which another mesh does not read
+        # a page of the generators' states may be lost, which another mesh does not read
+        if i % 10 == 0:
             found = run_ranks(1, resume, folder.parent)[0][:2]
             assert found == (20, [20.0]) or (i >= cuts and found == (30, [30.0])), i
         path.write_bytes(original)
@@ -790,8 +904,11 @@ def fires(marker: Path) -> bool:
 
 
 def hostile_dcp(folder: Path, bomb: object, metadata: bool) -> Path:
-    """A checkpoint as torch itself writes it, with an object beside the tensor; or with a pickle as its metadata."""
-    torch.distributed.checkpoint.save({"w": torch.ones(3), "x": bomb}, checkpoint_id=folder, no_dist=True)
+    """A checkpoint as torch itself writes it, with an object beside the tensor; or with a pickle as
+    its metadata."""
+    torch.distributed.checkpoint.save(
+        {"w": torch.ones(3), "x": bomb}, checkpoint_id=folder, no_dist=True
+    )
     if metadata:
         (folder / ".metadata").write_bytes(pickle.dumps(bomb))
     return folder
@@ -799,9 +916,9 @@ def hostile_dcp(folder: Path, bomb: object, metadata: bool) -> Path:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["metadata", "object", "pt"])
-def test_x1_a_pickle_is_no_place_to_start_from(kind, saved, tmp_path):  # noqa: F811
-    """The three that `torch.distributed.checkpoint` and `torch.load` run: `load_path` and the tools refuse them. What
-    lies in our own folders instead is in tests/test_checkpoint.py."""
+def test_x1_a_pickle_is_no_place_to_start_from(kind, saved, tmp_path):
+    """The three that `torch.distributed.checkpoint` and `torch.load` run: `load_path` and the tools
+    refuse them. What lies in our own folders instead is in tests/test_checkpoint.py."""
     marker = tmp_path / "marker"
     bomb = Attack(marker)
     if kind == "pt":
@@ -811,7 +928,9 @@ def test_x1_a_pickle_is_no_place_to_start_from(kind, saved, tmp_path):  # noqa: 
     else:
         hostile = hostile_dcp(tmp_path / "step-00000001", bomb, metadata=kind == "metadata")
         with suppress(CheckpointException):  # with such metadata it fails, after it has run
-            torch.distributed.checkpoint.load({"w": torch.ones(3), "x": bomb}, checkpoint_id=hostile, no_dist=True)
+            torch.distributed.checkpoint.load(
+                {"w": torch.ones(3), "x": bomb}, checkpoint_id=hostile, no_dist=True
+            )
     assert fires(marker), "the control: it works where something unpickles"
 
     for step, found, words in run_ranks(2, partial(resume, tmp_path / "c", load_path=str(hostile))):
@@ -826,7 +945,8 @@ def test_x1_a_pickle_is_no_place_to_start_from(kind, saved, tmp_path):  # noqa: 
 
 
 def test_x1_a_pickle_in_the_place_of_tokens_is_not_run(tmp_path):
-    """Tokens are numbers in a flat file: another size is refused, and the same size is other numbers."""
+    """Tokens are numbers in a flat file: another size is refused, and the same size is other
+    numbers."""
     marker = tmp_path / "marker"
     options, payload = tiny_run(tmp_path), pickle.dumps(Attack(marker))
     first, again = tmp_path / "first", tmp_path / "again"
@@ -879,7 +999,9 @@ def two_runs(folder: Path, rng: random.Random) -> list[str]:
 
 def check_one_winner(answers: list[str]) -> None:
     assert sorted(answers)[1].startswith("/") or "mine" in answers
-    assert answers.count("mine") == 1 and any("is being written by another run" in a for a in answers), answers
+    assert answers.count("mine") == 1 and any(
+        "is being written by another run" in a for a in answers
+    ), answers
 
 
 @short_and_long("trials", [2], [20])

@@ -1,4 +1,5 @@
-"""Whole runs of train.py: what they write, how they stop, and that a resumed run is the run that was not interrupted."""
+"""Whole runs of train.py: what they write, how they stop, and that a resumed run is the run that
+was not interrupted."""
 
 import contextlib
 import io
@@ -37,11 +38,24 @@ def oracle(options, tmp_path) -> Path:
 def test_a_run_leaves_what_the_readme_says(oracle, options):
     assert (oracle / "config.toml").exists() and (oracle / "tokenizer.json").exists()
     assert "step 16/16" in (oracle / "logs" / "rank-00000.log").read_text()
-    assert [p.name for p in sorted((oracle / "checkpoints").glob("step-*"))] == ["step-00000010", "step-00000015", "step-00000016"]
+    assert [p.name for p in sorted((oracle / "checkpoints").glob("step-*"))] == [
+        "step-00000010",
+        "step-00000015",
+        "step-00000016",
+    ]
     again = load_config([str(oracle / "config.toml")])
     assert again == load_config([f"--run.folder={oracle}", *options])
     line = json.loads((oracle / "metrics.jsonl").read_text().splitlines()[-1])
-    assert {"step", "loss", "grad_norm", "lr", "tokens_per_second", "tokens_seen", "data_wait", "memory_gib"} <= line.keys()
+    assert {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens_per_second",
+        "tokens_seen",
+        "data_wait",
+        "memory_gib",
+    } <= line.keys()
     assert line["tokens_seen"] == STEPS * 8 * 16
     losses = series(oracle)
     assert list(losses) == list(range(1, STEPS + 1))
@@ -67,15 +81,21 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(oracle, options, tmp_pa
     assert max(series(folder)) == 7
     assert (folder / "checkpoints" / "step-00000007").is_dir()
     log = folder / "logs" / "rank-00000.log"
-    assert log.read_text().count("stopped on request after step 7 of 16; run the same command again") == 1
+    assert (
+        log.read_text().count("stopped on request after step 7 of 16; run the same command again")
+        == 1
+    )
     assert run_ranks(1, run, options, folder) == [(0, "")]
     assert log.read_text().count("stopped on request") == 1
     want, got = series(oracle), series(folder)
     assert max(abs(got[s] / want[s] - 1) for s in want) <= 1e-5
 
 
-def poisoned(from_step: int, to_step: int, options: list[str], folder: Path) -> tuple[str, list[bool]]:
-    """A run in which one rank's loss is not a number in some steps; (the error it ends with, finite weights by step)."""
+def poisoned(
+    from_step: int, to_step: int, options: list[str], folder: Path
+) -> tuple[str, list[bool]]:
+    """A run in which one rank's loss is not a number in some steps; (the error it ends with, finite
+    weights by step)."""
     real_loss, real_step, finite = train.linear_cross_entropy, train.train_step, []
 
     def loss(*args, **options):
@@ -101,13 +121,18 @@ def test_a_step_without_a_finite_gradient_is_skipped_by_all_ranks(options, tmp_p
     results = run_ranks(2, poisoned, 4, 5, [*options, *extra], tmp_path)
     assert results == [("exit code 0", [True] * STEPS)] * 2
     losses = series(tmp_path)
-    assert losses[4] == losses[5] == "nan" and all(isinstance(losses[s], float) for s in losses if s not in (4, 5))
+    assert losses[4] == losses[5] == "nan" and all(
+        isinstance(losses[s], float) for s in losses if s not in (4, 5)
+    )
     assert "step 4: loss nan" in (tmp_path / "logs" / "rank-00000.log").read_text()
 
 
 def test_a_run_that_stays_without_finite_gradients_ends(options, tmp_path):
     results = run_ranks(2, poisoned, 4, 99, [*options, *MESHES["fsdp2"][1]], tmp_path)
-    assert all("4 steps in a row" in error and all(finite) and len(finite) == 7 for error, finite in results)
+    assert all(
+        "4 steps in a row" in error and all(finite) and len(finite) == 7
+        for error, finite in results
+    )
 
 
 def validated(options: list[str], folder: Path) -> tuple[int, bool]:
@@ -119,7 +144,15 @@ def validated(options: list[str], folder: Path) -> tuple[int, bool]:
         return jobs[0]
 
     train.build = build
-    code, _ = run([*options, "--validation.interval=5", "--validation.steps=2", "--data.validation_fraction=0.2"], folder)
+    code, _ = run(
+        [
+            *options,
+            "--validation.interval=5",
+            "--validation.steps=2",
+            "--data.validation_fraction=0.2",
+        ],
+        folder,
+    )
     return code, all(type(p.data).__name__ == "DTensor" for p in jobs[0].model.parameters())
 
 
@@ -151,11 +184,28 @@ def test_sample_and_generated_text_are_the_same_on_every_mesh(options, tmp_path)
         texts[name] = log[log.index("a sample from") :].split("tensorboard --logdir")[0]
     assert texts["one"] == texts["fsdp2xtp2"]
     assert "document 3: 1" in texts["one"]
-    command = [sys.executable, "-m", "tools.generate", str(folder), "--prompt", "document 1", "--tokens", "8", "--temperature", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.generate",
+        str(folder),
+        "--prompt",
+        "document 1",
+        "--tokens",
+        "8",
+        "--temperature",
+        "0",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("document 1"), done.stderr
-    missing = subprocess.run([*command[:3], str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert missing.returncode == 2 and "no checkpoint" in missing.stderr and "Traceback" not in missing.stderr
+    missing = subprocess.run(
+        [*command[:3], str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (
+        missing.returncode == 2
+        and "no checkpoint" in missing.stderr
+        and "Traceback" not in missing.stderr
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -166,7 +216,8 @@ def test_loader_workers_do_not_change_the_run(oracle, options, tmp_path, workers
     assert series(folder) == series(oracle)
 
 
-# ------------------------------------------------------------------------------------------------------------ bad input
+# --------------------------------------------------------------------------------------------------
+# bad input
 
 
 def refused(options: list[str], folder: Path, *words: str, ranks: int = 2) -> None:
@@ -190,7 +241,9 @@ def test_an_empty_corpus_is_a_sentence(options, tmp_path):
 
 def test_a_corpus_shorter_than_a_sequence_is_a_sentence(options, tmp_path):
     (tmp_path / "short.txt").write_text("ab")
-    refused([*options, f"--data.source={tmp_path / 'short.txt'}"], tmp_path, "training.seq_len = 16")
+    refused(
+        [*options, f"--data.source={tmp_path / 'short.txt'}"], tmp_path, "training.seq_len = 16"
+    )
 
 
 def test_a_tokenizer_larger_than_the_model_is_a_sentence(options, tmp_path):
@@ -212,13 +265,26 @@ def test_a_tokenizer_that_disagrees_with_the_cached_tokens_is_a_sentence(oracle,
     assert sorted(p.name for p in (oracle / "checkpoints").iterdir()) == before
 
 
-@pytest.mark.parametrize("change, word", [
-    ("--model.hidden_dim=40", "hidden_dim"), ("--run.seed=1", "run.seed"), ("--training.seq_len=8", "training.seq_len"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ("--model.hidden_dim=40", "hidden_dim"),
+        ("--run.seed=1", "run.seed"),
+        ("--training.seq_len=8", "training.seq_len"),
+    ],
+)
 def test_a_checkpoint_of_another_run_is_a_sentence_and_stays(oracle, options, change, word):
-    before = {p: p.stat().st_mtime_ns for p in (oracle / "checkpoints").rglob("*") if p.is_file() and "lease" not in p.name}
+    before = {
+        p: p.stat().st_mtime_ns
+        for p in (oracle / "checkpoints").rglob("*")
+        if p.is_file() and "lease" not in p.name
+    }
     refused([*options, change, "--training.steps=20"], oracle, word)
-    assert before == {p: p.stat().st_mtime_ns for p in (oracle / "checkpoints").rglob("*") if p.is_file() and "lease" not in p.name}
+    assert before == {
+        p: p.stat().st_mtime_ns
+        for p in (oracle / "checkpoints").rglob("*")
+        if p.is_file() and "lease" not in p.name
+    }
 
 
 def test_a_run_folder_that_cannot_be_written_is_a_sentence(options, tmp_path):
@@ -246,10 +312,17 @@ def test_no_room_to_write_is_a_sentence_and_leaves_what_was_saved(oracle, option
     """The metrics cannot be written (the checkpoint's own failures are in test_checkpoint.py)."""
     before = sorted(p.name for p in (oracle / "checkpoints").iterdir())
     metrics = oracle / "metrics.jsonl"
-    metrics.write_text(json.dumps({"step": 0, "padding": "x" * 200_000}) + "\n" + metrics.read_text())
+    metrics.write_text(
+        json.dumps({"step": 0, "padding": "x" * 200_000}) + "\n" + metrics.read_text()
+    )
     size = metrics.stat().st_size + 10
     code, error = run_ranks(1, with_room_for, size, [*options, "--training.steps=18"], oracle)[0]
-    assert code == 1 and "File too large" in error and "Traceback" not in error and error.count("\n") == 1, error
+    assert (
+        code == 1
+        and "File too large" in error
+        and "Traceback" not in error
+        and error.count("\n") == 1
+    ), error
     assert sorted(p.name for p in (oracle / "checkpoints").iterdir()) == before
 
 
@@ -268,24 +341,33 @@ def test_a_finished_run_has_nothing_to_do(oracle, options):
 
 
 def test_metrics_are_logged_at_the_first_step_every_few_and_at_the_last(options, tmp_path):
-    assert run_ranks(1, run, [*options, "--metrics.interval=3", "--training.steps=5"], tmp_path) == [(0, "")]
+    assert run_ranks(
+        1, run, [*options, "--metrics.interval=3", "--training.steps=5"], tmp_path
+    ) == [(0, "")]
     assert list(series(tmp_path)) == [1, 3, 5]
 
 
 def test_the_last_step_has_the_lowest_learning_rate(options, tmp_path):
     more = ["--training.steps=5", "--lr_schedule.warmup_steps=2", "--lr_schedule.min_ratio=0.25"]
     assert run_ranks(1, run, [*options, *more, "--lr_schedule.kind=linear"], tmp_path) == [(0, "")]
-    assert list(series(tmp_path, "lr").values()) == pytest.approx([0.005, 0.01, 0.0075, 0.005, 0.0025])
+    assert list(series(tmp_path, "lr").values()) == pytest.approx(
+        [0.005, 0.01, 0.0075, 0.005, 0.0025]
+    )
 
 
 def test_damaged_tokens_end_a_run_in_a_sentence(options, tmp_path):
-    """W2: a token beyond the vocabulary is met when it is read; with data.verify any changed byte before the first step."""
+    """W2: a token beyond the vocabulary is met when it is read; with data.verify any changed byte
+    before the first step."""
     assert run_ranks(1, run, options, tmp_path)[0][0] == 0
     (shard,) = (tmp_path / "cache").glob("*/train-*.bin")
     tokens = np.fromfile(shard, np.uint16)
     tokens[:] = 60_000
     tokens.tofile(shard)
     code, said = run_ranks(1, run, [*options, f"--run.folder={tmp_path}/a"], tmp_path)[0]
-    assert code == 1 and "step 1 cannot be read" in said and f"{shard.parent} has token 60000" in said
-    code, said = run_ranks(1, run, [*options, f"--run.folder={tmp_path}/b", "--data.verify=true"], tmp_path)[0]
+    assert (
+        code == 1 and "step 1 cannot be read" in said and f"{shard.parent} has token 60000" in said
+    )
+    code, said = run_ranks(
+        1, run, [*options, f"--run.folder={tmp_path}/b", "--data.verify=true"], tmp_path
+    )[0]
     assert code == 2 and f"{shard} is not what was written" in said

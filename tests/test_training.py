@@ -91,20 +91,32 @@ class OneMoment(torch.optim.Optimizer):
                 self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param)}
 
 
-@pytest.mark.parametrize("kind, options, number", [
-    (torch.optim.AdamW, {"fused": True}, 2), (torch.optim.AdamW, {"amsgrad": True}, 3), (torch.optim.SGD, {"lr": 0.1}, 0),
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1), (torch.optim.Adagrad, {}, 1), (OneMoment, {}, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, options, number",
+    [
+        (torch.optim.AdamW, {"fused": True}, 2),
+        (torch.optim.AdamW, {"amsgrad": True}, 3),
+        (torch.optim.SGD, {"lr": 0.1}, 0),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1),
+        (torch.optim.Adagrad, {}, 1),
+        (OneMoment, {}, 1),
+    ],
+)
 def test_moments_are_counted_in_any_optimizer_and_nothing_of_it_changes(kind, options, number):
     weight = nn.Parameter(torch.ones(3, 5))
     optimizer = kind([weight], **options)
     before = len(optimizer.state[weight])
     assert moments(optimizer) == number
-    assert torch.equal(weight, torch.ones(3, 5)) and weight.grad is None and len(optimizer.state[weight]) == before
+    assert (
+        torch.equal(weight, torch.ones(3, 5))
+        and weight.grad is None
+        and len(optimizer.state[weight]) == before
+    )
     assert optimizer.param_groups[0]["params"] == [weight] and list(optimizer.state) == [weight]
 
 
-# ------------------------------------------------------------------------------------------------------ initial values
+# --------------------------------------------------------------------------------------------------
+# initial values
 
 
 def filled(shape: tuple[int, ...], name: str = "w", seed: int = 0) -> torch.Tensor:
@@ -118,8 +130,10 @@ def test_initial_values_are_a_truncated_normal():
     error = 1 / math.sqrt(x.numel())
     assert abs(x.mean()) < 4 * error
     assert abs(x.std() - 1) < 4 * error
-    assert x.abs().max() < 3.05  # cut at 3 deviations of the normal before truncation, which is 3.04 of the result's
-    assert abs((x**4).mean() - 2.83) < 0.02  # kurtosis of a normal cut at 3 (3 without the cut, 1.8 if uniform)
+    # cut at 3 deviations of the normal before truncation, which is 3.04 of the result's
+    assert x.abs().max() < 3.05
+    # kurtosis of a normal cut at 3 (3 without the cut, 1.8 if uniform)
+    assert abs((x**4).mean() - 2.83) < 0.02
     for lag in 1, 2, 999, 1000, 1001:
         assert abs((x[lag:] * x[:-lag]).mean()) < 5 * error, f"values {lag} apart are correlated"
     assert x.unique().numel() > 0.9 * x.numel()
@@ -132,8 +146,11 @@ def test_initial_values_differ_by_name_and_seed():
 
 
 def test_initial_values_never_change():
-    """Golden: the same bits on every machine, device and torch version, or old seeds mean something else."""
-    digest = hashlib.sha256(filled((64, 33), name="layers.0.attention.wq.weight", seed=7).numpy().tobytes()).hexdigest()
+    """Golden: the same bits on every machine, device and torch version, or old seeds mean something
+    else."""
+    digest = hashlib.sha256(
+        filled((64, 33), name="layers.0.attention.wq.weight", seed=7).numpy().tobytes()
+    ).hexdigest()
     assert digest[:16] == GOLDEN
 
 
@@ -183,15 +200,27 @@ def test_every_parameter_of_llama_is_filled_and_norms_are_ones():
         nn.init.constant_(p, math.nan)
     init.initialise(model, llama.initial_values(args), 0)
     for name, p in model.named_parameters():
-        assert torch.equal(p, torch.ones_like(p)) if "norm" in name else 0.005 < p.std() < 0.021, name
-    assert model.layers["0"].attention.wo.weight.std() < 0.6 * model.layers["0"].attention.wq.weight.std()
+        assert torch.equal(p, torch.ones_like(p)) if "norm" in name else 0.005 < p.std() < 0.021, (
+            name
+        )
+    assert (
+        model.layers["0"].attention.wo.weight.std()
+        < 0.6 * model.layers["0"].attention.wq.weight.std()
+    )
 
 
-@pytest.mark.parametrize("name, flavor", [
-    ("llama", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("deepseek_v3", "debug"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, flavor",
+    [
+        ("llama", "debug"),
+        ("qwen3", "debug"),
+        ("qwen3", "debug_moe"),
+        ("deepseek_v3", "debug"),
+    ],
+)
 def test_what_returns_to_the_residual_stream_begins_smaller_by_its_depth(name, flavor):
-    """By 1 / sqrt(2 n_layers), the same for attention, feed-forward layers, shared experts and experts."""
+    """By 1 / sqrt(2 n_layers), the same for attention, feed-forward layers, shared experts and
+    experts."""
     family = MODELS[name]
     args = family.Args(**family.FLAVORS[flavor] | {"n_layers": 8, "vocab_size": 64})
     model = family.build(args)
@@ -205,7 +234,8 @@ def test_what_returns_to_the_residual_stream_begins_smaller_by_its_depth(name, f
         assert p.std().item() == pytest.approx(want, rel=0.05), n
 
 
-# ---------------------------------------------------------------------------------------------------------------- loss
+# --------------------------------------------------------------------------------------------------
+# loss
 
 
 class LargestTensor(TorchDispatchMode):
@@ -242,7 +272,8 @@ def test_loss_equals_the_plain_one_and_never_holds_all_logits(chunk):
 @pytest.mark.parametrize("of_h, of_weight", [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("chunk", [5, 100])
 def test_the_loss_has_the_gradients_that_are_asked_for(of_h, of_weight, chunk):
-    """Of the hidden states alone where the output projection is frozen, of the weight alone, or none, as in validation."""
+    """Of the hidden states alone where the output projection is frozen, of the weight alone, or
+    none, as in validation."""
     torch.manual_seed(0)
     h, w = torch.randn(2, 7, 5, requires_grad=of_h), torch.randn(11, 5, requires_grad=of_weight)
     labels = torch.randint(0, 11, (2, 7))
@@ -250,22 +281,32 @@ def test_the_loss_has_the_gradients_that_are_asked_for(of_h, of_weight, chunk):
     torch.testing.assert_close(loss, want)
     asked = [t for t in (h, w) if t.requires_grad]
     assert loss.requires_grad == bool(asked)
-    for got, expected in zip(torch.autograd.grad(loss, asked), torch.autograd.grad(want, asked)) if asked else ():
+    for got, expected in (
+        zip(torch.autograd.grad(loss, asked), torch.autograd.grad(want, asked)) if asked else ()
+    ):
         torch.testing.assert_close(got, expected)
 
 
 def test_the_loss_of_every_token_can_be_had():
     torch.manual_seed(0)
-    h, w, labels, each = torch.randn(3, 7, 5), torch.randn(11, 5), torch.randint(0, 11, (3, 7)), torch.full((3, 7), math.nan)
+    h, w, labels, each = (
+        torch.randn(3, 7, 5),
+        torch.randn(11, 5),
+        torch.randint(0, 11, (3, 7)),
+        torch.full((3, 7), math.nan),
+    )
     labels[1, 2:] = -100
     total = linear_cross_entropy(h, w, labels, 4, each)
-    want = torch.nn.functional.cross_entropy((h @ w.t()).flatten(0, 1), labels.flatten(), reduction="none").view(3, 7)
+    want = torch.nn.functional.cross_entropy(
+        (h @ w.t()).flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(3, 7)
     torch.testing.assert_close(each, want)
     torch.testing.assert_close(each.sum(), total)
 
 
 def test_the_loss_of_many_pieces_is_exact():
-    """1,024 pieces. Each token's loss is log(V), so a total that rounds at every piece is off by more than the limit."""
+    """1,024 pieces. Each token's loss is log(V), so a total that rounds at every piece is off by
+    more than the limit."""
     pieces, V = 1024, 3
     h, w = torch.zeros(1, pieces, 1), torch.zeros(V, 1)
     total = linear_cross_entropy(h, w, torch.zeros(1, pieces, dtype=torch.int64), 1)
@@ -294,7 +335,8 @@ def test_the_loss_of_bfloat16_rounds_the_logits_and_nothing_after_them():
 
 
 def test_the_heads_gradient_is_summed_over_pieces_in_float32():
-    """512 equal pieces in bfloat16: a sum that rounds to 8 bits at every piece stops growing at the 256th."""
+    """512 equal pieces in bfloat16: a sum that rounds to 8 bits at every piece stops growing at the
+    256th."""
     pieces = 512
     h = torch.ones(1, pieces, 2, dtype=torch.bfloat16)
     w = torch.zeros(4, 2, dtype=torch.bfloat16, requires_grad=True)
@@ -316,7 +358,8 @@ def test_loss_of_a_batch_without_labels_is_zero_with_zero_gradient():
     assert not h.grad.any() and not w.grad.any()
 
 
-# ----------------------------------------------------------------------------------------------- schedule and clipping
+# --------------------------------------------------------------------------------------------------
+# schedule and clipping
 
 
 def rates(kind: str, **options) -> np.ndarray:
@@ -327,7 +370,8 @@ def rates(kind: str, **options) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
 def test_schedules(kind):
     got = rates(kind, warmup_steps=10, min_ratio=0.25)
-    np.testing.assert_allclose(got[:10], 2.0 * np.arange(1, 11) / 10)  # reaches the peak with the last warm-up step
+    # reaches the peak with the last warm-up step
+    np.testing.assert_allclose(got[:10], 2.0 * np.arange(1, 11) / 10)
     assert np.all(np.diff(got[9:]) <= 0), "rises after the warm-up"
     assert got[-1] == pytest.approx(2.0 if kind == "constant" else 0.5)
     middle = {"cosine": 2.0 - 1.5 / 2, "linear": 2.0 - 1.5 / 2, "wsd": 2.0, "constant": 2.0}[kind]
@@ -381,7 +425,12 @@ LONG = 2**24  # elements
 def test_the_norm_of_a_long_gradient_is_exact(layout):
     """The control: the norm of torch.nn.utils adds 16 M squares into a few float32 numbers."""
     grad = torch.rand(LONG, generator=torch.Generator().manual_seed(0))
-    grad = {"matrix": grad.view(4096, -1), "transposed": grad.view(4096, -1).t(), "vector": grad, "odd": grad[:-4097]}[layout]
+    grad = {
+        "matrix": grad.view(4096, -1),
+        "transposed": grad.view(4096, -1).t(),
+        "vector": grad,
+        "odd": grad[:-4097],
+    }[layout]
     norm = clip([grad])
     assert norm.dtype == torch.float32 and norm.shape == ()
     assert error_of_norm(norm, [grad]) < 2e-7
@@ -393,7 +442,10 @@ def test_the_norm_of_odd_gradients():
     assert clip([]).item() == 0 and clip([], max_norm=1.0).item() == 0
     assert clip([torch.empty(0, 5), torch.empty(0)], max_norm=1.0).item() == 0
     generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(shape, generator=generator) for shape in [(), (1,), (3, 7), (8192,), (8193,), (2, 3, 8191)]]
+    grads = [
+        torch.randn(shape, generator=generator)
+        for shape in [(), (1,), (3, 7), (8192,), (8193,), (2, 3, 8191)]
+    ]
     before = [g.clone() for g in grads]
     norm = clip(grads, max_norm=0.5)
     assert error_of_norm(norm, before) < 2e-7
@@ -403,24 +455,33 @@ def test_the_norm_of_odd_gradients():
 
 
 def norm_on_a_mesh() -> tuple[float, float, float]:
-    """Relative errors of the norm of gradients on two meshes over the same ranks, of the scaled gradients, and of PyTorch's norm
-    of the first of them."""
+    """Relative errors of the norm of gradients on two meshes over the same ranks, of the scaled
+    gradients, and of PyTorch's norm of the first of them."""
     from torch.distributed.device_mesh import init_device_mesh
 
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     line = init_device_mesh("cpu", (1, 4), mesh_dim_names=("edp", "ep"))
-    rows = [  # sharded over both dimensions, one, the other, twice along one axis, none; and on another mesh
-        (square, (2048, 4096), (Shard(0), Shard(1))), (square, (3, 5), (Shard(0), Replicate())),
-        (square, (7, 2), (Replicate(), Shard(0))), (square, (101, 3), (Shard(0), Shard(0))), (square, (9,), (Replicate(), Replicate())),
-        (line, (5, 1001), (Shard(0), Shard(1))), (line, (3,), (Replicate(), Shard(0))),
-    ]  # fmt: skip
+    # sharded over both dimensions, one, the other, twice along one axis, none; and on another mesh
+    rows = [
+        (square, (2048, 4096), (Shard(0), Shard(1))),
+        (square, (3, 5), (Shard(0), Replicate())),
+        (square, (7, 2), (Replicate(), Shard(0))),
+        (square, (101, 3), (Shard(0), Shard(0))),
+        (square, (9,), (Replicate(), Replicate())),
+        (line, (5, 1001), (Shard(0), Shard(1))),
+        (line, (3,), (Replicate(), Shard(0))),
+    ]
     generator = torch.Generator().manual_seed(0)
     whole = [torch.rand(shape, generator=generator) for _, shape, _ in rows]
     grads = [distribute_tensor(g.clone(), mesh, cut) for g, (mesh, _, cut) in zip(whole, rows)]
     theirs = torch.nn.utils.get_total_norm(grads[:1]).full_tensor()
     norm = clip(grads, max_norm=1.0)
     after = [g.full_tensor() for g in grads]
-    return error_of_norm(norm, whole), error_of_norm(torch.tensor(1.0), after), error_of_norm(theirs, whole[:1])
+    return (
+        error_of_norm(norm, whole),
+        error_of_norm(torch.tensor(1.0), after),
+        error_of_norm(theirs, whole[:1]),
+    )
 
 
 def test_the_norm_is_exact_on_any_mesh():
@@ -441,17 +502,25 @@ def test_a_gradient_that_is_still_to_be_summed_is_an_error():
     run_ranks(2, norm_of_what_is_not_summed)
 
 
-# Adam divides by what is nearly 0: with an epsilon of 1e-8 rounding grows by 10 at each of these steps, on one process too.
+# Adam divides by what is nearly 0: with an epsilon of 1e-8 rounding grows by 10 at each of these
+# steps, on one process too.
 REAL_SIZES = (
-    "--model.flavor=debug --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
-    "--training.global_batch_size=24 --training.steps=8 --optimizer.lr=3e-3 --optimizer.eps=1e-3 --lr_schedule.warmup_steps=8"
+    "--model.flavor=debug --data.tokenizer=bytes --training.param_dtype=float32 "
+    "--training.seq_len=16 "
+    "--training.global_batch_size=24 --training.steps=8 --optimizer.lr=3e-3 --optimizer.eps=1e-3 "
+    "--lr_schedule.warmup_steps=8"
 ).split()
 
 
 def losses_and_norms(options: list[str], dp_size: int) -> np.ndarray:
-    """[steps, 3] of a run of the debug model: loss, gradient norm, and PyTorch's norm of the same gradients."""
+    """[steps, 3] of a run of the debug model: loss, gradient norm, and PyTorch's norm of the same
+    gradients."""
     warnings.simplefilter("ignore")
-    cfg = load_config([*REAL_SIZES, f"--training.local_batch_size={24 // dp_size}", *options], world().size, world().local_size)
+    cfg = load_config(
+        [*REAL_SIZES, f"--training.local_batch_size={24 // dp_size}", *options],
+        world().size,
+        world().local_size,
+    )
     job, seen = train.build(cfg), []
 
     def clip_and_compare(params, max_norm, *rest):
@@ -462,37 +531,60 @@ def losses_and_norms(options: list[str], dp_size: int) -> np.ndarray:
 
     train.clip_grad_norm = clip_and_compare
     ids = np.random.default_rng(0).integers(0, job.args.vocab_size, 9000).astype(np.uint16)
-    results = [train.train_step(job, batch) for batch, _ in zip(harness.batches(cfg, job.mesh, ids), range(cfg.training.steps))]
-    return np.array([(result.loss, result.grad_norm, theirs) for result, theirs in zip(results, seen, strict=True)])
+    results = [
+        train.train_step(job, batch)
+        for batch, _ in zip(harness.batches(cfg, job.mesh, ids), range(cfg.training.steps))
+    ]
+    return np.array(
+        [
+            (result.loss, result.grad_norm, theirs)
+            for result, theirs in zip(results, seen, strict=True)
+        ]
+    )
 
 
 def check_real_sizes(meshes: dict[str, tuple[int, list[str], int]], options: list[str]) -> None:
     alone = run_ranks(1, losses_and_norms, options, 1)[0]
     assert alone[0, 1] > 1, "the gradient is to be clipped"
     for name, (ranks, mesh, dp_size) in meshes.items():
-        loss, norm, theirs = np.abs(run_ranks(ranks, losses_and_norms, [*options, *mesh], dp_size)[0] / alone - 1).max(0)
-        assert loss < 1e-5 and norm < 1e-5, f"{name}: loss off by {loss:.1e}, norm by {norm:.1e} relative"
+        loss, norm, theirs = np.abs(
+            run_ranks(ranks, losses_and_norms, [*options, *mesh], dp_size)[0] / alone - 1
+        ).max(0)
+        assert loss < 1e-5 and norm < 1e-5, (
+            f"{name}: loss off by {loss:.1e}, norm by {norm:.1e} relative"
+        )
         assert theirs > 1e-5, f"{name}: the control, PyTorch's norm, is off by only {theirs:.1e}"
 
 
 def test_loss_and_norm_of_the_debug_preset_do_not_depend_on_the_mesh():
     """At the sizes of its tensors (the embedding has 1 M elements), with two of its six layers."""
-    check_real_sizes({"FSDP 2 x TP 2": (4, ["--parallelism.tensor_parallel=2"], 2)}, ["--model.n_layers=2"])
+    check_real_sizes(
+        {"FSDP 2 x TP 2": (4, ["--parallelism.tensor_parallel=2"], 2)}, ["--model.n_layers=2"]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_loss_and_norm_of_the_whole_debug_preset_do_not_depend_on_the_mesh():
-    check_real_sizes({
-        "FSDP 2 x TP 2": (4, ["--parallelism.tensor_parallel=2"], 2),
-        "HSDP 2 x 2": (4, ["--parallelism.data_parallel_replicate=2"], 4),
-        "FSDP 3": (3, [], 3),
-    }, [])  # fmt: skip
+    check_real_sizes(
+        {
+            "FSDP 2 x TP 2": (4, ["--parallelism.tensor_parallel=2"], 2),
+            "HSDP 2 x 2": (4, ["--parallelism.data_parallel_replicate=2"], 4),
+            "FSDP 3": (3, [], 3),
+        },
+        [],
+    )
 
 
-@pytest.mark.parametrize("name, flavor", [
-    ("llama", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("deepseek_v3", "debug"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, flavor",
+    [
+        ("llama", "debug"),
+        ("qwen3", "debug"),
+        ("qwen3", "debug_moe"),
+        ("deepseek_v3", "debug"),
+    ],
+)
 def test_norms_are_not_decayed(name, flavor):
     """Those of queries, keys and narrow vectors among them; all else is decayed."""
     family = MODELS[name]
@@ -503,7 +595,9 @@ def test_norms_are_not_decayed(name, flavor):
     decay = {names[p]: group["weight_decay"] for group in groups for p in group["params"]}
     gains = {n for n, p in model.named_parameters() if p.ndim == 1 and p.requires_grad}
     assert {n.split(".")[-2] for n in gains} >= NORMS[name]
-    assert decay == {n: 0.0 if n in gains else 0.3 for n, p in model.named_parameters() if p.requires_grad}
+    assert decay == {
+        n: 0.0 if n in gains else 0.3 for n, p in model.named_parameters() if p.requires_grad
+    }
 
 
 NORMS = {
@@ -514,10 +608,13 @@ NORMS = {
 
 
 def test_sgd_keeps_its_momentum():
-    """The heavy ball: v <- 0.9 v + g, w <- w - lr v. With a gradient of 1 the weight moves by 1, 1.9 and 2.71 of lr."""
+    """The heavy ball: v <- 0.9 v + g, w <- w - lr v. With a gradient of 1 the weight moves by 1,
+    1.9 and 2.71 of lr."""
     layer = nn.Linear(3, 2, bias=False)
     start = layer.weight.detach().clone()
-    optimizer = build_optimizer(layer, [("*", True)], Optimizer(kind="sgd", lr=0.1, momentum=0.9, weight_decay=0.0))
+    optimizer = build_optimizer(
+        layer, [("*", True)], Optimizer(kind="sgd", lr=0.1, momentum=0.9, weight_decay=0.0)
+    )
     for moved in 1.0, 2.9, 5.61:
         layer.weight.grad = torch.ones_like(layer.weight)
         optimizer.step()
@@ -528,5 +625,6 @@ def test_each_option_of_the_optimizer_reaches_it():
     cfg = Optimizer(lr=0.07, betas=(0.8, 0.7), eps=1e-3, weight_decay=0.3)
     adamw = build_optimizer(nn.Linear(3, 2, bias=False), [("*", True)], cfg)
     assert isinstance(adamw, torch.optim.AdamW)
-    assert {key: adamw.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay", "fused")} == {
-        "lr": 0.07, "betas": (0.8, 0.7), "eps": 1e-3, "weight_decay": 0.3, "fused": True}  # fmt: skip
+    assert {
+        key: adamw.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay", "fused")
+    } == {"lr": 0.07, "betas": (0.8, 0.7), "eps": 1e-3, "weight_decay": 0.3, "fused": True}

@@ -1,11 +1,13 @@
-"""Is on this machine what a configuration names? `run_train.sh` asks on each node before it starts a rank.
+"""Is on this machine what a configuration names? `run_train.sh` asks on each node before it starts
+a rank.
 
     python -m tools.check configs/llama_8b.toml [--table.key=value ...] [--world-size=64 --local-world-size=8]
 
-`configs/load.py` reads the configuration alone, on any machine. This looks at the machine: the text, the tokenizer and its
-size, the checkpoints to start from, optional packages, and a GPU where an option needs one. All mistakes are reported at once,
-with exit code 2. Nothing is written or downloaded. Torch, which takes seconds to import, is imported only for a question that
-nothing else can answer.
+`configs/load.py` reads the configuration alone, on any machine. This looks at the machine: the
+text, the tokenizer and its size, the checkpoints to start from, optional packages, and a GPU where
+an option needs one. All mistakes are reported at once, with exit code 2. Nothing is written or
+downloaded. Torch, which takes seconds to import, is imported only for a question that nothing else
+can answer.
 """
 
 import argparse
@@ -23,16 +25,23 @@ from data import inputs
 
 
 def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
-    """One sentence for each thing that this machine lacks. local_world_size: ranks that will run on it."""
+    """One sentence for each thing that this machine lacks. local_world_size: ranks that will run on
+    it."""
     if cfg.metrics.wandb_project and importlib.util.find_spec("wandb") is None:
-        yield (f'metrics.wandb_project = "{cfg.metrics.wandb_project}" needs the package wandb: pip install wandb, or leave the '
-               "option empty")  # fmt: skip
+        yield (
+            f'metrics.wandb_project = "{cfg.metrics.wandb_project}" needs the package wandb: pip '
+            "install wandb, or leave the "
+            "option empty"
+        )
     yield from inputs.problems(cfg, check.architecture(cfg.model)["vocab_size"])
     fresh = not any(Path(cfg.run.folder, "checkpoints").glob("step-*"))
     for option in ("load_path", "load_hf"):
         place = getattr(cfg.checkpoint, option)
         if place and fresh and not Path(place).exists():
-            yield f'checkpoint.{option} = "{place}" does not exist here: name the folder to start from, or remove the option'
+            yield (
+                f'checkpoint.{option} = "{place}" does not exist here: name the folder to start '
+                "from, or remove the option"
+            )
         elif place and fresh and option == "load_hf":
             yield from model_problems(cfg, Path(place))
     if cfg.checkpoint.export_hf:
@@ -42,23 +51,30 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
 
 
 def without_files(cfg: Config, argv: list[str]) -> str:
-    """The command that tries a preset without its corpus and its tokenizer, on what every machine has; "" where it would not
-    help: the files are there, or the person has named others.
+    """The command that tries a preset without its corpus and its tokenizer, on what every machine
+    has; "" where it would not help: the files are there, or the person has named others.
 
-    argv: the configuration's arguments. No validation: the preset's small share of Python's library is shorter than one of
-    its sequences. A folder of its own: the run that the preset is for has another tokenizer.
+    argv: the configuration's arguments. No validation: the preset's small share of Python's library
+    is shorter than one of its sequences. A folder of its own: the run that the preset is for has
+    another tokenizer.
     """
     _, given = as_given(argv)
     if cfg.data.mixture or cfg.validation.sets or {"data.source", "data.tokenizer"} & given.keys():
         return ""
     if not any(inputs.problems(cfg, check.architecture(cfg.model)["vocab_size"])):
         return ""
-    words = ["--data.source=stdlib", "--data.tokenizer=bpe", "--validation.interval=0", "--run.folder=runs/try"]
+    words = [
+        "--data.source=stdlib",
+        "--data.tokenizer=bpe",
+        "--validation.interval=0",
+        "--run.folder=runs/try",
+    ]
     return shlex.join(["./run_train.sh", *argv, *words])
 
 
 def model_problems(cfg: Config, folder: Path) -> Iterator[str]:
-    """Whether a folder of Hugging Face's describes the model of the run. What a rank asks when it loads the folder."""
+    """Whether a folder of Hugging Face's describes the model of the run. What a rank asks when it
+    loads the folder."""
     from checkpoint import hf  # here, because it imports torch, as the families do
     from models import MODELS
 
@@ -69,7 +85,8 @@ def model_problems(cfg: Config, folder: Path) -> Iterator[str]:
 
 
 def export_problems(cfg: Config) -> Iterator[str]:
-    """Whether the model can be written for Hugging Face, which would be found out only when it is trained."""
+    """Whether the model can be written for Hugging Face, which would be found out only when it is
+    trained."""
     from checkpoint import hf  # here, because it imports torch, as the families do
     from models import MODELS
 
@@ -81,7 +98,8 @@ def export_problems(cfg: Config) -> Iterator[str]:
 
 
 def torch_problems(cfg: Config) -> Iterator[str]:
-    """What the installed version of torch cannot do. The newest one can do everything, so it is not imported."""
+    """What the installed version of torch cannot do. The newest one can do everything, so it is not
+    imported."""
     numbers = tuple(int(number) for number in version("torch").split(".")[:2])
     if numbers >= (2, 13):
         return
@@ -89,18 +107,34 @@ def torch_problems(cfg: Config) -> Iterator[str]:
 
     has_experts = bool(check.architecture(cfg.model).get("n_experts"))
     try:
-        check_torch(cfg, has_experts and cfg.parallelism.expert_parallel * cfg.parallelism.tensor_parallel > 1, numbers)
+        check_torch(
+            cfg,
+            has_experts and cfg.parallelism.expert_parallel * cfg.parallelism.tensor_parallel > 1,
+            numbers,
+        )
     except InputError as error:
         yield str(error)
 
 
 def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
-    """The same for options that need a GPU. They are asked of the code that a rank will run, so the sentences are its own."""
-    kernel, recipe, overlapped = cfg.training.attention, cfg.training.float8, cfg.parallelism.async_tensor_parallel
+    """The same for options that need a GPU. They are asked of the code that a rank will run, so the
+    sentences are its own."""
+    kernel, recipe, overlapped = (
+        cfg.training.attention,
+        cfg.training.float8,
+        cfg.parallelism.async_tensor_parallel,
+    )
     p, width = cfg.parallelism, check.query_width(cfg.model)
     gathers = p.context_parallel > 1 and p.context_parallel_method == "gather"
-    gathers &= check.no_flash(cfg.training.param_dtype, width)  # else every GPU of today has a kernel
-    if cfg.run.device != "cuda" and kernel == "auto" and recipe == "none" and not overlapped and not gathers:
+    # else every GPU of today has a kernel
+    gathers &= check.no_flash(cfg.training.param_dtype, width)
+    if (
+        cfg.run.device != "cuda"
+        and kernel == "auto"
+        and recipe == "none"
+        and not overlapped
+        and not gathers
+    ):
         return
     from parallelisms import attention, cp, dp, float8, mesh, tp  # here, because they import torch
 
@@ -110,9 +144,15 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         yield str(error)
         return
     checks = [lambda: attention.choose(kernel, device)]
-    checks += [lambda: float8.check(recipe, device, cfg.debug.emulate_float8)] if recipe != "none" else []
+    checks += (
+        [lambda: float8.check(recipe, device, cfg.debug.emulate_float8)] if recipe != "none" else []
+    )
     checks += [lambda: tp.check_overlap(device.type)] if overlapped else []
-    checks += [lambda: cp.check_kernel(device, dp.param_dtype(cfg.training, device), width)] if gathers else []
+    checks += (
+        [lambda: cp.check_kernel(device, dp.param_dtype(cfg.training, device), width)]
+        if gathers
+        else []
+    )
     for ask in checks:
         try:
             ask()
@@ -124,7 +164,9 @@ def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text())
         return 0
-    parser = argparse.ArgumentParser(prog="python -m tools.check", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.check", add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--local-world-size", type=int, default=1)
     sizes, arguments = parser.parse_known_args(argv)
@@ -139,7 +181,10 @@ def main(argv: list[str]) -> int:
     print(ConfigError(found), file=sys.stderr)
     command = without_files(cfg, arguments)
     if command:
-        print("README.md says where a tokenizer and a corpus come from. To try it without them:", file=sys.stderr)
+        print(
+            "README.md says where a tokenizer and a corpus come from. To try it without them:",
+            file=sys.stderr,
+        )
         print(f"    {command}", file=sys.stderr)
     return 2
 

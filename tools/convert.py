@@ -1,14 +1,15 @@
-"""Models from elsewhere into a checkpoint, and checkpoints into files for elsewhere; one tensor in memory at a time.
+"""Models from elsewhere into a checkpoint, and checkpoints into files for elsewhere; one tensor in
+memory at a time.
 
     python -m tools.convert hf-to-dcp    HF_FOLDER  OUT        Hugging Face: config.json and safetensors
     python -m tools.convert meta-to-dcp  META_FOLDER OUT       Meta's params.json and consolidated.*.pth (Llama 2 and 3)
     python -m tools.convert dcp-to-hf    CHECKPOINT OUT        a folder for transformers' from_pretrained
     python -m tools.convert dcp-to-torch CHECKPOINT OUT.pt     one file for torch.load
 
-The first two make `OUT/checkpoints/step-00000000`, which `checkpoint.load_path` starts a run from and `tools.generate`
-reads, and `OUT/tokenizer.json` if the tokenizer is of Llama 3's kind. CHECKPOINT is a run's folder (its newest
-checkpoint) or one checkpoint, of any mesh. Exit codes: 0 done; 2 what cannot be converted, in a sentence, and nothing
-is written.
+The first two make `OUT/checkpoints/step-00000000`, which `checkpoint.load_path` starts a run from
+and `tools.generate` reads, and `OUT/tokenizer.json` if the tokenizer is of Llama 3's kind.
+CHECKPOINT is a run's folder (its newest checkpoint) or one checkpoint, of any mesh. Exit codes: 0
+done; 2 what cannot be converted, in a sentence, and nothing is written.
 """
 
 import argparse
@@ -42,11 +43,15 @@ from models.family import Family
 from reliability import disk
 
 META = MODELS["llama"]  # the family whose weights Meta published in a format of its own
-REMAP = 1 << 28  # bytes read of mapped files before they are mapped anew: mapped pages count as this process's memory
+# bytes read of mapped files before they are mapped anew: mapped pages count as this process's
+# memory
+REMAP = 1 << 28
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.convert", description="Checkpoints from and for elsewhere.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.convert", description="Checkpoints from and for elsewhere."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (convert, source, target, description) in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=description)
@@ -65,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-# ------------------------------------------------------------------------------------------------------------------ in
+# --------------------------------------------------------------------------------------------------
+# in
 
 
 def hf_to_dcp(source: Path, out: Path) -> str:
@@ -87,7 +93,8 @@ def meta_to_dcp(source: Path, out: Path) -> str:
 
 
 def tokenizer_of(read: Callable, source: Path | str) -> Tokenizer | None:
-    """The source's tokenizer; a model is worth having without one, so what is wrong with it is said and no error."""
+    """The source's tokenizer; a model is worth having without one, so what is wrong with it is said
+    and no error."""
     try:
         return read(source)
     except InputError as error:
@@ -103,24 +110,42 @@ def shapes(family: Family, args: Any) -> dict[str, list[int]]:
 
 
 def publish(
-    out: Path, family: Family, args: Any, source: Path, read: Callable[[str], Tensor], tokenizer: Tokenizer | None
+    out: Path,
+    family: Family,
+    args: Any,
+    source: Path,
+    read: Callable[[str], Tensor],
+    tokenizer: Tokenizer | None,
 ) -> str:
-    """Write a checkpoint of step 0 with the tensors that `read` returns by name, widened to float32, and the tokenizer.
+    """Write a checkpoint of step 0 with the tensors that `read` returns by name, widened to
+    float32, and the tokenizer.
 
-    The same writer, manifest and hashes as a run's, fed one tensor at a time. It appears when it is whole.
+    The same writer, manifest and hashes as a run's, fed one tensor at a time. It appears when it is
+    whole.
     """
     folder, name = out / "checkpoints", verify.step_name(0, 0)
     temporary = folder / f".tmp-{uuid.uuid4().hex[:8]}-0-{name}"
-    live = {f"model.{n}": torch.empty(shape, device="meta") for n, shape in shapes(family, args).items()}
+    live = {
+        f"model.{n}": torch.empty(shape, device="meta") for n, shape in shapes(family, args).items()
+    }
     size = sum(tensor.nbytes for tensor in live.values())
     facts = {"family": next(name for name, module in MODELS.items() if module is family)}
-    facts["must_match"] = {"model": asdict(args)} | ({"tokenizer": tokenizer.fingerprint} if tokenizer else {})
+    facts["must_match"] = {"model": asdict(args)} | (
+        {"tokenizer": tokenizer.fingerprint} if tokenizer else {}
+    )
     head = {
-        "format": verify.FORMAT, "step": 0, "progress": {"step": 0, "samples": 0},
-        "mesh": {"dp_replicate": 1, "dp_shard": 1, "tp": 1}, "facts": facts,
-        "optimizer": "none", "hyperparameters": {}, "parent": str(source.resolve()), "ancestors": [],
-        "torch": str(torch.__version__), "saved": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }  # fmt: skip
+        "format": verify.FORMAT,
+        "step": 0,
+        "progress": {"step": 0, "samples": 0},
+        "mesh": {"dp_replicate": 1, "dp_shard": 1, "tp": 1},
+        "facts": facts,
+        "optimizer": "none",
+        "hyperparameters": {},
+        "parent": str(source.resolve()),
+        "ancestors": [],
+        "torch": str(torch.__version__),
+        "saved": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
     try:
         if folder.exists() and verify.published(folder):
@@ -139,7 +164,9 @@ def publish(
         temporary.rename(folder / name)
         disk.sync(folder)
     except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.filename or ''} {error.strerror}") from None
+        raise InputError(
+            f"{out} cannot be written: {error.filename or ''} {error.strerror}"
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     words = "with its tokenizer" if tokenizer else "without a tokenizer"
@@ -149,7 +176,9 @@ def publish(
 class OneByOne(storage.OneByOne):
     """The tensors of the source, each read and widened when it is written, and then gone."""
 
-    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], progress: Callable[[int], object]):
+    def __init__(
+        self, names: Iterable[str], read: Callable[[str], Tensor], progress: Callable[[int], object]
+    ):
         self.live, self.read, self.progress = names, read, progress
 
     def bytes_of(self, name: str) -> memoryview:
@@ -165,10 +194,12 @@ def progress_bar(size: int, name: str) -> tqdm:
 
 
 class MetaFolder:
-    """A model as Meta published it: params.json and consolidated.00.pth, .01.pth ..., one per tensor-parallel rank.
+    """A model as Meta published it: params.json and consolidated.00.pth, .01.pth ..., one per
+    tensor-parallel rank.
 
-    Column-parallel matrices are cut along their rows, row-parallel ones along their columns, the embedding along its
-    columns (Llama 2) or rows (Llama 3), norms not at all: a tensor's shape says which. `models/llama.py` has the rest.
+    Column-parallel matrices are cut along their rows, row-parallel ones along their columns, the
+    embedding along its columns (Llama 2) or rows (Llama 3), norms not at all: a tensor's shape says
+    which. `models/llama.py` has the rest.
     """
 
     def __init__(self, folder: Path):
@@ -183,9 +214,13 @@ class MetaFolder:
             if piece.keys() != self.pieces[0].keys():
                 raise InputError(f"{file} does not have the tensors of {self.files[0]}")
         try:
-            self.args = META.args_from_meta(hf.read_json(folder / "params.json"), self.pieces[0], len(self.files))
+            self.args = META.args_from_meta(
+                hf.read_json(folder / "params.json"), self.pieces[0], len(self.files)
+            )
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise InputError(f"{folder / 'params.json'} does not describe a Llama: {error!r}") from None
+            raise InputError(
+                f"{folder / 'params.json'} does not describe a Llama: {error!r}"
+            ) from None
         self.shapes = shapes(META, self.args)
         names = self.pieces[0].keys() - META.meta_ignored(self.args)
         hf.check_tensors(folder, {name: self.describe(name) for name in sorted(names)}, self.shapes)
@@ -201,7 +236,8 @@ class MetaFolder:
             except Exception as error:  # whatever a file that is not one makes torch raise
                 first = str(error).strip().splitlines() or [type(error).__name__]
                 raise InputError(
-                    f"{file} is not a file of tensors that can be read without running its code: {first[0]}"
+                    f"{file} is not a file of tensors that can be read without running its code: "
+                    f"{first[0]}"
                 ) from None
             if not isinstance(piece, dict) or not all(
                 type(t) is Tensor and t.layout == torch.strided for t in piece.values()
@@ -210,11 +246,16 @@ class MetaFolder:
             self.pieces.append(piece)
 
     def cut(self, name: str) -> int | None:
-        """The dimension along which the files' pieces of a tensor lie side by side; None when each has all of it."""
+        """The dimension along which the files' pieces of a tensor lie side by side; None when each
+        has all of it."""
         shape, n = list(self.pieces[0][name].shape), len(self.files)
         whole = self.shapes.get(name, shape)
         for dim in range(len(whole)):
-            if n > 1 and shape == [*whole[:dim], whole[dim] // n, *whole[dim + 1 :]] and whole[dim] % n == 0:
+            if (
+                n > 1
+                and shape == [*whole[:dim], whole[dim] // n, *whole[dim + 1 :]]
+                and whole[dim] % n == 0
+            ):
                 return dim
         return None
 
@@ -223,50 +264,69 @@ class MetaFolder:
         first, dim = self.pieces[0][name], self.cut(name)
         for file, piece in zip(self.files, self.pieces, strict=True):
             if piece[name].shape != first.shape or piece[name].dtype != first.dtype:
-                raise InputError(f"{name} is not the same in {file} and {self.files[0]}: {list(piece[name].shape)}")
+                raise InputError(
+                    f"{name} is not the same in {file} and {self.files[0]}: "
+                    f"{list(piece[name].shape)}"
+                )
         shape = [size * len(self.files) if i == dim else size for i, size in enumerate(first.shape)]
         return CODES.get(first.dtype, str(first.dtype)), shape
 
     def read(self, name: str) -> Tensor:
         self.open()
         dim = self.cut(name)
-        pieces = [piece[name] for piece in self.pieces] if dim is not None else [self.pieces[0][name]]
+        pieces = (
+            [piece[name] for piece in self.pieces] if dim is not None else [self.pieces[0][name]]
+        )
         self.mapped += sum(piece.nbytes for piece in pieces)
         whole = torch.cat(pieces, dim=dim or 0)
         return META.from_meta(name, whole, self.args)
 
 
-# ----------------------------------------------------------------------------------------------------------------- out
+# --------------------------------------------------------------------------------------------------
+# out
 
 
-def dcp_to_hf(source: Path, out: Path, dtype: str, max_shard_size: int, tokenizer: Path | None) -> str:
+def dcp_to_hf(
+    source: Path, out: Path, dtype: str, max_shard_size: int, tokenizer: Path | None
+) -> str:
     path, manifest = newest(source)
     facts = manifest["facts"]
     given = tokenizer or path.resolve().parent.parent / "tokenizer.json"
     saved = load_saved(str(given)) if tokenizer else tokenizer_of(load_saved, str(given))
     files = hf_tokenizer.files(saved, facts["must_match"]["model"]["max_seq_len"]) if saved else {}
-    size = sum(verify.nbytes(t["dtype"], t["shape"]) for t in state.select(manifest["tensors"], "model", ()).values())
+    size = sum(
+        verify.nbytes(t["dtype"], t["shape"])
+        for t in state.select(manifest["tensors"], "model", ()).values()
+    )
     family = MODELS[facts["family"]]
     with progress_bar(size, path.name) as bar:
         hf.export(path, out, family, getattr(torch, dtype), files, max_shard_size, bar.update)
-    return f"{out}: the model of {path} in {dtype}, {'with its' if saved else 'without a'} tokenizer"
+    return (
+        f"{out}: the model of {path} in {dtype}, {'with its' if saved else 'without a'} tokenizer"
+    )
 
 
 def dcp_to_torch(source: Path, out: Path, content: str) -> str:
-    """{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}, "step", "progress", "facts"}: tensors and
-    plain values, so that torch.load with its default, weights_only, reads it.
+    """{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}, "step", "progress",
+    "facts"}: tensors and plain values, so that torch.load with its default, weights_only, reads it.
 
-    torch.save writes the file with its tensors left out (`skip_data`), then they are put into their places one by one.
-    The checksums in the zip archive stay 0: torch never looks at them, `unzip -t` would.
+    torch.save writes the file with its tensors left out (`skip_data`), then they are put into their
+    places one by one. The checksums in the zip archive stay 0: torch never looks at them, `unzip
+    -t` would.
     """
     path, manifest = newest(source)
-    tables: dict[str, dict[str, str]] = {"model": {}}  # where each tensor goes: "model" or its parameter -> key -> name
+    # where each tensor goes: "model" or its parameter -> key -> name
+    tables: dict[str, dict[str, str]] = {"model": {}}
     for name in state.select(manifest["tensors"], content, ()):
         kind, _, rest = name.partition(".")
         table, _, key = ("model", "", rest) if kind == "model" else rest.rpartition(".")
         tables.setdefault(table, {})[key] = name
-    order = [name for table in tables.values() for name in table.values()]  # as torch.save meets and numbers them
-    size = sum(verify.nbytes(row["dtype"], row["shape"]) for row in (manifest["tensors"][name] for name in order))
+    # as torch.save meets and numbers them
+    order = [name for table in tables.values() for name in table.values()]
+    size = sum(
+        verify.nbytes(row["dtype"], row["shape"])
+        for row in (manifest["tensors"][name] for name in order)
+    )
     with FakeTensorMode():  # shapes and types without memory
         whole: dict = {
             table: {key: _empty(manifest["tensors"][name]) for key, name in names.items()}
@@ -279,7 +339,10 @@ def dcp_to_torch(source: Path, out: Path, content: str) -> str:
     try:
         if out.exists():
             raise InputError(f"{out} exists already: give the name of a new file")
-        with open(temporary, "xb") as file, torch.serialization.skip_data(materialize_fake_tensors=True):
+        with (
+            open(temporary, "xb") as file,
+            torch.serialization.skip_data(materialize_fake_tensors=True),
+        ):
             torch.save(whole, file)
         places = storages(temporary)
         tensors = hf.read_whole(path, manifest, order)
@@ -288,7 +351,8 @@ def dcp_to_torch(source: Path, out: Path, content: str) -> str:
                 data = storage.as_bytes(next(tensors))
                 if len(data) != length:
                     raise RuntimeError(
-                        f"this torch.save numbers its tensors in another way: {name} is not {length} bytes"
+                        f"this torch.save numbers its tensors in another way: {name} is not "
+                        f"{length} bytes"
                     )
                 file.seek(start)
                 file.write(data)
@@ -300,7 +364,9 @@ def dcp_to_torch(source: Path, out: Path, content: str) -> str:
     except Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.filename or ''} {error.strerror}") from None
+        raise InputError(
+            f"{out} cannot be written: {error.filename or ''} {error.strerror}"
+        ) from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -312,14 +378,15 @@ def _empty(stored: dict) -> Tensor:
 
 
 def storages(path: Path) -> list[tuple[int, int]]:
-    """Where the bytes of each tensor lie in a file of torch.save, in its order, and how many: it is a zip archive of
-    records `data/0`, `data/1`, ..., not compressed."""
+    """Where the bytes of each tensor lie in a file of torch.save, in its order, and how many: it is
+    a zip archive of records `data/0`, `data/1`, ..., not compressed."""
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         found = {}
         for info in archive.infolist():
             folder, _, number = info.filename.rpartition("/")
             if folder.endswith("/data"):
-                file.seek(info.header_offset + 26)  # of a local header of 30 bytes: the lengths of name and extra field
+                # of a local header of 30 bytes: the lengths of name and extra field
+                file.seek(info.header_offset + 26)
                 name, extra = struct.unpack("<HH", file.read(4))
                 found[int(number)] = (info.header_offset + 30 + name + extra, info.file_size)
     return [found[i] for i in sorted(found)]
@@ -349,24 +416,51 @@ RUN = ("OUT", "a new folder; in it appear checkpoints/step-00000000 and tokenize
 
 # command -> (its function, its source and target: name and help, its description)
 COMMANDS = {
-    "hf-to-dcp": (hf_to_dcp, ("HF_FOLDER", "a folder with config.json and model*.safetensors"), RUN,
-                  "A checkpoint of a Hugging Face folder."),
-    "meta-to-dcp": (meta_to_dcp, ("META_FOLDER", "a folder with params.json and consolidated.*.pth"), RUN,
-                    "A checkpoint of a model as Meta published it."),
-    "dcp-to-hf": (dcp_to_hf, CHECKPOINT, ("OUT", "a new folder"), "A folder for transformers' from_pretrained."),
+    "hf-to-dcp": (
+        hf_to_dcp,
+        ("HF_FOLDER", "a folder with config.json and model*.safetensors"),
+        RUN,
+        "A checkpoint of a Hugging Face folder.",
+    ),
+    "meta-to-dcp": (
+        meta_to_dcp,
+        ("META_FOLDER", "a folder with params.json and consolidated.*.pth"),
+        RUN,
+        "A checkpoint of a model as Meta published it.",
+    ),
+    "dcp-to-hf": (
+        dcp_to_hf,
+        CHECKPOINT,
+        ("OUT", "a new folder"),
+        "A folder for transformers' from_pretrained.",
+    ),
     "dcp-to-torch": (dcp_to_torch, CHECKPOINT, ("OUT", "a new file"), "One file for torch.load."),
-}  # fmt: skip
+}
 OPTIONS = {  # command -> option -> its settings, argparse's
     "dcp-to-hf": {
-        "--dtype": {"choices": ["float32", "bfloat16"], "default": "float32",
-                    "help": "type of the weights; float32 is what the checkpoint holds [%(default)s]"},
-        "--max-shard-size": {"type": byte_size, "default": "5GB", "help": "size of a file at most [%(default)s]"},
-        "--tokenizer": {"type": Path, "help": "a saved tokenizer.json, when it is not in the run's folder"},
+        "--dtype": {
+            "choices": ["float32", "bfloat16"],
+            "default": "float32",
+            "help": "type of the weights; float32 is what the checkpoint holds [%(default)s]",
+        },
+        "--max-shard-size": {
+            "type": byte_size,
+            "default": "5GB",
+            "help": "size of a file at most [%(default)s]",
+        },
+        "--tokenizer": {
+            "type": Path,
+            "help": "a saved tokenizer.json, when it is not in the run's folder",
+        },
     },
     "dcp-to-torch": {
-        "--content": {"choices": ["model", "model+optimizer"], "default": "model+optimizer", "help": "[%(default)s]"},
+        "--content": {
+            "choices": ["model", "model+optimizer"],
+            "default": "model+optimizer",
+            "help": "[%(default)s]",
+        },
     },
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     sys.exit(main())

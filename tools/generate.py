@@ -3,9 +3,10 @@
     python -m tools.generate runs/llama_debug --prompt "def "
     python -m tools.generate runs/hf --prompt "def " --prompt "class "
 
-The first argument is a run's folder (its newest checkpoint is taken), one checkpoint in it, or a folder with config.json,
-safetensors and tokenizer.json. A checkpoint has the model's numbers, and `tokenizer.json` is in the run's folder. Several
-prompts are continued side by side, each as it would be alone. On a terminal the text of a single prompt appears token by token.
+The first argument is a run's folder (its newest checkpoint is taken), one checkpoint in it, or a
+folder with config.json, safetensors and tokenizer.json. A checkpoint has the model's numbers, and
+`tokenizer.json` is in the run's folder. Several prompts are continued side by side, each as it
+would be alone. On a terminal the text of a single prompt appears token by token.
 """
 
 import argparse
@@ -33,8 +34,9 @@ class Loaded(NamedTuple):
 
 
 def load(folder: Path, tokenizer: str = "") -> Loaded:
-    """What `folder` holds, as the first lines of this file say; `tokenizer`: the path of a saved one to take instead.
-    Raises InputError for a folder that has no model or no tokenizer, and for a damaged one."""
+    """What `folder` holds, as the first lines of this file say; `tokenizer`: the path of a saved
+    one to take instead. Raises InputError for a folder that has no model or no tokenizer, and for a
+    damaged one."""
     if (folder / "config.json").is_file():
         return _load_hugging_face(folder, tokenizer)
     path = verify.newest(folder)
@@ -46,7 +48,8 @@ def load(folder: Path, tokenizer: str = "") -> Loaded:
     words = load_saved(tokenizer or str(path.resolve().parent.parent / "tokenizer.json"))
     model = family.build(args)
     state.load_model(path, model)
-    return Loaded(model, words, manifest["facts"].get("seq_len", _context(args)))  # a converted checkpoint has no seq_len
+    # a converted checkpoint has no seq_len
+    return Loaded(model, words, manifest["facts"].get("seq_len", _context(args)))
 
 
 def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
@@ -57,24 +60,32 @@ def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
         model = family.build(args)
     model.to_empty(device="cpu")
     live = model.state_dict()
-    stored = hf.weights(folder, family, args, {parameter: list(tensor.shape) for parameter, tensor in live.items()})
+    stored = hf.weights(
+        folder, family, args, {parameter: list(tensor.shape) for parameter, tensor in live.items()}
+    )
     for parameter, tensor in live.items():
         tensor.copy_(stored[parameter].read())
     return Loaded(model, words, _context(args))
 
 
 def _context(args: Any) -> int:
-    """For a model whose training length nobody wrote down: what it can reach, within what a laptop has memory for."""
+    """For a model whose training length nobody wrote down: what it can reach, within what a laptop
+    has memory for."""
     return min(args.max_seq_len, 1024)
 
 
-def texts_as_they_come(loaded: Loaded, prompts: Sequence[str], new_tokens: int, **options: Any) -> Iterator[list[str]]:
-    """The texts of all prompts after each token. The bytes of a character may be spread over several tokens: one that is not
-    whole yet is left out, so each text begins with the one before, until the last texts, which have every byte."""
+def texts_as_they_come(
+    loaded: Loaded, prompts: Sequence[str], new_tokens: int, **options: Any
+) -> Iterator[list[str]]:
+    """The texts of all prompts after each token. The bytes of a character may be spread over
+    several tokens: one that is not whole yet is left out, so each text begins with the one before,
+    until the last texts, which have every byte."""
     model, words, context = loaded
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = [words.encode(prompt).tolist() or [words.eot_id] for prompt in prompts]
-    stream = sample_stream(model.to(device), ids, new_tokens, context, device, words.eot_id, **options)
+    stream = sample_stream(
+        model.to(device), ids, new_tokens, context, device, words.eot_id, **options
+    )
     for drawn in stream:
         for text, token in zip(ids, drawn, strict=True):
             text.extend([] if token is None else [token])
@@ -83,7 +94,13 @@ def texts_as_they_come(loaded: Loaded, prompts: Sequence[str], new_tokens: int, 
 
 
 def generate(
-    folder: Path, prompt: str, new_tokens: int, temperature: float, top_k: int, seed: int, tokenizer: str = ""
+    folder: Path,
+    prompt: str,
+    new_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    tokenizer: str = "",
 ) -> str:
     """One prompt and what the model makes of it. Raises InputError as `load` does."""
     options = {"temperature": temperature, "top_k": top_k, "seed": seed}
@@ -103,23 +120,45 @@ def show(texts: Iterator[list[str]], count: int, live: bool) -> None:
     elif count == 1:
         print(last[0])
     else:
-        print("\n\n".join(f"--- prompt {i} of {count} ---\n{text}" for i, text in enumerate(last, 1)))
+        print(
+            "\n\n".join(f"--- prompt {i} of {count} ---\n{text}" for i, text in enumerate(last, 1))
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.generate", description="Text from a checkpoint.")
-    parser.add_argument("checkpoint", type=Path, help="a run's folder, one of its checkpoints, or a Hugging Face folder")
-    parser.add_argument("--prompt", action="append", help="text to continue; several are continued at once ['def ']")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens to add at most [%(default)s]")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token [%(default)s]")
-    parser.add_argument("--top-k", type=int, default=50, help="draw from this many likeliest tokens [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another text [%(default)s]")
-    parser.add_argument("--tokenizer", default="", help="a saved tokenizer.json, when it is not in the run's folder")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.generate", description="Text from a checkpoint."
+    )
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a run's folder, one of its checkpoints, or a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--prompt", action="append", help="text to continue; several are continued at once ['def ']"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=200, help="tokens to add at most [%(default)s]"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: always the likeliest token [%(default)s]"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=50, help="draw from this many likeliest tokens [%(default)s]"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="another seed, another text [%(default)s]"
+    )
+    parser.add_argument(
+        "--tokenizer", default="", help="a saved tokenizer.json, when it is not in the run's folder"
+    )
     args = parser.parse_args(argv)
     prompts = args.prompt or ["def "]
     options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
     try:
-        texts = texts_as_they_come(load(args.checkpoint, args.tokenizer), prompts, args.tokens, **options)
+        texts = texts_as_they_come(
+            load(args.checkpoint, args.tokenizer), prompts, args.tokens, **options
+        )
         show(texts, len(prompts), live=len(prompts) == 1 and sys.stdout.isatty())
     except InputError as error:
         print(error, file=sys.stderr)

@@ -4,8 +4,9 @@
     python -m tools.goodput --simulate --mtbf-hours=3 --stall=1 --detect=35 --restart=150
     python -m tools.goodput runs/llama_8b --simulate --mtbf-hours=3       with the times that this run has measured
 
-The first reads what each start of the run wrote (reliability/record.py). The second tells which goodput to expect where
-failures come at random (exponential gaps, as Young and Daly assume), and which interval between saves is best.
+The first reads what each start of the run wrote (reliability/record.py). The second tells which
+goodput to expect where failures come at random (exponential gaps, as Young and Daly assume), and
+which interval between saves is best.
 """
 
 import argparse
@@ -18,7 +19,6 @@ from pathlib import Path
 
 from configs.schema import InputError
 from reliability.goodput import KINDS, Account, account, read
-
 
 MEASURED = {  # by `Account.per_event`: what else to assume
     "stall": (1.0, "seconds that a save holds training up"),
@@ -35,39 +35,63 @@ def table(result: Account) -> str:
         seconds = result.seconds[kind]
         share = "" if kind == "paused" else f"{seconds / counted:7.2%}" if counted else ""
         lines.append(f"{seconds:14,.2f} s  {share:7}  {meaning}")
-    lines += [f"{result.total:14,.2f} s           the wall clock, from the first start to the last sign of life", ""]
+    lines += [
+        f"{result.total:14,.2f} s           the wall clock, from the first start to the last sign "
+        "of life",
+        "",
+    ]
     each = result.per_event()
-    lines.append(f"{result.steps:,} steps count, {result.redone:,} were redone; "
-                 f"{result.saves:,} saves, {each['stall']:.3f} s of stall each")  # fmt: skip
+    lines.append(
+        f"{result.steps:,} steps count, {result.redone:,} were redone; "
+        f"{result.saves:,} saves, {each['stall']:.3f} s of stall each"
+    )
     failed = [row for row in result.interruptions if row["how"] == "failed"]
     if failed:
         mtbf = (counted - result.seconds["detecting"]) / len(failed)
-        lines.append(f"failed {len(failed)} times, every {mtbf:,.0f} s of running; means: {each['detect']:.1f} s to detect, "
-                     f"{each['restart']:.1f} s to restart, {each['redone_steps']:.1f} steps redone")  # fmt: skip
+        lines.append(
+            f"failed {len(failed)} times, every {mtbf:,.0f} s of running; means: "
+            f"{each['detect']:.1f} s to detect, "
+            f"{each['restart']:.1f} s to restart, {each['redone_steps']:.1f} steps redone"
+        )
     if result.interruptions:
-        lines += ["", f"start  {'last sign of life':25}  {'step':>9}  {'redone':>6}  {'seconds lost':>12}  how it ended"]
+        lines += [
+            "",
+            f"start  {'last sign of life':25}  {'step':>9}  {'redone':>6}  {'seconds lost':>12}  "
+            "how it ended",
+        ]
     for row in result.interruptions:
         step = "-" if row["step"] is None else row["step"]
-        how = ("" if row["exit_code"] is None else f"exit code {row['exit_code']}: ") + row["reason"].partition("\n")[0][:160]
-        lines.append(f"{row['start']:5}  {row['when']:25}  {step:>9}  {row['redone']:6}  {row['lost']:12,.2f}  {how}")
+        how = ("" if row["exit_code"] is None else f"exit code {row['exit_code']}: ") + row[
+            "reason"
+        ].partition("\n")[0][:160]
+        lines.append(
+            f"{row['start']:5}  {row['when']:25}  {step:>9}  {row['redone']:6}  "
+            f"{row['lost']:12,.2f}  {how}"
+        )
     return "\n".join(lines)
 
 
-def expected(mtbf: float, stall: float, restart: float, interval: float, write: float = 0.0) -> float:
-    """Goodput where failures come at random, in seconds all; exact, as failures during saves and restarts count too.
+def expected(
+    mtbf: float, stall: float, restart: float, interval: float, write: float = 0.0
+) -> float:
+    """Goodput where failures come at random, in seconds all; exact, as failures during saves and
+    restarts count too.
 
-    Daly (2006), "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 20: the wall
-    time of a run is M e^(R/M) (e^((interval + stall)/M) - 1) per interval of work. restart: detection included. A save
-    that is only published `write` seconds after its stall adds that to R: so much more work is lost with each failure.
+    Daly (2006), "A higher order estimate of the optimum checkpoint interval for restart dumps",
+    equation 20: the wall time of a run is M e^(R/M) (e^((interval + stall)/M) - 1) per interval of
+    work. restart: detection included. A save that is only published `write` seconds after its stall
+    adds that to R: so much more work is lost with each failure.
     """
     work = interval + stall
     return interval / mtbf * math.exp(-(restart + write + work) / mtbf) / -math.expm1(-work / mtbf)
 
 
 def best_interval(mtbf: float, stall: float) -> float:
-    """Seconds of work between saves that make `expected` largest: where the derivative is 0, by bisection.
+    """Seconds of work between saves that make `expected` largest: where the derivative is 0, by
+    bisection.
 
-    Young (1974) gives sqrt(2 stall mtbf), which this approaches for a stall that is short against mtbf.
+    Young (1974) gives sqrt(2 stall mtbf), which this approaches for a stall that is short against
+    mtbf.
     """
     low, high = 0.0, mtbf
     for _ in range(200):
@@ -78,14 +102,23 @@ def best_interval(mtbf: float, stall: float) -> float:
 
 
 def simulate(
-    mtbf: float, stall: float, detect: float, restart: float, interval: float, write: float, interruptions: int, seed: int
+    mtbf: float,
+    stall: float,
+    detect: float,
+    restart: float,
+    interval: float,
+    write: float,
+    interruptions: int,
+    seed: int,
 ) -> dict[str, float]:
-    """A run until it has been interrupted so often: where its seconds went, by the names of reliability/goodput.py::KINDS."""
+    """A run until it has been interrupted so often: where its seconds went, by the names of
+    reliability/goodput.py::KINDS."""
     draw = random.Random(seed)
     seconds = dict.fromkeys(("productive", "save", "redone", "detecting", "starting"), 0.0)
     fails = draw.expovariate(1 / mtbf)  # seconds from now to the next failure
     for _ in range(interruptions):
-        saves = max(0, math.floor((fails - write) / (interval + stall)))  # that were published before it
+        # that were published before it
+        saves = max(0, math.floor((fails - write) / (interval + stall)))
         whole, rest = divmod(fails, interval + stall)
         worked = whole * interval + min(rest, interval)
         seconds["productive"] += saves * interval
@@ -108,41 +141,78 @@ def predict(options: argparse.Namespace) -> dict:
     if not interval:
         raise InputError("--stall=0 has no best interval, the shorter the better: give --interval")
     seconds = simulate(
-        mtbf, options.stall, options.detect, options.restart, interval, options.write, options.interruptions, options.seed
+        mtbf,
+        options.stall,
+        options.detect,
+        options.restart,
+        interval,
+        options.write,
+        options.interruptions,
+        options.seed,
     )
     return {
-        "interval": interval, "simulated": seconds["productive"] / sum(seconds.values()), "seconds": seconds,
-        "expected": expected(mtbf, options.stall, back, interval, options.write), "best_interval": best,
-        "expected_at_best": expected(mtbf, options.stall, back, best, options.write) if best else None,
-    }  # fmt: skip
+        "interval": interval,
+        "simulated": seconds["productive"] / sum(seconds.values()),
+        "seconds": seconds,
+        "expected": expected(mtbf, options.stall, back, interval, options.write),
+        "best_interval": best,
+        "expected_at_best": expected(mtbf, options.stall, back, best, options.write)
+        if best
+        else None,
+    }
 
 
 def predicted(prediction: dict, options: argparse.Namespace) -> str:
     total = sum(prediction["seconds"].values())
-    lines = [f"{options.interruptions:,} interruptions, one per {options.mtbf_hours:g} h; a save every {prediction['interval']:,.1f} s "
-             f"that stalls {options.stall:.3g} s; {options.detect:.3g} s to detect, {options.restart:.3g} s to restart"]  # fmt: skip
-    lines += [f"{seconds / total:8.2%}  {KINDS[kind]}" for kind, seconds in prediction["seconds"].items()]
-    lines.append(f"goodput: {prediction['simulated']:.2%} simulated, {prediction['expected']:.2%} expected (Daly 2006)")
+    lines = [
+        f"{options.interruptions:,} interruptions, one per {options.mtbf_hours:g} h; a save every "
+        f"{prediction['interval']:,.1f} s "
+        f"that stalls {options.stall:.3g} s; {options.detect:.3g} s to detect, "
+        f"{options.restart:.3g} s to restart"
+    ]
+    lines += [
+        f"{seconds / total:8.2%}  {KINDS[kind]}" for kind, seconds in prediction["seconds"].items()
+    ]
+    lines.append(
+        f"goodput: {prediction['simulated']:.2%} simulated, {prediction['expected']:.2%} expected "
+        "(Daly 2006)"
+    )
     if prediction["best_interval"]:
         best, at_best = prediction["best_interval"], prediction["expected_at_best"]
-        lines.append(f"the best interval is {best:,.1f} s of work between saves: {at_best:.2%} expected")
+        lines.append(
+            f"the best interval is {best:,.1f} s of work between saves: {at_best:.2%} expected"
+        )
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.goodput", description="Where the time of a run went.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.goodput", description="Where the time of a run went."
+    )
     parser.add_argument("run", type=Path, nargs="?", help="the folder of a run")
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--simulate", action="store_true", help="a run with these times instead of one that was")
+    parser.add_argument(
+        "--simulate", action="store_true", help="a run with these times instead of one that was"
+    )
     numbers = {
         "--mtbf-hours": (3.0, "mean time between failures"),
-        **{f"--{name}": (None, f"{meaning} [the run's, or {default:g}]") for name, (default, meaning) in MEASURED.items()},
+        **{
+            f"--{name}": (None, f"{meaning} [the run's, or {default:g}]")
+            for name, (default, meaning) in MEASURED.items()
+        },
         "--interval": (0.0, "seconds of work between saves; 0: the best"),
         "--write": (0.0, "seconds from a save's stall until it is published"),
     }
     for name, (default, meaning) in numbers.items():
-        parser.add_argument(name, type=float, default=default, help=meaning if default is None else f"{meaning} [{default:g}]")
-    parser.add_argument("--interruptions", type=int, default=1000, help="how many to simulate [%(default)s]")
+        parser.add_argument(
+            name,
+            type=float,
+            default=default,
+            help=meaning if default is None else f"{meaning} [{default:g}]",
+        )
+    parser.add_argument(
+        "--interruptions", type=int, default=1000, help="how many to simulate [%(default)s]"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the simulation [%(default)s]")
     options = parser.parse_args(argv)
     if not options.simulate and not options.run:
@@ -158,14 +228,20 @@ def main(argv: list[str] | None = None) -> int:
     times = (options.stall, options.detect, options.restart, options.interval, options.write)
     sound = all(0 <= value < math.inf for value in times) and 0 < options.mtbf_hours < math.inf
     if not sound or options.interruptions < 1:
-        parser.error("times must not be negative, and --mtbf-hours and --interruptions must be above 0")
+        parser.error(
+            "times must not be negative, and --mtbf-hours and --interruptions must be above 0"
+        )
     try:
         result = predict(options) if options.simulate else measured
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:
-        more = {} if options.simulate else {"goodput": result.goodput, "total": result.total} | result.per_event()
+        more = (
+            {}
+            if options.simulate
+            else {"goodput": result.goodput, "total": result.total} | result.per_event()
+        )
         print(json.dumps((result if options.simulate else vars(result)) | more, indent=1))
     else:
         print(predicted(result, options) if options.simulate else table(result))

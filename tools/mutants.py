@@ -3,13 +3,15 @@
     pip install cosmic-ray                                        # its operators make most of the mutants
     python -m tools.mutants [--count 200] [--seed 0] [--part 1/4] [--list] [--only NUMBER,...] [--results results.jsonl]
 
-A mutant is one small mistake in one file: a comparison turned round, a number off by one, a call or an argument left out. The
-seed draws `--count` places of TESTS' files, each place with the same chance, and one mistake for each. Every mutant is run
-against the tests that TESTS names for its file, in a copy of this repository. It is killed when a test fails, or does not end
-in time. docs/mutants.md has the score, and an explanation of each mutant that lived.
+A mutant is one small mistake in one file: a comparison turned round, a number off by one, a call or
+an argument left out. The seed draws `--count` places of TESTS' files, each place with the same
+chance, and one mistake for each. Every mutant is run against the tests that TESTS names for its
+file, in a copy of this repository. It is killed when a test fails, or does not end in time.
+docs/mutants.md has the score, and an explanation of each mutant that lived.
 
-Torch is imported once, and every mutant gets a fork of this process: a mutant costs the seconds of its tests and no more.
-`--results` appends a line for each mutant and leaves out those that the file has already, so that a run can be continued.
+Torch is imported once, and every mutant gets a fork of this process: a mutant costs the seconds of
+its tests and no more. `--results` appends a line for each mutant and leaves out those that the file
+has already, so that a run can be continued.
 """
 
 import argparse
@@ -25,32 +27,63 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("checkpoint", "configs", "data", "models", "parallelisms", "reliability", "tests", "tools", "train", "training")
+PACKAGES = (
+    "checkpoint",
+    "configs",
+    "data",
+    "models",
+    "parallelisms",
+    "reliability",
+    "tests",
+    "tools",
+    "train",
+    "training",
+)
 LIMIT = 300  # seconds that the tests of a mutant may take; a mutant that takes longer is killed
 
 MODEL = ["models", "hf_parity::test_equals_hugging_face"]
 FILES_OF_OTHERS = [
-    "convert::test_metas_files", "convert::test_bad_folder_of_meta", "convert::test_bad_hugging_face_folder",
-    "convert::test_what_transformers_does_not_read_either_is_left_out", "convert::test_in_and_out_again",
-]  # fmt: skip
-RULES = ["config::test_rule", "config::test_architecture_of_a_flavor_with_overrides",
-         "config::test_the_width_of_a_head_follows_from_that_of_the_model", "config::test_a_family_with_experts_may_have_none",
-         "config::test_every_option_can_be_set_and_reads_back"]
-FSDP, TP, PP = (f"parallel::test_mesh_equals_the_plain_model[{mesh}]" for mesh in ("fsdp2", "tp2", "pp2"))
+    "convert::test_metas_files",
+    "convert::test_bad_folder_of_meta",
+    "convert::test_bad_hugging_face_folder",
+    "convert::test_what_transformers_does_not_read_either_is_left_out",
+    "convert::test_in_and_out_again",
+]
+RULES = [
+    "config::test_rule",
+    "config::test_architecture_of_a_flavor_with_overrides",
+    "config::test_the_width_of_a_head_follows_from_that_of_the_model",
+    "config::test_a_family_with_experts_may_have_none",
+    "config::test_every_option_can_be_set_and_reads_back",
+]
+FSDP, TP, PP = (
+    f"parallel::test_mesh_equals_the_plain_model[{mesh}]" for mesh in ("fsdp2", "tp2", "pp2")
+)
 HSDP = "parallel::test_cpu_offload_equals_the_plain_model[hsdp2x2]"
-CP, EP = "context::test_mesh_equals_the_plain_model[cp2]", "experts::test_mesh_equals_the_plain_model[ep2]"
+CP, EP = (
+    "context::test_mesh_equals_the_plain_model[cp2]",
+    "experts::test_mesh_equals_the_plain_model[ep2]",
+)
 EXPERTS_TP = "experts_tp::test_mesh_equals_the_plain_model[tp2-more0]"
-ZBV, INTERLEAVED = (f"parallel::test_every_schedule_equals_the_plain_model[pp2-{name}]" for name in ("zbv", "interleaved_1f1b"))
+ZBV, INTERLEAVED = (
+    f"parallel::test_every_schedule_equals_the_plain_model[pp2-{name}]"
+    for name in ("zbv", "interleaved_1f1b")
+)
 CONTRACT = "contract::test_broken_contracts_are_named_on_every_rank"
-# File -> its tests, the quickest first: a file of tests/, or one function of it. The first failure ends a mutant's run.
+# File -> its tests, the quickest first: a file of tests/, or one function of it. The first failure
+# ends a mutant's run.
 TESTS = {
     "train.py": [
-        "config::test_command_line", "train::test_a_missing_corpus_is_a_sentence", "train::test_a_run_leaves_what_the_readme_says",
-        "train::test_a_finished_run_has_nothing_to_do", "train::test_metrics_are_logged_at_the_first_step_every_few_and_at_the_last",
+        "config::test_command_line",
+        "train::test_a_missing_corpus_is_a_sentence",
+        "train::test_a_run_leaves_what_the_readme_says",
+        "train::test_a_finished_run_has_nothing_to_do",
+        "train::test_metrics_are_logged_at_the_first_step_every_few_and_at_the_last",
         "run_folder::test_metrics_and_the_last_words_have_the_goodput",
         "ranks::test_a_step_costs_no_collective_for_what_the_ranks_agree_on",
         "signals::test_n6_a_batch_has_its_own_seconds_besides_those_of_the_step",
@@ -59,131 +92,236 @@ TESTS = {
         "train::test_no_room_to_write_is_a_sentence_and_leaves_what_was_saved",
         "train::test_a_tokenizer_larger_than_the_model_is_a_sentence",
         "parallelisms::test_a_run_asks_for_deterministic_kernels_and_collects_garbage_at_its_own_times",
-        "speed::test_a_profile_shows_the_phases_of_a_step", "train::test_a_checkpoint_of_another_run_is_a_sentence_and_stays",
+        "speed::test_a_profile_shows_the_phases_of_a_step",
+        "train::test_a_checkpoint_of_another_run_is_a_sentence_and_stays",
         "health::test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights",
         "train::test_a_step_without_a_finite_gradient_is_skipped_by_all_ranks",
         "health::test_a_spike_is_named_and_skipped_also_after_a_resume",
-        "train::test_a_signal_to_one_rank_stops_all_at_the_same_step", "train::test_kill_9_and_resume_on_the_same_mesh_is_bitwise",
+        "train::test_a_signal_to_one_rank_stops_all_at_the_same_step",
+        "train::test_kill_9_and_resume_on_the_same_mesh_is_bitwise",
         "health::test_n2_what_fails_at_the_same_step_again_and_again_is_not_tried_for_ever",
-        "health::test_n3_a_run_whose_replicas_part_stops_before_it_saves", "health::test_n4_a_slow_rank_and_what_it_is_slow_at_are_named",
-        "collectives::test_n3_a_rank_whose_recomputed_gradient_differs_is_named", "health::test_c3_ranks_that_are_not_alike_do_not_start",
-        "convert::test_a_run_starts_from_hugging_face_and_ends_there", FSDP, ZBV,
+        "health::test_n3_a_run_whose_replicas_part_stops_before_it_saves",
+        "health::test_n4_a_slow_rank_and_what_it_is_slow_at_are_named",
+        "collectives::test_n3_a_rank_whose_recomputed_gradient_differs_is_named",
+        "health::test_c3_ranks_that_are_not_alike_do_not_start",
+        "convert::test_a_run_starts_from_hugging_face_and_ends_there",
+        FSDP,
+        ZBV,
     ],
     "models/__init__.py": [*RULES, "models"],
-    "models/family.py": ["models", *RULES, "structure::test_only_models_know_the_names_of_a_familys_layers"],
-    "models/deepseek_v3.py": [*MODEL, *RULES, *FILES_OF_OTHERS, "plan_experts::test_counted_flops_are_those_of_active_parameters"],
-    "models/moe.py": [*MODEL, "experts::test_the_balance_loss_is_that_of_the_equations",
-                      "experts::test_a_router_multiplies_in_float32_whatever_the_type_of_the_weights",
-                      "expert_runs", *RULES, EP, EXPERTS_TP],
-    "models/dense.py": [*MODEL, *RULES, "training::test_every_parameter_of_llama_is_filled_and_norms_are_ones",
-                        "training::test_what_returns_to_the_residual_stream_begins_smaller_by_its_depth",
-                        "training::test_norms_are_not_decayed", "metrics::test_the_formula_is_what_torch_counts", *FILES_OF_OTHERS],
+    "models/family.py": [
+        "models",
+        *RULES,
+        "structure::test_only_models_know_the_names_of_a_familys_layers",
+    ],
+    "models/deepseek_v3.py": [
+        *MODEL,
+        *RULES,
+        *FILES_OF_OTHERS,
+        "plan_experts::test_counted_flops_are_those_of_active_parameters",
+    ],
+    "models/moe.py": [
+        *MODEL,
+        "experts::test_the_balance_loss_is_that_of_the_equations",
+        "experts::test_a_router_multiplies_in_float32_whatever_the_type_of_the_weights",
+        "expert_runs",
+        *RULES,
+        EP,
+        EXPERTS_TP,
+    ],
+    "models/dense.py": [
+        *MODEL,
+        *RULES,
+        "training::test_every_parameter_of_llama_is_filled_and_norms_are_ones",
+        "training::test_what_returns_to_the_residual_stream_begins_smaller_by_its_depth",
+        "training::test_norms_are_not_decayed",
+        "metrics::test_the_formula_is_what_torch_counts",
+        *FILES_OF_OTHERS,
+    ],
     "models/layers.py": [*MODEL, "masking::test_equals_hugging_face_on_each_document", TP],
     "models/llama.py": [*MODEL, *RULES, *FILES_OF_OTHERS],
     "models/qwen3.py": [*MODEL, *RULES, *FILES_OF_OTHERS],
     "models/kernels/causal_attention.py": [
-        "speed::test_attention_on_cpu_is_as_near_to_float64_as_pytorchs", "speed::test_sharp_attention_has_the_gradient_of_the_plain_one",
-        "speed::test_attention_compiles_whole", "hf_parity::test_equals_hugging_face",
+        "speed::test_attention_on_cpu_is_as_near_to_float64_as_pytorchs",
+        "speed::test_sharp_attention_has_the_gradient_of_the_plain_one",
+        "speed::test_attention_compiles_whole",
+        "hf_parity::test_equals_hugging_face",
     ],
-    "models/kernels/grouped_product.py": ["experts::test_the_kernel_of_gpus_needs_bfloat16_and_widths_of_16_bytes",
-                                          "experts::test_the_kernel_of_gpus_computes_what_the_loop_does",
-                                          "hf_parity::test_equals_hugging_face[qwen3 experts]", EP,
-                                          "experts::test_compiled_mesh_equals_the_plain_model"],
+    "models/kernels/grouped_product.py": [
+        "experts::test_the_kernel_of_gpus_needs_bfloat16_and_widths_of_16_bytes",
+        "experts::test_the_kernel_of_gpus_computes_what_the_loop_does",
+        "hf_parity::test_equals_hugging_face[qwen3 experts]",
+        EP,
+        "experts::test_compiled_mesh_equals_the_plain_model",
+    ],
     "models/kernels/document_attention.py": [
-        "masking::test_documents_are_found_in_positions", "masking::test_one_by_one_equals_each_document_alone",
-        "masking::test_long_documents_on_a_cpu_equal_one_by_one", "masking::test_the_operator_keeps_pytorchs_contracts",
-        "masking::test_bfloat16_is_near_float32", "masking::test_packed_documents_equal_each_document_alone[one]",
-        "masking::test_the_cuda_path_with_stand_in_kernels", "masking::test_what_the_kernel_of_gpus_takes",
+        "masking::test_documents_are_found_in_positions",
+        "masking::test_one_by_one_equals_each_document_alone",
+        "masking::test_long_documents_on_a_cpu_equal_one_by_one",
+        "masking::test_the_operator_keeps_pytorchs_contracts",
+        "masking::test_bfloat16_is_near_float32",
+        "masking::test_packed_documents_equal_each_document_alone[one]",
+        "masking::test_the_cuda_path_with_stand_in_kernels",
+        "masking::test_what_the_kernel_of_gpus_takes",
         "context::test_attention_of_the_last_queries_of_documents",
         "context::test_compiled_mesh_equals_the_plain_model",
     ],
-    "parallelisms/__init__.py": ["parallelisms", "parallel::test_checkpointing_recomputes_what_it_says_and_keeps_less", FSDP,
-                                 "speed::test_float8_learns_what_bfloat16_learns"],
-    "parallelisms/ac.py": ["parallel::test_checkpointing_recomputes_what_it_says_and_keeps_less",
-                           "masking::test_the_names_that_selective_checkpointing_keeps_exist", FSDP],
+    "parallelisms/__init__.py": [
+        "parallelisms",
+        "parallel::test_checkpointing_recomputes_what_it_says_and_keeps_less",
+        FSDP,
+        "speed::test_float8_learns_what_bfloat16_learns",
+    ],
+    "parallelisms/ac.py": [
+        "parallel::test_checkpointing_recomputes_what_it_says_and_keeps_less",
+        "masking::test_the_names_that_selective_checkpointing_keeps_exist",
+        FSDP,
+    ],
     "parallelisms/attention.py": ["parallelisms", "parallel::test_what_needs_a_gpu_says_so"],
     "parallelisms/compile.py": ["parallelisms"],
-    "parallelisms/contract.py": ["contract", "health::test_c3_ranks_that_are_not_alike_do_not_start"],
+    "parallelisms/contract.py": [
+        "contract",
+        "health::test_c3_ranks_that_are_not_alike_do_not_start",
+    ],
     "parallelisms/cp.py": [
         "check::test_what_needs_a_gpu_is_a_sentence_also_with_device_auto",
         "check::test_keys_that_no_gpu_kernel_takes_are_refused_on_a_machine_with_a_gpu",
         "context::test_the_width_of_a_head_is_what_the_kernel_is_asked_about",
-        "context::test_checkpointing_sends_nothing_twice_that_it_says_to_keep", CP, "context::test_compiled_mesh_equals_the_plain_model",
+        "context::test_checkpointing_sends_nothing_twice_that_it_says_to_keep",
+        CP,
+        "context::test_compiled_mesh_equals_the_plain_model",
         "context::test_activations_fall_with_the_number_of_ranks",
     ],
-    "parallelisms/ep.py": [EP, EXPERTS_TP, "experts_tp::test_checkpoints_take_the_right_boxes_and_replicas_are_alike",
-                           "experts::test_one_expert_gets_every_token"],
-    "parallelisms/pp.py": [
-        "schedules", ZBV, "pipeline::test_messages_that_are_not_the_expected_ones_are_named", PP, INTERLEAVED,
-        "masking::test_packed_documents_equal_each_document_alone[pp2]", "plan_pipeline::test_memory_of_every_rank_is_that_of_a_real_step",
+    "parallelisms/ep.py": [
+        EP,
+        EXPERTS_TP,
+        "experts_tp::test_checkpoints_take_the_right_boxes_and_replicas_are_alike",
+        "experts::test_one_expert_gets_every_token",
     ],
-    "parallelisms/schedules.py": ["schedules", "models::test_stages_of_a_pipeline_are_the_whole_model",
-                                  "plan_pipeline::test_the_report_and_the_page_show_every_rank",
-                                  "plan_pipeline::test_documented_drawings_are_those_that_are_drawn", ZBV, INTERLEAVED],
-    "parallelisms/dp.py": ["parallelisms", "speed::test_masters_of_one_rank_are_bitwise_those_of_fsdp2",
-                           "contract::test_gradients_reach_the_shards_with_the_last_micro_batch_only", FSDP, HSDP,
-                           "parallel::test_cpu_offload_equals_the_plain_model", EP],
-    "parallelisms/float8.py": ["speed::test_float8_needs_its_gpu_and_whole_tiles", "speed::test_without_torchao_float8_is_a_sentence",
-                               "check::test_what_needs_a_gpu_is_a_sentence_also_with_device_auto",
-                               "speed::test_float8_learns_what_bfloat16_learns"],
+    "parallelisms/pp.py": [
+        "schedules",
+        ZBV,
+        "pipeline::test_messages_that_are_not_the_expected_ones_are_named",
+        PP,
+        INTERLEAVED,
+        "masking::test_packed_documents_equal_each_document_alone[pp2]",
+        "plan_pipeline::test_memory_of_every_rank_is_that_of_a_real_step",
+    ],
+    "parallelisms/schedules.py": [
+        "schedules",
+        "models::test_stages_of_a_pipeline_are_the_whole_model",
+        "plan_pipeline::test_the_report_and_the_page_show_every_rank",
+        "plan_pipeline::test_documented_drawings_are_those_that_are_drawn",
+        ZBV,
+        INTERLEAVED,
+    ],
+    "parallelisms/dp.py": [
+        "parallelisms",
+        "speed::test_masters_of_one_rank_are_bitwise_those_of_fsdp2",
+        "contract::test_gradients_reach_the_shards_with_the_last_micro_batch_only",
+        FSDP,
+        HSDP,
+        "parallel::test_cpu_offload_equals_the_plain_model",
+        EP,
+    ],
+    "parallelisms/float8.py": [
+        "speed::test_float8_needs_its_gpu_and_whole_tiles",
+        "speed::test_without_torchao_float8_is_a_sentence",
+        "check::test_what_needs_a_gpu_is_a_sentence_also_with_device_auto",
+        "speed::test_float8_learns_what_bfloat16_learns",
+    ],
     "parallelisms/mesh.py": ["parallelisms", "contract", FSDP, HSDP, PP],
     "parallelisms/tp.py": [
-        CONTRACT, "parallelisms::test_a_misspelt_row_of_the_plan_of_tensor_parallelism_is_named_also_in_a_pipeline",
-        "parallel::test_what_needs_a_gpu_says_so", TP, "parallel::test_compiled_mesh_equals_the_plain_model",
+        CONTRACT,
+        "parallelisms::test_a_misspelt_row_of_the_plan_of_tensor_parallelism_is_named_also_in_a_pipeline",
+        "parallel::test_what_needs_a_gpu_says_so",
+        TP,
+        "parallel::test_compiled_mesh_equals_the_plain_model",
     ],
-    "training/balance.py": ["experts::test_a_balancing_bias_moves_against_the_load_and_not_in_a_skipped_step",
-                            "hf_parity::test_equals_hugging_face[deepseek_v3]", EP, EXPERTS_TP],
+    "training/balance.py": [
+        "experts::test_a_balancing_bias_moves_against_the_load_and_not_in_a_skipped_step",
+        "hf_parity::test_equals_hugging_face[deepseek_v3]",
+        EP,
+        EXPERTS_TP,
+    ],
     "training/experts.py": ["expert_runs"],
-    "training/init.py": ["training::test_initial_values_never_change", "training::test_initial_values_are_a_truncated_normal",
-                         "training::test_initial_values_differ_by_name_and_seed", "training::test_shards_equal_slices_of_the_whole",
-                         "training::test_a_parameter_that_no_row_matches_is_an_error",
-                         "training::test_every_parameter_of_llama_is_filled_and_norms_are_ones"],
+    "training/init.py": [
+        "training::test_initial_values_never_change",
+        "training::test_initial_values_are_a_truncated_normal",
+        "training::test_initial_values_differ_by_name_and_seed",
+        "training::test_shards_equal_slices_of_the_whole",
+        "training::test_a_parameter_that_no_row_matches_is_an_error",
+        "training::test_every_parameter_of_llama_is_filled_and_norms_are_ones",
+    ],
     "training/loss.py": [
         "training::test_the_loss_of_bfloat16_rounds_the_logits_and_nothing_after_them",
         "training::test_the_heads_gradient_is_summed_over_pieces_in_float32",
-        "training::test_loss_equals_the_plain_one_and_never_holds_all_logits", "training::test_the_loss_of_every_token_can_be_had",
+        "training::test_loss_equals_the_plain_one_and_never_holds_all_logits",
+        "training::test_the_loss_of_every_token_can_be_had",
         "training::test_the_loss_has_the_gradients_that_are_asked_for",
-        "training::test_the_loss_of_many_pieces_is_exact", "training::test_loss_of_large_logits_is_finite",
-        "training::test_loss_of_a_batch_without_labels_is_zero_with_zero_gradient", TP,
+        "training::test_the_loss_of_many_pieces_is_exact",
+        "training::test_loss_of_large_logits_is_finite",
+        "training::test_loss_of_a_batch_without_labels_is_zero_with_zero_gradient",
+        TP,
     ],
     "training/optim.py": [
-        "training::test_schedules", "training::test_wsd_decays_over_the_share_of_the_run_that_is_asked_for",
+        "training::test_schedules",
+        "training::test_wsd_decays_over_the_share_of_the_run_that_is_asked_for",
         "training::test_schedule_without_warm_up_starts_below_the_peak_and_warm_up_may_fill_the_run",
-        "training::test_sgd_keeps_its_momentum", "training::test_each_option_of_the_optimizer_reaches_it",
-        "training::test_norms_are_not_decayed", "training::test_clipping_scales_to_the_norm_and_reports_the_one_before",
-        "training::test_the_norm_of_odd_gradients", "training::test_the_norm_of_a_long_gradient_is_exact",
-        "training::test_a_gradient_that_is_still_to_be_summed_is_an_error", "training::test_the_norm_is_exact_on_any_mesh",
-        "health::test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights", FSDP,
+        "training::test_sgd_keeps_its_momentum",
+        "training::test_each_option_of_the_optimizer_reaches_it",
+        "training::test_norms_are_not_decayed",
+        "training::test_clipping_scales_to_the_norm_and_reports_the_one_before",
+        "training::test_the_norm_of_odd_gradients",
+        "training::test_the_norm_of_a_long_gradient_is_exact",
+        "training::test_a_gradient_that_is_still_to_be_summed_is_an_error",
+        "training::test_the_norm_is_exact_on_any_mesh",
+        "health::test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights",
+        FSDP,
     ],
     "data/order.py": ["loader", "audit"],
-    "data/loader.py": ["loader", "context::test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole"],
+    "data/loader.py": [
+        "loader",
+        "context::test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole",
+    ],
     "checkpoint/state.py": [
-        "golden::test_r6_an_old_checkpoint_loads", "checkpoint::test_hyperparameters_are_the_configs_and_the_difference_is_said",
+        "golden::test_r6_an_old_checkpoint_loads",
+        "checkpoint::test_hyperparameters_are_the_configs_and_the_difference_is_said",
         "checkpoint::test_the_rule_of_parts_cuts_every_tensor_into_boxes_that_fill_it",
         "checkpoint::test_state_made_in_advance_changes_no_step",
-        "checkpoint::test_buffers_are_of_the_kind_that_fits_into_host_memory", "checkpoint::test_the_generator_of_a_gpu_gets_its_own_state",
+        "checkpoint::test_buffers_are_of_the_kind_that_fits_into_host_memory",
+        "checkpoint::test_the_generator_of_a_gpu_gets_its_own_state",
         "checkpoint::test_copies_from_a_gpu_wait_for_the_values_and_say_when_they_are_done",
-        "checkpoint::test_state_is_bitwise_the_same_on_another_mesh", "checkpoint::test_generators_go_on_where_they_were_on_the_same_mesh",
-        "checkpoint::test_a_tool_loads_the_weights_alone", "checkpoint::test_a_checkpoint_of_another_run_is_refused_by_name",
-        "checkpoint::test_a_new_run_starts_from_the_weights_of_another", "checkpoint::test_a_save_holds_the_state_of_its_call",
-        "convert::test_into_a_live_mesh_and_out_of_its_checkpoint", "convert::test_a_live_mesh_refuses_another_model_on_every_rank",
+        "checkpoint::test_state_is_bitwise_the_same_on_another_mesh",
+        "checkpoint::test_generators_go_on_where_they_were_on_the_same_mesh",
+        "checkpoint::test_a_tool_loads_the_weights_alone",
+        "checkpoint::test_a_checkpoint_of_another_run_is_refused_by_name",
+        "checkpoint::test_a_new_run_starts_from_the_weights_of_another",
+        "checkpoint::test_a_save_holds_the_state_of_its_call",
+        "convert::test_into_a_live_mesh_and_out_of_its_checkpoint",
+        "convert::test_a_live_mesh_refuses_another_model_on_every_rank",
         "contract::test_a_checkpoint_is_compared_with_what_all_ranks_hold",
     ],
     "checkpoint/verify.py": [
         "checkpoint::test_the_manifest_knows_how_many_bytes_a_number_has",
-        "checkpoint::test_a_manifest_that_contradicts_itself_or_its_files_is_damaged", "checkpoint::test_a_newer_format_is_refused_by_name",
-        "checkpoint::test_what_is_not_a_checkpoint_is_ignored", "checkpoint::test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch",
+        "checkpoint::test_a_manifest_that_contradicts_itself_or_its_files_is_damaged",
+        "checkpoint::test_a_newer_format_is_refused_by_name",
+        "checkpoint::test_what_is_not_a_checkpoint_is_ignored",
+        "checkpoint::test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch",
         "checkpoint::test_no_file_of_a_checkpoint_can_run_code_or_leave_the_folder",
         "checkpoint::test_a_damaged_checkpoint_is_named_and_the_one_before_used",
         "checkpoint::test_going_back_starts_an_attempt_that_is_newer_than_the_future_it_replaces",
         "golden::test_r6_an_old_checkpoint_loads",
     ],
-}  # fmt: skip
+}
 
 
 def arguments_of(tests: list[str]) -> list[str]:
     """pytest's: "loader" and "loader::test_x" are in tests/test_loader.py."""
-    return [f"tests/test_{file}.py{mark}{function}" for file, mark, function in (test.partition("::") for test in tests)]
+    return [
+        f"tests/test_{file}.py{mark}{function}"
+        for file, mark, function in (test.partition("::") for test in tests)
+    ]
 
 
 UNHARMED = "without a mutant"
@@ -208,8 +346,9 @@ class Mutant(NamedTuple):
 
 
 def sample(files: list[str], count: int, seed: int) -> list[Mutant]:
-    """`count` mutants of these files, fewer if there are not as many places. A place is drawn first, then one of the mistakes
-    that can be made there: otherwise an operator that can be replaced in twelve ways would be drawn twelve times as often."""
+    """`count` mutants of these files, fewer if there are not as many places. A place is drawn
+    first, then one of the mistakes that can be made there: otherwise an operator that can be
+    replaced in twelve ways would be drawn twelve times as often."""
     places: dict[tuple[str, int, int, str], list] = {}
     for path in files:
         source = (ROOT / path).read_text(encoding="utf-8")
@@ -222,7 +361,9 @@ def sample(files: list[str], count: int, seed: int) -> list[Mutant]:
             break
         kind, make = generator.choice(places[place])
         source = make()
-        if source is not None and changes_code(source, (ROOT / place[0]).read_text(encoding="utf-8")):
+        if source is not None and changes_code(
+            source, (ROOT / place[0]).read_text(encoding="utf-8")
+        ):
             mutants.append(Mutant(len(mutants), place[0], place[1], kind, source))
     return mutants
 
@@ -236,8 +377,9 @@ def changes_code(mutant: str, original: str) -> bool:
 
 
 def left_out(source: str) -> Iterator[tuple]:
-    """(line, column, kind, function that makes the source) for every statement that is a call or adds to a variable, which is
-    replaced by `pass`, and for every keyword argument of a call, which is removed. cosmic-ray has neither."""
+    """(line, column, kind, function that makes the source) for every statement that is a call or
+    adds to a variable, which is replaced by `pass`, and for every keyword argument of a call, which
+    is removed. cosmic-ray has neither."""
     lines = source.encode().splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -248,16 +390,30 @@ def left_out(source: str) -> Iterator[tuple]:
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
         rest = text[end:]
-        return (text[:begin] + instead + (rest.lstrip()[1:] if after and rest.lstrip().startswith(after) else rest)).decode()
+        return (
+            text[:begin]
+            + instead
+            + (rest.lstrip()[1:] if after and rest.lstrip().startswith(after) else rest)
+        ).decode()
 
     for node in ast.walk(ast.parse(source)):
         is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
         if is_call or isinstance(node, ast.AugAssign):
-            yield node.lineno, node.col_offset, "statement left out", lambda node=node: cut(node, b"pass")
+            yield (
+                node.lineno,
+                node.col_offset,
+                "statement left out",
+                lambda node=node: cut(node, b"pass"),
+            )
         if isinstance(node, ast.Call):
             for keyword in node.keywords:
                 if keyword.arg:
-                    yield keyword.lineno, keyword.col_offset, "argument left out", lambda node=keyword: cut(node, b"", b",")
+                    yield (
+                        keyword.lineno,
+                        keyword.col_offset,
+                        "argument left out",
+                        lambda node=keyword: cut(node, b"", b","),
+                    )
 
 
 def by_cosmic_ray(source: str) -> Iterator[tuple]:
@@ -272,8 +428,14 @@ def by_cosmic_ray(source: str) -> Iterator[tuple]:
     for node in ast.walk(ast.parse(source)):
         for part in (getattr(node, "annotation", None), getattr(node, "returns", None)):
             if part is not None:
-                annotations |= {(inner.lineno, inner.col_offset) for inner in ast.walk(part) if hasattr(inner, "lineno")}
-                annotations |= {(part.lineno, column) for column in range(part.col_offset, part.end_col_offset)}
+                annotations |= {
+                    (inner.lineno, inner.col_offset)
+                    for inner in ast.walk(part)
+                    if hasattr(inner, "lineno")
+                }
+                annotations |= {
+                    (part.lineno, column) for column in range(part.col_offset, part.end_col_offset)
+                }
     tree = get_ast(source)
     for name in sorted(plugins.operator_names()):
         if name.startswith("core/Variable"):  # they need arguments
@@ -282,12 +444,12 @@ def by_cosmic_ray(source: str) -> Iterator[tuple]:
         for node in ast_nodes(tree):
             for (line, column), _ in operator.mutation_positions(node):
                 if (line, column) not in annotations:
-                    make = lambda operator=operator, occurrence=occurrence: mutate_code(source, operator, occurrence)  # noqa: E731
+                    make = partial(mutate_code, source, operator, occurrence)
                     yield line, column, name.removeprefix("core/"), make
                 occurrence += 1
 
 
-# Running them ---------------------------------------------------------------------------------------------------------
+# Running them -------------------------------------------------------------------------------------
 
 
 def import_heavy() -> None:
@@ -306,7 +468,9 @@ def import_heavy() -> None:
 
 def copied(place: Path) -> Path:
     """A copy of the files that git knows."""
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     for name in names:
         if (ROOT / name).exists():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -314,8 +478,11 @@ def copied(place: Path) -> Path:
     return place
 
 
-def outcome(mutant: Mutant | None, place: Path, arguments: list[str], limit: float) -> tuple[str, float, str]:
-    """Whether the tests killed the mutant, their seconds, and the last lines of what pytest said. None: without a mutant."""
+def outcome(
+    mutant: Mutant | None, place: Path, arguments: list[str], limit: float
+) -> tuple[str, float, str]:
+    """Whether the tests killed the mutant, their seconds, and the last lines of what pytest said.
+    None: without a mutant."""
     path = place / mutant.path if mutant else None
     if path:
         path.write_text(mutant.source, encoding="utf-8")
@@ -356,22 +523,34 @@ def tests_pass(place: Path, arguments: list[str]) -> int:
     sys.path[:] = [str(place), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    return int(pytest.main(["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", *arguments]))
+    return int(
+        pytest.main(["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", *arguments])
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", nargs="*", default=list(TESTS), help="files of TESTS")
     parser.add_argument("--only", default="", help="numbers of mutants, with commas")
     parser.add_argument("--part", default="1/1", help="I/N: every N-th mutant, from the I-th")
     parser.add_argument("--list", action="store_true", help="show the mutants and run none")
-    parser.add_argument("--results", default="", help="append the results to this file; those it has are not run again")
+    parser.add_argument(
+        "--results",
+        default="",
+        help="append the results to this file; those it has are not run again",
+    )
     parser.add_argument("--most", type=int, default=10**9, help="run at most this many mutants now")
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
-    mutants = [mutant for mutant in sample(options.files, options.count, options.seed) if mutant.number % parts == part - 1]
+    mutants = [
+        mutant
+        for mutant in sample(options.files, options.count, options.seed)
+        if mutant.number % parts == part - 1
+    ]
     if options.only:
         mutants = [mutant for mutant in mutants if str(mutant.number) in options.only.split(",")]
     if options.list:
@@ -379,11 +558,17 @@ def main() -> int:
             print(f"{mutant.name}\n{mutant.difference()}")
         return 0
     results = Path(options.results) if options.results else None
-    done = {row["name"]: row for row in map(json.loads, results.read_text().splitlines())} if results and results.exists() else {}
+    done = (
+        {row["name"]: row for row in map(json.loads, results.read_text().splitlines())}
+        if results and results.exists()
+        else {}
+    )
 
     def keep(row: dict) -> None:
         done[row["name"]] = row
-        print(f"{row['name']}: {row['verdict']} in {row['seconds']:.0f} s  {row['said']}", flush=True)
+        print(
+            f"{row['name']}: {row['verdict']} in {row['seconds']:.0f} s  {row['said']}", flush=True
+        )
         if results:
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -391,7 +576,8 @@ def main() -> int:
     import_heavy()
     with tempfile.TemporaryDirectory() as folder:
         place = copied(Path(folder))
-        if UNHARMED not in done:  # the tests must pass without a mutant, or they would kill every one
+        # the tests must pass without a mutant, or they would kill every one
+        if UNHARMED not in done:
             every = list(dict.fromkeys(test for mutant in mutants for test in TESTS[mutant.path]))
             verdict, seconds, said = outcome(None, place, arguments_of(every), 10 * LIMIT)
             if verdict != "lived":
@@ -399,10 +585,21 @@ def main() -> int:
             keep({"name": UNHARMED, "verdict": "passed", "seconds": seconds, "said": said})
         for mutant in [mutant for mutant in mutants if mutant.name not in done][: options.most]:
             verdict, seconds, said = outcome(mutant, place, arguments_of(TESTS[mutant.path]), LIMIT)
-            keep({"name": mutant.name, "verdict": verdict, "seconds": seconds, "said": said, "difference": mutant.difference()})
+            keep(
+                {
+                    "name": mutant.name,
+                    "verdict": verdict,
+                    "seconds": seconds,
+                    "said": said,
+                    "difference": mutant.difference(),
+                }
+            )
     verdicts = [row["verdict"] for name, row in done.items() if name != UNHARMED]
     killed = len(verdicts) - verdicts.count("lived")
-    print(f"{killed} of {len(verdicts)} mutants killed" + (f": {killed / len(verdicts):.1%}" if verdicts else ""))
+    print(
+        f"{killed} of {len(verdicts)} mutants killed"
+        + (f": {killed / len(verdicts):.1%}" if verdicts else "")
+    )
     return 0
 
 

@@ -1,7 +1,8 @@
 """How the tokens are spread over the experts of each layer, as a run reports it.
 
-Counts are integers of the global batch, so the numbers are the same on every mesh. Every `metrics.expert_interval` steps they
-become metrics, a line of `experts.jsonl` in the run's folder, and a warning where routing collapses.
+Counts are integers of the global batch, so the numbers are the same on every mesh. Every
+`metrics.expert_interval` steps they become metrics, a line of `experts.jsonl` in the run's folder,
+and a warning where routing collapses.
 """
 
 import json
@@ -24,9 +25,11 @@ FILE = "experts.jsonl"
 
 
 class ExpertLoad:
-    """What the mixtures of a model have told since the last report, of the steps that changed weights.
+    """What the mixtures of a model have told since the last report, of the steps that changed
+    weights.
 
-    counts, sums: those of StepResult added up, by the number of the layer. A stage of a pipeline has its own layers.
+    counts, sums: those of StepResult added up, by the number of the layer. A stage of a pipeline
+    has its own layers.
     """
 
     def __init__(self, mesh: Mesh, args: Any) -> None:
@@ -47,29 +50,44 @@ class ExpertLoad:
             self.sums[layer] = self.sums.get(layer, 0) + sums[layer].double()
 
     def report(self, step: int, model: nn.Module) -> tuple[dict[str, float], dict]:
-        """The metrics of the steps since the last report, and their line of `experts.jsonl`; then a new beginning. Warns where
-        routing collapses. Called by all ranks, and all get the same."""
+        """The metrics of the steps since the last report, and their line of `experts.jsonl`; then a
+        new beginning. Warns where routing collapses. Called by all ranks, and all get the same."""
         X, layers = self.args.n_experts, self.args.n_layers
-        table = torch.zeros(layers, X + 3, dtype=torch.float64, device=self.mesh.device)  # counts, two sums, range of the biases
+        # counts, two sums, range of the biases
+        table = torch.zeros(layers, X + 3, dtype=torch.float64, device=self.mesh.device)
         for layer, mixture in model.mixtures().items():
             if layer in self.counts:
                 table[layer, :X], table[layer, X : X + 2] = self.counts[layer], self.sums[layer]
             if self.args.balancing_bias:
                 table[layer, X + 2] = mixture.router.bias.max() - mixture.router.bias.min()
         table[:, X : X + 2] = sum_over_routed(table[:, X : X + 2].contiguous(), self.mesh)
-        rows = {layer: row for layer, row in enumerate(self.mesh.sum_over_pp(table).tolist()) if sum(row[:X])}
+        rows = {
+            layer: row
+            for layer, row in enumerate(self.mesh.sum_over_pp(table).tolist())
+            if sum(row[:X])
+        }
         counts = {layer: list(map(int, row[:X])) for layer, row in rows.items()}
         values = self.metrics(rows, counts)
         line = {"step": step, "steps": self.steps, "counts": counts}
-        if collapsed := [str(layer) for layer in counts if values[f"idle_experts/layer-{layer}"] >= COLLAPSED * X]:
+        if collapsed := [
+            str(layer) for layer in counts if values[f"idle_experts/layer-{layer}"] >= COLLAPSED * X
+        ]:
             where = f"layer{'s' * (len(collapsed) > 1)} {', '.join(collapsed)}"
-            option = "training.expert_bias_speed" if self.args.balancing_bias else "model.balance_loss"
-            say.warning(f"step {step}: routing collapses: in {where} at least half of the {X} experts got less than a tenth of "
-                        f"the mean load in the last {self.steps} steps. Raise {option}, or lower optimizer.lr")  # fmt: skip
+            option = (
+                "training.expert_bias_speed" if self.args.balancing_bias else "model.balance_loss"
+            )
+            say.warning(
+                f"step {step}: routing collapses: in {where} at least half of the {X} experts got "
+                "less than a tenth of "
+                f"the mean load in the last {self.steps} steps. Raise {option}, or lower "
+                "optimizer.lr"
+            )
         self.reset()
         return values, line
 
-    def metrics(self, rows: dict[int, list[float]], counts: dict[int, list[int]]) -> dict[str, float]:
+    def metrics(
+        self, rows: dict[int, list[float]], counts: dict[int, list[int]]
+    ) -> dict[str, float]:
         """rows: of the table in `report`, by the number of the layer."""
         values: dict[str, float] = {}
         for layer, row in rows.items():
@@ -81,20 +99,35 @@ class ExpertLoad:
                 f"idle_experts/layer-{layer}": sum(count < IDLE * mean for count in counts[layer]),
                 f"router_entropy/layer-{layer}": entropy / tokens,
             }
-            values |= {f"balance_loss/layer-{layer}": balance / tokens} if self.args.balance_loss else {}
-            values |= {f"expert_bias_range/layer-{layer}": bias_range} if self.args.balancing_bias else {}
-        return {"expert_load": max(values[f"expert_load/layer-{layer}"] for layer in rows)} | values if rows else {}
+            values |= (
+                {f"balance_loss/layer-{layer}": balance / tokens} if self.args.balance_loss else {}
+            )
+            values |= (
+                {f"expert_bias_range/layer-{layer}": bias_range} if self.args.balancing_bias else {}
+            )
+        return (
+            {"expert_load": max(values[f"expert_load/layer-{layer}"] for layer in rows)} | values
+            if rows
+            else {}
+        )
 
 
 def recorded(folder: Path) -> list[dict]:
-    """The lines of a run's `experts.jsonl`, oldest first: "step", "steps" (how many steps up to this one were counted) and
-    "counts", a list [X] by the number of the layer: how many tokens of the global batches each expert got. Raises InputError."""
+    """The lines of a run's `experts.jsonl`, oldest first: "step", "steps" (how many steps up to
+    this one were counted) and "counts", a list [X] by the number of the layer: how many tokens of
+    the global batches each expert got. Raises InputError."""
     path = folder / FILE
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [line | {"counts": {int(layer): counts for layer, counts in line["counts"].items()}} for line in lines]
+        return [
+            line | {"counts": {int(layer): counts for layer, counts in line["counts"].items()}}
+            for line in lines
+        ]
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): is this the folder of a run with experts, and was "
-                         "metrics.expert_interval reached?") from None  # fmt: skip
+        raise InputError(
+            f"{path} cannot be read ({error.strerror}): is this the folder of a run with experts, "
+            "and was "
+            "metrics.expert_interval reached?"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not a record of experts: {error}") from None

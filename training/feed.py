@@ -1,4 +1,5 @@
-"""What a model takes for one micro-batch, put together in one place for training and for validation."""
+"""What a model takes for one micro-batch, put together in one place for training and for
+validation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,21 +14,33 @@ from parallelisms.mesh import Mesh
 class Feed:
     """A rank's batch on its device: `model(*feed(a))` is the summed loss of micro-batch a.
 
-    tokens, labels: int64 [A, b, t], A micro-batches; t: this rank's tokens of a sequence of length T, all without context
-    parallelism.
-    losses: float32 [A, b, t], the loss of each token whose micro-batch the model has seen; 0 where a label does not count.
+    tokens, labels: int64 [A, b, t], A micro-batches; t: this rank's tokens of a sequence of length
+    T, all without context parallelism. losses: float32 [A, b, t], the loss of each token whose
+    micro-batch the model has seen; 0 where a label does not count.
     """
 
     def __init__(
-        self, model: nn.Module, batch: dict[str, Tensor], mesh: Mesh, loss: Callable[..., Tensor], chunk_tokens: int
+        self,
+        model: nn.Module,
+        batch: dict[str, Tensor],
+        mesh: Mesh,
+        loss: Callable[..., Tensor],
+        chunk_tokens: int,
     ) -> None:
-        """batch: as data/loader.py makes it; loss: `linear_cross_entropy` of training/loss.py, with its `chunk_tokens`."""
-        self.model, self.device, self.loss, self.chunk_tokens = model, mesh.device, loss, chunk_tokens
+        """batch: as data/loader.py makes it; loss: `linear_cross_entropy` of training/loss.py, with
+        its `chunk_tokens`."""
+        self.model, self.device, self.loss, self.chunk_tokens = (
+            model,
+            mesh.device,
+            loss,
+            chunk_tokens,
+        )
         self.tokens = batch["tokens"].to(mesh.device, non_blocking=True)
         self.labels = batch["labels"].to(mesh.device, non_blocking=True)
         self.losses = torch.empty(self.labels.shape, device=mesh.device)
         places = mesh.places(self.tokens.shape[-1] * mesh.cp)
-        self.within_documents = batch.get("positions")  # int64 [A, b, T] on the CPU; with data.mask_documents only
+        # int64 [A, b, T] on the CPU; with data.mask_documents only
+        self.within_documents = batch.get("positions")
         if self.within_documents is None:
             own = [torch.arange(p.start, p.stop, device=mesh.device) for p in places]
         else:
@@ -36,14 +49,17 @@ class Feed:
             whole = self.within_documents.to(mesh.device, non_blocking=True)
             own = [whole[..., p.start : p.stop] for p in places]
         self.positions = torch.cat(own, -1)  # [t], of every sequence, or [A, b, t]
-        self.routings: Any = None  # what a model with experts tells, a models/moe.py::Routings, in training
+        # what a model with experts tells, a models/moe.py::Routings, in training
+        self.routings: Any = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __call__(self, a: int) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Any, Any]:
-        """What the model takes: tokens [b, t], positions [t] or [b, t], the head, the documents to keep apart, and where to tell
-        about experts."""
+    def __call__(
+        self, a: int
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Any, Any]:
+        """What the model takes: tokens [b, t], positions [t] or [b, t], the head, the documents to
+        keep apart, and where to tell about experts."""
 
         def head(h: Tensor, weight: Tensor) -> Tensor:
             """The model calls it inside its forward, where FSDP has gathered `weight`."""

@@ -1,13 +1,16 @@
-"""Initial values as a pure function of (seed, parameter name, global index): bitwise the same on every mesh.
+"""Initial values as a pure function of (seed, parameter name, global index): bitwise the same on
+every mesh.
 
-A rank computes the values of its own shard and nothing else, from the global index of each of its elements. So neither
-the mesh, nor uneven shards, nor the order in which parameters are visited can change a bit. There is no generator state,
-no communication and no full tensor: of 405B parameters on 1,024 ranks, each rank computes its 400 million values.
+A rank computes the values of its own shard and nothing else, from the global index of each of its
+elements. So neither the mesh, nor uneven shards, nor the order in which parameters are visited can
+change a bit. There is no generator state, no communication and no full tensor: of 405B parameters
+on 1,024 ranks, each rank computes its 400 million values.
 
-Only integer arithmetic, a table look-up and one float32 multiply-add per element are used. These are exact or correctly
-rounded on every device. A logarithm or a cosine is not: it differs between vector widths, devices and versions.
-(torch's own random functions were not an option: DTensor's give every rank of a CPU mesh the same numbers, and
-`trunc_normal_` changed between torch 2.11 and 2.13. `docs/LOG.md` has the comparison.)
+Only integer arithmetic, a table look-up and one float32 multiply-add per element are used. These
+are exact or correctly rounded on every device. A logarithm or a cosine is not: it differs between
+vector widths, devices and versions. (torch's own random functions were not an option: DTensor's
+give every rank of a CPU mesh the same numbers, and `trunc_normal_` changed between torch 2.11 and
+2.13. `docs/LOG.md` has the comparison.)
 """
 
 import hashlib
@@ -22,8 +25,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from configs import splitmix
 
-CELL_BITS = 14  # the quantile function is tabulated on 2^14 cells and linear inside one: max error 2e-5 deviations
-CUTOFF = 3.0  # deviations; values beyond are not drawn (truncated normal, as Llama's and GPT's initialisers do)
+# the quantile function is tabulated on 2^14 cells and linear inside one: max error 2e-5 deviations
+CELL_BITS = 14
+# deviations; values beyond are not drawn (truncated normal, as Llama's and GPT's initialisers do)
+CUTOFF = 3.0
 CONSTANTS = {"ones": 1.0, "zeros": 0.0}
 CHUNK = 1 << 18  # elements at a time: the 64-bit temporaries stay in the processor's cache
 
@@ -37,12 +42,14 @@ GAMMA, MIX1, MIX2 = map(_signed, (splitmix.GAMMA, *splitmix.FACTORS))
 
 
 def _shift_xor(x: Tensor, bits: int) -> Tensor:
-    """x ^= x >>> bits, in place; torch's >> keeps the sign of int64, so the sign's copies are masked away."""
+    """x ^= x >>> bits, in place; torch's >> keeps the sign of int64, so the sign's copies are
+    masked away."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
 def hash64(index: Tensor, key: int) -> Tensor:
-    """Splitmix64 of `key + index * GAMMA`: int64 of the shape of `index`, all 64 bits well mixed. Works in place."""
+    """Splitmix64 of `key + index * GAMMA`: int64 of the shape of `index`, all 64 bits well mixed.
+    Works in place."""
     x = index.mul_(GAMMA).add_(key)
     first, second, third = splitmix.SHIFTS
     x = _shift_xor(x, first).mul_(MIX1)
@@ -52,37 +59,47 @@ def hash64(index: Tensor, key: int) -> Tensor:
 
 @cache
 def _quantiles() -> tuple[Tensor, Tensor]:
-    """The quantile function of the normal distribution, cut at +-CUTOFF and scaled to a standard deviation of 1.
-    Returns two float32 [2^CELL_BITS]: its value at the start of each cell, and the step to the cell's end."""
+    """The quantile function of the normal distribution, cut at +-CUTOFF and scaled to a standard
+    deviation of 1. Returns two float32 [2^CELL_BITS]: its value at the start of each cell, and the
+    step to the cell's end."""
     n, normal = 1 << CELL_BITS, NormalDist()
     low, high = normal.cdf(-CUTOFF), normal.cdf(CUTOFF)
-    # Variance of the truncated normal (Johnson, Kotz, Balakrishnan: Continuous univariate distributions, 13.10.1).
+    # Variance of the truncated normal (Johnson, Kotz, Balakrishnan: Continuous univariate
+    # distributions, 13.10.1).
     variance = 1 - 2 * CUTOFF * normal.pdf(CUTOFF) / (high - low)
-    edges = torch.tensor([normal.inv_cdf(low + (high - low) * i / n) for i in range(n + 1)], dtype=torch.float64)
+    edges = torch.tensor(
+        [normal.inv_cdf(low + (high - low) * i / n) for i in range(n + 1)], dtype=torch.float64
+    )
     edges /= variance**0.5
     return edges[:-1].float(), (edges[1:] - edges[:-1]).float()
 
 
 def normal_values(index: Tensor, key: int, std: float) -> Tensor:
-    """float32 values of deviation `std` for these global indices (int64, overwritten): a function of (key, index)."""
+    """float32 values of deviation `std` for these global indices (int64, overwritten): a function
+    of (key, index)."""
     start, step = (t.to(index.device) for t in _quantiles())
     bits = hash64(index, key)
     cell = (bits >> (64 - CELL_BITS)).bitwise_and_((1 << CELL_BITS) - 1)
-    within = (bits >> 16).bitwise_and_((1 << 24) - 1).float().mul_(2.0**-24)  # exact: 24 bits fit a float32
+    # exact: 24 bits fit a float32
+    within = (bits >> 16).bitwise_and_((1 << 24) - 1).float().mul_(2.0**-24)
     return start[cell].add_(within.mul_(step[cell])).mul_(std)
 
 
 def _global_ids(param: Tensor) -> list[Tensor]:
     """For each dimension, the global indices that this rank's shard holds: int64 [local size].
 
-    Shards are cut as by torch.chunk. If FSDP shards what tensor parallelism has already cut, FSDP's placement is a
-    `_StridedShard`, whose cut comes second although its mesh dimension comes first.
+    Shards are cut as by torch.chunk. If FSDP shards what tensor parallelism has already cut, FSDP's
+    placement is a `_StridedShard`, whose cut comes second although its mesh dimension comes first.
     """
     if not isinstance(param, DTensor):
         return [torch.arange(n, device=param.device) for n in param.shape]
     ids = [torch.arange(n, device=param.to_local().device) for n in param.shape]
     mesh = param.device_mesh
-    cuts = [(p, mesh.size(d), mesh.get_local_rank(d)) for d, p in enumerate(param.placements) if not p.is_replicate()]
+    cuts = [
+        (p, mesh.size(d), mesh.get_local_rank(d))
+        for d, p in enumerate(param.placements)
+        if not p.is_replicate()
+    ]
     for placement, ranks, rank in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
         whole = ids[placement.dim]
         size = -(-len(whole) // ranks)
@@ -103,7 +120,8 @@ def fill(param: Tensor, name: str, kind: str, std: float, seed: int) -> None:
     strides = [1]
     for n in reversed(param.shape[1:]):
         strides.insert(0, strides[0] * n)  # of the contiguous global tensor
-    inside = torch.zeros(1, dtype=torch.int64, device=local.device)  # offsets within one row of dimension 0
+    # offsets within one row of dimension 0
+    inside = torch.zeros(1, dtype=torch.int64, device=local.device)
     for dim in range(1, param.ndim):
         inside = (inside[:, None] + (ids[dim] * strides[dim])[None, :]).flatten()
     step = max(1, CHUNK // max(1, row_length))
@@ -114,10 +132,11 @@ def fill(param: Tensor, name: str, kind: str, std: float, seed: int) -> None:
 
 
 def initialise(model: nn.Module, rows: list[tuple[str, str, float]], seed: int) -> None:
-    """Fill every parameter as the first row (pattern, kind, std) says whose pattern its name matches.
+    """Fill every parameter as the first row (pattern, kind, std) says whose pattern its name
+    matches.
 
-    `model` is materialised (`to_empty`) and may be sharded in any way. Raises ValueError for a parameter that no row
-    matches: no run may train on uninitialised memory.
+    `model` is materialised (`to_empty`) and may be sharded in any way. Raises ValueError for a
+    parameter that no row matches: no run may train on uninitialised memory.
     """
     for name, param in model.named_parameters():
         for pattern, kind, std in rows:

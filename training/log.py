@@ -1,7 +1,8 @@
-"""Where log records go: rank 0's to the console, every rank's to a file of its own, and known harmless noise nowhere.
+"""Where log records go: rank 0's to the console, every rank's to a file of its own, and known
+harmless noise nowhere.
 
-Any module may log with `logging.getLogger("plumbline")`. Before `setup` (in tests, in tools) these records go where
-Python's logging sends them by default.
+Any module may log with `logging.getLogger("plumbline")`. Before `setup` (in tests, in tools) these
+records go where Python's logging sends them by default.
 """
 
 import logging
@@ -14,25 +15,37 @@ from tqdm import tqdm
 
 from configs.schema import InputError, redact
 
-# Rows: the logger ("py.warnings": Python's warnings), a part of the message, and why the message is dropped.
+# Rows: the logger ("py.warnings": Python's warnings), a part of the message, and why the message is
+# dropped.
 HARMLESS = (
-    ("torch.distributed.tensor._redistribute", "While redistributing from", "once per gradient norm, of a few numbers"),
-    ("py.warnings", "DTensor random operators may not have", "training/init.py draws initial values without them"),
+    (
+        "torch.distributed.tensor._redistribute",
+        "While redistributing from",
+        "once per gradient norm, of a few numbers",
+    ),
+    (
+        "py.warnings",
+        "DTensor random operators may not have",
+        "training/init.py draws initial values without them",
+    ),
 )
 
 
-MANY_RANKS = 1024  # from so many on, run.logs = "auto" means one file per host: the others only load the file system
+# from so many on, run.logs = "auto" means one file per host: the others only load the file system
+MANY_RANKS = 1024
 
 
 class _OnceItFails(logging.Handler):
-    """Keeps the last records in memory. With the first error it writes them to the file at `path`, and then all others."""
+    """Keeps the last records in memory. With the first error it writes them to the file at `path`,
+    and then all others."""
 
     RECORDS = 200
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.last: deque[logging.LogRecord] = deque(maxlen=self.RECORDS)
-        self.file = logging.FileHandler(path, encoding="utf-8", delay=True)  # it is made when something is written
+        # it is made when something is written
+        self.file = logging.FileHandler(path, encoding="utf-8", delay=True)
 
     def setFormatter(self, formatter: logging.Formatter) -> None:
         super().setFormatter(formatter)
@@ -50,7 +63,8 @@ class _OnceItFails(logging.Handler):
 
 
 class _AboveBar(logging.StreamHandler):
-    """Writes lines above the progress bar instead of through it. A console that goes away (`| head`) stops nothing."""
+    """Writes lines above the progress bar instead of through it. A console that goes away (`|
+    head`) stops nothing."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -68,17 +82,20 @@ class _Formatter(logging.Formatter):
 
 
 def writes_log(logs: str, ranks: int, local_rank: int) -> bool:
-    """Whether a rank writes all its records to a file. logs: the option run.logs; ranks: of the whole run."""
+    """Whether a rank writes all its records to a file. logs: the option run.logs; ranks: of the
+    whole run."""
     return local_rank == 0 or logs == "all" or (logs == "auto" and ranks < MANY_RANKS)
 
 
 def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:
-    """Send log records to the console and to `<folder>/logs/rank-00000.log`; returns the logger to use.
+    """Send log records to the console and to `<folder>/logs/rank-00000.log`; returns the logger to
+    use.
 
-    The console shows the records of rank 0, and errors of any rank. Records with `extra={"console": False}` go to the
-    file only: the progress bar already shows them. The file is appended to, so a resumed run continues its own history.
-    A crash is in the file too. If this rank `writes` nothing else, the file begins with the last records before its first
-    error. Raises InputError if the folder cannot be written.
+    The console shows the records of rank 0, and errors of any rank. Records with `extra={"console":
+    False}` go to the file only: the progress bar already shows them. The file is appended to, so a
+    resumed run continues its own history. A crash is in the file too. If this rank `writes` nothing
+    else, the file begins with the last records before its first error. Raises InputError if the
+    folder cannot be written.
     """
     path = Path(folder) / "logs" / f"rank-{rank:05d}.log"
     try:
@@ -86,7 +103,8 @@ def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:
         file = logging.FileHandler(path, encoding="utf-8") if writes else _OnceItFails(path)
     except OSError as error:
         raise InputError(
-            f"run.folder = {str(folder)!r} cannot be written ({error.filename}: {error.strerror}): choose another"
+            f"run.folder = {str(folder)!r} cannot be written ({error.filename}: "
+            f"{error.strerror}): choose another"
         ) from None
     file.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
 
@@ -106,7 +124,8 @@ def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:
         say.critical("crashed", exc_info=exception, extra={"console": False})
         sys.__excepthook__(*exception)
 
-    sys.excepthook = crashed  # the launcher points to the file, so it holds the traceback as well as stderr
+    # the launcher points to the file, so it holds the traceback as well as stderr
+    sys.excepthook = crashed
     return say
 
 

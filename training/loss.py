@@ -1,9 +1,11 @@
-"""The output projection and cross-entropy as one function that works through the sequence in pieces.
+"""The output projection and cross-entropy as one function that works through the sequence in
+pieces.
 
-The [B, T, V] logits never exist as a whole, only `chunk_tokens` rows of them at a time. The gradient is computed in the
-forward pass, while a piece's logits are at hand. So nothing is recomputed, and there are no more matrix products than
-in the plain loss. The vocabulary may be sharded over tensor-parallel ranks. Then three numbers per token cross the
-ranks (its maximum, its sum of exponentials, its label's logit: Megatron-LM, arXiv:1909.08053 section 3), never logits.
+The [B, T, V] logits never exist as a whole, only `chunk_tokens` rows of them at a time. The
+gradient is computed in the forward pass, while a piece's logits are at hand. So nothing is
+recomputed, and there are no more matrix products than in the plain loss. The vocabulary may be
+sharded over tensor-parallel ranks. Then three numbers per token cross the ranks (its maximum, its
+sum of exponentials, its label's logit: Megatron-LM, arXiv:1909.08053 section 3), never logits.
 
 Shapes:  N tokens (B*T)   C tokens of a piece   D width   V vocabulary (this rank's rows of it)
 """
@@ -20,25 +22,30 @@ IGNORE = -100  # a label that does not count; torch's own convention
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, labels, chunk_tokens, group, first_row, each):
-        """h [N, D], weight [V, D] of one dtype, labels int64 [N] -> sum of the losses, float32 scalar.
+        """h [N, D], weight [V, D] of one dtype, labels int64 [N] -> sum of the losses, float32
+        scalar.
 
-        group: ranks that hold the other rows of the vocabulary, or None; first_row: global number of weight's row 0;
-        each: float32 [N] that receives the tokens' losses, or None.
+        group: ranks that hold the other rows of the vocabulary, or None; first_row: global number
+        of weight's row 0; each: float32 [N] that receives the tokens' losses, or None.
         """
         need_h, need_w = ctx.needs_input_grad[:2]
-        total = torch.zeros((), device=h.device, dtype=torch.float64)  # a float32 total of many pieces is off by 1e-6
+        # a float32 total of many pieces is off by 1e-6
+        total = torch.zeros((), device=h.device, dtype=torch.float64)
         grad_h = torch.empty_like(h) if need_h else None
         grad_w = None
         one_piece = len(h) <= chunk_tokens
-        narrow = h.new_empty(min(len(h), chunk_tokens), len(weight))  # a piece's logits, then their gradient
-        wide = narrow.float()  # the same if h is float32. Both are reused: fresh pages cost a CPU a tenth of the loss
+        # a piece's logits, then their gradient
+        narrow = h.new_empty(min(len(h), chunk_tokens), len(weight))
+        # the same if h is float32. Both are reused: fresh pages cost a CPU a tenth of the loss
+        wide = narrow.float()
         for first in range(0, len(h), chunk_tokens):
             hc, label = h[first : first + chunk_tokens], labels[first : first + chunk_tokens]
             product = torch.mm(hc, weight.t(), out=narrow[: len(hc)])  # [C, V]
             logits = product if wide is narrow else wide[: len(hc)].copy_(product)
             counts = label != IGNORE
             row = label - first_row
-            is_local = counts & (row >= 0) & (row < len(weight))  # labels whose logit this rank holds
+            # labels whose logit this rank holds
+            is_local = counts & (row >= 0) & (row < len(weight))
             row = row.where(is_local, 0)[:, None]
 
             top = logits.amax(dim=1)
@@ -57,7 +64,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if each is not None:
                 each[first : first + chunk_tokens] = losses
 
-            if need_h or need_w:  # d loss / d logits = softmax - one_hot(label), 0 where the label does not count
+            # d loss / d logits = softmax - one_hot(label), 0 where the label does not count
+            if need_h or need_w:
                 scale = counts / sums
                 d_logits = probs.mul_(scale[:, None])
                 d_logits.scatter_add_(1, row, -is_local.float()[:, None])
@@ -67,7 +75,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if need_w and one_piece:
                     grad_w = d_logits.t() @ hc
                 elif need_w:  # summed over pieces in float32
-                    grad_w = torch.zeros_like(weight, dtype=torch.float32) if grad_w is None else grad_w
+                    grad_w = (
+                        torch.zeros_like(weight, dtype=torch.float32) if grad_w is None else grad_w
+                    )
                     grad_w += d_logits.t() @ hc
         ctx.save_for_backward(*(g for g in (grad_h, grad_w) if g is not None))
         ctx.needs, ctx.weight_dtype = (need_h, need_w), weight.dtype
@@ -84,29 +94,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(
     h: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, each: Tensor | None = None
 ) -> Tensor:
-    """Sum over tokens of -log softmax(h @ weight.T)[label], float32 scalar, equal on all tensor-parallel ranks.
+    """Sum over tokens of -log softmax(h @ weight.T)[label], float32 scalar, equal on all
+    tensor-parallel ranks.
 
-    h [B, T, D], weight [V, D], labels int64 [B, T] with -100 where a token does not count. With tensor parallelism h
-    and weight arrive as DTensors, split over the sequence and over the vocabulary, from which this function reads all
-    that it knows of the mesh. It returns a sum, not a mean: the caller divides by the tokens of the *global* batch, so
-    that the number does not depend on how that batch was split.
+    h [B, T, D], weight [V, D], labels int64 [B, T] with -100 where a token does not count. With
+    tensor parallelism h and weight arrive as DTensors, split over the sequence and over the
+    vocabulary, from which this function reads all that it knows of the mesh. It returns a sum, not
+    a mean: the caller divides by the tokens of the *global* batch, so that the number does not
+    depend on how that batch was split.
 
-    each: contiguous float32 [B, T] that receives every token's loss (0 where it does not count), for statistics.
+    each: contiguous float32 [B, T] that receives every token's loss (0 where it does not count),
+    for statistics.
     """
     group, first_row = None, 0
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
         group = mesh.get_group()
-        # Each rank's h gradient comes from its rows of the vocabulary only: Partial, to be summed on the way back.
+        # Each rank's h gradient comes from its rows of the vocabulary only: Partial, to be summed
+        # on the way back.
         h = h.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-        per_rank = -(-len(weight) // mesh.size())  # Shard splits as torch.chunk does: the last ranks may hold fewer rows
+        # Shard splits as torch.chunk does: the last ranks may hold fewer rows
+        per_rank = -(-len(weight) // mesh.size())
         first_row = per_rank * mesh.get_local_rank()
         weight = weight.to_local(grad_placements=[Shard(0)])
     each = each if each is None else each.view(-1)
-    return _LinearCrossEntropy.apply(h.flatten(0, 1), weight, labels.flatten(), chunk_tokens, group, first_row, each)
+    return _LinearCrossEntropy.apply(
+        h.flatten(0, 1), weight, labels.flatten(), chunk_tokens, group, first_row, each
+    )
 
 
 def plain_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """What `linear_cross_entropy` must equal, computed from whole logits [B, T, V]. Tests and benchmarks compare with
-    it."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    """What `linear_cross_entropy` must equal, computed from whole logits [B, T, V]. Tests and
+    benchmarks compare with it."""
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )

@@ -1,7 +1,9 @@
-"""What a run reports: a line for a person, `metrics.jsonl`, TensorBoard, Weights & Biases; and the numbers behind them.
+"""What a run reports: a line for a person, `metrics.jsonl`, TensorBoard, Weights & Biases; and the
+numbers behind them.
 
-`metrics.jsonl` holds one JSON object per logged step. It stays one consistent series after a restart: what a killed run
-wrote after the checkpoint it resumes from is dropped. Python writes floats so that they read back bitwise equal.
+`metrics.jsonl` holds one JSON object per logged step. It stays one consistent series after a
+restart: what a killed run wrote after the checkpoint it resumes from is dropped. Python writes
+floats so that they read back bitwise equal.
 """
 
 import json
@@ -28,16 +30,25 @@ from parallelisms.mesh import Mesh
 from training.experts import FILE
 from training.optim import moments
 
-# Rows: a regular expression, dense bfloat16 TFLOP/s of one device, source. The expression must match the whole of
-# torch.cuda.get_device_name(), so that a slice of a GPU (MIG) or a laptop's variant is unknown rather than wrong.
+# Rows: a regular expression, dense bfloat16 TFLOP/s of one device, source. The expression must
+# match the whole of torch.cuda.get_device_name(), so that a slice of a GPU (MIG) or a laptop's
+# variant is unknown rather than wrong.
 PEAK_TFLOPS = (
-    (r"NVIDIA A100[- ](SXM4|SXM|PCIE)-(40|80)GB|NVIDIA A100 80GB PCIe", 312, "NVIDIA A100 data sheet"),
+    (
+        r"NVIDIA A100[- ](SXM4|SXM|PCIE)-(40|80)GB|NVIDIA A100 80GB PCIe",
+        312,
+        "NVIDIA A100 data sheet",
+    ),
     (r"NVIDIA H100 80GB HBM3", 989, "NVIDIA H100 data sheet, SXM: half of 1979 with sparsity"),
     (r"NVIDIA H100 PCIe", 756, "NVIDIA H100 data sheet (2022), PCIe: half of 1513 with sparsity"),
     (r"NVIDIA H100 NVL", 835, "NVIDIA H100 data sheet, NVL: half of 1671 with sparsity"),
     (r"NVIDIA H200", 989, "NVIDIA H200 data sheet, SXM: half of 1979 with sparsity"),
     (r"NVIDIA H200 NVL", 835, "NVIDIA H200 data sheet, NVL: half of 1671 with sparsity"),
-    (r"NVIDIA GH200 (480GB|96GB HBM3|144G HBM3e)", 989, "NVIDIA GH200 data sheet: half of 1979 with sparsity"),
+    (
+        r"NVIDIA GH200 (480GB|96GB HBM3|144G HBM3e)",
+        989,
+        "NVIDIA GH200 data sheet: half of 1979 with sparsity",
+    ),
     (r"NVIDIA B200", 2250, "NVIDIA HGX B200 data sheet: half of 4500 with sparsity"),
     (r"NVIDIA GB200", 2500, "NVIDIA GB200 NVL72 data sheet: half of 5000 with sparsity"),
     (r"AMD Instinct MI300X( VF)?", 1307, "AMD Instinct MI300X data sheet"),
@@ -65,10 +76,14 @@ LINE = (
 )
 
 
-def peak_flops(device_name: str, override_tflops: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> float | None:
-    """Peak FLOP/s of one device for MFU: the override if given, else that of the table, which is for bfloat16 only.
+def peak_flops(
+    device_name: str, override_tflops: float = 0.0, dtype: torch.dtype = torch.bfloat16
+) -> float | None:
+    """Peak FLOP/s of one device for MFU: the override if given, else that of the table, which is
+    for bfloat16 only.
 
-    None for any other dtype and for a device that is not in the table: no MFU is better than a wrong one.
+    None for any other dtype and for a device that is not in the table: no MFU is better than a
+    wrong one.
     """
     if override_tflops:
         return override_tflops * 1e12
@@ -80,7 +95,8 @@ def peak_flops(device_name: str, override_tflops: float = 0.0, dtype: torch.dtyp
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory in GiB: on CUDA what the allocator held since the last call, on CPU what this process ever held."""
+    """Peak memory in GiB: on CUDA what the allocator held since the last call, on CPU what this
+    process ever held."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -90,26 +106,39 @@ def memory_gib(device: torch.device) -> float:
 
 
 def model_summary(
-    family: Any, args: Any, model: nn.Module, mesh: Mesh, dtype: torch.dtype, training: schema.Training,
+    family: Any,
+    args: Any,
+    model: nn.Module,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    training: schema.Training,
     optimizer: torch.optim.Optimizer,
-) -> str:  # fmt: skip
-    """What is about to be trained, in four lines: sizes of the model, of the mesh, of the training state, of a step.
+) -> str:
+    """What is about to be trained, in four lines: sizes of the model, of the mesh, of the training
+    state, of a step.
 
-    family: the module, with the members of `models/family.py::Family`; args: the model's numbers, its `Args`."""
+    family: the module, with the members of `models/family.py::Family`; args: the model's numbers,
+    its `Args`."""
     shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     kept = moments(optimizer)
     copies = 2 + kept  # weight, gradient, moments: all in the type of the weight
     share = copies * sum(p.numel() * p.element_size() for p in shards)
     # In a pipeline `model` is a part of the whole.
     whole = copies * family.parameters(args) * shards[0].element_size()
-    shown = {name: size for name, size in mesh.sizes.items() if name not in ("pp", "cp", "ep") or size > 1}
+    shown = {
+        name: size
+        for name, size in mesh.sizes.items()
+        if name not in ("pp", "cp", "ep") or size > 1
+    }
     ep = f"experts dealt to groups of {shown.pop('ep')} ranks, " if "ep" in shown else ""
     dimensions = " x ".join(f"{name} {size}" for name, size in shown.items())
     return (
         f"model: {family.parameters(args):,} parameters; {family.describe(args)}\n"
-        f"mesh: {dimensions} = {mesh.size} process{'es' if mesh.size > 1 else ''} on {mesh.device.type}, "
+        f"mesh: {dimensions} = {mesh.size} process{'es' if mesh.size > 1 else ''} on "
+        f"{mesh.device.type}, "
         f"{ep}computing in {str(dtype).removeprefix('torch.')}\n"
-        f"state: weights, gradients and {kept} optimizer moments take {in_bytes(whole, 1024)} in all, "
+        f"state: weights, gradients and {kept} optimizer moments take {in_bytes(whole, 1024)} in "
+        "all, "
         f"{in_bytes(share, 1024)} on this rank\n"
         f"{_step_summary(training, mesh.dp_size)}"
     )
@@ -118,10 +147,17 @@ def model_summary(
 def _step_summary(training: schema.Training, dp_size: int) -> str:
     batch, local = training.global_batch_size, training.local_batch_size
     count = batch // (dp_size * local)
-    ranks = f"each of {dp_size} data-parallel ranks" if dp_size > 1 else "the one data-parallel rank"
-    chosen = " (chosen, because training.local_batch_size is not set)" if isinstance(local, schema.Derived) else ""
+    ranks = (
+        f"each of {dp_size} data-parallel ranks" if dp_size > 1 else "the one data-parallel rank"
+    )
+    chosen = (
+        " (chosen, because training.local_batch_size is not set)"
+        if isinstance(local, schema.Derived)
+        else ""
+    )
     return (
-        f"step: {batch * training.seq_len:,} tokens in {batch} sequences of {training.seq_len}; {ranks} has {count} "
+        f"step: {batch * training.seq_len:,} tokens in {batch} sequences of {training.seq_len}; "
+        f"{ranks} has {count} "
         f"micro-batch{'es' * (count > 1)} of {local}{chosen}"
     )
 
@@ -130,8 +166,8 @@ UNITS = {1000: ("B", "kB", "MB", "GB", "TB"), 1024: ("B", "KiB", "MiB", "GiB", "
 
 
 def in_bytes(count: float, step: int = 1000) -> str:
-    """A number of bytes for a person: in the decimal units in which networks and disks are sold, or (step = 1024) in the
-    binary ones of memory."""
+    """A number of bytes for a person: in the decimal units in which networks and disks are sold, or
+    (step = 1024) in the binary ones of memory."""
     *units, largest = UNITS[step]
     for unit in units:
         if count < step:
@@ -141,17 +177,27 @@ def in_bytes(count: float, step: int = 1000) -> str:
 
 
 class Metrics:
-    """The writers of one run: a context manager that closes them. Make it when the step to resume from is known.
+    """The writers of one run: a context manager that closes them. Make it when the step to resume
+    from is known.
 
-    On rank 0 `log` writes everywhere. On another rank it only writes the line, to that rank's log file.
+    On rank 0 `log` writes everywhere. On another rank it only writes the line, to that rank's log
+    file.
     """
 
     def __init__(
-        self, cfg: schema.Metrics, folder: Path, rank0: bool, start: int, steps: int, peak: float | None = None
+        self,
+        cfg: schema.Metrics,
+        folder: Path,
+        rank0: bool,
+        start: int,
+        steps: int,
+        peak: float | None = None,
     ) -> None:
-        """`start`: the step that was loaded, 0 for a fresh start. Everything logged for later steps is dropped.
+        """`start`: the step that was loaded, 0 for a fresh start. Everything logged for later steps
+        is dropped.
 
-        `peak`: FLOP/s of one device, from peak_flops. Raises InputError if wandb is asked for and not installed.
+        `peak`: FLOP/s of one device, from peak_flops. Raises InputError if wandb is asked for and
+        not installed.
         """
         self.cfg, self.folder, self.start, self.steps, self.peak = cfg, folder, start, steps, peak
         self.rank0 = rank0
@@ -166,16 +212,21 @@ class Metrics:
             _forget_after(file, start)
         self.jsonl = path.open("a", encoding="utf-8")
         if cfg.progress == "on" or (cfg.progress == "auto" and sys.stderr.isatty()):
-            self.bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
+            self.bar = tqdm(
+                total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr
+            )
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Report values measured at the end of `step`: every key to the writers, the keys in LINE to the person."""
+        """Report values measured at the end of `step`: every key to the writers, the keys in LINE
+        to the person."""
         if self.peak and "tflops_per_device" in values:
             values = values | {"mfu": values["tflops_per_device"] * 1e12 / self.peak}
         if "tokens_per_second" in values:
             self.rates.append(values["tokens_per_second"])
         line = self._line(step, values)
-        logging.getLogger("plumbline").info(f"step {step}/{self.steps}  {line}", extra={"console": self.bar is None})
+        logging.getLogger("plumbline").info(
+            f"step {step}/{self.steps}  {line}", extra={"console": self.bar is None}
+        )
         if not self.rank0:
             return
         if self.bar is not None:
@@ -212,7 +263,8 @@ class Metrics:
         return "  ".join(parts)
 
     def summary(self) -> str:
-        """The run's speed for a person: the median of the logged rates but the first (start-up, compilation)."""
+        """The run's speed for a person: the median of the logged rates but the first (start-up,
+        compilation)."""
         if not self.rates:
             return "no steps"
         return f"{statistics.median(self.rates[1:] or self.rates):,.0f} tokens/s"
@@ -232,12 +284,14 @@ class Metrics:
 
 
 def _json_number(value: float) -> float | str:
-    """JSON has no NaN and no infinity: they become the strings "nan", "inf" and "-inf", which float() reads back."""
+    """JSON has no NaN and no infinity: they become the strings "nan", "inf" and "-inf", which
+    float() reads back."""
     return value if math.isfinite(value) else str(float(value))
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a line cut off by a crash. A crash in here leaves the old file or the new."""
+    """Drop the lines of later steps, and a line cut off by a crash. A crash in here leaves the old
+    file or the new."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -261,19 +315,22 @@ def _step_of(line: str) -> float:
 
 
 def _open_tensorboard(folder: Path, start: int):
-    """A writer that hides what an earlier process wrote from step `start` + 1 on. The import takes 0.15 s."""
+    """A writer that hides what an earlier process wrote from step `start` + 1 on. The import takes
+    0.15 s."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=start + 1, flush_secs=20)
 
 
 def _open_wandb(project: str, folder: Path):
-    """The W&B run of this run folder, which a restart continues. W&B itself ignores steps that it has seen before."""
+    """The W&B run of this run folder, which a restart continues. W&B itself ignores steps that it
+    has seen before."""
     try:
         import wandb
     except ImportError:
         raise InputError(
-            f'metrics.wandb_project = "{project}" needs the wandb package: pip install wandb, or leave the option empty'
+            f'metrics.wandb_project = "{project}" needs the wandb package: pip install wandb, or '
+            "leave the option empty"
         ) from None
     id_file = folder / "wandb_id.txt"
     if not id_file.exists():

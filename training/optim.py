@@ -1,4 +1,5 @@
-"""The optimizer with its decay groups, the learning-rate schedules, and gradient clipping over the whole mesh."""
+"""The optimizer with its decay groups, the learning-rate schedules, and gradient clipping over the
+whole mesh."""
 
 import copy
 import math
@@ -14,13 +15,18 @@ from torch.distributed.tensor import DTensor
 from configs.schema import LRSchedule, Optimizer
 
 
-def build_optimizer(model: nn.Module, decay_rows: list[tuple[str, bool]], cfg: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer over the model's own (sharded) parameters: call it after `parallelisms.parallelize`, never before,
-    or it would update tensors that the model no longer uses. Parameters that require no gradient are left out.
+def build_optimizer(
+    model: nn.Module, decay_rows: list[tuple[str, bool]], cfg: Optimizer
+) -> torch.optim.Optimizer:
+    """The optimizer over the model's own (sharded) parameters: call it after
+    `parallelisms.parallelize`, never before, or it would update tensors that the model no longer
+    uses. Parameters that require no gradient are left out.
 
-    decay_rows: (pattern of a parameter's name, weight decay applies); the first that matches counts.
+    decay_rows: (pattern of a parameter's name, weight decay applies); the first that matches
+    counts.
     """
-    groups: dict[tuple, list[nn.Parameter]] = {}  # one kernel updates many parameters, if they are on one mesh
+    # one kernel updates many parameters, if they are on one mesh
+    groups: dict[tuple, list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
             decays = next(decays for pattern, decays in decay_rows if fnmatchcase(name, pattern))
@@ -32,42 +38,50 @@ def build_optimizer(model: nn.Module, decay_rows: list[tuple[str, bool]], cfg: O
     ]
     if cfg.kind == "sgd":
         return torch.optim.SGD(rows, lr=cfg.lr, momentum=cfg.momentum)
-    # fused: one kernel over all parameters, also on CPU, where it measures several times faster than the default loop
+    # fused: one kernel over all parameters, also on CPU, where it measures several times faster
+    # than the default loop
     return torch.optim.AdamW(rows, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
 
 
 def moments(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors of a weight's size the optimizer keeps for each weight: those that it has after a step on a weight of
-    its own. So nobody has to know which kinds of optimizers there are."""
+    """How many tensors of a weight's size the optimizer keeps for each weight: those that it has
+    after a step on a weight of its own. So nobody has to know which kinds of optimizers there
+    are."""
     weight = nn.Parameter(torch.zeros(2, 2))
     weight.grad = torch.zeros_like(weight)
     alike = copy.copy(optimizer)
     alike.state = defaultdict(dict)
     alike.param_groups = [optimizer.param_groups[0] | {"params": [weight]}]
     alike.step()
-    return sum(isinstance(t, Tensor) and t.shape == weight.shape for t in alike.state[weight].values())
+    return sum(
+        isinstance(t, Tensor) and t.shape == weight.shape for t in alike.state[weight].values()
+    )
 
 
-# What follows the warm-up: kind -> how much of the way from the peak down to min_ratio is done, at progress p (0..1 after
-# the warm-up); `tail` is the share of that progress over which wsd decays.
+# What follows the warm-up: kind -> how much of the way from the peak down to min_ratio is done, at
+# progress p (0..1 after the warm-up); `tail` is the share of that progress over which wsd decays.
 DECAYED: dict[str, Callable[[float, float], float]] = {
     "constant": lambda p, tail: 0.0,
     "linear": lambda p, tail: p,
-    "cosine": lambda p, tail: 0.5 * (1 - math.cos(math.pi * p)),  # Loshchilov and Hutter, arXiv:1608.03983
+    # Loshchilov and Hutter, arXiv:1608.03983
+    "cosine": lambda p, tail: 0.5 * (1 - math.cos(math.pi * p)),
     "wsd": lambda p, tail: max(0.0, 1 - (1 - p) / tail),  # MiniCPM, arXiv:2404.06395
 }
 
 
 def learning_rate(step: int, steps: int, peak: float, cfg: LRSchedule) -> float:
-    """Learning rate of optimizer step `step` (0-based) of `steps`: a pure function, so a resumed run needs no state.
+    """Learning rate of optimizer step `step` (0-based) of `steps`: a pure function, so a resumed
+    run needs no state.
 
-    The warm-up gives step s the rate peak * (s + 1) / warmup_steps, so that no step is wasted at 0; the last step
-    (steps - 1) has exactly peak * min_ratio, except under `constant`.
+    The warm-up gives step s the rate peak * (s + 1) / warmup_steps, so that no step is wasted at 0;
+    the last step (steps - 1) has exactly peak * min_ratio, except under `constant`.
     """
     if step < cfg.warmup_steps:
         return peak * (step + 1) / cfg.warmup_steps
     after = steps - cfg.warmup_steps
-    done = DECAYED[cfg.kind]((step - cfg.warmup_steps + 1) / after, cfg.decay_fraction * steps / after)
+    done = DECAYED[cfg.kind](
+        (step - cfg.warmup_steps + 1) / after, cfg.decay_fraction * steps / after
+    )
     return peak * (1 - (1 - cfg.min_ratio) * done)
 
 
@@ -77,10 +91,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def step_if(fine: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """optimizer.step() where `fine` (bool, a scalar) is true; else weights and state stay as they are, bit by bit.
+    """optimizer.step() where `fine` (bool, a scalar) is true; else weights and state stay as they
+    are, bit by bit.
 
-    Nobody waits for a GPU to tell: fused AdamW reads `found_inf` there, torch.amp.GradScaler's way to skip a step. SGD has no
-    fused kernel for DTensors, and weights that are offloaded to the CPU are not where `fine` is: then the host asks.
+    Nobody waits for a GPU to tell: fused AdamW reads `found_inf` there, torch.amp.GradScaler's way
+    to skip a step. SGD has no fused kernel for DTensors, and weights that are offloaded to the CPU
+    are not where `fine` is: then the host asks.
     """
     weight = optimizer.param_groups[0]["params"][0]
     if optimizer.defaults.get("fused") and weight.device == fine.device:
@@ -93,22 +109,29 @@ def step_if(fine: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def clip_grad_norm(
-    params: Iterable[nn.Parameter], max_norm: float, sum_over_stages: Callable[[Tensor], Tensor] = lambda x: x
+    params: Iterable[nn.Parameter],
+    max_norm: float,
+    sum_over_stages: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
-    """Scale the gradients so that their global 2-norm is at most max_norm (0: leave them). Returns the norm before scaling,
-    a float32 scalar.
+    """Scale the gradients so that their global 2-norm is at most max_norm (0: leave them). Returns
+    the norm before scaling, a float32 scalar.
 
-    sum_over_stages: sums a scalar over the ranks of a pipeline, each of which has other parameters (Mesh.sum_over_pp).
+    sum_over_stages: sums a scalar over the ranks of a pipeline, each of which has other parameters
+    (Mesh.sum_over_pp).
 
-    The norm is that of the whole, unsharded gradient (Pascanu et al., arXiv:1211.5063, for the clipping itself). It is exact
-    to a few 1e-8, so that every mesh reports the same norm and scales by the same factor. No host waits for a GPU here.
-    Raises ValueError for a gradient that is still to be summed over ranks.
+    The norm is that of the whole, unsharded gradient (Pascanu et al., arXiv:1211.5063, for the
+    clipping itself). It is exact to a few 1e-8, so that every mesh reports the same norm and scales
+    by the same factor. No host waits for a GPU here. Raises ValueError for a gradient that is still
+    to be summed over ranks.
     """
     grads = [p.grad for p in params if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    split: dict[tuple, list[Tensor]] = {}  # (mesh, its dimensions that split the tensor) -> this rank's shards
+    # (mesh, its dimensions that split the tensor) -> this rank's shards
+    split: dict[tuple, list[Tensor]] = {}
     for grad, shard in zip(grads, local):
-        split.setdefault((grad.device_mesh, _split_over(grad)) if isinstance(grad, DTensor) else (None, ()), []).append(shard)
+        split.setdefault(
+            (grad.device_mesh, _split_over(grad)) if isinstance(grad, DTensor) else (None, ()), []
+        ).append(shard)
     total = torch.zeros((), dtype=torch.float64, device=local[0].device if local else None)
     for (mesh, dims), shards in split.items():
         squares = _sum_of_squares(shards)
@@ -117,7 +140,8 @@ def clip_grad_norm(
         total += squares
     norm = sum_over_stages(total).sqrt().float()
     if max_norm > 0 and local:
-        # The formula of torch.nn.utils.clip_grads_with_norm_, whose arithmetic would mix Tensor and DTensor.
+        # The formula of torch.nn.utils.clip_grads_with_norm_, whose arithmetic would mix Tensor and
+        # DTensor.
         torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
@@ -125,9 +149,15 @@ def clip_grad_norm(
 def _split_over(grad: DTensor) -> tuple[int, ...]:
     """The dimensions of its mesh, by number, whose ranks hold different parts of a gradient."""
     if any(placement.is_partial() for placement in grad.placements):
-        raise ValueError(f"a gradient is not summed over the ranks yet: {grad.placements} on {grad.device_mesh}")
+        raise ValueError(
+            f"a gradient is not summed over the ranks yet: {grad.placements} on {grad.device_mesh}"
+        )
     sizes = grad.device_mesh.shape
-    return tuple(d for d, placement in enumerate(grad.placements) if not placement.is_replicate() and sizes[d] > 1)
+    return tuple(
+        d
+        for d, placement in enumerate(grad.placements)
+        if not placement.is_replicate() and sizes[d] > 1
+    )
 
 
 ROW = 8192  # elements whose squares a CPU adds up in float32, one after another
@@ -136,9 +166,10 @@ ROW = 8192  # elements whose squares a CPU adds up in float32, one after another
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """The sum of the squares of all elements, a float64 scalar.
 
-    A GPU has one kernel for many tensors, which adds up in blocks. On a CPU `torch._foreach_norm` and `vector_norm` add the
-    squares of a whole tensor into a few float32 numbers: 7e-4 too little at 16 M elements. So there the norms are of short
-    rows, and float64 adds up the rows. That is nearly as fast, and needs no memory, unlike `(x * x).sum()`.
+    A GPU has one kernel for many tensors, which adds up in blocks. On a CPU `torch._foreach_norm`
+    and `vector_norm` add the squares of a whole tensor into a few float32 numbers: 7e-4 too little
+    at 16 M elements. So there the norms are of short rows, and float64 adds up the rows. That is
+    nearly as fast, and needs no memory, unlike `(x * x).sum()`.
     """
     if tensors[0].is_cuda:
         norms = torch.stack(torch._foreach_norm(tensors))
@@ -148,6 +179,8 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
             if len(flat) >= ROW:
                 rows.append(torch.linalg.vector_norm(flat.unfold(0, ROW, ROW), dim=1))
             if len(flat) < ROW or len(flat) % ROW:
-                rows.append(torch.linalg.vector_norm(flat[len(flat) // ROW * ROW :], dim=0, keepdim=True))
+                rows.append(
+                    torch.linalg.vector_norm(flat[len(flat) // ROW * ROW :], dim=0, keepdim=True)
+                )
         norms = torch.cat(rows)
     return torch.linalg.vector_norm(norms, dtype=torch.float64).square()

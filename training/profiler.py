@@ -15,13 +15,15 @@ from configs import schema
 
 @contextmanager
 def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
-    """Yields an object on which the loop calls step() after every training step. It does nothing if `enabled` is false.
+    """Yields an object on which the loop calls step() after every training step. It does nothing if
+    `enabled` is false.
 
-    After the steps that were asked for it writes `<folder>/profile/rank-00000.json.gz`, for chrome://tracing and
-    ui.perfetto.dev. Steps are counted from the start of this process, so a resumed run is profiled like a fresh one. If
-    the run ends before the last of these steps, it writes those that it has. `memory_snapshot` adds
-    `rank-00000.memory.pickle` for pytorch.org/memory_viz, written at the same time or when memory runs out. A CPU's
-    memory has no such history, and the log says so.
+    After the steps that were asked for it writes `<folder>/profile/rank-00000.json.gz`, for
+    chrome://tracing and ui.perfetto.dev. Steps are counted from the start of this process, so a
+    resumed run is profiled like a fresh one. If the run ends before the last of these steps, it
+    writes those that it has. `memory_snapshot` adds `rank-00000.memory.pickle` for
+    pytorch.org/memory_viz, written at the same time or when memory runs out. A CPU's memory has no
+    such history, and the log says so.
     """
     if not cfg.enabled:
         yield SimpleNamespace(step=lambda: None)
@@ -31,7 +33,10 @@ def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     records_memory = cfg.memory_snapshot and cuda
     if cfg.memory_snapshot and not cuda:
-        say.warning("profiler.memory_snapshot = true writes nothing here: only CUDA's allocator keeps a history")
+        say.warning(
+            "profiler.memory_snapshot = true writes nothing here: only CUDA's allocator keeps a "
+            "history"
+        )
 
     def save_memory() -> None:
         torch.cuda.memory._dump_snapshot(f"{path}.memory.pickle")
@@ -41,16 +46,26 @@ def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
         trace.export_chrome_trace(f"{path}.json.gz")
         if records_memory:
             save_memory()
-        say.info(f"profile of up to {cfg.steps} steps from step {cfg.start_step} of this process on: {path}.json.gz")
+        say.info(
+            f"profile of up to {cfg.steps} steps from step {cfg.start_step} of this process on: "
+            f"{path}.json.gz"
+        )
 
-    warm_up = min(cfg.start_step - 1, 1)  # keeps the tracer's own start-up out of the first step that is kept
-    steps = schedule(skip_first=cfg.start_step - 1 - warm_up, wait=0, warmup=warm_up, active=cfg.steps, repeat=1)
+    # keeps the tracer's own start-up out of the first step that is kept
+    warm_up = min(cfg.start_step - 1, 1)
+    steps = schedule(
+        skip_first=cfg.start_step - 1 - warm_up, wait=0, warmup=warm_up, active=cfg.steps, repeat=1
+    )
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
     if records_memory:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
     try:
         with profile(
-            activities=activities, schedule=steps, on_trace_ready=save, record_shapes=True, acc_events=True
+            activities=activities,
+            schedule=steps,
+            on_trace_ready=save,
+            record_shapes=True,
+            acc_events=True,
         ) as trace:
             yield trace
     except torch.OutOfMemoryError:

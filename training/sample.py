@@ -1,10 +1,13 @@
-"""Sampling text from a model, on any mesh: each rank runs the same forward, and all draw the same token.
+"""Sampling text from a model, on any mesh: each rank runs the same forward, and all draw the same
+token.
 
-Keys and values of earlier tokens are kept, so a token costs the forward of one position. That is exact as long as the text
-fits the context: causal attention never changes what an earlier position has computed. Beyond the context the window moves
-with every token, which gives all its tokens other positions, and then each token costs the forward of a whole window.
+Keys and values of earlier tokens are kept, so a token costs the forward of one position. That is
+exact as long as the text fits the context: causal attention never changes what an earlier position
+has computed. Beyond the context the window moves with every token, which gives all its tokens other
+positions, and then each token costs the forward of a whole window.
 
-Shapes:  B prompts   T positions of a forward   S positions kept   H query heads   K key/value heads   E head_dim   V vocabulary
+Shapes:  B prompts   T positions of a forward   S positions kept   V vocabulary
+         H query heads   K key/value heads   E head_dim
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +21,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# A forward of one new token has a mask, and FlashAttention has no masks. So `training.attention`, which is set for the whole
-# process, does not hold where text is sampled: PyTorch chooses among all kernels.
-KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# A forward of one new token has a mask, and FlashAttention has no masks. So `training.attention`,
+# which is set for the whole process, does not hold where text is sampled: PyTorch chooses among all
+# kernels.
+KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 class KeyValueCache:
-    """What every attention of a model needs of earlier tokens: keys and values, float [B, S, K, E] each, K this rank's share;
-    or, in a model that computes them from narrow vectors (`Decoder.latents`), these vectors, float [B, S, width].
+    """What every attention of a model needs of earlier tokens: keys and values, float [B, S, K, E]
+    each, K this rank's share; or, in a model that computes them from narrow vectors
+    (`Decoder.latents`), these vectors, float [B, S, width].
 
-    `forward` runs the model with these parameter-free modules replaced: the model knows nothing of it. Keys and values of all
-    kept positions are computed from narrow vectors anew for every token.
+    `forward` runs the model with these parameter-free modules replaced: the model knows nothing of
+    it. Keys and values of all kept positions are computed from narrow vectors anew for every token.
     """
 
     def __init__(self, model: nn.Module, capacity: int):
@@ -36,9 +46,12 @@ class KeyValueCache:
         self.model, self.capacity = model, capacity
         self.kept: list[tuple[Tensor, ...]] = []  # of each attention
 
-    def forward(self, tokens: Tensor, positions: Tensor, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The model's forward of tokens int64 [B, T]. positions: int64 [T] from 0 on in the first forward, which fills the
-        cache, and int64 [B, T] afterwards: what was kept at these positions is replaced."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, head: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """The model's forward of tokens int64 [B, T]. positions: int64 [T] from 0 on in the first
+        forward, which fills the cache, and int64 [B, T] afterwards: what was kept at these
+        positions is replaced."""
         cores, latents = self.model.cores(), self.model.latents()
         keep, attend = self._begin, None
         if self.kept:
@@ -61,8 +74,11 @@ class KeyValueCache:
             kept[:, : x.shape[1]] = x
         return first
 
-    def _go_on(self, positions: Tensor, length: int, number: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Keep a few new positions, and return the first `length` of all that is kept, [B, length, ...] each."""
+    def _go_on(
+        self, positions: Tensor, length: int, number: int, *new: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Keep a few new positions, and return the first `length` of all that is kept, [B, length,
+        ...] each."""
         rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
         for kept, x in zip(self.kept[number], new, strict=True):
             kept[rows, positions] = x
@@ -70,7 +86,8 @@ class KeyValueCache:
 
 
 def attending(keep: Callable, number: int, attend: Callable, keeps: bool) -> Callable:
-    """A forward for the core of attention `number`: `attend` to keys and values, which it keeps if `keeps`."""
+    """A forward for the core of attention `number`: `attend` to keys and values, which it keeps if
+    `keeps`."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
         return attend(q, *(keep(number, k, v) if keeps else (k, v)), documents)
@@ -79,19 +96,24 @@ def attending(keep: Callable, number: int, attend: Callable, keeps: bool) -> Cal
 
 
 def keeping(keep: Callable, number: int, compute: Callable) -> Callable:
-    """A forward for the module of narrow vectors of attention `number`: it returns those that are kept besides new ones."""
+    """A forward for the module of narrow vectors of attention `number`: it returns those that are
+    kept besides new ones."""
     return lambda *inputs: keep(number, compute(*inputs))[0]
 
 
 def to_all_before(positions: Tensor, length: int) -> Callable:
     """Attention of a few positions, int64 [B, T], to those of `length` that are not after them."""
-    mask = torch.arange(length, device=positions.device) <= positions[:, None, :, None]  # [B, 1, T, length]
+    # [B, 1, T, length]
+    mask = torch.arange(length, device=positions.device) <= positions[:, None, :, None]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
         width = v.shape[-1]
-        v = F.pad(v, (0, k.shape[-1] - width))  # not every kernel takes values that are narrower than keys
+        # not every kernel takes values that are narrower than keys
+        v = F.pad(v, (0, k.shape[-1] - width))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, ., E]
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        o = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return o.transpose(1, 2)[..., :width]  # [B, T, H, width of a value]
 
     return attend
@@ -99,9 +121,11 @@ def to_all_before(positions: Tensor, length: int) -> Callable:
 
 @contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Inside, attention is that of the model itself, without what context parallelism has put in its place: there every rank
-    has a part of a sequence, and here each has all of it."""
-    replaced = {core: vars(core).pop("forward") for core in model.cores() if "forward" in vars(core)}
+    """Inside, attention is that of the model itself, without what context parallelism has put in
+    its place: there every rank has a part of a sequence, and here each has all of it."""
+    replaced = {
+        core: vars(core).pop("forward") for core in model.cores() if "forward" in vars(core)
+    }
     try:
         yield
     finally:
@@ -114,7 +138,8 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One of the `top_k` likeliest tokens. logits: float32 [V] on the CPU; temperature 0: the likeliest."""
+    """One of the `top_k` likeliest tokens. logits: float32 [V] on the CPU; temperature 0: the
+    likeliest."""
     if temperature == 0:
         return int(logits.argmax())
     top = logits.topk(min(top_k, len(logits)))
@@ -124,39 +149,65 @@ def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
 
 @torch.no_grad()
 def sample_stream(
-    model: nn.Module, prompts: Sequence[Sequence[int]], new_tokens: int, context: int, device: torch.device,
-    stop: int | None = None, temperature: float = 0.8, top_k: int = 50, seed: int = 0, multiple: int = 1, cache: bool = True,
-) -> Iterator[list[int | None]]:  # fmt: skip
-    """Continue prompts of any lengths, at least one token each, side by side: yields the next token of every one, or None
-    where a text has ended, before the token `stop`. Each prompt gets the tokens that it would get alone.
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    context: int,
+    device: torch.device,
+    stop: int | None = None,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    multiple: int = 1,
+    cache: bool = True,
+) -> Iterator[list[int | None]]:
+    """Continue prompts of any lengths, at least one token each, side by side: yields the next token
+    of every one, or None where a text has ended, before the token `stop`. Each prompt gets the
+    tokens that it would get alone.
 
-    context: positions that the model sees at most (its training length, a multiple of `multiple`). multiple: the length of
-    every forward is a multiple of this; tensor parallelism needs its size here, since it splits the sequence. Inputs are
-    padded on the right, where causal attention does not look. cache: False computes everything anew for every token, which
-    is what tests compare with.
+    context: positions that the model sees at most (its training length, a multiple of `multiple`).
+    multiple: the length of every forward is a multiple of this; tensor parallelism needs its size
+    here, since it splits the sequence. Inputs are padded on the right, where causal attention does
+    not look. cache: False computes everything anew for every token, which is what tests compare
+    with.
     """
-    generators = [torch.Generator().manual_seed(seed) for _ in prompts]  # on the CPU, the same on every rank
+    # on the CPU, the same on every rank
+    generators = [torch.Generator().manual_seed(seed) for _ in prompts]
     texts, running = [list(prompt) for prompt in prompts], [True] * len(prompts)
     longest = max(map(len, texts))
-    memory = KeyValueCache(model, min(context, longest + new_tokens) + multiple) if cache and longest <= context else None
+    memory = (
+        KeyValueCache(model, min(context, longest + new_tokens) + multiple)
+        if cache and longest <= context
+        else None
+    )
     for _ in range(new_tokens):
         if memory and max(map(len, texts)) > context:
             memory = None
         known = memory is not None and bool(memory.kept)  # all tokens but the last of each text
         windows = [text[-1:] if known else text[-context:] for text in texts]
         length = -(-max(map(len, windows)) // multiple) * multiple
-        tokens = torch.tensor([window + [0] * (length - len(window)) for window in windows], device=device)  # [B, T]
+        # [B, T]
+        tokens = torch.tensor(
+            [window + [0] * (length - len(window)) for window in windows], device=device
+        )
         positions = torch.arange(length, device=device)  # [T]
         if known:
-            positions = positions + torch.tensor([[len(text) - 1] for text in texts], device=device)  # [B, T]
-        newest = torch.tensor([len(window) - 1 for window in windows], device=device)  # [B], where in this forward
+            # [B, T]
+            positions = positions + torch.tensor([[len(text) - 1] for text in texts], device=device)
+        # [B], where in this forward
+        newest = torch.tensor([len(window) - 1 for window in windows], device=device)
 
         def logits_of_newest(h: Tensor, weight: Tensor) -> Tensor:
-            return _whole(h)[torch.arange(len(newest), device=device), newest] @ _whole(weight).t()  # [B, V]
+            # [B, V]
+            return _whole(h)[torch.arange(len(newest), device=device), newest] @ _whole(weight).t()
 
         eager = torch.compiler.set_stance("force_eager")  # lengths vary, and each would be compiled
         with whole_sequences(model), eager, sdpa_kernel(KERNELS):
-            logits = (memory.forward if memory else model)(tokens, positions, logits_of_newest).float().cpu()
+            logits = (
+                (memory.forward if memory else model)(tokens, positions, logits_of_newest)
+                .float()
+                .cpu()
+            )
         drawn: list[int | None] = [None] * len(texts)
         for i, text in enumerate(texts):
             if running[i] and (token := draw(logits[i], temperature, top_k, generators[i])) != stop:
@@ -169,9 +220,14 @@ def sample_stream(
 
 
 def sample(
-    model: nn.Module, prompt: Sequence[int], new_tokens: int, context: int, device: torch.device, stop: int | None = None,
+    model: nn.Module,
+    prompt: Sequence[int],
+    new_tokens: int,
+    context: int,
+    device: torch.device,
+    stop: int | None = None,
     **options: Any,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """The ids of one prompt and of what follows it; the options are those of `sample_stream`."""
     stream = sample_stream(model, [prompt], new_tokens, context, device, stop, **options)
     return [*prompt, *(token for [token] in stream)]

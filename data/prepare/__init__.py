@@ -1,23 +1,27 @@
-"""Text to tokens, once: `prepare(cfg)` makes the folder that data/tokens.py describes, or opens the one in the cache.
+"""Text to tokens, once: `prepare(cfg)` makes the folder that data/tokens.py describes, or opens the
+one in the cache.
 
 `python -m data.prepare --out FOLDER` makes one where you want it, to be given as data.source.
 
-**The work is done in parts.** The source is divided into parts of about job.PART_BYTES, by names and sizes alone. Each part
-becomes one shard of each split, made by whichever process is free (by several threads when there are fewer parts than
-cores). So neither the number of processes nor a kill can change a token or the order. The files of a part are flushed to
-the disk before its record is put in place, so no finished part is made again after a kill. Each core holds a few documents
-in memory.
+**The work is done in parts.** The source is divided into parts of about job.PART_BYTES, by names
+and sizes alone. Each part becomes one shard of each split, made by whichever process is free (by
+several threads when there are fewer parts than cores). So neither the number of processes nor a
+kill can change a token or the order. The files of a part are flushed to the disk before its record
+is put in place, so no finished part is made again after a kill. Each core holds a few documents in
+memory.
 
-**A document is held out** when its hash, as a number in [0, 1), is below validation_fraction. The hash is of the text alone.
-So the choice stays when other documents come and go, and copies of one text land in the same split. There is one exception:
-when a split would be empty, the text with the lowest (or highest) hash changes sides and the parts that contain it are made
-again. A corpus of a single text is cut in two.
+**A document is held out** when its hash, as a number in [0, 1), is below validation_fraction. The
+hash is of the text alone. So the choice stays when other documents come and go, and copies of one
+text land in the same split. There is one exception: when a split would be empty, the text with the
+lowest (or highest) hash changes sides and the parts that contain it are made again. A corpus of a
+single text is cut in two.
 
-**A folder appears whole or not at all.** It is written beside its final name, flushed to the disk and then renamed, by one
-process at a time (the kernel frees the lock when all processes that hold it are dead).
+**A folder appears whole or not at all.** It is written beside its final name, flushed to the disk
+and then renamed, by one process at a time (the kernel frees the lock when all processes that hold
+it are dead).
 
-job.py plans the parts and merges them, part.py makes one, encoding.py turns a document into tokens, workers.py runs several
-processes, and __main__.py is the command.
+job.py plans the parts and merges them, part.py makes one, encoding.py turns a document into tokens,
+workers.py runs several processes, and __main__.py is the command.
 """
 
 from __future__ import annotations
@@ -43,11 +47,12 @@ Log = Callable[[str], object]
 
 
 def prepare(cfg: Data, log: Log = print, out: str = "", workers: int = 0) -> Prepared:
-    """The tokenised corpus of `cfg`, from the cache or from the folder `out`. It is made first if it is not there.
+    """The tokenised corpus of `cfg`, from the cache or from the folder `out`. It is made first if
+    it is not there.
 
-    Any number of processes may call this at once. A source that is a prepared folder is opened as it is. `log` receives
-    lines for a person. `workers` is the largest number of processes to use; 0 means one per core. InputError: the source,
-    the tokenizer or the cache cannot be used."""
+    Any number of processes may call this at once. A source that is a prepared folder is opened as
+    it is. `log` receives lines for a person. `workers` is the largest number of processes to use; 0
+    means one per core. InputError: the source, the tokenizer or the cache cannot be used."""
     if is_prepared(cfg.source):
         if out:
             raise InputError(f"data.source: {cfg.source} is prepared already")
@@ -61,14 +66,21 @@ def prepare(cfg: Data, log: Log = print, out: str = "", workers: int = 0) -> Pre
             os.makedirs(parent, exist_ok=True)
             with _lock(f"{folder}.lock", log) as lock:
                 if not _is_there(folder):  # nobody made it while we waited for the lock
-                    _make(folder, key, cfg, files, log, workers or len(os.sched_getaffinity(0)), lock)
+                    _make(
+                        folder, key, cfg, files, log, workers or len(os.sched_getaffinity(0)), lock
+                    )
         except OSError as error:
             label, option = ("--out", "--out") if out else ("data.cache", "--data.cache")
-            raise InputError(f"{label}: {parent} cannot be written: {error.strerror}; give another folder with "
-                             f"{option}=FOLDER") from error
+            raise InputError(
+                f"{label}: {parent} cannot be written: {error.strerror}; give another folder with "
+                f"{option}=FOLDER"
+            ) from error
     if out and (not is_prepared(folder) or read_manifest(folder)["key"] != key):
-        raise InputError(f"--out: {folder} has something else, or was made with other options or from files that have "
-                         "changed since: give another folder, or remove it")
+        raise InputError(
+            f"--out: {folder} has something else, or was made with other options or from files "
+            "that have "
+            "changed since: give another folder, or remove it"
+        )
     return open_prepared(folder)
 
 
@@ -89,20 +101,26 @@ def _is_there(folder: str) -> bool:
 
 
 def _open_source(cfg: Data) -> Prepared:
-    """A source that is a prepared folder. InputError: data.tokenizer names a tokenizer that did not make its tokens."""
+    """A source that is a prepared folder. InputError: data.tokenizer names a tokenizer that did not
+    make its tokens."""
     prepared = open_prepared(os.path.abspath(os.path.expanduser(cfg.source)))
     if cfg.tokenizer != "bpe":  # the default, which accepts the folder's tokenizer
         named = open_tokenizer(cfg.tokenizer)
         if named.fingerprint != prepared.tokenizer.fingerprint:
-            raise InputError(f"data.tokenizer: {cfg.tokenizer} ({named.fingerprint}) is not the tokenizer that made the "
-                             f"tokens in {prepared.folder} ({prepared.tokenizer.fingerprint}): leave the option out, or "
-                             "prepare the corpus with this one")
+            raise InputError(
+                f"data.tokenizer: {cfg.tokenizer} ({named.fingerprint}) is not the tokenizer that "
+                "made the "
+                f"tokens in {prepared.folder} ({prepared.tokenizer.fingerprint}): leave the "
+                "option out, or "
+                "prepare the corpus with this one"
+            )
     return prepared
 
 
 def _key(cfg: Data, files: list[sources.File]) -> str:
-    """The name of the folder: a readable part and a hash of everything that decides its content. Of the files, path, size
-    and time are hashed, as `make` does: to read their content would take as long as to read the tokens."""
+    """The name of the folder: a readable part and a hash of everything that decides its content. Of
+    the files, path, size and time are hashed, as `make` does: to read their content would take as
+    long as to read the tokens."""
     kind = cfg.tokenizer
     if kind == "bpe":
         kind = f"bpe{cfg.bpe_vocab_size}"
@@ -113,17 +131,25 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
             beside = (path.parent / name for name in ("tokenizer_config.json", "config.json"))
             content += b"".join(file.read_bytes() for file in beside if file.is_file())
         kind = hashlib.sha256(content).hexdigest()
-    options = [cfg.validation_fraction, cfg.text_field, cfg.add_bos, cfg.add_eos, cfg.max_document_bytes]
+    options = [
+        cfg.validation_fraction,
+        cfg.text_field,
+        cfg.add_bos,
+        cfg.add_eos,
+        cfg.max_document_bytes,
+    ]
     decides = json.dumps([FORMAT, cfg.source == "stdlib", files, kind, BPE_CHARACTERS, options])
-    readable = re.sub(r"[^A-Za-z0-9]+", "-", f"{os.path.basename(cfg.source.rstrip('/'))}-{kind[:8]}").strip("-")
+    readable = re.sub(
+        r"[^A-Za-z0-9]+", "-", f"{os.path.basename(cfg.source.rstrip('/'))}-{kind[:8]}"
+    ).strip("-")
     return f"{readable[:60]}-{hashlib.sha256(decides.encode()).hexdigest()[:16]}"
 
 
 @contextmanager
 def _lock(path: str, log: Log) -> Iterator[int]:
-    """Let one process work at a time, and the processes that inherit the descriptor. On a network file system that
-    supports flock this holds across hosts. The file stays: if it were removed, a third process could lock a new file while
-    the second still holds the old one."""
+    """Let one process work at a time, and the processes that inherit the descriptor. On a network
+    file system that supports flock this holds across hosts. The file stays: if it were removed, a
+    third process could lock a new file while the second still holds the old one."""
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,9 +159,12 @@ def _lock(path: str, log: Log) -> Iterator[int]:
         yield file.fileno()
 
 
-def _make(folder: str, key: str, cfg: Data, files: list[sources.File], log: Log, workers: int, lock: int) -> None:
-    """Make the folder. The caller holds the lock, so the temporary folder is ours, and so are the finished parts that a
-    killed process left in it. (Where the lock does not reach another host, both write the same bytes to the same names.)"""
+def _make(
+    folder: str, key: str, cfg: Data, files: list[sources.File], log: Log, workers: int, lock: int
+) -> None:
+    """Make the folder. The caller holds the lock, so the temporary folder is ours, and so are the
+    finished parts that a killed process left in it. (Where the lock does not reach another host,
+    both write the same bytes to the same names.)"""
     temporary = f"{folder}.tmp"
     try:
         if not _is_finished(temporary, key):
@@ -143,7 +172,10 @@ def _make(folder: str, key: str, cfg: Data, files: list[sources.File], log: Log,
             job.finish(job.run(workers, lock, log), key, log)
         if sources.find(cfg.source) != files:
             shutil.rmtree(temporary)
-            raise InputError(f"data.source: {cfg.source} changed while it was read: run again when nothing changes it")
+            raise InputError(
+                f"data.source: {cfg.source} changed while it was read: run again when nothing "
+                "changes it"
+            )
         shutil.rmtree(os.path.join(temporary, "parts"), ignore_errors=True)
         os.rename(temporary, folder)
         sync(os.path.dirname(folder))
@@ -156,7 +188,8 @@ def _make(folder: str, key: str, cfg: Data, files: list[sources.File], log: Log,
 
 
 def _is_finished(temporary: str, key: str) -> bool:
-    """Whether a process was killed after it wrote the manifest, which comes last, and before the rename."""
+    """Whether a process was killed after it wrote the manifest, which comes last, and before the
+    rename."""
     with suppress(InputError):
         return read_manifest(temporary)["key"] == key
     return False

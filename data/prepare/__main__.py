@@ -12,26 +12,51 @@ from data.prepare.job import COUNTS, Job
 from data.prepare.workers import work
 from data.tokens import Prepared, read_manifest, verify
 
-OPTIONS = ("source", "tokenizer", "bpe_vocab_size", "text_field", "validation_fraction", "max_document_bytes",
-           "skip_failed", "cache")  # fmt: skip
+OPTIONS = (
+    "source",
+    "tokenizer",
+    "bpe_vocab_size",
+    "text_field",
+    "validation_fraction",
+    "max_document_bytes",
+    "skip_failed",
+    "cache",
+)
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--work"]:  # started by workers.in_processes
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C; without a parent the pipe ends this process
+        # the parent answers Ctrl-C; without a parent the pipe ends this process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return work(Job.load(sys.argv[2]), int(sys.argv[3]))
-    parser = argparse.ArgumentParser(prog="python -m data.prepare", description="Tokenise a corpus.")
+    parser = argparse.ArgumentParser(
+        prog="python -m data.prepare", description="Tokenise a corpus."
+    )
     for name in OPTIONS:
         field = Data.model_fields[name]
-        parser.add_argument(f"--{name.replace('_', '-')}", default=field.default, type=type(field.default),
-                            help=f"{field.description.replace('%', '%%')} [{field.default}]")  # fmt: skip
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            default=field.default,
+            type=type(field.default),
+            help=f"{field.description.replace('%', '%%')} [{field.default}]",
+        )
     for name in ("add_bos", "add_eos"):
         field = Data.model_fields[name]
-        parser.add_argument(f"--{name.replace('_', '-')}", default=field.default, help=field.description,
-                            action=argparse.BooleanOptionalAction)  # fmt: skip
-    parser.add_argument("--out", default="", help="the folder to make, for data.source; default: one in the cache")
-    parser.add_argument("--workers", type=int, default=0, help="processes to use at most; 0: one per core [0]")
-    parser.add_argument("--verify", action="store_true", help="read every byte again and compare the hashes")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            default=field.default,
+            help=field.description,
+            action=argparse.BooleanOptionalAction,
+        )
+    parser.add_argument(
+        "--out", default="", help="the folder to make, for data.source; default: one in the cache"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes to use at most; 0: one per core [0]"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read every byte again and compare the hashes"
+    )
     arguments = vars(parser.parse_args())
     check, out, workers = (arguments.pop(name) for name in ("verify", "out", "workers"))
     try:
@@ -57,8 +82,13 @@ def _print_report(prepared: Prepared, checked: bool) -> None:
     print(f"\n{'split':<12}{'documents':>12}{'tokens':>16}{'MB of text':>14}{'bytes/token':>14}")
     for split, row in manifest["splits"].items():
         ratio = row["bytes"] / max(row["tokens"], 1)
-        print(f"{split:<12}{row['documents']:>12,}{row['tokens']:>16,}{row['bytes'] / 1e6:>14,.2f}{ratio:>14.3f}")
-    print(f"\nvocabulary   {prepared.tokenizer.n_vocab:,} (fingerprint {prepared.tokenizer.fingerprint})")
+        print(
+            f"{split:<12}{row['documents']:>12,}{row['tokens']:>16,}{row['bytes'] / 1e6:>14,.2f}{ratio:>14.3f}"
+        )
+    print(
+        f"\nvocabulary   {prepared.tokenizer.n_vocab:,} (fingerprint "
+        f"{prepared.tokenizer.fingerprint})"
+    )
     print(f"corpus       {prepared.fingerprint}{', every hash verified' if checked else ''}")
     print(f"folder       {prepared.folder}")
     for line in report["failures"]:

@@ -15,26 +15,42 @@ from configs.schema import Data, InputError
 from data import hf_tokenizer, sources, tokenizer
 from data.tokens import SPLITS
 
-BATCH_BYTES = 256_000  # text that a thread gets at a time; at this size handing it over costs nothing measurable
+# text that a thread gets at a time; at this size handing it over costs nothing measurable
+BATCH_BYTES = 256_000
 
 
 def open_tokenizer(name: str) -> tokenizer.Tokenizer:
-    """The tokenizer that `data.tokenizer` names, which must not be "bpe". InputError: it cannot be read."""
+    """The tokenizer that `data.tokenizer` names, which must not be "bpe". InputError: it cannot be
+    read."""
     if name == "bytes":
         return tokenizer.byte_tokenizer()
     path = os.path.expanduser(name)
-    return hf_tokenizer.read_file(Path(path)) if path.endswith(".json") else tokenizer.from_rank_file(path)
+    return (
+        hf_tokenizer.read_file(Path(path))
+        if path.endswith(".json")
+        else tokenizer.from_rank_file(path)
+    )
 
 
-def encode(cfg: Data, tok: tokenizer.Tokenizer, text: str, change: dict) -> tuple[int, float, list | str]:
-    """(bytes of the document, its score in [0, 1), [(split, token ids), ...]). A document that cannot be used has, in place
-    of the list, a problem as in sources.Document. `change`: see job.change_of_sides."""
+def encode(
+    cfg: Data, tok: tokenizer.Tokenizer, text: str, change: dict
+) -> tuple[int, float, list | str]:
+    """(bytes of the document, its score in [0, 1), [(split, token ids), ...]). A document that
+    cannot be used has, in place of the list, a problem as in sources.Document. `change`: see
+    job.change_of_sides."""
     data = text.encode()
     if cfg.max_document_bytes and len(data) > cfg.max_document_bytes:
         return len(data), 0.0, sources.TOO_LONG
     score = int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / 2**48
-    split = SPLITS[(score < cfg.validation_fraction or score == change.get("low")) and score != change.get("high")]
-    texts = [(split, text)] if not change.get("cut") else list(zip(SPLITS, _cut(text, cfg.validation_fraction)))
+    split = SPLITS[
+        (score < cfg.validation_fraction or score == change.get("low"))
+        and score != change.get("high")
+    ]
+    texts = (
+        [(split, text)]
+        if not change.get("cut")
+        else list(zip(SPLITS, _cut(text, cfg.validation_fraction)))
+    )
     begin = np.array([tok.bos_id] if cfg.add_bos else [], tok.dtype)
     end = np.array([tok.eot_id] if cfg.add_eos else [], tok.dtype)
     try:
@@ -47,8 +63,8 @@ def encode(cfg: Data, tok: tokenizer.Tokenizer, text: str, change: dict) -> tupl
 
 
 def _cut(text: str, fraction: float) -> tuple[str, str]:
-    """Cut the only text of a corpus in two: about 1 - fraction of it, up to the end of a line, and the held-out
-    tail."""
+    """Cut the only text of a corpus in two: about 1 - fraction of it, up to the end of a line, and
+    the held-out tail."""
     if len(text) < 2:
         raise InputError("data.source: its only text has 1 character: too little to train on")
     wanted = min(max(round(len(text) * (1 - fraction)), 1), len(text) - 1)
@@ -57,14 +73,20 @@ def _cut(text: str, fraction: float) -> tuple[str, str]:
 
 
 def encode_all(
-    cfg: Data, tok: tokenizer.Tokenizer, documents: Iterator[tuple[int, sources.Document]], change: dict, threads: int
+    cfg: Data,
+    tok: tokenizer.Tokenizer,
+    documents: Iterator[tuple[int, sources.Document]],
+    change: dict,
+    threads: int,
 ) -> Iterator[tuple]:
-    """(file, document, *encode(document)) for each (file, document), in order. Encoding releases the GIL, so `threads`
-    threads share the work. Few documents are in memory at a time."""
+    """(file, document, *encode(document)) for each (file, document), in order. Encoding releases
+    the GIL, so `threads` threads share the work. Few documents are in memory at a time."""
     tok.encode("")  # builds, once, what the threads share
 
     def encoded(batch: list) -> list[tuple]:
-        return [(file, document, *encode(cfg, tok, document.text, change)) for file, document in batch]
+        return [
+            (file, document, *encode(cfg, tok, document.text, change)) for file, document in batch
+        ]
 
     if threads <= 1:
         for batch in _batches(documents):

@@ -1,7 +1,9 @@
-"""The whole of one preparation: how the source is divided into parts, which parts are finished, and their merged folder.
+"""The whole of one preparation: how the source is divided into parts, which parts are finished, and
+their merged folder.
 
-While the work goes on, the folder has a subfolder `parts`. It holds `plan` (the job as JSON) and, for each finished
-part, its tables and its record (`00000.json`, written last). It is removed when all parts are merged.
+While the work goes on, the folder has a subfolder `parts`. It holds `plan` (the job as JSON) and,
+for each finished part, its tables and its record (`00000.json`, written last). It is removed when
+all parts are merged.
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ from data.prepare.part import PartMaker
 from data.tokens import FORMAT, SPLITS, TABLES, file_sha256
 from reliability.disk import sync, write_whole
 
-BPE_CHARACTERS = 64_000_000  # a BPE is trained on the first documents, up to here: more text hardly changes its merges
-PART_BYTES = 64_000_000  # of the source: a core tokenises this in some seconds, which is what a kill costs
+# a BPE is trained on the first documents, up to here: more text hardly changes its merges
+BPE_CHARACTERS = 64_000_000
+# of the source: a core tokenises this in some seconds, which is what a kill costs
+PART_BYTES = 64_000_000
 MOST_PARTS = 4096  # a corpus that would have more of them has larger parts
-COUNTS = ("documents", "kept", "empty", "too_long", "failed")  # in a report; the first is the sum of the others
+# in a report; the first is the sum of the others
+COUNTS = ("documents", "kept", "empty", "too_long", "failed")
 
 Log = Callable[[str], object]
 
@@ -53,7 +58,10 @@ class Job:
                     job = Job.load(folder)
                     job.cfg = cfg  # skip_failed is not part of the key and may have changed
                     job.save(key)
-                    for path in [*Path(folder).glob("*.tmp*"), *Path(folder, "parts").glob("*.tmp*")]:
+                    for path in [
+                        *Path(folder).glob("*.tmp*"),
+                        *Path(folder, "parts").glob("*.tmp*"),
+                    ]:
                         path.unlink()  # of an unfinished part
                     return job
         shutil.rmtree(folder, ignore_errors=True)
@@ -69,7 +77,12 @@ class Job:
         return job
 
     def save(self, key: str) -> None:
-        plan = {"key": key, "cfg": self.cfg.model_dump(mode="json"), "files": self.files, "parts": self.parts}
+        plan = {
+            "key": key,
+            "cfg": self.cfg.model_dump(mode="json"),
+            "files": self.files,
+            "parts": self.parts,
+        }
         write_whole(os.path.join(self.folder, "parts", "plan"), json.dumps(plan).encode("ascii"))
 
     @staticmethod
@@ -78,26 +91,43 @@ class Job:
             plan = json.load(file)
         files = [sources.File(*row) for row in plan["files"]]
         tok = tokenizer.load_saved(os.path.join(folder, "tokenizer.json"))
-        return Job(folder, Data.model_validate_json(json.dumps(plan["cfg"])), files, plan["parts"], tok)
+        return Job(
+            folder, Data.model_validate_json(json.dumps(plan["cfg"])), files, plan["parts"], tok
+        )
 
-    # ------------------------------------------------------------------------------------------------- making the parts
+    # ----------------------------------------------------------------------------------------------
+    # making the parts
 
     def run(self, processes: int, lock: int, log: Log) -> list[dict]:
-        """The records of all parts. Missing parts are made, and documents change sides if a split would be empty."""
+        """The records of all parts. Missing parts are made, and documents change sides if a split
+        would be empty."""
         records = self._run({}, (), processes, lock, log)
         change = change_of_sides(records, self.cfg.validation_fraction)
         if change:
             score = change.get("low", change.get("high"))
-            touched = [i for i, record in enumerate(records) if score in (record["lowest"], record["highest"])]
+            touched = [
+                i
+                for i, record in enumerate(records)
+                if score in (record["lowest"], record["highest"])
+            ]
             records = self._run(change, touched, processes, lock, log)
         return records
 
-    def _run(self, change: dict, touched: Iterable[int], processes: int, lock: int, log: Log) -> list[dict]:
-        """All records. Makes the parts without a record, and those in `touched` that were made without this change."""
+    def _run(
+        self, change: dict, touched: Iterable[int], processes: int, lock: int, log: Log
+    ) -> list[dict]:
+        """All records. Makes the parts without a record, and those in `touched` that were made
+        without this change."""
         records = {i: self.record(i) for i in range(len(self.parts))}
-        todo = [i for i, record in records.items() if record is None or (i in touched and record["change"] != change)]
+        todo = [
+            i
+            for i, record in records.items()
+            if record is None or (i in touched and record["change"] != change)
+        ]
         sizes = [sum(size for *_, size in part) for part in self.parts]
-        progress = workers.Progress(sum(sizes), sum(sizes[i] for i in records if i not in todo), log)
+        progress = workers.Progress(
+            sum(sizes), sum(sizes[i] for i in records if i not in todo), log
+        )
         failures: list[list] = []
 
         def add(part: int, record: dict) -> None:
@@ -116,7 +146,9 @@ class Job:
                     add(part, self.make(part, change, processes, progress.add))
         return [records[i] for i in range(len(self.parts))]
 
-    def make(self, part: int, change: dict, threads: int, progress: Callable[[int], object]) -> dict:
+    def make(
+        self, part: int, change: dict, threads: int, progress: Callable[[int], object]
+    ) -> dict:
         """Make one part: its files, and then its record, which says that it is finished."""
         record = PartMaker(self, part, change, progress).make(threads)
         path = os.path.join(self.folder, "parts", f"{part:05}.json")
@@ -126,7 +158,9 @@ class Job:
     def record(self, part: int) -> dict | None:
         """The record of a finished part, None if it is not finished."""
         try:
-            with open(os.path.join(self.folder, "parts", f"{part:05}.json"), encoding="ascii") as file:
+            with open(
+                os.path.join(self.folder, "parts", f"{part:05}.json"), encoding="ascii"
+            ) as file:
                 return json.load(file)
         except FileNotFoundError:
             return None
@@ -141,37 +175,59 @@ class Job:
         error = sources.failure(piece, sources.Document(number, "", problem, 0))
         if not self.allowed:
             return error
-        return InputError(f"more than {self.allowed} documents cannot be read (data.skip_failed); one of them: {error}")
+        return InputError(
+            f"more than {self.allowed} documents cannot be read (data.skip_failed); one of them: "
+            f"{error}"
+        )
 
-    # ------------------------------------------------------------------------------------------------ merging the parts
+    # ----------------------------------------------------------------------------------------------
+    # merging the parts
 
     def finish(self, records: list[dict], key: str, log: Log) -> None:
-        """Write the tables of the whole corpus, and the manifest last. InputError: no document has a text."""
+        """Write the tables of the whole corpus, and the manifest last. InputError: no document has
+        a text."""
         report = {count: sum(record[count] for record in records) for count in COUNTS}
         if not report["kept"]:
             shutil.rmtree(self.folder)
-            others = ", ".join(f"{report[count]} {count.replace('_', ' ')}" for count in COUNTS[2:] if report[count])
-            raise InputError(f"data.source: {self.cfg.source} has no text: {len(self.files)} files, "
-                             f"{report['documents']} documents ({others or 'none'})")
+            others = ", ".join(
+                f"{report[count]} {count.replace('_', ' ')}"
+                for count in COUNTS[2:]
+                if report[count]
+            )
+            raise InputError(
+                f"data.source: {self.cfg.source} has no text: {len(self.files)} files, "
+                f"{report['documents']} documents ({others or 'none'})"
+            )
         continued = self._continued(records)
         files = self._write_tables(records, continued)
         for name in os.listdir(self.folder):  # what a killed process left
             if name not in files and name != "parts":
                 os.remove(os.path.join(self.folder, name))
         counts = ("documents", "tokens", "bytes")
-        splits = {s: {count: sum(record["splits"][s][count] for record in records) for count in counts} for s in SPLITS}
+        splits = {
+            s: {count: sum(record["splits"][s][count] for record in records) for count in counts}
+            for s in SPLITS
+        }
         report["tokens"] = sum(row["tokens"] for row in splits.values())
         report["failures"] = self._failures(records, continued)
         cut = any(record["change"].get("cut") for record in records)
         manifest = self._manifest(key, cut, report, splits, files)
-        log(f"{report['documents']:,} documents: {report['kept']:,} kept, {report['empty']:,} empty, "
-            f"{report['too_long']:,} too long, {report['failed']:,} failed; {report['tokens']:,} tokens "
-            f"({sum(row['bytes'] for row in splits.values()) / report['tokens']:.2f} bytes each)")
-        write_whole(os.path.join(self.folder, "manifest.json"), json.dumps(manifest, indent=1).encode("ascii"))
+        log(
+            f"{report['documents']:,} documents: {report['kept']:,} kept, {report['empty']:,} "
+            "empty, "
+            f"{report['too_long']:,} too long, {report['failed']:,} failed; {report['tokens']:,} "
+            "tokens "
+            f"({sum(row['bytes'] for row in splits.values()) / report['tokens']:.2f} bytes each)"
+        )
+        write_whole(
+            os.path.join(self.folder, "manifest.json"),
+            json.dumps(manifest, indent=1).encode("ascii"),
+        )
 
     def _continued(self, records: list[dict]) -> list[tuple[int, int]]:
-        """For each part: the file that its first piece continues, and how many lines of it earlier parts have; (-1, 0)
-        if the part begins with a new file. A part numbers the lines of a continued file from its own first line."""
+        """For each part: the file that its first piece continues, and how many lines of it earlier
+        parts have; (-1, 0) if the part begins with a new file. A part numbers the lines of a
+        continued file from its own first line."""
         before: dict[int, int] = {}  # file -> lines in the parts so far
         continued = []
         for pieces, record in zip(self.parts, records, strict=True):
@@ -181,9 +237,11 @@ class Job:
                 before[file] = before.get(file, 0) + lines
         return continued
 
-    def _write_tables(self, records: list[dict], continued: list[tuple[int, int]]) -> dict[str, dict]:
-        """Write every file but the manifest and the shards, which are there already. Returns {name: {bytes, sha256}} of
-        all files."""
+    def _write_tables(
+        self, records: list[dict], continued: list[tuple[int, int]]
+    ) -> dict[str, dict]:
+        """Write every file but the manifest and the shards, which are there already. Returns {name:
+        {bytes, sha256}} of all files."""
         files = {}
         for split in SPLITS:
             for table in TABLES:
@@ -191,7 +249,10 @@ class Job:
             for part, record in enumerate(records):
                 row = record["splits"][split]
                 if row["tokens"]:
-                    files[f"{split}-{part:05}.bin"] = {"bytes": row["token_bytes"], "sha256": row["sha256"]}
+                    files[f"{split}-{part:05}.bin"] = {
+                        "bytes": row["token_bytes"],
+                        "sha256": row["sha256"],
+                    }
         names = [file.name.encode("utf-8", errors="surrogateescape") for file in self.files]
         write_whole(os.path.join(self.folder, "names"), b"".join(names))
         starts = np.cumsum([0, *map(len, names)]).astype("<i8")
@@ -202,9 +263,11 @@ class Job:
             files[name] = {"bytes": os.path.getsize(path), "sha256": file_sha256(path)}
         return files
 
-    def _merge(self, split: str, table: str, records: list[dict], continued: list[tuple[int, int]]) -> None:
-        """Merge one table of all parts. Starts then count from the split's first token, lines from the first of the
-        file."""
+    def _merge(
+        self, split: str, table: str, records: list[dict], continued: list[tuple[int, int]]
+    ) -> None:
+        """Merge one table of all parts. Starts then count from the split's first token, lines from
+        the first of the file."""
         path = os.path.join(self.folder, f"{split}.{table}")
         tokens = 0
         with open(f"{path}.tmp", "wb") as out:
@@ -222,7 +285,9 @@ class Job:
         os.rename(f"{path}.tmp", path)
 
     def _part_table(self, split: str, part: int, table: str) -> np.ndarray:
-        return np.fromfile(os.path.join(self.folder, "parts", f"{split}-{part:05}.{table}"), TABLES[table])
+        return np.fromfile(
+            os.path.join(self.folder, "parts", f"{split}-{part:05}.{table}"), TABLES[table]
+        )
 
     def _failures(self, records: list[dict], continued: list[tuple[int, int]]) -> list[str]:
         """A line for each document that was left out because it cannot be read."""
@@ -233,10 +298,14 @@ class Job:
                 failures.append(f"{sources.name(self.files[file].name, number)} {problem}")
         return failures
 
-    def _manifest(self, key: str, cut: bool, report: dict, splits: dict, files: dict[str, dict]) -> dict:
+    def _manifest(
+        self, key: str, cut: bool, report: dict, splits: dict, files: dict[str, dict]
+    ) -> dict:
         tok, cfg = self.tokenizer, self.cfg
         content = [tok.fingerprint, *(files[f"{split}.starts"]["sha256"] for split in SPLITS)]
-        content += [f"{name[:5]}{file['sha256']}" for name, file in files.items() if name.endswith(".bin")]
+        content += [
+            f"{name[:5]}{file['sha256']}" for name, file in files.items() if name.endswith(".bin")
+        ]
         return {
             "format": FORMAT,
             "key": key,
@@ -271,13 +340,16 @@ def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer
     else:
         tok = open_tokenizer(cfg.tokenizer)
     if cfg.add_bos and tok.bos_id is None:
-        raise InputError(f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text")
+        raise InputError(
+            f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text"
+        )
     return tok
 
 
 def _first_texts(cfg: Data, files: list[sources.File]) -> Iterator[str]:
-    """The first texts, until they have BPE_CHARACTERS together (the last one is not cut). InputError: more documents than
-    allowed cannot be read. Too few texts would make a vocabulary that is too small, and that is not the mistake."""
+    """The first texts, until they have BPE_CHARACTERS together (the last one is not cut).
+    InputError: more documents than allowed cannot be read. Too few texts would make a vocabulary
+    that is too small, and that is not the mistake."""
     taken = 0
     failed = 0
     for file in files:
@@ -293,8 +365,8 @@ def _first_texts(cfg: Data, files: list[sources.File]) -> Iterator[str]:
 
 
 def _divide(files: list[sources.File], size: int) -> list[list[tuple]]:
-    """The pieces of all files (index of the file, start, stop, bytes), in order, gathered into parts of about `size`
-    bytes."""
+    """The pieces of all files (index of the file, start, stop, bytes), in order, gathered into
+    parts of about `size` bytes."""
     parts: list[list[tuple]] = [[]]
     filled = 0
     for index, file in enumerate(files):
@@ -308,11 +380,14 @@ def _divide(files: list[sources.File], size: int) -> list[list[tuple]]:
 
 
 def change_of_sides(records: list[dict], fraction: float) -> dict:
-    """How to deal with documents so that neither split is empty. {"low": score} ("high"): the text with this score is held
-    out (trained on) although its hash says otherwise. "cut": all documents are the same text, which is cut in two."""
+    """How to deal with documents so that neither split is empty. {"low": score} ("high"): the text
+    with this score is held out (trained on) although its hash says otherwise. "cut": all documents
+    are the same text, which is cut in two."""
     lowest, highest = min(r["lowest"] for r in records), max(r["highest"] for r in records)
     if not fraction or lowest > highest:  # nothing is to be held out, or there is no text at all
         return {}
     if lowest == highest:
         return {"cut": True, "low": lowest}
-    return {"low": lowest} if lowest >= fraction else {"high": highest} if highest < fraction else {}
+    return (
+        {"low": lowest} if lowest >= fraction else {"high": highest} if highest < fraction else {}
+    )

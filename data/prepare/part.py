@@ -1,5 +1,5 @@
-"""Makes one part of a corpus: reads and tokenises its documents, and writes one shard with its tables for each
-split."""
+"""Makes one part of a corpus: reads and tokenises its documents, and writes one shard with its
+tables for each split."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 class PartMaker:
     """Makes one part of a job. `make` returns the part's record, which the job keeps as JSON."""
 
-    def __init__(self, job: Job, part: int, change: dict, progress: Callable[[int], object]) -> None:
-        """`change`: see job.change_of_sides; `progress` is called with the bytes of the source read since its last
-        call."""
+    def __init__(
+        self, job: Job, part: int, change: dict, progress: Callable[[int], object]
+    ) -> None:
+        """`change`: see job.change_of_sides; `progress` is called with the bytes of the source read
+        since its last call."""
         self.job, self.pieces, self.change, self.progress = job, job.parts[part], change, progress
         self.counts = dict.fromkeys(("kept", "empty", "too_long", "failed"), 0)
         self.failures: list[list] = []  # [piece, number of the document in it, problem]
@@ -41,7 +43,11 @@ class PartMaker:
                 job.cfg, job.tokenizer, self._documents(), self.change, threads
             ):
                 if isinstance(rows, str):
-                    self._leave_out(next(piece for piece in self.pieces if piece[0] == file), document.number, rows)
+                    self._leave_out(
+                        next(piece for piece in self.pieces if piece[0] == file),
+                        document.number,
+                        rows,
+                    )
                     continue
                 self.counts["kept"] += 1
                 self.lowest, self.highest = min(self.lowest, score), max(self.highest, score)
@@ -52,15 +58,24 @@ class PartMaker:
         for writer in self.writers.values():
             writer.publish()
         counts = self.counts | {"documents": sum(self.counts.values())}
-        return {**counts, "failures": self.failures, "lines": self.lines, "lowest": self.lowest, "highest": self.highest,
-                "change": self.change, "splits": splits}  # fmt: skip
+        return {
+            **counts,
+            "failures": self.failures,
+            "lines": self.lines,
+            "lowest": self.lowest,
+            "highest": self.highest,
+            "change": self.change,
+            "splits": splits,
+        }
 
     def _documents(self) -> Iterator[tuple[int, sources.Document]]:
         """(index of the file, document) for each document that has a text."""
         for piece in self.pieces:
             file, *extent = piece
             source_piece = sources.Piece(self.job.files[file], *extent)
-            reader = sources.read(source_piece, self.job.cfg.text_field, self.job.cfg.max_document_bytes)
+            reader = sources.read(
+                source_piece, self.job.cfg.text_field, self.job.cfg.max_document_bytes
+            )
             done = 0  # bytes of the piece
             while True:
                 try:
@@ -95,17 +110,23 @@ class SplitWriter:
 
     def __init__(self, folder: str, split: str, part: int) -> None:
         self.shard = os.path.join(folder, f"{split}-{part:05}.bin")
-        tables = {table: os.path.join(folder, "parts", f"{split}-{part:05}.{table}") for table in TABLES}
+        tables = {
+            table: os.path.join(folder, "parts", f"{split}-{part:05}.{table}") for table in TABLES
+        }
         self.paths = {"tokens": self.shard, **tables}
-        self.suffix = f".tmp{os.getpid()}"  # on a network file system another host may write the same part
-        self.files = {name: open(f"{path}{self.suffix}", "wb", 1 << 20) for name, path in self.paths.items()}
-        self.columns = {table: array(dtype.char) for table, dtype in TABLES.items()}  # in machine order: little-endian
+        # on a network file system another host may write the same part
+        self.suffix = f".tmp{os.getpid()}"
+        self.files = {
+            name: open(f"{path}{self.suffix}", "wb", 1 << 20) for name, path in self.paths.items()
+        }
+        # in machine order: little-endian
+        self.columns = {table: array(dtype.char) for table, dtype in TABLES.items()}
         self.sha256 = hashlib.sha256()
         self.documents = self.tokens = self.bytes = self.token_bytes = 0
 
     def add(self, file: int, number: int, size: int, ids: np.ndarray) -> None:
-        """Add a document. file: the index of its file; number: its number in there; size: its bytes of text; ids: its
-        tokens."""
+        """Add a document. file: the index of its file; number: its number in there; size: its bytes
+        of text; ids: its tokens."""
         data = ids.tobytes()
         self.files["tokens"].write(data)
         self.sha256.update(data)
@@ -130,8 +151,13 @@ class SplitWriter:
         finally:
             for file in self.files.values():
                 file.close()
-        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.bytes,
-                "token_bytes": self.token_bytes, "sha256": self.sha256.hexdigest()}  # fmt: skip
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "token_bytes": self.token_bytes,
+            "sha256": self.sha256.hexdigest(),
+        }
 
     def publish(self) -> None:
         """Put the files in place, flushed to the disk. A shard without a token is removed."""

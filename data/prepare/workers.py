@@ -26,15 +26,28 @@ REPORT_SECONDS = 0.25  # between two messages of a process about its progress
 
 
 def in_processes(
-    folder: str, todo: list[int], change: dict, workers: int, lock: int, progress: Callable[[int], object],
+    folder: str,
+    todo: list[int],
+    change: dict,
+    workers: int,
+    lock: int,
+    progress: Callable[[int], object],
     add: Callable[[int, dict], None],
-) -> None:  # fmt: skip
-    """Make the parts `todo` with at most `workers` processes, each of which takes the next part when it is free. They
-    inherit the lock, so no other process begins while one of them still writes after its parent has died. Threads in
-    one process would not do, as reading JSON and Parquet holds the GIL. `add` receives each part and its record."""
+) -> None:
+    """Make the parts `todo` with at most `workers` processes, each of which takes the next part
+    when it is free. They inherit the lock, so no other process begins while one of them still
+    writes after its parent has died. Threads in one process would not do, as reading JSON and
+    Parquet holds the GIL. `add` receives each part and its record."""
     waiting = deque(todo)
     count = min(workers, len(todo))
-    command = [sys.executable, "-m", "data.prepare", "--work", folder, str(max(1, workers // count))]
+    command = [
+        sys.executable,
+        "-m",
+        "data.prepare",
+        "--work",
+        folder,
+        str(max(1, workers // count)),
+    ]
     running: list[subprocess.Popen] = []
     guard = threading.Lock()
 
@@ -43,16 +56,26 @@ def in_processes(
         while (part := _next(waiting)) is not None:
             record = _ask(process, [part, change], progress, guard)
             if record is None:
-                raise RuntimeError(f"the process that tokenised part {part} of {folder} died (exit code {process.wait()})")
+                raise RuntimeError(
+                    f"the process that tokenised part {part} of {folder} died (exit code "
+                    f"{process.wait()})"
+                )
             with guard:
                 add(part, record)
 
     try:
         for _ in range(count):
-            running.append(subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="ascii",
-                pass_fds=(lock,),
-            ))  # fmt: skip
+            running.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    encoding="ascii",
+                    pass_fds=(lock,),
+                )
+            )
         with ThreadPoolExecutor(count) as pool:
             try:
                 served = [pool.submit(serve, process) for process in running]
@@ -81,9 +104,11 @@ def _next(waiting: deque[int]) -> int | None:
         return waiting.popleft()
 
 
-def _ask(process: subprocess.Popen, part: list, progress: Callable[[int], object], guard: threading.Lock) -> dict | None:
-    """Have a process make a part ([number, change]). Returns the record, or None if the process died. Raises the
-    process's error."""
+def _ask(
+    process: subprocess.Popen, part: list, progress: Callable[[int], object], guard: threading.Lock
+) -> dict | None:
+    """Have a process make a part ([number, change]). Returns the record, or None if the process
+    died. Raises the process's error."""
     line = ""
     with suppress(BrokenPipeError):
         process.stdin.write(json.dumps(part) + "\n")
@@ -101,7 +126,8 @@ def _ask(process: subprocess.Popen, part: list, progress: Callable[[int], object
 
 
 def work(job: Job, threads: int) -> int:
-    """One process of `in_processes`: numbers of parts come in line by line, and progress and records go out."""
+    """One process of `in_processes`: numbers of parts come in line by line, and progress and
+    records go out."""
     reported, done = time.monotonic(), 0
 
     def progress(size: int) -> None:
@@ -127,7 +153,8 @@ def work(job: Job, threads: int) -> int:
 
 
 class Progress:
-    """How much of the source is read: a bar for a person at a terminal, otherwise a line every five seconds."""
+    """How much of the source is read: a bar for a person at a terminal, otherwise a line every five
+    seconds."""
 
     def __init__(self, total: int, done: int, log: Callable[[str], object]) -> None:
         """total, done: bytes of the source, and how many of them earlier processes have read."""
@@ -135,8 +162,15 @@ class Progress:
         self.began = self.reported = time.monotonic()
 
     def __enter__(self) -> Progress:
-        self.bar = tqdm(total=self.total or None, initial=self.before, unit="B", unit_scale=True, desc="tokenising",
-                        disable=not sys.stderr.isatty(), leave=False)  # fmt: skip
+        self.bar = tqdm(
+            total=self.total or None,
+            initial=self.before,
+            unit="B",
+            unit_scale=True,
+            desc="tokenising",
+            disable=not sys.stderr.isatty(),
+            leave=False,
+        )
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
@@ -145,7 +179,9 @@ class Progress:
         size = self.done - self.before
         if size and not error:
             rate = size / 1e6 / seconds
-            self.log(f"tokenised {size / 1e6:,.1f} MB of the source in {seconds:.1f} s, {rate:.1f} MB/s")
+            self.log(
+                f"tokenised {size / 1e6:,.1f} MB of the source in {seconds:.1f} s, {rate:.1f} MB/s"
+            )
 
     def add(self, size: int) -> None:
         self.done += size
@@ -153,7 +189,9 @@ class Progress:
         now = time.monotonic()
         if self.bar.disable and now - self.reported > 5:
             rate = (self.done - self.before) / (now - self.began)
-            time_left = f", {(self.total - self.done) / rate:,.0f} s left" if self.total and rate else ""
+            time_left = (
+                f", {(self.total - self.done) / rate:,.0f} s left" if self.total and rate else ""
+            )
             share = f"{self.done / self.total:.0%}" if self.total else f"{self.done / 1e6:,.0f} MB"
             self.log(f"tokenised {share}, {rate / 1e6:.1f} MB/s{time_left}")
             self.reported = now

@@ -1,8 +1,9 @@
 """Causal attention over whole windows, with a faster backward for bfloat16 on a CPU.
 
-You can skip this file. `causal_attention` is `F.scaled_dot_product_attention(q, k, v, is_causal=True)`, and on a GPU it is
-nothing else. All of the rest replaces the backward of PyTorch's CPU kernel in bfloat16, which reaches a tenth of the rate of
-the matrix products around it; the result is the same up to rounding.
+You can skip this file. `causal_attention` is `F.scaled_dot_product_attention(q, k, v,
+is_causal=True)`, and on a GPU it is nothing else. All of the rest replaces the backward of
+PyTorch's CPU kernel in bfloat16, which reaches a tenth of the rate of the matrix products around
+it; the result is the same up to rounding.
 
 Shapes:  B batch   T sequence   H query heads   K key/value heads   G = H / K   E head_dim
 """
@@ -21,13 +22,15 @@ TILE = 2**20  # scores of a tile, for each thread: they stay in a core's cache
 def cpu_causal_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Grad of q, k, v in their types; grad, q and out are [B, H, T, E], k and v [B, K, T, E], lse float32 [B, H, T].
+    """Grad of q, k, v in their types; grad, q and out are [B, H, T, E], k and v [B, K, T, E], lse
+    float32 [B, H, T].
 
-    Five products per tile of keys (Dao, arXiv:2307.08691, algorithm 2), by the library that multiplies all other matrices:
-    PyTorch's kernel reaches a tenth of that rate on CPU in bfloat16. Tiles are bfloat16, as the products return them. What is
-    subtracted from two of them (lse from scores; delta, the rows' sums of grad * out, from grad v^T) is two more columns of
-    the factors, a bfloat16 and what that leaves of it: so it happens within the product, in float32, before it is rounded.
-    One operator, so that neither autograd nor torch.compile unrolls the loop.
+    Five products per tile of keys (Dao, arXiv:2307.08691, algorithm 2), by the library that
+    multiplies all other matrices: PyTorch's kernel reaches a tenth of that rate on CPU in bfloat16.
+    Tiles are bfloat16, as the products return them. What is subtracted from two of them (lse from
+    scores; delta, the rows' sums of grad * out, from grad v^T) is two more columns of the factors,
+    a bfloat16 and what that leaves of it: so it happens within the product, in float32, before it
+    is rounded. One operator, so that neither autograd nor torch.compile unrolls the loop.
     """
     (B, H, T, E), K = q.shape, k.shape[1]
     scale, groups, heads = 1 / math.sqrt(E), (B * K, H // K, T), (B * K, T, E)
@@ -43,7 +46,8 @@ def cpu_causal_attention_backward(
         several = max(1, TILE * torch.get_num_threads() // (groups[1] * (T - a) * (b - a)))
         for first in range(0, B * K, several):
             h = slice(first, first + several)
-            q_, grad_ = x[h, :, a:].flatten(1, 2), y[h, :, a:].flatten(1, 2)  # [heads, G (T - a), E + 2]
+            # [heads, G (T - a), E + 2]
+            q_, grad_ = x[h, :, a:].flatten(1, 2), y[h, :, a:].flatten(1, 2)
             scores = torch.bmm(q_, k[h, a:b].mT)  # [heads, G (T - a), b - a], less lse
             scores.view(-1, groups[1], T - a, b - a)[:, :, : b - a] += later[: b - a, : b - a]
             p = scores.exp_()
@@ -81,4 +85,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E]. Forward is PyTorch's kernel everywhere."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _CPUAttention.apply(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )

@@ -1,8 +1,9 @@
 """The product of rows with as many weights as there are groups of rows, as one operator.
 
-PyTorch's `grouped_mm` is what runs on a GPU in 16 bits. Elsewhere it is a loop over the groups: `grouped_mm` is not faster on
-a CPU, refuses sizes that are no multiple of 16 bytes, and cannot be traced in float32 (torch 2.13). One operator, so that
-neither autograd nor torch.compile unrolls the loop, and selective checkpointing knows its name.
+PyTorch's `grouped_mm` is what runs on a GPU in 16 bits. Elsewhere it is a loop over the groups:
+`grouped_mm` is not faster on a CPU, refuses sizes that are no multiple of 16 bytes, and cannot be
+traced in float32 (torch 2.13). One operator, so that neither autograd nor torch.compile unrolls the
+loop, and selective checkpointing knows its name.
 
 Shapes:  M rows   X groups   D width of a row   F width of a result
 """
@@ -18,8 +19,8 @@ def fits_grouped_mm(rows: Tensor, width: int) -> bool:
 
 
 def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """rows [M, D], group after group; weight [X, F, D]; counts int64 [X], the rows of each group, M in sum -> [M, F]: each row
-    times the transposed weight of its group.
+    """rows [M, D], group after group; weight [X, F, D]; counts int64 [X], the rows of each group, M
+    in sum -> [M, F]: each row times the transposed weight of its group.
 
     The gradients of the rows and of the weight are two nodes of autograd's graph, as they are two
     products. A node with both would compute both whenever a backward needs one of them: twice in a
@@ -30,8 +31,8 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class _OfWeight(torch.autograd.Function):
-    """Nothing in forward, in the shape of the product. Its gradient is the product's, and gives that
-    of the weight."""
+    """Nothing in forward, in the shape of the product. Its gradient is the product's, and gives
+    that of the weight."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
@@ -64,7 +65,9 @@ def _grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if fits_grouped_mm(rows, weight.shape[1]):
         return F.grouped_mm(rows, weight.mT, offs=counts.cumsum(0).int())
     out = rows.new_empty(len(rows), weight.shape[1])
-    for part, group, into in zip(_groups(rows, counts), weight.unbind(0), _groups(out, counts), strict=True):
+    for part, group, into in zip(
+        _groups(rows, counts), weight.unbind(0), _groups(out, counts), strict=True
+    ):
         torch.mm(part, group.t(), out=into)
     return out
 
@@ -88,8 +91,9 @@ def grouped_product_backward_rows(grad: Tensor, weight: Tensor, counts: Tensor) 
 def grouped_product_backward_weight(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     """Grad of the weight [X, F, D], of the product's [M, F].
 
-    A group without rows has a gradient of 0. The kernel of Blackwell GPUs leaves it as the memory was (pytorch#172439,
-    pytorch#193633, cutlass#2674), so it is set here, by a mask: which groups are empty is known to the GPU alone.
+    A group without rows has a gradient of 0. The kernel of Blackwell GPUs leaves it as the memory
+    was (pytorch#172439, pytorch#193633, cutlass#2674), so it is set here, by a mask: which groups
+    are empty is known to the GPU alone.
     """
     shape = len(counts), grad.shape[1], rows.shape[1]
     if not len(rows):

@@ -2,9 +2,10 @@
 
     python -m tools.bench.attention [--rounds 15] [--shapes 8,4,2,256,64 ...] [--json out.json]
 
-A shape is batch, query heads, key/value heads, tokens, numbers of a head. On a GPU the contenders are the values of
-`training.attention` (flash3 where flash_attn_3 is installed); on a CPU ours (`models/kernels/causal_attention.py`, whose forward is
-PyTorch's) and PyTorch's. In alternation, each in a process of its own.
+A shape is batch, query heads, key/value heads, tokens, numbers of a head. On a GPU the contenders
+are the values of `training.attention` (flash3 where flash_attn_3 is installed); on a CPU ours
+(`models/kernels/causal_attention.py`, whose forward is PyTorch's) and PyTorch's. In alternation,
+each in a process of its own.
 """
 
 import argparse
@@ -12,23 +13,30 @@ import statistics
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from configs.cpu import keep_memory
+
 import torch
 import torch.nn.functional as F
 
 from models.kernels.causal_attention import causal_attention
 from parallelisms import attention
-from configs.cpu import keep_memory
 from tools.bench import harness
 
 SHAPES = {
-    "cpu": "8,4,2,256,64 8,8,4,512,64 2,32,8,512,64 2,8,8,384,128 1,8,4,2048,64 1,8,4,4096,64 1,4,2,8192,64 1,2,1,16384,64",
-    "cuda": "1,32,8,8192,64 1,32,8,8192,128 1,64,8,8192,128 1,32,8,32768,128",  # 1B, 8B, 70B; and 8B on longer windows
+    "cpu": (
+        "8,4,2,256,64 8,8,4,512,64 2,32,8,512,64 2,8,8,384,128 1,8,4,2048,64 1,8,4,4096,64 "
+        "1,4,2,8192,64 1,2,1,16384,64"
+    ),
+    # 1B, 8B, 70B; and 8B on longer windows
+    "cuda": "1,32,8,8192,64 1,32,8,8192,128 1,64,8,8192,128 1,32,8,32768,128",
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def contender(name: str, shape: list[int], part: str) -> Callable[[], object]:
@@ -53,22 +61,34 @@ def measure(shape: str, rounds: int) -> tuple[list[list[str]], str]:
     """The rows of a shape, and its fastest kernel, forward and backward together."""
     names = ["ours", "pytorch"]
     if DEVICE == "cuda":
-        names = ["auto", "flash", *(["flash3"] if find_spec("flash_attn_interface") else []), "cudnn"]
+        names = [
+            "auto",
+            "flash",
+            *(["flash3"] if find_spec("flash_attn_interface") else []),
+            "cudnn",
+        ]
     batch, heads, _, tokens, size = map(int, shape.split(","))
     rows, together = [[shape.replace(",", ", "), name] for name in names], dict.fromkeys(names, 0.0)
     for part, products in ("forward", 2), ("backward", 5):
         one = ["-m", "tools.bench.attention", f"--shapes={shape}", f"--part={part}"]
         seconds, _ = harness.in_turn({name: [*one, f"--one={name}"] for name in names}, rounds)
-        flops = products * batch * heads * tokens**2 * size  # half of 2 * T * T * E for each product: it is causal
+        # half of 2 * T * T * E for each product: it is causal
+        flops = products * batch * heads * tokens**2 * size
         for row, name in zip(rows, names):
             median = statistics.median(seconds[name])
             together[name] += median
-            row += [f"{median * 1e3:.2f} ms", f"{flops / median / 1e9:,.0f}", f"{harness.ratio(seconds, name, names[-1]):.2f}"]
+            row += [
+                f"{median * 1e3:.2f} ms",
+                f"{flops / median / 1e9:,.0f}",
+                f"{harness.ratio(seconds, name, names[-1]):.2f}",
+            ]
     return rows, min(together, key=together.__getitem__)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shapes", nargs="+", default=SHAPES[DEVICE].split())
     parser.add_argument("--json")
@@ -81,11 +101,23 @@ def main() -> None:
     measured = {shape: measure(shape, args.rounds) for shape in args.shapes}
     rows = [row for some, _ in measured.values() for row in some]
     fastest = ", ".join(f"{name} at {shape}" for shape, (_, name) in measured.items())
-    notes = f"bfloat16, {args.rounds} alternating rounds. Fastest, forward and backward together: {fastest}."
+    notes = (
+        f"bfloat16, {args.rounds} alternating rounds. Fastest, forward and backward together: "
+        f"{fastest}."
+    )
     if DEVICE == "cuda":
         notes += " On a GPU that is the value for training.attention."
     last = "PyTorch's" if DEVICE == "cpu" else "cuDNN's"
-    columns = ["B, H, K, T, E", "kernel", "forward", "GFLOP/s", f"to {last}", "backward", "GFLOP/s", f"to {last}"]
+    columns = [
+        "B, H, K, T, E",
+        "kernel",
+        "forward",
+        "GFLOP/s",
+        f"to {last}",
+        "backward",
+        "GFLOP/s",
+        f"to {last}",
+    ]
     harness.report("Causal attention", columns, rows, notes, args.json)
 
 

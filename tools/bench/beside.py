@@ -2,13 +2,15 @@
 
     python -m tools.bench.beside [--tensors 1137] [--gigabytes 1] [--rounds 10] [--folder DIR] [--json out.json]
 
-The step is bound by the host, as the step of a small model on a GPU is: one thread of Python that calls thousands of small
-operations. A save that holds Python's lock, or works in it, shows here first. The state has as many tensors as that of
-405B (1,137 weights and their moments), so that work for each tensor shows too. Steps without a save, steps beside one, and
-steps beside another process that hashes and writes as many bytes alternate. What the last cost is the machine's: memory,
-caches, the kernel. A step's time is that on the clock less what it waited for a core, as Linux counts it, so other work on
-the machine shows less. The step itself never waits for anything, so its pauses (voluntary context switches) are waits for
-Python's lock. A save has to have a core that the step leaves free.
+The step is bound by the host, as the step of a small model on a GPU is: one thread of Python that
+calls thousands of small operations. A save that holds Python's lock, or works in it, shows here
+first. The state has as many tensors as that of 405B (1,137 weights and their moments), so that work
+for each tensor shows too. Steps without a save, steps beside one, and steps beside another process
+that hashes and writes as many bytes alternate. What the last cost is the machine's: memory, caches,
+the kernel. A step's time is that on the clock less what it waited for a core, as Linux counts it,
+so other work on the machine shows less. The step itself never waits for anything, so its pauses
+(voluntary context switches) are waits for Python's lock. A save has to have a core that the step
+leaves free.
 """
 
 import argparse
@@ -58,29 +60,44 @@ def waited_for_a_core() -> float:
 
 def step_seconds(x: torch.Tensor) -> tuple[float, int]:
     """Of one step: seconds without waits for a core, and pauses."""
-    began, waited, paused = time.perf_counter(), waited_for_a_core(), resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    began, waited, paused = (
+        time.perf_counter(),
+        waited_for_a_core(),
+        resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw,
+    )
     for _ in range(OPERATIONS):
         torch.add(x, 1)
     seconds = time.perf_counter() - began - (waited_for_a_core() - waited)
     return seconds, resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - paused
 
 
-def measure(folder: Path, tensors: int, elements: int, rounds: int) -> tuple[dict[str, list[tuple[float, int]]], list[float]]:
-    """`step_seconds` of each step, by what happened beside it, and of each save until it is durable."""
+def measure(
+    folder: Path, tensors: int, elements: int, rounds: int
+) -> tuple[dict[str, list[tuple[float, int]]], list[float]]:
+    """`step_seconds` of each step, by what happened beside it, and of each save until it is
+    durable."""
     mesh = open_mesh(Run(device="cpu"), Parallelism(), 1)
     model = nn.ParameterList([nn.Parameter(torch.zeros(elements)) for _ in range(tensors)])
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpoints = CheckpointManager(Checkpoint(keep_last=1), folder / "checkpoints", mesh, {"must_match": {}})
-    checkpoints.load(model, optimizer)  # nothing is there yet; as in every run, this makes the buffers
+    checkpoints = CheckpointManager(
+        Checkpoint(keep_last=1), folder / "checkpoints", mesh, {"must_match": {}}
+    )
+    # nothing is there yet; as in every run, this makes the buffers
+    checkpoints.load(model, optimizer)
     x, durable = torch.ones(8), []
-    steps: dict[str, list[tuple[float, int]]] = {"without a save": [], "beside a save": [], "beside another process that writes": []}
+    steps: dict[str, list[tuple[float, int]]] = {
+        "without a save": [],
+        "beside a save": [],
+        "beside another process that writes": [],
+    }
     command = [sys.executable, "-c", WRITER, str(folder / "other"), str(tensors * elements * 12)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         os.set_blocking(other.stdout.fileno(), False)
         for i in range(1, rounds + 2):
             alone, beside, beside_other = [step_seconds(x) for _ in range(40)], [], []
             checkpoints.save(i, model, optimizer, {})
-            checkpoints.wait_for_copy()  # how long a step waits for the copy is what `tools.bench.checkpoint` measures
+            # how long a step waits for the copy is what `tools.bench.checkpoint` measures
+            checkpoints.wait_for_copy()
             began = time.perf_counter()
             while checkpoints.writing():
                 beside.append(step_seconds(x))
@@ -103,7 +120,9 @@ def measure(folder: Path, tensors: int, elements: int, rounds: int) -> tuple[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tensors", type=int, default=1137, help="weights; each has two moments")
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=10)
@@ -120,9 +139,22 @@ def main() -> None:
         ratios = (of(row) / of(quiet) for of in (statistics.median, statistics.mean))
         times = (f"{of(row) * 1e3:.2f} ms" for of in (statistics.median, statistics.mean))
         pauses = sum(paused for _, paused in pairs) / args.rounds
-        table.append([name, f"{len(row)}", *times, *(f"{ratio:.3f}" for ratio in ratios), f"{pauses:.0f}"])
-    columns = ["step", "steps", "median", "mean", "median / without", "mean / without", "pauses in a round"]
-    notes = f"{args.tensors * 3:,} tensors, {args.gigabytes:g} GB; a save takes {statistics.median(durable):.2f} s."
+        table.append(
+            [name, f"{len(row)}", *times, *(f"{ratio:.3f}" for ratio in ratios), f"{pauses:.0f}"]
+        )
+    columns = [
+        "step",
+        "steps",
+        "median",
+        "mean",
+        "median / without",
+        "mean / without",
+        "pauses in a round",
+    ]
+    notes = (
+        f"{args.tensors * 3:,} tensors, {args.gigabytes:g} GB; a save takes "
+        f"{statistics.median(durable):.2f} s."
+    )
     harness.report("A step beside a save", columns, table, notes, args.json)
 
 

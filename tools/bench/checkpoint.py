@@ -1,12 +1,14 @@
-"""Saving and loading a checkpoint: ours, PyTorch's as shipped, and the limits that nothing can beat.
+"""Saving and loading a checkpoint: ours, PyTorch's as shipped, and the limits that nothing can
+beat.
 
     python -m tools.bench.checkpoint [--folder DIR] [--gigabytes 1.5] [--rounds 5] [--threads N] [--json out.json]
 
-One process holds weights and AdamW state of about the size asked for, and in turn: copies the bytes (the limit of a blocked
-time without overlap), writes and fsyncs them (the limit of a save), `dcp.save`s them, saves them with our manager and waits
-for it, and saves them while it trains: `blocked` is how long `save` and the optimizer's wait for the copy take together,
-`durable` how long until the checkpoint counts. `--threads`: of the training; by default all cores but one, which the save
-can have.
+One process holds weights and AdamW state of about the size asked for, and in turn: copies the bytes
+(the limit of a blocked time without overlap), writes and fsyncs them (the limit of a save),
+`dcp.save`s them, saves them with our manager and waits for it, and saves them while it trains:
+`blocked` is how long `save` and the optimizer's wait for the copy take together, `durable` how long
+until the checkpoint counts. `--threads`: of the training; by default all cores but one, which the
+save can have.
 """
 
 import argparse
@@ -54,12 +56,16 @@ def rss_gib() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", help="on the disk to measure [a temporary folder]")
     parser.add_argument("--gigabytes", type=float, default=1.5)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
-    parser.add_argument("--tokens", type=int, default=256, help="of the step that trains beside the save")
+    parser.add_argument(
+        "--tokens", type=int, default=256, help="of the step that trains beside the save"
+    )
     parser.add_argument("--json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -67,7 +73,9 @@ def main() -> None:
     mesh = open_mesh(Run(), Parallelism(), 1)
     width, layers = 1024, 30  # weight, exp_avg and exp_avg_sq of each: 90 large tensors
     rows = int(args.gigabytes * 1e9 / (3 * 4 * width * layers))
-    model = nn.ModuleList(nn.Linear(width, rows, bias=False, device=mesh.device) for _ in range(layers))
+    model = nn.ModuleList(
+        nn.Linear(width, rows, bias=False, device=mesh.device) for _ in range(layers)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     state.materialise(optimizer)
     live = state.tensors(model, optimizer)
@@ -80,7 +88,9 @@ def main() -> None:
     before = rss_gib()
 
     def manager(name: str, **options: object) -> CheckpointManager:
-        return CheckpointManager(Checkpoint(keep_last=0, **options), base / name, mesh, {"must_match": {}})
+        return CheckpointManager(
+            Checkpoint(keep_last=0, **options), base / name, mesh, {"must_match": {}}
+        )
 
     def forward_and_backward() -> None:
         optimizer.zero_grad(set_to_none=False)
@@ -88,7 +98,8 @@ def main() -> None:
             layer(x).sum().backward()
 
     sync, overlapped = manager("sync", async_save=False), manager("async", async_save=True)
-    overlapped.load(model, optimizer)  # nothing is there yet; as in every run, this makes and touches the buffers
+    # nothing is there yet; as in every run, this makes and touches the buffers
+    overlapped.load(model, optimizer)
     seconds: dict[str, list[float]] = {}
 
     def note(name: str, value: float) -> None:
@@ -114,10 +125,20 @@ def main() -> None:
         note("ours, overlapped: durable", time.perf_counter() - began)
         note("forward and backward beside the copy and the save", beside)
         overlapped.poll()
-        note("dcp.load, verifies nothing", timed(lambda: dcp.load(live, checkpoint_id=base / "dcp")))
-        for name, check in ("ours, load and verify every byte", True), ("ours, load without", False):
+        note(
+            "dcp.load, verifies nothing", timed(lambda: dcp.load(live, checkpoint_id=base / "dcp"))
+        )
+        for name, check in (
+            ("ours, load and verify every byte", True),
+            ("ours, load without", False),
+        ):
             path = verify.newest(base / "sync")
-            note(name, timed(lambda: state.read(path, verify.read_manifest(path), live, buffers, check, None)))
+            note(
+                name,
+                timed(
+                    lambda: state.read(path, verify.read_manifest(path), live, buffers, check, None)
+                ),
+            )
         for name in "sync", "async":  # keep_last would remove within the time that is measured
             shutil.rmtree(verify.newest(base / name))
     memory = rss_gib() - before
@@ -125,17 +146,30 @@ def main() -> None:
     close_mesh()
     shutil.rmtree(base)
 
-    save, load = (statistics.median(seconds[name]) for name in ("dcp.save, as shipped", "dcp.load, verifies nothing"))
+    save, load = (
+        statistics.median(seconds[name])
+        for name in ("dcp.save, as shipped", "dcp.load, verifies nothing")
+    )
     table = []
     for name, times in seconds.items():
         median, baseline = statistics.median(times), load if "load" in name else save
         rate = "" if "forward" in name or "blocked" in name else f"{size / median:.2f} GB/s"
-        table.append([name, f"{median:.3f} s", f"{min(times):.3f} s", rate, f"{median / baseline:.4f}"])
+        table.append(
+            [name, f"{median:.3f} s", f"{min(times):.3f} s", rate, f"{median / baseline:.4f}"]
+        )
     notes = (
-        f"{size:.2f} GB in {len(live)} tensors, {args.rounds} rounds in turn. The two managers keep {memory:.2f} GiB resident "
-        f"(staging buffers); peak of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB."
+        f"{size:.2f} GB in {len(live)} tensors, {args.rounds} rounds in turn. The two managers "
+        f"keep {memory:.2f} GiB resident "
+        "(staging buffers); peak of the process "
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB."
     )
-    harness.report("Checkpoints", ["what", "median", "fastest", "rate", "median / dcp's"], table, notes, args.json)
+    harness.report(
+        "Checkpoints",
+        ["what", "median", "fastest", "rate", "median / dcp's"],
+        table,
+        notes,
+        args.json,
+    )
 
 
 if __name__ == "__main__":

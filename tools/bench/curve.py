@@ -1,12 +1,14 @@
-"""Whether the fast path learns what the plain one learns: loss curves of 300 steps, and how far seeds alone put them apart.
+"""Whether the fast path learns what the plain one learns: loss curves of 300 steps, and how far
+seeds alone put them apart.
 
     python -m tools.bench.curve [--steps 300] [--seeds 4] [--json out.json] [--table.key=value ...]
 
-Plain is float32, one process, nothing compiled; `fast` is bfloat16 with compiled blocks. A small model reads this repository's
-own source. Curves are means over windows of 25 steps. The same seed gives both the same weights and data. `fast - plain`, the
-mean over the seeds, must be smaller than the spread (standard deviation over seeds) of the plain curve. Of a single seed it
-need not be: rounding alone drives two runs apart after some hundred steps. What --table.key=value says is laid over the fast
-one.
+Plain is float32, one process, nothing compiled; `fast` is bfloat16 with compiled blocks. A small
+model reads this repository's own source. Curves are means over windows of 25 steps. The same seed
+gives both the same weights and data. `fast - plain`, the mean over the seeds, must be smaller than
+the spread (standard deviation over seeds) of the plain curve. Of a single seed it need not be:
+rounding alone drives two runs apart after some hundred steps. What --table.key=value says is laid
+over the fast one.
 """
 
 import argparse
@@ -21,8 +23,10 @@ from configs.load import load_config
 from tools.bench import harness
 
 MODEL = (
-    "--model.dim=96 --model.n_layers=3 --model.n_heads=4 --model.n_kv_heads=2 --model.hidden_dim=256 --model.vocab_size=257 "
-    "--data.tokenizer=bytes --training.seq_len=96 --training.global_batch_size=8 --training.local_batch_size=8 "
+    "--model.dim=96 --model.n_layers=3 --model.n_heads=4 --model.n_kv_heads=2 "
+    "--model.hidden_dim=256 --model.vocab_size=257 "
+    "--data.tokenizer=bytes --training.seq_len=96 --training.global_batch_size=8 "
+    "--training.local_batch_size=8 "
     "--optimizer.lr=2e-3 --lr_schedule.warmup_steps=20"
 ).split()
 FAST = ["--training.param_dtype=bfloat16", "--compile.enabled=true"]
@@ -41,7 +45,9 @@ def curve(options: list[str], seed: int, steps: int, text: np.ndarray) -> list[f
     job = train.build(cfg)
     batches, losses = harness.batches(cfg, job.mesh, text), []
     for step in range(steps):
-        train.set_learning_rate(job.optimizer, train.learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule))
+        train.set_learning_rate(
+            job.optimizer, train.learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule)
+        )
         losses.append(train.train_step(job, batches[step]).loss)
     return losses
 
@@ -53,19 +59,26 @@ def windows(losses: list[float]) -> list[float]:
 def compared(
     fast: list[str], steps: int, seeds: int, text: np.ndarray
 ) -> list[tuple[float, float, float]]:
-    """For each window of steps: plain loss and fast - plain, means over the seeds, and the deviation of the plain loss over
-    them."""
+    """For each window of steps: plain loss and fast - plain, means over the seeds, and the
+    deviation of the plain loss over them."""
     plain, other = (
-        [windows(curve(options, seed, steps, text)) for seed in range(seeds)] for options in (["--training.param_dtype=float32"], fast)
+        [windows(curve(options, seed, steps, text)) for seed in range(seeds)]
+        for options in (["--training.param_dtype=float32"], fast)
     )
     return [
-        (statistics.fmean(slow), statistics.fmean(quick) - statistics.fmean(slow), statistics.stdev(slow))
+        (
+            statistics.fmean(slow),
+            statistics.fmean(quick) - statistics.fmean(slow),
+            statistics.stdev(slow),
+        )
         for slow, quick in zip(zip(*plain, strict=True), zip(*other, strict=True), strict=True)
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--json")
@@ -73,11 +86,23 @@ def main() -> None:
     torch.manual_seed(0)
     seen = compared([*FAST, *overrides], args.steps, args.seeds, source())
     rows = [
-        [f"{i * WINDOW + 1} to {(i + 1) * WINDOW}", f"{plain:.4f}", f"{apart:+.4f}", f"{spread:.4f}", f"{abs(apart) / spread:.2f}"]
+        [
+            f"{i * WINDOW + 1} to {(i + 1) * WINDOW}",
+            f"{plain:.4f}",
+            f"{apart:+.4f}",
+            f"{spread:.4f}",
+            f"{abs(apart) / spread:.2f}",
+        ]
         for i, (plain, apart, spread) in enumerate(seen)
     ]
     columns = ["steps", "plain loss", "fast - plain", "deviation over seeds", "ratio"]
-    harness.report("Loss curves", columns, rows, f"{args.seeds} seeds; fast: {' '.join([*FAST, *overrides])}.", args.json)
+    harness.report(
+        "Loss curves",
+        columns,
+        rows,
+        f"{args.seeds} seeds; fast: {' '.join([*FAST, *overrides])}.",
+        args.json,
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""The loader: tokens/s, the first batch after a resume at step 10^6, and memory, beside torchdata and HF datasets.
+"""The loader: tokens/s, the first batch after a resume at step 10^6, and memory, beside torchdata
+and HF datasets.
 
     python -m tools.bench.data [--batches 200] [--tokens 20_000_000] [--resume-step 1_000_000] [--step-seconds 0.1]
                                [--json out.json]
 
-All read the same random tokens from one file in a temporary folder (so, from the page cache), in shuffled windows. Each
-contender has a process of its own; its memory is what that process has written to (Private_Dirty) since the fork.
-"data wait" is the share of the time that a loop waits for its batches when each step sleeps for `--step-seconds`.
-torchdata: a map-style dataset, RandomSampler, StatefulDataLoader. Hugging Face `datasets`: the windows as an Arrow
-dataset in torch format, shuffled, through the same StatefulDataLoader; a row only where it is installed.
+All read the same random tokens from one file in a temporary folder (so, from the page cache), in
+shuffled windows. Each contender has a process of its own; its memory is what that process has
+written to (Private_Dirty) since the fork. "data wait" is the share of the time that a loop waits
+for its batches when each step sleeps for `--step-seconds`. torchdata: a map-style dataset,
+RandomSampler, StatefulDataLoader. Hugging Face `datasets`: the windows as an Arrow dataset in torch
+format, shuffled, through the same StatefulDataLoader; a row only where it is installed.
 """
 
 import argparse
@@ -39,10 +41,16 @@ def private_mb() -> float:
     return float("nan")
 
 
-def ours(tokens: Tokens, rows: int, T: int, sources: int, workers: int, mask: bool = False) -> Callable[[int, int], Iterator]:
-    """Batches of one rank of 8, by first step and count; the sources of a mixture are the same tokens."""
+def ours(
+    tokens: Tokens, rows: int, T: int, sources: int, workers: int, mask: bool = False
+) -> Callable[[int, int], Iterator]:
+    """Batches of one rank of 8, by first step and count; the sources of a mixture are the same
+    tokens."""
     weights = [0.5, 0.25, 0.15, 0.07, 0.03][:sources]
-    table = [(f"s{i}" if sources > 1 else "", f"text {i}", tokens, [[0, weight]]) for i, weight in enumerate(weights)]
+    table = [
+        (f"s{i}" if sources > 1 else "", f"text {i}", tokens, [[0, weight]])
+        for i, weight in enumerate(weights)
+    ]
     order = orders.begin(orders.describe(table, 0, T, rows * 8))
     batches = Batches([tokens] * sources, order, rows, 3, 8, mask)
     return lambda start, count: loader(batches, start, start + count, Data(workers=workers))
@@ -58,7 +66,9 @@ class Windows(torch.utils.data.Dataset):
         return (len(self.tokens) - 1) // self.T
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        window = torch.from_numpy(self.tokens.read(i * self.T, i * self.T + self.T + 1).astype(np.int64))
+        window = torch.from_numpy(
+            self.tokens.read(i * self.T, i * self.T + self.T + 1).astype(np.int64)
+        )
         return window[:-1], window[1:]
 
 
@@ -70,22 +80,32 @@ class Endless(torch.utils.data.Sampler):
 
     def __iter__(self) -> Iterator[int]:
         for epoch in range(2**62):
-            yield from torch.randperm(self.size, generator=torch.Generator().manual_seed(epoch)).tolist()
+            yield from torch.randperm(
+                self.size, generator=torch.Generator().manual_seed(epoch)
+            ).tolist()
 
 
-def torchdata(dataset: torch.utils.data.Dataset, rows: int, workers: int) -> Callable[[int, int], Iterator]:
+def torchdata(
+    dataset: torch.utils.data.Dataset, rows: int, workers: int
+) -> Callable[[int, int], Iterator]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def batches(start: int, count: int) -> Iterator:
-        loaded = StatefulDataLoader(dataset, rows, sampler=Endless(len(dataset)), num_workers=workers)
+        loaded = StatefulDataLoader(
+            dataset, rows, sampler=Endless(len(dataset)), num_workers=workers
+        )
         if start:
             some = iter(loaded)
             for _ in range(2):
                 next(some)
-            state = loaded.state_dict()  # put forward to what a run would have left after `start` (an even number of) steps
+            # put forward to what a run would have left after `start` (an even number of) steps
+            state = loaded.state_dict()
             snapshot = state["_snapshot"] if workers else {"_main_snapshot": state}
             state["_num_yielded"] = snapshot["_snapshot_step"] = start
-            sampled = {"_sampler_iter_yielded": start, "_sampler_iter_state": {"samples_yielded": start * rows}}
+            sampled = {
+                "_sampler_iter_yielded": start,
+                "_sampler_iter_state": {"samples_yielded": start * rows},
+            }
             snapshot["_main_snapshot"].update(sampled)
             loaded.load_state_dict(state)
         return iter(loaded)
@@ -101,9 +121,12 @@ def hugging_face(tokens: Tokens, T: int, folder: str) -> torch.utils.data.Datase
     return datasets.load_from_disk(f"{folder}/arrow-{T}").with_format("torch")
 
 
-def measure(make: Callable[[], Callable], start: int, count: int, step_seconds: float = 0.0) -> tuple[float, float, float]:
-    """(seconds to the first batch, mean seconds of waiting for a later one, MB written to), in a process of its own.
-    step_seconds: how long the process sleeps between two batches, as a training step would let it."""
+def measure(
+    make: Callable[[], Callable], start: int, count: int, step_seconds: float = 0.0
+) -> tuple[float, float, float]:
+    """(seconds to the first batch, mean seconds of waiting for a later one, MB written to), in a
+    process of its own. step_seconds: how long the process sleeps between two batches, as a training
+    step would let it."""
 
     def child(pipe) -> None:
         torch.set_num_threads(1)
@@ -129,7 +152,9 @@ def measure(make: Callable[[], Callable], start: int, count: int, step_seconds: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--resume-step", type=int, default=1_000_000)
@@ -138,7 +163,9 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        np.random.default_rng(0).integers(0, 50_000, args.tokens, np.uint16).tofile(f"{folder}/train-00000.bin")
+        np.random.default_rng(0).integers(0, 50_000, args.tokens, np.uint16).tofile(
+            f"{folder}/train-00000.bin"
+        )
         np.arange(0, args.tokens, 700, dtype="<i8").tofile(f"{folder}/train.starts")
         tokens = Tokens(folder, "train", np.dtype(np.uint16))
         for size, T in SHAPES:
@@ -155,14 +182,35 @@ def main() -> None:
                 contenders["HF datasets"] = lambda: torchdata(arrow, size, 0)
             for name, make in contenders.items():
                 first, mean, memory = measure(make, 0, args.batches)
-                resumed = "" if (size, T) != RESUMED else f"{measure(make, args.resume_step, 1)[0] * 1e3:,.1f} ms"
+                resumed = (
+                    ""
+                    if (size, T) != RESUMED
+                    else f"{measure(make, args.resume_step, 1)[0] * 1e3:,.1f} ms"
+                )
                 wait = measure(make, 0, 30, args.step_seconds)[1]
                 share = f"{wait / (wait + args.step_seconds):.2%}"
                 rate = f"{size * T / mean / 1e6:,.1f} M/s"
-                cells = [f"{mean * 1e3:.3f} ms", rate, share, f"{first * 1e3:.1f} ms", resumed, f"{memory:,.1f} MB"]
+                cells = [
+                    f"{mean * 1e3:.3f} ms",
+                    rate,
+                    share,
+                    f"{first * 1e3:.1f} ms",
+                    resumed,
+                    f"{memory:,.1f} MB",
+                ]
                 rows.append([f"{size} x {T}, {name}", *cells])
-    notes = f"{args.tokens:,} tokens, {args.batches} batches of one rank each, nothing else running."
-    columns = ["what", "batch", "tokens", f"data wait, {args.step_seconds:g} s a step", "first batch", f"first after step {args.resume_step:,}", "memory"]
+    notes = (
+        f"{args.tokens:,} tokens, {args.batches} batches of one rank each, nothing else running."
+    )
+    columns = [
+        "what",
+        "batch",
+        "tokens",
+        f"data wait, {args.step_seconds:g} s a step",
+        "first batch",
+        f"first after step {args.resume_step:,}",
+        "memory",
+    ]
     harness.report("Data loader", columns, rows, notes, args.json)
 
 

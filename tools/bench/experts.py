@@ -1,12 +1,13 @@
-"""What a mixture of experts costs: beside a dense layer that multiplies as much, beside a loop of separate experts, and with its
-experts on several ranks.
+"""What a mixture of experts costs: beside a dense layer that multiplies as much, beside a loop of
+separate experts, and with its experts on several ranks.
 
-    python -m tools.bench.experts [--tokens 4096] [--dim 512] [--expert-dim 256] [--experts 32] [--per-token 4] [--ranks 2]
-                                  [--rounds 9] [--json out.json]
+    python -m tools.bench.experts [--tokens 4096] [--dim 512] [--expert-dim 256] [--experts 32]
+                                  [--per-token 4] [--ranks 2] [--rounds 9] [--json out.json]
 
-Forward and backward of one feed-forward layer, in bfloat16 on a GPU and in float32 elsewhere. Times are of the processor where
-there is no GPU, so that work of others on the machine does not count. The dense layer has as many hidden units as a token's
-experts together, so all rows but those of --ranks compute the same number of products.
+Forward and backward of one feed-forward layer, in bfloat16 on a GPU and in float32 elsewhere. Times
+are of the processor where there is no GPU, so that work of others on the machine does not count.
+The dense layer has as many hidden units as a token's experts together, so all rows but those of
+--ranks compute the same number of products.
 """
 
 import argparse
@@ -16,11 +17,12 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
+from configs.cpu import cpu_settings
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from configs.cpu import cpu_settings
 from models.layers import FeedForward
 from models.moe import Experts, MixtureOfExperts
 from parallelisms import ep
@@ -37,10 +39,17 @@ class Loop(nn.Module):
 
     def __init__(self, experts: Experts):
         super().__init__()
-        self.experts = nn.ModuleList(FeedForward(experts.w1.shape[2], experts.w1.shape[1]) for _ in experts.w1)
+        self.experts = nn.ModuleList(
+            FeedForward(experts.w1.shape[2], experts.w1.shape[1]) for _ in experts.w1
+        )
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return torch.cat([expert(part) for expert, part in zip(self.experts, rows.split(counts.tolist()), strict=True)])
+        return torch.cat(
+            [
+                expert(part)
+                for expert, part in zip(self.experts, rows.split(counts.tolist()), strict=True)
+            ]
+        )
 
 
 def filled(module: nn.Module) -> nn.Module:
@@ -64,16 +73,27 @@ def work(module: nn.Module, *inputs: Tensor) -> Callable[[], None]:
 def numbers(args: argparse.Namespace) -> SimpleNamespace:
     """Those of a mixture, as a family's `Args` has them."""
     return SimpleNamespace(
-        dim=args.dim, n_experts=args.experts, experts_per_token=args.per_token, expert_dim=args.expert_dim, n_shared_experts=0,
-        router_score="softmax", normalised_weights=True, routed_scale=1.0, expert_groups=1, groups_per_token=1,
-        balancing_bias=True, balance_loss=0.0,
-    )  # fmt: skip
+        dim=args.dim,
+        n_experts=args.experts,
+        experts_per_token=args.per_token,
+        expert_dim=args.expert_dim,
+        n_shared_experts=0,
+        router_score="softmax",
+        normalised_weights=True,
+        routed_scale=1.0,
+        expert_groups=1,
+        groups_per_token=1,
+        balancing_bias=True,
+        balance_loss=0.0,
+    )
 
 
 def mixture_of(args: argparse.Namespace, to_few: bool = False) -> nn.Module:
     """to_few: the biases send all tokens to the same experts."""
     mixture = filled(MixtureOfExperts(numbers(args)))
-    mixture.router.bias = nn.Parameter(torch.zeros(args.experts, device=DEVICE), requires_grad=False)
+    mixture.router.bias = nn.Parameter(
+        torch.zeros(args.experts, device=DEVICE), requires_grad=False
+    )
     if to_few:
         mixture.router.bias[: args.per_token] += 10.0
     return mixture
@@ -87,16 +107,23 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
     even[0] += len(rows) - int(even.sum())
     experts = filled(Experts(numbers(args)))
     return {
-        "a dense layer of as many products": work(filled(FeedForward(args.dim, args.per_token * args.expert_dim)), tokens),
-        "the experts alone, as separate layers in a loop": work(filled(Loop(experts)), rows.clone(), even),
+        "a dense layer of as many products": work(
+            filled(FeedForward(args.dim, args.per_token * args.expert_dim)), tokens
+        ),
+        "the experts alone, as separate layers in a loop": work(
+            filled(Loop(experts)), rows.clone(), even
+        ),
         "the experts alone, as grouped products": work(experts, rows, even),
         "the mixture: router, sorting, experts": work(mixture_of(args), tokens.clone()),
-        f"the mixture, all tokens to {args.per_token} experts": work(mixture_of(args, to_few=True), tokens.clone()),
+        f"the mixture, all tokens to {args.per_token} experts": work(
+            mixture_of(args, to_few=True), tokens.clone()
+        ),
     }
 
 
 def measure(args: argparse.Namespace) -> None:
-    """On one rank of an ep group: prints, on rank 0, the slowest rank's median times without and with the exchange as JSON."""
+    """On one rank of an ep group: prints, on rank 0, the slowest rank's median times without and
+    with the exchange as JSON."""
     here = meshes.world()
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")
     if DEVICE.type == "cuda":
@@ -108,8 +135,14 @@ def measure(args: argparse.Namespace) -> None:
         part = weight.detach().chunk(here.size)[here.rank].clone()
         setattr(dealt.experts, name, nn.Parameter(part))
     dealt.experts.forward = ep.exchanged(dealt.experts.forward, dist.group.WORLD)
-    seconds = harness.alternate({"local": work(local, tokens), "dealt": work(dealt, tokens.clone())}, args.rounds, clock=CLOCK)
-    mine = torch.tensor([statistics.median(times) for times in seconds.values()], dtype=torch.float64)
+    seconds = harness.alternate(
+        {"local": work(local, tokens), "dealt": work(dealt, tokens.clone())},
+        args.rounds,
+        clock=CLOCK,
+    )
+    mine = torch.tensor(
+        [statistics.median(times) for times in seconds.values()], dtype=torch.float64
+    )
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     if here.rank == 0:
         print(json.dumps(mine.tolist()))
@@ -117,12 +150,22 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"tokens": 4096, "dim": 512, "expert-dim": 256, "experts": 32, "per-token": 4, "rounds": 9}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {
+        "tokens": 4096,
+        "dim": 512,
+        "expert-dim": 256,
+        "experts": 32,
+        "per-token": 4,
+        "rounds": 9,
+    }
     for name, default in {**sizes, "ranks": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # on one rank, for `harness.child`
+    # on one rank, for `harness.child`
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if DEVICE.type == "cpu":
         cpu_settings()
@@ -130,17 +173,44 @@ def main() -> None:
         return measure(args)
     seconds = harness.alternate(contenders(args), args.rounds, clock=CLOCK)
     dense = next(iter(seconds))
-    rows = [[name, f"{statistics.median(times) * 1000:.0f} ms", f"{harness.ratio(seconds, name, dense):.2f}"]
-            for name, times in seconds.items()]  # fmt: skip
+    rows = [
+        [
+            name,
+            f"{statistics.median(times) * 1000:.0f} ms",
+            f"{harness.ratio(seconds, name, dense):.2f}",
+        ]
+        for name, times in seconds.items()
+    ]
     if args.ranks > 1 and (DEVICE.type == "cpu" or torch.cuda.device_count() >= args.ranks):
         shape = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in sizes]
         local, dealt = harness.child("tools.bench.experts", "--measure", *shape, ranks=args.ranks)
         slower = f"{dealt / local:.2f} times that"
-        rows += [[f"the mixture on each of {args.ranks} ranks, all experts on each", f"{local * 1000:.0f} ms", ""],
-                 [f"the same, the experts dealt to the {args.ranks} ranks", f"{dealt * 1000:.0f} ms", slower]]  # fmt: skip
-    notes = (f"{args.tokens:,} tokens of width {args.dim}, {args.per_token} of {args.experts} experts with {args.expert_dim} "
-             f"hidden units for each, {DTYPE}. Medians of {args.rounds} alternating rounds.".replace("torch.", ""))  # fmt: skip
-    harness.report("A mixture of experts, forward and backward", ["layer", "time", "ratio"], rows, notes, args.json)
+        rows += [
+            [
+                f"the mixture on each of {args.ranks} ranks, all experts on each",
+                f"{local * 1000:.0f} ms",
+                "",
+            ],
+            [
+                f"the same, the experts dealt to the {args.ranks} ranks",
+                f"{dealt * 1000:.0f} ms",
+                slower,
+            ],
+        ]
+    notes = (
+        f"{args.tokens:,} tokens of width {args.dim}, {args.per_token} of {args.experts} experts "
+        f"with {args.expert_dim} "
+        f"hidden units for each, {DTYPE}. Medians of {args.rounds} alternating rounds.".replace(
+            "torch.", ""
+        )
+    )
+    harness.report(
+        "A mixture of experts, forward and backward",
+        ["layer", "time", "ratio"],
+        rows,
+        notes,
+        args.json,
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""What a fault costs: seconds until it is noticed and the ranks start again, seconds until they train again, steps redone.
+"""What a fault costs: seconds until it is noticed and the ranks start again, seconds until they
+train again, steps redone.
 
     python -m tools.bench.faults [--ranks 2] [--timeout 10] [--only "killed,frozen"] [--json out.json]
 
-For each fault a tiny run of its own under `tools.launch`, which restarts it by itself (or, where the launcher is what dies
-or is stopped, the same command again, at once). The fault comes in step 18 of 24, with a save every 5 steps. The numbers
-are those that `python -m tools.goodput` prints for any run. On this model they are the floor: a process's start, torch's
-import, and the time-out where one must pass (`--timeout`: run.step_timeout_seconds).
+For each fault a tiny run of its own under `tools.launch`, which restarts it by itself (or, where
+the launcher is what dies or is stopped, the same command again, at once). The fault comes in step
+18 of 24, with a save every 5 steps. The numbers are those that `python -m tools.goodput` prints for
+any run. On this model they are the floor: a process's start, torch's import, and the time-out where
+one must pass (`--timeout`: run.step_timeout_seconds).
 """
 
 import argparse
@@ -17,22 +19,27 @@ import tempfile
 import time
 from pathlib import Path
 
+from reliability.goodput import Account, account, read
 from tools import goodput as simulation
 from tools.bench import harness
-from reliability.goodput import Account, account, read
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEP, STEPS = 18, 24
 MTBF, INTERRUPTIONS = 3 * 3600.0, 1000  # seconds; Llama 3's on 16,384 GPUs
 TINY = (
-    "--model.dim=32 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 --model.hidden_dim=36 "
-    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 --training.seq_len=16 "
-    f"--training.global_batch_size=8 --training.local_batch_size=2 --training.steps={STEPS} --checkpoint.interval=5 "
-    "--metrics.interval=1 --metrics.tensorboard=false --validation.interval=0 --debug.sample_tokens=0 --metrics.progress=off"
+    "--model.dim=32 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 "
+    "--model.hidden_dim=36 "
+    "--model.vocab_size=263 --data.tokenizer=bytes --training.param_dtype=float32 "
+    "--training.seq_len=16 "
+    f"--training.global_batch_size=8 --training.local_batch_size=2 --training.steps={STEPS} "
+    "--checkpoint.interval=5 "
+    "--metrics.interval=1 --metrics.tensorboard=false --validation.interval=0 "
+    "--debug.sample_tokens=0 --metrics.progress=off"
 ).split()
 
-# Around train.py. FAULT is "RANK WHAT STEP STARTS": in the first so many starts of the run that rank does that when that
-# step begins: a signal to itself, a spin without end, an exception, or a signal to the launcher.
+# Around train.py. FAULT is "RANK WHAT STEP STARTS": in the first so many starts of the run that
+# rank does that when that step begins: a signal to itself, a spin without end, an exception, or a
+# signal to the launcher.
 WRAPPER = """
 import os, signal, sys, train
 from pathlib import Path
@@ -68,11 +75,23 @@ def run(place: Path, name: str, what: str, ranks: int, timeout: int) -> Account:
     """Raises RuntimeError if the run does not come to its end."""
     folder, said = place / name, ""
     command = [
-        sys.executable, "-m", "tools.launch", f"--nproc-per-node={ranks}", "--max-restarts=2", str(place / "wrapper.py"),
-        f"--run.folder={folder}", f"--data.source={place / 'text'}", f"--data.cache={place / 'cache'}",
-        f"--run.step_timeout_seconds={timeout}", *TINY,
-    ]  # fmt: skip
-    environment = os.environ | {"FAULT": f"1 {what} {STEP} 1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        sys.executable,
+        "-m",
+        "tools.launch",
+        f"--nproc-per-node={ranks}",
+        "--max-restarts=2",
+        str(place / "wrapper.py"),
+        f"--run.folder={folder}",
+        f"--data.source={place / 'text'}",
+        f"--data.cache={place / 'cache'}",
+        f"--run.step_timeout_seconds={timeout}",
+        *TINY,
+    ]
+    environment = os.environ | {
+        "FAULT": f"1 {what} {STEP} 1",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     for _ in range(2):
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         said += done.stderr
@@ -91,7 +110,9 @@ def goodput(detect: float, restart: float, stall: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--timeout", type=int, default=10)
     parser.add_argument("--only", default="", help="faults whose names have one of these words")
@@ -103,7 +124,9 @@ def main() -> None:
         (place / "wrapper.py").write_text(WRAPPER)
         (place / "text").mkdir()
         for i in range(40):
-            (place / "text" / f"{i}.txt").write_text(f"document {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60)))
+            (place / "text" / f"{i}.txt").write_text(
+                f"document {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60))
+            )
         for number, (name, what) in enumerate(FAULTS.items()):
             if any(word in name for word in args.only.split(",")):
                 began = time.monotonic()
@@ -111,12 +134,26 @@ def main() -> None:
                 (row,) = result.interruptions
                 times = (row["detecting"], row["starting"], result.per_event()["stall"])
                 figures = [f"{value:.2f}" for value in (*times, time.monotonic() - began)]
-                rows.append([name, *figures[:2], str(row["redone"]), *figures[2:], f"{goodput(*times):.2%}"])
+                rows.append(
+                    [name, *figures[:2], str(row["redone"]), *figures[2:], f"{goodput(*times):.2%}"]
+                )
                 print(rows[-1], flush=True)
-    columns = ["fault", "s to detect", "s to train again", "steps redone", "s of stall per save", "s in all", "goodput"]
-    notes = (f"{args.ranks} ranks, time-out {args.timeout} s. Detecting begins with the last step and ends with the birth of the "
-             f"new processes. Goodput: simulated, {INTERRUPTIONS:,} such faults, one in {MTBF / 3600:g} h, saves at the best "
-             "interval.")  # fmt: skip
+    columns = [
+        "fault",
+        "s to detect",
+        "s to train again",
+        "steps redone",
+        "s of stall per save",
+        "s in all",
+        "goodput",
+    ]
+    notes = (
+        f"{args.ranks} ranks, time-out {args.timeout} s. Detecting begins with the last step and "
+        "ends with the birth of the "
+        f"new processes. Goodput: simulated, {INTERRUPTIONS:,} such faults, one in "
+        f"{MTBF / 3600:g} h, saves at the best "
+        "interval."
+    )
     harness.report("Faults", columns, rows, notes, args.json)
 
 

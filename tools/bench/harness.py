@@ -1,7 +1,9 @@
-"""What every benchmark here shares: alternating runs, medians, the machine, one table as Markdown and JSON.
+"""What every benchmark here shares: alternating runs, medians, the machine, one table as Markdown
+and JSON.
 
-Machines are noisy and drift; a ratio of two things measured in turn is not. So contenders run A B C A B C, the first rounds
-are thrown away, and each is reported as its median with its ratio to the first.
+Machines are noisy and drift; a ratio of two things measured in turn is not. So contenders run A B C
+A B C, the first rounds are thrown away, and each is reported as its median with its ratio to the
+first.
 """
 
 import ctypes
@@ -31,9 +33,13 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def alternate(
-    contenders: dict[str, Callable[[], None]], rounds: int, warm_up: int = 2, clock: Callable[[], float] = time.perf_counter
+    contenders: dict[str, Callable[[], None]],
+    rounds: int,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each call, contender by contender in turn; a call must leave no device work in flight."""
+    """Seconds of each call, contender by contender in turn; a call must leave no device work in
+    flight."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(warm_up + rounds):
         for name, run in contenders.items():
@@ -49,11 +55,13 @@ def alternate(
 def in_turn(
     contenders: dict[str, list[str]], rounds: int, warm_up: int = 2
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """As `alternate`, with each contender (arguments of python) in a process of its own, so that it has its own memory and
-    allocator; and the peak GiB of each. Such a process answers every line that it reads with the seconds it took, and the
-    end of lines with its memory: `serve`."""
+    """As `alternate`, with each contender (arguments of python) in a process of its own, so that it
+    has its own memory and allocator; and the peak GiB of each. Such a process answers every line
+    that it reads with the seconds it took, and the end of lines with its memory: `serve`."""
     processes = {
-        name: subprocess.Popen([sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        name: subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for name, arguments in contenders.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -105,26 +113,47 @@ class Held:
 def batches(cfg: Config, mesh: Mesh, ids: np.ndarray) -> Batches:
     """This rank's part of each global batch of a run that has these ids for a corpus."""
     t, tokens = cfg.training, Held(ids)
-    order = orders.begin(orders.describe([("", "", tokens, [[0, 1.0]])], cfg.run.seed, t.seq_len, t.global_batch_size))
-    return Batches([tokens], order, t.local_batch_size, mesh.dp_rank, mesh.dp_size, places=mesh.places(t.seq_len))
+    order = orders.begin(
+        orders.describe(
+            [("", "", tokens, [[0, 1.0]])], cfg.run.seed, t.seq_len, t.global_batch_size
+        )
+    )
+    return Batches(
+        [tokens],
+        order,
+        t.local_batch_size,
+        mesh.dp_rank,
+        mesh.dp_size,
+        places=mesh.places(t.seq_len),
+    )
 
 
 def child(module: str, *args: str, ranks: int = 1, beside: int = 1) -> dict:
-    """What `python -m module args` prints as its last line of JSON, in a process of its own (so that its memory is its own); as
-    torchrun would with several ranks, which share this machine's threads, with as many others `beside` this one. Raises
-    RuntimeError with rank 0's last words."""
+    """What `python -m module args` prints as its last line of JSON, in a process of its own (so
+    that its memory is its own); as torchrun would with several ranks, which share this machine's
+    threads, with as many others `beside` this one. Raises RuntimeError with rank 0's last words."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // (ranks * beside)))}
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", module, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | threads | (world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
+            [sys.executable, "-m", module, *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ
+            | threads
+            | (world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     said, complaints = processes[0].communicate()
     for process in processes[1:]:
         process.communicate()
@@ -134,47 +163,90 @@ def child(module: str, *args: str, ranks: int = 1, beside: int = 1) -> dict:
 
 
 def end_with_parent() -> None:
-    """For `preexec_fn` of subprocess: Linux kills the new process when its parent dies, even of kill -9."""
+    """For `preexec_fn` of subprocess: Linux kills the new process when its parent dies, even of
+    kill -9."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def machine() -> dict[str, str]:
-    """What a reader needs to place the figures: processor or GPU, threads, versions, commit (without git a hash of the
-    sources)."""
+    """What a reader needs to place the figures: processor or GPU, threads, versions, commit
+    (without git a hash of the sources)."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        cpu = next((line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line), cpu)
-    units = [name for name, probe in (("AMX", "_is_amx_tile_supported"), ("AVX512-BF16", "_is_avx512_bf16_supported"))
-             if getattr(torch.cpu, probe, lambda: False)()]  # fmt: skip
+        cpu = next(
+            (
+                line.split(":", 1)[1].strip()
+                for line in cpuinfo.read_text().splitlines()
+                if "model name" in line
+            ),
+            cpu,
+        )
+    units = [
+        name
+        for name, probe in (
+            ("AMX", "_is_amx_tile_supported"),
+            ("AVX512-BF16", "_is_avx512_bf16_supported"),
+        )
+        if getattr(torch.cpu, probe, lambda: False)()
+    ]
     gpu = {}
     if torch.cuda.is_available():
-        from tools.preflight.machine import nvidia_smi  # it imports all of training, which not every benchmark needs
+        # it imports all of training, which not every benchmark needs
+        from tools.preflight.machine import nvidia_smi
 
         driver = nvidia_smi(torch.device("cuda", torch.cuda.current_device()), "driver_version")[0]
         gpu = {"driver": driver or "unknown", "CUDA": str(torch.version.cuda)}
     return {
-        "device": torch.cuda.get_device_name() if gpu else f"{cpu} ({', '.join(units) or 'no bf16 units'})",
-        "threads": str(torch.get_num_threads()), "torch": torch.__version__, "python": platform.python_version(), **gpu,
+        "device": torch.cuda.get_device_name()
+        if gpu
+        else f"{cpu} ({', '.join(units) or 'no bf16 units'})",
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        **gpu,
         "commit": code()["commit"][:7] or f"sources {source_hash()}",
-    }  # fmt: skip
+    }
 
 
-def table(title: str, columns: list[str], rows: list[list[str]], notes: str = "", about: dict[str, str] | None = None) -> str:
+def table(
+    title: str,
+    columns: list[str],
+    rows: list[list[str]],
+    notes: str = "",
+    about: dict[str, str] | None = None,
+) -> str:
     """Markdown: a heading, the machine, the rows. about: the machine, if it is not this one now."""
     about = ", ".join(f"{k} {v}" for k, v in (about or machine()).items())
-    lines = [f"### {title}", "", f"{about}. {notes}".rstrip(), "", "| " + " | ".join(columns) + " |"]
+    lines = [
+        f"### {title}",
+        "",
+        f"{about}. {notes}".rstrip(),
+        "",
+        "| " + " | ".join(columns) + " |",
+    ]
     lines += ["|" + "|".join(" --- " for _ in columns) + "|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def report(
-    title: str, columns: list[str], rows: list[list[str]], notes: str = "", json_path: str | None = None, numbers: dict | None = None
+    title: str,
+    columns: list[str],
+    rows: list[list[str]],
+    notes: str = "",
+    json_path: str | None = None,
+    numbers: dict | None = None,
 ) -> None:
     """Print the table; with json_path write it there, with `numbers`, which are for programs."""
     print("\n" + table(title, columns, rows, notes) + "\n", flush=True)
     if json_path:
-        about = {"title": title, "machine": machine(), "notes": notes, "columns": columns, "rows": rows,
-                 "numbers": numbers or {}}  # fmt: skip
+        about = {
+            "title": title,
+            "machine": machine(),
+            "notes": notes,
+            "columns": columns,
+            "rows": rows,
+            "numbers": numbers or {},
+        }
         Path(json_path).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,5 @@
-"""How long a GPU runs no kernel during a step, because it waits for the host: read from PyTorch's profiler."""
+"""How long a GPU runs no kernel during a step, because it waits for the host: read from PyTorch's
+profiler."""
 
 import json
 import sys
@@ -18,10 +19,10 @@ def kernel_times(
     activity: ProfilerActivity = ProfilerActivity.CUDA,
     categories: Iterable[str] = ON_A_GPU,
 ) -> tuple[Times, float]:
-    """When kernels ran during the second of two calls of `run`, and the microseconds from the first one's begin to
-    the last one's end. The host's own events are not recorded, because recording them would make the host slower.
-    Where the profiler is not allowed to look, nothing is recorded, and it says why on stderr: what else was measured
-    must not be lost."""
+    """When kernels ran during the second of two calls of `run`, and the microseconds from the first
+    one's begin to the last one's end. The host's own events are not recorded, because recording
+    them would make the host slower. Where the profiler is not allowed to look, nothing is recorded,
+    and it says why on stderr: what else was measured must not be lost."""
     run()
     synchronise()
     try:
@@ -35,8 +36,12 @@ def kernel_times(
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    times = [(e["ts"], e["ts"] + e.get("dur", 0)) for e in events if e.get("cat") in set(categories)]
-    return times, max((end for _, end in times), default=0) - min((begin for begin, _ in times), default=0)
+    times = [
+        (e["ts"], e["ts"] + e.get("dur", 0)) for e in events if e.get("cat") in set(categories)
+    ]
+    return times, max((end for _, end in times), default=0) - min(
+        (begin for begin, _ in times), default=0
+    )
 
 
 def synchronise() -> None:
@@ -45,8 +50,8 @@ def synchronise() -> None:
 
 
 def idle_share(times: Times, whole: float) -> float | None:
-    """The share of `whole` microseconds in which none of the kernels ran; None if nothing was recorded. Kernels of
-    several streams overlap, so their times are not just added."""
+    """The share of `whole` microseconds in which none of the kernels ran; None if nothing was
+    recorded. Kernels of several streams overlap, so their times are not just added."""
     if not whole:
         return None
     busy, reached = 0.0, float("-inf")

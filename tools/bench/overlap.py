@@ -1,15 +1,17 @@
-"""Whether FSDP's gathers hide behind computing: steps whose all-gathers take a stated time, on a wire that is a sleep.
+"""Whether FSDP's gathers hide behind computing: steps whose all-gathers take a stated time, on a
+wire that is a sleep.
 
     python -m tools.bench.overlap [--rounds 7] [--json out.json] [--table.key=value ...]
 
-Rank 0 of 8 on PyTorch's fake process group, with a real model that computes. An all-gather copies its result at once and
-is done when the wire has had the time for its bytes, one transfer after the other, without using a processor. The wire's speed
-is chosen so that all gathers of a step take a given share of what the step computes. `exposed` is how much longer the step is
-than without a wire, to the time that the wire was in use.
+Rank 0 of 8 on PyTorch's fake process group, with a real model that computes. An all-gather copies
+its result at once and is done when the wire has had the time for its bytes, one transfer after the
+other, without using a processor. The wire's speed is chosen so that all gathers of a step take a
+given share of what the step computes. `exposed` is how much longer the step is than without a wire,
+to the time that the wire was in use.
 
-A GPU has streams, which make every gather asynchronous (FSDP2's implicit prefetch). A CPU has none: there FSDP2 waits for each
-gather unless it is asked for asynchronous ones, as it is here for the rows with prefetch. Its reduce-scatters always wait on a
-CPU, so they are not on the wire.
+A GPU has streams, which make every gather asynchronous (FSDP2's implicit prefetch). A CPU has none:
+there FSDP2 waits for each gather unless it is asked for asynchronous ones, as it is here for the
+rows with prefetch. Its reduce-scatters always wait on a CPU, so they are not on the wire.
 """
 
 import argparse
@@ -21,7 +23,10 @@ from functools import partial
 from itertools import product
 
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 import train
 from configs.load import load_config
@@ -32,7 +37,10 @@ from tools.plan.trace import batch_of, pretend
 RANKS = 8
 SHARES = (0.25, 0.5, 0.75)  # of the step's computing, that the wire is in use
 PREFETCH = (0, 1, 2)
-OPTIONS = f"{BENCH} --training.param_dtype=bfloat16 --training.local_batch_size=2 --training.global_batch_size={2 * RANKS}"
+OPTIONS = (
+    f"{BENCH} --training.param_dtype=bfloat16 --training.local_batch_size=2 "
+    f"--training.global_batch_size={2 * RANKS}"
+)
 
 
 class Wire:
@@ -79,7 +87,11 @@ class Scatter(DefaultReduceScatter):
 
 
 def built(prefetch: int, wire: Wire, overrides: list[str]) -> train.Job:
-    job = train.build(load_config([*OPTIONS.split(), f"--parallelism.prefetch={prefetch}", *overrides], RANKS, RANKS))
+    job = train.build(
+        load_config(
+            [*OPTIONS.split(), f"--parallelism.prefetch={prefetch}", *overrides], RANKS, RANKS
+        )
+    )
     for module in job.model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(Gather(wire))
@@ -94,7 +106,8 @@ def measure(rounds: int, overrides: list[str]) -> list[list[str]]:
     batch = batch_of(jobs[0], 1)
 
     def step(prefetch: int, wire_seconds: float) -> None:
-        """With a wire that is in use for so long, if as many bytes are gathered as in the step before."""
+        """With a wire that is in use for so long, if as many bytes are gathered as in the step
+        before."""
         wire.seconds_per_byte, wire.bytes = wire_seconds / max(1, wire.bytes), 0
         train.train_step(jobs[prefetch], batch)
 
@@ -107,19 +120,25 @@ def measure(rounds: int, overrides: list[str]) -> list[list[str]]:
         more = statistics.median(a - b for a, b in zip(with_, without))
         times = (statistics.median(without), share * computing, statistics.median(with_))
         name = str(prefetch) if prefetch else "0: waits"
-        rows.append([name, *(f"{t * 1e3:,.0f} ms" for t in times), f"{more / (share * computing):.0%}"])
+        rows.append(
+            [name, *(f"{t * 1e3:,.0f} ms" for t in times), f"{more / (share * computing):.0%}"]
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json")
     args, overrides = parser.parse_known_args()
     with pretend(RANKS, RANKS):
         rows = measure(args.rounds, overrides)
     columns = ["prefetch", "step without a wire", "wire in use", "step", "exposed"]
-    harness.report("Gathers behind computing", columns, rows, f"{args.rounds} alternating rounds.", args.json)
+    harness.report(
+        "Gathers behind computing", columns, rows, f"{args.rounds} alternating rounds.", args.json
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""How far off `tools.plan` is: against TorchTitan's published runs, and against steps measured on this machine.
+"""How far off `tools.plan` is: against TorchTitan's published runs, and against steps measured on
+this machine.
 
     python -m tools.bench.plan published [--device configs-of-yours.toml]
     python -m tools.bench.plan here [--rounds 15]
 
-`published`: rows of TorchTitan's tables for Llama 3.1 on H100s that our parallelisms cover (bfloat16, FSDP and tensor
-parallel; not float8, pipeline parallel nor asynchronous tensor parallel), and their rows with context parallelism, which they
-published with float8 only. Their loss keeps whole logits and their selective checkpointing recomputes every second product,
-so ours are replaced by the like of theirs for the trace. One calibration for all: the matmul efficiency that makes the first
-row's speed right.
+`published`: rows of TorchTitan's tables for Llama 3.1 on H100s that our parallelisms cover
+(bfloat16, FSDP and tensor parallel; not float8, pipeline parallel nor asynchronous tensor
+parallel), and their rows with context parallelism, which they published with float8 only. Their
+loss keeps whole logits and their selective checkpointing recomputes every second product, so ours
+are replaced by the like of theirs for the trace. One calibration for all: the matmul efficiency
+that makes the first row's speed right.
 
-`here`: one measured step of one configuration calibrates the matmul rate, the others are predicted; all on one process.
+`here`: one measured step of one configuration calibrates the matmul rate, the others are predicted;
+all on one process.
 """
 
 import argparse
@@ -32,29 +35,70 @@ from tools.plan.plan import Plan, Question, make_plan
 from training.loss import plain_cross_entropy
 
 # github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1, 3) and
-# benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md. Eight H100 with 96 GB HBM2e, 2.4 TB/s and 500 W to a host, NVLink,
-# 400 Gb/s per GPU between hosts. Sequences of 8,192 tokens. Columns: name, GPUs, options, tokens/s per GPU, GiB reserved.
+# benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md. Eight H100 with 96 GB HBM2e, 2.4 TB/s and
+# 500 W to a host, NVLink, 400 Gb/s per GPU between hosts. Sequences of 8,192 tokens. Columns: name,
+# GPUs, options, tokens/s per GPU, GiB reserved.
 EIGHT = ["configs/llama_8b.toml", "--training.local_batch_size=2"]
 SELECTIVE, FULL = (f"--activation_checkpoint.mode={mode}" for mode in ("selective", "full"))
 TP8, EAGER = "--parallelism.tensor_parallel=8", "--compile.enabled=false"
 PUBLISHED = (
     ("8B, FSDP 8", 8, [*EIGHT, SELECTIVE, EAGER, "--training.global_batch_size=16"], 5762, 82.4),
     ("8B, FSDP 8, compiled", 8, [*EIGHT, SELECTIVE, "--training.global_batch_size=16"], 6667, 77.0),
-    ("8B, FSDP 128", 128, [*EIGHT, SELECTIVE, EAGER, "--training.global_batch_size=256"], 5605, 67.0),
-    ("8B, FSDP 128, compiled", 128, [*EIGHT, SELECTIVE, "--training.global_batch_size=256"], 6514, 62.0),
-    ("8B, FSDP 8 x TP 8, compiled", 64, ["configs/llama_8b.toml", SELECTIVE, TP8, "--training.local_batch_size=12",
-                                         "--training.global_batch_size=96"], 4378, None),
-    ("70B, FSDP 32 x TP 8, compiled", 256, ["configs/llama_70b.toml", FULL, TP8, "--training.local_batch_size=16",
-                                            "--training.global_batch_size=512"], 597.3, None),
-)  # fmt: skip
-# Table 2 of the first of these: 8B on 8 GPUs, local batch 1, full checkpointing, compiled, float8. Columns: ranks that share a
-# sequence, its tokens, tokens/s per GPU, GiB reserved.
-CONTEXT = ((1, 32768, 3890, 83.9), (2, 65536, 2540, 84.2), (4, 131072, 1071, 84.0), (8, 262144, 548, 84.5))
+    (
+        "8B, FSDP 128",
+        128,
+        [*EIGHT, SELECTIVE, EAGER, "--training.global_batch_size=256"],
+        5605,
+        67.0,
+    ),
+    (
+        "8B, FSDP 128, compiled",
+        128,
+        [*EIGHT, SELECTIVE, "--training.global_batch_size=256"],
+        6514,
+        62.0,
+    ),
+    (
+        "8B, FSDP 8 x TP 8, compiled",
+        64,
+        [
+            "configs/llama_8b.toml",
+            SELECTIVE,
+            TP8,
+            "--training.local_batch_size=12",
+            "--training.global_batch_size=96",
+        ],
+        4378,
+        None,
+    ),
+    (
+        "70B, FSDP 32 x TP 8, compiled",
+        256,
+        [
+            "configs/llama_70b.toml",
+            FULL,
+            TP8,
+            "--training.local_batch_size=16",
+            "--training.global_batch_size=512",
+        ],
+        597.3,
+        None,
+    ),
+)
+# Table 2 of the first of these: 8B on 8 GPUs, local batch 1, full checkpointing, compiled, float8.
+# Columns: ranks that share a sequence, its tokens, tokens/s per GPU, GiB reserved.
+CONTEXT = (
+    (1, 32768, 3890, 83.9),
+    (2, 65536, 2540, 84.2),
+    (4, 131072, 1071, 84.0),
+    (8, 262144, 548, 84.5),
+)
 THEIRS = {"memory_gib": 95.6, "memory_gb_per_s": 2400}  # their H100, where it is not ours
 
 
 def whole_loss(h, weight, labels, chunk_tokens, each=None):
-    """Their loss: logits of all tokens at once. Under tensor parallelism ours, whose products are the same."""
+    """Their loss: logits of all tokens at once. Under tensor parallelism ours, whose products are
+    the same."""
     if isinstance(weight, DTensor):
         return train_loss(h, weight, labels, chunk_tokens, each)
     return plain_cross_entropy(h @ weight.t(), labels)
@@ -64,13 +108,18 @@ train_loss = train.linear_cross_entropy
 
 
 def every_second_product():
-    """Their selective policy: of the products every second is recomputed. Counted anew in forward and in recomputation."""
+    """Their selective policy: of the products every second is recomputed. Counted anew in forward
+    and in recomputation."""
     counts: dict[bool, itertools.count] = {}
 
     def policy(ctx, op, *args, **kwargs):
         if op is torch.ops.aten.mm.default:
             number = next(counts.setdefault(ctx.is_recompute, itertools.count()))
-            return ac.CheckpointPolicy.MUST_SAVE if number % 2 == 0 else ac.CheckpointPolicy.PREFER_RECOMPUTE
+            return (
+                ac.CheckpointPolicy.MUST_SAVE
+                if number % 2 == 0
+                else ac.CheckpointPolicy.PREFER_RECOMPUTE
+            )
         return ac_policy(ctx, op, *args, **kwargs)
 
     return policy
@@ -81,7 +130,10 @@ ac_policy = ac._policy
 
 def like_theirs(options: list[str], gpus: int, device: Device) -> Plan:
     cfg = load_config([*options, "--training.param_dtype=bfloat16"], gpus, 8)
-    with mock.patch.object(train, "linear_cross_entropy", whole_loss), mock.patch.object(ac, "_policy", every_second_product()):
+    with (
+        mock.patch.object(train, "linear_cross_entropy", whole_loss),
+        mock.patch.object(ac, "_policy", every_second_product()),
+    ):
         return make_plan(cfg, Question(gpus, 8, device))
 
 
@@ -93,17 +145,35 @@ def published(device: Device) -> None:
     for _ in range(20):  # bisection: the efficiency of products that makes the first row right
         device = device.model_copy(update={"matmul_efficiency": (low + high) / 2})
         speed = tokens / estimate(step, device, 8, compiled=False).seconds
-        low, high = (low, device.matmul_efficiency) if speed > first[3] else (device.matmul_efficiency, high)
+        low, high = (
+            (low, device.matmul_efficiency)
+            if speed > first[3]
+            else (device.matmul_efficiency, high)
+        )
     rows = []
     for name, gpus, options, speed, reserved in PUBLISHED:
         p = like_theirs(options, gpus, device)
         ours, live = p.tokens_per_second / gpus, p.live / 2**30
-        memory = [f"{reserved:.1f}", f"{live:.1f}", f"{reserved / live - 1:+.0%}"] if reserved else ["", f"{live:.1f}", ""]
+        memory = (
+            [f"{reserved:.1f}", f"{live:.1f}", f"{reserved / live - 1:+.0%}"]
+            if reserved
+            else ["", f"{live:.1f}", ""]
+        )
         error = f"{ours / speed - 1:+.0%}" if name != first[0] else "(calibrates)"
         rows.append([name, f"{speed:,.0f}", f"{ours:,.0f}", error, *memory])
-    columns = ["Llama 3.1, GPUs", "published tokens/s per GPU", "planned", "error", "published GiB reserved",
-               "planned GiB live", "reserved above live"]  # fmt: skip
-    notes = f"H100, 500 W, HBM2e. Calibrated on the first row: products at {device.matmul_efficiency:.1%} of the SXM peak."
+    columns = [
+        "Llama 3.1, GPUs",
+        "published tokens/s per GPU",
+        "planned",
+        "error",
+        "published GiB reserved",
+        "planned GiB live",
+        "reserved above live",
+    ]
+    notes = (
+        "H100, 500 W, HBM2e. Calibrated on the first row: products at "
+        f"{device.matmul_efficiency:.1%} of the SXM peak."
+    )
     harness.report("Planned against TorchTitan's published runs", columns, rows, notes)
     context(device)
 
@@ -112,22 +182,65 @@ def context(device: Device) -> None:
     """Their rows with context parallelism, by both of our methods."""
     rows = []
     for cp, seq_len, speed, reserved in CONTEXT:
-        options = [*EIGHT, FULL, "--training.local_batch_size=1", f"--training.global_batch_size={8 // cp}",
-                   f"--training.seq_len={seq_len}", f"--model.max_seq_len={seq_len}", f"--parallelism.context_parallel={cp}"]  # fmt: skip
+        options = [
+            *EIGHT,
+            FULL,
+            "--training.local_batch_size=1",
+            f"--training.global_batch_size={8 // cp}",
+            f"--training.seq_len={seq_len}",
+            f"--model.max_seq_len={seq_len}",
+            f"--parallelism.context_parallel={cp}",
+        ]
         for method in ("gather", "ulysses") if cp > 1 else ("gather",):
-            p = like_theirs([*options, f"--parallelism.context_parallel_method={method}"], 8, device)
-            ours, exchanged = p.tokens_per_second / 8, [line for (dim, _), line in p.time.lines.items() if dim == "cp"]
-            rows.append([f"FSDP {8 // cp} x CP {cp}", f"{seq_len:,}", method if cp > 1 else "", f"{speed:,}", f"{ours:,.0f}",
-                         f"{ours / speed - 1:+.0%}", f"{sum(line.exposed for line in exchanged) / p.time.seconds:.1%}",
-                         f"{reserved:.1f}", f"{p.live / 2**30:.1f}"])  # fmt: skip
-    columns = ["8B, 8 GPUs", "tokens", "method", "published tokens/s per GPU (float8)", "planned (bfloat16)", "error",
-               "step that waits for cp", "published GiB reserved", "planned GiB live"]  # fmt: skip
-    harness.report("Planned against TorchTitan's published runs with context parallelism", columns, rows, "The same calibration.")
+            p = like_theirs(
+                [*options, f"--parallelism.context_parallel_method={method}"], 8, device
+            )
+            ours, exchanged = (
+                p.tokens_per_second / 8,
+                [line for (dim, _), line in p.time.lines.items() if dim == "cp"],
+            )
+            rows.append(
+                [
+                    f"FSDP {8 // cp} x CP {cp}",
+                    f"{seq_len:,}",
+                    method if cp > 1 else "",
+                    f"{speed:,}",
+                    f"{ours:,.0f}",
+                    f"{ours / speed - 1:+.0%}",
+                    f"{sum(line.exposed for line in exchanged) / p.time.seconds:.1%}",
+                    f"{reserved:.1f}",
+                    f"{p.live / 2**30:.1f}",
+                ]
+            )
+    columns = [
+        "8B, 8 GPUs",
+        "tokens",
+        "method",
+        "published tokens/s per GPU (float8)",
+        "planned (bfloat16)",
+        "error",
+        "step that waits for cp",
+        "published GiB reserved",
+        "planned GiB live",
+    ]
+    harness.report(
+        "Planned against TorchTitan's published runs with context parallelism",
+        columns,
+        rows,
+        "The same calibration.",
+    )
 
 
 HERE = (  # the first calibrates: name, options
     ("debug, batch 8 x 256", []),
-    ("batch 2 x 1024", ["--training.local_batch_size=2", "--training.global_batch_size=2", "--training.seq_len=1024"]),
+    (
+        "batch 2 x 1024",
+        [
+            "--training.local_batch_size=2",
+            "--training.global_batch_size=2",
+            "--training.seq_len=1024",
+        ],
+    ),
     ("3 layers", ["--model.n_layers=3"]),
     ("12 layers", ["--model.n_layers=12"]),
     ("width 384", ["--model.dim=384", "--model.head_dim=48", "--model.hidden_dim=1024"]),
@@ -145,19 +258,31 @@ def planned_here(options: list[str], device: Device) -> float:
 
 
 def quietest(measured: list[Device]) -> Device:
-    """Of each rate the best, what the machine does when nobody disturbs it; the median of what is a difference of two."""
-    peak, attention = (max(d.peak_tflops * getattr(d, share) for d in measured)
-                       for share in ("matmul_efficiency", "attention_efficiency"))  # fmt: skip
-    return measured[0].model_copy(update={
-        "peak_tflops": peak, "attention_efficiency": attention / peak,
-        **{name: max(getattr(d, name) for d in measured) for name in ("memory_gb_per_s", "host_gb_per_s")},
-        **{name: statistics.median(getattr(d, name) for d in measured)
-           for name in ("attention_backward", "attention_row_ns", "overhead_us", "policy_us")},
-    })  # fmt: skip
+    """Of each rate the best, what the machine does when nobody disturbs it; the median of what is a
+    difference of two."""
+    peak, attention = (
+        max(d.peak_tflops * getattr(d, share) for d in measured)
+        for share in ("matmul_efficiency", "attention_efficiency")
+    )
+    return measured[0].model_copy(
+        update={
+            "peak_tflops": peak,
+            "attention_efficiency": attention / peak,
+            **{
+                name: max(getattr(d, name) for d in measured)
+                for name in ("memory_gb_per_s", "host_gb_per_s")
+            },
+            **{
+                name: statistics.median(getattr(d, name) for d in measured)
+                for name in ("attention_backward", "attention_row_ns", "overhead_us", "policy_us")
+            },
+        }
+    )
 
 
 def here(rounds: int) -> None:
-    with multiprocessing.get_context("fork").Pool(1) as apart:  # before any thread starts, and apart: its mesh is a fake
+    # before any thread starts, and apart: its mesh is a fake
+    with multiprocessing.get_context("fork").Pool(1) as apart:
         device = quietest([measure_cpu() for _ in range(4)])
         predicted = {name: apart.apply(planned_here, (options, device)) for name, options in HERE}
     steps = {}
@@ -166,23 +291,41 @@ def here(rounds: int) -> None:
         batch = trace.batch_of(job, job.cfg.training.micro_batches(1))
         steps[name] = lambda job=job, batch=batch: train.train_step(job, batch)
     times, first = harness.alternate(steps, rounds), HERE[0][0]
-    calibration = statistics.median(times[first])  # the others by their ratio to it, round by round: the machine is noisy
+    # the others by their ratio to it, round by round: the machine is noisy
+    calibration = statistics.median(times[first])
     factor = calibration / predicted[first]
     seconds = {name: calibration * harness.ratio(times, name, first) for name, _ in HERE}
-    rows = [[name, f"{seconds[name] * 1e3:.0f} ms", f"{predicted[name] * factor * 1e3:.0f} ms",
-             f"{predicted[name] * factor / seconds[name] - 1:+.0%}" if name != first else "(calibrates)"]
-            for name, _ in HERE]  # fmt: skip
-    worst = max((abs(predicted[name] * factor / seconds[name] - 1) for name, _ in HERE), default=0.0)
-    notes = (f"Products {device.peak / 1e9:.0f} GFLOP/s, copies {device.host_gb_per_s:.0f} GB/s, an operator "
-             f"{device.overhead_us:.1f} us, measured in the same run; one factor for all, {factor:.2f}, makes the first row "
-             f"right. Medians of {rounds} alternating rounds, each step against the first one's of its round; the largest "
-             f"error is {worst:.0%}.")  # fmt: skip
+    rows = [
+        [
+            name,
+            f"{seconds[name] * 1e3:.0f} ms",
+            f"{predicted[name] * factor * 1e3:.0f} ms",
+            f"{predicted[name] * factor / seconds[name] - 1:+.0%}"
+            if name != first
+            else "(calibrates)",
+        ]
+        for name, _ in HERE
+    ]
+    worst = max(
+        (abs(predicted[name] * factor / seconds[name] - 1) for name, _ in HERE), default=0.0
+    )
+    notes = (
+        f"Products {device.peak / 1e9:.0f} GFLOP/s, copies {device.host_gb_per_s:.0f} GB/s, an "
+        "operator "
+        f"{device.overhead_us:.1f} us, measured in the same run; one factor for all, "
+        f"{factor:.2f}, makes the first row "
+        f"right. Medians of {rounds} alternating rounds, each step against the first one's of its "
+        "round; the largest "
+        f"error is {worst:.0%}."
+    )
     columns = ["debug model but", "measured", "planned", "error"]
     harness.report("Planned against measured steps of this machine", columns, rows, notes)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("published", "here"))
     parser.add_argument("--device", default="h100")
     parser.add_argument("--rounds", type=int, default=15)

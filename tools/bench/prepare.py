@@ -2,11 +2,12 @@
 
     python -m tools.bench.prepare [--megabytes 300] [--rounds 3] [--source FILES] [--ranks FILE] [--json out.json]
 
-The text is that of `--source` (the standard library), over and over until there is enough, as JSON lines, so that many
-short documents and the parsing count. "tiktoken alone" is `encode_ordinary` of strings that are in memory already, in
-batches of 256 kB, by as many threads as there are cores, and nothing is kept. `prepare` reads, parses, hashes, tokenises
-by processes and writes shards that are flushed to the disk. "streamed": one rank of `data.stream` reads, parses and
-tokenises as many tokens by its one thread.
+The text is that of `--source` (the standard library), over and over until there is enough, as JSON
+lines, so that many short documents and the parsing count. "tiktoken alone" is `encode_ordinary` of
+strings that are in memory already, in batches of 256 kB, by as many threads as there are cores, and
+nothing is kept. `prepare` reads, parses, hashes, tokenises by processes and writes shards that are
+flushed to the disk. "streamed": one rank of `data.stream` reads, parses and tokenises as many
+tokens by its one thread.
 """
 
 import argparse
@@ -30,11 +31,15 @@ from tools.bench import harness
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=float, default=300)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--source", default="stdlib")
-    parser.add_argument("--ranks", help="a tiktoken rank file; without it: 32,000 tokens trained on the text")
+    parser.add_argument(
+        "--ranks", help="a tiktoken rank file; without it: 32,000 tokens trained on the text"
+    )
     parser.add_argument("--json")
     args = parser.parse_args()
     threads = len(os.sched_getaffinity(0))
@@ -48,12 +53,18 @@ def main() -> None:
         files = write(folder, texts)
         tok = tokenizer.from_rank_file(ranks)
         bare = tiktoken.Encoding(
-            "bare", pat_str=tok.split, mergeable_ranks={t: i for i, t in enumerate(tok.ranks)}, special_tokens={}
+            "bare",
+            pat_str=tok.split,
+            mergeable_ranks={t: i for i, t in enumerate(tok.ranks)},
+            special_tokens={},
         )
 
         def alone() -> int:
             with ThreadPoolExecutor(threads) as pool:
-                counts = pool.map(lambda batch: sum(len(bare.encode_ordinary(text)) for text in batch), batches(texts))
+                counts = pool.map(
+                    lambda batch: sum(len(bare.encode_ordinary(text)) for text in batch),
+                    batches(texts),
+                )
                 return sum(counts)
 
         made = iter(range(10**6))
@@ -63,24 +74,45 @@ def main() -> None:
             prepare(cfg, log=lambda line: None, out=str(folder / f"out{next(made)}"))
 
         contenders, n = {"tiktoken alone": alone}, alone()
-        contenders |= {f"prepare {kind}": lambda path=path: prepared(path) for kind, path in files.items()}
-        contenders["streamed .jsonl, one thread"] = lambda: streamed(Data(source=str(files[".jsonl"]), tokenizer=ranks), n)
+        contenders |= {
+            f"prepare {kind}": lambda path=path: prepared(path) for kind, path in files.items()
+        }
+        contenders["streamed .jsonl, one thread"] = lambda: streamed(
+            Data(source=str(files[".jsonl"]), tokenizer=ranks), n
+        )
         seconds = harness.alternate(contenders, args.rounds, warm_up=1)
     rows = []
     for name in contenders:
         rate = size / 1e6 / sorted(seconds[name])[args.rounds // 2]
         rows.append([name, f"{rate:.1f}", f"{harness.ratio(seconds, name, 'tiktoken alone'):.2f}"])
-    memory = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1e6
-    notes = (f"{len(texts):,} documents, {size / 1e6:.0f} MB of text, {threads} threads, {tok.n_vocab:,} tokens; "
-             f"peak memory of a process {memory:.1f} GB (this one holds the text).")  # fmt: skip
-    harness.report("Preparing a corpus", ["what", "MB/s of text", "time, to tiktoken alone"], rows, notes, args.json)
+    memory = (
+        max(
+            resource.getrusage(who).ru_maxrss
+            for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        )
+        / 1e6
+    )
+    notes = (
+        f"{len(texts):,} documents, {size / 1e6:.0f} MB of text, {threads} threads, "
+        f"{tok.n_vocab:,} tokens; "
+        f"peak memory of a process {memory:.1f} GB (this one holds the text)."
+    )
+    harness.report(
+        "Preparing a corpus",
+        ["what", "MB/s of text", "time, to tiktoken alone"],
+        rows,
+        notes,
+        args.json,
+    )
 
 
 def streamed(cfg: Data, tokens: int) -> None:
     """As many tokens as the batches of one rank that does nothing else."""
     source = stream.open_source(cfg, log=lambda line: None)
     order = stream.begin(stream.describe(source, 0, 1024, 8))
-    batches = stream.Batches(source, order, range(tokens // (8 * 1024)), 8, 0, 1, gather=lambda one: [one])
+    batches = stream.Batches(
+        source, order, range(tokens // (8 * 1024)), 8, 0, 1, gather=lambda one: [one]
+    )
     for _ in range(tokens // (8 * 1024)):
         next(batches)
     batches.close()

@@ -1,40 +1,54 @@
-"""Matrix products at the sizes of a model's layers. On a CPU: float32 as PyTorch comes and as our runs ask for it
-(`configs/cpu.py::float32_products`), and bfloat16. On a GPU: float32, float32 rounded to TF32 inside, and bfloat16.
+"""Matrix products at the sizes of a model's layers. On a CPU: float32 as PyTorch comes and as our
+runs ask for it (`configs/cpu.py::float32_products`), and bfloat16. On a GPU: float32, float32
+rounded to TF32 inside, and bfloat16.
 
     python -m tools.bench.products [--rounds 25] [--shapes 2048,256,704 ...] [--json out.json]
 
-A shape is tokens, inputs, outputs of a linear layer; forward, grad of its input and grad of its weight are three products of
-as many operations, and timed together.
+A shape is tokens, inputs, outputs of a linear layer; forward, grad of its input and grad of its
+weight are three products of as many operations, and timed together.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable
 
+from configs.cpu import float32_products, keep_memory
+
 import torch
 
-from configs.cpu import float32_products, keep_memory
 from tools.bench import harness
 
 SHAPES = {
     "cpu": "2048,2048,2048 2048,256,704 2048,704,256 1024,256,4096 4096,512,1536 1024,2048,8192",
-    "cuda": "8192,8192,8192 8192,4096,4096 8192,4096,14336 8192,14336,4096 8192,4096,128256",  # of 8B from the second on
+    # of 8B from the second on
+    "cuda": "8192,8192,8192 8192,4096,4096 8192,4096,14336 8192,14336,4096 8192,4096,128256",
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def contenders() -> dict[str, tuple[torch.dtype, str]]:
-    """Name -> type, and what torch.set_float32_matmul_precision is told. The second is compared with the first."""
+    """Name -> type, and what torch.set_float32_matmul_precision is told. The second is compared
+    with the first."""
     if DEVICE == "cuda":
-        return {"float32": (torch.float32, "highest"), "TF32": (torch.float32, "high"), "bfloat16": (torch.bfloat16, "highest")}
+        return {
+            "float32": (torch.float32, "highest"),
+            "TF32": (torch.float32, "high"),
+            "bfloat16": (torch.bfloat16, "highest"),
+        }
     keep_memory()
     float32_products()
     asked = torch.get_float32_matmul_precision()
-    return {"float32": (torch.float32, "highest"), "float32 (ours)": (torch.float32, asked), "bfloat16": (torch.bfloat16, "highest")}
+    return {
+        "float32": (torch.float32, "highest"),
+        "float32 (ours)": (torch.float32, asked),
+        "bfloat16": (torch.bfloat16, "highest"),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--shapes", nargs="+", default=SHAPES[DEVICE].split())
     parser.add_argument("--json")
@@ -42,7 +56,10 @@ def main() -> None:
 
     def layer(shape: str, dtype: torch.dtype, precision: str) -> Callable[[], None]:
         tokens, inputs, outputs = map(int, shape.split(","))
-        x, w, grad = (torch.randn(*size, device=DEVICE).to(dtype) for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+        x, w, grad = (
+            torch.randn(*size, device=DEVICE).to(dtype)
+            for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+        )
 
         def run() -> None:
             torch.set_float32_matmul_precision(precision)
@@ -54,11 +71,24 @@ def main() -> None:
     first, second, *_ = kinds
     for shape in args.shapes:
         tokens, inputs, outputs = map(int, shape.split(","))
-        seconds = harness.alternate({name: layer(shape, *kind) for name, kind in kinds.items()}, args.rounds)
-        rates = [f"{6 * tokens * inputs * outputs / statistics.median(times) / 1e9:,.0f}" for times in seconds.values()]
-        rows.append([shape.replace(",", ", "), *rates, f"{harness.ratio(seconds, second, first):.2f}"])
-    columns = ["tokens, inputs, outputs", *(f"{name} GFLOP/s" for name in kinds), f"time, {second} / {first}"]
-    harness.report("Products of a linear layer", columns, rows, f"{args.rounds} alternating rounds.", args.json)
+        seconds = harness.alternate(
+            {name: layer(shape, *kind) for name, kind in kinds.items()}, args.rounds
+        )
+        rates = [
+            f"{6 * tokens * inputs * outputs / statistics.median(times) / 1e9:,.0f}"
+            for times in seconds.values()
+        ]
+        rows.append(
+            [shape.replace(",", ", "), *rates, f"{harness.ratio(seconds, second, first):.2f}"]
+        )
+    columns = [
+        "tokens, inputs, outputs",
+        *(f"{name} GFLOP/s" for name in kinds),
+        f"time, {second} / {first}",
+    ]
+    harness.report(
+        "Products of a linear layer", columns, rows, f"{args.rounds} alternating rounds.", args.json
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What a phase of a run costs rank 0 of many ranks that do not exist: the collectives, and the processor time of Python.
+"""What a phase of a run costs rank 0 of many ranks that do not exist: the collectives, and the
+processor time of Python.
 
-The run's own code runs on PyTorch's fake process group (`tools/plan/trace.py::pretend`). Every other rank is taken to send
-what rank 0 sends.
+The run's own code runs on PyTorch's fake process group (`tools/plan/trace.py::pretend`). Every
+other rank is taken to send what rank 0 sends.
 """
 
 import math
@@ -20,7 +21,8 @@ from tools.plan.device import load_device
 from tools.plan.estimate import Ring
 
 RANKS_PER_HOST = 8
-CONTROL_BYTES = 1024  # a step's collectives of at most that many bytes are the loss's, the norm's and the like
+# a step's collectives of at most that many bytes are the loss's, the norm's and the like
+CONTROL_BYTES = 1024
 DEVICE = "h100"
 
 
@@ -33,24 +35,33 @@ class Collective:
     bytes: int
 
 
-# kind -> (messages that rank 0 sends and receives, their bytes, hops that wait for each other), of n ranks and b bytes.
-# gloo sums and gathers in a ring, and broadcasts along a binomial tree (its allreduce.cc, allgather.cc, broadcast.cc).
+# kind -> (messages that rank 0 sends and receives, their bytes, hops that wait for each other), of
+# n ranks and b bytes. gloo sums and gathers in a ring, and broadcasts along a binomial tree (its
+# allreduce.cc, allgather.cc, broadcast.cc).
 ALGORITHMS: dict[str, Callable[[int, int], tuple[int, float, int]]] = {
     "all_reduce": lambda n, b: (4 * (n - 1), 4 * b * (n - 1) / n, 2 * (n - 1)),
     "all_gather": lambda n, b: (2 * (n - 1), 2 * b * (n - 1), n - 1),
-    "broadcast": lambda n, b: (math.ceil(math.log2(n)), b * math.ceil(math.log2(n)), math.ceil(math.log2(n))),
+    "broadcast": lambda n, b: (
+        math.ceil(math.log2(n)),
+        b * math.ceil(math.log2(n)),
+        math.ceil(math.log2(n)),
+    ),
     "gather": lambda n, b: (n - 1, b * (n - 1), 1),
     "store": lambda n, b: (n, b * n, 1),  # every rank or host sends one message to the store
 }
 NAMES = {
-    "allreduce_": "all_reduce", "all_reduce": "all_reduce", "allgather_": "all_gather", "broadcast_": "broadcast",
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allgather_": "all_gather",
+    "broadcast_": "broadcast",
     "gather_": "gather",
-}  # fmt: skip
+}
 
 
 @dataclass
 class Phase:
-    """What a phase costs rank 0. on_device: its collectives are of GPU tensors (NCCL), not of the CPU's (gloo)."""
+    """What a phase costs rank 0. on_device: its collectives are of GPU tensors (NCCL), not of the
+    CPU's (gloo)."""
 
     collectives: list[Collective] = field(default_factory=list)
     seconds: float = 0.0  # processor time of rank 0
@@ -79,7 +90,9 @@ class Phase:
         with Recorder() as recorder, self.timed(part):
             yield
         self.seconds += self.details[part]
-        self.collectives += [c for c in recorder.seen if not self.on_device or c.bytes <= CONTROL_BYTES]
+        self.collectives += [
+            c for c in recorder.seen if not self.on_device or c.bytes <= CONTROL_BYTES
+        ]
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -100,26 +113,37 @@ class Recorder(Watch):
         if name in NAMES and (ranks := group_of(args).size()) > 1:
             given = args[1] if name in ("allgather_", "gather_") else args[0]
             tensors = [given] if isinstance(given, torch.Tensor) else given
-            self.seen.append(Collective(NAMES[name], ranks, sum(t.numel() * t.element_size() for t in tensors)))
+            self.seen.append(
+                Collective(NAMES[name], ranks, sum(t.numel() * t.element_size() for t in tensors))
+            )
 
 
 @contextmanager
 def everyone_is_like_rank_0() -> Iterator[None]:
-    """A fake group moves nothing, so what is gathered would be undefined: here all ranks send what rank 0 does. Objects are
-    packed and unpacked as often as on a real group."""
+    """A fake group moves nothing, so what is gathered would be undefined: here all ranks send what
+    rank 0 does. Objects are packed and unpacked as often as on a real group."""
     real_all_gather, real_gather = dist.all_gather, dist.gather
 
-    def all_gather(tensors: list[torch.Tensor], own: torch.Tensor, *args: object, **kwargs: object) -> None:
+    def all_gather(
+        tensors: list[torch.Tensor], own: torch.Tensor, *args: object, **kwargs: object
+    ) -> None:
         real_all_gather(tensors, own, *args, **kwargs)
         for tensor in tensors:
             tensor.copy_(own)
 
-    def gather(own: torch.Tensor, tensors: list[torch.Tensor] | None = None, *args: object, **kwargs: object) -> None:
+    def gather(
+        own: torch.Tensor,
+        tensors: list[torch.Tensor] | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> None:
         real_gather(own, tensors, *args, **kwargs)
         for tensor in tensors or []:
             tensor.copy_(own)
 
-    def all_gather_object(objects: list, own: object, group: dist.ProcessGroup | None = None) -> None:
+    def all_gather_object(
+        objects: list, own: object, group: dist.ProcessGroup | None = None
+    ) -> None:
         packed = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
         size = torch.tensor([len(packed)])
         all_gather([torch.empty_like(size) for _ in objects], size, group=group)
@@ -127,7 +151,8 @@ def everyone_is_like_rank_0() -> Iterator[None]:
         objects[:] = [pickle.loads(packed.numpy().tobytes()) for _ in objects]
 
     with (
-        mock.patch.object(dist, "all_gather", all_gather), mock.patch.object(dist, "gather", gather),
+        mock.patch.object(dist, "all_gather", all_gather),
+        mock.patch.object(dist, "gather", gather),
         mock.patch.object(dist, "all_gather_object", all_gather_object),
-    ):  # fmt: skip
+    ):
         yield

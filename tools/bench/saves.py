@@ -2,9 +2,10 @@
 
     python -m tools.bench.saves [configs/llama_405b.toml] [--ranks 8 512 16384] [--table.key=value ...]
 
-The run is built as the planner builds it, on PyTorch's fake process group, so the plan, the manifest and rank 0's file
-are those of a real run of so many ranks; the file holds zeros, and the rows of other ranks' files are made up. What the
-network takes is not measured; the collectives are counted. `tools.bench.ranks` has the other phases of a run.
+The run is built as the planner builds it, on PyTorch's fake process group, so the plan, the
+manifest and rank 0's file are those of a real run of so many ranks; the file holds zeros, and the
+rows of other ranks' files are made up. What the network takes is not measured; the collectives are
+counted. `tools.bench.ranks` has the other phases of a run.
 """
 
 import argparse
@@ -12,7 +13,6 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -31,8 +31,8 @@ from training import init
 
 
 def phases(cfg: Config, ranks: int, per_host: int = RANKS_PER_HOST) -> dict[str, Phase]:
-    """The phases "plan" (once in a run), "save" and "resume" of a run of `cfg` on so many ranks. The parallelism in
-    `cfg` must fit that number. Writes rank 0's file into a temporary folder."""
+    """The phases "plan" (once in a run), "save" and "resume" of a run of `cfg` on so many ranks.
+    The parallelism in `cfg` must fit that number. Writes rank 0's file into a temporary folder."""
     cfg = tracing(cfg)
     to_empty, fake = nn.Module.to_empty, FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -41,7 +41,8 @@ def phases(cfg: Config, ranks: int, per_host: int = RANKS_PER_HOST) -> dict[str,
             return to_empty(module, **how)
 
     with (
-        pretend(ranks, per_host), everyone_is_like_rank_0(),
+        pretend(ranks, per_host),
+        everyone_is_like_rank_0(),
         mock.patch.object(nn.Module, "to_empty", fake_to_empty),
         mock.patch.object(init, "fill", lambda *_: None),
         tempfile.TemporaryDirectory() as folder,
@@ -83,7 +84,10 @@ def _measure(job: train.Job, ranks: int, folder: Path) -> dict[str, Phase]:
         writer = FileWriter(folder, dist.group.WORLD, publish)
         dcp.save({}, storage_writer=writer, planner=OwnParts(prepare), use_collectives=False)
     manifest_bytes = (folder / verify.MANIFEST).stat().st_size
-    save.details |= {"MB of the manifest": manifest_bytes / 1e6, "MB of the header": header_bytes / 1e6}
+    save.details |= {
+        "MB of the manifest": manifest_bytes / 1e6,
+        "MB of the header": header_bytes / 1e6,
+    }
 
     resume.collectives.append(Collective("broadcast", ranks, manifest_bytes))
     with resume.measured("manifest"):
@@ -101,20 +105,29 @@ def _head() -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", nargs="?", default="configs/llama_405b.toml")
     parser.add_argument("--ranks", type=int, nargs="+", default=[512, 16384])
     parser.add_argument("--json")
     args, options = parser.parse_known_args()
     table = []
     for ranks in args.ranks:
-        batch = ["--training.local_batch_size=1", f"--training.global_batch_size={ranks}"]  # fits any number; nothing is trained
+        # fits any number; nothing is trained
+        batch = ["--training.local_batch_size=1", f"--training.global_batch_size={ranks}"]
         cfg = load_config([args.config, *batch, *options], ranks, RANKS_PER_HOST)
         for name, phase in phases(cfg, ranks).items():
             sent = ", ".join(f"{c.kind} of {c.bytes:,} B" for c in phase.collectives)
             details = ", ".join(f"{what} {value:.3g}" for what, value in phase.details.items())
             table.append([f"{ranks:,}", name, f"{phase.seconds:.3f} s", sent, details])
-    harness.report("Saving and resuming, rank 0", ["ranks", "phase", "processor time", "collectives", "of it"], table, "", args.json)
+    harness.report(
+        "Saving and resuming, rank 0",
+        ["ranks", "phase", "processor time", "collectives", "of it"],
+        table,
+        "",
+        args.json,
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""A training step by its sections, beside the rate at which this machine multiplies matrices, for a list of configurations.
+"""A training step by its sections, beside the rate at which this machine multiplies matrices, for a
+list of configurations.
 
     python -m tools.bench.sections [--rounds 5] [--only NAME] [--json out.json] [--table.key=value ...]
-    python -m tools.bench.sections --one [--rounds 5] [--fake-world N] --table.key=value ...     # one, as a line of JSON
+    python -m tools.bench.sections --one [--rounds 5] [--fake-world N] --table.key=value ...  # one line of JSON
 
-Each configuration runs in a process of its own, so that peak memory is its own: `train.build`, `train.train_step` and the data
-path of a run on random tokens. Steps alternate with one large matrix product of the same type, so `of products` compares what
-was measured at the same time; `MFU` is against the data sheet (none for a CPU). The sections are timed in further steps, with
-the device waited for at each boundary. `idle` is the share of a step in which a GPU runs no kernel, because it waits for the
-host; `live` is the peak of its tensors, without what the allocator holds besides. What --table.key=value says is laid over
-every configuration.
+Each configuration runs in a process of its own, so that peak memory is its own: `train.build`,
+`train.train_step` and the data path of a run on random tokens. Steps alternate with one large
+matrix product of the same type, so `of products` compares what was measured at the same time; `MFU`
+is against the data sheet (none for a CPU). The sections are timed in further steps, with the device
+waited for at each boundary. `idle` is the share of a step in which a GPU runs no kernel, because it
+waits for the host; `live` is the peak of its tensors, without what the allocator holds besides.
+What --table.key=value says is laid over every configuration.
 """
 
 import argparse
@@ -33,15 +35,19 @@ from tools.plan.trace import pretend
 from training.metrics import memory_gib, peak_flops
 
 BENCH = (  # for two cores: large enough that matrix products lead
-    "--model.dim=512 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=64 --model.hidden_dim=1536 "
-    "--model.vocab_size=8192 --training.seq_len=512 --training.local_batch_size=8 --training.global_batch_size=8"
+    "--model.dim=512 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 "
+    "--model.head_dim=64 --model.hidden_dim=1536 "
+    "--model.vocab_size=8192 --training.seq_len=512 --training.local_batch_size=8 "
+    "--training.global_batch_size=8"
 )
 LAYERS_1B = (
-    "--model.flavor=1B --model.n_layers=2 --model.vocab_size=8192 --training.seq_len=512 --training.local_batch_size=2 "
+    "--model.flavor=1B --model.n_layers=2 --model.vocab_size=8192 --training.seq_len=512 "
+    "--training.local_batch_size=2 "
     "--training.global_batch_size=2"
 )
 LAYERS_8B = (
-    "--model.flavor=8B --model.n_layers=6 --training.seq_len=8192 --training.local_batch_size=1 --training.global_batch_size=1 "
+    "--model.flavor=8B --model.n_layers=6 --training.seq_len=8192 --training.local_batch_size=1 "
+    "--training.global_batch_size=1 "
     "--training.param_dtype=bfloat16 --activation_checkpoint.mode=selective --compile.enabled=true"
 )
 CONFIGS = {
@@ -61,17 +67,30 @@ CONFIGS = {
 }
 SECTIONS = ("data", "forward", "backward", "clip", "optimizer")
 COLUMNS = (
-    "configuration", "median step", "tokens/s", "GFLOP/s", "of products", "MFU", "peak GiB", "live GiB", "idle", *SECTIONS,
-)  # fmt: skip
+    "configuration",
+    "median step",
+    "tokens/s",
+    "GFLOP/s",
+    "of products",
+    "MFU",
+    "peak GiB",
+    "live GiB",
+    "idle",
+    *SECTIONS,
+)
 
 
 @contextmanager
 def sections(device: torch.device) -> Iterator[tuple[dict[str, float], Callable[[str], None]]]:
-    """Seconds of each of SECTIONS, and a function that begins one and ends the one before ("" belongs to none).
+    """Seconds of each of SECTIONS, and a function that begins one and ends the one before (""
+    belongs to none).
 
     The phases of a step begin and end with the `record_function` labels of `train.train_step`.
     """
-    seconds, current = dict.fromkeys((*SECTIONS, ""), 0.0), {"section": "", "since": time.perf_counter()}
+    seconds, current = (
+        dict.fromkeys((*SECTIONS, ""), 0.0),
+        {"section": "", "since": time.perf_counter()},
+    )
 
     def begin(section: str) -> None:
         if device.type == "cuda":
@@ -92,7 +111,10 @@ def sections(device: torch.device) -> Iterator[tuple[dict[str, float], Callable[
         if label.name in SECTIONS:
             begin("")
 
-    with mock.patch.object(record_function, "__enter__", entered), mock.patch.object(record_function, "__exit__", left):
+    with (
+        mock.patch.object(record_function, "__enter__", entered),
+        mock.patch.object(record_function, "__exit__", left),
+    ):
         yield seconds, begin
 
 
@@ -101,13 +123,16 @@ def one(options: list[str], rounds: int) -> dict:
     cfg = load_config(options, world().size, world().local_size)
     job = train.build(cfg)
     device, t = job.mesh.device, cfg.training
-    ids = np.random.default_rng(0).integers(0, job.args.vocab_size, 4 * t.global_batch_size * t.seq_len + 1)
+    ids = np.random.default_rng(0).integers(
+        0, job.args.vocab_size, 4 * t.global_batch_size * t.seq_len + 1
+    )
     dtype, data = dp.param_dtype(t, device), harness.batches(cfg, job.mesh, ids.astype(np.uint32))
     steps = iter(range(10**9))
     multiply, product_flops = harness.product(dtype, device)
     step = lambda: train.train_step(job, data[next(steps)])  # noqa: E731
     timed = harness.alternate({"step": step, "product": multiply}, rounds)
-    memory, live, idle = memory_gib(device), None, None  # of the allocator, whose peak this call resets
+    # of the allocator, whose peak this call resets
+    memory, live, idle = memory_gib(device), None, None
     del multiply
     with sections(device) as (seconds, begin):
         for _ in range(rounds):
@@ -125,18 +150,25 @@ def one(options: list[str], rounds: int) -> dict:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     peak = peak_flops(name, cfg.metrics.peak_tflops, dtype)
     return {
-        "seconds": seconds_per_step, "fastest": min(timed["step"]), "tokens_per_second": tokens / seconds_per_step,
-        "gflops": flops / 1e9, "product_gflops": product_flops / statistics.median(timed["product"]) / 1e9,
-        "mfu": flops / peak if peak else None, "memory_gib": memory, "live_gib": live, "idle": idle,
+        "seconds": seconds_per_step,
+        "fastest": min(timed["step"]),
+        "tokens_per_second": tokens / seconds_per_step,
+        "gflops": flops / 1e9,
+        "product_gflops": product_flops / statistics.median(timed["product"]) / 1e9,
+        "mfu": flops / peak if peak else None,
+        "memory_gib": memory,
+        "live_gib": live,
+        "idle": idle,
         "sections": {name: seconds[name] / rounds for name in SECTIONS},
-    }  # fmt: skip
+    }
 
 
 def on_fake_group(options: list[str], rounds: int, size: int) -> dict:
-    """Processor seconds that one thread of rank 0 of `size` ranks spends on a step: the work of the host.
+    """Processor seconds that one thread of rank 0 of `size` ranks spends on a step: the work of the
+    host.
 
-    Collectives return at once and bring nothing, so the gradient is whatever was in memory. Were it not finite, fused AdamW
-    would skip its update: it is told that all is well.
+    Collectives return at once and bring nothing, so the gradient is whatever was in memory. Were it
+    not finite, fused AdamW would skip its update: it is told that all is well.
     """
     torch.set_num_threads(1)
     with pretend(size, min(size, 8)):
@@ -149,23 +181,32 @@ def on_fake_group(options: list[str], rounds: int, size: int) -> dict:
         job.optimizer.register_step_pre_hook(all_is_well)
         shape = (1, cfg.training.local_batch_size, cfg.training.seq_len)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
-        seconds = harness.alternate({"step": lambda: train.train_step(job, batch)}, 5 * rounds, clock=time.process_time)["step"]
+        seconds = harness.alternate(
+            {"step": lambda: train.train_step(job, batch)}, 5 * rounds, clock=time.process_time
+        )["step"]
     return {"seconds": statistics.median(seconds), "fastest": min(seconds)}
 
 
 def row(name: str, seen: dict) -> list[str]:
     whole = sum(seen["sections"].values())
     return [
-        name, f"{seen['seconds'] * 1e3:,.0f} ms", f"{seen['tokens_per_second']:,.0f}", f"{seen['gflops']:,.0f}",
+        name,
+        f"{seen['seconds'] * 1e3:,.0f} ms",
+        f"{seen['tokens_per_second']:,.0f}",
+        f"{seen['gflops']:,.0f}",
         f"{seen['gflops'] / seen['product_gflops']:.0%} of {seen['product_gflops']:,.0f}",
-        f"{seen['mfu']:.1%}" if seen["mfu"] else "-", f"{seen['memory_gib']:.2f}",
-        f"{seen['live_gib']:.2f}" if seen["live_gib"] else "-", "-" if seen["idle"] is None else f"{seen['idle']:.1%}",
+        f"{seen['mfu']:.1%}" if seen["mfu"] else "-",
+        f"{seen['memory_gib']:.2f}",
+        f"{seen['live_gib']:.2f}" if seen["live_gib"] else "-",
+        "-" if seen["idle"] is None else f"{seen['idle']:.1%}",
         *(f"{seen['sections'][section] / whole:.1%}" for section in SECTIONS),
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="")
     parser.add_argument("--json")
@@ -173,17 +214,33 @@ def main() -> None:
     parser.add_argument("--fake-world", type=int, default=0)
     args, overrides = parser.parse_known_args()
     if args.one:
-        seen = on_fake_group(overrides, args.rounds, args.fake_world) if args.fake_world else one(overrides, args.rounds)
+        seen = (
+            on_fake_group(overrides, args.rounds, args.fake_world)
+            if args.fake_world
+            else one(overrides, args.rounds)
+        )
         print(json.dumps(seen))
         train.meshes.close_mesh()
         return
     rows = []
     for name, options in CONFIGS["cuda" if torch.cuda.is_available() else "cpu"].items():
         if args.only in name:
-            seen = harness.child("tools.bench.sections", "--one", f"--rounds={args.rounds}", *options.split(), *overrides)
+            seen = harness.child(
+                "tools.bench.sections",
+                "--one",
+                f"--rounds={args.rounds}",
+                *options.split(),
+                *overrides,
+            )
             rows.append(row(name, seen))
             print(" | ".join(rows[-1]), flush=True)
-    harness.report("Sections of a step", list(COLUMNS), rows, f"{args.rounds} rounds, step and product in turn.", args.json)
+    harness.report(
+        "Sections of a step",
+        list(COLUMNS),
+        rows,
+        f"{args.rounds} rounds, step and product in turn.",
+        args.json,
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""From the command to the end of the first step: a run of the debug preset, beside the barest script around the same model.
+"""From the command to the end of the first step: a run of the debug preset, beside the barest
+script around the same model.
 
     python -m tools.bench.start [--rounds 5] [--json out.json] [--table.key=value ...]
 
-- ours: `python train.py configs/llama_debug.toml`, until `metrics.jsonl` has its first line. The corpus is prepared beforehand.
-- bare: `import torch`, build the same model with float32 masters by hand, one step of the same size on random tokens.
+- ours: `python train.py configs/llama_debug.toml`, until `metrics.jsonl` has its first line. The
+  corpus is prepared beforehand.
+- bare: `import torch`, build the same model with float32 masters by hand, one step of the same size
+  on random tokens.
 - import torch: that alone.
-- 8B on 8 fake ranks: `train.build` of configs/llama_8b.toml as one of 8 ranks, on meta, sharded; no memory (the fill of the
-  initial values is in tools/bench/init.py).
+- 8B on 8 fake ranks: `train.build` of configs/llama_8b.toml as one of 8 ranks, on meta, sharded; no
+  memory (the fill of the initial values is in tools/bench/init.py).
 """
 
 import argparse
@@ -53,7 +56,9 @@ with pretend(8, 8), mock.patch.object(nn.Module, "to_empty", lambda model, **_: 
 def until_the_first_step(command: list[str], metrics: Path | None) -> float:
     """Seconds until the file has a line, or until the command ends."""
     began = time.perf_counter()
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     while process.poll() is None and not (metrics and metrics.exists() and metrics.stat().st_size):
         time.sleep(0.005)
     seconds = time.perf_counter() - began
@@ -64,16 +69,29 @@ def until_the_first_step(command: list[str], metrics: Path | None) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json")
     args, overrides = parser.parse_known_args()
-    dtype = str(dp.param_dtype(load_config(overrides).training, torch.device("cpu"))).removeprefix("torch.")
+    dtype = str(dp.param_dtype(load_config(overrides).training, torch.device("cpu"))).removeprefix(
+        "torch."
+    )
     seconds: dict[str, list[float]] = {}
     for i in range(args.rounds + 1):
         with tempfile.TemporaryDirectory() as folder:
-            run = [sys.executable, "train.py", "configs/llama_debug.toml", f"--run.folder={folder}/run", "--training.steps=1",
-                   "--lr_schedule.warmup_steps=0", "--validation.interval=0", "--debug.sample_tokens=0", *overrides]  # fmt: skip
+            run = [
+                sys.executable,
+                "train.py",
+                "configs/llama_debug.toml",
+                f"--run.folder={folder}/run",
+                "--training.steps=1",
+                "--lr_schedule.warmup_steps=0",
+                "--validation.interval=0",
+                "--debug.sample_tokens=0",
+                *overrides,
+            ]
             contenders = {
                 "ours": (run, Path(folder) / "run" / "metrics.jsonl"),
                 "bare": ([sys.executable, "-c", BARE.format(dtype=dtype)], None),
@@ -85,11 +103,22 @@ def main() -> None:
                 if i:  # the first round prepares the corpus and fills the page cache
                     seconds.setdefault(name, []).append(spent)
     rows = [
-        [name, f"{statistics.median(times):.2f} s", f"{min(times):.2f} s", f"{harness.ratio(seconds, name, 'bare'):.2f}"]
+        [
+            name,
+            f"{statistics.median(times):.2f} s",
+            f"{min(times):.2f} s",
+            f"{harness.ratio(seconds, name, 'bare'):.2f}",
+        ]
         for name, times in seconds.items()
     ]
     columns = ["what", "median", "fastest", "this / bare (median of pairs)"]
-    harness.report("From the command to the first step", columns, rows, f"{args.rounds} rounds in turn.", args.json)
+    harness.report(
+        "From the command to the first step",
+        columns,
+        rows,
+        f"{args.rounds} rounds in turn.",
+        args.json,
+    )
 
 
 if __name__ == "__main__":

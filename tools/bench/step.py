@@ -1,21 +1,26 @@
-"""A training step of `train.py` against the barest loop around the same model, and against Hugging Face's Llama.
+"""A training step of `train.py` against the barest loop around the same model, and against Hugging
+Face's Llama.
 
     python -m tools.bench.step [--rounds 15] [--dtypes float32,bfloat16] [--only ours,torchtitan] [--json out.json]
                                [--table.key=value ...]
 
-Same shape, batch, dtype and optimizer for all; in alternation, each in a process of its own, whose peak memory is reported.
-With --compile.enabled=true the blocks of all are compiled. What each contender is:
+Same shape, batch, dtype and optimizer for all; in alternation, each in a process of its own, whose
+peak memory is reported. With --compile.enabled=true the blocks of all are compiled. What each
+contender is:
 
 - ours: `train.build` and `train.train_step`, as a run does it, metrics and all checks included.
-- bare: our model in a loop of five lines, with torch's own clipping. In bfloat16 it keeps float32 masters by hand.
+- bare: our model in a loop of five lines, with torch's own clipping. In bfloat16 it keeps float32
+  masters by hand.
 - hf: `LlamaForCausalLM` in that same loop; in bfloat16 under autocast, as its users train it.
-- accelerate, litgpt: the same model prepared by Hugging Face's Accelerator, and Lightning's GPT of the same shape in that
-  loop.
-- torchtitan (0.3.0): its Llama 3 with its FSDP2 on one rank, which is what its mixed precision is made of, its loss in eight
-  pieces and its activation checkpointing (the others have none here). It has attention for language models on GPUs only (FlexAttention with a mask);
-  on a CPU we give it the class that calls PyTorch's kernel.
-  The peers are measured where they are installed: they are no requirement of ours, use an environment to throw away.
-- "our settings": on a CPU, the same with what our runs ask of the libraries there (`configs/cpu.py::cpu_settings`).
+- accelerate, litgpt: the same model prepared by Hugging Face's Accelerator, and Lightning's GPT of
+  the same shape in that loop.
+- torchtitan (0.3.0): its Llama 3 with its FSDP2 on one rank, which is what its mixed precision is
+  made of, its loss in eight pieces and its activation checkpointing (the others have none here). It
+  has attention for language models on GPUs only (FlexAttention with a mask); on a CPU we give it
+  the class that calls PyTorch's kernel. The peers are measured where they are installed: they are
+  no requirement of ours, use an environment to throw away.
+- "our settings": on a CPU, the same with what our runs ask of the libraries there
+  (`configs/cpu.py::cpu_settings`).
 """
 
 import argparse
@@ -24,6 +29,8 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
+from configs.cpu import cpu_settings
+
 import torch
 
 import train
@@ -31,13 +38,21 @@ from configs.load import load_config
 from configs.schema import Config
 from models import llama
 from parallelisms import compile, dp
-from configs.cpu import cpu_settings
 from parallelisms.mesh import pick_device
 from tools.bench import harness
 from training.loss import linear_cross_entropy
 
 CLIP = 1.0
-COLUMNS = ("dtype", "contender", "median step", "fastest", "tokens/s", "GFLOP/s", "ours / this (median of pairs)", "peak GiB")
+COLUMNS = (
+    "dtype",
+    "contender",
+    "median step",
+    "fastest",
+    "tokens/s",
+    "GFLOP/s",
+    "ours / this (median of pairs)",
+    "peak GiB",
+)
 
 
 def loop(model, loss_of):
@@ -67,7 +82,9 @@ def bare_bfloat16(args, cfg, tokens, labels):
     positions = torch.arange(tokens.shape[1], device=tokens.device)
 
     def step():
-        head = partial(linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens)
+        head = partial(
+            linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens
+        )
         (model(tokens, positions, head) / labels.numel()).backward()
         for master, p in zip(masters, model.parameters()):
             master.grad, p.grad = p.grad.float(), None
@@ -97,7 +114,10 @@ def hf(args, cfg, tokens, labels, dtype):
 
     model = LlamaForCausalLM(LlamaConfig(**llama.hf_config(args)))
     compiled(model.model.layers, cfg)
-    return loop(model, lambda: cross_entropy_of(lambda: model(tokens, use_cache=False).logits, labels, dtype))
+    return loop(
+        model,
+        lambda: cross_entropy_of(lambda: model(tokens, use_cache=False).logits, labels, dtype),
+    )
 
 
 def accelerate(args, cfg, tokens, labels, dtype):
@@ -105,15 +125,22 @@ def accelerate(args, cfg, tokens, labels, dtype):
     from accelerate.state import AcceleratorState
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the type of the first one
-    runner = Accelerator(cpu=tokens.device.type == "cpu", mixed_precision="bf16" if dtype == torch.bfloat16 else "no")
+    # it remembers the type of the first one
+    AcceleratorState._reset_state(reset_partial_state=True)
+    runner = Accelerator(
+        cpu=tokens.device.type == "cpu", mixed_precision="bf16" if dtype == torch.bfloat16 else "no"
+    )
     model = LlamaForCausalLM(LlamaConfig(**llama.hf_config(args)))
     compiled(model.model.layers, cfg)
-    model, optimizer = runner.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    model, optimizer = runner.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    )
 
     def step():
         logits = model(tokens, use_cache=False).logits
-        runner.backward(torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()))
+        runner.backward(
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        )
         runner.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
@@ -124,12 +151,26 @@ def accelerate(args, cfg, tokens, labels, dtype):
 def litgpt(args, cfg, tokens, labels, dtype):
     from litgpt import GPT, Config
 
-    model = GPT(Config(
-        n_layer=args.n_layers, n_head=args.n_heads, n_query_groups=args.n_kv_heads, n_embd=args.dim,
-        head_size=args.head_dim, intermediate_size=args.hidden_dim, padded_vocab_size=args.vocab_size,
-        vocab_size=args.vocab_size, block_size=cfg.training.seq_len, rotary_percentage=1.0, rope_base=int(args.rope_theta),
-        parallel_residual=False, bias=False, norm_class_name="RMSNorm", norm_eps=args.norm_eps, mlp_class_name="LLaMAMLP",
-    ))  # fmt: skip
+    model = GPT(
+        Config(
+            n_layer=args.n_layers,
+            n_head=args.n_heads,
+            n_query_groups=args.n_kv_heads,
+            n_embd=args.dim,
+            head_size=args.head_dim,
+            intermediate_size=args.hidden_dim,
+            padded_vocab_size=args.vocab_size,
+            vocab_size=args.vocab_size,
+            block_size=cfg.training.seq_len,
+            rotary_percentage=1.0,
+            rope_base=int(args.rope_theta),
+            parallel_residual=False,
+            bias=False,
+            norm_class_name="RMSNorm",
+            norm_eps=args.norm_eps,
+            mlp_class_name="LLaMAMLP",
+        )
+    )
     compiled(model.transformer.h, cfg)
     return loop(model, lambda: cross_entropy_of(lambda: model(tokens), labels, dtype))
 
@@ -145,13 +186,24 @@ def torchtitan(args, cfg, tokens, labels, dtype):
     device, dim, seq_len = tokens.device, args.dim, tokens.shape[1]
     scaling = {}
     if args.rope_scaling:
-        given = {"factor": "scaling_factor", "original_max_seq_len": "original_max_position_embeddings"}
-        scaling = {"scaling": "llama"} | {given.get(key, key): value for key, value in args.rope_scaling.items()}
+        given = {
+            "factor": "scaling_factor",
+            "original_max_seq_len": "original_max_position_embeddings",
+        }
+        scaling = {"scaling": "llama"} | {
+            given.get(key, key): value for key, value in args.rope_scaling.items()
+        }
     layers = llama3._build_llama3_layers(
-        n_layers=args.n_layers, dim=dim, n_heads=args.n_heads, n_kv_heads=args.n_kv_heads, hidden_dim=args.hidden_dim,
-        rope=llama3.ComplexRoPE.Config(dim=args.head_dim, max_seq_len=seq_len, theta=args.rope_theta, **scaling),
+        n_layers=args.n_layers,
+        dim=dim,
+        n_heads=args.n_heads,
+        n_kv_heads=args.n_kv_heads,
+        hidden_dim=args.hidden_dim,
+        rope=llama3.ComplexRoPE.Config(
+            dim=args.head_dim, max_seq_len=seq_len, theta=args.rope_theta, **scaling
+        ),
         attn_backend="flex",
-    )  # fmt: skip
+    )
     if device.type == "cpu":
         for layer in layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -159,22 +211,37 @@ def torchtitan(args, cfg, tokens, labels, dtype):
     embedding_init = llama3._EMBEDDING_SKIP_INIT if tied else llama3._EMBEDDING_INIT
     head_init = llama3._output_linear_init(dim)
     model = llama3.Llama3Model.Config(
-        dim=dim, vocab_size=vocab_size, layers=layers, enable_weight_tying=tied,
-        norm=llama3.RMSNorm.Config(normalized_shape=dim, eps=args.norm_eps, param_init=llama3._NORM_INIT),
-        tok_embeddings=llama3.Embedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=embedding_init),
-        lm_head=llama3.Linear.Config(in_features=dim, out_features=vocab_size, param_init=head_init),
-    ).build()  # fmt: skip
+        dim=dim,
+        vocab_size=vocab_size,
+        layers=layers,
+        enable_weight_tying=tied,
+        norm=llama3.RMSNorm.Config(
+            normalized_shape=dim, eps=args.norm_eps, param_init=llama3._NORM_INIT
+        ),
+        tok_embeddings=llama3.Embedding.Config(
+            num_embeddings=vocab_size, embedding_dim=dim, param_init=embedding_init
+        ),
+        lm_head=llama3.Linear.Config(
+            in_features=dim, out_features=vocab_size, param_init=head_init
+        ),
+    ).build()
     with torch.no_grad():
         model.init_states(buffer_device=device)
     kinds = {"full": FullAC, "selective": SelectiveAC}
     if kind := kinds.get(cfg.activation_checkpoint.mode):
         kind.Config().build(dump_folder="").apply(model)
     compiled(model.layers.values(), cfg)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     mesh = dist.init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
-    apply_fsdp_to_decoder(model, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False)
+    apply_fsdp_to_decoder(
+        model, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False
+    )
     disable_fsdp_gradient_division(model)
-    loss = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=vocab_size)).build()
+    loss = ChunkedLossWrapper.Config(
+        loss_fn=CrossEntropyLoss.Config(global_vocab_size=vocab_size)
+    ).build()
     loss.set_lm_head(model.lm_head)
     model._skip_lm_head = True
     positions = torch.arange(seq_len).expand_as(tokens)
@@ -198,7 +265,9 @@ def contender(name: str, cfg: Config) -> Callable[[], None]:
             job, batch = train.build(cfg), {"tokens": tokens[None], "labels": labels[None]}
             return lambda: train.train_step(job, batch)
         if name == "bare":
-            return (bare_float32 if dtype == torch.float32 else bare_bfloat16)(args, cfg, tokens, labels)
+            return (bare_float32 if dtype == torch.float32 else bare_bfloat16)(
+                args, cfg, tokens, labels
+            )
         return PEERS[name](args, cfg, tokens, labels, dtype)
 
 
@@ -206,7 +275,11 @@ def measure(dtype: str, names: list[str], overrides: list[str], rounds: int) -> 
     one = ["-m", "tools.bench.step", f"--training.param_dtype={dtype}", *overrides]
     contenders = {name: [*one, f"--one={name}"] for name in names}
     if not torch.cuda.is_available():
-        contenders |= {f"{name}, our settings": [*one, f"--one={name}", "--our-settings"] for name in names if name != "ours"}
+        contenders |= {
+            f"{name}, our settings": [*one, f"--one={name}", "--our-settings"]
+            for name in names
+            if name != "ours"
+        }
     seconds, memory = harness.in_turn(contenders, rounds)
     cfg = load_config(overrides)
     tokens = cfg.training.local_batch_size * cfg.training.seq_len
@@ -215,22 +288,42 @@ def measure(dtype: str, names: list[str], overrides: list[str], rounds: int) -> 
     rows = []
     for name, times in seconds.items():
         median = statistics.median(times)
-        rows.append([
-            dtype, name, f"{median * 1e3:.0f} ms", f"{min(times) * 1e3:.0f} ms", f"{tokens / median:,.0f}",
-            f"{flops / median / 1e9:.0f}", f"{harness.ratio(seconds, 'ours', name):.3f}", f"{memory[name]:.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                dtype,
+                name,
+                f"{median * 1e3:.0f} ms",
+                f"{min(times) * 1e3:.0f} ms",
+                f"{tokens / median:,.0f}",
+                f"{flops / median / 1e9:.0f}",
+                f"{harness.ratio(seconds, 'ours', name):.3f}",
+                f"{memory[name]:.2f}",
+            ]
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtypes", default="float32,bfloat16")
     installed = [name for name in PEERS if find_spec("transformers" if name == "hf" else name)]
-    parser.add_argument("--only", default=",".join(("ours", "bare", *installed)), help="ours, and these; default: all there are")
+    parser.add_argument(
+        "--only",
+        default=",".join(("ours", "bare", *installed)),
+        help="ours, and these; default: all there are",
+    )
     parser.add_argument("--json")
-    parser.add_argument("--one", choices=("ours", "bare", *PEERS), help="this contender, step by step as it is asked to")
-    parser.add_argument("--our-settings", action="store_true", help="with --one: as our runs do on a CPU")
+    parser.add_argument(
+        "--one",
+        choices=("ours", "bare", *PEERS),
+        help="this contender, step by step as it is asked to",
+    )
+    parser.add_argument(
+        "--our-settings", action="store_true", help="with --one: as our runs do on a CPU"
+    )
     args, overrides = parser.parse_known_args()
     if args.one:
         if args.our_settings:
@@ -240,14 +333,26 @@ def main() -> None:
         return
     names = list(dict.fromkeys(("ours", *args.only.split(","))))
     if unknown := set(names) - {"ours", "bare", *installed}:
-        parser.error(f"--only {', '.join(unknown)}: not installed here; there are ours, bare, {', '.join(installed)}")
+        parser.error(
+            f"--only {', '.join(unknown)}: not installed here; there are ours, bare, "
+            f"{', '.join(installed)}"
+        )
     dtypes = args.dtypes.split(",")
     if unknown := set(dtypes) - {"float32", "bfloat16"}:
         parser.error(f"--dtypes {', '.join(unknown)}: there are float32 and bfloat16")
     rows = [row for dtype in dtypes for row in measure(dtype, names, overrides, args.rounds)]
     cfg = load_config(overrides)
-    arch = f"{cfg.model.flavor} model, batch {cfg.training.local_batch_size} x {cfg.training.seq_len} tokens"
-    harness.report("Training step", list(COLUMNS), rows, f"{arch}; {args.rounds} alternating rounds.", args.json)
+    arch = (
+        f"{cfg.model.flavor} model, batch {cfg.training.local_batch_size} x "
+        f"{cfg.training.seq_len} tokens"
+    )
+    harness.report(
+        "Training step",
+        list(COLUMNS),
+        rows,
+        f"{arch}; {args.rounds} alternating rounds.",
+        args.json,
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Two processes that train one model against two that train one each: what working together costs on this machine.
+"""Two processes that train one model against two that train one each: what working together costs
+on this machine.
 
     python -m tools.bench.together [--rounds 3] [--steps 5] [--json out.json] [--table.key=value ...]
 
-`apart` is two runs at the same time, each of one process with half of the batch; `apart, as PP` is the same in micro-batches of
-the pipeline's size, whose products are smaller. The others are one run of two ranks on all of it (`tools.bench.sections --one`),
-every process with half of this machine's threads. `bytes` are the messages of a step of one rank, traced (tools/plan/trace.py);
-`alone` is how long these messages take between two ranks that do nothing else; `expected` is the sum of that and of the time of
-`apart`. For a pipeline it is that of `apart, as PP`, lengthened by the planned bubble. In turn, each in processes of their own.
+`apart` is two runs at the same time, each of one process with half of the batch; `apart, as PP` is
+the same in micro-batches of the pipeline's size, whose products are smaller. The others are one run
+of two ranks on all of it (`tools.bench.sections --one`), every process with half of this machine's
+threads. `bytes` are the messages of a step of one rank, traced (tools/plan/trace.py); `alone` is
+how long these messages take between two ranks that do nothing else; `expected` is the sum of that
+and of the time of `apart`. For a pipeline it is that of `apart, as PP`, lengthened by the planned
+bubble. In turn, each in processes of their own.
 """
 
 import argparse
@@ -63,20 +66,29 @@ def messages_of(options: list[str]) -> Counter[tuple[str, int]]:
     """Those of a step of one of two ranks, and how often."""
     torch.set_num_threads(1)
     counts: Counter[tuple[str, int]] = Counter()
-    for _, times, op in trace_step(load_config(options, 2, 2), 2, 2, False, most=MOST_MICRO_BATCHES).ops():
+    for _, times, op in trace_step(
+        load_config(options, 2, 2), 2, 2, False, most=MOST_MICRO_BATCHES
+    ).ops():
         if op.kind:
             counts[op.kind, op.message] += times
     return counts
 
 
 def bubble(micro_batches: int) -> float:
-    """The share of a step in which the two ranks of a pipeline wait for each other, if they have the same work."""
+    """The share of a step in which the two ranks of a pipeline wait for each other, if they have
+    the same work."""
     table = schedules.table("1f1b", 2, 1, micro_batches)
-    return schedules.bubble(schedules.timeline(table, [0, 1], lambda action: 2.0 if action.kind == schedules.BACKWARD else 1.0))
+    return schedules.bubble(
+        schedules.timeline(
+            table, [0, 1], lambda action: 2.0 if action.kind == schedules.BACKWARD else 1.0
+        )
+    )
 
 
 def seconds_of(options: list[str], steps: int, **processes: int) -> float:
-    return harness.child("tools.bench.sections", "--one", f"--rounds={steps}", *options, **processes)["seconds"]
+    return harness.child(
+        "tools.bench.sections", "--one", f"--rounds={steps}", *options, **processes
+    )["seconds"]
 
 
 def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[list[str]]:
@@ -85,23 +97,44 @@ def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[l
     half = [*base, f"--training.global_batch_size={batch // 2}"]
     halves = {"apart": batch // 2, "apart, as PP": batch // MOST_MICRO_BATCHES}
     runs = {
-        name: [*base, *words.split(), f"--training.local_batch_size={batch // (ranks * micro_batches)}"]
+        name: [
+            *base,
+            *words.split(),
+            f"--training.local_batch_size={batch // (ranks * micro_batches)}",
+        ]
         for name, (words, ranks, micro_batches) in MESHES.items()
     }
-    busy = {name: 1 - bubble(micro_batches) for name, (words, _, micro_batches) in MESHES.items() if "pipeline" in words}
+    busy = {
+        name: 1 - bubble(micro_batches)
+        for name, (words, _, micro_batches) in MESHES.items()
+        if "pipeline" in words
+    }
     against = dict.fromkeys([*busy, "apart, as PP"], "apart, as PP")
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        messages = {name: Counter() for name in halves} | {name: pool.apply(messages_of, (options,)) for name, options in runs.items()}
+        messages = {name: Counter() for name in halves} | {
+            name: pool.apply(messages_of, (options,)) for name, options in runs.items()
+        }
     every = sorted(set().union(*messages.values()))
     seconds, taken = ({name: [] for name in messages} for _ in range(2))
     for _ in range(rounds):
-        each = dict(zip(every, harness.child("tools.bench.together", f"--alone={json.dumps(every)}", ranks=2)["seconds"]))
+        each = dict(
+            zip(
+                every,
+                harness.child("tools.bench.together", f"--alone={json.dumps(every)}", ranks=2)[
+                    "seconds"
+                ],
+            )
+        )
         for name in taken:
-            taken[name].append(sum(times * each[message] for message, times in messages[name].items()))
+            taken[name].append(
+                sum(times * each[message] for message, times in messages[name].items())
+            )
         for name, local in halves.items():
             options = [*half, f"--training.local_batch_size={local}"]
             with ThreadPoolExecutor() as both:
-                seconds[name].append(max(both.map(partial(seconds_of, beside=2), [options] * 2, [steps] * 2)))
+                seconds[name].append(
+                    max(both.map(partial(seconds_of, beside=2), [options] * 2, [steps] * 2))
+                )
         for name, options in runs.items():
             seconds[name].append(seconds_of(options, steps, ranks=2))
     rows = []
@@ -110,28 +143,54 @@ def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[l
         apart = seconds[against.get(name, "apart")]
         expected = [time / busy.get(name, 1.0) + alone for time, alone in zip(apart, taken[name])]
         both = {"expected": expected, name: times}
-        rows.append([
-            model, name, f"{statistics.median(times) * 1e3:,.0f} ms", f"{harness.ratio(seconds, name, 'apart'):.2f}",
-            f"{size / 1e6:,.0f} MB", f"{statistics.median(taken[name]) * 1e3:,.0f} ms",
-            f"{statistics.median(both['expected']) * 1e3:,.0f} ms", f"{harness.ratio(both, name, 'expected'):.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                model,
+                name,
+                f"{statistics.median(times) * 1e3:,.0f} ms",
+                f"{harness.ratio(seconds, name, 'apart'):.2f}",
+                f"{size / 1e6:,.0f} MB",
+                f"{statistics.median(taken[name]) * 1e3:,.0f} ms",
+                f"{statistics.median(both['expected']) * 1e3:,.0f} ms",
+                f"{harness.ratio(both, name, 'expected'):.2f}",
+            ]
+        )
         print(" | ".join(rows[-1]), flush=True)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json")
-    parser.add_argument("--alone", type=json.loads, help="one of two ranks that time these messages")
+    parser.add_argument(
+        "--alone", type=json.loads, help="one of two ranks that time these messages"
+    )
     args, overrides = parser.parse_known_args()
     if args.alone:
         print(json.dumps({"seconds": alone(args.alone)}))
         return
     rows = [row for model in MODELS for row in measure(model, args.rounds, args.steps, overrides)]
-    columns = ["model", "two processes", "median step", "to apart", "bytes", "alone", "expected", "of expected"]
-    harness.report("Two processes together", columns, rows, f"{args.rounds} rounds of {args.steps} steps.", args.json)
+    columns = [
+        "model",
+        "two processes",
+        "median step",
+        "to apart",
+        "bytes",
+        "alone",
+        "expected",
+        "of expected",
+    ]
+    harness.report(
+        "Two processes together",
+        columns,
+        rows,
+        f"{args.rounds} rounds of {args.steps} steps.",
+        args.json,
+    )
 
 
 if __name__ == "__main__":

@@ -4,17 +4,20 @@
 
 What torchrun itself does differently, and why `run_train.sh` uses this instead:
 
-- torchrun turns every failure into exit code 1. Here it is that of the first rank to fail (128 + n if signal n killed
-  it), so that a scheduler can tell "stopped with a checkpoint, run again" (75) from "wrong input" (2) from a crash.
-- A signal makes torchrun stop watching its ranks. Here it is passed on to them, and what they make of it is reported.
+- torchrun turns every failure into exit code 1. Here it is that of the first rank to fail (128 + n
+  if signal n killed it), so that a scheduler can tell "stopped with a checkpoint, run again" (75)
+  from "wrong input" (2) from a crash.
+- A signal makes torchrun stop watching its ranks. Here it is passed on to them, and what they make
+  of it is reported.
 - When torchrun itself is killed, its ranks live on and hold their GPUs. Here they die with it.
-- torchrun's store listens on every interface, without a password. Here that of one node listens on the loopback only,
-  that of several on node 0's own address.
-- The last words on the console are one line for each rank that failed and the whole traceback of the first of them,
-  however much the others have said since.
-- torchrun's restarts hand the ranks the store of the start before, whose addresses gloo then tries in vain. Here every
-  start (--max-restarts) has a new store, on one node and on many.
-- A failure on one node is known on the others when their collectives time out. Here the nodes tell each other at once.
+- torchrun's store listens on every interface, without a password. Here that of one node listens on
+  the loopback only, that of several on node 0's own address.
+- The last words on the console are one line for each rank that failed and the whole traceback of
+  the first of them, however much the others have said since.
+- torchrun's restarts hand the ranks the store of the start before, whose addresses gloo then tries
+  in vain. Here every start (--max-restarts) has a new store, on one node and on many.
+- A failure on one node is known on the others when their collectives time out. Here the nodes tell
+  each other at once.
 """
 
 import argparse
@@ -36,7 +39,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import DistError, DistStoreError, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -51,25 +59,31 @@ from torch.distributed.elastic.rendezvous import (
 from configs.load import load_config
 from configs.schema import Config, InputError
 
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the ranks have --shutdown-timeout seconds to end
+# the ranks have --shutdown-timeout seconds to end
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PASSED_ON = (*STOP, signal.SIGUSR1, signal.SIGUSR2)
 QUIET_CODES = (2, 75, 76)  # of which the ranks have said all there is to say
-# How ranks end when the launcher passes on a signal, or, last in the order of blame, ends them after others have ended.
+# How ranks end when the launcher passes on a signal, or, last in the order of blame, ends them
+# after others have ended.
 TOLD_TO_END = (75, -signal.SIGTERM)
 BACKLOG = 4096  # connections that may wait to be accepted: all ranks come at once
-LINGER = 1.0  # seconds that the store of several nodes outlives the ranks, so that all nodes hear how they ended
-FAREWELL = 10.0  # seconds in which the ranks of a node may end by themselves when those of another ended on request
+# seconds that the store of several nodes outlives the ranks, so that all nodes hear how they ended
+LINGER = 1.0
+# seconds in which the ranks of a node may end by themselves when those of another ended on request
+FAREWELL = 10.0
 COMPARED = 3.0  # seconds in which the launchers tell each other how far their ranks had come
 LAST_LINES = 20  # of a rank's log, shown when it died without a Python traceback
 
 
 class Meeting(RendezvousHandler):
-    """Where the nodes of a job meet for one start: a key-value store that node 0 serves until the next, and its ranks use too.
+    """Where the nodes of a job meet for one start: a key-value store that node 0 serves until the
+    next, and its ranks use too.
 
-    The store has no password, so it listens where it must and nowhere else: for one node on the loopback, on any free
-    port; for several on the address that master_addr stands for, when that is one of this host's own. Where it is not (a
-    name that this host resolves to itself, an address behind a translator) it listens on every interface, as torchrun's
-    does always. In it: node/N says that node N is there, `members` the nodes of this start, `end` how it ended.
+    The store has no password, so it listens where it must and nowhere else: for one node on the
+    loopback, on any free port; for several on the address that master_addr stands for, when that is
+    one of this host's own. Where it is not (a name that this host resolves to itself, an address
+    behind a translator) it listens on every interface, as torchrun's does always. In it: node/N
+    says that node N is there, `members` the nodes of this start, `end` how it ended.
     """
 
     use_agent_store = True  # the ranks meet in this store instead of opening another one
@@ -78,8 +92,8 @@ class Meeting(RendezvousHandler):
         self.options, self.script, self.store, self.where = options, script, None, None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises RendezvousError when fewer than the least number of nodes come within --join-timeout seconds, SpareIsDone
-        when the job has ended without this one."""
+        """Raises RendezvousError when fewer than the least number of nodes come within
+        --join-timeout seconds, SpareIsDone when the job has ended without this one."""
         o = self.options
         least, most = o.nnodes
         address, port = ("127.0.0.1", 0) if most == 1 else (o.master_addr, o.master_port)
@@ -87,44 +101,63 @@ class Meeting(RendezvousHandler):
         if o.node_rank == 0:
             listener = listen(address, port)
             port = listener.getsockname()[1]
-            kept = {"is_master": True, "master_listen_fd": listener.detach(), "wait_for_workers": False}
+            kept = {
+                "is_master": True,
+                "master_listen_fd": listener.detach(),
+                "wait_for_workers": False,
+            }
             self.store = TCPStore(address, port, timeout=timedelta(seconds=o.join_timeout), **kept)
             members = self._collect(least, most, deadline)
         else:
             members = self._join(address, port, deadline)
         self.where = (address, port) if len(members) > 1 else None
-        return RendezvousInfo(self.store, members.index(o.node_rank), len(members), RendezvousStoreInfo(address, port))
+        return RendezvousInfo(
+            self.store, members.index(o.node_rank), len(members), RendezvousStoreInfo(address, port)
+        )
 
     def _collect(self, least: int, most: int, deadline: float) -> list[int]:
-        """On node 0: until all are there, or, when the least number is, nobody has come for --last-call seconds."""
+        """On node 0: until all are there, or, when the least number is, nobody has come for
+        --last-call seconds."""
         came, since = [0], time.monotonic()
         while len(came) < most:
-            there = [0] + [node for node in range(1, most) if node in came or self.store.check([f"node/{node}"])]
+            there = [0] + [
+                node
+                for node in range(1, most)
+                if node in came or self.store.check([f"node/{node}"])
+            ]
             if len(there) > len(came):
                 came, since = there, time.monotonic()
             now = time.monotonic()
             if least <= len(came) < most and now > since + self.options.last_call:
                 break
             if now > deadline and len(came) < least:
-                raise RendezvousError(f"{len(came)} of at least {least} nodes came within {self.options.join_timeout} s")
+                raise RendezvousError(
+                    f"{len(came)} of at least {least} nodes came within "
+                    f"{self.options.join_timeout} s"
+                )
             time.sleep(0.05)
         came = came[: self._fit(len(came), least)]
         self.store.set("members", json.dumps(came))
         return came
 
     def _fit(self, came: int, least: int) -> int:
-        """The most of the nodes that came on which the configuration can run: 3 may not divide the batch, where 2 do."""
+        """The most of the nodes that came on which the configuration can run: 3 may not divide the
+        batch, where 2 do."""
         each = self.options.nproc_per_node
-        return next((n for n in range(came, least - 1, -1) if _config(self.script, n * each, each)), came)
+        return next(
+            (n for n in range(came, least - 1, -1) if _config(self.script, n * each, each)), came
+        )
 
     def _join(self, address: str, port: int, deadline: float) -> list[int]:
-        """On the others. A store that has its members already is of a start that is over, or goes on without this node:
-        wait for the next."""
+        """On the others. A store that has its members already is of a start that is over, or goes
+        on without this node: wait for the next."""
         node = self.options.node_rank
         while True:
             with contextlib.suppress(DistError):  # node 0 is not there yet, or not any more
                 left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-                self.store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=left)
+                self.store = TCPStore(
+                    address, port, is_master=False, wait_for_workers=False, timeout=left
+                )
                 if not self.store.check(["members"]):
                     self.store.set(f"node/{node}", "")
                 members = json.loads(self.store.get("members"))
@@ -137,7 +170,9 @@ class Meeting(RendezvousHandler):
                     if (code := int(self.store.get("end"))) in (0, *QUIET_CODES):
                         raise SpareIsDone(code)
             if time.monotonic() > deadline:
-                raise RendezvousError(f"nobody answers, or not enough nodes came within {self.options.join_timeout} s")
+                raise RendezvousError(
+                    f"nobody answers, or not enough nodes came within {self.options.join_timeout} s"
+                )
             time.sleep(0.2)
 
     def close(self) -> None:
@@ -173,7 +208,8 @@ class SpareIsDone(RendezvousError):
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket on that address of this host; on all its interfaces where others might not reach that one.
+    """A listening socket on that address of this host; on all its interfaces where others might not
+    reach that one.
 
     Raises RendezvousConnectionError when the port is taken.
     """
@@ -191,8 +227,9 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, except that a signal does not end its watch over the ranks but is passed on to them, and that it
-    tells the agents of the other nodes how its ranks ended, and hears of theirs."""
+    """torchrun's agent, except that a signal does not end its watch over the ranks but is passed on
+    to them, and that it tells the agents of the other nodes how its ranks ended, and hears of
+    theirs."""
 
     grace_seconds: int
     meeting: Meeting
@@ -204,7 +241,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         if self.meeting.where:
             threading.Thread(target=self._hear, args=self.meeting.where, daemon=True).start()
-        ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]  # nohup ignores SIGHUP
+        # nohup ignores SIGHUP
+        ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
         ranks = super()._start_workers(worker_group)
         interrupts = 0
 
@@ -214,13 +252,15 @@ class Agent(LocalElasticAgent):
             interrupts += number == signal.SIGINT
             if number == signal.SIGALRM:
                 say(f"not stopped after {self.grace_seconds} s: the ranks are killed")
-            if number == signal.SIGALRM or interrupts > 1:  # too late, or a person who has pressed Ctrl-C again
+            # too late, or a person who has pressed Ctrl-C again
+            if number == signal.SIGALRM or interrupts > 1:
                 number = signal.SIGKILL
             elif number in STOP:
                 signal.alarm(self.grace_seconds)
             self._send(number)
 
-        for number in (*PASSED_ON, signal.SIGALRM):  # torch has set handlers of its own, also for what was ignored
+        # torch has set handlers of its own, also for what was ignored
+        for number in (*PASSED_ON, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN if number in ignored else pass_on)
         return ranks
 
@@ -230,7 +270,8 @@ class Agent(LocalElasticAgent):
                 os.killpg(pid, number)
 
     def _hear(self, address: str, port: int) -> None:
-        """A thread with a connection of its own: a network that is cut without a word must not stop the watch."""
+        """A thread with a connection of its own: a network that is cut without a word must not stop
+        the watch."""
         try:
             store = TCPStore(address, port, is_master=False, wait_for_workers=False)
             while not self.heard:
@@ -241,10 +282,12 @@ class Agent(LocalElasticAgent):
             self.told, self.heard = 1, time.monotonic()
 
     def tell(self, code: int) -> None:
-        """The other nodes how the ranks of this one ended; a rank that ended on request counts more than those that then
-        failed for want of it."""
+        """The other nodes how the ranks of this one ended; a rank that ended on request counts more
+        than those that then failed for want of it."""
         if self.meeting.where:
-            teller = threading.Thread(target=self._tell, args=(self.meeting.store, str(code)), daemon=True)
+            teller = threading.Thread(
+                target=self._tell, args=(self.meeting.store, str(code)), daemon=True
+            )
             teller.start()
             teller.join(5 * LINGER)  # a cable that is cut gives no answer
             time.sleep(LINGER)
@@ -259,40 +302,50 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ended = {handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()}
-        self.left = next((code for code in QUIET_CODES if code in ended), 0)  # before super() ends the rest
+        # before super() ends the rest
+        self.left = next((code for code in QUIET_CODES if code in ended), 0)
         if ended - {None, 0}:
             for local_rank, pid in self._pcontext.pids().items():
                 if _is_frozen(pid):
                     rank = worker_group.workers[local_rank].global_rank
-                    say(f"rank {rank} on {socket.gethostname()} is frozen (SIGSTOP, or a debugger), so the others waited for it")
+                    say(
+                        f"rank {rank} on {socket.gethostname()} is frozen (SIGSTOP, or a "
+                        "debugger), so the others waited for it"
+                    )
             self._send(signal.SIGCONT)  # it would not hear that it is to end
         result = super()._monitor_workers(worker_group)
         for local_rank, error_file in self._pcontext.error_files.items():
             if failure := result.failures.get(worker_group.workers[local_rank].global_rank):
                 failure.begun = _read_begun(f"{error_file}.begun")
-        over = self.told and time.monotonic() > self.heard + (FAREWELL if self.told in QUIET_CODES else 0)
+        over = self.told and time.monotonic() > self.heard + (
+            FAREWELL if self.told in QUIET_CODES else 0
+        )
         if result.state == WorkerState.HEALTHY and over:
             return RunResult(state=WorkerState.UNHEALTHY)  # run() ends the ranks and returns
         return result
 
 
 def launch(options: argparse.Namespace, script: list[str]) -> int:
-    """Run the script on every rank of this node until all are done; start it again when a rank has failed, at most
-    --max-restarts times. Returns the exit code."""
+    """Run the script on every rank of this node until all are done; start it again when a rank has
+    failed, at most --max-restarts times. Returns the exit code."""
     logging.disable(logging.ERROR)  # what torchrun has to say is said better below
     for number in range(options.max_restarts + 1):
         began = time.monotonic()
         code, worth_retrying = start(options, script)
         if not worth_retrying or number == options.max_restarts:
             break
-        say(f"restart {number + 1} of {options.max_restarts}, after {time.monotonic() - began:,.0f} s")
+        say(
+            f"restart {number + 1} of {options.max_restarts}, after "
+            f"{time.monotonic() - began:,.0f} s"
+        )
     return code
 
 
 def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
     """One start: the exit code, and whether another may do better."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler does not run while it waits for other nodes
+        # Python's handler does not run while it waits for other nodes
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     meeting, most = Meeting(options, script), options.nnodes[1]
     with tempfile.TemporaryDirectory(prefix="plumbline-launch-") as folder:
         spec = WorkerSpec(
@@ -303,8 +356,11 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
             args=("-u", "-m", "tools.launch.rank", str(os.getpid()), *script),
             max_restarts=0,
         )
-        # The barrier: nodes that are done wait for the others, but for a node that failed only that long.
-        agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=options.shutdown_timeout)
+        # The barrier: nodes that are done wait for the others, but for a node that failed only that
+        # long.
+        agent = Agent(
+            spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=options.shutdown_timeout
+        )
         agent.grace_seconds, agent.asked, agent.meeting = options.shutdown_timeout, set(), meeting
         try:
             result = agent.run()
@@ -319,7 +375,8 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
             return 1, False
         finally:
             signal.alarm(0)
-            for number in (*PASSED_ON, signal.SIGALRM):  # our handlers hold the agent, and that the store
+            # our handlers hold the agent, and that the store
+            for number in (*PASSED_ON, signal.SIGALRM):
                 if signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, signal.SIG_DFL)
         code = 0
@@ -337,28 +394,39 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
     """Tell the other nodes and the person; returns the exit code."""
     if not failures:  # the ranks were well until they were ended
         if agent.told not in QUIET_CODES:
-            why = "the ranks of another node failed" if agent.told else "one does not answer, not even to the kernel"
+            why = (
+                "the ranks of another node failed"
+                if agent.told
+                else "one does not answer, not even to the kernel"
+            )
             say(f"{why}, so those of this one were ended")
         return agent.told or 1
     exit_codes = codes(failures)
     others = set(exit_codes.values()) - {agent.left, *TOLD_TO_END}
-    code = agent.left if agent.left and all(c > 0 for c in others) else exit_codes[first_of(failures)]
+    code = (
+        agent.left if agent.left and all(c > 0 for c in others) else exit_codes[first_of(failures)]
+    )
     agent.tell(75 if -code in agent.asked else code if code > 0 else 128 - code)
-    if code not in QUIET_CODES and agent.told in QUIET_CODES:  # and so those of this node could not go on
+    # and so those of this node could not go on
+    if code not in QUIET_CODES and agent.told in QUIET_CODES:
         return agent.told
     if code == agent.left and others:
         say(f"a rank ended with exit code {code}, and the others could not go on without it")
         return code
     if -signal.SIGALRM in exit_codes.values():
         where = agent.meeting.where
-        say_who_is_behind(begun(failures), agent.meeting.store if where else None, agent.meeting.options.node_rank)
+        say_who_is_behind(
+            begun(failures), agent.meeting.store if where else None, agent.meeting.options.node_rank
+        )
     return report(failures, script, agent.asked)
 
 
 def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[int]) -> int:
-    """Name the ranks that failed (at most eight), then tell all about the first to fail; returns the exit code it stands for.
+    """Name the ranks that failed (at most eight), then tell all about the first to fail; returns
+    the exit code it stands for.
 
-    Ranks that a stop signal found before they had begun to listen for it die of it: that too is 75, with nothing to save yet.
+    Ranks that a stop signal found before they had begun to listen for it die of it: that too is 75,
+    with nothing to save yet.
     """
     errors, exit_codes = messages(failures), codes(failures)
     first = first_of(failures)
@@ -369,21 +437,37 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
     if code not in QUIET_CODES:
         log = _log_of(first, script)
         others = sorted(set(failures) - {first}, key=lambda rank: blame(failures, rank))
-        for rank in [first, *(other for other in others if exit_codes[other] not in TOLD_TO_END)][:8]:
-            how = f"ended with exit code {exit_codes[rank]}" if exit_codes[rank] > 0 else f"was killed by {failures[rank].signal_name()}"
+        for rank in [first, *(other for other in others if exit_codes[other] not in TOLD_TO_END)][
+            :8
+        ]:
+            how = (
+                f"ended with exit code {exit_codes[rank]}"
+                if exit_codes[rank] > 0
+                else f"was killed by {failures[rank].signal_name()}"
+            )
             at = f" at {_clock(errors[rank]['time'])}" if errors[rank] else ""
             say(f"rank {rank} on {socket.gethostname()} {how}{at}{_named(_log_of(rank, script))}")
         if errors[first]:
-            say(f"the traceback of rank {first}, the first to fail here:\n{errors[first]['message'].rstrip()}")
+            say(
+                f"the traceback of rank {first}, the first to fail "
+                f"here:\n{errors[first]['message'].rstrip()}"
+            )
         elif log and others:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-            say("\n".join([f"the last lines of the log of rank {first}, the first to fail here:", *lines]))
+            say(
+                "\n".join(
+                    [f"the last lines of the log of rank {first}, the first to fail here:", *lines]
+                )
+            )
     return code if code >= 0 else 128 - code
 
 
 def begun(failures: dict[int, ProcessFailure]) -> dict[int, int]:
-    """How many exchanges with others each rank had begun; without the ranks that had not come to the first."""
-    return {rank: count for rank, failure in failures.items() if (count := getattr(failure, "begun", 0))}
+    """How many exchanges with others each rank had begun; without the ranks that had not come to
+    the first."""
+    return {
+        rank: count for rank, failure in failures.items() if (count := getattr(failure, "begun", 0))
+    }
 
 
 def _read_begun(path: str) -> int:
@@ -394,10 +478,12 @@ def _read_begun(path: str) -> int:
 
 
 def say_who_is_behind(counts: dict[int, int], store: TCPStore | None, node: int) -> None:
-    """After a hang: name the ranks of all nodes that had begun fewer exchanges than others, which waited for them.
+    """After a hang: name the ranks of all nodes that had begun fewer exchanges than others, which
+    waited for them.
 
-    counts: exchanges begun, by rank of this node; store: of several nodes, None for one. Says nothing if all ranks had come
-    equally far: then a device hangs and no process, or ranks hang inside forward or backward.
+    counts: exchanges begun, by rank of this node; store: of several nodes, None for one. Says
+    nothing if all ranks had come equally far: then a device hangs and no process, or ranks hang
+    inside forward or backward.
     """
     host = socket.gethostname()
     everyone = {rank: (count, host) for rank, count in counts.items()}
@@ -408,43 +494,58 @@ def say_who_is_behind(counts: dict[int, int], store: TCPStore | None, node: int)
     most = max((count for count, _ in everyone.values()), default=0)
     behind = {rank: place for rank, place in sorted(everyone.items()) if place[0] < most}
     for rank, (count, host) in list(behind.items())[:8]:
-        say(f"rank {rank} on {host} is behind: it had begun {count:,} exchanges with the others, which had begun {most:,}")
+        say(
+            f"rank {rank} on {host} is behind: it had begun {count:,} exchanges with the others, "
+            f"which had begun {most:,}"
+        )
 
 
 def _compare(store: TCPStore, node: int, everyone: dict[int, tuple[int, str]]) -> None:
-    """Tell the other nodes, and add to `everyone` what they tell within COMPARED seconds. A node sends its ranks that are
-    furthest behind and one that is furthest ahead, so a message is short however many ranks there are."""
+    """Tell the other nodes, and add to `everyone` what they tell within COMPARED seconds. A node
+    sends its ranks that are furthest behind and one that is furthest ahead, so a message is short
+    however many ranks there are."""
     ranks = sorted(everyone, key=everyone.__getitem__)
     with contextlib.suppress(DistError):
-        store.set(f"begun/{node}", json.dumps([[rank, *everyone[rank]] for rank in {*ranks[:8], *ranks[-1:]}]))
+        store.set(
+            f"begun/{node}",
+            json.dumps([[rank, *everyone[rank]] for rank in {*ranks[:8], *ranks[-1:]}]),
+        )
         keys = [f"begun/{other}" for other in json.loads(store.get("members"))]
         deadline = time.monotonic() + COMPARED
         while time.monotonic() < deadline and not store.check(keys):
             time.sleep(0.05)
         for key in keys:
             if store.check([key]):
-                everyone |= {rank: (count, host) for rank, count, host in json.loads(store.get(key))}
+                everyone |= {
+                    rank: (count, host) for rank, count, host in json.loads(store.get(key))
+                }
 
 
 def messages(failures: dict[int, ProcessFailure]) -> dict[int, dict]:
-    """What tools/launch/rank.py wrote about the exception that ended a rank; nothing where none did."""
+    """What tools/launch/rank.py wrote about the exception that ended a rank; nothing where none
+    did."""
     return {rank: f.message if isinstance(f.message, dict) else {} for rank, f in failures.items()}
 
 
 def codes(failures: dict[int, ProcessFailure]) -> dict[int, int]:
-    """A rank that has failed may take so long to end that it is ended because of the others: that is not what it died of."""
+    """A rank that has failed may take so long to end that it is ended because of the others: that
+    is not what it died of."""
     errors = messages(failures)
-    return {rank: 1 if errors[rank] and f.exitcode < 0 else f.exitcode for rank, f in failures.items()}
+    return {
+        rank: 1 if errors[rank] and f.exitcode < 0 else f.exitcode for rank, f in failures.items()
+    }
 
 
 def blame(failures: dict[int, ProcessFailure], rank: int) -> tuple[int, int, float, int]:
-    """Sorts ranks by who failed first. A rank's error file has the moment of its exception; of one without, only the second
-    is known in which its end was noticed, which for one killed by a signal may be the second after. Those that merely ended
-    when the launcher told them to come last."""
+    """Sorts ranks by who failed first. A rank's error file has the moment of its exception; of one
+    without, only the second is known in which its end was noticed, which for one killed by a signal
+    may be the second after. Those that merely ended when the launcher told them to come last."""
     code = codes(failures)[rank]
     moment = messages(failures)[rank].get("time", failures[rank].timestamp)
-    if code == -signal.SIGALRM:  # its watchdog: the others failed because they waited for it, and sooner
-        return -1, begun(failures).get(rank, 0), moment, rank  # under NCCL all may die so; who is behind was waited for
+    # its watchdog: the others failed because they waited for it, and sooner
+    if code == -signal.SIGALRM:
+        # under NCCL all may die so; who is behind was waited for
+        return -1, begun(failures).get(rank, 0), moment, rank
     return (0, *TOLD_TO_END).index(code) if code in TOLD_TO_END else 0, 0, moment - (code < 0), rank
 
 
@@ -471,7 +572,8 @@ def _log_of(rank: int, script: list[str]) -> Path | None:
 
 
 def _config(script: list[str], *sizes: int) -> Config | None:
-    """The run's configuration; none if it cannot run (on so many ranks, on so many of a node), or the script is not ours."""
+    """The run's configuration; none if it cannot run (on so many ranks, on so many of a node), or
+    the script is not ours."""
     try:
         return load_config(script[1:], *sizes)
     except InputError:
@@ -482,11 +584,14 @@ def _named(log: Path | None) -> str:
     if not log:
         return ""
     stacks = log.with_suffix(".stacks")  # of reliability/health.py::Watchdog; empty after kill -9
-    return f"; its log: {log}" + (f", its stacks: {stacks}" if stacks.exists() and stacks.stat().st_size else "")
+    return f"; its log: {log}" + (
+        f", its stacks: {stacks}" if stacks.exists() and stacks.stat().st_size else ""
+    )
 
 
 def say(sentence: str) -> None:
-    sys.stderr.write(f"launch: {sentence}\n")  # with its end: print writes that apart, and threads then share a line
+    # with its end: print writes that apart, and threads then share a line
+    sys.stderr.write(f"launch: {sentence}\n")
     sys.stderr.flush()
 
 
@@ -498,17 +603,38 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.launch", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.launch", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks on this node")
-    parser.add_argument("--nnodes", type=_nodes, default=(1, 1), help="nodes of the job; MIN:MAX: as many of these as come")
+    parser.add_argument(
+        "--nnodes",
+        type=_nodes,
+        default=(1, 1),
+        help="nodes of the job; MIN:MAX: as many of these as come",
+    )
     parser.add_argument("--node-rank", type=int, default=0, help="which of them this is")
     parser.add_argument("--master-addr", default="", help="address of node 0, where the nodes meet")
     parser.add_argument("--master-port", type=int, default=29500, help="a free port there")
-    parser.add_argument("--join-timeout", type=int, default=600, help="seconds to wait for the other nodes")
+    parser.add_argument(
+        "--join-timeout", type=int, default=600, help="seconds to wait for the other nodes"
+    )
     # The default is what the ranks of another node may take to end (30), and a little.
-    parser.add_argument("--last-call", type=int, default=45, help="seconds for which MIN of MIN:MAX nodes wait for more")
-    parser.add_argument("--max-restarts", type=int, default=0, help="how often to start again when a rank has failed")
-    parser.add_argument("--shutdown-timeout", type=int, default=30, help="seconds from a signal to SIGKILL")
+    parser.add_argument(
+        "--last-call",
+        type=int,
+        default=45,
+        help="seconds for which MIN of MIN:MAX nodes wait for more",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        help="how often to start again when a rank has failed",
+    )
+    parser.add_argument(
+        "--shutdown-timeout", type=int, default=30, help="seconds from a signal to SIGKILL"
+    )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
     options = parser.parse_args(argv)
@@ -518,8 +644,9 @@ def main(argv: list[str]) -> int:
 
 
 def leave(code: int) -> None:
-    """End this process as it is. Python would end its threads, and where one that waits for another node's store returns from
-    C++ at that moment, C++ ends the process with SIGABRT instead of the code."""
+    """End this process as it is. Python would end its threads, and where one that waits for another
+    node's store returns from C++ at that moment, C++ ends the process with SIGABRT instead of the
+    code."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

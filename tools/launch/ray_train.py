@@ -1,12 +1,16 @@
-"""Start a run on a Ray cluster:  python -m tools.launch.ray_train --nodes 4 --gpus 8 configs/llama_70b.toml [--table.key=value]
+"""Start a run on a Ray cluster.
 
-Ray Train finds the nodes and starts one worker on each; the worker runs run_train.sh there, as one would by hand, so a rank
-here is what it is everywhere else: a process of its own, with its own signals, log and exit code. When a worker or its node
-fails, Ray starts all of them again, at most --max-failures times, and the run resumes from its newest checkpoint.
+    python -m tools.launch.ray_train --nodes 4 --gpus 8 configs/llama_70b.toml [--table.key=value]
 
-SIGTERM to this command stops the run with a checkpoint. run.folder must be on storage that all nodes share. Exit code: 0 done;
-2 wrong configuration; 75 stopped with a checkpoint; 76 one step fails again and again; otherwise that of the last failure.
-Ray is optional: pip install "ray[default,train]". (Without "default" it works too, but Ray Train then complains once a second.)
+Ray Train finds the nodes and starts one worker on each; the worker runs run_train.sh there, as one
+would by hand, so a rank here is what it is everywhere else: a process of its own, with its own
+signals, log and exit code. When a worker or its node fails, Ray starts all of them again, at most
+--max-failures times, and the run resumes from its newest checkpoint.
+
+SIGTERM to this command stops the run with a checkpoint. run.folder must be on storage that all
+nodes share. Exit code: 0 done; 2 wrong configuration; 75 stopped with a checkpoint; 76 one step
+fails again and again; otherwise that of the last failure. Ray is optional: pip install
+"ray[default,train]". (Without "default" it works too, but Ray Train then complains once a second.)
 """
 
 import argparse
@@ -28,7 +32,8 @@ WRONG_INPUT, STOPPED, CRASH_LOOP = 2, 75, 76  # exit codes of train.py
 
 
 def node(job: dict) -> None:
-    """One worker: its node's share of the run. Raises RuntimeError for an end that is worth another try."""
+    """One worker: its node's share of the run. Raises RuntimeError for an end that is worth another
+    try."""
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
@@ -38,15 +43,20 @@ def node(job: dict) -> None:
         mine = (ray.util.get_node_ip_address(), free.getsockname()[1])
     address, port = broadcast_from_rank_zero(mine)
     environment = {
-        "NGPU": job["ranks"], "NNODES": context.get_world_size(), "NODE_RANK": context.get_world_rank(),
-        "MASTER_ADDR": address, "MASTER_PORT": port,
-    }  # fmt: skip
+        "NGPU": job["ranks"],
+        "NNODES": context.get_world_size(),
+        "NODE_RANK": context.get_world_rank(),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
     libc = ctypes.CDLL(None)
     process = subprocess.Popen(
-        [job["script"], *job["arguments"]], cwd=job["folder"],
+        [job["script"], *job["arguments"]],
+        cwd=job["folder"],
         env=os.environ | {name: str(value) for name, value in environment.items()},
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # a worker that Ray kills leaves nothing behind
-    )  # fmt: skip
+        # a worker that Ray kills leaves nothing behind
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+    )
     asked = False
     while process.poll() is None:
         time.sleep(0.5)
@@ -55,15 +65,26 @@ def node(job: dict) -> None:
             process.terminate()
     Path(job["codes"], str(context.get_world_rank())).write_text(str(process.returncode))
     if process.returncode not in (0, WRONG_INPUT, STOPPED, CRASH_LOOP):
-        raise RuntimeError(f"run_train.sh on node {context.get_world_rank()} ended with exit code {process.returncode}")
+        raise RuntimeError(
+            f"run_train.sh on node {context.get_world_rank()} ended with exit code "
+            f"{process.returncode}"
+        )
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.launch.ray_train", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.launch.ray_train", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--nodes", type=int, default=1, help="nodes, each of them one Ray worker")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs of each node, and ranks on it; 0: none")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks on each node, where --gpus is 0")
-    parser.add_argument("--max-failures", type=int, default=3, help="how often to start again after a failure")
+    parser.add_argument(
+        "--gpus", type=int, default=0, help="GPUs of each node, and ranks on it; 0: none"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="ranks on each node, where --gpus is 0"
+    )
+    parser.add_argument(
+        "--max-failures", type=int, default=3, help="how often to start again after a failure"
+    )
     options, arguments = parser.parse_known_args(argv)
     ranks = options.gpus or options.ranks
     try:
@@ -86,22 +107,32 @@ def run(options: argparse.Namespace, arguments: list[str], ranks: int, folder: P
 
     codes = folder / "ray" / "exit-codes"
     codes.mkdir(parents=True, exist_ok=True)
-    stop = folder / "ray" / "stop"  # a file, because Ray gives a driver's end to its workers as SIGKILL
+    # a file, because Ray gives a driver's end to its workers as SIGKILL
+    stop = folder / "ray" / "stop"
     for old in (*codes.iterdir(), stop):
         old.unlink(missing_ok=True)
     job = {
-        "script": str(ROOT / "run_train.sh"), "arguments": arguments, "folder": str(ROOT), "ranks": ranks,
-        "codes": str(codes), "stop": str(stop),
-    }  # fmt: skip
+        "script": str(ROOT / "run_train.sh"),
+        "arguments": arguments,
+        "folder": str(ROOT),
+        "ranks": ranks,
+        "codes": str(codes),
+        "stop": str(stop),
+    }
     ray.init()
-    signal.signal(signal.SIGTERM, lambda number, frame: stop.touch())  # Ray's own handler would end the driver
+    # Ray's own handler would end the driver
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.touch())
     each = {"GPU": options.gpus} if options.gpus else {"CPU": 1}
     trainer = DataParallelTrainer(
         node,
         train_loop_config=job,
-        scaling_config=ScalingConfig(num_workers=options.nodes, resources_per_worker=each, use_gpu=options.gpus > 0),
+        scaling_config=ScalingConfig(
+            num_workers=options.nodes, resources_per_worker=each, use_gpu=options.gpus > 0
+        ),
         run_config=RunConfig(
-            name="train", storage_path=str(folder / "ray"), failure_config=FailureConfig(max_failures=options.max_failures)
+            name="train",
+            storage_path=str(folder / "ray"),
+            failure_config=FailureConfig(max_failures=options.max_failures),
         ),
     )
     failed = 0
@@ -110,7 +141,8 @@ def run(options: argparse.Namespace, arguments: list[str], ranks: int, folder: P
     except TrainingFailedError as error:
         print(f"Ray gave up: {error}", file=sys.stderr)
         failed = 1
-    ended = [int(file.read_text()) for file in codes.iterdir()]  # a node that was lost has left none, or an old one
+    # a node that was lost has left none, or an old one
+    ended = [int(file.read_text()) for file in codes.iterdir()]
     return max(ended, default=1) or failed
 
 

@@ -4,10 +4,10 @@
     python -m tools.plan configs/llama_405b.toml --gpus 1024 --search --write best.toml
     python -m tools.plan configs/llama_8b.toml --gpus 64 --html plan.html
 
-Runs the same `train.build` and `train.train_step` as a run does, on a fake process group with fake tensors
-(`tools/plan/trace.py`), in seconds on a laptop, and plays the traced step through on a device's numbers (`tools/plan/estimate.py`).
-Exit code 0: it fits; 1: it does not; 2: wrong configuration or arguments. `docs/planning.md` says how far off it was where
-it could be compared.
+Runs the same `train.build` and `train.train_step` as a run does, on a fake process group with fake
+tensors (`tools/plan/trace.py`), in seconds on a laptop, and plays the traced step through on a
+device's numbers (`tools/plan/estimate.py`). Exit code 0: it fits; 1: it does not; 2: wrong
+configuration or arguments. `docs/planning.md` says how far off it was where it could be compared.
 """
 
 import argparse
@@ -27,38 +27,86 @@ from tools.plan.search import search, table
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.plan", description=__doc__, allow_abbrev=False,
+        prog="python -m tools.plan",
+        description=__doc__,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--gpus", type=int, default=8, help="of the whole run (8)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="of each host (8)")
-    parser.add_argument("--device", default="h100", help="a row of tools/plan/devices.toml, a TOML file of your own, or cpu (h100)")
-    parser.add_argument("--margin", type=float, default=MARGIN, help=f"what the allocator adds to live bytes ({MARGIN})")
-    parser.add_argument("--tokens", type=float, default=0, help="to train on, as 15e12 (what training.steps says)")
+    parser.add_argument(
+        "--device",
+        default="h100",
+        help="a row of tools/plan/devices.toml, a TOML file of your own, or cpu (h100)",
+    )
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=MARGIN,
+        help=f"what the allocator adds to live bytes ({MARGIN})",
+    )
+    parser.add_argument(
+        "--tokens", type=float, default=0, help="to train on, as 15e12 (what training.steps says)"
+    )
     parser.add_argument("--usd-per-gpu-hour", type=float, default=0)
-    parser.add_argument("--mtbf-gpu-hours", type=float, default=MTBF_GPU_HOURS,
-                        help="GPU-hours between interruptions (Llama 3's, %(default).0f)")  # fmt: skip
-    parser.add_argument("--restart-minutes", type=float, default=10, help="from an interruption to the next step (10)")
-    parser.add_argument("--storage-gb-per-s", type=float, default=10, help="of the checkpoint folder, all ranks together (10)")
-    parser.add_argument("--routing", default="balanced",
-                        help="of mixtures of experts: balanced; a number, how many times the mean the fullest rank gets; or the "
-                        "folder of a run that recorded the loads of its experts (balanced)")  # fmt: skip
-    parser.add_argument("--search", action="store_true",
-                        help="try meshes, checkpointing modes and micro-batches; rank those that fit")  # fmt: skip
+    parser.add_argument(
+        "--mtbf-gpu-hours",
+        type=float,
+        default=MTBF_GPU_HOURS,
+        help="GPU-hours between interruptions (Llama 3's, %(default).0f)",
+    )
+    parser.add_argument(
+        "--restart-minutes",
+        type=float,
+        default=10,
+        help="from an interruption to the next step (10)",
+    )
+    parser.add_argument(
+        "--storage-gb-per-s",
+        type=float,
+        default=10,
+        help="of the checkpoint folder, all ranks together (10)",
+    )
+    parser.add_argument(
+        "--routing",
+        default="balanced",
+        help="of mixtures of experts: balanced; a number, how many times the mean the fullest "
+        "rank gets; or the "
+        "folder of a run that recorded the loads of its experts (balanced)",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="try meshes, checkpointing modes and micro-batches; rank those that fit",
+    )
     parser.add_argument("--stages", action="store_true", help="of a pipeline show every rank")
-    parser.add_argument("--write", metavar="OUT.toml", help="the configuration planned, or with --search the best found")
-    parser.add_argument("--html", metavar="OUT.html", help="one page with the memory curve, the time line and the mesh")
+    parser.add_argument(
+        "--write",
+        metavar="OUT.toml",
+        help="the configuration planned, or with --search the best found",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="OUT.html",
+        help="one page with the memory curve, the time line and the mesh",
+    )
     flags, rest = parser.parse_known_args(argv)
     if flags.gpus < 1 or flags.gpus_per_node < 1:
         raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
     if flags.gpus > flags.gpus_per_node and flags.gpus % flags.gpus_per_node:
         low = flags.gpus - flags.gpus % flags.gpus_per_node
         high = low + flags.gpus_per_node
-        raise InputError(f"--gpus {flags.gpus} is no whole number of hosts of {flags.gpus_per_node}: take {low} or {high}")
+        raise InputError(
+            f"--gpus {flags.gpus} is no whole number of hosts of {flags.gpus_per_node}: take "
+            f"{low} or {high}"
+        )
     for name in ("write", "html"):
         path = getattr(flags, name)
         if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-            raise InputError(f"--{name} {path}: this is a folder, or its folder does not exist: name a file that can be written")
+            raise InputError(
+                f"--{name} {path}: this is a folder, or its folder does not exist: name a file "
+                "that can be written"
+            )
     for name in ("mtbf_gpu_hours", "restart_minutes", "storage_gb_per_s"):
         if getattr(flags, name) <= 0:
             raise InputError(f"--{name.replace('_', '-')} must be more than 0")
@@ -66,24 +114,49 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def question(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Question]:
-    """The checked configuration and the question. Raises InputError, ConfigError with every rule that is broken."""
+    """The checked configuration and the question. Raises InputError, ConfigError with every rule
+    that is broken."""
     per_host, device = min(flags.gpus, flags.gpus_per_node), load_device(flags.device)
-    if flags.search:  # the search chooses the mesh: what the file says about it must not stand in the way
-        one_process = ("data_parallel_shard=-1", "data_parallel_replicate=1", "context_parallel=1", "tensor_parallel=1", "expert_parallel=1",
-                       "pipeline_parallel=1", "pipeline_schedule=1f1b", "pipeline_stages_per_rank=0", "pipeline_layers=[]")  # fmt: skip
+    # the search chooses the mesh: what the file says about it must not stand in the way
+    if flags.search:
+        one_process = (
+            "data_parallel_shard=-1",
+            "data_parallel_replicate=1",
+            "context_parallel=1",
+            "tensor_parallel=1",
+            "expert_parallel=1",
+            "pipeline_parallel=1",
+            "pipeline_schedule=1f1b",
+            "pipeline_stages_per_rank=0",
+            "pipeline_layers=[]",
+        )
         cfg = load_config([*rest, *(f"--parallelism.{option}" for option in one_process)])
     else:
         cfg = load_config(rest, flags.gpus, per_host)
     on_gpu = device.kind == "gpu"
     if on_gpu and cfg.training.param_dtype == "float32":
-        raise InputError('training.param_dtype = "float32": the device table has peaks for bfloat16 only; plan with "bfloat16" '
-                         'or "auto"')  # fmt: skip
+        raise InputError(
+            'training.param_dtype = "float32": the device table has peaks for bfloat16 only; plan '
+            'with "bfloat16" '
+            'or "auto"'
+        )
     if on_gpu:
-        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"param_dtype": "bfloat16"})})
+        cfg = cfg.model_copy(
+            update={"training": cfg.training.model_copy(update={"param_dtype": "bfloat16"})}
+        )
     ask = Question(
-        flags.gpus, per_host, device, on_gpu, flags.margin, flags.tokens, flags.usd_per_gpu_hour, flags.mtbf_gpu_hours,
-        flags.restart_minutes * 60, flags.storage_gb_per_s, load_routing(flags.routing),
-    )  # fmt: skip
+        flags.gpus,
+        per_host,
+        device,
+        on_gpu,
+        flags.margin,
+        flags.tokens,
+        flags.usd_per_gpu_hour,
+        flags.mtbf_gpu_hours,
+        flags.restart_minutes * 60,
+        flags.storage_gb_per_s,
+        load_routing(flags.routing),
+    )
     return cfg, ask
 
 
@@ -93,7 +166,11 @@ def main(argv: list[str] | None = None) -> int:
         flags, rest = arguments(sys.argv[1:] if argv is None else argv)
         cfg, ask = question(flags, rest)
         if flags.search:
-            print("searching: every choice is traced, which takes some minutes", file=sys.stderr, flush=True)
+            print(
+                "searching: every choice is traced, which takes some minutes",
+                file=sys.stderr,
+                flush=True,
+            )
             ranking = search(cfg, ask)
             print(table(ranking) + "\n\nThe first of these:\n")
             cfg = ranking[0].choice.applied_to(cfg)

@@ -1,4 +1,5 @@
-"""A device as numbers: a row of `devices.toml`, a file of the user's, or this machine, measured now."""
+"""A device as numbers: a row of `devices.toml`, a file of the user's, or this machine, measured
+now."""
 
 import os
 import time
@@ -6,6 +7,8 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
+
+from configs.cpu import float32_products
 
 import tomli
 import torch
@@ -16,13 +19,13 @@ from models import MODELS
 from models.kernels.causal_attention import causal_attention
 from parallelisms import ac
 from parallelisms.dp import param_dtype
-from configs.cpu import float32_products
 from tools.plan.step import Op
 from tools.plan.trace import Trace
 from training.metrics import peak_flops
 
 TABLE = Path(__file__).resolve().parent / "devices.toml"
-MEMORY_EFFICIENCY = 0.8  # share of the memory's bandwidth that an elementwise kernel reaches; STREAM-like copies reach 0.9
+# share of the memory's bandwidth that an elementwise kernel reaches; STREAM-like copies reach 0.9
+MEMORY_EFFICIENCY = 0.8
 
 
 class Device(BaseModel):
@@ -44,13 +47,16 @@ class Device(BaseModel):
     link_latency_us: float = Field(0.6, ge=0)
     fabric_latency_us: float = Field(2.7, ge=0)
     attention_backward: float = Field(1.0, gt=0)
-    """Rate of attention's backward, to that of its forward; 1 where attention_efficiency is of both together."""
+    """Rate of attention's backward, to that of its forward; 1 where attention_efficiency is of both
+    together."""
     attention_row_ns: float = Field(0.0, ge=0)
-    """What attention's forward costs for each query, head and product whatever the length; 0 on GPUs."""
+    """What attention's forward costs for each query, head and product whatever the length; 0 on
+    GPUs."""
     overhead_us: float = Field(0.0, ge=0)
     """Time that each operator (views are none) takes beside its work; 0 where a queue hides it."""
     policy_us: float = Field(0.0, ge=0)
-    """What selective checkpointing adds to each operator of a block's forward, its recomputation included; as above."""
+    """What selective checkpointing adds to each operator of a block's forward, its recomputation
+    included; as above."""
     source: str = ""
 
     @property
@@ -60,7 +66,8 @@ class Device(BaseModel):
 
 
 def load_device(name: str) -> Device:
-    """A row of the table, or the one table of a TOML file, or `cpu`: this machine, measured now. Raises InputError."""
+    """A row of the table, or the one table of a TOML file, or `cpu`: this machine, measured now.
+    Raises InputError."""
     if name == "cpu":
         return measure_cpu()
     path = Path(name) if name.endswith(".toml") else TABLE
@@ -72,33 +79,47 @@ def load_device(name: str) -> Device:
         if name.lower() not in table:
             similar = get_close_matches(name.lower(), table, n=1)
             hint = f'did you mean "{similar[0]}"? ' if similar else ""
-            raise InputError(f"--device {name}: unknown; {hint}known are {', '.join(table)}, cpu (this machine, measured) and "
-                             "a TOML file of your own")  # fmt: skip
+            raise InputError(
+                f"--device {name}: unknown; {hint}known are {', '.join(table)}, cpu (this "
+                "machine, measured) and "
+                "a TOML file of your own"
+            )
         rows = [table[name.lower()]]
     else:
         rows = [row for row in table.values() if isinstance(row, dict)] or [table]
     if len(rows) != 1:
-        raise InputError(f"--device {name}: one table with the numbers of one device is needed, found {len(rows)}")
+        raise InputError(
+            f"--device {name}: one table with the numbers of one device is needed, found "
+            f"{len(rows)}"
+        )
     try:
         device = Device(**rows[0])
     except ValidationError as error:
         problems = "; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors())
-        raise InputError(f"--device {name}: {problems} (tools/plan/devices.toml explains the fields)") from None
+        raise InputError(
+            f"--device {name}: {problems} (tools/plan/devices.toml explains the fields)"
+        ) from None
     if not device.peak:
-        raise InputError(f"--device {name}: give peak_tflops, or a name that training/metrics.py::PEAK_TFLOPS knows")
+        raise InputError(
+            f"--device {name}: give peak_tflops, or a name that training/metrics.py::PEAK_TFLOPS "
+            "knows"
+        )
     return device
 
 
 def known_device(name: str) -> Device | None:
-    """The row of the table for a GPU that calls itself so (torch.cuda.get_device_name()); None if there is none."""
+    """The row of the table for a GPU that calls itself so (torch.cuda.get_device_name()); None if
+    there is none."""
     rows = tomli.loads(TABLE.read_text(encoding="utf-8")).values()
     return next((Device(**row) for row in rows if row["name"] == name), None)
 
 
 def measure_cpu(threads: int = 0) -> Device:
-    """This machine as a device, in about a second: rates of products, attention and copies, and the cost of an operator.
+    """This machine as a device, in about a second: rates of products, attention and copies, and the
+    cost of an operator.
 
-    The rates are what is attained, so the efficiencies are 1. The links are guesses: processes of one machine talk by gloo.
+    The rates are what is attained, so the efficiencies are 1. The links are guesses: processes of
+    one machine talk by gloo.
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
@@ -114,18 +135,30 @@ def measure_cpu(threads: int = 0) -> Device:
     torch.set_num_threads(threads_before)
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return Device(
-        name="this machine's CPU", kind="cpu", peak_tflops=products / 1e12, memory_gib=gib,
+        name="this machine's CPU",
+        kind="cpu",
+        peak_tflops=products / 1e12,
+        memory_gib=gib,
         memory_gb_per_s=copied / 1e9 / MEMORY_EFFICIENCY,
-        link_gb_per_s=1.0, fabric_gb_per_s=1.0, host_gb_per_s=copied / 1e9, matmul_efficiency=1.0,
-        attention_efficiency=min(1.0, attention / products), link_efficiency=1.0, link_latency_us=50, fabric_latency_us=50,
-        attention_backward=backward, attention_row_ns=per_row * 1e9,
-        overhead_us=overhead * 1e6, policy_us=policy * 1e6,
+        link_gb_per_s=1.0,
+        fabric_gb_per_s=1.0,
+        host_gb_per_s=copied / 1e9,
+        matmul_efficiency=1.0,
+        attention_efficiency=min(1.0, attention / products),
+        link_efficiency=1.0,
+        link_latency_us=50,
+        fabric_latency_us=50,
+        attention_backward=backward,
+        attention_row_ns=per_row * 1e9,
+        overhead_us=overhead * 1e6,
+        policy_us=policy * 1e6,
         source="measured now; links assumed",
-    )  # fmt: skip
+    )
 
 
 def _attention_costs(dtype: torch.dtype) -> tuple[float, float, float]:
-    """Seconds of forward per query and key, and per query whatever the length; the rate of backward, to that of forward.
+    """Seconds of forward per query and key, and per query whatever the length; the rate of
+    backward, to that of forward.
 
     The same number of queries in short and in long sequences gives two equations.
     """
@@ -133,7 +166,10 @@ def _attention_costs(dtype: torch.dtype) -> tuple[float, float, float]:
 
     def seconds(length: int) -> tuple[float, float]:
         """Of a query: each of the two products of forward, and of the five of backward."""
-        q, k, v, grad = (torch.randn(rows // length // 4, 4, length, 64).to(dtype).requires_grad_() for _ in range(4))
+        q, k, v, grad = (
+            torch.randn(rows // length // 4, 4, length, 64).to(dtype).requires_grad_()
+            for _ in range(4)
+        )
         out = causal_attention(q, k, v)
         forward = _seconds(lambda: causal_attention(q, k, v))
         backward = _seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
@@ -145,20 +181,24 @@ def _attention_costs(dtype: torch.dtype) -> tuple[float, float, float]:
 
 
 def _operator_overheads(dtype: torch.dtype) -> tuple[float, float]:
-    """Seconds that an operator takes beside its work; and what selective checkpointing adds to an operator of forward, since
-    its policy is Python.
+    """Seconds that an operator takes beside its work; and what selective checkpointing adds to an
+    operator of forward, since its policy is Python.
 
-    The first has two parts. One is the views, the autograd and the Python around an operator: the time of a model so small
-    that there is no work. The other is the time until all threads have woken and come together: what as many sequences on
-    all threads take beyond one sequence on one thread. (32,768 elements are the least that ATen gives a thread.)
+    The first has two parts. One is the views, the autograd and the Python around an operator: the
+    time of a model so small that there is no work. The other is the time until all threads have
+    woken and come together: what as many sequences on all threads take beyond one sequence on one
+    thread. (32,768 elements are the least that ATen gives a thread.)
     """
     threads = torch.get_num_threads()
 
     def step(dim: int, batch: int, length: int, mode: str = "none") -> Callable[..., object]:
-        family = MODELS[Model().family]  # any: what an operator costs beside its work depends on no family
+        # any: what an operator costs beside its work depends on no family
+        family = MODELS[Model().family]
         model = ac.apply(family.build(family.small(dim)).to(dtype), ActivationCheckpoint(mode=mode))
         tokens, positions = torch.zeros(batch, length, dtype=torch.int64), torch.arange(length)
-        return lambda backward=True: model(tokens, positions).sum().backward() if backward else model(tokens, positions)
+        return lambda backward=True: (
+            model(tokens, positions).sum().backward() if backward else model(tokens, positions)
+        )
 
     def operators(run: Callable, *args: bool) -> int:
         with Trace() as trace:
@@ -167,7 +207,11 @@ def _operator_overheads(dtype: torch.dtype) -> tuple[float, float]:
 
     together = _seconds(step(64, threads, 512), 40)
     torch.set_num_threads(1)
-    alone, empty, policed = _seconds(step(64, 1, 512), 40), step(16, 1, 4), step(16, 1, 4, "selective")
+    alone, empty, policed = (
+        _seconds(step(64, 1, 512), 40),
+        step(16, 1, 4),
+        step(16, 1, 4, "selective"),
+    )
     per_operator = _seconds(empty) / operators(empty)
     policy = (_seconds(policed) - per_operator * operators(policed)) / operators(empty, False)
     torch.set_num_threads(threads)
@@ -175,9 +219,10 @@ def _operator_overheads(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _seconds(run: Callable[[], object], rounds: int = 15) -> float:
-    """The fastest of `rounds` runs after three: a rate that the machine has, whatever else it does at the time."""
+    """The fastest of `rounds` runs after three: a rate that the machine has, whatever else it does
+    at the time."""
     times = []
-    for i in range(rounds + 3):
+    for _ in range(rounds + 3):
         began = time.perf_counter()
         run()
         times.append(time.perf_counter() - began)

@@ -1,7 +1,8 @@
-"""How long a traced step takes on a device: a roofline for the operators, rings for the collectives, two streams for overlap.
+"""How long a traced step takes on a device: a roofline for the operators, rings for the
+collectives, two streams for overlap.
 
-Every number that is not counted stands in `tools/plan/devices.toml` with its source, or here. Nothing is fitted to a
-configuration. `docs/planning.md` has the formulas and how far off they were.
+Every number that is not counted stands in `tools/plan/devices.toml` with its source, or here.
+Nothing is fitted to a configuration. `docs/planning.md` has the formulas and how far off they were.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +10,8 @@ from dataclasses import dataclass, field
 from tools.plan.device import MEMORY_EFFICIENCY, Device
 from tools.plan.step import IN_BLOCKS, Op, Step, Stretch, Where, fsdp_dimension
 
-GROUP_TILE = 128  # rows of a tile of a grouped product, of which the last one of a group is half empty: assumed
+# rows of a tile of a grouped product, of which the last one of a group is half empty: assumed
+GROUP_TILE = 128
 NCCL_BASE_US = 6.6  # of starting any collective: NCCL's cost model (src/graph/tuning.cc, ring, LL)
 
 
@@ -25,16 +27,18 @@ class Ring:
         return cls(len(ranks), len({rank // per_host for rank in ranks}))
 
     def bandwidth(self, device: Device) -> float:
-        """Bytes per second that a ring moves. Between hosts every rank of the group has a card of its own to the fabric,
-        and a ring runs through all of them. Inside a host the links limit."""
+        """Bytes per second that a ring moves. Between hosts every rank of the group has a card of
+        its own to the fabric, and a ring runs through all of them. Inside a host the links
+        limit."""
         link = device.link_gb_per_s
         if self.hosts > 1:
             link = min(link, device.fabric_gb_per_s * self.ranks / self.hosts)
         return link * 1e9 * device.link_efficiency
 
     def seconds(self, kind: str, message: int, device: Device) -> float:
-        """Alpha-beta model of a ring: hops of latency alpha, bytes over bandwidth. `message` is counted as NCCL's tests
-        count it: every rank sends (n-1)/n of it, twice for an all-reduce (nccl-tests, doc/PERFORMANCE.md)."""
+        """Alpha-beta model of a ring: hops of latency alpha, bytes over bandwidth. `message` is
+        counted as NCCL's tests count it: every rank sends (n-1)/n of it, twice for an all-reduce
+        (nccl-tests, doc/PERFORMANCE.md)."""
         if self.ranks == 1:
             return 0.0
         if kind in ("send", "receive"):
@@ -44,13 +48,15 @@ class Ring:
             return self.exchange_seconds(message, device)
         rounds = 2 if kind == "all-reduce" else 1
         between = self.hosts if self.hosts > 1 else 0
-        hops = (self.ranks - 1 - between) * device.link_latency_us + between * device.fabric_latency_us
+        hops = (
+            self.ranks - 1 - between
+        ) * device.link_latency_us + between * device.fabric_latency_us
         sent = message * (self.ranks - 1) / self.ranks
         return rounds * (max(hops, 0) * 1e-6 + sent / self.bandwidth(device)) + NCCL_BASE_US * 1e-6
 
     def exchange_seconds(self, message: int, device: Device) -> float:
-        """Every rank sends an equal part of its message to every other directly. What goes to other hosts goes through its
-        own card, beside what goes through the links of its host."""
+        """Every rank sends an equal part of its message to every other directly. What goes to other
+        hosts goes through its own card, beside what goes through the links of its host."""
         on_host = self.ranks / self.hosts
         part, efficiency = message / self.ranks, 1e9 * device.link_efficiency
         inside = part * (on_host - 1) / (device.link_gb_per_s * efficiency)
@@ -80,8 +86,10 @@ class Estimate:
     attention: float = 0.0
     memory_bound: float = 0.0
     recomputed: float = 0.0  # seconds of these three that repeat what was computed before
-    lines: dict[tuple[str, str], Line] = field(default_factory=dict)  # (mesh dimension, kind of collective)
-    bars: list[tuple[str, float, float, str]] = field(default_factory=list)  # (stream, start, end, place) of what was traced
+    # (mesh dimension, kind of collective)
+    lines: dict[tuple[str, str], Line] = field(default_factory=dict)
+    # (stream, start, end, place) of what was traced
+    bars: list[tuple[str, float, float, str]] = field(default_factory=list)
 
     @property
     def computing(self) -> float:
@@ -96,37 +104,48 @@ class Estimate:
 
 
 def op_seconds(op: Op, where: Where, device: Device, fused: bool) -> tuple[float, float, float]:
-    """Seconds of an operator as product, as attention, and as bound by memory. Attention is counted whole in `Op`, but
-    causal kernels do half of it."""
+    """Seconds of an operator as product, as attention, and as bound by memory. Attention is counted
+    whole in `Op`, but causal kernels do half of it."""
     rate = device.peak
     traffic = op.fused if fused and where.block >= 0 else op.traffic
     bandwidth = device.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY
     product = op.product_flops / (rate * device.matmul_efficiency)
     if op.rows:
         product = max(product * (1 + GROUP_TILE / 2 * op.groups / op.rows), op.operands / bandwidth)
-    attention = op.attention_flops / 2 / (rate * device.attention_efficiency) + op.attention_rows * device.attention_row_ns * 1e-9
+    attention = (
+        op.attention_flops / 2 / (rate * device.attention_efficiency)
+        + op.attention_rows * device.attention_row_ns * 1e-9
+    )
     if "backward" in op.name:
         attention /= device.attention_backward
     moved = traffic / bandwidth + device.overhead_us * 1e-6
     return product, attention, moved
 
 
-def estimate(step: Step, device: Device, per_host: int, compiled: bool, selective: bool = False) -> Estimate:
-    """The time of a step. `compiled`: memory-bound operators are fused; `selective`: checkpointing's policy is paid for."""
+def estimate(
+    step: Step, device: Device, per_host: int, compiled: bool, selective: bool = False
+) -> Estimate:
+    """The time of a step. `compiled`: memory-bound operators are fused; `selective`:
+    checkpointing's policy is paid for."""
     return Playback(step, device, per_host, compiled, selective).play()
 
 
 class Playback:
-    """Plays a step through: one stream computes, one moves FSDP's data beside it, and each waits where PyTorch waits.
+    """Plays a step through: one stream computes, one moves FSDP's data beside it, and each waits
+    where PyTorch waits.
 
-    - FSDP's all-gather starts when the one before has been copied out (`FSDPParamGroup.wait_for_unshard`), so the gather
-      of the next block runs while this one is computed. Computing goes on when its own weights are there.
-    - FSDP's reduce-scatter (and HSDP's all-reduce) starts when the block's gradients are there. Clipping waits for the last.
-    - The collectives of tensor and context parallelism, and all small ones, stand between operators that need them:
-      computing waits.
+    - FSDP's all-gather starts when the one before has been copied out
+      (`FSDPParamGroup.wait_for_unshard`), so the gather of the next block runs while this one is
+      computed. Computing goes on when its own weights are there.
+    - FSDP's reduce-scatter (and HSDP's all-reduce) starts when the block's gradients are there.
+      Clipping waits for the last.
+    - The collectives of tensor and context parallelism, and all small ones, stand between operators
+      that need them: computing waits.
     """
 
-    def __init__(self, step: Step, device: Device, per_host: int, compiled: bool, selective: bool) -> None:
+    def __init__(
+        self, step: Step, device: Device, per_host: int, compiled: bool, selective: bool
+    ) -> None:
         self.step, self.device, self.compiled, self.selective = step, device, compiled, selective
         self.rings = {dim: Ring.of(ranks, per_host) for dim, ranks in step.groups.items()}
         self.result = Estimate()
@@ -134,8 +153,10 @@ class Playback:
         self.bar_start = 0.0  # since when nothing but computing has happened
         self.link_free = 0.0  # when FSDP's stream is free
         self.gather_from = 0.0  # since when the next gather may run
-        self.gather_ends: list[tuple[float, str]] = []  # of the all-gathers that were not waited for yet, with their dimensions
-        self.last_reduction = (fsdp_dimension(step.groups), "reduce-scatter")  # what clipping waits for
+        # of the all-gathers that were not waited for yet, with their dimensions
+        self.gather_ends: list[tuple[float, str]] = []
+        # what clipping waits for
+        self.last_reduction = (fsdp_dimension(step.groups), "reduce-scatter")
 
     def play(self) -> Estimate:
         per_micro_batch: dict[int, float] = {}
@@ -166,14 +187,19 @@ class Playback:
             self.result.bars.append(("compute", self.bar_start, self.now, place(where)))
 
     def communicate(self, op: Op, where: Where, times: int) -> None:
-        seconds = self.rings[op.dimension].seconds(op.kind, op.message, self.device) if op.dimension in self.rings else 0.0
+        seconds = (
+            self.rings[op.dimension].seconds(op.kind, op.message, self.device)
+            if op.dimension in self.rings
+            else 0.0
+        )
         line = self.result.line(op.dimension, op.kind)
         line.smallest = min(line.smallest or op.message, op.message)
         line.largest = max(line.largest, op.message)
         line.count, line.sent = line.count + times, line.sent + times * op.message
         line.seconds += times * seconds
         if op.kind in ("send", "receive"):
-            return  # beside the action; tools/plan/pipeline.py lets the rank that receives wait for it
+            # beside the action; tools/plan/pipeline.py lets the rank that receives wait for it
+            return
         stream = f"{op.dimension} {op.kind}"
         if not op.background:
             self.end_bar(where)
@@ -201,7 +227,10 @@ class Playback:
         if self.selective and where.phase == "forward" and 0 <= where.block < self.step.layers:
             moved += self.device.policy_us * 1e-6
         result = self.result
-        result.products, result.attention = result.products + times * product, result.attention + times * attention
+        result.products, result.attention = (
+            result.products + times * product,
+            result.attention + times * attention,
+        )
         result.memory_bound += times * moved
         flops = op.product_flops + op.attention_flops
         result.recomputed += times * (product + attention) * (op.recomputed / flops if flops else 0)
@@ -210,4 +239,6 @@ class Playback:
 
 def place(where: Where) -> str:
     """Where in the step, as a bar of the page names it."""
-    return f"{where.phase} {where.block}, {where.micro}" if where.phase in IN_BLOCKS else where.phase
+    return (
+        f"{where.phase} {where.block}, {where.micro}" if where.phase in IN_BLOCKS else where.phase
+    )

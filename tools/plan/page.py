@@ -1,4 +1,5 @@
-"""A plan as one self-contained HTML page: memory over a step, what runs beside what, and the mesh on its hosts.
+"""A plan as one self-contained HTML page: memory over a step, what runs beside what, and the mesh
+on its hosts.
 
 The drawings are inline SVG. The page loads nothing from anywhere.
 """
@@ -26,11 +27,19 @@ COLORS = {  # by kind of memory, from the bottom up: all kinds of tools/plan/ste
     "batch": "#999999",
     "other": "#cccccc",
 }
-STREAMS = {"compute": "#264653", "all-gather": "#2a9d8f", "reduce-scatter": "#e76f51", "all-reduce": "#e9c46a",
-           "all-to-all": "#9c6ade"}  # fmt: skip
+STREAMS = {
+    "compute": "#264653",
+    "all-gather": "#2a9d8f",
+    "reduce-scatter": "#e76f51",
+    "all-reduce": "#e9c46a",
+    "all-to-all": "#9c6ade",
+}
 ACTIONS = {  # of a pipeline, by kind (parallelisms/schedules.py)
-    "forward": "#2a9d8f", "backward": "#e76f51", "backward_input": "#f4a261", "backward_weight": "#e9c46a",
-}  # fmt: skip
+    "forward": "#2a9d8f",
+    "backward": "#e76f51",
+    "backward_input": "#f4a261",
+    "backward_weight": "#e9c46a",
+}
 WIDTH, LEFT, POINTS = 1100, 90, 700
 
 STYLE = """body{font:14px/1.5 system-ui,sans-serif;max-width:1140px;margin:2em auto;padding:0 1em;color:#222;background:#fff}
@@ -43,33 +52,71 @@ def page(plan: Plan, report: str) -> str:
     title = f"{model_name(plan.cfg)} on {plan.ask.gpus:,} x {plan.ask.device.name}"
     rank = plan.step.number if plan.pipeline else 0
     figures = (
-        ("Memory over a step", memory(plan), f"Live bytes of rank {rank} in the order of the operators, one after the other; of more "
-         "than three micro-batches the first, one and the last. The dashed line is what the device leaves to live bytes under "
-         "the stated margin."),
-        ("Who works when", stages(plan), "A row for each rank of the pipeline, from the first forward to the last backward, on "
-         "the device's numbers. Where a row is empty, the rank waits for another. Of a rank with several stages, later ones are "
-         "paler. Point at a bar to see its stage and micro-batch.") if plan.pipeline else
-        ("What runs beside what", timeline(plan), "The traced step on the device's numbers: computing waits where a bar of "
-         "another row has nothing below it."),
-        ("The mesh on its hosts", hosts(plan), "Rank 0 and the groups that it talks to. A tensor-parallel group stays inside a host."),
-    )  # fmt: skip
-    body = "".join(f"<h2>{h}</h2><figure>{svg}<figcaption>{caption}</figcaption></figure>" for h, svg, caption in figures)
+        (
+            "Memory over a step",
+            memory(plan),
+            f"Live bytes of rank {rank} in the order of the operators, one after the other; of "
+            "more "
+            "than three micro-batches the first, one and the last. The dashed line is what the "
+            "device leaves to live bytes under "
+            "the stated margin.",
+        ),
+        (
+            "Who works when",
+            stages(plan),
+            "A row for each rank of the pipeline, from the first forward to the last backward, on "
+            "the device's numbers. Where a row is empty, the rank waits for another. Of a rank "
+            "with several stages, later ones are "
+            "paler. Point at a bar to see its stage and micro-batch.",
+        )
+        if plan.pipeline
+        else (
+            "What runs beside what",
+            timeline(plan),
+            "The traced step on the device's numbers: computing waits where a bar of "
+            "another row has nothing below it.",
+        ),
+        (
+            "The mesh on its hosts",
+            hosts(plan),
+            "Rank 0 and the groups that it talks to. A tensor-parallel group stays inside a host.",
+        ),
+    )
+    body = "".join(
+        f"<h2>{h}</h2><figure>{svg}<figcaption>{caption}</figcaption></figure>"
+        for h, svg, caption in figures
+    )
     return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        'content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
         f"<pre>{escape(report)}</pre>{body}</body></html>\n"
     )
 
 
 def _svg(height: float, parts: list[str]) -> str:
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}">{"".join(parts)}</svg>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} '
+        f'{height:.0f}">{"".join(parts)}</svg>'
+    )
 
 
 def _text(x: float, y: float, label: str, anchor: str = "start", kind: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(label)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" '
+        f'class="{kind}">{escape(label)}</text>'
+    )
 
 
-def _rect(x: float, y: float, width: float, height: float, color: str, label: str = "", stroke: str = "none") -> str:
+def _rect(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    color: str,
+    label: str = "",
+    stroke: str = "none",
+) -> str:
     title = f"<title>{escape(label)}</title>" if label else ""
     box = f'x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.4):.2f}" height="{height:.1f}"'
     return f'<rect {box} fill="{color}" stroke="{stroke}">{title}</rect>'
@@ -84,13 +131,18 @@ def _ticks(top: float) -> list[float]:
 
 
 def _samples(plan: Plan) -> tuple[list[tuple[int, dict[str, int]]], list[tuple[int, str]], int]:
-    """Samples of the memory curve, as (event, bytes by kind): the fullest moment of each of POINTS equal parts of the step.
-    Also (event, phase) where each phase begins, and the number of events."""
+    """Samples of the memory curve, as (event, bytes by kind): the fullest moment of each of POINTS
+    equal parts of the step. Also (event, phase) where each phase begins, and the number of
+    events."""
     changes = list(plan.step.curve())
     live, samples, phases = plan.step.before(), [], []
     last_phase, last_part, fullest = None, -1, 0
     for i, (where, kind, change) in enumerate(changes):
-        if (where.micro, where.phase) != last_phase and where.phase in (*IN_BLOCKS, "clip", "optimizer"):
+        if (where.micro, where.phase) != last_phase and where.phase in (
+            *IN_BLOCKS,
+            "clip",
+            "optimizer",
+        ):
             last_phase = (where.micro, where.phase)
             phases.append((i, where.phase))
         live[kind] = live.get(kind, 0) + change
@@ -125,21 +177,38 @@ def memory(plan: Plan) -> str:
         roof = [a + b for a, b in zip(floor, heights)]
         points = [f"{x(i):.1f},{y(v):.1f}" for (i, _), v in zip(samples, roof)]
         points += [f"{x(i):.1f},{y(v):.1f}" for (i, _), v in reversed(list(zip(samples, floor)))]
-        parts.append(f'<polygon points="{" ".join(points)}" fill="{color}"><title>{escape(KINDS[kind])}</title></polygon>')
+        parts.append(
+            f'<polygon points="{" ".join(points)}" '
+            f'fill="{color}"><title>{escape(KINDS[kind])}</title></polygon>'
+        )
         floor = roof
     unit, per = ("GiB", GIB) if top >= GIB else ("MiB", 2**20)
     for value in _ticks(top / per):
         at = y(value * per)
-        parts += [f'<line x1="{LEFT - 4}" x2="{LEFT}" y1="{at:.1f}" y2="{at:.1f}" stroke="#777"/>',
-                  _text(LEFT - 8, at + 4, f"{value:g} {unit}", "end", "dim")]  # fmt: skip
+        parts += [
+            f'<line x1="{LEFT - 4}" x2="{LEFT}" y1="{at:.1f}" y2="{at:.1f}" stroke="#777"/>',
+            _text(LEFT - 8, at + 4, f"{value:g} {unit}", "end", "dim"),
+        ]
     if usable < top:
-        parts += [f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y(usable):.1f}" y2="{y(usable):.1f}" stroke="#c00" stroke-dasharray="6 4"/>',
-                  _text(LEFT + 6, y(usable) - 5, f"{usable / GIB:.1f} GiB of {room / GIB:.1f}")]  # fmt: skip
+        parts += [
+            f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y(usable):.1f}" y2="{y(usable):.1f}" '
+            'stroke="#c00" stroke-dasharray="6 4"/>',
+            _text(LEFT + 6, y(usable) - 5, f"{usable / GIB:.1f} GiB of {room / GIB:.1f}"),
+        ]
     for (begin, phase), (end, _) in zip(phases, [*phases[1:], (events, "")]):
         if x(end) - x(begin) > 45:
             parts.append(_text((x(begin) + x(end)) / 2, bottom + 16, phase, "middle", "dim"))
-        parts.append(f'<line x1="{x(begin):.1f}" x2="{x(begin):.1f}" y1="20" y2="{bottom + 6}" stroke="#0002"/>')
-    return _svg(height, parts) + _legend([(KINDS[kind], color) for kind, color in COLORS.items() if any(s.get(kind) for _, s in samples)])
+        parts.append(
+            f'<line x1="{x(begin):.1f}" x2="{x(begin):.1f}" y1="20" y2="{bottom + 6}" '
+            'stroke="#0002"/>'
+        )
+    return _svg(height, parts) + _legend(
+        [
+            (KINDS[kind], color)
+            for kind, color in COLORS.items()
+            if any(s.get(kind) for _, s in samples)
+        ]
+    )
 
 
 def _legend(rows: list[tuple[str, str]]) -> str:
@@ -154,7 +223,8 @@ def _legend(rows: list[tuple[str, str]]) -> str:
 
 
 def _merged(bars: list[tuple[float, float, str]], gap: float) -> Iterator[tuple[float, float, str]]:
-    """Bars that would touch on paper as one: thousands of collectives are as many rectangles otherwise."""
+    """Bars that would touch on paper as one: thousands of collectives are as many rectangles
+    otherwise."""
     current = None
     for start, end, label in sorted(bars):
         if current and start - current[1] < gap:
@@ -168,14 +238,19 @@ def _merged(bars: list[tuple[float, float, str]], gap: float) -> Iterator[tuple[
 
 
 def _timeline(plan: Plan, begin: float, end: float) -> str:
-    """A row for computing and one for each kind of collective on each mesh dimension, from `begin` to `end` seconds."""
+    """A row for computing and one for each kind of collective on each mesh dimension, from `begin`
+    to `end` seconds."""
     rows: dict[str, list[tuple[float, float, str]]] = {"compute": []}
     for stream, start, stop, where in plan.time.bars:
         if stop > start:
             bars = rows.setdefault(stream, [])
             if stop > begin and start < end:
                 bars.append((max(start, begin), min(stop, end), where))
-    rows = {stream: rows[stream] for stream in sorted(rows, key=lambda s: (s != "compute", s)) if rows[stream]}
+    rows = {
+        stream: rows[stream]
+        for stream in sorted(rows, key=lambda s: (s != "compute", s))
+        if rows[stream]
+    }
     scale = (WIDTH - 200) / max(end - begin, 1e-9)
     unit, per = ("s", 1.0) if end - begin > 2 else ("ms", 1e3)
     parts = []
@@ -184,12 +259,25 @@ def _timeline(plan: Plan, begin: float, end: float) -> str:
         parts.append(_text(170, y + 14, stream, "end"))
         for start, stop, where in _merged(bars, 0.3 / scale):
             label = f"{where}: {1e3 * start:.2f} to {1e3 * stop:.2f} ms"
-            parts.append(_rect(180 + (start - begin) * scale, y, (stop - start) * scale, 20, STREAMS[stream.split()[-1]], label))
+            parts.append(
+                _rect(
+                    180 + (start - begin) * scale,
+                    y,
+                    (stop - start) * scale,
+                    20,
+                    STREAMS[stream.split()[-1]],
+                    label,
+                )
+            )
     bottom = 10 + 28 * len(rows)
     for value in _ticks((end - begin) * per):
         x = 180 + value / per * scale
-        parts += [f'<line x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{bottom + 4}" stroke="#0002"/>',
-                  _text(x, bottom + 18, f"{value:g} {unit}", "middle" if x < WIDTH - 40 else "end", "dim")]  # fmt: skip
+        parts += [
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{bottom + 4}" stroke="#0002"/>',
+            _text(
+                x, bottom + 18, f"{value:g} {unit}", "middle" if x < WIDTH - 40 else "end", "dim"
+            ),
+        ]
     return _svg(bottom + 26, parts)
 
 
@@ -199,9 +287,17 @@ def timeline(plan: Plan) -> str:
     figures = [_timeline(plan, 0.0, max((end for _, _, end, _ in bars), default=1.0))]
     for phase, blocks in ("forward", (block, block + 1)), ("backward", (block + 1, block)):
         places = {f"{phase} {b}, {micro}" for b in blocks}
-        times = [t for stream, *span, where in bars if stream == "compute" and where in places for t in span]
+        times = [
+            t
+            for stream, *span, where in bars
+            if stream == "compute" and where in places
+            for t in span
+        ]
         if times:
-            figures += [f"<p>Blocks {blocks[0] + 1} and {blocks[1] + 1}, {phase}</p>", _timeline(plan, min(times), max(times))]
+            figures += [
+                f"<p>Blocks {blocks[0] + 1} and {blocks[1] + 1}, {phase}</p>",
+                _timeline(plan, min(times), max(times)),
+            ]
     return "".join(figures)
 
 
@@ -216,23 +312,50 @@ def stages(plan: Plan) -> str:
         parts.append(_text(LEFT - 8, y + 13, f"rank {rank.number}", "end"))
         own = list(rank.stages)
         for action, start, stop in actions:
-            label = f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}: {start:.3f} to {stop:.3f} s"
-            pale = "" if len(own) == 1 else f"{255 - 150 * own.index(action.stage) // (len(own) - 1):02x}"
-            parts.append(_rect(LEFT + start * scale, y, (stop - start) * scale, row - 4, ACTIONS[action.kind] + pale, label, "#fff"))
+            label = (
+                f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}: "
+                f"{start:.3f} to {stop:.3f} s"
+            )
+            pale = (
+                ""
+                if len(own) == 1
+                else f"{255 - 150 * own.index(action.stage) // (len(own) - 1):02x}"
+            )
+            parts.append(
+                _rect(
+                    LEFT + start * scale,
+                    y,
+                    (stop - start) * scale,
+                    row - 4,
+                    ACTIONS[action.kind] + pale,
+                    label,
+                    "#fff",
+                )
+            )
     bottom = 6 + row * len(pipeline.ranks)
     for value in _ticks(end):
         x = LEFT + value * scale
-        parts += [f'<line x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{bottom + 2}" stroke="#0002"/>',
-                  _text(x, bottom + 16, f"{value:g} s", "middle" if x < WIDTH - 40 else "end", "dim")]  # fmt: skip
+        parts += [
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{bottom + 2}" stroke="#0002"/>',
+            _text(x, bottom + 16, f"{value:g} s", "middle" if x < WIDTH - 40 else "end", "dim"),
+        ]
     kinds = dict.fromkeys(action.kind for actions in pipeline.played for action, _, _ in actions)
-    return _svg(bottom + 24, parts) + _legend([(kind.replace("_", " of the "), ACTIONS[kind]) for kind in ACTIONS if kind in kinds])
+    return _svg(bottom + 24, parts) + _legend(
+        [(kind.replace("_", " of the "), ACTIONS[kind]) for kind in ACTIONS if kind in kinds]
+    )
 
 
 def hosts(plan: Plan, shown: int = 32) -> str:
     """Hosts as boxes of devices; rank 0's groups in color. Of many hosts the first."""
     groups = {dim: set(ranks) for dim, ranks in plan.ranks[0].groups.items() if len(ranks) > 1}
     groups.pop("dp_shard_cp", None)  # of its two dimensions each is shown
-    colors = {"tp": "#e76f51", "cp": "#9c6ade", "dp_shard": "#2a9d8f", "dp_replicate": "#e9c46a", "pp": "#577590"}
+    colors = {
+        "tp": "#e76f51",
+        "cp": "#9c6ade",
+        "dp_shard": "#2a9d8f",
+        "dp_replicate": "#e9c46a",
+        "pp": "#577590",
+    }
     per_host, count = plan.ask.per_host, plan.ask.gpus // plan.ask.per_host
     across = 8 if count > 4 else max(1, count)
     columns = per_host if per_host <= 4 else -(-per_host // 2)
@@ -242,16 +365,38 @@ def hosts(plan: Plan, shown: int = 32) -> str:
     parts = []
     for h in range(min(count, shown)):
         left, top = 10 + (h % across) * (width + 8), 6 + (h // across) * (height + 8)
-        parts += [_rect(left, top, width, height, "#f6f6f6", stroke="#ccc"), _text(left + 6, top + 15, f"host {h}", kind="dim")]
+        parts += [
+            _rect(left, top, width, height, "#f6f6f6", stroke="#ccc"),
+            _text(left + 6, top + 15, f"host {h}", kind="dim"),
+        ]
         for g in range(per_host):
             rank = h * per_host + g
             dims = [dim for dim, ranks in groups.items() if rank in ranks]
-            color = "#264653" if rank == 0 else next((color for dim, color in colors.items() if dim in dims), "#ddd")
+            color = (
+                "#264653"
+                if rank == 0
+                else next((color for dim, color in colors.items() if dim in dims), "#ddd")
+            )
             x, y = left + 8 + (g % columns) * (cell + 4), top + 22 + (g // columns) * (cell + 4)
-            parts.append(_rect(x, y, cell, cell, color, f"rank {rank}{': with rank 0 in ' + ', '.join(dims) if dims else ''}"))
+            parts.append(
+                _rect(
+                    x,
+                    y,
+                    cell,
+                    cell,
+                    color,
+                    f"rank {rank}{': with rank 0 in ' + ', '.join(dims) if dims else ''}",
+                )
+            )
     bottom = 6 + -(-min(count, shown) // across) * (height + 8)
     if count > shown:
-        parts.append(_text(10, bottom + 14, f"and {count - shown:,} more hosts like these", kind="dim"))
+        parts.append(
+            _text(10, bottom + 14, f"and {count - shown:,} more hosts like these", kind="dim")
+        )
         bottom += 22
-    rows = [("rank 0", "#264653"), *((f"its {dim} group of {len(ranks)}", colors[dim]) for dim, ranks in groups.items()), ("others", "#ddd")]
+    rows = [
+        ("rank 0", "#264653"),
+        *((f"its {dim} group of {len(ranks)}", colors[dim]) for dim, ranks in groups.items()),
+        ("others", "#ddd"),
+    ]
     return _svg(bottom + 4, parts) + _legend(rows)

@@ -1,9 +1,11 @@
-"""A pipeline as a plan: each kind of stage is traced alone, and the schedule that runs is played with what its actions cost.
+"""A pipeline as a plan: each kind of stage is traced alone, and the schedule that runs is played
+with what its actions cost.
 
-A stage does the same work for every micro-batch but the first and the last, so three micro-batches show the cost of every
-action: its seconds, the memory that it needs while it runs, and the memory that it leaves more or less. Playing the table of
-`parallelisms/schedules.py` with these gives each rank's memory and the time of the step, bubbles included. The stages are
-traced in a pipeline of three, of which the first, the middle or the last one is the stage in question.
+A stage does the same work for every micro-batch but the first and the last, so three micro-batches
+show the cost of every action: its seconds, the memory that it needs while it runs, and the memory
+that it leaves more or less. Playing the table of `parallelisms/schedules.py` with these gives each
+rank's memory and the time of the step, bubbles included. The stages are traced in a pipeline of
+three, of which the first, the middle or the last one is the stage in question.
 """
 
 import multiprocessing
@@ -20,7 +22,15 @@ import train
 from configs import check
 from configs.schema import Config
 from parallelisms import pp, schedules
-from parallelisms.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Table, Timeline
+from parallelisms.schedules import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Table,
+    Timeline,
+)
 from tools.plan.device import Device
 from tools.plan.estimate import Estimate, Line, Playback, Ring
 from tools.plan.repeat import few_layers, with_layers
@@ -59,7 +69,8 @@ class Stage:
 
     def __init__(self, step: Step, machine: Machine) -> None:
         self.step, self.machine = step, machine
-        self.parts: dict[tuple[str, int], Part] = {}  # (phase, micro-batch as traced; -1 outside forward and backward)
+        # (phase, micro-batch as traced; -1 outside forward and backward)
+        self.parts: dict[tuple[str, int], Part] = {}
         keys = dict.fromkeys(self.key(stretch.where) for stretch in step.stretches)
         for key in keys:
             stretches = [stretch for stretch in step.stretches if self.key(stretch.where) == key]
@@ -84,12 +95,19 @@ class Stage:
             total += change
             if total > highest:
                 highest, peak = total, dict(live)
-        return Part(time, max(0.0, playback.link_free - playback.now), step.flops(), live, peak, most)
+        return Part(
+            time, max(0.0, playback.link_free - playback.now), step.flops(), live, peak, most
+        )
 
     def action(self, action: Action, micro_batches: int) -> Part:
         traced = self.step.micro_batches
-        micro = action.micro_batch if micro_batches <= traced else {0: 0, micro_batches - 1: traced - 1}.get(action.micro_batch, 1)
-        return self.parts.get((action.kind, micro), NOTHING)  # the first stage has no first half of a split backward
+        micro = (
+            action.micro_batch
+            if micro_batches <= traced
+            else {0: 0, micro_batches - 1: traced - 1}.get(action.micro_batch, 1)
+        )
+        # the first stage has no first half of a split backward
+        return self.parts.get((action.kind, micro), NOTHING)
 
 
 NOTHING = Part(Estimate(), 0.0, (0, 0), {}, {}, {})
@@ -97,8 +115,8 @@ NOTHING = Part(Estimate(), 0.0, (0, 0), {}, {}, {})
 
 @dataclass
 class Rank(Curve):
-    """One rank of a pipeline: its stages, and its step as the schedule has it. Like a `tools/plan/step.py::Step` for what
-    reports it."""
+    """One rank of a pipeline: its stages, and its step as the schedule has it. Like a
+    `tools/plan/step.py::Step` for what reports it."""
 
     number: int
     stages: dict[int, Stage]  # by number, as for their layers
@@ -126,17 +144,23 @@ class Rank(Curve):
         totals = {}
         for number, stage in self.stages.items():
             blocks = stage.step.parameters.values()
-            totals[number] = Parameters(sum(p.elements for p in blocks), sum(p.local_bytes for p in blocks))
+            totals[number] = Parameters(
+                sum(p.elements for p in blocks), sum(p.local_bytes for p in blocks)
+            )
         return totals
 
     def parts(self) -> Iterator[tuple[Where, Part]]:
-        """Everything of the step in order. A place has the number of the stage where a Step's has that of a block."""
+        """Everything of the step in order. A place has the number of the stage where a Step's has
+        that of a block."""
         yield Where(-1, "start", self.first), self.stages[self.first].parts["start", -1]
         for action in self.actions:
             yield Where(action.micro_batch, action.kind, action.stage), self.costs[action]
         for phase in ("clip", "optimizer"):
             for number, stage in self.stages.items():
-                yield Where(self.micro_batches - 1, phase, number), stage.parts.get((phase, -1), NOTHING)
+                yield (
+                    Where(self.micro_batches - 1, phase, number),
+                    stage.parts.get((phase, -1), NOTHING),
+                )
 
     def before(self) -> Sizes:
         total: Sizes = {}
@@ -148,9 +172,13 @@ class Rank(Curve):
 
     def curve(self) -> Iterator[tuple[Where, str, int]]:
         for where, part in self.parts():
-            rest = {kind: part.change.get(kind, 0) - part.peak.get(kind, 0) for kind in part.change | part.peak}
+            rest = {
+                kind: part.change.get(kind, 0) - part.peak.get(kind, 0)
+                for kind in part.change | part.peak
+            }
             for sizes in part.peak, rest:
-                for kind, size in sorted(sizes.items(), key=lambda item: item[1]):  # what becomes less comes first: it was one moment
+                # what becomes less comes first: it was one moment
+                for kind, size in sorted(sizes.items(), key=lambda item: item[1]):
                     yield where, kind, size
 
     def highest_by_kind(self) -> Sizes:
@@ -169,24 +197,43 @@ class Rank(Curve):
 
     def place(self, where: Where) -> str:
         if where.phase not in IN_BLOCKS:
-            return {"start": "before the first forward", "clip": "clipping", "optimizer": "the optimizer"}[where.phase]
-        phase = {BACKWARD_INPUT: "first half of backward", BACKWARD_WEIGHT: "second half of backward"}.get(where.phase, where.phase)
-        return f"{phase} of stage {where.block}, micro-batch {where.micro + 1} of {self.micro_batches}"
+            return {
+                "start": "before the first forward",
+                "clip": "clipping",
+                "optimizer": "the optimizer",
+            }[where.phase]
+        phase = {
+            BACKWARD_INPUT: "first half of backward",
+            BACKWARD_WEIGHT: "second half of backward",
+        }.get(where.phase, where.phase)
+        return (
+            f"{phase} of stage {where.block}, micro-batch {where.micro + 1} of {self.micro_batches}"
+        )
 
     def total(self) -> Estimate:
         """What the seconds of its step go into, but for those in which it waits for others."""
         total = Estimate()
         for _, part in self.parts():
             t = part.time
-            total.products, total.attention = total.products + t.products, total.attention + t.attention
-            total.memory_bound, total.recomputed = total.memory_bound + t.memory_bound, total.recomputed + t.recomputed
+            total.products, total.attention = (
+                total.products + t.products,
+                total.attention + t.attention,
+            )
+            total.memory_bound, total.recomputed = (
+                total.memory_bound + t.memory_bound,
+                total.recomputed + t.recomputed,
+            )
             for key, line in t.lines.items():
                 add(total.lines.setdefault(key, Line()), line)
         return total
 
     @cached_property
     def clip_and_optimizer(self) -> float:
-        return sum(part.time.seconds for where, part in self.parts() if where.phase in ("clip", "optimizer"))
+        return sum(
+            part.time.seconds
+            for where, part in self.parts()
+            if where.phase in ("clip", "optimizer")
+        )
 
 
 def add(total: Line, line: Line) -> None:
@@ -202,9 +249,11 @@ class Pipeline:
 
     ranks: list[Rank]
     played: Timeline
-    bubble: float  # share of the ranks' time that is spent waiting, from the first forward to the last backward
+    # share of the ranks' time that is spent waiting, from the first forward to the last backward
+    bubble: float
     p2p: float  # seconds by which messages between stages make the step longer
-    reduction: float  # and by which reductions of gradients do, which go on when the last backward has ended
+    # and by which reductions of gradients do, which go on when the last backward has ended
+    reduction: float
     seconds: float  # of the whole step
 
     @property
@@ -221,7 +270,7 @@ class Pipeline:
         """The step as one rank sees it."""
         estimate = rank.total()
         estimate.seconds = self.seconds
-        for (dimension, kind), line in estimate.lines.items():
+        for (_, kind), line in estimate.lines.items():
             if kind == "send":
                 line.exposed += self.p2p
         return estimate
@@ -243,21 +292,40 @@ class Alone(NamedTuple):
         """The step of this stage. It is put together from a few layers where that is exact."""
         few, edge, period = few_layers(cfg, self.layers, self.dense)
         # Nothing tells in the second half of a backward to which block its operators belong.
-        if few < self.layers and self.data_parallel * cfg.parallelism.context_parallel > 1 and not self.split:
-            if step := with_layers(self._replace(layers=few).trace_whole(cfg), self.layers, edge, period):
+        if (
+            few < self.layers
+            and self.data_parallel * cfg.parallelism.context_parallel > 1
+            and not self.split
+        ):
+            if step := with_layers(
+                self._replace(layers=few).trace_whole(cfg), self.layers, edge, period
+            ):
                 return step
         return self.trace_whole(cfg)
 
     def trace_whole(self, cfg: Config) -> Step:
         torch.set_num_threads(1)
         parallelism = cfg.parallelism.model_copy(update={"pipeline_layers": (self.layers,) * ALONE})
-        dense = {"n_dense_layers": self.position * self.layers + self.dense} if cfg.model.n_dense_layers is not None else {}
+        dense = (
+            {"n_dense_layers": self.position * self.layers + self.dense}
+            if cfg.model.n_dense_layers is not None
+            else {}
+        )
         model = cfg.model.model_copy(update={"n_layers": self.layers * ALONE} | dense)
         cfg = cfg.model_copy(update={"parallelism": parallelism, "model": model})
-        ranks = self.data_parallel * cfg.parallelism.context_parallel * cfg.parallelism.tensor_parallel
+        ranks = (
+            self.data_parallel * cfg.parallelism.context_parallel * cfg.parallelism.tensor_parallel
+        )
         table = one_by_one(min(3, cfg.training.micro_batches(self.data_parallel)), self.split)
         with mock.patch.object(schedules, "table", lambda *_: table):
-            return trace_step(cfg, ALONE * ranks, self.per_host, self.on_gpu, rank=self.position * ranks, routing=self.routing)
+            return trace_step(
+                cfg,
+                ALONE * ranks,
+                self.per_host,
+                self.on_gpu,
+                rank=self.position * ranks,
+                routing=self.routing,
+            )
 
 
 class Stages:
@@ -267,9 +335,15 @@ class Stages:
         self.traced: dict[tuple[str, Alone], Step] = {}
 
     def steps(self, cfg: Config, wanted: Iterable[Alone]) -> dict[Alone, Step]:
-        parallelism = cfg.parallelism.model_copy(update={
-            "pipeline_parallel": ALONE, "data_parallel_shard": -1, "pipeline_schedule": "1f1b", "pipeline_stages_per_rank": 0,
-            "pipeline_layers": ()})  # fmt: skip
+        parallelism = cfg.parallelism.model_copy(
+            update={
+                "pipeline_parallel": ALONE,
+                "data_parallel_shard": -1,
+                "pipeline_schedule": "1f1b",
+                "pipeline_stages_per_rank": 0,
+                "pipeline_layers": (),
+            }
+        )
         cfg = cfg.model_copy(update={"parallelism": parallelism})
         name, wanted = cfg.model_dump_json(), set(wanted)
         missing = [alone for alone in wanted if (name, alone) not in self.traced]
@@ -279,10 +353,11 @@ class Stages:
 
 
 def in_processes(function: Callable, calls: list[tuple]) -> list:
-    """function(*call) for each call, in a process of its own: PyTorch keeps what belongs to a mesh while a process lives.
+    """function(*call) for each call, in a process of its own: PyTorch keeps what belongs to a mesh
+    while a process lives.
 
-    They are forked by a server that computes nothing: this process may have run a backward, after which PyTorch's CUDA build
-    refuses one in a fork."""
+    They are forked by a server that computes nothing: this process may have run a backward, after
+    which PyTorch's CUDA build refuses one in a fork."""
     if not calls:
         return []
     server = multiprocessing.get_context("forkserver")
@@ -294,56 +369,112 @@ def in_processes(function: Callable, calls: list[tuple]) -> list:
 def one_by_one(micro_batches: int, split: bool) -> Table:
     """A schedule without anything at the same time, so that the cost of each action shows."""
     kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if split else (FORWARD, BACKWARD)
-    return [[Action(kind, stage, m) for m in range(micro_batches) for kind in kinds] for stage in range(ALONE)]
+    return [
+        [Action(kind, stage, m) for m in range(micro_batches) for kind in kinds]
+        for stage in range(ALONE)
+    ]
 
 
 def make_pipeline(
-    cfg: Config, gpus: int, on_gpu: bool, machine: Machine, stages: Stages, routing: Routing = BALANCED
+    cfg: Config,
+    gpus: int,
+    on_gpu: bool,
+    machine: Machine,
+    stages: Stages,
+    routing: Routing = BALANCED,
 ) -> Pipeline:
     """Trace the stages of the configuration, which has been checked, and play its schedule."""
     p = cfg.parallelism
     data_parallel = gpus // (p.context_parallel * p.tensor_parallel * p.pipeline_parallel)
     micro_batches = cfg.training.micro_batches(data_parallel)
-    placement = schedules.placement(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank)
-    table = schedules.table(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank, micro_batches)
+    placement = schedules.placement(
+        p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank
+    )
+    table = schedules.table(
+        p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank, micro_batches
+    )
     layers = pp.layers_of_stages(cfg, *train.architecture(cfg))
 
-    split = {(a.stage, a.micro_batch) for actions in table for a in actions if a.kind == BACKWARD_INPUT}
+    split = {
+        (a.stage, a.micro_batch) for actions in table for a in actions if a.kind == BACKWARD_INPUT
+    }
     last = len(placement) - 1
     dense = check.architecture(cfg.model).get("n_dense_layers", 0)
     alone = {  # (stage, whether its backward is in two halves)
-        (s, halves): Alone({0: 0, last: 2}.get(s, 1), len(layers[s]), halves, data_parallel, machine.per_host, on_gpu,
-                           min(max(dense - layers[s].start, 0), len(layers[s])), routing)
-        for s, halves in {(a.stage, (a.stage, a.micro_batch) in split) for actions in table for a in actions}
+        (s, halves): Alone(
+            {0: 0, last: 2}.get(s, 1),
+            len(layers[s]),
+            halves,
+            data_parallel,
+            machine.per_host,
+            on_gpu,
+            min(max(dense - layers[s].start, 0), len(layers[s])),
+            routing,
+        )
+        for s, halves in {
+            (a.stage, (a.stage, a.micro_batch) in split) for actions in table for a in actions
+        }
     }
     steps = stages.steps(cfg, alone.values())
-    traced = {key: Stage(replace(step, groups=groups(cfg, 0, data_parallel)), machine) for key, step in steps.items()}
+    traced = {
+        key: Stage(replace(step, groups=groups(cfg, 0, data_parallel)), machine)
+        for key, step in steps.items()
+    }
     ranks = []
     for number, actions in enumerate(table):
         own = {s: traced[key] for (s, _), key in alone.items() if placement[s] == number}
-        costs = {a: traced[alone[a.stage, (a.stage, a.micro_batch) in split]].action(a, micro_batches) for a in actions}
-        ranks.append(Rank(number, own, {s: layers[s] for s in own}, actions, micro_batches, groups(cfg, number, data_parallel), costs))
+        costs = {
+            a: traced[alone[a.stage, (a.stage, a.micro_batch) in split]].action(a, micro_batches)
+            for a in actions
+        }
+        ranks.append(
+            Rank(
+                number,
+                own,
+                {s: layers[s] for s in own},
+                actions,
+                micro_batches,
+                groups(cfg, number, data_parallel),
+                costs,
+            )
+        )
     return played(ranks, table, placement, machine, gpus // p.pipeline_parallel)
 
 
-def played(ranks: list[Rank], table: Table, placement: list[int], machine: Machine, ranks_of_stage: int) -> Pipeline:
-    forwards = [part for rank in ranks for action, part in rank.costs.items() if action.kind == FORWARD]
-    message = max(map(largest_sent, forwards), default=0)  # every one between stages: hidden states, or their gradients
+def played(
+    ranks: list[Rank], table: Table, placement: list[int], machine: Machine, ranks_of_stage: int
+) -> Pipeline:
+    forwards = [
+        part for rank in ranks for action, part in rank.costs.items() if action.kind == FORWARD
+    ]
+    # every one between stages: hidden states, or their gradients
+    message = max(map(largest_sent, forwards), default=0)
 
     def travel(sender: int, receiver: int, size: int = message) -> float:
         ring = Ring.of([sender * ranks_of_stage, receiver * ranks_of_stage], machine.per_host)
         return ring.seconds("send", size, machine.device)
 
-    # A tied weight goes to the last stage before the first forward, and its gradient comes back after the last backward.
+    # A tied weight goes to the last stage before the first forward, and its gradient comes back
+    # after the last backward.
     first, last = placement[0], placement[-1]
-    tied = travel(first, last, largest_sent(ranks[first].stages[0].parts["start", -1])) if first != last else 0.0
+    tied = (
+        travel(first, last, largest_sent(ranks[first].stages[0].parts["start", -1]))
+        if first != last
+        else 0.0
+    )
 
     def seconds(action: Action) -> float:
         return ranks[placement[action.stage]].seconds(action)
 
-    at_once, real = schedules.timeline(table, placement, seconds), schedules.timeline(table, placement, seconds, travel)
+    at_once, real = (
+        schedules.timeline(table, placement, seconds),
+        schedules.timeline(table, placement, seconds, travel),
+    )
     ends = [actions[-1][2] for actions in real]
-    reduced = [max([end, *(stop + rank.costs[a].tail for a, _, stop in actions)]) for end, rank, actions in zip(ends, ranks, real)]
+    reduced = [
+        max([end, *(stop + rank.costs[a].tail for a, _, stop in actions)])
+        for end, rank, actions in zip(ends, ranks, real)
+    ]
     for rank, actions in zip(ranks, real):
         rank.busy = sum(stop - start for _, start, stop in actions)
     start = max(rank.stages[rank.first].parts["start", -1].time.seconds for rank in ranks)
@@ -354,14 +485,22 @@ def played(ranks: list[Rank], table: Table, placement: list[int], machine: Machi
 
 
 def largest_sent(part: Part) -> int:
-    """Bytes of the largest message that a part of the step sends to another stage; 0: it sends none."""
-    return max((line.largest for (_, kind), line in part.time.lines.items() if kind == "send"), default=0)
+    """Bytes of the largest message that a part of the step sends to another stage; 0: it sends
+    none."""
+    return max(
+        (line.largest for (_, kind), line in part.time.lines.items() if kind == "send"), default=0
+    )
 
 
 def groups(cfg: Config, number: int, data_parallel: int) -> dict[str, list[int]]:
     """Mesh dimension -> ranks of the group of the first of the ranks that work on stage `number`."""
     p = cfg.parallelism
-    cp, tp, ep, shard = p.context_parallel, p.tensor_parallel, p.expert_parallel, data_parallel // p.data_parallel_replicate
+    cp, tp, ep, shard = (
+        p.context_parallel,
+        p.tensor_parallel,
+        p.expert_parallel,
+        data_parallel // p.data_parallel_replicate,
+    )
     ranks_of_stage = data_parallel * cp * tp
     begin = number * ranks_of_stage
     found = {
@@ -372,5 +511,8 @@ def groups(cfg: Config, number: int, data_parallel: int) -> dict[str, list[int]]
         "tp": [begin + i for i in range(tp)],
     }
     if check.architecture(cfg.model).get("n_experts") and ep * tp > 1:
-        found |= {"edp": [begin + i * ep for i in range(shard * cp * tp // ep)], "ep": [begin + i for i in range(ep)]}
+        found |= {
+            "edp": [begin + i * ep for i in range(shard * cp * tp // ep)],
+            "ep": [begin + i for i in range(ep)],
+        }
     return found | ({"dp_shard_cp": [begin + i * tp for i in range(shard * cp)]} if cp > 1 else {})

@@ -1,4 +1,5 @@
-"""A plan: one configuration on GPUs that need not exist, with its memory, its FLOPs, its time and its cost."""
+"""A plan: one configuration on GPUs that need not exist, with its memory, its FLOPs, its time and
+its cost."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +17,14 @@ from tools.plan.repeat import traced
 from tools.plan.routing import BALANCED, Routing
 from tools.plan.step import GIB, Step, Where, fsdp_dimension
 
-# What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's published runs reserved
-# memory was 10 to 23 % above the live bytes that we count for the same configurations (docs/planning.md); this is the most.
+# What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's
+# published runs reserved memory was 10 to 23 % above the live bytes that we count for the same
+# configurations (docs/planning.md); this is the most.
 MARGIN = 0.23
-CONTEXT_GIB = 1.5  # CUDA context, cuBLAS workspaces and NCCL's buffers, which the allocator does not see: assumed
-# Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv:2407.21783, section 3.3.4).
+# CUDA context, cuBLAS workspaces and NCCL's buffers, which the allocator does not see: assumed
+CONTEXT_GIB = 1.5
+# Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv:2407.21783,
+# section 3.3.4).
 MTBF_GPU_HOURS = 54 * 24 * 16384 / 419
 
 
@@ -51,7 +55,8 @@ class Plan:
 
     @property
     def ranks(self) -> list[Step] | list[Rank]:
-        """Those that together work on the same sequences with the whole model; of tensor parallelism one stands for all."""
+        """Those that together work on the same sequences with the whole model; of tensor
+        parallelism one stands for all."""
         return self.pipeline.ranks if self.pipeline else [self.step]
 
     @cached_property
@@ -72,13 +77,17 @@ class Plan:
     @property
     def needed(self) -> float:
         """Bytes of the device that the run takes, including those of the allocator and the context."""
-        return self.live * (1 + self.ask.margin) + CONTEXT_GIB * GIB if self.ask.on_gpu else self.live
+        return (
+            self.live * (1 + self.ask.margin) + CONTEXT_GIB * GIB if self.ask.on_gpu else self.live
+        )
 
     @property
     def usable(self) -> float:
         """Bytes of the device that may be live; the allocator and the context take the rest."""
         capacity = self.ask.device.memory_gib * GIB
-        return (capacity - CONTEXT_GIB * GIB) / (1 + self.ask.margin) if self.ask.on_gpu else capacity
+        return (
+            (capacity - CONTEXT_GIB * GIB) / (1 + self.ask.margin) if self.ask.on_gpu else capacity
+        )
 
     @property
     def fits(self) -> bool:
@@ -86,9 +95,15 @@ class Plan:
 
     @property
     def room_for_gathered(self) -> int:
-        """Blocks whose weights have room to stay gathered from forward to backward (parallelism.keep_gathered)."""
+        """Blocks whose weights have room to stay gathered from forward to backward
+        (parallelism.keep_gathered)."""
         p, layers, groups = self.cfg.parallelism, self.step.layers, self.step.groups
-        if not self.fits or self.pipeline or p.reshard_after_forward is False or len(groups[fsdp_dimension(groups)]) == 1:
+        if (
+            not self.fits
+            or self.pipeline
+            or p.reshard_after_forward is False
+            or len(groups[fsdp_dimension(groups)]) == 1
+        ):
             return 0
         bytes_per_weight = DTYPES.get(self.cfg.training.param_dtype, torch.bfloat16).itemsize
         block = self.step.parameters[layers - 1].gathered * bytes_per_weight
@@ -113,7 +128,8 @@ class Plan:
         return self.ask.gpus // (p.context_parallel * p.tensor_parallel * p.pipeline_parallel)
 
     def flops(self) -> tuple[float, float, float]:
-        """FLOPs per token: derived from the model's sizes; counted in the step; and recomputed, beside the counted ones."""
+        """FLOPs per token: derived from the model's sizes; counted in the step; and recomputed,
+        beside the counted ones."""
         counted, recomputed = (sum(flops) for flops in zip(*(rank.flops() for rank in self.ranks)))
         per_token = self.ask.gpus // self.cfg.parallelism.pipeline_parallel / self.tokens_per_step
         family, args = train.architecture(self.cfg)
@@ -122,32 +138,56 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs per second over the peak of all devices, as training/metrics.py computes it for a run."""
+        """Model FLOPs per second over the peak of all devices, as training/metrics.py computes it
+        for a run."""
         return self.flops()[0] * self.tokens_per_second / self.ask.gpus / self.ask.device.peak
 
     @property
     def steps(self) -> float:
-        return self.ask.tokens / self.tokens_per_step if self.ask.tokens else self.cfg.training.steps
+        return (
+            self.ask.tokens / self.tokens_per_step if self.ask.tokens else self.cfg.training.steps
+        )
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights and optimizer state of the whole model, float32. Of the state each rank of the trace has its share."""
+        """Weights and optimizer state of the whole model, float32. Of the state each rank of the
+        trace has its share."""
         weights = sum(p.local_bytes for rank in self.ranks for p in rank.parameters.values())
         moments = sum(rank.before().get("optimizer state", 0) for rank in self.ranks) / weights
         return round(self.parameters * 4 * (1 + moments))
 
     @property
     def staging(self) -> int:
-        """Bytes of host memory for the copies that one rank writes while training goes on; 0 without async_save. Ranks
-        that hold the same shard share its parts."""
-        share = sum(size for kind, size in self.step.before().items() if kind in ("parameters", "optimizer state"))
-        return share // self.cfg.parallelism.data_parallel_replicate if self.cfg.checkpoint.async_save else 0
+        """Bytes of host memory for the copies that one rank writes while training goes on; 0
+        without async_save. Ranks that hold the same shard share its parts."""
+        share = sum(
+            size
+            for kind, size in self.step.before().items()
+            if kind in ("parameters", "optimizer state")
+        )
+        return (
+            share // self.cfg.parallelism.data_parallel_replicate
+            if self.cfg.checkpoint.async_save
+            else 0
+        )
 
     def saving(self) -> tuple[float, float, float]:
-        """Seconds of a save: to copy one rank's share to host memory, to write everything, and that training stands still."""
-        share = sum(size for kind, size in self.step.before().items() if kind in ("parameters", "optimizer state"))
-        copy, write = share / self.ask.device.host_gb_per_s / 1e9, self.checkpoint_bytes / self.ask.storage_gb_per_s / 1e9
-        return copy, write, max(0.0, copy - self.time.seconds) if self.cfg.checkpoint.async_save else copy + write
+        """Seconds of a save: to copy one rank's share to host memory, to write everything, and that
+        training stands still."""
+        share = sum(
+            size
+            for kind, size in self.step.before().items()
+            if kind in ("parameters", "optimizer state")
+        )
+        copy, write = (
+            share / self.ask.device.host_gb_per_s / 1e9,
+            self.checkpoint_bytes / self.ask.storage_gb_per_s / 1e9,
+        )
+        return (
+            copy,
+            write,
+            max(0.0, copy - self.time.seconds) if self.cfg.checkpoint.async_save else copy + write,
+        )
 
     @property
     def mtbf(self) -> float:
@@ -167,12 +207,18 @@ class Plan:
 
 
 def make_plan(cfg: Config, ask: Question, stages: Stages | None = None) -> Plan:
-    """Trace one step of this configuration and estimate its time. `cfg` has been checked for `ask.gpus` processes. stages:
-    those of earlier plans, which are not traced again where they are alike."""
-    compiled, selective = cfg.compile.enabled and ask.on_gpu, cfg.activation_checkpoint.mode == "selective"
+    """Trace one step of this configuration and estimate its time. `cfg` has been checked for
+    `ask.gpus` processes. stages: those of earlier plans, which are not traced again where they are
+    alike."""
+    compiled, selective = (
+        cfg.compile.enabled and ask.on_gpu,
+        cfg.activation_checkpoint.mode == "selective",
+    )
     if cfg.parallelism.pipeline_parallel > 1:
         machine = Machine(ask.device, ask.per_host, compiled, selective)
-        pipeline = make_pipeline(cfg, ask.gpus, ask.on_gpu, machine, stages or Stages(), ask.routing)
+        pipeline = make_pipeline(
+            cfg, ask.gpus, ask.on_gpu, machine, stages or Stages(), ask.routing
+        )
         return Plan(cfg, ask, pipeline.worst, pipeline.time(pipeline.slowest), pipeline)
     step = traced(cfg, ask.gpus, ask.per_host, ask.on_gpu, ask.routing)
     return Plan(cfg, ask, step, estimate(step, ask.device, ask.per_host, compiled, selective))

@@ -1,8 +1,8 @@
 """A step of a deep model, put together from the step of a shallow one.
 
-A large model is traced with few layers. The events of its middle blocks are then repeated, and each reference to a block's
-memory is shifted with them. That is exact where neighbouring middle blocks do the same thing, which is compared event by
-event. Where they do not, all layers are traced.
+A large model is traced with few layers. The events of its middle blocks are then repeated, and each
+reference to a block's memory is shifted with them. That is exact where neighbouring middle blocks
+do the same thing, which is compared event by event. Where they do not, all layers are traced.
 """
 
 from dataclasses import replace
@@ -14,15 +14,21 @@ from tools.plan.step import IN_BLOCKS, Memory, Op, Step, Stretch, Where
 from tools.plan.trace import trace_step
 
 
-def traced(cfg: Config, world_size: int, per_host: int, on_gpu: bool, routing: Routing = BALANCED) -> Step:
-    """The step of rank 0, which has the largest shards. It is put together from a few layers where that is exact."""
+def traced(
+    cfg: Config, world_size: int, per_host: int, on_gpu: bool, routing: Routing = BALANCED
+) -> Step:
+    """The step of rank 0, which has the largest shards. It is put together from a few layers where
+    that is exact."""
     numbers = check.architecture(cfg.model)
     layers = numbers["n_layers"]
     few, edge, period = few_layers(cfg, layers, numbers.get("n_dense_layers", 0))
-    data_parallel = world_size > cfg.parallelism.tensor_parallel  # without FSDP the two ways were never compared
+    # without FSDP the two ways were never compared
+    data_parallel = world_size > cfg.parallelism.tensor_parallel
     if few < layers and data_parallel:
         model = cfg.model.model_copy(update={"n_layers": few})
-        shallow = trace_step(cfg.model_copy(update={"model": model}), world_size, per_host, on_gpu, routing=routing)
+        shallow = trace_step(
+            cfg.model_copy(update={"model": model}), world_size, per_host, on_gpu, routing=routing
+        )
         step = with_layers(shallow, layers, edge, period)
         if step is not None:
             return step
@@ -30,21 +36,26 @@ def traced(cfg: Config, world_size: int, per_host: int, on_gpu: bool, routing: R
 
 
 def few_layers(cfg: Config, layers: int, dense: int) -> tuple[int, int, int]:
-    """With how many layers to trace what has `layers`, of which the first `dense` have no mixture of experts where the others
-    do; and the blocks at the front that stand for themselves, and the period of those behind, for `with_layers`."""
+    """With how many layers to trace what has `layers`, of which the first `dense` have no mixture
+    of experts where the others do; and the blocks at the front that stand for themselves, and the
+    period of those behind, for `with_layers`."""
     period = cfg.activation_checkpoint.every_n if cfg.activation_checkpoint.mode == "every_n" else 1
-    # Blocks at either end that may differ from the middle: FSDP gathers ahead, and the last blocks may stay gathered.
+    # Blocks at either end that may differ from the middle: FSDP gathers ahead, and the last blocks
+    # may stay gathered.
     edge = 1 + cfg.parallelism.prefetch + cfg.parallelism.keep_gathered
-    several = cfg.parallelism.expert_parallel > 1  # FSDP has two groups for a block then, so the last one reaches farther
+    # FSDP has two groups for a block then, so the last one reaches farther
+    several = cfg.parallelism.expert_parallel > 1
     few = dense + 2 * edge + several + 2 * period
     return few + (layers - few) % period, dense + edge, period
 
 
 def with_layers(step: Step, layers: int, edge: int, period: int) -> Step | None:
-    """The step of the same model with `layers` blocks, from one with fewer: blocks `edge` ... `edge + period - 1` repeated.
+    """The step of the same model with `layers` blocks, from one with fewer: blocks `edge` ... `edge
+    + period - 1` repeated.
 
-    None where that would not be exact: those blocks and the next `period` ones differ in some event, or the optimizer does
-    more than update each element by itself, which `_scale` would not know how to enlarge.
+    None where that would not be exact: those blocks and the next `period` ones differ in some
+    event, or the optimizer does more than update each element by itself, which `_scale` would not
+    know how to enlarge.
     """
     optimizer = (op for where, _, op in step.ops() if where.phase == "optimizer")
     if any(op.product_flops or op.groups or op.attention_flops or op.kind for op in optimizer):
@@ -54,15 +65,19 @@ def with_layers(step: Step, layers: int, edge: int, period: int) -> Step | None:
 
 
 class Repetition:
-    """The blocks `unit` of a traced step, each of them there `copies` more times. Copy 0 is the traced one."""
+    """The blocks `unit` of a traced step, each of them there `copies` more times. Copy 0 is the
+    traced one."""
 
     def __init__(self, step: Step, layers: int, edge: int, period: int) -> None:
         self.traced, self.layers, self.edge, self.period = step, layers, edge, period
         self.copies, self.remainder = divmod(layers - step.layers, period)
         self.unit, self.after = range(edge, edge + period), edge + period
         self.stretches = {stretch.where: stretch for stretch in step.stretches}
-        self.births = {(m.born, m.order): n for n, m in step.memory.items() if m.born.phase != "build"}
-        self.numbers: dict[tuple[int, int], int] = {}  # (storage as traced, copy) -> storage of the new step
+        self.births = {
+            (m.born, m.order): n for n, m in step.memory.items() if m.born.phase != "build"
+        }
+        # (storage as traced, copy) -> storage of the new step
+        self.numbers: dict[tuple[int, int], int] = {}
 
     def is_exact(self) -> bool:
         """Whether the unit is followed by blocks that do the same, so that it may be repeated."""
@@ -84,7 +99,9 @@ class Repetition:
                 continue
             m = self.traced.memory[row[1]]
             in_a_block = 0 <= m.born.block < self.traced.layers
-            born = m.born._replace(block=m.born.block - stretch.where.block) if in_a_block else m.born
+            born = (
+                m.born._replace(block=m.born.block - stretch.where.block) if in_a_block else m.born
+            )
             events.append((row[0], m.size, m.kind, born, in_a_block, m.order))
         return events
 
@@ -102,14 +119,20 @@ class Repetition:
         return range(self.copies + 1 if block in self.unit else 1)
 
     def storages(self, number: int, where: Where, copy: int) -> list[int]:
-        """The storages of the new step that storage `number` stands for, seen from a copy of the stretch `where`."""
+        """The storages of the new step that storage `number` stands for, seen from a copy of the
+        stretch `where`."""
         born, order = self.traced.memory[number].born, self.traced.memory[number].order
         if not 0 <= born.block < self.traced.layers or born.phase == "build":
             return [self.numbers[number, 0]]
         if not 0 <= where.block < self.traced.layers or where.phase not in IN_BLOCKS:
             return [self.numbers[number, c] for c in self.copies_of(born.block)]
-        block = self.moved(where, copy).block + born.block - where.block  # in the new step; now find the traced one
-        copy_of_block = min(max(0, (block - self.edge) // self.period), self.copies) if block >= self.edge else 0
+        # in the new step; now find the traced one
+        block = self.moved(where, copy).block + born.block - where.block
+        copy_of_block = (
+            min(max(0, (block - self.edge) // self.period), self.copies)
+            if block >= self.edge
+            else 0
+        )
         traced_block = block - copy_of_block * self.period
         traced_number = self.births[born._replace(block=traced_block), order]
         return [self.numbers[traced_number, copy_of_block if traced_block in self.unit else 0]]
@@ -117,7 +140,11 @@ class Repetition:
     def copy_of(self, stretch: Stretch, copy: int) -> Stretch:
         rows = []
         for row in stretch.rows:
-            rows += [row] if isinstance(row, Op) else [(row[0], n) for n in self.storages(row[1], stretch.where, copy)]
+            rows += (
+                [row]
+                if isinstance(row, Op)
+                else [(row[0], n) for n in self.storages(row[1], stretch.where, copy)]
+            )
         return Stretch(self.moved(stretch.where, copy), rows)
 
     def step(self) -> Step:
@@ -126,7 +153,9 @@ class Repetition:
         for n, m in self.traced.memory.items():
             for copy in self.copies_of(m.born.block):
                 self.numbers[n, copy] = len(memory)
-                memory[len(memory)] = replace(m, born=self.moved(m.born, copy), died=m.died and self.moved(m.died, copy))
+                memory[len(memory)] = replace(
+                    m, born=self.moved(m.born, copy), died=m.died and self.moved(m.died, copy)
+                )
 
         stretches: list[Stretch] = []
         for stretch in self.traced.stretches:
@@ -135,8 +164,12 @@ class Repetition:
                 stretches.append(self.copy_of(stretch, 0))
                 continue
             forward = where.phase == "forward"
-            if where.block == self.unit[-1 if forward else 0]:  # the last of the unit to happen: all copies are due
-                pieces = [self.stretches[where._replace(block=b)] for b in (self.unit if forward else reversed(self.unit))]
+            # the last of the unit to happen: all copies are due
+            if where.block == self.unit[-1 if forward else 0]:
+                pieces = [
+                    self.stretches[where._replace(block=b)]
+                    for b in (self.unit if forward else reversed(self.unit))
+                ]
                 copies = range(self.copies + 1) if forward else range(self.copies, -1, -1)
                 stretches += [self.copy_of(piece, copy) for copy in copies for piece in pieces]
 
@@ -147,15 +180,25 @@ class Repetition:
         }
         t = self.traced
         mixtures = t.mixtures + self.copies * self.period if t.mixtures else 0
-        whole = Step(stretches, memory, self.layers, t.micro_batches, t.groups, parameters, t.repeats, mixtures)
+        whole = Step(
+            stretches,
+            memory,
+            self.layers,
+            t.micro_batches,
+            t.groups,
+            parameters,
+            t.repeats,
+            mixtures,
+        )
         _scale(whole, t)
         return whole
 
 
 def _scale(step: Step, traced: Step) -> None:
-    """Enlarge what grows with the layers outside of the blocks. Clipping and the optimizer work on all parameters in one go:
-    their traffic grows with the number of elements. Their messages do not grow: clipping sends one number for all tensors.
-    The sum of the experts' counts has a row for each mixture."""
+    """Enlarge what grows with the layers outside of the blocks. Clipping and the optimizer work on
+    all parameters in one go: their traffic grows with the number of elements. Their messages do not
+    grow: clipping sends one number for all tensors. The sum of the experts' counts has a row for
+    each mixture."""
     before, after = (sum(p.local_bytes for p in s.parameters.values()) for s in (traced, step))
     for stretch in step.stretches:
         for i, row in enumerate(stretch.rows):

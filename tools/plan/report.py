@@ -8,19 +8,30 @@ from tools.plan.plan import CONTEXT_GIB, Plan
 from tools.plan.routing import BALANCED
 from tools.plan.step import GIB, KINDS
 
-MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # the dimensions of which every rank has exactly one place
+# the dimensions of which every rank has exactly one place
+MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def size_text(count: float) -> str:
     """Bytes in words."""
-    for unit, length, least in (("GiB", GIB, GIB / 10), ("MiB", 2**20, 2**20), ("KiB", 2**10, 10 * 2**10)):
+    for unit, length, least in (
+        ("GiB", GIB, GIB / 10),
+        ("MiB", 2**20, 2**20),
+        ("KiB", 2**10, 10 * 2**10),
+    ):
         if count >= least:
             return f"{count / length:,.{1 if unit == 'KiB' else 2}f} {unit}"
     return f"{count:.0f} B"
 
 
 def time_text(seconds: float) -> str:
-    for unit, length, least in (("days", 86400, 2), ("h", 3600, 2), ("min", 60, 2), ("s", 1, 1), ("ms", 1e-3, 0)):
+    for unit, length, least in (
+        ("days", 86400, 2),
+        ("h", 3600, 2),
+        ("min", 60, 2),
+        ("s", 1, 1),
+        ("ms", 1e-3, 0),
+    ):
         if seconds >= least * length:
             return f"{seconds / length:,.1f} {unit}"
     raise AssertionError
@@ -38,14 +49,29 @@ def token_text(count: float) -> str:
 
 
 def report(plan: Plan, all_stages: bool = False) -> str:
-    """The whole plan. all_stages: with every rank of a pipeline, and not only the first, the last and the fullest."""
-    lines = [*heading(plan), "", *stages(plan, all_stages), *memory(plan), *communication(plan), "", *speed(plan), *run(plan)]
+    """The whole plan. all_stages: with every rank of a pipeline, and not only the first, the last
+    and the fullest."""
+    lines = [
+        *heading(plan),
+        "",
+        *stages(plan, all_stages),
+        *memory(plan),
+        *communication(plan),
+        "",
+        *speed(plan),
+        *run(plan),
+    ]
     if plan.cfg.data.mask_documents:
-        lines.append("  data.mask_documents computes less attention than this: the time is an upper bound.")
+        lines.append(
+            "  data.mask_documents computes less attention than this: the time is an upper bound."
+        )
     lines += left_out(plan)
     if recomputes_often(plan.cfg):
-        lines.append("  A split backward recomputes a checkpointed block for each of its weights: without checkpointing, or with the "
-                     "schedule 1f1b or interleaved_1f1b, steps are faster.")  # fmt: skip
+        lines.append(
+            "  A split backward recomputes a checkpointed block for each of its weights: without "
+            "checkpointing, or with the "
+            "schedule 1f1b or interleaved_1f1b, steps are faster."
+        )
     if not plan.fits:
         lines += ["", f"It does not fit: {advice(plan)}"]
     return "\n".join(lines)
@@ -63,19 +89,28 @@ def left_out(plan: Plan) -> list[str]:
     """Options of speed that change nothing in this plan."""
     training, lines = plan.cfg.training, []
     if training.float8 != "none":
-        lines.append(f'  training.float8 = "{training.float8}" is left out: products are planned in bfloat16, so the time is an '
-                     "upper bound.")  # fmt: skip
+        lines.append(
+            f'  training.float8 = "{training.float8}" is left out: products are planned in '
+            "bfloat16, so the time is an "
+            "upper bound."
+        )
     if training.attention != "auto":
-        lines.append(f'  training.attention = "{training.attention}" is left out: attention is planned at '
-                     f"{plan.ask.device.attention_efficiency:.0%} of the peak, whatever its kernel.")  # fmt: skip
+        lines.append(
+            f'  training.attention = "{training.attention}" is left out: attention is planned at '
+            f"{plan.ask.device.attention_efficiency:.0%} of the peak, whatever its kernel."
+        )
     if plan.cfg.parallelism.async_tensor_parallel:
-        lines.append("  parallelism.async_tensor_parallel is left out: computing waits for the collectives of tensor parallelism, "
-                     "so the time is an upper bound.")  # fmt: skip
+        lines.append(
+            "  parallelism.async_tensor_parallel is left out: computing waits for the collectives "
+            "of tensor parallelism, "
+            "so the time is an upper bound."
+        )
     return lines
 
 
 def recomputes_often(cfg: Config) -> bool:
-    """Whether blocks are recomputed more than once for a backward (docs/parallelism.md, "Pipeline parallelism")."""
+    """Whether blocks are recomputed more than once for a backward (docs/parallelism.md, "Pipeline
+    parallelism")."""
     p = cfg.parallelism
     splits = p.pipeline_parallel > 1 and SCHEDULES[p.pipeline_schedule].splits_backward
     return splits and cfg.activation_checkpoint.mode != "none"
@@ -84,14 +119,23 @@ def recomputes_often(cfg: Config) -> bool:
 def heading(plan: Plan) -> list[str]:
     """The model, the machines, the mesh and the batch."""
     cfg, ask, micro_batches = plan.cfg, plan.ask, plan.micro_batches
-    mesh = " x ".join(f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items() if dim in MESH)
-    kept = f", gradients kept {cfg.parallelism.accumulate_gradients} in between" if micro_batches > 1 else ""
+    mesh = " x ".join(
+        f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items() if dim in MESH
+    )
+    kept = (
+        f", gradients kept {cfg.parallelism.accumulate_gradients} in between"
+        if micro_batches > 1
+        else ""
+    )
     return [
-        f"{model_name(cfg)}, {parameters_text(plan.parameters)} parameters, on {ask.gpus:,} x {ask.device.name} "
+        f"{model_name(cfg)}, {parameters_text(plan.parameters)} parameters, on {ask.gpus:,} x "
+        f"{ask.device.name} "
         f"({ask.gpus // ask.per_host:,} host{'s' * (ask.gpus > ask.per_host)} of {ask.per_host})",
         f"mesh {mesh}; sequences {cfg.training.global_batch_size:,} x "
-        f"{cfg.training.seq_len:,} tokens = {micro_batches} micro-batch{'es' * (micro_batches > 1)} of "
-        f"{cfg.training.local_batch_size} per data-parallel rank{kept}; checkpointing {cfg.activation_checkpoint.mode}; "
+        f"{cfg.training.seq_len:,} tokens = {micro_batches} "
+        f"micro-batch{'es' * (micro_batches > 1)} of "
+        f"{cfg.training.local_batch_size} per data-parallel rank{kept}; checkpointing "
+        f"{cfg.activation_checkpoint.mode}; "
         f"compile {'on' if cfg.compile.enabled else 'off'}",
         *context(plan),
         *experts(plan),
@@ -105,8 +149,11 @@ def context(plan: Plan) -> list[str]:
         return []
     hosts = len({rank // plan.ask.per_host for rank in plan.step.groups["cp"]})
     where = "on one host" if hosts == 1 else f"on {hosts} hosts"
-    return [f"context parallel, {p.context_parallel_method}: {p.context_parallel} ranks {where} share a sequence, "
-            f"{seq_len // p.context_parallel:,} tokens each; FSDP's dimension is dp_shard_cp"]  # fmt: skip
+    return [
+        f"context parallel, {p.context_parallel_method}: {p.context_parallel} ranks {where} share "
+        "a sequence, "
+        f"{seq_len // p.context_parallel:,} tokens each; FSDP's dimension is dp_shard_cp"
+    ]
 
 
 def experts(plan: Plan) -> list[str]:
@@ -115,44 +162,70 @@ def experts(plan: Plan) -> list[str]:
     if not getattr(args, "n_experts", 0):
         return []
     ep = plan.cfg.parallelism.expert_parallel
-    lines = [f"mixtures of {args.n_experts} experts, {args.experts_per_token} for each token: {family.active_parameters(args) / 1e9:,.2f}B "
-             "of the parameters work on it"]  # fmt: skip
+    lines = [
+        f"mixtures of {args.n_experts} experts, {args.experts_per_token} for each token: "
+        f"{family.active_parameters(args) / 1e9:,.2f}B "
+        "of the parameters work on it"
+    ]
     if ep > 1:
         hosts = len({rank // plan.ask.per_host for rank in plan.step.groups["ep"]})
         where = "one host" if hosts == 1 else f"{hosts} hosts"
-        lines.append(f"expert parallel: {ep} ranks on {where} have {args.n_experts // ep} experts each; routing: {plan.ask.routing}"
-                     + (" (this plan is of that rank)" if plan.ask.routing != BALANCED else ""))  # fmt: skip
+        lines.append(
+            (
+                f"expert parallel: {ep} ranks on {where} have {args.n_experts // ep} experts each; "
+                f"routing: {plan.ask.routing}"
+            )
+            + (" (this plan is of that rank)" if plan.ask.routing != BALANCED else "")
+        )
     return lines
 
 
 def stages(plan: Plan, all_stages: bool) -> list[str]:
-    """The ranks of a pipeline, with the layers, the memory and the work of each; and what the schedule costs."""
+    """The ranks of a pipeline, with the layers, the memory and the work of each; and what the
+    schedule costs."""
     pipeline, p = plan.pipeline, plan.cfg.parallelism
     if not pipeline:
         return []
     ranks = pipeline.ranks
-    shown = ranks if all_stages or len(ranks) <= 4 else sorted({0, plan.step.number, len(ranks) - 1})
+    shown = (
+        ranks if all_stages or len(ranks) <= 4 else sorted({0, plan.step.number, len(ranks) - 1})
+    )
     shown = [ranks[i] for i in shown] if shown is not ranks else ranks
-    lines = [f"Pipeline {p.pipeline_schedule}, {len(ranks)} ranks of {len(ranks[0].stages)} stage"
-             f"{'s' * (len(ranks[0].stages) > 1)}".ljust(48) + f"{'parameters':>14}{'live at the peak':>20}{'works for':>14}"]  # fmt: skip
+    lines = [
+        f"Pipeline {p.pipeline_schedule}, {len(ranks)} ranks of {len(ranks[0].stages)} stage"
+        f"{'s' * (len(ranks[0].stages) > 1)}".ljust(48)
+        + f"{'parameters':>14}{'live at the peak':>20}{'works for':>14}"
+    ]
     for rank in shown:
         layers = ", ".join(layers_text(rank.layers_of[stage]) for stage in sorted(rank.layers_of))
         layers = layers if len(layers) < 30 else f"{rank.layers} in all"
         total = sum(p.elements for p in rank.parameters.values())
-        lines.append(f"  {f'rank {rank.number}: layers {layers}':46}{parameters_text(total):>14}"
-                     f"{size_text(rank.peak()[0]):>20}{time_text(rank.busy):>14}")  # fmt: skip
+        lines.append(
+            f"  {f'rank {rank.number}: layers {layers}':46}{parameters_text(total):>14}"
+            f"{size_text(rank.peak()[0]):>20}{time_text(rank.busy):>14}"
+        )
     if len(shown) < len(ranks):
         lines.append(f"  (--stages shows all {len(ranks)} ranks)")
-    return [*lines, f"  bubble {pipeline.bubble:.1%} of the ranks' time; messages between stages make the step "
-            f"{time_text(pipeline.p2p)} longer, reductions after the last backward {time_text(pipeline.reduction)}", ""]  # fmt: skip
+    return [
+        *lines,
+        f"  bubble {pipeline.bubble:.1%} of the ranks' time; messages between stages make the step "
+        f"{time_text(pipeline.p2p)} longer, reductions after the last backward "
+        f"{time_text(pipeline.reduction)}",
+        "",
+    ]
 
 
 def memory(plan: Plan) -> list[str]:
-    """Bytes by kind at the peak and at most, what they come to with the allocator's share, and whether they fit."""
+    """Bytes by kind at the peak and at most, what they come to with the allocator's share, and
+    whether they fit."""
     ask, step = plan.ask, plan.step
     live, place, at_peak = plan.peak
     at_most = step.highest_by_kind()
-    which = f"rank {step.number}, which needs the most" if plan.pipeline else "rank 0, which has the largest shards"
+    which = (
+        f"rank {step.number}, which needs the most"
+        if plan.pipeline
+        else "rank 0, which has the largest shards"
+    )
     lines = [f"Memory of {which}".ljust(48) + "at the peak".rjust(14) + "at most".rjust(14)]
     lines += [
         f"  {name:44}{size_text(at_peak.get(kind, 0)):>16}{size_text(at_most[kind]):>14}"
@@ -162,16 +235,25 @@ def memory(plan: Plan) -> list[str]:
     lines += [f"  {'live at the peak':44}{size_text(live):>16}   in {step.place(place)}"]
     if ask.on_gpu:
         lines += [
-            f"  {f'+ {ask.margin:.0%} that the caching allocator holds idle':44}{size_text(live * ask.margin):>16}"
+            "  "
+            f"{f'+ {ask.margin:.0%} that the caching allocator holds idle':44}{size_text(live * ask.margin):>16}"
             "   (published runs: 10 to 23 %)",
             f"  {'+ context, cuBLAS, NCCL (assumed)':44}{size_text(CONTEXT_GIB * GIB):>16}",
         ]
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    lines += [f"  {'needed':44}{size_text(plan.needed):>16}   of {ask.device.memory_gib:.1f} GiB: {verdict}", ""]
+    lines += [
+        f"  {'needed':44}{size_text(plan.needed):>16}   of {ask.device.memory_gib:.1f} GiB: "
+        f"{verdict}",
+        "",
+    ]
     gathered = plan.cfg.parallelism.keep_gathered
     if (blocks := plan.room_for_gathered) > gathered:
-        lines += [f"  Room for the gathered weights of the last {blocks} blocks: parallelism.keep_gathered = "
-                  f"{blocks} would save as many gathers with each micro-batch (now {gathered}).", ""]  # fmt: skip
+        lines += [
+            f"  Room for the gathered weights of the last {blocks} blocks: "
+            "parallelism.keep_gathered = "
+            f"{blocks} would save as many gathers with each micro-batch (now {gathered}).",
+            "",
+        ]
     if plan.cfg.compile.enabled:
         lines += ["  Traced uncompiled: compiled blocks keep no more, often less.", ""]
     return lines
@@ -181,12 +263,17 @@ def communication(plan: Plan) -> list[str]:
     """A line for each kind of collective on each mesh dimension."""
     sizes = {dim: len(ranks) for dim, ranks in plan.step.groups.items()}
     of = f" of rank {plan.pipeline.slowest.number}" if plan.pipeline else ""
-    lines = [f"Communication of a step{of}".ljust(34) + f"{'count':>8}{'bytes':>14}{'a message':>26}{'time':>11}{'exposed':>11}"]
+    lines = [
+        f"Communication of a step{of}".ljust(34)
+        + f"{'count':>8}{'bytes':>14}{'a message':>26}{'time':>11}{'exposed':>11}"
+    ]
     for (dim, kind), line in sorted(plan.time.lines.items()):
         if sizes.get(dim, 2) > 1:
             message = " - ".join(dict.fromkeys((size_text(line.smallest), size_text(line.largest))))
-            lines.append(f"  {dim + ' ' + kind:32}{line.count:>8,}{size_text(line.sent):>14}{message:>26}"
-                         f"{time_text(line.seconds):>11}{time_text(line.exposed):>11}")  # fmt: skip
+            lines.append(
+                f"  {dim + ' ' + kind:32}{line.count:>8,}{size_text(line.sent):>14}{message:>26}"
+                f"{time_text(line.seconds):>11}{time_text(line.exposed):>11}"
+            )
     return lines if plan.time.lines else [*lines, "  none"]
 
 
@@ -194,8 +281,15 @@ def speed(plan: Plan) -> list[str]:
     """FLOPs, the time of a step and what it goes into, tokens per second."""
     t, d, args = plan.time, plan.ask.device, train.architecture(plan.cfg)[1]
     latent = hasattr(args, "value_dim")  # latent attention pads its values
-    formula = f"6N {'of the active ones ' if getattr(args, 'n_experts', 0) else ''}+ {'6LH(W+V)T' if latent else '12LHET'}"
-    fullest = ", of the fullest rank" if plan.ask.routing != BALANCED and plan.cfg.parallelism.expert_parallel > 1 else ""
+    formula = (
+        f"6N {'of the active ones ' if getattr(args, 'n_experts', 0) else ''}+ "
+        f"{'6LH(W+V)T' if latent else '12LHET'}"
+    )
+    fullest = (
+        ", of the fullest rank"
+        if plan.ask.routing != BALANCED and plan.cfg.parallelism.expert_parallel > 1
+        else ""
+    )
     derived, counted, recomputed = plan.flops()
     whose = waits = ""
     if plan.pipeline:
@@ -203,14 +297,19 @@ def speed(plan: Plan) -> list[str]:
         whose = f" (rank {plan.pipeline.slowest.number}, the slowest)"
         waits = f"; it waits for other stages {time_text(waiting)}"
     return [
-        f"FLOPs per token  {derived:.4g} derived ({formula}), {counted:.4g} counted ({counted / derived - 1:+.2%}{fullest}); "
-        f"recomputed{' or padded' * latent} beside those {recomputed:.3g} ({recomputed / derived:.1%})",
-        f"Time of a step   {time_text(t.seconds)}{whose}: matrix products {time_text(t.products)} at {d.matmul_efficiency:.0%} of "
+        f"FLOPs per token  {derived:.4g} derived ({formula}), {counted:.4g} counted "
+        f"({counted / derived - 1:+.2%}{fullest}); "
+        f"recomputed{' or padded' * latent} beside those {recomputed:.3g} "
+        f"({recomputed / derived:.1%})",
+        f"Time of a step   {time_text(t.seconds)}{whose}: matrix products {time_text(t.products)} "
+        f"at {d.matmul_efficiency:.0%} of "
         f"{d.peak / 1e12:,.{0 if d.peak > 1e13 else 2}f} TFLOP/s, "
         f"attention {time_text(t.attention)} at {d.attention_efficiency:.0%} (causal: half), "
         f"memory-bound {time_text(t.memory_bound)}, "
-        f"of which recomputed {time_text(t.recomputed)}; communication exposed {time_text(t.exposed)}{waits}",
-        f"Speed            {plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second / plan.ask.gpus:,.0f} per GPU; "
+        f"of which recomputed {time_text(t.recomputed)}; communication exposed "
+        f"{time_text(t.exposed)}{waits}",
+        f"Speed            {plan.tokens_per_second:,.0f} tokens/s, "
+        f"{plan.tokens_per_second / plan.ask.gpus:,.0f} per GPU; "
         f"MFU {plan.mfu:.1%}",
     ]
 
@@ -223,23 +322,33 @@ def run(plan: Plan) -> list[str]:
     interval = configured * step_seconds or seconds
     goodput, best = plan.goodput(max(interval, write)), plan.best_interval
     hours = ask.gpus * seconds / goodput / 3600 if goodput else float("inf")
-    dollars = f"; ${hours * ask.usd_per_gpu_hour:,.0f} at ${ask.usd_per_gpu_hour:g} per GPU-hour" if ask.usd_per_gpu_hour else ""
+    dollars = (
+        f"; ${hours * ask.usd_per_gpu_hour:,.0f} at ${ask.usd_per_gpu_hour:g} per GPU-hour"
+        if ask.usd_per_gpu_hour
+        else ""
+    )
     steps = f"{plan.steps:,.0f} steps, {token_text(plan.steps * plan.tokens_per_step)}"
     lines = [
         f"The run          {steps}: {time_text(seconds)} of training, "
         f"{time_text(seconds / goodput) if goodput else 'never'} with what "
         f"interruptions cost; {hours:,.0f} GPU-hours{dollars}",
-        f"Checkpoints      {size_text(plan.checkpoint_bytes)} each; copy to the host {time_text(copy)}, training waits "
+        f"Checkpoints      {size_text(plan.checkpoint_bytes)} each; copy to the host "
+        f"{time_text(copy)}, training waits "
         f"{time_text(stall)}; written in {time_text(write)} at {ask.storage_gb_per_s:g} GB/s",
-        f"Interruptions    {hours / ask.mtbf_gpu_hours:,.1f} expected, one in {time_text(plan.mtbf)} "
-        f"({ask.mtbf_gpu_hours:,.0f} GPU-hours each); checkpoint every {time_text(interval)} as configured: {goodput:.1%} goodput; "
-        f"best: every {max(1, round(best / step_seconds)):,} steps ({time_text(best)}), {plan.goodput(best):.1%}",
+        f"Interruptions    {hours / ask.mtbf_gpu_hours:,.1f} expected, one in "
+        f"{time_text(plan.mtbf)} "
+        f"({ask.mtbf_gpu_hours:,.0f} GPU-hours each); checkpoint every {time_text(interval)} as "
+        f"configured: {goodput:.1%} goodput; "
+        f"best: every {max(1, round(best / step_seconds)):,} steps ({time_text(best)}), "
+        f"{plan.goodput(best):.1%}",
     ]
     if plan.staging:
         lines.insert(2, host_memory(plan))
     if write > interval:
-        lines.append(f"  A checkpoint takes longer to write than checkpoint.interval = {configured} steps: "
-                     "save less often, or to faster storage.")  # fmt: skip
+        lines.append(
+            f"  A checkpoint takes longer to write than checkpoint.interval = {configured} steps: "
+            "save less often, or to faster storage."
+        )
     return lines
 
 
@@ -257,11 +366,17 @@ def advice(plan: Plan) -> str:
     """What to change, by what fills the memory."""
     hints, at_peak = [], plan.peak[2]
     if at_peak.get("whole gradients", 0) > plan.live / 4 and plan.micro_batches > 1:
-        hints.append("accumulation keeps every gradient whole in float32 until the last micro-batch: "
-                     'parallelism.accumulate_gradients = "sharded" keeps shards, for a reduce-scatter with each micro-batch')  # fmt: skip
+        hints.append(
+            "accumulation keeps every gradient whole in float32 until the last micro-batch: "
+            'parallelism.accumulate_gradients = "sharded" keeps shards, for a reduce-scatter with '
+            "each micro-batch"
+        )
     if at_peak.get("activations", 0) > plan.live / 4:
-        hints.append("activations fill it: activation_checkpoint.mode = \"full\", a smaller training.local_batch_size, "
-                     "more tensor_parallel or context_parallel")  # fmt: skip
+        hints.append(
+            'activations fill it: activation_checkpoint.mode = "full", a smaller '
+            "training.local_batch_size, "
+            "more tensor_parallel or context_parallel"
+        )
     if sum(at_peak.get(kind, 0) for kind in ("parameters", "optimizer state")) > plan.live / 4:
         hints.append("weights and optimizer state fill it: more GPUs to shard them over")
     hints.append("--search tries them all")

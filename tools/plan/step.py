@@ -1,6 +1,8 @@
-"""A traced training step as data: the memory that comes and goes, the operators and the collectives, block by block.
+"""A traced training step as data: the memory that comes and goes, the operators and the
+collectives, block by block.
 
-`trace.py` records it, `repeat.py` extends it to more layers, `estimate.py` gives it a time, `report.py` and `page.py` show it.
+`trace.py` records it, `repeat.py` extends it to more layers, `estimate.py` gives it a time,
+`report.py` and `page.py` show it.
 """
 
 import math
@@ -31,7 +33,8 @@ KINDS = {  # of memory, in the order in which a report lists them -> what a pers
 
 
 class Where(NamedTuple):
-    """A stretch of the step. Blocks are numbered from 0; -1 is what comes before them, `Step.layers` what comes after."""
+    """A stretch of the step. Blocks are numbered from 0; -1 is what comes before them,
+    `Step.layers` what comes after."""
 
     micro: int  # number of the micro-batch; -1 before the first
     phase: str  # build (before the step), start, one of IN_BLOCKS, clip, optimizer
@@ -40,7 +43,8 @@ class Where(NamedTuple):
 
 @dataclass(slots=True)
 class Memory:
-    """One storage. Some kinds follow from how it is used, so they are only known when the step is over."""
+    """One storage. Some kinds follow from how it is used, so they are only known when the step is
+    over."""
 
     size: int  # bytes
     born: Where
@@ -67,7 +71,8 @@ class Op:
     kind: str = ""  # of collective; "" for any other operator
     dimension: str = ""  # of the mesh, for a collective
     message: int = 0  # bytes of a collective
-    row_of_mixture: int = 0  # bytes that a collective outside the blocks carries for each mixture of experts
+    # bytes that a collective outside the blocks carries for each mixture of experts
+    row_of_mixture: int = 0
     background: bool = False  # a collective that runs beside computation: FSDP's do
     wait: bool = False  # the copy out of a gathered buffer, which waits for its all-gather
     reads: dict[int, int] = field(default_factory=dict)  # storage -> bytes
@@ -79,7 +84,9 @@ class Stretch:
     """Consecutive events of one place in the step."""
 
     where: Where
-    rows: list  # ("+", storage), ("-", storage) or Op, in the order in which they happened; a storage is a number
+    # ("+", storage), ("-", storage) or Op, in the order in which they happened; a storage is a
+    # number
+    rows: list
 
 
 @dataclass
@@ -92,13 +99,14 @@ class Parameters:
 
 
 def fsdp_dimension(groups: dict[str, list[int]]) -> str:
-    """The name of the group that FSDP shards over. With context parallelism it is dp_shard and cp as one."""
+    """The name of the group that FSDP shards over. With context parallelism it is dp_shard and cp
+    as one."""
     return "dp_shard_cp" if "dp_shard_cp" in groups else "dp_shard"
 
 
 class Curve:
-    """Memory over a step, for classes that know `before`, the bytes by kind before the step, and `curve`: (place, kind, bytes
-    more or less) in order."""
+    """Memory over a step, for classes that know `before`, the bytes by kind before the step, and
+    `curve`: (place, kind, bytes more or less) in order."""
 
     def peak(self) -> tuple[int, Where, dict[str, int]]:
         """The most bytes that live at one time, where in the step that is, and those bytes by kind."""
@@ -124,13 +132,15 @@ class Curve:
 
 @dataclass
 class Step(Curve):
-    """A whole step of one rank. `memory` also holds what existed before it, whose birth is in the phase "build"."""
+    """A whole step of one rank. `memory` also holds what existed before it, whose birth is in the
+    phase "build"."""
 
     stretches: list[Stretch]
     memory: dict[int, Memory]
     layers: int
     micro_batches: int  # that were traced; the middle one of three stands for `repeats`
-    groups: dict[str, list[int]]  # mesh dimension -> ranks of this rank's group; with context parallelism also FSDP's
+    # mesh dimension -> ranks of this rank's group; with context parallelism also FSDP's
+    groups: dict[str, list[int]]
     parameters: dict[int, Parameters]  # by block
     repeats: int = 1
     mixtures: int = 0  # of experts, in this rank's part of the model
@@ -174,26 +184,37 @@ class Step(Curve):
     def place(self, where: Where) -> str:
         """Where in the step, for a person."""
         if where.phase not in IN_BLOCKS:
-            return {"start": "before the first forward", "clip": "clipping", "optimizer": "the optimizer"}[where.phase]
+            return {
+                "start": "before the first forward",
+                "clip": "clipping",
+                "optimizer": "the optimizer",
+            }[where.phase]
         block = f"block {where.block + 1} of {self.layers}"
         if not 0 <= where.block < self.layers:
             block = "the embedding" if where.block < 0 else "the output and loss"
         micro = ""
         if self.micro_batches > 1:
             last = where.micro == self.micro_batches - 1
-            micro = f", {'last' if last else 'first' if where.micro == 0 else 'a middle'} micro-batch"
+            micro = (
+                f", {'last' if last else 'first' if where.micro == 0 else 'a middle'} micro-batch"
+            )
         return f"{where.phase} of {block}{micro}"
 
 
 def fuse(step: Step) -> None:
-    """Find what a compiler saves: a run of operators bound by memory moves only what enters the run and what leaves it.
+    """Find what a compiler saves: a run of operators bound by memory moves only what enters the run
+    and what leaves it.
 
-    A run ends at a product, a collective, one of FSDP's copies and the end of the block. Sets `Op.fused`, then drops the
-    record of what each operator read and wrote.
+    A run ends at a product, a collective, one of FSDP's copies and the end of the block. Sets
+    `Op.fused`, then drops the record of what each operator read and wrote.
     """
     for stretch in step.stretches:
         run: list[Op] = []
-        deaths = {row[1]: i for i, row in enumerate(stretch.rows) if not isinstance(row, Op) and row[0] == "-"}
+        deaths = {
+            row[1]: i
+            for i, row in enumerate(stretch.rows)
+            if not isinstance(row, Op) and row[0] == "-"
+        }
         for i, row in enumerate(stretch.rows):
             if not isinstance(row, Op):
                 continue
@@ -208,7 +229,8 @@ def fuse(step: Step) -> None:
 
 
 def _end_run(run: list[Op], end: int, deaths: dict[int, int]) -> None:
-    """Give the last operator of `run`, which ends before row `end`, the whole run's traffic; and empty it."""
+    """Give the last operator of `run`, which ends before row `end`, the whole run's traffic; and
+    empty it."""
     entered: dict[int, int] = {}
     written: dict[int, int] = {}
     for op in run:

@@ -1,8 +1,10 @@
-"""One training step seen operator by operator: every storage that is made and freed, every product, every collective.
+"""One training step seen operator by operator: every storage that is made and freed, every product,
+every collective.
 
-`trace_step` runs the same `train.build` and `train.train_step` as a run does, on PyTorch's fake process group with fake
-tensors: shapes and lifetimes without memory and without time, for one rank of any world. `Trace` keeps the accounts. It also
-accounts real steps on real ranks, and the tests compare the two.
+`trace_step` runs the same `train.build` and `train.train_step` as a run does, on PyTorch's fake
+process group with fake tensors: shapes and lifetimes without memory and without time, for one rank
+of any world. `Trace` keeps the accounts. It also accounts real steps on real ranks, and the tests
+compare the two.
 """
 
 import gc
@@ -43,11 +45,14 @@ from tools.plan.routing import BALANCED, Routing
 from tools.plan.step import IN_BLOCKS, Memory, Op, Parameters, Step, Stretch, Where, fuse
 from training import init
 
-PHASES = ("forward", "loss", "backward", "clip", "optimizer")  # labels in train.train_step; the loss is inside forward
-ACTION = re.compile(r"(\w+) of stage \d+, micro-batch (\d+)")  # label of an action in parallelisms/pp.py::Step.play
+# labels in train.train_step; the loss is inside forward
+PHASES = ("forward", "loss", "backward", "clip", "optimizer")
+# label of an action in parallelisms/pp.py::Step.play
+ACTION = re.compile(r"(\w+) of stage \d+, micro-batch (\d+)")
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 
-# Operator -> kind of collective, and where its message is: the larger side, which NCCL's tests call a collective's size.
+# Operator -> kind of collective, and where its message is: the larger side, which NCCL's tests call
+# a collective's size.
 COLLECTIVES = {
     c10d._allgather_base_.default: ("all-gather", lambda args, out: args[0]),
     c10d._reduce_scatter_base_.default: ("reduce-scatter", lambda args, out: args[1]),
@@ -59,49 +64,79 @@ COLLECTIVES = {
     functional.reduce_scatter_tensor.default: ("reduce-scatter", lambda args, out: args[0]),
     functional.all_reduce.default: ("all-reduce", lambda args, out: args[0]),
     functional.all_reduce_.default: ("all-reduce", lambda args, out: args[0]),
-    functional.all_to_all_single.default: ("all-to-all", lambda args, out: max(args[0], out, key=nbytes)),
+    functional.all_to_all_single.default: (
+        "all-to-all",
+        lambda args, out: max(args[0], out, key=nbytes),
+    ),
 }
-COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")  # an unknown operator of these that moves data is an error
+# an unknown operator of these that moves data is an error
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 MOVES_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
 
 
-PRODUCTS = {aten.mm.default: 0, aten.mm.out: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # -> position of the left factor
+# -> position of the left factor
+PRODUCTS = {aten.mm.default: 0, aten.mm.out: 0, aten.bmm.default: 0, aten.addmm.default: 1}
 
 
 def is_of_matrices(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether neither factor is a vector. A product with a vector, such as that of an expert's result with its weight, is bound
-    by memory and no weight of the model, so its FLOPs do not count."""
+    """Whether neither factor is a vector. A product with a vector, such as that of an expert's
+    result with its weight, is bound by memory and no weight of the model, so its FLOPs do not
+    count."""
     return min(*left.shape[-2:], right.shape[-1]) > 1
 
 
 def attention_product(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
-    """FLOPs of one of attention's products of q [b, H, T, E] with k [b, K, M, E]. PaLM's convention counts a causal product
-    whole, although half of its results are masked. A product without a mask is therefore counted twice."""
+    """FLOPs of one of attention's products of q [b, H, T, E] with k [b, K, M, E]. PaLM's convention
+    counts a causal product whole, although half of its results are masked. A product without a mask
+    is therefore counted twice."""
     b, h, t, e = q.shape
     return 2 * b * h * t * k.shape[-2] * e * (1 if causal else 2)
 
 
 def piece_product(q: torch.Tensor, starts: torch.Tensor, key_starts: torch.Tensor) -> int:
-    """The same for q [n, H, E] of models/kernels/document_attention.py::piece_attention. The t queries of a piece are the last
-    of its m tokens, so a causal mask leaves t (m - t / 2) results of each head, and twice as many are counted."""
+    """The same for q [n, H, E] of models/kernels/document_attention.py::piece_attention. The t
+    queries of a piece are the last of its m tokens, so a causal mask leaves t (m - t / 2) results
+    of each head, and twice as many are counted."""
     with unset_fake_temporarily():  # these tables are real
         queries, keys = starts.diff().double(), key_starts.diff().double()
         return 2 * q.shape[1] * q.shape[2] * int((queries * (2 * keys - queries)).sum())
 
 
-# Attention operator -> position of q among its arguments, FLOPs of one of its products, products that are needed, products that
-# are recomputation. Backward makes five products. The first repeats the scores, which flash attention does not keep.
+# Attention operator -> position of q among its arguments, FLOPs of one of its products, products
+# that are needed, products that are recomputation. Backward makes five products. The first repeats
+# the scores, which flash attention does not keep.
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (
-        0, lambda q, k, v, dropout=0.0, causal=False, *_: attention_product(q, k, causal), 2, 0),
+        0,
+        lambda q, k, v, dropout=0.0, causal=False, *_: attention_product(q, k, causal),
+        2,
+        0,
+    ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
-        1, lambda grad, q, k, v, out, lse, dropout, causal: attention_product(q, k, causal), 4, 1),
+        1,
+        lambda grad, q, k, v, out, lse, dropout, causal: attention_product(q, k, causal),
+        4,
+        1,
+    ),
     torch.ops.plumbline.causal_attention_backward.default: (  # models/kernels/causal_attention.py
-        1, lambda grad, q, k, *_: attention_product(q, k, True), 4, 1),
-    aten._flash_attention_forward.default: (0, lambda q, k, v, *starts: piece_product(q, *starts[:2]), 2, 0),
+        1,
+        lambda grad, q, k, *_: attention_product(q, k, True),
+        4,
+        1,
+    ),
+    aten._flash_attention_forward.default: (
+        0,
+        lambda q, k, v, *starts: piece_product(q, *starts[:2]),
+        2,
+        0,
+    ),
     aten._flash_attention_backward.default: (
-        1, lambda grad, q, k, v, out, lse, *starts: piece_product(q, *starts[:2]), 4, 1),
-}  # fmt: skip
+        1,
+        lambda grad, q, k, v, out, lse, *starts: piece_product(q, *starts[:2]),
+        4,
+        1,
+    ),
+}
 
 
 # Products of rows with the weights of their groups (models/kernels/grouped_product.py). The
@@ -109,9 +144,10 @@ ATTENTION = {
 # rows of each group.
 GROUPED_FORWARD = torch.ops.plumbline.grouped_product.default
 GROUPED = {
-    GROUPED_FORWARD, torch.ops.plumbline.grouped_product_backward_rows.default,
+    GROUPED_FORWARD,
+    torch.ops.plumbline.grouped_product_backward_rows.default,
     torch.ops.plumbline.grouped_product_backward_weight.default,
-}  # fmt: skip
+}
 
 
 def tensors_in(tree: object) -> list[torch.Tensor]:
@@ -129,8 +165,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 class Trace(TorchDispatchMode):
     """Keeps the accounts of what runs under it. The operators still run.
 
-    The phases of the step are the `record_function` labels of `train.train_step`, which a dispatch mode sees as operators.
-    Hooks on the blocks tell which block it is (`watch`).
+    The phases of the step are the `record_function` labels of `train.train_step`, which a dispatch
+    mode sees as operators. Hooks on the blocks tell which block it is (`watch`).
     """
 
     def __init__(self) -> None:
@@ -145,12 +181,16 @@ class Trace(TorchDispatchMode):
         self.labels: list[str] = []  # labels that are open now, of whatever code
         self.phases: set[str] = set()  # labels that have been seen
         self.job: train.Job | None = None  # whose step is followed
-        self.backward = "backward"  # phase of the backward that runs: in a pipeline it may be half of one
+        # phase of the backward that runs: in a pipeline it may be half of one
+        self.backward = "backward"
         self.propagating = 0  # DTensor is finding shapes, so many calls deep
         self.dimensions: dict[str, str] = {}  # name of a process group -> mesh dimension
-        self.context_group = self.experts_group = ""  # names of the groups of context and of expert parallelism
+        # names of the groups of context and of expert parallelism
+        self.context_group = self.experts_group = ""
         self.inside_context = False  # an operator of context parallelism runs
-        self.value_width = 0  # numbers of a value in attention, where they are padded to the width of a key; 0: they are not
+        # numbers of a value in attention, where they are padded to the width of a key; 0: they are
+        # not
+        self.value_width = 0
         self.mixtures = 0  # mixtures of experts in this rank's part of the model
         self.patches = ExitStack()
 
@@ -175,7 +215,9 @@ class Trace(TorchDispatchMode):
 
     def add_birth(self, number: int, size: int) -> None:
         order = self.births[self.where] = self.births.get(self.where, -1) + 1
-        self.memory[number] = Memory(size, self.where, "logits and loss" if "loss" in self.labels else "", order)
+        self.memory[number] = Memory(
+            size, self.where, "logits and loss" if "loss" in self.labels else "", order
+        )
         self.rows().append(("+", number))
 
     def add_from_before(self, tensor: torch.Tensor) -> None:
@@ -195,7 +237,8 @@ class Trace(TorchDispatchMode):
             self.rows().append(("-", number))
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """FSDP frees and takes back the memory of gathered weights by resizing their storage: it dies and is born again."""
+        """FSDP frees and takes back the memory of gathered weights by resizing their storage: it
+        dies and is born again."""
         address, number = storage._cdata, next(self.counter)
         if address in self.numbers:
             previous = self.numbers[address]
@@ -234,8 +277,10 @@ class Trace(TorchDispatchMode):
         return out
 
     def look_inside(self, func, args: tuple) -> object:
-        """Run what an operator of context parallelism does, so that its collectives and kernels are seen."""
-        for table in args:  # of where the pieces of sequences are: made before, and the same for every block
+        """Run what an operator of context parallelism does, so that its collectives and kernels are
+        seen."""
+        # of where the pieces of sequences are: made before, and the same for every block
+        for table in args:
             if isinstance(table, torch.Tensor) and table.dtype == torch.int32:
                 self.add_from_before(table)
         first = next(self.counter)
@@ -253,7 +298,8 @@ class Trace(TorchDispatchMode):
     def account(self, func, args: tuple, kwargs: dict, out: object, in_backward: bool) -> None:
         source = args[0] if func.is_view else args[1] if func is aten.copy_.default else None
         if isinstance(source, torch.Tensor) and source.untyped_storage()._cdata not in self.numbers:
-            return  # memory that no operator made: gloo's reduce-scatter works on a clone of its own
+            # memory that no operator made: gloo's reduce-scatter works on a clone of its own
+            return
         if func is functional._wrap_tensor_autograd.default:
             return  # AsyncCollectiveTensor: a wrapper, which has no memory
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
@@ -262,13 +308,17 @@ class Trace(TorchDispatchMode):
         if func in COLLECTIVES:
             self.rows().append(self.collective(func, args, out))
             return
-        if func.namespace in COLLECTIVE_NAMESPACES and func._schema.name.split("::")[1] not in MOVES_NOTHING:
+        if (
+            func.namespace in COLLECTIVE_NAMESPACES
+            and func._schema.name.split("::")[1] not in MOVES_NOTHING
+        ):
             raise NotImplementedError(f"tools/plan/trace.py does not know the collective {func}")
         if func.namespace == "fsdp":
             self.tag_fsdp(func, args, kwargs)
         if made or func._schema.is_mutable:  # otherwise it is a view
             op = self.computation(func, args, kwargs, inputs, made)
-            # In backward, only recomputation records a graph, or runs the forward of attention or of a grouped product.
+            # In backward, only recomputation records a graph, or runs the forward of attention or
+            # of a grouped product.
             forward = func == GROUPED_FORWARD or (func in ATTENTION and not ATTENTION[func][3])
             if in_backward and (torch.is_grad_enabled() or forward):
                 op.recomputed = op.product_flops + op.attention_flops
@@ -281,11 +331,17 @@ class Trace(TorchDispatchMode):
         group = group_of(args).group_name
         in_blocks = self.where.phase in IN_BLOCKS and "loss" not in self.labels
         op.dimension = self.dimension(group)
-        # Groups of the same ranks are one. FSDP's calls are c10d's, and only mixtures exchange rows outside of attention.
+        # Groups of the same ranks are one. FSDP's calls are c10d's, and only mixtures exchange rows
+        # outside of attention.
         if in_blocks and func.namespace == "_c10d_functional":
-            of_experts = group == self.experts_group and kind == "all-to-all" and not self.inside_context
-            op.dimension = "ep" if of_experts else "cp" if group == self.context_group else op.dimension
-        op.background = func.namespace == "c10d" and in_blocks and op.message > 8  # the sum of the loss is waited for
+            of_experts = (
+                group == self.experts_group and kind == "all-to-all" and not self.inside_context
+            )
+            op.dimension = (
+                "ep" if of_experts else "cp" if group == self.context_group else op.dimension
+            )
+        # the sum of the loss is waited for
+        op.background = func.namespace == "c10d" and in_blocks and op.message > 8
         shape = message(args, out).shape
         if len(shape) > 1 and shape[0] == self.mixtures and self.outside_blocks():
             op.row_of_mixture = op.message // self.mixtures
@@ -294,15 +350,21 @@ class Trace(TorchDispatchMode):
     def outside_blocks(self) -> bool:
         return not 0 <= self.where.block < len(self.job.model.layers)
 
-    def computation(self, func, args: tuple, kwargs: dict, inputs: list[torch.Tensor], made: list[torch.Tensor]) -> Op:
+    def computation(
+        self, func, args: tuple, kwargs: dict, inputs: list[torch.Tensor], made: list[torch.Tensor]
+    ) -> Op:
         op = Op(str(func))
         op.wait = func.namespace == "fsdp" and "split_with_sizes_copy" in op.name
         if func in ATTENTION:
             q, product, needed, recomputed = ATTENTION[func]
             one = product(*args)
             width = args[q].shape[-1]
-            padding = needed * (one // width) * (width - (self.value_width or width)) // 2  # half of the products are with values
-            op.attention_flops, op.recomputed = (needed + recomputed) * one, recomputed * one + padding
+            # half of the products are with values
+            padding = needed * (one // width) * (width - (self.value_width or width)) // 2
+            op.attention_flops, op.recomputed = (
+                (needed + recomputed) * one,
+                recomputed * one + padding,
+            )
             op.attention_rows = (needed + recomputed) * math.prod(args[q].shape[:-1])
         elif func in PRODUCTS and is_of_matrices(*args[PRODUCTS[func] :][:2]):
             left, right = args[PRODUCTS[func] :][:2]
@@ -310,7 +372,11 @@ class Trace(TorchDispatchMode):
         elif func in GROUPED:
             rows, other, counts = args
             width = other[0].numel() if other.ndim == 3 else rows.shape[1] * other.shape[1]
-            op.groups, op.rows, op.operands = len(counts), len(rows), sum(map(nbytes, [*inputs, *made]))
+            op.groups, op.rows, op.operands = (
+                len(counts),
+                len(rows),
+                sum(map(nbytes, [*inputs, *made])),
+            )
             op.product_flops = 2 * len(rows) * width
         elif "empty" not in op.name:
             written = {id(t) for t in tensors_in(self.mutated(func, args, kwargs))}
@@ -354,7 +420,10 @@ class Trace(TorchDispatchMode):
     def __enter__(self) -> "Trace":
         """Watch three places of PyTorch that no operator tells of."""
         trace = self
-        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        resize, propagate = (
+            torch.UntypedStorage.resize_,
+            ShardingPropagator._propagate_tensor_meta_non_cached,
+        )
         make_room = FSDPParam.init_all_gather_outputs
 
         def watched_resize(storage, size):
@@ -362,11 +431,13 @@ class Trace(TorchDispatchMode):
             trace.resized(storage, size)
             return out
 
-        def watched_room(param, *how, **more):  # in the first step; on one rank no operator of FSDP's fills it
+        # in the first step; on one rank no operator of FSDP's fills it
+        def watched_room(param, *how, **more):
             make_room(param, *how, **more)
             trace.tag(param.all_gather_outputs, "working weights")
 
-        def unwatched_propagation(propagator, schema):  # shapes are found by operators on fake tensors, no memory of the step
+        # shapes are found by operators on fake tensors, no memory of the step
+        def unwatched_propagation(propagator, schema):
             trace.propagating += 1
             try:
                 return propagate(propagator, schema)
@@ -387,8 +458,8 @@ class Trace(TorchDispatchMode):
 
     # The place in the step.
     def label(self, func, args: tuple) -> None:
-        """A `record_function` begins or ends. Those of `train.train_step`, and in a pipeline the actions of its schedule, are
-        the phases. Others do not matter."""
+        """A `record_function` begins or ends. Those of `train.train_step`, and in a pipeline the
+        actions of its schedule, are the phases. Others do not matter."""
         if "enter" not in func._schema.name:
             self.labels.pop()
             return
@@ -409,7 +480,9 @@ class Trace(TorchDispatchMode):
             self.where = self.where._replace(phase="backward")
         elif phase == "clip":
             self.where = self.where._replace(phase="clip", block=-1)
-            self.tag([p.grad for p in self.job.model.parameters() if p.grad is not None], "gradients")
+            self.tag(
+                [p.grad for p in self.job.model.parameters() if p.grad is not None], "gradients"
+            )
         elif phase == "optimizer":
             self.where = self.where._replace(phase="optimizer", block=-1)
 
@@ -419,7 +492,8 @@ class Trace(TorchDispatchMode):
         mesh, layers = job.mesh, list(job.model.layers.values())
         self.dimensions[dist.group.WORLD.group_name] = "all ranks"
         if mesh.experts_mesh:
-            for dim in "dp_replicate", "edp", "ep":  # where a group has the ranks of one below, that one names it
+            # where a group has the ranks of one below, that one names it
+            for dim in "dp_replicate", "edp", "ep":
                 self.dimensions[mesh.experts_mesh.get_group(dim).group_name] = dim
             self.experts_group = mesh.experts_mesh.get_group("ep").group_name
         for dim, group in groups_of(mesh).items():
@@ -439,7 +513,13 @@ class Trace(TorchDispatchMode):
 
         def backward_begins_at(block: int):  # when the gradient of this tensor is whole
             def hook(_, inputs, outputs=None):
-                tensor = inputs[0] if outputs is None else outputs[0] if isinstance(outputs, tuple) else outputs
+                tensor = (
+                    inputs[0]
+                    if outputs is None
+                    else outputs[0]
+                    if isinstance(outputs, tuple)
+                    else outputs
+                )
                 if tensor.requires_grad:
                     tensor.register_hook(move_to("", block))
 
@@ -448,7 +528,8 @@ class Trace(TorchDispatchMode):
         layers[0].register_forward_pre_hook(backward_begins_at(-1), prepend=True)
         for i, block in enumerate(layers):
             block.register_forward_pre_hook(move_to("forward", i), prepend=True)
-            block.register_forward_hook(backward_begins_at(i), prepend=True)  # before FSDP's, which gathers for backward
+            # before FSDP's, which gathers for backward
+            block.register_forward_hook(backward_begins_at(i), prepend=True)
         layers[-1].register_forward_hook(move_to("forward", len(layers)))
 
     @staticmethod
@@ -459,15 +540,20 @@ class Trace(TorchDispatchMode):
 
     # Before and after the step.
     def settle(self, job: train.Job) -> None:
-        """Call before the step: what exists now is parameters and optimizer state. Forgets how it came to be."""
+        """Call before the step: what exists now is parameters and optimizer state. Forgets how it
+        came to be."""
         gc.collect()
-        # Of a pipeline each stage is asked, because the copy of a tied weight is no parameter of the whole.
+        # Of a pipeline each stage is asked, because the copy of a tied weight is no parameter of
+        # the whole.
         stages = pp.stages_of(job.model)
-        kinds = [(name, p, "parameters") for stage in stages for name, p in stage.named_parameters()]
+        kinds = [
+            (name, p, "parameters") for stage in stages for name, p in stage.named_parameters()
+        ]
         names = {id(p): name for name, p, _ in kinds}
         for p, state in job.optimizer.state.items():
             kinds += [(names[id(p)], t, "optimizer state") for t in state.values()]
-        copies = [c for stage in stages for c in getattr(stage, "working_copies", {}).items()]  # parallelisms/dp.py::keep_masters
+        # parallelisms/dp.py::keep_masters
+        copies = [c for stage in stages for c in getattr(stage, "working_copies", {}).items()]
         kinds += [(names[id(p)], copy, "working weights") for p, copy in copies]
         self.stretches, self.births = [], {}
         alive = set(self.numbers.values())
@@ -482,11 +568,17 @@ class Trace(TorchDispatchMode):
         self.where = Where(-1, "start", -1)
 
     def step(self, job: train.Job) -> Step:
-        """What was traced since `settle`, with the kind of every storage. Raises InputError where a phase has no label."""
+        """What was traced since `settle`, with the kind of every storage. Raises InputError where a
+        phase has no label."""
         has_loss = any(stage.last for stage in pp.stages_of(job.model))
-        if missing := [phase for phase in PHASES if phase not in self.phases and (has_loss or phase != "loss")]:
-            raise InputError(f"train.train_step has no record_function({missing[0]!r}): the planner finds the phases of a step "
-                             f"by the labels {', '.join(PHASES)}; put them around the code that they name")  # fmt: skip
+        if missing := [
+            phase for phase in PHASES if phase not in self.phases and (has_loss or phase != "loss")
+        ]:
+            raise InputError(
+                f"train.train_step has no record_function({missing[0]!r}): the planner finds the "
+                "phases of a step "
+                f"by the labels {', '.join(PHASES)}; put them around the code that they name"
+            )
         self.alive.clear()  # what dies with the job is no part of the step
         for memory in self.memory.values():
             memory.kind = memory.kind or kind_by_life(memory)
@@ -498,16 +590,26 @@ class Trace(TorchDispatchMode):
             block.elements += p.numel()
             block.gathered += p.numel() // shared_for_good(p)
             block.local_bytes += nbytes(local(p))
-        groups = {dim: dist.get_process_group_ranks(group) for dim, group in groups_of(job.mesh).items()}
+        groups = {
+            dim: dist.get_process_group_ranks(group) for dim, group in groups_of(job.mesh).items()
+        }
         micro_batches = max(s.where.micro for s in self.stretches) + 1
-        step = Step(self.stretches, self.memory, len(job.model.layers), micro_batches, groups, parameters, mixtures=self.mixtures)
+        step = Step(
+            self.stretches,
+            self.memory,
+            len(job.model.layers),
+            micro_batches,
+            groups,
+            parameters,
+            mixtures=self.mixtures,
+        )
         fuse(step)
         return step
 
 
 def groups_of(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """By mesh dimension: this rank's groups; FSDP's, which is over two dimensions where there is context parallelism; and those
-    of expert parallelism."""
+    """By mesh dimension: this rank's groups; FSDP's, which is over two dimensions where there is
+    context parallelism; and those of expert parallelism."""
     dims = mesh.device_mesh.mesh_dim_names
     groups = {dim: mesh.device_mesh.get_group(dim) for dim in dims}
     if mesh.experts_mesh:
@@ -517,16 +619,25 @@ def groups_of(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
 
 
 def shared_for_good(p: nn.Parameter) -> int:
-    """Over how many ranks a weight is spread that FSDP gathers on none of them: those of tensor and expert parallelism."""
+    """Over how many ranks a weight is spread that FSDP gathers on none of them: those of tensor and
+    expert parallelism."""
     if not isinstance(p, DTensor):
         return 1
     dims = zip(p.device_mesh.mesh_dim_names, p.device_mesh.shape, p.placements)
-    return math.prod(size for name, size, placement in dims if name in ("tp", "ep") and not placement.is_replicate())
+    return math.prod(
+        size
+        for name, size, placement in dims
+        if name in ("tp", "ep") and not placement.is_replicate()
+    )
 
 
 def kind_by_life(memory: Memory) -> str:
     """The kind of a storage that nothing has tagged, by when it is born and when it dies."""
-    kept = memory.died is None or memory.died.phase != "forward" or memory.died.micro != memory.born.micro
+    kept = (
+        memory.died is None
+        or memory.died.phase != "forward"
+        or memory.died.micro != memory.born.micro
+    )
     if memory.born.phase == "start":
         return "batch"
     if memory.born.phase == "forward" and kept:
@@ -536,7 +647,8 @@ def kind_by_life(memory: Memory) -> str:
 
 # A run that does not exist.
 def slices_of_real(starts: torch.Tensor) -> list[slice]:
-    """What models/kernels/document_attention.py reads from a table of pieces, which is real where all else is fake."""
+    """What models/kernels/document_attention.py reads from a table of pieces, which is real where
+    all else is fake."""
     with unset_fake_temporarily():
         return _slices(starts)
 
@@ -546,16 +658,24 @@ _slices = document_attention._slices
 
 def attention_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """What models/kernels/causal_attention.py does on CUDA, instead of what it does on CPUs."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
-def pieces_on_gpu(q, k, v, starts, key_starts, longest, longest_keys) -> tuple[torch.Tensor, torch.Tensor]:
+def pieces_on_gpu(
+    q, k, v, starts, key_starts, longest, longest_keys
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What models/kernels/document_attention.py::piece_attention does on CUDA."""
-    out, lse, *_ = aten._flash_attention_forward(q, k, v, starts, key_starts, longest, longest_keys, 0.0, True, False)
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, starts, key_starts, longest, longest_keys, 0.0, True, False
+    )
     return out, lse.t().contiguous()
 
 
-def pieces_backward_on_gpu(grad, q, k, v, out, lse, starts, key_starts, longest, longest_keys) -> tuple[torch.Tensor, ...]:
+def pieces_backward_on_gpu(
+    grad, q, k, v, out, lse, starts, key_starts, longest, longest_keys
+) -> tuple[torch.Tensor, ...]:
     """What its backward does."""
     random_state = torch.zeros(2, dtype=torch.uint64), torch.empty(0)
     lse = lse.t().contiguous()
@@ -565,8 +685,8 @@ def pieces_backward_on_gpu(grad, q, k, v, out, lse, starts, key_starts, longest,
 
 
 class AsOnGPU(TorchFunctionMode):
-    """Sends RMSNorm where CUDA sends it: to one fused operator that keeps its input and one number per row. CPU tensors
-    would take PyTorch's composite, which keeps several float32 copies."""
+    """Sends RMSNorm where CUDA sends it: to one fused operator that keeps its input and one number
+    per row. CPU tensors would take PyTorch's composite, which keeps several float32 copies."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.rms_norm:
@@ -576,13 +696,22 @@ class AsOnGPU(TorchFunctionMode):
 
 @contextmanager
 def pretend(world_size: int, per_host: int, rank: int = 0) -> Iterator[None]:
-    """This process as a rank of a world that does not exist: PyTorch's fake process group, and torchrun's environment.
+    """This process as a rank of a world that does not exist: PyTorch's fake process group, and
+    torchrun's environment.
 
     Without PyTorch's warnings about such a mesh: its groups have no time limit, for example.
     """
-    names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % per_host, "LOCAL_WORLD_SIZE": per_host}
+    names = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank % per_host,
+        "LOCAL_WORLD_SIZE": per_host,
+    }
     log = logging.getLogger("torch.distributed")
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}), warnings.catch_warnings():
+    with (
+        mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         level = log.level
         log.setLevel(logging.ERROR)
@@ -595,27 +724,30 @@ def pretend(world_size: int, per_host: int, rank: int = 0) -> Iterator[None]:
 
 
 def tracing(cfg: Config) -> Config:
-    """The configuration as it is traced: on CPU tensors, uncompiled, every sequence one document, products as wide as
-    weights."""
-    return cfg.model_copy(update={
-        "run": cfg.run.model_copy(update={"device": "cpu", "deterministic": False}),
-        "compile": cfg.compile.model_copy(update={"enabled": False}),
-        "data": cfg.data.model_copy(update={"mask_documents": False}),
-        "training": cfg.training.model_copy(update={"float8": "none", "attention": "auto"}),
-        "parallelism": cfg.parallelism.model_copy(update={"async_tensor_parallel": False}),
-    })  # fmt: skip
+    """The configuration as it is traced: on CPU tensors, uncompiled, every sequence one document,
+    products as wide as weights."""
+    return cfg.model_copy(
+        update={
+            "run": cfg.run.model_copy(update={"device": "cpu", "deterministic": False}),
+            "compile": cfg.compile.model_copy(update={"enabled": False}),
+            "data": cfg.data.model_copy(update={"mask_documents": False}),
+            "training": cfg.training.model_copy(update={"float8": "none", "attention": "auto"}),
+            "parallelism": cfg.parallelism.model_copy(update={"async_tensor_parallel": False}),
+        }
+    )
 
 
 def batch_of(job: train.Job, micro_batches: int) -> dict[str, torch.Tensor]:
-    """A rank's batch: tokens and labels, int64 [micro_batches, b, tokens of this rank in each sequence]."""
+    """A rank's batch: tokens and labels, int64 [micro_batches, b, tokens of this rank in each
+    sequence]."""
     t = job.cfg.training
     shape = (micro_batches, t.local_batch_size, t.seq_len // job.mesh.cp)
     return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
 
 
 def prepare(job: train.Job) -> None:
-    """Bring the job to its state after a first step, without taking one: FSDP's buffers padded, or on one rank the weights
-    copied to the type of forward; and the optimizer's state there."""
+    """Bring the job to its state after a first step, without taking one: FSDP's buffers padded, or
+    on one rank the weights copied to the type of forward; and the optimizer's state there."""
     for stage in pp.stages_of(job.model):
         if isinstance(stage, FSDPModule):
             stage._get_fsdp_state()._lazy_init()
@@ -629,35 +761,49 @@ def prepare(job: train.Job) -> None:
 
 
 def trace_step(
-    cfg: Config, world_size: int, per_host: int, on_gpu: bool, most: int = 3, rank: int = 0, routing: Routing = BALANCED
+    cfg: Config,
+    world_size: int,
+    per_host: int,
+    on_gpu: bool,
+    most: int = 3,
+    rank: int = 0,
+    routing: Routing = BALANCED,
 ) -> Step:
-    """The step of a rank with all its layers, but with at most `most` micro-batches: first, last and one in between. With
-    expert parallelism it is the rank that gets the most rows."""
+    """The step of a rank with all its layers, but with at most `most` micro-batches: first, last
+    and one in between. With expert parallelism it is the rank that gets the most rows."""
     cfg = tracing(cfg)
     with pretend(world_size, per_host, rank), ExitStack() as stack:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         trace = Trace()
         to_empty = nn.Module.to_empty
 
-        def fake_to_empty(module, **how):  # the mesh and FSDP read real tensors; only memory is made up
+        # the mesh and FSDP read real tensors; only memory is made up
+        def fake_to_empty(module, **how):
             with fake:
                 return to_empty(module, **how)
 
         stack.enter_context(mock.patch.object(nn.Module, "to_empty", fake_to_empty))
         stack.enter_context(mock.patch.object(init, "fill", lambda *_: None))
         stack.enter_context(mock.patch.object(document_attention, "_slices", slices_of_real))
-        stack.enter_context(mock.patch.object(Mesh, "timeout", lambda _: timedelta(0)))  # the fake group has none
+        # the fake group has none
+        stack.enter_context(mock.patch.object(Mesh, "timeout", lambda _: timedelta(0)))
         job = train.build(cfg)
         if job.mesh.ep > 1:
-            tokens = cfg.training.local_batch_size * cfg.training.seq_len // (job.mesh.cp * job.mesh.tp)
+            tokens = (
+                cfg.training.local_batch_size * cfg.training.seq_len // (job.mesh.cp * job.mesh.tp)
+            )
             sizes = routing.exchange(tokens * job.args.experts_per_token, job.mesh.ep)
             stack.enter_context(mock.patch.object(ep, "rows_per_rank", lambda *_: sizes))
         stack.enter_context(fake)
         if on_gpu:
             stack.enter_context(AsOnGPU())
-            stack.enter_context(mock.patch.object(causal_attention._CPUAttention, "apply", attention_on_gpu))
+            stack.enter_context(
+                mock.patch.object(causal_attention._CPUAttention, "apply", attention_on_gpu)
+            )
             stack.enter_context(mock.patch.object(cp, "piece_attention", pieces_on_gpu))
-            stack.enter_context(mock.patch.object(cp, "piece_attention_backward", pieces_backward_on_gpu))
+            stack.enter_context(
+                mock.patch.object(cp, "piece_attention_backward", pieces_backward_on_gpu)
+            )
         stack.enter_context(trace)
         prepare(job)
         micro_batches = cfg.training.micro_batches(job.mesh.dp_size)
@@ -665,8 +811,11 @@ def trace_step(
         return run_step(trace, job, batch, micro_batches)
 
 
-def run_step(trace: Trace, job: train.Job, batch: dict[str, torch.Tensor], micro_batches: int) -> Step:
-    """Trace one step of a job that has taken one already; `batch` may stand for a longer one of `micro_batches`."""
+def run_step(
+    trace: Trace, job: train.Job, batch: dict[str, torch.Tensor], micro_batches: int
+) -> Step:
+    """Trace one step of a job that has taken one already; `batch` may stand for a longer one of
+    `micro_batches`."""
     trace.tag(list(batch.values()), "batch")
     trace.settle(job)
     trace.watch(job)

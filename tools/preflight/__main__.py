@@ -1,15 +1,18 @@
-"""Is this cluster fit for this run? Minutes before the queue slot is spent, on the machines and ranks of the run itself:
+"""Is this cluster fit for this run? Minutes before the queue slot is spent, on the machines and
+ranks of the run itself:
 
     ./run_train.sh --preflight configs/llama_8b.toml [--table.key=value ...]      on every host, as the run is started
     torchrun ... -m tools.preflight configs/llama_8b.toml [--only=bandwidth,step] [--skip=save] [--json=out.json]
 
-Each row of CHECKS measures something on every rank; rank 0 judges all answers together and prints one line each, with the
-ranks and hosts that it means and what to do. Exit code 0: all well; 1: something failed; 2: wrong config or input.
-docs/preflight.md lists what is checked, with its limits. The run's own folder is neither made nor changed.
+Each row of CHECKS measures something on every rank; rank 0 judges all answers together and prints
+one line each, with the ranks and hosts that it means and what to do. Exit code 0: all well; 1:
+something failed; 2: wrong config or input. docs/preflight.md lists what is checked, with its
+limits. The run's own folder is neither made nor changed.
 
-Answers and verdicts go through the launcher's key-value store, which lives outside the ranks: so a rank that died, hangs
-or never came is a name on the page, not a page that never comes. Each check runs in a thread beside the one that waits
-for it, so a rank that hangs says where. A check that needs another that failed is left out, and says so.
+Answers and verdicts go through the launcher's key-value store, which lives outside the ranks: so a
+rank that died, hangs or never came is a name on the page, not a page that never comes. Each check
+runs in a thread beside the one that waits for it, so a rank that hangs says where. A check that
+needs another that failed is left out, and says so.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ from tools.preflight.answers import Desk, Stopped, Worker, judge_trouble
 from tools.preflight.probe import LONG, SLOW, TIMEOUT, Probe, Row, in_seconds, spans
 from training import log
 
-SLACK = 5  # seconds from a collective's limit to that of its check: so a rank that waits for another can say it
+# seconds from a collective's limit to that of its check: so a rank that waits for another can say
+# it
+SLACK = 5
 
 
 @dataclass(frozen=True)
@@ -86,17 +91,23 @@ def expected(text: str) -> dict[str, float]:
 def promised(name: str) -> Device | None:
     """What --device names. Raises InputError."""
     if name == "cpu":
-        raise InputError("--device=cpu: would be measured on this very machine; name what the machines should be")
+        raise InputError(
+            "--device=cpu: would be measured on this very machine; name what the machines should be"
+        )
     return load_device(name) if name else None
 
 
 def chosen(only: str, skip: str) -> list[str]:
-    """Names of the checks to run: `only` and what these need, or all; without `skip` and what needs those."""
+    """Names of the checks to run: `only` and what these need, or all; without `skip` and what needs
+    those."""
     for option, names in ("--only", only), ("--skip", skip):
         for name in filter(None, names.split(",")):
             if name not in CHECKS:
                 raise InputError(f"{option}={name}: no such check; there are {', '.join(CHECKS)}")
-    wanted, without = set(filter(None, only.split(","))) or set(CHECKS), set(filter(None, skip.split(",")))
+    wanted, without = (
+        set(filter(None, only.split(","))) or set(CHECKS),
+        set(filter(None, skip.split(","))),
+    )
     for name in reversed(CHECKS):  # what is needed stands before
         wanted |= set(CHECKS[name].needs) if name in wanted else set()
     for name, check in CHECKS.items():
@@ -117,7 +128,9 @@ class Page:
         order = sorted(rows, key=lambda row: ("FAIL", "warn", "ok", "left out").index(row.result))
         for row in order:
             row.detail = redact(row.detail)
-            text = textwrap.wrap(row.detail, 101, break_long_words=False, break_on_hyphens=False) or [""]
+            text = textwrap.wrap(
+                row.detail, 101, break_long_words=False, break_on_hyphens=False
+            ) or [""]
             row.check, margin = check, "\n" + " " * 20
             print(f"{check:<10} {row.result:<8} {margin.join(text)}", flush=True)
         self.rows += order
@@ -131,8 +144,15 @@ class Page:
     def close(self, json_path: str) -> None:
         counts = Counter(row.result for row in self.rows)
         summary = ", ".join(f"{n} {result}" for result, n in sorted(counts.items()))
-        verdict = {0: "fit for this run", 1: "NOT fit for this run", 2: "wrong configuration or input"}[self.code]
-        print(f"preflight: {verdict}: {summary}; {in_seconds(time.monotonic() - self.began)}", flush=True)
+        verdict = {
+            0: "fit for this run",
+            1: "NOT fit for this run",
+            2: "wrong configuration or input",
+        }[self.code]
+        print(
+            f"preflight: {verdict}: {summary}; {in_seconds(time.monotonic() - self.began)}",
+            flush=True,
+        )
         if not json_path:
             return
         rows = [asdict(row) for row in self.rows]
@@ -167,10 +187,16 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
         except Stopped as signalled:
             stopped, verdict = signalled, _judge(probe, desk, page, name, 3) if page else None
         if stopped and page:
-            page.add("all else", [Row("FAIL", f"stopped by {stopped}: a rank has ended, or someone wants it")])
+            page.add(
+                "all else",
+                [Row("FAIL", f"stopped by {stopped}: a rank has ended, or someone wants it")],
+            )
         elif not stopped and verdict is None:
             who = spans([probe.world.rank])
-            print(f"preflight: {who}: rank 0 gave no verdict on {name}: it died or hangs", file=sys.stderr)
+            print(
+                f"preflight: {who}: rank 0 gave no verdict on {name}: it died or hangs",
+                file=sys.stderr,
+            )
         if stopped or verdict is None:
             return train.FAILED
         probe.id, code = verdict["id"], verdict["code"]
@@ -179,7 +205,10 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
         if verdict["end"]:
             if page and name != names[-1]:
                 left = ", ".join(names[names.index(name) + 1 :])
-                page.add("all else", [Row("left out", f"{left}: the ranks above would be waited for again")])
+                page.add(
+                    "all else",
+                    [Row("left out", f"{left}: the ranks above would be waited for again")],
+                )
             return code
     return code
 
@@ -188,12 +217,16 @@ def _judge(probe: Probe, desk: Desk, page: Page, name: str, seconds: float) -> d
     """On rank 0: the rows of a check, and what all ranks make of it, which they are told."""
     answers = page.answers[name] = desk.collect(name, seconds)
     if name == "ranks":
-        probe.hosts = machine.host_names({r: a["value"] for r, a in enumerate(answers) if "value" in a})
+        probe.hosts = machine.host_names(
+            {r: a["value"] for r, a in enumerate(answers) if "value" in a}
+        )
     if all("value" in a for a in answers):
         rows, end = CHECKS[name].judge(probe, [a["value"] for a in answers]), False
     else:
         rows = judge_trouble(probe, name, answers)
-        end = any(not a or "hangs" in a or "stopped" in a or a.get("kind") == "wait" for a in answers)
+        end = any(
+            not a or "hangs" in a or "stopped" in a or a.get("kind") == "wait" for a in answers
+        )
         page.wrong_input = page.wrong_input or all(a.get("kind") == "input" for a in answers)
     page.add(name, rows)
     blocks = any(row.result == "FAIL" and row.blocks for row in rows)
@@ -203,7 +236,8 @@ def _judge(probe: Probe, desk: Desk, page: Page, name: str, seconds: float) -> d
 
 
 def clean(probe: Probe) -> None:
-    """Remove what was written: rank 0 all of it, and where the folder turned out not to be shared, each host its own."""
+    """Remove what was written: rank 0 all of it, and where the folder turned out not to be shared,
+    each host its own."""
     with suppress(Exception):
         if probe.lease:
             probe.lease.release()
@@ -212,15 +246,25 @@ def clean(probe: Probe) -> None:
 
 
 def run(options: argparse.Namespace, argv: list[str], store: dist.Store | None = None) -> int:
-    """The preflight of this rank. store: reaches all ranks; without one that of the launcher. Raises InputError."""
+    """The preflight of this rank. store: reaches all ranks; without one that of the launcher.
+    Raises InputError."""
     names, world = chosen(options.only, options.skip), meshes.world()
     host = socket.gethostname()
-    probe = Probe(argv, world, host, os.environ.get("GROUP_RANK", host), options.timeout, expected(options.expect),
-                promised(options.device))  # fmt: skip
+    probe = Probe(
+        argv,
+        world,
+        host,
+        os.environ.get("GROUP_RANK", host),
+        options.timeout,
+        expected(options.expect),
+        promised(options.device),
+    )
     page = None
     if world.rank == 0:
         probe.id = os.urandom(6).hex()
-        page = Page(f"preflight of {' '.join(argv) or 'configs/llama_debug.toml'}, world size {world.size}")
+        page = Page(
+            f"preflight of {' '.join(argv) or 'configs/llama_debug.toml'}, world size {world.size}"
+        )
     for number in train.STOP_SIGNALS:
         signal.signal(number, _stop)
     log.leave_out_harmless()
@@ -243,28 +287,61 @@ def _stop(number: int, frame: object) -> None:
 
 
 def launcher_store(world: meshes.World, seconds: int) -> dist.Store:
-    """torchrun's and tools.launch's store of this job, which the process group will use too; of one process its own."""
+    """torchrun's and tools.launch's store of this job, which the process group will use too; of one
+    process its own."""
     if world.size == 1:
         return dist.HashStore()
     if dist.is_initialized():
         return dist.PrefixStore("preflight", dist.distributed_c10d._get_default_store())
-    store, *_ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=seconds)))
+    store, *_ = next(
+        dist.rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=seconds))
+    )
     return dist.PrefixStore("preflight", store)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line in this file's first lines. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.preflight", allow_abbrev=False,
-                                     description="Is this cluster fit for this run? See docs/preflight.md")  # fmt: skip
-    parser.add_argument("--only", default="", metavar="CHECKS", help=f"these and what they need, of {', '.join(CHECKS)}")
-    parser.add_argument("--skip", default="", metavar="CHECKS", help="all but these and what needs them")
-    parser.add_argument("--expect", default="", metavar="DIM:GB/S", help="bus bandwidth that a mesh dimension must come "
-                        f"near ({SLOW['group']:g} of it): tp:300,dp_shard:40")  # fmt: skip
-    parser.add_argument("--device", default="", metavar="NAME", help="what the machines should be, a row of tools/plan/devices.toml "
-                        "or a TOML file: products, memory and what --expect leaves out must come near its rates")  # fmt: skip
-    parser.add_argument("--json", default="", metavar="FILE", help="also write the rows and every rank's answers there")
-    parser.add_argument("--timeout", type=int, metavar="SECONDS", help=f"of each check; default: {TIMEOUT}, and run.init_"
-                        f"timeout_seconds for {', '.join(LONG)}")  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.preflight",
+        allow_abbrev=False,
+        description="Is this cluster fit for this run? See docs/preflight.md",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="CHECKS",
+        help=f"these and what they need, of {', '.join(CHECKS)}",
+    )
+    parser.add_argument(
+        "--skip", default="", metavar="CHECKS", help="all but these and what needs them"
+    )
+    parser.add_argument(
+        "--expect",
+        default="",
+        metavar="DIM:GB/S",
+        help="bus bandwidth that a mesh dimension must come "
+        f"near ({SLOW['group']:g} of it): tp:300,dp_shard:40",
+    )
+    parser.add_argument(
+        "--device",
+        default="",
+        metavar="NAME",
+        help="what the machines should be, a row of tools/plan/devices.toml "
+        "or a TOML file: products, memory and what --expect leaves out must come near its rates",
+    )
+    parser.add_argument(
+        "--json",
+        default="",
+        metavar="FILE",
+        help="also write the rows and every rank's answers there",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=int,
+        metavar="SECONDS",
+        help=f"of each check; default: {TIMEOUT}, and run.init_"
+        f"timeout_seconds for {', '.join(LONG)}",
+    )
     options, rest = parser.parse_known_args(argv)
     try:
         return run(options, rest)
@@ -282,5 +359,6 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not by the usual end: a check may still hang in its thread. One rank of a host tells its launcher, which names each.
+    # Not by the usual end: a check may still hang in its thread. One rank of a host tells its
+    # launcher, which names each.
     os._exit(code if meshes.world().local_rank == 0 else 0)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from configs.schema import InputError
-from tools.preflight.probe import Probe, Row, short
 from tools.preflight.machine import ROOT
+from tools.preflight.probe import Probe, Row, short
 
 
 class Stopped(BaseException):
@@ -26,7 +26,8 @@ class Stopped(BaseException):
 
 
 class Desk:
-    """Answers to rank 0 and its verdicts, through a key-value store. JSON: the store has no password, so no pickles."""
+    """Answers to rank 0 and its verdicts, through a key-value store. JSON: the store has no
+    password, so no pickles."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -51,7 +52,8 @@ class Desk:
         self.store.set(f"{check}/verdict", json.dumps(verdict))
 
     def verdict(self, check: str, seconds: float) -> dict | None:
-        """Rank 0's; None if it does not come. Asked for ever more seldom, so that thousands of ranks do not block it."""
+        """Rank 0's; None if it does not come. Asked for ever more seldom, so that thousands of
+        ranks do not block it."""
         deadline, pause = time.monotonic() + seconds, 0.005
         while time.monotonic() < deadline:
             if self.store.check([f"{check}/verdict"]):
@@ -62,7 +64,8 @@ class Desk:
 
 
 class Worker:
-    """The thread in which all checks of this rank run, so that the main one stays free to see that one hangs."""
+    """The thread in which all checks of this rank run, so that the main one stays free to see that
+    one hangs."""
 
     def __init__(self) -> None:
         self.questions: queue.SimpleQueue = queue.SimpleQueue()
@@ -88,7 +91,9 @@ class Worker:
             return {"hangs": _in_our_code(traceback.extract_stack(frame))}
 
 
-WAITING = re.compile(r"timed? ?out|connection (closed|reset|refused)|gloo|nccl|socket|peer", re.IGNORECASE)
+WAITING = re.compile(
+    r"timed? ?out|connection (closed|reset|refused)|gloo|nccl|socket|peer", re.IGNORECASE
+)
 
 
 def _described(error: Exception) -> dict:
@@ -99,27 +104,41 @@ def _described(error: Exception) -> dict:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if isinstance(error, OSError) and not isinstance(error, dist.DistError):
         return {"error": f"{error.filename or ''}: {error.strerror or error}", "kind": "error"}
-    waits = isinstance(error, (dist.DistError, RuntimeError)) and not isinstance(error, torch.OutOfMemoryError)
-    return {"error": f"{short(text)} (in {where})", "kind": "wait" if waits and WAITING.search(text) else "error"}
+    waits = isinstance(error, (dist.DistError, RuntimeError)) and not isinstance(
+        error, torch.OutOfMemoryError
+    )
+    return {
+        "error": f"{short(text)} (in {where})",
+        "kind": "wait" if waits and WAITING.search(text) else "error",
+    }
 
 
 def _in_our_code(stack: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line of ours in a stack."""
-    ours = [f for f in stack if f.filename.startswith(f"{ROOT}{os.sep}") and f.name not in ("_work", "ask")]
+    ours = [
+        f
+        for f in stack
+        if f.filename.startswith(f"{ROOT}{os.sep}") and f.name not in ("_work", "ask")
+    ]
     if not ours:
         return "code that is not ours"
     return f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno} ({ours[-1].name})"
 
 
 def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[Row]:
-    """Rows about the ranks that have no value to give: first those at whom the others may only have waited."""
+    """Rows about the ranks that have no value to give: first those at whom the others may only have
+    waited."""
     troubles: dict[str, list[int]] = {}
     waits: dict[str, list[int]] = {}
     for r, a in enumerate(answers):
         if "hangs" in a:
-            troubles.setdefault(f"did not finish within {probe.limit(check)} s; it is in {a['hangs']}", []).append(r)
+            troubles.setdefault(
+                f"did not finish within {probe.limit(check)} s; it is in {a['hangs']}", []
+            ).append(r)
         elif not a:
-            troubles.setdefault("gave no answer: it died, hangs or was never started; see its log and its host", []).append(r)
+            troubles.setdefault(
+                "gave no answer: it died, hangs or was never started; see its log and its host", []
+            ).append(r)
         elif a.get("kind") in ("error", "input"):
             troubles.setdefault(a["error"], []).append(r)
         elif "error" in a or "stopped" in a:
@@ -129,6 +148,16 @@ def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[Row]:
     rows = [Row("FAIL", f"{probe.named(ranks)}: {text}") for text, ranks in troubles.items()]
     others = [r for ranks in waits.values() for r in ranks]
     if rows and others:
-        rows.append(Row("FAIL", f"{probe.named(others)} waited for {'it' if len(rows) == 1 else 'them'} in vain"))
-    hint = "what it waited for was another rank: see how hosts reach each other (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
-    return rows or [Row("FAIL", f"{probe.named(ranks)}: {text}; {hint}") for text, ranks in waits.items()]
+        rows.append(
+            Row(
+                "FAIL",
+                f"{probe.named(others)} waited for {'it' if len(rows) == 1 else 'them'} in vain",
+            )
+        )
+    hint = (
+        "what it waited for was another rank: see how hosts reach each other "
+        "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+    )
+    return rows or [
+        Row("FAIL", f"{probe.named(ranks)}: {text}; {hint}") for text, ranks in waits.items()
+    ]

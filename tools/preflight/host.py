@@ -1,4 +1,5 @@
-"""The check of what a host gives its ranks besides devices: open files, memory, and an address that other hosts can reach."""
+"""The check of what a host gives its ranks besides devices: open files, memory, and an address that
+other hosts can reach."""
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def measure_host(probe: Probe) -> dict:
     return {
-        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "address": own_address(), "free": free_memory(),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "address": own_address(),
+        "free": free_memory(),
         "needed": memory_of_a_rank(probe),
-    }  # fmt: skip
+    }
 
 
 def own_address() -> str:
-    """The address that this host's name stands for; "" where it has none, or where the network card is given by name."""
+    """The address that this host's name stands for; "" where it has none, or where the network card
+    is given by name."""
     if not os.environ.get("GLOO_SOCKET_IFNAME"):
         with suppress(OSError):
             return socket.gethostbyname(socket.gethostname())
@@ -36,18 +40,22 @@ def own_address() -> str:
 
 
 def free_memory() -> int:
-    """Bytes that processes of this host may still take. The limit of the container counts if there is one (cgroup v2)."""
+    """Bytes that processes of this host may still take. The limit of the container counts if there
+    is one (cgroup v2)."""
     free = device_table(torch.device("cpu"))["free"]
     with suppress(OSError, ValueError):  # no such files, or "max": no limit
         limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cache = re.search(r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
+        cache = re.search(
+            r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE
+        )
         free = min(free, limit - used + (int(cache[1]) if cache else 0))
     return free
 
 
 def memory_of_a_rank(probe: Probe) -> int:
-    """Bytes of host memory that a rank's part of the state takes: as the copy that a save is written from, which CUDA rounds
-    up to at most twice as much when it pins it; with cpu_offload also as the state itself."""
+    """Bytes of host memory that a rank's part of the state takes: as the copy that a save is
+    written from, which CUDA rounds up to at most twice as much when it pins it; with cpu_offload
+    also as the state itself."""
     part = checkpoint_bytes(probe.cfg, probe.args) // probe.world.size
     pinned = 2 if probe.device.type == "cuda" else 1
     return part * (pinned * probe.cfg.checkpoint.async_save + probe.cfg.parallelism.cpu_offload)
@@ -56,24 +64,56 @@ def memory_of_a_rank(probe: Probe) -> int:
 def judge_host(probe: Probe, answers: list[dict]) -> list[Row]:
     rows, few = [], {}
     for rank, answer in enumerate(answers):
-        wanted = OWN_FILES + (STORE_FILES * probe.world.size if probe.hosts[rank] == probe.hosts[0] else 0)
+        wanted = OWN_FILES + (
+            STORE_FILES * probe.world.size if probe.hosts[rank] == probe.hosts[0] else 0
+        )
         if answer["files"] < wanted:
             few.setdefault((answer["files"], wanted), []).append(rank)
     for (files, wanted), ranks in few.items():
-        rows.append(Row("FAIL", f"{probe.named(ranks)}: at most {files:,} files may be open, and {wanted:,} are needed: raise "
-                        f"the limit before the start, with ulimit -n {wanted} or LimitNOFILE", blocks=False))  # fmt: skip
-    if len(probe.leaders) > 1 and (ranks := [r for r in probe.leaders if answers[r]["address"].startswith("127.")]):
-        rows.append(Row("FAIL", f"the name of the host of {probe.named(ranks)} stands for {answers[ranks[0]]['address']} there, so "
-                        "the other hosts would look for its ranks on themselves: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
-                        "to its network card, or correct /etc/hosts"))  # fmt: skip
+        rows.append(
+            Row(
+                "FAIL",
+                f"{probe.named(ranks)}: at most {files:,} files may be open, and {wanted:,} are "
+                "needed: raise "
+                f"the limit before the start, with ulimit -n {wanted} or LimitNOFILE",
+                blocks=False,
+            )
+        )
+    if len(probe.leaders) > 1 and (
+        ranks := [r for r in probe.leaders if answers[r]["address"].startswith("127.")]
+    ):
+        rows.append(
+            Row(
+                "FAIL",
+                f"the name of the host of {probe.named(ranks)} stands for "
+                f"{answers[ranks[0]]['address']} there, so "
+                "the other hosts would look for its ranks on themselves: set GLOO_SOCKET_IFNAME "
+                "and NCCL_SOCKET_IFNAME "
+                "to its network card, or correct /etc/hosts",
+            )
+        )
     for leader in probe.leaders:
         ranks = [r for r in range(len(answers)) if probe.hosts[r] == probe.hosts[leader]]
         free, needed = answers[leader]["free"], sum(answers[r]["needed"] for r in ranks)
         if free and needed > free:
-            rows.append(Row("FAIL", f"{probe.named(ranks)} need {in_bytes(needed)} of host memory for the copy that a save is "
-                            f"written from (and parallelism.cpu_offload), but {in_bytes(free)} are free: fewer ranks on a host, "
-                            "or checkpoint.async_save = false", blocks=False))  # fmt: skip
+            rows.append(
+                Row(
+                    "FAIL",
+                    f"{probe.named(ranks)} need {in_bytes(needed)} of host memory for the copy "
+                    "that a save is "
+                    f"written from (and parallelism.cpu_offload), but {in_bytes(free)} are free: "
+                    "fewer ranks on a host, "
+                    "or checkpoint.async_save = false",
+                    blocks=False,
+                )
+            )
     least = min(answers, key=lambda answer: answer["free"])
     files = min(answer["files"] for answer in answers)
-    return rows or [Row("ok", f"{files:,} files may be open; {in_bytes(least['free'])} of host memory are free at least, of which "
-                        f"the state's copies take {in_bytes(least['needed'])} a rank")]  # fmt: skip
+    return rows or [
+        Row(
+            "ok",
+            f"{files:,} files may be open; {in_bytes(least['free'])} of host memory are free at "
+            "least, of which "
+            f"the state's copies take {in_bytes(least['needed'])} a rank",
+        )
+    ]

@@ -21,64 +21,92 @@ from data.open import open_corpora
 from data.prepare import kept_in
 from data.sources import find
 from parallelisms import contract
-from tools.preflight.probe import Probe, Row, differences, in_seconds
 from tools.preflight.machine import checkpoint_bytes, device_table, synchronise
 from tools.preflight.network import limit_collectives
+from tools.preflight.probe import Probe, Row, differences, in_seconds
 from training.metrics import in_bytes, memory_gib
 from training.optim import learning_rate, set_learning_rate
 
-SMALL_CORPUS = 64_000_000  # bytes that are tokenised here and now if they are not yet: it takes seconds
+# bytes that are tokenised here and now if they are not yet: it takes seconds
+SMALL_CORPUS = 64_000_000
 
 
-# data: the same tokens for all ----------------------------------------------------------------------------------------
+# data: the same tokens for all --------------------------------------------------------------------
 
 
 def measure_data(probe: Probe) -> dict:
-    """Open the corpora as the run does and read batches of the beginning and the end. Raises InputError as it does."""
+    """Open the corpora as the run does and read batches of the beginning and the end. Raises
+    InputError as it does."""
     cfg, ranks = probe.cfg, probe.world.size
     if cfg.data.stream:
-        raise InputError("data.stream = true: what a stream will read cannot be checked beforehand; check the cluster with "
-                         "--data.stream=false and a prepared part of the source")
+        raise InputError(
+            "data.stream = true: what a stream will read cannot be checked beforehand; check the "
+            "cluster with "
+            "--data.stream=false and a prepared part of the source"
+        )
     absent, size = not_tokenised(cfg)
     if size > SMALL_CORPUS:
         return {"absent": absent, "size": size}
     began = time.perf_counter()
-    probe.corpora = corpora = open_corpora(cfg, log=lambda line: None, verifies=probe.world.local_rank == 0)
+    probe.corpora = corpora = open_corpora(
+        cfg, log=lambda line: None, verifies=probe.world.local_rank == 0
+    )
     opened = time.perf_counter() - began
     probe.order = corpora.order({})
     p = cfg.parallelism
-    shared = p.tensor_parallel * p.context_parallel  # the ranks that read the same rows, in one stage
+    # the ranks that read the same rows, in one stage
+    shared = p.tensor_parallel * p.context_parallel
     dp_size = ranks // (shared * p.pipeline_parallel)
     digests, seconds, count = [], [], 0
-    for dp_rank in (0, probe.world.rank // shared % dp_size):  # what all ranks read alike, then this rank's own
-        mesh = SimpleNamespace(dp_rank=dp_rank, dp_size=dp_size, places=lambda seq_len: [range(seq_len)])
+    # what all ranks read alike, then this rank's own
+    for dp_rank in (0, probe.world.rank // shared % dp_size):
+        mesh = SimpleNamespace(
+            dp_rank=dp_rank, dp_size=dp_size, places=lambda seq_len: [range(seq_len)]
+        )
         rows = corpora.rows(probe.order, mesh, probe.args.vocab_size)
         for step in sorted({0, 1, cfg.training.steps - 1}):
             began = time.perf_counter()
             batch = rows[step]
             seconds.append(time.perf_counter() - began)
             count += batch["tokens"].numel()
-            digests.append(hashlib.sha256(batch["tokens"].numpy().tobytes()).hexdigest()[:12] if dp_rank == 0 else "")
+            digests.append(
+                hashlib.sha256(batch["tokens"].numpy().tobytes()).hexdigest()[:12]
+                if dp_rank == 0
+                else ""
+            )
     tokenizer, sources = corpora.tokenizer, corpora.sources
     return {
-        "tokenizer": tokenizer.fingerprint, "n_vocab": tokenizer.n_vocab, "digests": digests[:2], "opened": opened,
-        "corpora": {name or "data.source": c.fingerprint for name, c in sources.items()}, "description": corpora.description,
-        "held_out": {name: [len(tokens), os.path.basename(tokens.folder)] for name, tokens in corpora.sets.items()},
-        "folders": [c.folder for c in sources.values()], "tokens": sum(len(c.train) for c in sources.values()),
-        "rate": count / sum(seconds), "batch": max(seconds), "made": absent,
-    }  # fmt: skip
+        "tokenizer": tokenizer.fingerprint,
+        "n_vocab": tokenizer.n_vocab,
+        "digests": digests[:2],
+        "opened": opened,
+        "corpora": {name or "data.source": c.fingerprint for name, c in sources.items()},
+        "description": corpora.description,
+        "held_out": {
+            name: [len(tokens), os.path.basename(tokens.folder)]
+            for name, tokens in corpora.sets.items()
+        },
+        "folders": [c.folder for c in sources.values()],
+        "tokens": sum(len(c.train) for c in sources.values()),
+        "rate": count / sum(seconds),
+        "batch": max(seconds),
+        "made": absent,
+    }
 
 
 def not_tokenised(cfg: Config) -> tuple[list[str], float]:
     """Sources that this host would have to tokenise first, and their bytes."""
     trained = [row.source for row in cfg.data.mixture] or [cfg.data.source]
-    fractions = [(s, cfg.data.validation_fraction) for s in trained] + [(row.source, 0.0) for row in cfg.validation.sets]
+    fractions = [(s, cfg.data.validation_fraction) for s in trained] + [
+        (row.source, 0.0) for row in cfg.validation.sets
+    ]
     absent, size = [], 0.0
     for source, fraction in fractions:
         data = cfg.data.model_copy(update={"source": source, "validation_fraction": fraction})
         if not os.path.isdir(kept_in(data)):
             absent.append(source)
-            size += sum(file.size for file in find(source)) or math.inf  # nobody can tell of a stream
+            # nobody can tell of a stream
+            size += sum(file.size for file in find(source)) or math.inf
     return absent, size
 
 
@@ -87,29 +115,49 @@ def judge_data(probe: Probe, answers: list[dict]) -> list[Row]:
     if lacking := [r for r, a in enumerate(answers) if "absent" in a]:
         a = answers[lacking[0]]
         much = in_bytes(a["size"]) if math.isfinite(a["size"]) else "nobody knows how large"
-        return [Row("FAIL", f"{', '.join(a['absent'])} ({much}) is not tokenised yet where "
-                    f"{probe.named(lacking)} can see it: the run would begin with that; do it once before, with "
-                    "python -m data.prepare, into a folder that all hosts share")]  # fmt: skip
+        return [
+            Row(
+                "FAIL",
+                f"{', '.join(a['absent'])} ({much}) is not tokenised yet where "
+                f"{probe.named(lacking)} can see it: the run would begin with that; do it once "
+                "before, with "
+                "python -m data.prepare, into a folder that all hosts share",
+            )
+        ]
     for what in "tokenizer", "corpora", "description", "held_out", "digests":
         name = {"digests": "batch content", "description": "order of the data"}.get(what, what)
         if text := differences(probe, [json.dumps(a[what]) for a in answers]):
-            rows.append(Row("FAIL", f"{name}: {text}; all hosts must read the same files (share one data.cache)"))
+            rows.append(
+                Row(
+                    "FAIL",
+                    f"{name}: {text}; all hosts must read the same files (share one data.cache)",
+                )
+            )
             break
     a = answers[0]
     if a["n_vocab"] > probe.args.vocab_size:
-        rows.append(Row("FAIL", f"the tokenizer {probe.cfg.data.tokenizer!r} has {a['n_vocab']} tokens, the model's "
-                        f"vocabulary only {probe.args.vocab_size}: raise model.vocab_size"))  # fmt: skip
+        rows.append(
+            Row(
+                "FAIL",
+                f"the tokenizer {probe.cfg.data.tokenizer!r} has {a['n_vocab']} tokens, the "
+                "model's "
+                f"vocabulary only {probe.args.vocab_size}: raise model.vocab_size",
+            )
+        )
     if rows:
         return rows
     low = min(range(len(answers)), key=lambda r: answers[r]["rate"])
     made = f" (tokenised now: {', '.join(a['made'])})" if any(a["made"] for a in answers) else ""
     detail = f"{a['tokens']:,} tokens in {', '.join(a['folders'][:3])}{made}, the same for all, "
     detail += f"tokenizer {a['tokenizer'][:12]}; "
-    detail += f"slowest reader {answers[low]['rate'] / 1e6:.3g} M tokens/s, {probe.named([low])}, opened within "
+    detail += (
+        f"slowest reader {answers[low]['rate'] / 1e6:.3g} M tokens/s, {probe.named([low])}, "
+        "opened within "
+    )
     return [Row("ok", detail + in_seconds(max(a["opened"] for a in answers)))]
 
 
-# build: the sharded model ---------------------------------------------------------------------------------------------
+# build: the sharded model -------------------------------------------------------------------------
 
 
 def measure_build(probe: Probe) -> dict:
@@ -127,11 +175,17 @@ def judge_build(probe: Probe, answers: list[dict]) -> list[Row]:
     mesh = probe.job.mesh
     sizes = " x ".join(f"{name} {getattr(mesh, name)}" for name in mesh.device_mesh.mesh_dim_names)
     most = max(a["weights"] for a in answers)
-    return [Row("ok", f"mesh {sizes}; initial weights in {in_seconds(max(a['seconds'] for a in answers))}, at most "
-                f"{in_bytes(most)} on a rank")]  # fmt: skip
+    return [
+        Row(
+            "ok",
+            f"mesh {sizes}; initial weights in {in_seconds(max(a['seconds'] for a in answers))}, "
+            "at most "
+            f"{in_bytes(most)} on a rank",
+        )
+    ]
 
 
-# step: the real one ---------------------------------------------------------------------------------------------------
+# step: the real one -------------------------------------------------------------------------------
 
 
 def measure_step(probe: Probe) -> dict:
@@ -146,7 +200,10 @@ def measure_step(probe: Probe) -> dict:
         torch.cuda.reset_accumulated_memory_stats(job.mesh.device)
     for step in range(min(4, cfg.training.steps)):
         batch = batches[step]
-        set_learning_rate(job.optimizer, learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule))
+        set_learning_rate(
+            job.optimizer,
+            learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule),
+        )
         synchronise(job.mesh.device)
         began = time.perf_counter()
         result = train.train_step(job, batch)
@@ -155,19 +212,36 @@ def measure_step(probe: Probe) -> dict:
         losses += [result.loss.hex(), result.grad_norm.hex()]
         finite = finite and bool(torch.isfinite(result.losses).all())
         skipped = skipped or result.skipped
-    return {"losses": losses, "finite": finite, "skipped": skipped, "seconds": seconds, **memory(job.mesh.device)}
+    return {
+        "losses": losses,
+        "finite": finite,
+        "skipped": skipped,
+        "seconds": seconds,
+        **memory(job.mesh.device),
+    }
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Bytes: of the device, of tensors at the peak, reserved by this process at the peak, left on the device."""
+    """Bytes: of the device, of tensors at the peak, reserved by this process at the peak, left on
+    the device."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         stats = torch.cuda.memory_stats(device)
-        return {"total": total, "tensors": torch.cuda.max_memory_allocated(device),
-                "reserved": torch.cuda.max_memory_reserved(device), "left": free,
-                "retries": stats.get("num_alloc_retries", 0)}  # fmt: skip
+        return {
+            "total": total,
+            "tensors": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.max_memory_reserved(device),
+            "left": free,
+            "retries": stats.get("num_alloc_retries", 0),
+        }
     table, peak = device_table(device), memory_gib(device) * 2**30
-    return {"total": table["total"], "tensors": peak, "reserved": peak, "left": table["free"], "retries": 0}
+    return {
+        "total": table["total"],
+        "tensors": peak,
+        "reserved": peak,
+        "left": table["free"],
+        "retries": 0,
+    }
 
 
 def judge_step(probe: Probe, answers: list[dict]) -> list[Row]:
@@ -175,44 +249,81 @@ def judge_step(probe: Probe, answers: list[dict]) -> list[Row]:
     bad = [r for r, a in enumerate(answers) if not a["finite"]]
     losses = [float.fromhex(a["losses"][0]) for a in answers]
     if bad:
-        rows.append(Row("FAIL", f"the loss of the tokens of {probe.named(bad)} is not finite: compute there what another "
-                        "rank computes (a bad device?), or look at its data"))  # fmt: skip
+        rows.append(
+            Row(
+                "FAIL",
+                f"the loss of the tokens of {probe.named(bad)} is not finite: compute there what "
+                "another "
+                "rank computes (a bad device?), or look at its data",
+            )
+        )
     elif any(a["skipped"] for a in answers):
-        rows.append(Row("FAIL", f"the gradient is not finite (loss {losses[0]:.4f}), though the loss of each rank is"))
-    elif text := differences(probe, [" ".join(f"{float.fromhex(x):.9g}" for x in a["losses"]) for a in answers]):
-        rows.append(Row("FAIL", f"loss and gradient norm must be the same on all ranks, but are {text}"))
-    first, *later_steps = (max(column) for column in zip(*(a["seconds"] for a in answers), strict=True))
+        rows.append(
+            Row(
+                "FAIL",
+                f"the gradient is not finite (loss {losses[0]:.4f}), though the loss of each rank "
+                "is",
+            )
+        )
+    elif text := differences(
+        probe, [" ".join(f"{float.fromhex(x):.9g}" for x in a["losses"]) for a in answers]
+    ):
+        rows.append(
+            Row("FAIL", f"loss and gradient norm must be the same on all ranks, but are {text}")
+        )
+    first, *later_steps = (
+        max(column) for column in zip(*(a["seconds"] for a in answers), strict=True)
+    )
     usual = statistics.median(later_steps) if later_steps else first
     t = probe.cfg.training
     rate = t.global_batch_size * t.seq_len / usual
     if not rows:
         expected = math.log(probe.args.vocab_size)
-        rows.append(Row("ok", f"loss {losses[0]:.3f} on all ranks (of random weights {expected:.3f} is expected); the "
-                        f"first takes {in_seconds(first)}, then {in_seconds(usual)}: {rate:,.0f} tokens/s"))  # fmt: skip
+        rows.append(
+            Row(
+                "ok",
+                f"loss {losses[0]:.3f} on all ranks (of random weights {expected:.3f} is "
+                "expected); the "
+                f"first takes {in_seconds(first)}, then {in_seconds(usual)}: {rate:,.0f} tokens/s",
+            )
+        )
     most = max(range(len(answers)), key=lambda r: answers[r]["reserved"])
     a = answers[most]
-    detail = f"memory: at most {in_bytes(a['reserved'])} of {in_bytes(a['total'])}, on {probe.named([most])}"
+    detail = (
+        f"memory: at most {in_bytes(a['reserved'])} of {in_bytes(a['total'])}, on "
+        f"{probe.named([most])}"
+    )
     if probe.device.type == "cuda":
         least = min(range(len(answers)), key=lambda r: answers[r]["left"])
-        detail += f" ({in_bytes(a['tensors'])} in tensors); least left {in_bytes(answers[least]['left'])} on "
+        detail += (
+            f" ({in_bytes(a['tensors'])} in tensors); least left "
+            f"{in_bytes(answers[least]['left'])} on "
+        )
         detail += probe.named([least])
     tight = [r for r, a in enumerate(answers) if a["retries"]]
     if tight:
-        detail += f"; the allocator had to start over on {probe.named(tight)}: too tight, so steps will be slow"
+        detail += (
+            f"; the allocator had to start over on {probe.named(tight)}: too tight, so "
+            "steps will be slow"
+        )
     rows.append(Row("warn" if tight else "ok", detail))
     return rows
 
 
-# save: a checkpoint and back ------------------------------------------------------------------------------------------
+# save: a checkpoint and back ----------------------------------------------------------------------
 
 
 def measure_save(probe: Probe) -> dict:
-    """A checkpoint of the job, as the run writes it, into the temporary folder; read back into the emptied weights."""
+    """A checkpoint of the job, as the run writes it, into the temporary folder; read back into the
+    emptied weights."""
     job = probe.job
     limit_collectives(probe, probe.limit("save"))
     fresh = {"load_step": -1, "load_path": "", "load_hf": "", "exclude_from_loading": ()}
     cfg = probe.cfg.checkpoint.model_copy(update=fresh)
-    facts, folder = {"family": probe.cfg.model.family, "must_match": {"model": asdict(probe.args)}}, probe.place / "checkpoints"
+    facts, folder = (
+        {"family": probe.cfg.model.family, "must_match": {"model": asdict(probe.args)}},
+        probe.place / "checkpoints",
+    )
     seconds = {}
     writer = CheckpointManager(cfg, folder, job.mesh, facts)
     writer.load(job.model, job.optimizer)
@@ -249,10 +360,22 @@ def judge_save(probe: Probe, answers: list[dict]) -> list[Row]:
     wrong = [r for r, a in enumerate(answers) if a["wrong"]]
     if wrong:
         name = answers[wrong[0]]["wrong"][0]
-        return [Row("FAIL", f"{probe.named(wrong)} read back other values than were saved ({name} ...): the file system "
-                    "or the memory of that host is not to be trusted")]  # fmt: skip
+        return [
+            Row(
+                "FAIL",
+                f"{probe.named(wrong)} read back other values than were saved ({name} ...): the "
+                "file system "
+                "or the memory of that host is not to be trusted",
+            )
+        ]
     worst = {key: max(a[key] for a in answers) for key in ("stall", "save", "load")}
     size = checkpoint_bytes(probe.cfg, probe.args)
-    detail = f"{in_bytes(size)} saved in {in_seconds(worst['save'])} ({in_bytes(size / worst['save'])}/s), of which "
-    detail += f"{in_seconds(worst['stall'])} before the next step may begin; read back whole in {in_seconds(worst['load'])}"
+    detail = (
+        f"{in_bytes(size)} saved in {in_seconds(worst['save'])} "
+        f"({in_bytes(size / worst['save'])}/s), of which "
+    )
+    detail += (
+        f"{in_seconds(worst['stall'])} before the next step may begin; read back whole in "
+        f"{in_seconds(worst['load'])}"
+    )
     return [Row("ok", detail)]

@@ -1,4 +1,5 @@
-"""The checks that a rank can do alone: who is there, configuration, devices, software, speed, the shared folder."""
+"""The checks that a rank can do alone: who is there, configuration, devices, software, speed, the
+shared folder."""
 
 from __future__ import annotations
 
@@ -34,14 +35,20 @@ from training.metrics import in_bytes, peak_flops
 from training.optim import build_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OTHERS_BYTES = 2 << 30  # that may be taken of a GPU before we start: contexts of the driver, not someone's process
+# that may be taken of a GPU before we start: contexts of the driver, not someone's process
+OTHERS_BYTES = 2 << 30
 
-# The environment that changes what the libraries do; compared over ranks. Never the whole: it may hold secrets.
-SETTINGS = re.compile(r"(NCCL|TORCH|PYTORCH|GLOO|OMP|MKL|KMP|UCX|FI|CUBLAS|CUDNN|CUDA|HSA|RCCL)_\w+")
-NOT_SETTINGS = re.compile(r"CUDA_VISIBLE_DEVICES|TORCH_ELASTIC_\w+|\w*(TOKEN|SECRET|PASSWORD|KEY)\w*")
+# The environment that changes what the libraries do; compared over ranks. Never the whole: it may
+# hold secrets.
+SETTINGS = re.compile(
+    r"(NCCL|TORCH|PYTORCH|GLOO|OMP|MKL|KMP|UCX|FI|CUBLAS|CUDNN|CUDA|HSA|RCCL)_\w+"
+)
+NOT_SETTINGS = re.compile(
+    r"CUDA_VISIBLE_DEVICES|TORCH_ELASTIC_\w+|\w*(TOKEN|SECRET|PASSWORD|KEY)\w*"
+)
 
 
-# ranks: all are there -------------------------------------------------------------------------------------------------
+# ranks: all are there -----------------------------------------------------------------------------
 
 
 def measure_ranks(probe: Probe) -> dict:
@@ -49,11 +56,15 @@ def measure_ranks(probe: Probe) -> dict:
 
 
 def host_names(answers: dict[int, dict]) -> dict[int, str]:
-    """By rank; where several hosts have one name (containers often do), with their number in the run."""
+    """By rank; where several hosts have one name (containers often do), with their number in the
+    run."""
     nodes: dict[str, set] = {}
     for a in answers.values():
         nodes.setdefault(a["host"], set()).add(a["node"])
-    return {r: a["host"] if len(nodes[a["host"]]) == 1 else f"{a['host']}/{a['node']}" for r, a in answers.items()}
+    return {
+        r: a["host"] if len(nodes[a["host"]]) == 1 else f"{a['host']}/{a['node']}"
+        for r, a in answers.items()
+    }
 
 
 def judge_ranks(probe: Probe, answers: list[dict]) -> list[Row]:
@@ -72,21 +83,33 @@ def judge_ranks(probe: Probe, answers: list[dict]) -> list[Row]:
         for number, count in Counter(answers[r]["local_rank"] for r in ranks).items():
             if count > 1:
                 same = [r for r in ranks if answers[r]["local_rank"] == number]
-                wrong.append(f"LOCAL_RANK {number} was given to {probe.named(same)}: each rank of a host needs its own")
+                wrong.append(
+                    f"LOCAL_RANK {number} was given to {probe.named(same)}: each rank of a host "
+                    "needs its own"
+                )
     if wrong:
         return [Row("FAIL", text) for text in wrong]
     each = len(answers) // len(nodes)
-    return [Row("ok", f"{len(answers)}, {each} on each of {len(nodes)} host{'s' if len(nodes) > 1 else ''}")]
+    return [
+        Row(
+            "ok",
+            f"{len(answers)}, {each} on each of {len(nodes)} host{'s' if len(nodes) > 1 else ''}",
+        )
+    ]
 
 
-# config: alike on all ranks -------------------------------------------------------------------------------------------
+# config: alike on all ranks -----------------------------------------------------------------------
 
 
 def measure_config(probe: Probe) -> dict:
     """Raises InputError for a configuration that the run would refuse."""
     probe.cfg = load_config(probe.argv, probe.world.size, probe.world.local_size)
     _, probe.args = train.architecture(probe.cfg)
-    values = {f"{t}.{k}": v for t, options in probe.cfg.model_dump(mode="json").items() for k, v in options.items()}
+    values = {
+        f"{t}.{k}": v
+        for t, options in probe.cfg.model_dump(mode="json").items()
+        for k, v in options.items()
+    }
     return {"hash": hashlib.sha256(dump(probe.cfg).encode()).hexdigest()[:12], "options": values}
 
 
@@ -98,7 +121,7 @@ def judge_config(probe: Probe, answers: list[dict]) -> list[Row]:
     return rows or [Row("ok", f"the same on all ranks ({answers[0]['hash']})")]
 
 
-# devices: each rank has its own ---------------------------------------------------------------------------------------
+# devices: each rank has its own -------------------------------------------------------------------
 
 
 def measure_devices(probe: Probe) -> dict:
@@ -115,12 +138,30 @@ def device_table(device: torch.device) -> dict:
         total, free = (int(memory.get(key, 0)) * 1024 for key in ("MemTotal", "MemAvailable"))
         model = re.search(r"model name\s*: (.*)", _text("/proc/cpuinfo"))
         name = model[1] if model else platform.machine()
-        return {"name": name, "uuid": "", "bus": "", "visible": "", "driver": "", "total": total, "free": free}
+        return {
+            "name": name,
+            "uuid": "",
+            "bus": "",
+            "visible": "",
+            "driver": "",
+            "total": total,
+            "free": free,
+        }
     free, total = torch.cuda.mem_get_info(device)
-    about, visible = torch.cuda.get_device_properties(device), os.environ.get("CUDA_VISIBLE_DEVICES")
+    about, visible = (
+        torch.cuda.get_device_properties(device),
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+    )
     driver, bus = nvidia_smi(device, "driver_version", "pci.bus_id")
-    return {"name": about.name, "uuid": str(about.uuid), "bus": bus, "visible": visible, "driver": driver,
-            "total": total, "free": free}  # fmt: skip
+    return {
+        "name": about.name,
+        "uuid": str(about.uuid),
+        "bus": bus,
+        "visible": visible,
+        "driver": driver,
+        "total": total,
+        "free": free,
+    }
 
 
 def _text(path: str) -> str:
@@ -130,9 +171,15 @@ def _text(path: str) -> str:
 
 
 def nvidia_smi(device: torch.device, *fields: str) -> list[str]:
-    """One value for each field of `nvidia-smi --help-query-gpu`; "" for all where it cannot be asked."""
+    """One value for each field of `nvidia-smi --help-query-gpu`; "" for all where it cannot be
+    asked."""
     uuid = torch.cuda.get_device_properties(device).uuid
-    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        f"--id=GPU-{uuid}",
+        f"--query-gpu={','.join(fields)}",
+        "--format=csv,noheader,nounits",
+    ]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
         values = [value.strip() for value in done.stdout.strip().split(",")]
@@ -146,25 +193,57 @@ def judge_devices(probe: Probe, answers: list[dict]) -> list[Row]:
     for uuid in sorted({a["uuid"] for a in answers} - {""}):
         users = [r for r, a in enumerate(answers) if a["uuid"] == uuid]
         if len(users) > 1:
-            rows.append(Row("FAIL", f"{probe.named(users)} share GPU {uuid}: start one process per GPU, "
-                            "and give all of them the same CUDA_VISIBLE_DEVICES"))  # fmt: skip
+            rows.append(
+                Row(
+                    "FAIL",
+                    f"{probe.named(users)} share GPU {uuid}: start one process per GPU, "
+                    "and give all of them the same CUDA_VISIBLE_DEVICES",
+                )
+            )
     for r in range(len(answers)):
         nodes.setdefault(probe.hosts[r], []).append(r)
     for ranks in nodes.values():
         if text := differences(probe, [answers[r]["visible"] for r in ranks]):
-            text = f"CUDA_VISIBLE_DEVICES differs within a host ({probe.named(ranks)}): {text.split(' on ')[0]} and others"
-            rows.append(Row("FAIL", f"{text}; each rank takes the GPU of its LOCAL_RANK from the same list"))
+            text = (
+                f"CUDA_VISIBLE_DEVICES differs within a host ({probe.named(ranks)}): "
+                f"{text.split(' on ')[0]} and others"
+            )
+            rows.append(
+                Row("FAIL", f"{text}; each rank takes the GPU of its LOCAL_RANK from the same list")
+            )
         buses = [answers[r]["bus"] for r in ranks]
         if "" not in buses and buses != sorted(buses):
-            rows.append(Row("FAIL", f"the GPUs of {probe.named(ranks)} are permuted (PCI {', '.join(buses)}): "
-                            "ranks then meet the wrong network card and neighbour; list CUDA_VISIBLE_DEVICES in ascending "
-                            "order, with CUDA_DEVICE_ORDER=PCI_BUS_ID", blocks=False))  # fmt: skip
+            rows.append(
+                Row(
+                    "FAIL",
+                    f"the GPUs of {probe.named(ranks)} are permuted (PCI {', '.join(buses)}): "
+                    "ranks then meet the wrong network card and neighbour; list "
+                    "CUDA_VISIBLE_DEVICES in ascending "
+                    "order, with CUDA_DEVICE_ORDER=PCI_BUS_ID",
+                    blocks=False,
+                )
+            )
     if text := differences(probe, [a["name"] for a in answers]):
-        rows.append(Row("FAIL", f"not all are of one kind: {text}; all would wait for the slowest", blocks=False))
+        rows.append(
+            Row(
+                "FAIL",
+                f"not all are of one kind: {text}; all would wait for the slowest",
+                blocks=False,
+            )
+        )
     for r, a in enumerate(answers):
         if a["uuid"] and a["total"] - a["free"] > OTHERS_BYTES:
-            taken = f"{in_bytes(a['total'] - a['free'])} of {in_bytes(a['total'])} are taken before the start"
-            rows.append(Row("FAIL", f"{probe.named([r])}: {taken}, by another process: see nvidia-smi there", blocks=False))
+            taken = (
+                f"{in_bytes(a['total'] - a['free'])} of {in_bytes(a['total'])} are taken "
+                "before the start"
+            )
+            rows.append(
+                Row(
+                    "FAIL",
+                    f"{probe.named([r])}: {taken}, by another process: see nvidia-smi there",
+                    blocks=False,
+                )
+            )
     low = min(range(len(answers)), key=lambda r: answers[r]["free"])
     free, total = (in_bytes(answers[low][key]) for key in ("free", "total"))
     least = f"least free memory {free} of {total} on {probe.named([low])}"
@@ -172,10 +251,11 @@ def judge_devices(probe: Probe, answers: list[dict]) -> list[Row]:
     return rows or [Row("ok", f"{answers[0]['name']}, {each}; {least}")]
 
 
-# same: software and settings ------------------------------------------------------------------------------------------
+# same: software and settings ----------------------------------------------------------------------
 
 
-BLOCKING = ("torch", "nccl", "files", "param_dtype")  # ranks that differ in these may hang or abort together
+# ranks that differ in these may hang or abort together
+BLOCKING = ("torch", "nccl", "files", "param_dtype")
 
 
 def measure_same(probe: Probe) -> dict:
@@ -185,67 +265,100 @@ def measure_same(probe: Probe) -> dict:
 def versions(probe: Probe) -> dict[str, str]:
     cuda = probe.device.type == "cuda"
     return {
-        "torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda or "none",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda or "none",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
         "driver": nvidia_smi(probe.device, "driver_version")[0] if cuda else "none",
-        "param_dtype": str(probe.dtype).removeprefix("torch."), "commit": commit(), "files": files(),
-    }  # fmt: skip
+        "param_dtype": str(probe.dtype).removeprefix("torch."),
+        "commit": commit(),
+        "files": files(),
+    }
 
 
 def commit() -> str:
     """What git says; "none" where it is not asked."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip() or "none"
+        return (
+            subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+            or "none"
+        )
     return "none"
 
 
 def files() -> str:
-    """A hash of the code that runs, committed or not: changed and new files count, as they do for Python."""
+    """A hash of the code that runs, committed or not: changed and new files count, as they do for
+    Python."""
     digest = hashlib.sha256()
     packages = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
-    for path in sorted([ROOT / "train.py", *(path for package in packages for path in package.rglob("*.py"))]):
+    for path in sorted(
+        [ROOT / "train.py", *(path for package in packages for path in package.rglob("*.py"))]
+    ):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
 def settings() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if SETTINGS.fullmatch(k) and not NOT_SETTINGS.fullmatch(k)}
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if SETTINGS.fullmatch(k) and not NOT_SETTINGS.fullmatch(k)
+    }
 
 
 def judge_same(probe: Probe, answers: list[dict]) -> list[Row]:
     rows = []
-    for what, remedy in ("versions", "install the same everywhere"), ("settings", "set it alike for all ranks"):
+    for what, remedy in (
+        ("versions", "install the same everywhere"),
+        ("settings", "set it alike for all ranks"),
+    ):
         for name in sorted({name for a in answers for name in a[what]}):
             if text := differences(probe, [a[what].get(name) for a in answers]):
                 rows.append(Row("FAIL", f"{name} is {text}: {remedy}", blocks=name in BLOCKING))
-    versions = ", ".join(f"{name} {value}" for name, value in answers[0]["versions"].items() if value != "none")
-    return rows or [Row("ok", f"{versions}; {len(answers[0]['settings'])} settings of the environment alike")]
+    versions = ", ".join(
+        f"{name} {value}" for name, value in answers[0]["versions"].items() if value != "none"
+    )
+    return rows or [
+        Row("ok", f"{versions}; {len(answers[0]['settings'])} settings of the environment alike")
+    ]
 
 
-# compute: arithmetic and memory of each device ------------------------------------------------------------------------
+# compute: arithmetic and memory of each device ----------------------------------------------------
 
 
 def measure_compute(probe: Probe) -> dict:
-    """The model's largest product in its own type and shapes, and a copy of much memory; on all ranks at once."""
+    """The model's largest product in its own type and shapes, and a copy of much memory; on all
+    ranks at once."""
     cuda, cfg = probe.device.type == "cuda", probe.cfg
     tokens = min(cfg.training.local_batch_size * cfg.training.seq_len, 8192 if cuda else 512)
     k, n = MODELS[cfg.model.family].largest_product(probe.args)
     n = max(1, n // cfg.parallelism.tensor_parallel)
-    a, b = (torch.ones(shape, dtype=probe.dtype, device=probe.device) for shape in ((tokens, k), (k, n)))
+    a, b = (
+        torch.ones(shape, dtype=probe.dtype, device=probe.device) for shape in ((tokens, k), (k, n))
+    )
     seconds = best(lambda: multiply(a, b), probe.device)
-    block = torch.ones((1 << 28) if cuda else (1 << 24), dtype=torch.float32, device=probe.device)  # 1 GB, 64 MB
+    # 1 GB, 64 MB
+    block = torch.ones((1 << 28) if cuda else (1 << 24), dtype=torch.float32, device=probe.device)
     other = torch.empty_like(block)
     copied = best(lambda: other.copy_(block), probe.device)
     hint = ""
     if cuda:
-        degrees, reasons = nvidia_smi(probe.device, "temperature.gpu", "clocks_throttle_reasons.active")
+        degrees, reasons = nvidia_smi(
+            probe.device, "temperature.gpu", "clocks_throttle_reasons.active"
+        )
         hint = f"{degrees} °C" if degrees else ""
-        with suppress(ValueError):  # bits: 8 hardware, 20 and 40 heat, 80 power brake (NVML, nvmlClocksEventReasons)
+        # bits: 8 hardware, 20 and 40 heat, 80 power brake (NVML, nvmlClocksEventReasons)
+        with suppress(ValueError):
             hint += ", slowed down by heat or power" if int(reasons, 16) & 0xE8 else ""
     name = torch.cuda.get_device_name(probe.device) if cuda else "cpu"
-    return {"shape": [tokens, k, n], "flops": 2 * tokens * k * n / seconds, "bytes": 2 * block.nbytes / copied,
-            "hint": hint, "peak": peak_flops(name, cfg.metrics.peak_tflops, probe.dtype)}  # fmt: skip
+    return {
+        "shape": [tokens, k, n],
+        "flops": 2 * tokens * k * n / seconds,
+        "bytes": 2 * block.nbytes / copied,
+        "hint": hint,
+        "peak": peak_flops(name, cfg.metrics.peak_tflops, probe.dtype),
+    }
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -253,7 +366,8 @@ def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def best(fn: Callable[[], object], device: torch.device, rounds: int = 8) -> float:
-    """Least seconds of a call: what the device can do, not what disturbed it. A GPU is warmed up by 20 calls."""
+    """Least seconds of a call: what the device can do, not what disturbed it. A GPU is warmed up by
+    20 calls."""
     for _ in range(20 if device.type == "cuda" else 1):
         fn()
     seconds = []
@@ -275,29 +389,47 @@ def judge_compute(probe: Probe, answers: list[dict]) -> list[Row]:
     rows = []
     shape = " x ".join(map(str, answers[0]["shape"]))
     what = f"{str(probe.dtype).removeprefix('torch.')} product [{shape}]"
-    for kind, key, unit, scale in ("matmul", "flops", "TFLOP/s", 1e12), ("memory", "bytes", "GB/s copied", 1e9):
+    for kind, key, unit, scale in (
+        ("matmul", "flops", "TFLOP/s", 1e12),
+        ("memory", "bytes", "GB/s copied", 1e9),
+    ):
         rates = [a[key] / scale for a in answers]
         middle = statistics.median(rates)
         low = min(range(len(rates)), key=rates.__getitem__)
         slow = [r for r, rate in enumerate(rates) if rate < SLOW[kind] * middle]
         for r in slow[:8]:
             hint = f", {answers[r]['hint']}" if answers[r]["hint"] else ""
-            text = f"{probe.named([r])}: {rates[r]:.3g} {unit}, {rates[r] / middle:.2f} of the median {middle:.3g}{hint}"
-            rows.append(Row(probe.slow, f"{kind}: {text}; take that device out, or see what else runs on it", False))
+            text = (
+                f"{probe.named([r])}: {rates[r]:.3g} {unit}, {rates[r] / middle:.2f} of the "
+                f"median {middle:.3g}{hint}"
+            )
+            rows.append(
+                Row(
+                    probe.slow,
+                    f"{kind}: {text}; take that device out, or see what else runs on it",
+                    False,
+                )
+            )
         wanted = _wanted(probe, kind) / scale
         if middle < SLOW[kind] * wanted:
-            text = f"{kind}: median {middle:.3g} {unit}, but {wanted:.3g} are expected of {probe.table.name or 'the device'}: see clocks, power limit"
+            text = (
+                f"{kind}: median {middle:.3g} {unit}, but {wanted:.3g} are expected of "
+                f"{probe.table.name or 'the device'}: see clocks, power limit"
+            )
             rows.append(Row("FAIL", f"{text} and MIG with nvidia-smi -q", False))
         if not slow:
             peak = answers[0]["peak"] if kind == "matmul" else None
             share_of_peak = f", {middle * scale / peak:.0%} of its peak" if peak else ""
-            text = f"{what if kind == 'matmul' else kind}: median {middle:.3g} {unit}{share_of_peak}"
+            text = (
+                f"{what if kind == 'matmul' else kind}: median {middle:.3g} {unit}{share_of_peak}"
+            )
             rows.append(Row("ok", f"{text}, least {rates[low]:.3g} on {probe.named([low])}"))
     return rows
 
 
 def _wanted(probe: Probe, kind: str) -> float:
-    """FLOP/s or bytes per second that --device promises; 0: it was not given, or promises nothing for this type."""
+    """FLOP/s or bytes per second that --device promises; 0: it was not given, or promises nothing
+    for this type."""
     if not probe.table or probe.dtype != torch.bfloat16:
         return 0.0
     if kind == "matmul":
@@ -305,11 +437,12 @@ def _wanted(probe: Probe, kind: str) -> float:
     return probe.table.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY
 
 
-# folder: where checkpoints go -----------------------------------------------------------------------------------------
+# folder: where checkpoints go ---------------------------------------------------------------------
 
 
 def measure_folder(probe: Probe) -> dict:
-    """Write into a temporary folder beside the run's, all ranks at once, as a save does, and see what others wrote."""
+    """Write into a temporary folder beside the run's, all ranks at once, as a save does, and see
+    what others wrote."""
     probe.place = temporary_place(Path(probe.cfg.run.folder), probe.id)
     try:
         probe.place.mkdir(exist_ok=True)
@@ -318,7 +451,8 @@ def measure_folder(probe: Probe) -> dict:
         raise InputError(f"run.folder = {probe.cfg.run.folder!r}: {why}: choose another") from None
     free = shutil.disk_usage(probe.place).free
     if probe.world.rank == 0:
-        probe.lease = Lease(probe.place / ".lease")  # before its token: who sees that one must be refused the lease
+        # before its token: who sees that one must be refused the lease
+        probe.lease = Lease(probe.place / ".lease")
     share = checkpoint_bytes(probe.cfg, probe.args) / probe.world.size
     size = int(max(1 << 22, min(share, 1 << 28, free / 20 / probe.world.size)))
     data = os.urandom(1 << 20) * -(-size // (1 << 20))
@@ -332,12 +466,18 @@ def measure_folder(probe: Probe) -> dict:
         names = os.listdir(probe.place)
         unseen -= {int(name.removeprefix("token-")) for name in names if name.startswith("token-")}
         time.sleep(0.02 if unseen else 0)
-    return {"place": str(probe.place), "free": free, "rate": len(data) / seconds, "unseen": sorted(unseen),
-            "lock": _lock(probe) if not unseen else ""}  # fmt: skip
+    return {
+        "place": str(probe.place),
+        "free": free,
+        "rate": len(data) / seconds,
+        "unseen": sorted(unseen),
+        "lock": _lock(probe) if not unseen else "",
+    }
 
 
 def temporary_place(run_folder: Path, name: str) -> Path:
-    """On the file system of the checkpoints: beside the run's folder, unless that is a file system of its own."""
+    """On the file system of the checkpoints: beside the run's folder, unless that is a file system
+    of its own."""
     checkpoints = (run_folder / "checkpoints").resolve()
     there = [p for p in (checkpoints, *checkpoints.parents) if p.exists()]
     outside = [p for p in there if p not in (checkpoints, checkpoints.parent)]
@@ -353,7 +493,8 @@ def write(path: Path, data: bytes) -> None:
 
 
 def _lock(probe: Probe) -> str:
-    """On the last rank, which is on another host than rank 0 if there is one: what came of trying to take its lease."""
+    """On the last rank, which is on another host than rank 0 if there is one: what came of trying
+    to take its lease."""
     if probe.world.rank == 0 or probe.world.rank < probe.world.size - 1:
         return ""
     try:
@@ -364,7 +505,8 @@ def _lock(probe: Probe) -> str:
 
 
 def checkpoint_bytes(cfg: Config, args: Any) -> int:
-    """Of one checkpoint: weights and optimizer state, from the model and optimizer as the run builds them, on meta."""
+    """Of one checkpoint: weights and optimizer state, from the model and optimizer as the run
+    builds them, on meta."""
     family = MODELS[cfg.model.family]
     with torch.device("meta"):
         model = family.build(args)
@@ -377,7 +519,13 @@ def checkpoints_kept(cfg: Config) -> int:
     """At most, with the one that is being written."""
     c, steps = cfg.checkpoint, cfg.training.steps
     saves = -(-steps // c.interval) if c.interval else 1
-    return min(saves, c.keep_last + (steps // c.keep_every if c.keep_every else 0) if c.keep_last else saves) + 1
+    return (
+        min(
+            saves,
+            c.keep_last + (steps // c.keep_every if c.keep_every else 0) if c.keep_last else saves,
+        )
+        + 1
+    )
 
 
 def judge_folder(probe: Probe, answers: list[dict]) -> list[Row]:
@@ -385,30 +533,64 @@ def judge_folder(probe: Probe, answers: list[dict]) -> list[Row]:
     if apart:
         (r, unseen), *_ = apart.items()
         where = differences(probe, [a["place"] for a in answers])
-        seen = f"{probe.named([r])} does not see in {answers[r]['place']} what {probe.named(unseen)} wrote"
-        return [Row("FAIL", f"{seen}{f' (the folder is {where})' if where else ''}: run.folder must be one "
-                    f"folder on a file system that all hosts share; {len(apart)} ranks miss files of others")]  # fmt: skip
+        seen = (
+            f"{probe.named([r])} does not see in {answers[r]['place']} what "
+            f"{probe.named(unseen)} wrote"
+        )
+        return [
+            Row(
+                "FAIL",
+                f"{seen}{f' (the folder is {where})' if where else ''}: run.folder must be one "
+                f"folder on a file system that all hosts share; {len(apart)} ranks miss files of "
+                "others",
+            )
+        ]
     rows = []
     size, kept = checkpoint_bytes(probe.cfg, probe.args), checkpoints_kept(probe.cfg)
     free = min(a["free"] for a in answers)
     folder = Path(answers[0]["place"]).parent
-    need = f"{kept} checkpoints of {in_bytes(size)} (checkpoint.keep_last + 1) need {in_bytes(kept * size)}"
+    need = (
+        f"{kept} checkpoints of {in_bytes(size)} (checkpoint.keep_last + 1) need "
+        f"{in_bytes(kept * size)}"
+    )
     if free < kept * size:
         few = [r for r, a in enumerate(answers) if a["free"] < kept * size]
-        rows.append(Row("FAIL", f"{folder} has {in_bytes(free)} free ({probe.named(few)}), but {need}: make room or "
-                        "keep fewer", blocks=free < 2 * size))  # fmt: skip
+        rows.append(
+            Row(
+                "FAIL",
+                f"{folder} has {in_bytes(free)} free ({probe.named(few)}), but {need}: make room "
+                "or "
+                "keep fewer",
+                blocks=free < 2 * size,
+            )
+        )
     else:
-        rows.append(Row("ok", f"{folder} is shared by all ranks, with {in_bytes(free)} free: {need}"))
+        rows.append(
+            Row("ok", f"{folder} is shared by all ranks, with {in_bytes(free)} free: {need}")
+        )
     if answers[-1]["lock"] == "given twice":
-        rows.append(Row("FAIL", f"{probe.named([len(answers) - 1])} was given the lease that rank 0 holds: file locks "
-                        f"do not work in {folder}, so two runs could write into one folder", blocks=False))  # fmt: skip
+        rows.append(
+            Row(
+                "FAIL",
+                f"{probe.named([len(answers) - 1])} was given the lease that rank 0 holds: file "
+                "locks "
+                f"do not work in {folder}, so two runs could write into one folder",
+                blocks=False,
+            )
+        )
     rates = [a["rate"] for a in answers]
     middle, low = statistics.median(rates), min(range(len(rates)), key=rates.__getitem__)
     slow = [r for r, rate in enumerate(rates) if rate < SLOW["write"] * middle]
     seconds = size / len(rates) / rates[low]
-    detail = f"a rank writes and syncs {in_bytes(middle)}/s (median), {in_bytes(rates[low])}/s at least, on "
+    detail = (
+        f"a rank writes and syncs {in_bytes(middle)}/s (median), {in_bytes(rates[low])}/s at "
+        "least, on "
+    )
     detail += f"{probe.named([low])}: a save of {in_bytes(size)} takes about {in_seconds(seconds)}"
     if slow:
-        detail += f"; {probe.named(slow)} below {SLOW['write']} of the median: see how that host reaches {folder}"
+        detail += (
+            f"; {probe.named(slow)} below {SLOW['write']} of the median: see how that host "
+            f"reaches {folder}"
+        )
     rows.append(Row(probe.slow if slow else "ok", detail, blocks=False))
     return rows

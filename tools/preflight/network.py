@@ -1,4 +1,5 @@
-"""The checks of what is between ranks: that they reach each other, their clocks, the rates of groups and links."""
+"""The checks of what is between ranks: that they reach each other, their clocks, the rates of
+groups and links."""
 
 from __future__ import annotations
 
@@ -12,18 +13,22 @@ import torch.distributed as dist
 
 from parallelisms import dp
 from parallelisms import mesh as meshes
-from tools.preflight.probe import SLOW, Probe, Row, in_seconds
 from tools.preflight.machine import synchronise
+from tools.preflight.probe import SLOW, Probe, Row, in_seconds
 from training.metrics import in_bytes
 
 LEAST_LINKS = 3  # of one kind: among fewer there is no telling which of them is the odd one
-CLOCK_SECONDS = 1.0  # that clocks may differ: logs of several hosts can be read together, certificates hold, `make` works
+# that clocks may differ: logs of several hosts can be read together, certificates hold, `make`
+# works
+CLOCK_SECONDS = 1.0
 LINK_BYTES = 64 << 20  # of a message between neighbours, at most
-NCCL_MARGIN = 60  # seconds by which NCCL's own limit, which aborts the process, lies beyond that of a check
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
+# seconds by which NCCL's own limit, which aborts the process, lies beyond that of a check
+NCCL_MARGIN = 60
+# torch 2.13 renamed it
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-# connect, clock: ranks reach each other -------------------------------------------------------------------------------
+# connect, clock: ranks reach each other -----------------------------------------------------------
 
 
 def measure_connect(probe: Probe) -> dict:
@@ -36,7 +41,9 @@ def measure_connect(probe: Probe) -> dict:
         count = torch.ones(1, device=device)
         dist.all_reduce(count)
         if count.item() != probe.world.size:
-            raise RuntimeError(f"the sum of 1 over {probe.world.size} ranks was {count.item():g} on {device}")
+            raise RuntimeError(
+                f"the sum of 1 over {probe.world.size} ranks was {count.item():g} on {device}"
+            )
     return {"seconds": time.perf_counter() - began}
 
 
@@ -51,12 +58,19 @@ def limit_collectives(probe: Probe, seconds: int) -> None:
 
 def judge_connect(probe: Probe, answers: list[dict]) -> list[Row]:
     backend = "NCCL and gloo" if probe.device.type == "cuda" else "gloo"
-    return [Row("ok", f"{backend}: all ranks reach each other, within {in_seconds(max(a['seconds'] for a in answers))}")]
+    return [
+        Row(
+            "ok",
+            f"{backend}: all ranks reach each other, within "
+            f"{in_seconds(max(a['seconds'] for a in answers))}",
+        )
+    ]
 
 
 def measure_clock(probe: Probe) -> dict:
-    """Offsets of the hosts' clocks from rank 0's: the answer's time against the middle between question and answer, of
-    the fastest of ten rounds; wrong by at most half that round (Cristian's estimate, doi:10.1007/BF01784024)."""
+    """Offsets of the hosts' clocks from rank 0's: the answer's time against the middle between
+    question and answer, of the fastest of ten rounds; wrong by at most half that round (Cristian's
+    estimate, doi:10.1007/BF01784024)."""
     offsets, leaders = {}, probe.leaders if probe.world.rank == 0 else [probe.world.rank]
     if probe.world.rank and probe.world.local_rank:
         return {}
@@ -92,24 +106,29 @@ def judge_clock(probe: Probe, answers: list[dict]) -> list[Row]:
     odd = max(offsets, key=lambda r: abs(offsets[r][1] - middle))
     skew = max(o for _, o in offsets.values()) - min(o for _, o in offsets.values())
     error = max(seconds for seconds, _ in offsets.values()) / 2
-    detail = f"the hosts' clocks differ by {in_seconds(skew)} (known to {in_seconds(error)}; limit {CLOCK_SECONDS:g} s)"
+    detail = (
+        f"the hosts' clocks differ by {in_seconds(skew)} (known to {in_seconds(error)}; "
+        f"limit {CLOCK_SECONDS:g} s)"
+    )
     if skew - error <= CLOCK_SECONDS:
         return [Row("ok", detail)]
     detail += f", most on {probe.named([odd])}: {offsets[odd][1] - middle:+.3g} s from the median"
     return [Row("FAIL", f"{detail}; start its time service (chrony, NTP)", blocks=False)]
 
 
-# bandwidth: of each mesh dimension, and of each link ------------------------------------------------------------------
+# bandwidth: of each mesh dimension, and of each link ----------------------------------------------
 
 
 def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
-    """By mesh dimension: bytes (at most 1 GiB, where any link is at its full rate) and type of its typical message.
+    """By mesh dimension: bytes (at most 1 GiB, where any link is at its full rate) and type of its
+    typical message.
 
-    FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp) gathers a block's weights, of which tensor
-    parallelism leaves a share; dp_replicate sums the shards of their gradients; cp exchanges keys and values of whole
-    sequences, which are about as large as the activations, [b, T, dim / tp]; tp gathers the activations of a micro-batch,
-    [b, T / cp, dim]; pp sends the share of them that each tensor-parallel rank has. With expert parallelism ep exchanges a row
-    of dim for each expert of each token, and edp gathers the weights of a rank's experts.
+    FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp) gathers a block's weights,
+    of which tensor parallelism leaves a share; dp_replicate sums the shards of their gradients; cp
+    exchanges keys and values of whole sequences, which are about as large as the activations, [b,
+    T, dim / tp]; tp gathers the activations of a micro-batch, [b, T / cp, dim]; pp sends the share
+    of them that each tensor-parallel rank has. With expert parallelism ep exchanges a row of dim
+    for each expert of each token, and edp gathers the weights of a rank's experts.
     """
     mesh, t = probe.job.mesh, probe.cfg.training
     reduced, layers = dp.DTYPES[t.reduce_dtype], probe.job.model.layers
@@ -118,7 +137,9 @@ def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
     activations = t.local_batch_size * t.seq_len // mesh.cp * probe.args.dim
     experts = {}
     if mesh.experts_mesh:
-        weights = sum(p.numel() for p in list(probe.job.model.mixtures().values())[-1].experts.parameters())
+        weights = sum(
+            p.numel() for p in list(probe.job.model.mixtures().values())[-1].experts.parameters()
+        )
         block -= weights / mesh.tp
         rows = activations / mesh.tp * probe.args.experts_per_token
         experts = {"edp": (weights / mesh.ep, probe.dtype), "ep": (rows, probe.dtype)}
@@ -130,28 +151,39 @@ def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
         "tp": (activations, probe.dtype),
         **experts,
     }
-    return {dim: (int(min(count * dtype.itemsize, 1 << 30)), dtype) for dim, (count, dtype) in elements.items()}
+    return {
+        dim: (int(min(count * dtype.itemsize, 1 << 30)), dtype)
+        for dim, (count, dtype) in elements.items()
+    }
 
 
 def measure_bandwidth(probe: Probe) -> dict:
-    """Rates of collectives by dimension, and of links between neighbours. Stages of a pipeline send each other messages and
-    have no collectives that matter: of `pp` there are links alone, and the bytes of a message."""
+    """Rates of collectives by dimension, and of links between neighbours. Stages of a pipeline send
+    each other messages and have no collectives that matter: of `pp` there are links alone, and the
+    bytes of a message."""
     mesh, by_dimension, links, stage_bytes = probe.job.mesh, {}, [], 0
     for dim, (size, dtype) in messages(probe).items():
         of_experts = mesh.experts_mesh if dim in ("edp", "ep") else None
-        group = (of_experts or (mesh.fsdp_mesh if dim in mesh.fsdp_mesh.mesh_dim_names else mesh.device_mesh)).get_group(dim)
+        group = (
+            of_experts
+            or (mesh.fsdp_mesh if dim in mesh.fsdp_mesh.mesh_dim_names else mesh.device_mesh)
+        ).get_group(dim)
         ranks = dist.get_process_group_ranks(group)
         n = len(ranks)
         if n == 1:
             continue
         if dim == "pp":
-            hidden = torch.ones(min(size, LINK_BYTES) // dtype.itemsize, dtype=dtype, device=mesh.device)
+            hidden = torch.ones(
+                min(size, LINK_BYTES) // dtype.itemsize, dtype=dtype, device=mesh.device
+            )
             links, stage_bytes = links + neighbours(probe, dim, group, ranks, hidden), hidden.nbytes
             continue
         part = torch.ones(max(1, -(-size // dtype.itemsize // n)), dtype=dtype, device=mesh.device)
         whole = part.repeat(n)
 
-        def gather(part: torch.Tensor = part, whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
+        def gather(
+            part: torch.Tensor = part, whole: torch.Tensor = whole, group: dist.ProcessGroup = group
+        ) -> None:
             ALL_GATHER(whole, part, group=group)
 
         def reduce(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
@@ -163,12 +195,16 @@ def measure_bandwidth(probe: Probe) -> dict:
         by_dimension[dim] = {"ranks": ranks, "bytes": whole.nbytes}
         usual = [("all-gather", gather, (n - 1) / n), ("all-reduce", reduce, 2 * (n - 1) / n)]
         for name, fn, factor in [("all-to-all", swap, (n - 1) / n)] if dim == "ep" else usual:
-            by_dimension[dim][name] = whole.nbytes * factor / collective_seconds(fn, mesh.device, group)
+            by_dimension[dim][name] = (
+                whole.nbytes * factor / collective_seconds(fn, mesh.device, group)
+            )
         links += neighbours(probe, dim, group, ranks, part[: LINK_BYTES // dtype.itemsize])
     return {"dims": by_dimension, "links": links, "stage_bytes": stage_bytes}
 
 
-def collective_seconds(fn: Callable[[], None], device: torch.device, group: dist.ProcessGroup) -> float:
+def collective_seconds(
+    fn: Callable[[], None], device: torch.device, group: dist.ProcessGroup
+) -> float:
     """Median of five calls that the ranks begin together, after one that opens the connections."""
     seconds = []
     for i in range(6):
@@ -182,11 +218,15 @@ def collective_seconds(fn: Callable[[], None], device: torch.device, group: dist
     return statistics.median(seconds)
 
 
-def neighbours(probe: Probe, dim: str, group: dist.ProcessGroup, ranks: list[int], data: torch.Tensor) -> list[list]:
-    """What is between neighbours of a group's ring, pair by pair: [dim, from, to, bytes per second, seconds of latency], told
-    by the first. The latency is that of a message of one element, the best of four.
+def neighbours(
+    probe: Probe, dim: str, group: dist.ProcessGroup, ranks: list[int], data: torch.Tensor
+) -> list[list]:
+    """What is between neighbours of a group's ring, pair by pair: [dim, from, to, bytes per second,
+    seconds of latency], told by the first. The latency is that of a message of one element, the
+    best of four.
 
-    A small message goes there and back before each measurement, so none counts the time that the partner spent elsewhere.
+    A small message goes there and back before each measurement, so none counts the time that the
+    partner spent elsewhere.
     """
     n, me, links = len(ranks), ranks.index(probe.world.rank), []
     small, device = data[:1].clone(), probe.job.mesh.device
@@ -210,8 +250,8 @@ def neighbours(probe: Probe, dim: str, group: dist.ProcessGroup, ranks: list[int
 
 
 def phase(pair: tuple[int, int], n: int) -> int:
-    """When a pair of a ring of n is measured, so that no rank is in two at once: even ones, odd ones, and last the
-    one that closes a ring of odd length."""
+    """When a pair of a ring of n is measured, so that no rank is in two at once: even ones, odd
+    ones, and last the one that closes a ring of odd length."""
     return 2 if n % 2 and pair[1] == 0 else pair[0] % 2
 
 
@@ -231,22 +271,42 @@ def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[Row]:
         for a in answers:
             groups.setdefault(tuple(a["dims"][dim]["ranks"]), []).append(a["dims"][dim])
         summary, size = [], answers[0]["dims"][dim]["bytes"]
-        for name in (name for name in ("all-gather", "all-reduce", "all-to-all") if name in answers[0]["dims"][dim]):
-            rates = {ranks: min(row[name] for row in members) / 1e9 for ranks, members in groups.items()}
+        for name in (
+            name
+            for name in ("all-gather", "all-reduce", "all-to-all")
+            if name in answers[0]["dims"][dim]
+        ):
+            rates = {
+                ranks: min(row[name] for row in members) / 1e9 for ranks, members in groups.items()
+            }
             middle, low = statistics.median(rates.values()), min(rates, key=rates.__getitem__)
             slow = [ranks for ranks, rate in rates.items() if rate < SLOW["group"] * middle]
             for ranks in slow[:8]:
-                share = f"{rates[ranks] / middle:.2f} of the median {middle:.3g} of the {len(rates)} groups"
+                share = (
+                    f"{rates[ranks] / middle:.2f} of the median {middle:.3g} of the "
+                    f"{len(rates)} groups"
+                )
                 text = f"{dim}: {name} of {probe.named(ranks)}: {rates[ranks]:.3g} GB/s, {share}"
                 rows.append(Row(probe.slow, text, blocks=False))
             wanted, source = probe.wanted(dim, name, low, size)
             if middle < SLOW["group"] * wanted:
                 text = f"{dim}: {name} {middle:.3g} GB/s, but {source}: see with NCCL_DEBUG=INFO"
-                rows.append(Row("FAIL", f"{text} which network and protocol are used", blocks=False))
+                rows.append(
+                    Row("FAIL", f"{text} which network and protocol are used", blocks=False)
+                )
             least = f" (least {rates[low]:.3g}, {probe.named(low)})" if len(rates) > 1 else ""
             summary.append(f"{name} {middle:.3g} GB/s{least}")
-        groups_of = f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {len(answers[0]['dims'][dim]['ranks'])}"
-        rows.append(Row("ok", f"{dim}, {groups_of}, {in_bytes(size)}: {', '.join(summary)} (bus bandwidth)", False))
+        groups_of = (
+            f"{len(groups)} group{'s' if len(groups) > 1 else ''} of "
+            f"{len(answers[0]['dims'][dim]['ranks'])}"
+        )
+        rows.append(
+            Row(
+                "ok",
+                f"{dim}, {groups_of}, {in_bytes(size)}: {', '.join(summary)} (bus bandwidth)",
+                False,
+            )
+        )
     return rows + judge_links(probe, answers) or [Row("ok", "one rank: nothing is sent")]
 
 
@@ -260,15 +320,30 @@ def judge_links(probe: Probe, answers: list[dict]) -> list[Row]:
         if dim == "pp":  # the other dimensions are judged by their collectives
             wanted, source = probe.wanted(dim, "send", links[0][1:3], answers[0]["stage_bytes"])
             if middle / 1e9 < SLOW["group"] * wanted:
-                text = f"links {kind}: median {middle / 1e9:.3g} GB/s, but {source}: see with NCCL_DEBUG=INFO"
+                text = (
+                    f"links {kind}: median {middle / 1e9:.3g} GB/s, but {source}: see with "
+                    "NCCL_DEBUG=INFO"
+                )
                 rows.append(Row("FAIL", f"{text} which network is used", blocks=False))
-        slow = [link for link in links if link[3] < SLOW["link"] * middle] if len(links) >= LEAST_LINKS else []
+        slow = (
+            [link for link in links if link[3] < SLOW["link"] * middle]
+            if len(links) >= LEAST_LINKS
+            else []
+        )
         for _, a, b, rate, _ in slow[:8]:
             share = f"{rate / 1e9:.3g} GB/s, {rate / middle:.2f} of the median of {kind}"
-            text = f"link {probe.named([a])} - {probe.named([b])}: {share}; see cable, card and NCCL_* there"
+            text = (
+                f"link {probe.named([a])} - {probe.named([b])}: {share}; see cable, card and "
+                "NCCL_* there"
+            )
             rows.append(Row(probe.slow, text, blocks=False))
         if not slow:
             _, a, b, least, _ = min(links, key=lambda link: link[3])
-            text = f"links {kind}: {len(links)}, median {middle / 1e9:.3g} GB/s, least {least / 1e9:.3g}"
-            rows.append(Row("ok", f"{text} between ranks {a} and {b}; latency {in_seconds(latency)}"))
+            text = (
+                f"links {kind}: {len(links)}, median {middle / 1e9:.3g} GB/s, least "
+                f"{least / 1e9:.3g}"
+            )
+            rows.append(
+                Row("ok", f"{text} between ranks {a} and {b}; latency {in_seconds(latency)}")
+            )
     return rows

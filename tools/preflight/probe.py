@@ -1,4 +1,5 @@
-"""What the checks of one rank know and share, the lines of the page, and how ranks and numbers are written there."""
+"""What the checks of one rank know and share, the lines of the page, and how ranks and numbers are
+written there."""
 
 from __future__ import annotations
 
@@ -19,17 +20,20 @@ from parallelisms.mesh import World
 from tools.plan.device import Device
 from tools.plan.estimate import Ring
 
-# A rate below this share of the median of all ranks (or of all links of a kind) is slow. Healthy machines of one kind are
-# within a few per cent of each other in arithmetic, and further apart on a network and on a shared file system.
+# A rate below this share of the median of all ranks (or of all links of a kind) is slow. Healthy
+# machines of one kind are within a few per cent of each other in arithmetic, and further apart on a
+# network and on a shared file system.
 SLOW = {"matmul": 0.8, "memory": 0.8, "group": 0.7, "link": 0.5, "write": 0.25}
-TIMEOUT = 120  # seconds that a check may take without --timeout; those in LONG get what the run allows its first step
+# seconds that a check may take without --timeout; those in LONG get what the run allows its first
+# step
+TIMEOUT = 120
 LONG = ("build", "step", "save")
 
 
 @dataclass
 class Row:
-    """A line of the page. result: ok, warn, FAIL or left out. After a failure that `blocks`, the checks that need this one are
-    left out."""
+    """A line of the page. result: ok, warn, FAIL or left out. After a failure that `blocks`, the
+    checks that need this one are left out."""
 
     result: str
     detail: str
@@ -47,7 +51,8 @@ class Probe:
     node: str  # number of the host in the run; two hosts may have the same name
     seconds: int | None  # --timeout
     expect: dict[str, float] = field(default_factory=dict)  # --expect: GB/s by mesh dimension
-    table: Device | None = None  # --device: what the machines should be, as tools/plan/device.py describes it
+    # --device: what the machines should be, as tools/plan/device.py describes it
+    table: Device | None = None
     id: str = ""  # of this preflight, the same on all ranks
     hosts: dict[int, str] = field(default_factory=dict)  # on rank 0: rank -> host
     leaders: list[int] = field(default_factory=list)  # on rank 0: the first rank of each host
@@ -67,29 +72,35 @@ class Probe:
         return self.seconds or usual
 
     def wanted(self, dim: str, kind: str, ranks: Sequence[int], size: int) -> tuple[float, str]:
-        """GB/s (bus bandwidth) that a collective of `size` bytes should reach, or a message (kind "send"), and which option
-        says so; 0: none does."""
+        """GB/s (bus bandwidth) that a collective of `size` bytes should reach, or a message (kind
+        "send"), and which option says so; 0: none does."""
         if dim in self.expect:
             return self.expect[dim], f"--expect={dim}:{self.expect[dim]:g}"
         if not self.table:
             return 0.0, ""
         n = len(ranks)
-        share = {"send": 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)  # of the bytes, that each rank sends
+        # of the bytes, that each rank sends
+        share = {"send": 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
         seconds = Ring.of(list(ranks), self.world.local_size).seconds(kind, size, self.table)
         rate = size * share / seconds / 1e9
         return rate, f"{self.table.name or 'the device'} should make {rate:.3g}"
 
     @property
     def slow(self) -> str:
-        """The result of a slow rank. Where the ranks of a host share its cores, a rate tells as much about what else runs there."""
+        """The result of a slow rank. Where the ranks of a host share its cores, a rate tells as
+        much about what else runs there."""
         return "FAIL" if self.device.type == "cuda" else "warn"
 
     def named(self, ranks: Iterable[int]) -> str:
         """ "ranks 0-3, 6 (hosts a, b)" """
         ranks = sorted(ranks)
-        hosts = list(dict.fromkeys(self.hosts.get(r, f"number {r // self.world.local_size}") for r in ranks))
+        hosts = list(
+            dict.fromkeys(self.hosts.get(r, f"number {r // self.world.local_size}") for r in ranks)
+        )
         more = ", ..." if len(hosts) > 4 else ""
-        return f"{spans(ranks)} ({'hosts' if len(hosts) > 1 else 'host'} {', '.join(hosts[:4])}{more})"
+        return (
+            f"{spans(ranks)} ({'hosts' if len(hosts) > 1 else 'host'} {', '.join(hosts[:4])}{more})"
+        )
 
 
 def spans(ranks: Sequence[int]) -> str:
@@ -101,11 +112,15 @@ def spans(ranks: Sequence[int]) -> str:
         else:
             runs.append([r])
     texts = ["-".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts[:12])}{', ...' if len(texts) > 12 else ''}"
+    return (
+        f"rank{'s' if len(ranks) > 1 else ''} "
+        f"{', '.join(texts[:12])}{', ...' if len(texts) > 12 else ''}"
+    )
 
 
 def differences(probe: Probe, values: Sequence[object]) -> str:
-    """A sentence about the ranks whose value differs from that of most; "" if none does. values: by rank, None: not set."""
+    """A sentence about the ranks whose value differs from that of most; "" if none does. values: by
+    rank, None: not set."""
     counts = Counter(values)
     if len(counts) == 1:
         return ""
@@ -123,4 +138,10 @@ def short(value: object) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
+    return (
+        f"{seconds * 1000:.3g} ms"
+        if seconds < 1
+        else f"{seconds:.3g} s"
+        if seconds < 120
+        else f"{seconds / 60:.3g} min"
+    )

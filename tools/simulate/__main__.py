@@ -67,7 +67,10 @@ ON_THE_CPU = {  # the same run as one process without a GPU
     "debug.sample_tokens": "0",
     "run.device": "cpu",
 }
-UNSEEN = "Not shown by a simulation: speed, the rounding of a GPU's kernels, NCCL itself, code that inductor makes for a GPU."
+UNSEEN = (
+    "Not shown by a simulation: speed, the rounding of a GPU's kernels, NCCL itself, code "
+    "that inductor makes for a GPU."
+)
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -106,7 +109,8 @@ def refuse(cfg: Config) -> None:
         raise InputError("training.float8: a simulated GPU has no float8 products; leave it out")
     if cfg.parallelism.async_tensor_parallel:
         raise InputError(
-            "parallelism.async_tensor_parallel: a simulated GPU has no symmetric memory; leave it out"
+            "parallelism.async_tensor_parallel: a simulated GPU has no symmetric memory; leave it "
+            "out"
         )
     if cfg.compile.enabled:
         raise InputError(
@@ -114,7 +118,8 @@ def refuse(cfg: Config) -> None:
         )
     if cfg.training.attention == "flash3":
         raise InputError(
-            'training.attention = "flash3" is a package that calls CUDA itself; take "flash" or "auto"'
+            'training.attention = "flash3" is a package that calls CUDA itself; take "flash" or '
+            '"auto"'
         )
     family = MODELS[cfg.model.family]
     with torch.device("meta"):
@@ -122,7 +127,8 @@ def refuse(cfg: Config) -> None:
     size = sum(p.numel() for p in model.parameters())
     if size > MOST_PARAMETERS:
         raise InputError(
-            f"the model has {size:,} parameters, and this machine's processor would compute for every GPU: take at most "
+            f"the model has {size:,} parameters, and this machine's processor would compute for "
+            "every GPU: take at most "
             f"{MOST_PARAMETERS:,} (--model.flavor=debug, or fewer layers with --model.n_layers=2)"
         )
 
@@ -147,7 +153,8 @@ def losses(
         lines.append(f"{step:4}   {loss:14.7f}   {wanted:15.7f}   {apart:10.1e}")
         if number == 0 and not apart <= limit:
             wrong.append(
-                f"the first loss differs from the CPU's by {apart:.1e}; rounding explains {limit:.0e}"
+                f"the first loss differs from the CPU's by {apart:.1e}; rounding explains "
+                f"{limit:.0e}"
             )
     if not here:
         wrong.append("no step was trained")
@@ -222,7 +229,8 @@ def problems(outcome: Outcome) -> list[str]:
             )
         elif outcome.results[rank]["code"] != 0:
             wrong.append(
-                f"rank {rank}: train.py returned {outcome.results[rank]['code']}; its log is in {outcome.logs[rank]}"
+                f"rank {rank}: train.py returned {outcome.results[rank]['code']}; its log is in "
+                f"{outcome.logs[rank]}"
             )
     return wrong
 
@@ -235,7 +243,8 @@ def simulate(flags: argparse.Namespace, rest: list[str], place: Path) -> int:
     cfg = load_config(argv, flags.gpus, flags.gpus)
     if cfg.compile.enabled and "compile.enabled" not in given:
         print(
-            "compile.enabled is taken as false: a simulated GPU cannot run what inductor makes for CUDA"
+            "compile.enabled is taken as false: a simulated GPU cannot run what inductor makes "
+            "for CUDA"
         )
         argv = with_options(argv, {"compile.enabled": "false"})
         cfg = load_config(argv, flags.gpus, flags.gpus)
@@ -243,7 +252,8 @@ def simulate(flags: argparse.Namespace, rest: list[str], place: Path) -> int:
     plain = with_options(argv, ON_THE_CPU | {"run.folder": str(place / "cpu")})
     with Simulator() as simulator:
         print(
-            f"{flags.gpus} simulated GPUs: {cfg.model.family} {cfg.model.flavor}, {cfg.training.steps} steps ...",
+            f"{flags.gpus} simulated GPUs: {cfg.model.family} {cfg.model.flavor}, "
+            f"{cfg.training.steps} steps ...",
             flush=True,
         )
         outcome = simulator.run(
@@ -261,7 +271,8 @@ def simulate(flags: argparse.Namespace, rest: list[str], place: Path) -> int:
     wrong = problems(outcome)
     if not on_cpu.whole or on_cpu.results[0]["code"]:
         wrong.append(
-            f"one process on the CPU fails too: {on_cpu.explain()[-1500:] or on_cpu.logs[0].read_text()[-1500:]}"
+            "one process on the CPU fails too: "
+            f"{on_cpu.explain()[-1500:] or on_cpu.logs[0].read_text()[-1500:]}"
         )
     here = series(place / "run", "loss")
     table, different = losses(here, series(place / "cpu", "loss"), AGREEMENT[dtype])

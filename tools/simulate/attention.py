@@ -136,9 +136,24 @@ def cudnn(
 
 
 def cudnn_backward(
-    grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout_p, is_causal,
-    *, scale=None
-):  # fmt: skip
+    grad,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    seed,
+    offset,
+    bias,
+    cum_q,
+    cum_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    *,
+    scale=None,
+):
     return _attend_backward(grad, q, k, v, out, lse[..., 0], is_causal, scale)
 
 
@@ -194,9 +209,24 @@ def packed(
 
 
 def packed_backward(
-    grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, state, unused, *,
-    scale=None, **_
-):  # fmt: skip
+    grad,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cum_q,
+    cum_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    state,
+    unused,
+    *,
+    scale=None,
+    **_,
+):
     """The gradients of q, k, v; formulas of Dao et al., arXiv:2205.14135, appendix B.2."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = k.shape[-2]

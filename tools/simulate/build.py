@@ -42,9 +42,15 @@ def include_folders() -> list[Path]:
 def missing() -> str | None:
     """What this machine lacks, as a sentence; None where a GPU can be simulated."""
     if not (torch_folder() / "lib" / "libtorch_cuda.so").exists():
-        return 'a simulated GPU needs the CUDA build of torch (pip install "torch===2.13.0"); this environment has another build'
+        return (
+            'a simulated GPU needs the CUDA build of torch (pip install "torch===2.13.0"); '
+            "this environment has another build"
+        )
     if len(include_folders()) < len(HEADERS):
-        return f"a simulated GPU needs the headers {', '.join(HEADERS)}, which the CUDA build of torch brings"
+        return (
+            f"a simulated GPU needs the headers {', '.join(HEADERS)}, which the CUDA build of "
+            "torch brings"
+        )
     if not shutil.which("g++"):
         return "a simulated GPU needs a C++ compiler: install g++"
     return None

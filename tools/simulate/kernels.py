@@ -10,7 +10,6 @@ host wait for the device is written down, with the line of the program (`Record`
 """
 
 import ctypes
-import math
 import os
 import sys
 from collections import Counter
@@ -227,7 +226,8 @@ class Kernel:
     def _check(self, call: "_Call", args: tuple, kwargs: dict) -> None:
         if call.host and call.found and self.name not in MIXED:
             raise RuntimeError(
-                f"{self.name}: Expected all tensors to be on the same device, but found at least two devices, cuda and cpu "
+                f"{self.name}: Expected all tensors to be on the same device, but found at least "
+                "two devices, cuda and cpu "
                 f"(a tensor of shape {list(call.host[0].shape)}), at {where()}"
             )
         is_told = kwargs.get("output_size") is not None

@@ -2,15 +2,15 @@
 
     python -m tools.bench.device [--minutes 9] [--json runs/device.json] [--only NAME ...] [--again]
 
-Each part runs in a process of its own with a time limit. Its result goes into the JSON file as soon as it is there,
-so nothing is lost when the command is cut off, and a second call goes on with what is missing or has failed.
---minutes is a budget: a part that does not fit into what is left of it is listed as not run. --only names the parts
-to run, and --again repeats those that are done.
+Each part runs in a process of its own with a time limit. Its result goes into the JSON file as soon
+as it is there, so nothing is lost when the command is cut off, and a second call goes on with what
+is missing or has failed. --minutes is a budget: a part that does not fit into what is left of it is
+listed as not run. --only names the parts to run, and --again repeats those that are done.
 
-Beside the JSON file are written, with the same name: the tables as Markdown, ready for docs/performance.md; a device
-for `python -m tools.plan --device runs/device.toml`; and a folder with the log of every part. On a CPU the sizes are
-small. Exit code 0: nothing has failed; 1: a part has failed, the table says why; 2: wrong arguments, nothing was
-started; 130: stopped by Ctrl-C.
+Beside the JSON file are written, with the same name: the tables as Markdown, ready for
+docs/performance.md; a device for `python -m tools.plan --device runs/device.toml`; and a folder
+with the log of every part. On a CPU the sizes are small. Exit code 0: nothing has failed; 1: a part
+has failed, the table says why; 2: wrong arguments, nothing was started; 130: stopped by Ctrl-C.
 """
 
 import argparse
@@ -34,8 +34,9 @@ PATIENCE = 4  # a part is ended after this many times the seconds that it usuall
 
 @dataclass(frozen=True)
 class Part:
-    """by_device: by kind of device (cuda, cpu) the seconds that it usually takes, and the arguments of `python -m`. A
-    kind that is missing cannot run it. The seconds of a GPU are estimates, because none was at hand."""
+    """by_device: by kind of device (cuda, cpu) the seconds that it usually takes, and the arguments
+    of `python -m`. A kind that is missing cannot run it. The seconds of a GPU are estimates,
+    because none was at hand."""
 
     name: str
     by_device: dict[str, tuple[float, str]]
@@ -54,45 +55,89 @@ PARTS = [  # the most valuable first
     Part("documents", {"cuda": (40, DOCUMENTS), "cpu": (40, DOCUMENTS)}),
     Part("compile", {"cuda": (60, f"{CHECKS} compiled"), "cpu": (60, f"{CHECKS} compiled")}),
     Part("rates", {"cuda": (20, f"{MEASURE} rates"), "cpu": (15, f"{MEASURE} rates")}),
-    Part("8B layers", {"cuda": (100, f"{MEASURE} step 8B_layers"), "cpu": (60, f"{MEASURE} step 8B_layers")}),
-    Part("beside the bare loop", {"cuda": (90, f"{MEASURE} beside bare"), "cpu": (40, f"{MEASURE} beside bare")}),
-    Part("beside Hugging Face", {"cuda": (90, f"{MEASURE} beside hf"), "cpu": (50, f"{MEASURE} beside hf")}),
+    Part(
+        "8B layers",
+        {"cuda": (100, f"{MEASURE} step 8B_layers"), "cpu": (60, f"{MEASURE} step 8B_layers")},
+    ),
+    Part(
+        "beside the bare loop",
+        {"cuda": (90, f"{MEASURE} beside bare"), "cpu": (40, f"{MEASURE} beside bare")},
+    ),
+    Part(
+        "beside Hugging Face",
+        {"cuda": (90, f"{MEASURE} beside hf"), "cpu": (50, f"{MEASURE} beside hf")},
+    ),
     Part("saves", {"cuda": (90, f"{MEASURE} saves"), "cpu": (60, f"{MEASURE} saves")}),
-    Part("attention", {"cuda": (70, "tools.bench.attention --rounds=10 --shapes 1,32,8,8192,128 1,32,8,8192,64"),
-                       "cpu": (40, "tools.bench.attention --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128")}),
-    Part("beside TorchTitan", {"cuda": (120, f"{MEASURE} beside torchtitan"),
-                               "cpu": (60, f"{MEASURE} beside torchtitan")}),
+    Part(
+        "attention",
+        {
+            "cuda": (
+                70,
+                "tools.bench.attention --rounds=10 --shapes 1,32,8,8192,128 1,32,8,8192,64",
+            ),
+            "cpu": (40, "tools.bench.attention --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128"),
+        },
+    ),
+    Part(
+        "beside TorchTitan",
+        {
+            "cuda": (120, f"{MEASURE} beside torchtitan"),
+            "cpu": (60, f"{MEASURE} beside torchtitan"),
+        },
+    ),
     Part("8B layers float8 rowwise", {"cuda": (100, f"{MEASURE} step 8B_layers_float8_rowwise")}),
-    Part("8B layers float8 tensorwise", {"cuda": (100, f"{MEASURE} step 8B_layers_float8_tensorwise")}),
-    Part("products", {"cuda": (30, "tools.bench.products --rounds=10"),
-                      "cpu": (30, "tools.bench.products --rounds=5 --shapes 2048,256,704 1024,256,4096")}),
+    Part(
+        "8B layers float8 tensorwise",
+        {"cuda": (100, f"{MEASURE} step 8B_layers_float8_tensorwise")},
+    ),
+    Part(
+        "products",
+        {
+            "cuda": (30, "tools.bench.products --rounds=10"),
+            "cpu": (30, "tools.bench.products --rounds=5 --shapes 2048,256,704 1024,256,4096"),
+        },
+    ),
     Part("1B", {"cuda": (100, f"{MEASURE} step 1B"), "cpu": (60, f"{MEASURE} step 1B")}),
     Part("3B", {"cuda": (120, f"{MEASURE} step 3B")}),
-    Part("longest sequence", {"cuda": (200, f"{MEASURE} longest"), "cpu": (60, f"{MEASURE} longest")}),
-]  # fmt: skip
+    Part(
+        "longest sequence", {"cuda": (200, f"{MEASURE} longest"), "cpu": (60, f"{MEASURE} longest")}
+    ),
+]
 
 
 def run(part: Part, kind: str, left: float, logs: Path) -> dict:
-    """Run a part in a process of its own for at most `left` seconds. Returns its entry in the record."""
+    """Run a part in a process of its own for at most `left` seconds. Returns its entry in the
+    record."""
     usual, arguments = part.by_device[kind]
     if left < usual:
-        return {"state": NOT_RUN, "why": f"it takes about {usual:.0f} s, and {max(0, left):.0f} s were left"}
+        return {
+            "state": NOT_RUN,
+            "why": f"it takes about {usual:.0f} s, and {max(0, left):.0f} s were left",
+        }
     limit, began = min(PATIENCE * usual, left), time.monotonic()
     name = part.name.replace(" ", "-")
     log, report = logs / f"{name}.log", logs / f"{name}.json"
     report.unlink(missing_ok=True)
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", *arguments.split(), f"--json={report}"], stdin=subprocess.DEVNULL,
-            stdout=output, stderr=output, start_new_session=True, preexec_fn=end_with_parent,
-        )  # fmt: skip
+            [sys.executable, "-u", "-m", *arguments.split(), f"--json={report}"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = None
         finally:  # whatever it has started ends with it, also after Ctrl-C
             end_group(process)
-    entry = {"seconds": round(time.monotonic() - began, 1), "log": str(log), "report": read_report(report)}
+    entry = {
+        "seconds": round(time.monotonic() - began, 1),
+        "log": str(log),
+        "report": read_report(report),
+    }
     if code == 0 and entry["report"]:
         return entry | {"state": DONE}
     if code is None and limit == left:
@@ -113,11 +158,17 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     return lines[-1][:500] if lines else ""
 
 
-def measure(record: Record, parts: list[Part], kind: str, minutes: float, again: bool, logs: Path) -> None:
+def measure(
+    record: Record, parts: list[Part], kind: str, minutes: float, again: bool, logs: Path
+) -> None:
     """Run these parts, in their order, and write the record after each of them."""
     deadline = time.monotonic() + 60 * minutes
     for part in parts:
@@ -131,25 +182,40 @@ def measure(record: Record, parts: list[Part], kind: str, minutes: float, again:
             entry = run(part, kind, deadline - time.monotonic(), logs)
         entry["ended"] = datetime.now(timezone.utc).isoformat(" ", "seconds")
         record.put(part.name, entry)
-        print(f"{part.name}: {entry['state']}{': ' + entry['why'] if 'why' in entry else ''}", flush=True)
+        print(
+            f"{part.name}: {entry['state']}{': ' + entry['why'] if 'why' in entry else ''}",
+            flush=True,
+        )
 
 
 def arguments(argv: list[str], names: list[str]) -> argparse.Namespace:
     """names: of all parts. Raises InputError."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.device", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.bench.device",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=9, help="budget of this call (%(default)s)")
-    parser.add_argument("--json", type=Path, default=Path("runs/device.json"), help="the results (%(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--minutes", type=float, default=9, help="budget of this call (%(default)s)"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path("runs/device.json"), help="the results (%(default)s)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", default=[], help=f"of {', '.join(names)}"
+    )
     parser.add_argument("--again", action="store_true", help="also the parts that are done")
     flags = parser.parse_args(argv)
     if not (math.isfinite(flags.minutes) and flags.minutes > 0):
         raise InputError(f"--minutes {flags.minutes:g}: a budget is a number of minutes above 0")
     if flags.json.suffix != ".json":
-        raise InputError(f"--json {flags.json}: give a file that ends in .json; the other files get its name")
+        raise InputError(
+            f"--json {flags.json}: give a file that ends in .json; the other files get its name"
+        )
     if unknown := set(flags.only) - set(names):
-        raise InputError(f"--only {', '.join(sorted(unknown))}: no such part; there are {', '.join(names)}")
+        raise InputError(
+            f"--only {', '.join(sorted(unknown))}: no such part; there are {', '.join(names)}"
+        )
     return flags
 
 
@@ -158,7 +224,8 @@ def main(argv: list[str] | None = None, parts: list[Part] = PARTS) -> int:
     names = [part.name for part in parts]
     try:
         flags = arguments(sys.argv[1:] if argv is None else argv, names)
-        machine = child(MEASURE, "about")  # in a process of its own, since this one must hold nothing of the GPU
+        # in a process of its own, since this one must hold nothing of the GPU
+        machine = child(MEASURE, "about")
         kind = machine.pop("kind")
         record = Record(flags.json, machine, names)
         logs = flags.json.with_suffix(".logs")
@@ -174,9 +241,14 @@ def main(argv: list[str] | None = None, parts: list[Part] = PARTS) -> int:
         stopped = True
     record.write()
     print(f"\n{record.summary()}\n\nwritten: {', '.join(map(str, record.files()))}")
-    missing = [part.name for part in chosen if kind in part.by_device and record.state(part.name) != DONE]
+    missing = [
+        part.name for part in chosen if kind in part.by_device and record.state(part.name) != DONE
+    ]
     if missing:
-        print(f"{'stopped; ' * stopped}the same command goes on with what is missing: {', '.join(missing)}")
+        print(
+            f"{'stopped; ' * stopped}the same command goes on with what is missing: "
+            f"{', '.join(missing)}"
+        )
     return 130 if stopped else int(any(record.state(part.name) == FAILED for part in chosen))
 
 

@@ -1,13 +1,16 @@
-"""Does it run on this device, and does it compute what a plain model computes? The checks of `tools.bench.device`.
+"""Does it run on this device, and does it compute what a plain model computes? The checks of
+`tools.bench.device`.
 
     python -m tools.bench.device.checks [NAME ...] [--json out.json]          # all of CHECKS by default
 
-The judge of all numbers is a plain model in float64 on the CPU: a loop of a few lines with PyTorch's own cross-entropy,
-clipping and AdamW. It stays on the CPU whatever the device is, so the comparison says something on a CPU too: training
-in float32, by `train.build` and `train.train_step`, must agree with it to float32's rounding.
+The judge of all numbers is a plain model in float64 on the CPU: a loop of a few lines with
+PyTorch's own cross-entropy, clipping and AdamW. It stays on the CPU whatever the device is, so the
+comparison says something on a CPU too: training in float32, by `train.build` and
+`train.train_step`, must agree with it to float32's rounding.
 
-Each check takes the device and an empty folder, and returns an error for each thing that it looked at; none may exceed
-the check's limit. tests/test_device.py runs them on the CPU, tests/test_gpu.py on a GPU.
+Each check takes the device and an empty folder, and returns an error for each thing that it looked
+at; none may exceed the check's limit. tests/test_device.py runs them on the CPU, tests/test_gpu.py
+on a GPU.
 """
 
 import argparse
@@ -37,7 +40,8 @@ from checkpoint.manager import CheckpointManager
 from configs.load import load_config
 from configs.schema import Checkpoint, Config
 from models.kernels import document_attention as masked
-from parallelisms import contract, dp, mesh as meshes, tp
+from parallelisms import contract, dp, tp
+from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh, close_mesh
 from tools.bench import harness
 from training import init
@@ -47,12 +51,14 @@ from training.sample import sample
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 STEPS, ROWS, TOKENS, VOCABULARY = 3, 4, 48, 263
-# Sides are multiples of 16, as GPU kernels want them, and all different. With an eps of 1e-8 Adam would amplify rounding
-# where a gradient is near 0.
+# Sides are multiples of 16, as GPU kernels want them, and all different. With an eps of 1e-8 Adam
+# would amplify rounding where a gradient is near 0.
 MODEL = (
     "--model.dim=96 --model.n_layers=3 --model.n_heads=6 --model.n_kv_heads=2 --model.head_dim=16 "
-    f"--model.hidden_dim=208 --model.vocab_size={VOCABULARY} --data.tokenizer=bytes --training.seq_len={TOKENS} "
-    f"--training.loss_chunk_tokens=40 --training.global_batch_size={ROWS} --training.local_batch_size={ROWS} "
+    f"--model.hidden_dim=208 --model.vocab_size={VOCABULARY} --data.tokenizer=bytes "
+    f"--training.seq_len={TOKENS} "
+    f"--training.loss_chunk_tokens=40 --training.global_batch_size={ROWS} "
+    f"--training.local_batch_size={ROWS} "
     "--training.max_norm=0.5 --optimizer.lr=0.01 --optimizer.eps=1e-4"
 ).split()
 ROUNDING = 1e-5  # of float32, relative, for a whole tensor: the limit of tests/parity.py too
@@ -106,7 +112,9 @@ def judge(cfg: Config) -> Seen:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.training.max_norm)
         if step == 0:
             seen["logits"] = {"": whole(logits)}
-            seen["gradients"] = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+            seen["gradients"] = {
+                n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad
+            }
         seen["loss and norm"] |= {f"loss {step}": whole(loss), f"norm {step}": whole(norm)}
         optimizer.step()
         optimizer.zero_grad()
@@ -114,12 +122,15 @@ def judge(cfg: Config) -> Seen:
 
 
 def trained(cfg: Config, has_logits: bool = True) -> Seen:
-    """The same numbers from `train.build` and `train.train_step` on the device. has_logits: false on a mesh whose ranks
-    share sequences or layers, where no rank has them."""
+    """The same numbers from `train.build` and `train.train_step` on the device. has_logits: false
+    on a mesh whose ranks share sequences or layers, where no rank has them."""
     job = train.build(cfg)
     model, device = job.model, job.mesh.device
     contract.verify(model, job.optimizer, job.mesh, {})
-    seen = {"initial weights": {n: whole(p) for n, p in model.named_parameters()}, "loss and norm": {}}
+    seen = {
+        "initial weights": {n: whole(p) for n, p in model.named_parameters()},
+        "loss and norm": {},
+    }
     if has_logits:
         tokens = batches()[0]["tokens"][0].to(device)
         positions = torch.arange(TOKENS, device=device)
@@ -128,7 +139,9 @@ def trained(cfg: Config, has_logits: bool = True) -> Seen:
         dp.reshard(model)
 
     def keep_gradients(*_: object) -> None:
-        seen.setdefault("gradients", {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad})
+        seen.setdefault(
+            "gradients", {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+        )
 
     job.optimizer.register_step_pre_hook(keep_gradients)
     for step, batch in enumerate(batches()):
@@ -139,12 +152,16 @@ def trained(cfg: Config, has_logits: bool = True) -> Seen:
 
 
 def share_of(batch: dict[str, Tensor], job: train.Job) -> dict[str, Tensor]:
-    """This rank's part of a batch: its rows, in micro-batches, and of every row its part of the sequence."""
+    """This rank's part of a batch: its rows, in micro-batches, and of every row its part of the
+    sequence."""
     rows = ROWS // job.mesh.dp_size
     first = job.mesh.dp_rank * rows
     places = torch.cat([torch.arange(place.start, place.stop) for place in job.mesh.places(TOKENS)])
     size = job.cfg.training.local_batch_size
-    return {name: x[0, first : first + rows][:, places].unflatten(0, (-1, size)) for name, x in batch.items()}
+    return {
+        name: x[0, first : first + rows][:, places].unflatten(0, (-1, size))
+        for name, x in batch.items()
+    }
 
 
 def product(h: Tensor, weight: Tensor) -> Tensor:
@@ -154,12 +171,15 @@ def product(h: Tensor, weight: Tensor) -> Tensor:
 
 
 def differences(seen: Seen, wanted: Seen) -> dict[str, float]:
-    """The largest relative error of each kind; infinite for initial weights that are not equal bit by bit."""
+    """The largest relative error of each kind; infinite for initial weights that are not equal bit
+    by bit."""
     errors = {}
     for kind, tensors in wanted.items():
         assert tensors.keys() == seen[kind].keys(), f"{kind}: {tensors.keys() ^ seen[kind].keys()}"
         if kind == "initial weights":
-            errors[kind] = 0.0 if all(torch.equal(seen[kind][n], x) for n, x in tensors.items()) else math.inf
+            errors[kind] = (
+                0.0 if all(torch.equal(seen[kind][n], x) for n, x in tensors.items()) else math.inf
+            )
         else:
             errors[kind] = max(relative_error(seen[kind][n], x) for n, x in tensors.items())
     return errors
@@ -170,7 +190,8 @@ def relative_error(x: Tensor, wanted: Tensor) -> float:
     return ((x.double() - wanted).norm() / wanted.norm()).item()
 
 
-# ------------------------------------------------------------------------------------------------------- the checks
+# --------------------------------------------------------------------------------------------------
+# the checks
 
 
 def float32(device: torch.device, folder: Path) -> dict[str, float]:
@@ -191,16 +212,20 @@ def fsdp_and_tp(device: torch.device, folder: Path) -> dict[str, float]:
     return exchanging_with_nobody(device, tensor_parallel=True)
 
 
-def exchanging_with_nobody(device: torch.device, *options: str, tensor_parallel: bool = False) -> dict[str, float]:
+def exchanging_with_nobody(
+    device: torch.device, *options: str, tensor_parallel: bool = False
+) -> dict[str, float]:
     """FSDP2, or FSDP2 and tensor parallelism, over groups of one rank. A run leaves them out there
-    (`parallelisms.dp.apply`, `parallelisms.tp.apply`); here the collectives run, over NCCL on a GPU."""
+    (`parallelisms.dp.apply`, `parallelisms.tp.apply`); here the collectives run, over NCCL on a
+    GPU."""
     cfg = config(device, *options)
 
     def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, plan: dict[str, str]) -> nn.Module:
         for pattern, style in plan.items() if tensor_parallel else ():
             for name in [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]:
                 parallelize_module(model.get_submodule(name), mesh.tp_mesh, tp.STYLES[style]())
-        with mock.patch.object(Mesh, "size", 2):  # it asks whether there is anybody to exchange with
+        # it asks whether there is anybody to exchange with
+        with mock.patch.object(Mesh, "size", 2):
             return dp.apply(model, mesh, cfg.training, cfg.parallelism)
 
     with mock.patch.object(train, "parallelize", parallelize):
@@ -234,7 +259,8 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 def documents(device: torch.device, folder: Path) -> dict[str, float]:
-    """Attention inside documents by one operator, compared with one call per document: on a GPU `varlen_attn`."""
+    """Attention inside documents by one operator, compared with one call per document: on a GPU
+    `varlen_attn`."""
     return attention_errors(device, DOCUMENTS, False)
 
 
@@ -242,16 +268,22 @@ def documents_compiled(device: torch.device, folder: Path) -> dict[str, float]:
     return attention_errors(device, DOCUMENTS, True)
 
 
-def attention_errors(device: torch.device, lengths: tuple[int, ...], compiled: bool) -> dict[str, float]:
-    """Relative errors in bfloat16 of output and gradients, with grouped heads, of two windows that hold documents of
-    these numbers of tokens; compared with `one_by_one` in float32."""
+def attention_errors(
+    device: torch.device, lengths: tuple[int, ...], compiled: bool
+) -> dict[str, float]:
+    """Relative errors in bfloat16 of output and gradients, with grouped heads, of two windows that
+    hold documents of these numbers of tokens; compared with `one_by_one` in float32."""
     positions = torch.cat([torch.arange(n) for n in lengths]).view(2, -1)
     table = masked.Documents.of(positions, device)
     torch.manual_seed(0)
     how = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     q, k, v = (torch.randn(*positions.shape, heads, 64, **how) for heads in (8, 2, 2))
     assert masked.fits_varlen(q) == (device.type == "cuda")
-    attend = torch.compile(masked.document_attention, fullgraph=True) if compiled else masked.document_attention
+    attend = (
+        torch.compile(masked.document_attention, fullgraph=True)
+        if compiled
+        else masked.document_attention
+    )
     grad = torch.randn_like(q)
     got = attend(q, k, v, table)
     want = masked.one_by_one(*(x.flatten(0, 1).float() for x in (q, k, v)), table.starts).view_as(q)
@@ -261,8 +293,8 @@ def attention_errors(device: torch.device, lengths: tuple[int, ...], compiled: b
 
 
 def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
-    """A save holds the state of its call although training goes on meanwhile, and comes back bit by bit, with the
-    state of the generators. On a GPU the copies go into pinned memory."""
+    """A save holds the state of its call although training goes on meanwhile, and comes back bit by
+    bit, with the state of the generators. On a GPU the copies go into pinned memory."""
     job = train.build(config(device))
     state.materialise(job.optimizer)
 
@@ -291,20 +323,26 @@ def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
     checkpoints.close()
     return {
         "tensors that differ": sum(not torch.equal(loaded[name], x) for name, x in saved.items()),
-        "tensors that training had not changed": sum(torch.equal(later[name], x) for name, x in saved.items()),
-        "other position": progress != {"step": 1}, "other random numbers": not torch.equal(drawn, drawn_again),
+        "tensors that training had not changed": sum(
+            torch.equal(later[name], x) for name, x in saved.items()
+        ),
+        "other position": progress != {"step": 1},
+        "other random numbers": not torch.equal(drawn, drawn_again),
         "buffers that are not pinned": int(unpinned),
-    }  # fmt: skip
+    }
 
 
 def sampling(device: torch.device, folder: Path) -> dict[str, float]:
-    """The likeliest tokens, with keys and values kept and without, compared with those of the float64 model."""
+    """The likeliest tokens, with keys and values kept and without, compared with those of the
+    float64 model."""
     cfg = config(device)
     job = train.build(cfg)
     family, args = train.architecture(cfg)
     plain = family.build(args)
     init.initialise(plain, family.initial_values(args), cfg.run.seed)
-    wanted = sample(plain.double(), PROMPT, 20, CONTEXT, torch.device("cpu"), temperature=0, cache=False)
+    wanted = sample(
+        plain.double(), PROMPT, 20, CONTEXT, torch.device("cpu"), temperature=0, cache=False
+    )
     errors = {}
     for name, cache in ("with a cache", True), ("without one", False):
         ids = sample(job.model, PROMPT, 20, CONTEXT, device, temperature=0, cache=cache)
@@ -312,11 +350,15 @@ def sampling(device: torch.device, folder: Path) -> dict[str, float]:
     return errors
 
 
-# Mixtures whose experts are chosen by leads that rounding does not change, in widths that grouped GEMMs take.
+# Mixtures whose experts are chosen by leads that rounding does not change, in widths that grouped
+# GEMMs take.
 EXPERTS = (
-    "--model.family=qwen3", "--model.n_experts=4", "--model.experts_per_token=2", "--model.expert_dim=32",
+    "--model.family=qwen3",
+    "--model.n_experts=4",
+    "--model.experts_per_token=2",
+    "--model.expert_dim=32",
     "--model.balance_loss=0",
-)  # fmt: skip
+)
 
 
 def experts(device: torch.device, folder: Path) -> dict[str, float]:
@@ -337,7 +379,9 @@ def offload(device: torch.device, folder: Path) -> dict[str, float]:
 
 def on_a_mesh(device: torch.device, *options: str) -> dict[str, float]:
     """A run on the mesh of these options; every rank compares the parameters that it has."""
-    cfg = load_config([*config_words(device), *options], meshes.world().size, meshes.world().local_size)
+    cfg = load_config(
+        [*config_words(device), *options], meshes.world().size, meshes.world().local_size
+    )
     seen, wanted = trained(cfg, has_logits=False), judge(cfg)
     wanted.pop("logits")
     for kind in "initial weights", "gradients", "weights":
@@ -363,7 +407,9 @@ def context(device: torch.device, folder: Path) -> dict[str, float]:
 
 
 def expert_parallel(device: torch.device, folder: Path) -> dict[str, float]:
-    return on_a_mesh(device, *EXPERTS, "--parallelism.expert_parallel=2", "--training.local_batch_size=2")
+    return on_a_mesh(
+        device, *EXPERTS, "--parallelism.expert_parallel=2", "--training.local_batch_size=2"
+    )
 
 
 ONE_RAISES = """
@@ -386,13 +432,41 @@ def error(device: torch.device, folder: Path) -> dict[str, float]:
     program = folder / "one_raises.py"
     program.parent.mkdir(parents=True, exist_ok=True)
     program.write_text(ONE_RAISES)
-    run = [*config_words(device), "--data.source=stdlib", f"--data.cache={folder / 'cache'}", f"--run.folder={folder / 'run'}"]
-    run += ["--training.local_batch_size=2", "--training.steps=4", "--validation.interval=0", "--debug.sample_tokens=0"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(program)]
+    run = [
+        *config_words(device),
+        "--data.source=stdlib",
+        f"--data.cache={folder / 'cache'}",
+        f"--run.folder={folder / 'run'}",
+    ]
+    run += [
+        "--training.local_batch_size=2",
+        "--training.steps=4",
+        "--validation.interval=0",
+        "--debug.sample_tokens=0",
+    ]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        str(program),
+    ]
     place = {"PYTHONPATH": str(ROOT), "FAILS": str(ranks - 1)}
-    outside = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    outside = {
+        name: x
+        for name, x in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     began = time.monotonic()
-    done = subprocess.run([*launcher, *run], cwd=ROOT, env=outside | place, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*launcher, *run],
+        cwd=ROOT,
+        env=outside | place,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     return {
         "exit code 0": float(done.returncode == 0),
         "error not told": float("a mistake of one rank alone" not in done.stdout + done.stderr),
@@ -410,7 +484,9 @@ class Check(NamedTuple):
 CHECKS = {
     "float32": Check(float32, ROUNDING, "float32 without TF32, train.build and train.train_step"),
     "fsdp": Check(fsdp, ROUNDING, "the same under FSDP2 on one rank"),
-    "fsdp_and_tp": Check(fsdp_and_tp, ROUNDING, "the same under FSDP2 and tensor parallelism on one rank"),
+    "fsdp_and_tp": Check(
+        fsdp_and_tp, ROUNDING, "the same under FSDP2 and tensor parallelism on one rank"
+    ),
     "bfloat16": Check(bfloat16, 0.05, "the same in bfloat16"),
     "control": Check(control, 0, "the comparison sees a coarser type"),
     "sampling": Check(sampling, 0, "the likeliest tokens"),
@@ -420,7 +496,9 @@ CHECKS = {
     "checkpoint": Check(checkpoint, 0, "a save beside training, and a load"),
     "experts": Check(experts, ROUNDING, "mixtures of experts in float32"),
     "experts_bfloat16": Check(experts_bfloat16, 0.05, "the same in bfloat16, by a grouped GEMM"),
-    "offload": Check(offload, ROUNDING, "weights and optimizer on the CPU, under FSDP2 on one rank"),
+    "offload": Check(
+        offload, ROUNDING, "weights and optimizer on the CPU, under FSDP2 on one rank"
+    ),
     "error": Check(error, 0, "a rank that raises ends the run at once"),
     "fsdp_of_two": Check(fsdp_of_two, ROUNDING, "FSDP2 on two ranks", 2),
     "tensor_parallel": Check(tensor_parallel, ROUNDING, "tensor parallelism on two ranks", 2),
@@ -445,13 +523,22 @@ def here(name: str, device: torch.device) -> tuple[list[str], dict[str, float]]:
 
 
 def apart(name: str) -> tuple[list[str], dict[str, float]]:
-    """The same of a check that takes several ranks, in processes of their own. The largest error of any rank counts."""
+    """The same of a check that takes several ranks, in processes of their own. The largest error of
+    any rank counts."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PLUMBLINE_ERRORS": folder}
         ranks = CHECKS[name].ranks
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
         command = [*launcher, "-m", "tools.bench.device.checks", name]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
         written = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     if len(written) < ranks:
         return [f"its ranks ended with {done.returncode}: {done.stderr[-2000:]}"], {}
@@ -469,7 +556,9 @@ def as_rank(name: str, place: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CHECKS)}")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -483,16 +572,28 @@ def main() -> int:
         check = CHECKS[name]
         lacking = device.type == "cuda" and torch.cuda.device_count() < check.ranks
         if lacking:
-            rows.append([name, check.about, "", f"{check.limit:g}", f"left out: it needs {check.ranks} GPUs"])
+            rows.append(
+                [
+                    name,
+                    check.about,
+                    "",
+                    f"{check.limit:g}",
+                    f"left out: it needs {check.ranks} GPUs",
+                ]
+            )
             print(" | ".join(rows[-1]), flush=True)
             continue
         too_large, errors = apart(name) if check.ranks > meshes.world().size else here(name, device)
         wrong += [f"{name}: {what}" for what in too_large]
         measured = "; ".join(f"{what} {error:.2g}" for what, error in errors.items())
-        rows.append([name, check.about, measured, f"{check.limit:g}", "FAILED" if too_large else "ok"])
+        rows.append(
+            [name, check.about, measured, f"{check.limit:g}", "FAILED" if too_large else "ok"]
+        )
         print(" | ".join(rows[-1]), flush=True)
     columns = ["check", "what", "largest relative errors, or counts", "limit", "result"]
-    harness.report("Does it run", columns, rows, "Compared with a plain float64 model on the CPU.", args.json)
+    harness.report(
+        "Does it run", columns, rows, "Compared with a plain float64 model on the CPU.", args.json
+    )
     if wrong:
         print(f"above the limit: {'; '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0

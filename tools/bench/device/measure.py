@@ -2,15 +2,18 @@
 
     python -m tools.bench.device.measure (rates | step NAME | beside NAME | saves | longest) [--json out.json]
 
-- rates: what `tools.plan` wants to know of a device, as the numbers of a row of tools/plan/devices.toml.
-- step NAME: one of STEPS, through tools/bench/sections.py; 8B's layers are as many as fit, by the plan.
-- beside NAME: our step beside that of the bare loop (bare), or of a peer that is installed (hf, torchtitan):
-  tools/bench/step.py.
+- rates: what `tools.plan` wants to know of a device, as the numbers of a row of
+  tools/plan/devices.toml.
+- step NAME: one of STEPS, through tools/bench/sections.py; 8B's layers are as many as fit, by the
+  plan.
+- beside NAME: our step beside that of the bare loop (bare), or of a peer that is installed (hf,
+  torchtitan): tools/bench/step.py.
 - saves: how long training waits for a save, how much longer the steps beside it take, and a load.
-- longest: the longest sequence of which a step fits, by doubling, each length in a process of its own.
+- longest: the longest sequence of which a step fits, by doubling, each length in a process of its
+  own.
 
-On a CPU the sizes are small, so that all of it takes minutes: that is how the command is tested. Exit code 2 and a
-sentence where something cannot run here.
+On a CPU the sizes are small, so that all of it takes minutes: that is how the command is tested.
+Exit code 2 and a sentence where something cannot run here.
 """
 
 import argparse
@@ -34,7 +37,8 @@ from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from models.kernels.causal_attention import causal_attention
 from parallelisms.mesh import close_mesh
-from tools.bench import harness, sections, step as others
+from tools.bench import harness, sections
+from tools.bench import step as others
 from tools.plan.device import MEMORY_EFFICIENCY, Device, known_device, measure_cpu
 from tools.plan.plan import Question, make_plan
 from tools.preflight.machine import best
@@ -44,34 +48,57 @@ GPU = torch.cuda.is_available()
 KIND = "cuda" if GPU else "cpu"
 BFLOAT16 = "--training.param_dtype=bfloat16"
 WHOLE = (  # models that one GPU holds with their training state
-    f"--training.seq_len=8192 {BFLOAT16} --activation_checkpoint.mode=selective --compile.enabled=true"
+    f"--training.seq_len=8192 {BFLOAT16} --activation_checkpoint.mode=selective "
+    "--compile.enabled=true"
 )
 STEPS = {  # name -> options, by kind of device; a kind that is missing cannot run it
     "8B layers": {"cuda": sections.LAYERS_8B, "cpu": f"{sections.BENCH} {BFLOAT16}"},
     "8B layers float8 tensorwise": {"cuda": f"{sections.LAYERS_8B} --training.float8=tensorwise"},
     "8B layers float8 rowwise": {"cuda": f"{sections.LAYERS_8B} --training.float8=rowwise"},
     "1B": {
-        "cuda": f"--model.flavor=1B {WHOLE} --training.local_batch_size=2 --training.global_batch_size=2",
+        "cuda": (
+            f"--model.flavor=1B {WHOLE} --training.local_batch_size=2 "
+            "--training.global_batch_size=2"
+        ),
         "cpu": f"{sections.LAYERS_1B} {BFLOAT16}",
     },
-    "3B": {"cuda": f"--model.flavor=3B {WHOLE} --training.local_batch_size=1 --training.global_batch_size=1"},
+    "3B": {
+        "cuda": (
+            f"--model.flavor=3B {WHOLE} --training.local_batch_size=1 "
+            "--training.global_batch_size=1"
+        )
+    },
 }
 ABOUT = {  # what the sizes on a CPU stand for
     "cuda": "",
-    "cpu": " On a CPU a small model stands for a large one: 8 layers of width 512 for 8B's and for saves, 2 layers of "
-           "1B for 1B.",
+    "cpu": " On a CPU a small model stands for a large one: 8 layers of width 512 for 8B's and "
+    "for saves, 2 layers of "
+    "1B for 1B.",
 }
 ROUNDS = {"cuda": 8, "cpu": 2}
 SAVED = {
-    "cuda": f"--model.flavor=1B {WHOLE} --training.local_batch_size=2 --training.global_batch_size=2",
-    "cpu": f"{sections.BENCH} {BFLOAT16} --training.local_batch_size=2 --training.global_batch_size=2",
+    "cuda": (
+        f"--model.flavor=1B {WHOLE} --training.local_batch_size=2 --training.global_batch_size=2"
+    ),
+    "cpu": (
+        f"{sections.BENCH} {BFLOAT16} --training.local_batch_size=2 --training.global_batch_size=2"
+    ),
 }
-BESIDE = {  # nobody recomputes, because the bare loop and Hugging Face's do not; a smaller vocabulary, so that all fit
+# nobody recomputes, because the bare loop and Hugging Face's do not; a smaller vocabulary, so that
+# all fit
+BESIDE = {
     "cuda": f"{sections.LAYERS_8B} --activation_checkpoint.mode=none --model.vocab_size=32768",
     "cpu": "--training.local_batch_size=2 --training.global_batch_size=2",
 }
-LONGEST = {  # options, the first length, the last one that is tried (the model's positions end there), seconds for each
-    "cuda": ("--model.flavor=8B --model.n_layers=16 --activation_checkpoint.mode=full", 16384, 131072, 120),
+# options, the first length, the last one that is tried (the model's positions end there), seconds
+# for each
+LONGEST = {
+    "cuda": (
+        "--model.flavor=8B --model.n_layers=16 --activation_checkpoint.mode=full",
+        16384,
+        131072,
+        120,
+    ),
     "cpu": ("--activation_checkpoint.mode=full", 512, 2048, 60),
 }
 FITS, TOO_LARGE, TOO_SLOW = "fits", "out of memory", "takes too long"
@@ -81,7 +108,10 @@ OUT_OF_MEMORY = 3  # exit code of a process that tries a length
 def rates() -> dict:
     device = measure_gpu() if GPU else measure_cpu()
     numbers = device.model_dump(exclude_defaults=True)
-    rows = [[name, f"{value:.4g}" if isinstance(value, float) else value] for name, value in numbers.items()]
+    rows = [
+        [name, f"{value:.4g}" if isinstance(value, float) else value]
+        for name, value in numbers.items()
+    ]
     columns = ["field of tools/plan/devices.toml", "measured"]
     return {"title": "Rates of the device", "columns": columns, "rows": rows, "numbers": numbers}
 
@@ -94,40 +124,62 @@ def measure_gpu() -> Device:
 
 
 def rates_of(device: torch.device, smaller: int = 1) -> tuple[float, float, float, float]:
-    """FLOP/s of a product and of attention in bfloat16, forward and backward together, at the sizes of 8B's layers
-    for 8,192 tokens; bytes per second that a copy inside the device reads and writes, and of a copy to host memory
-    (pinned, if the device is a GPU). smaller: divides the tokens and the copies, so that a CPU can rehearse it."""
+    """FLOP/s of a product and of attention in bfloat16, forward and backward together, at the sizes
+    of 8B's layers for 8,192 tokens; bytes per second that a copy inside the device reads and
+    writes, and of a copy to host memory (pinned, if the device is a GPU). smaller: divides the
+    tokens and the copies, so that a CPU can rehearse it."""
     how, tokens = {"device": device, "dtype": torch.bfloat16}, 8192 // smaller
     x, w = torch.randn(tokens, 4096, **how), torch.randn(4096, 14336, **how)
     product_rate = 2 * tokens * 4096 * 14336 / best(lambda: x @ w, device)
-    q, k, v = (torch.randn(1, heads, tokens, 128, **how, requires_grad=True) for heads in (32, 8, 8))
+    q, k, v = (
+        torch.randn(1, heads, tokens, 128, **how, requires_grad=True) for heads in (32, 8, 8)
+    )
     out = causal_attention(q, k, v)
     grad = torch.randn_like(out)
     seconds = best(lambda: causal_attention(q, k, v), device)
     seconds += best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
-    attention_rate = (2 + 5) * 32 * tokens**2 * 128 / seconds  # 2 and 5 products, of which causality needs half
+    # 2 and 5 products, of which causality needs half
+    attention_rate = (2 + 5) * 32 * tokens**2 * 128 / seconds
     block = torch.ones((1 << 28) // smaller, device=device)  # 1 GiB
-    other, on_host = torch.empty_like(block), torch.empty(len(block), pin_memory=device.type == "cuda")
+    other, on_host = (
+        torch.empty_like(block),
+        torch.empty(len(block), pin_memory=device.type == "cuda"),
+    )
     copied = 2 * block.nbytes / best(lambda: other.copy_(block), device)
     to_host = block.nbytes / best(lambda: on_host.copy_(block, non_blocking=True), device)
     return product_rate, attention_rate, copied, to_host
 
 
 def as_device(
-    name: str, memory_gib: float, product_rate: float, attention_rate: float, copied: float, to_host: float
+    name: str,
+    memory_gib: float,
+    product_rate: float,
+    attention_rate: float,
+    copied: float,
+    to_host: float,
 ) -> Device:
-    """The planner's row of a GPU with these rates, as `rates_of` measures them. The links to other GPUs are those of
-    the table's row of that name, if there is one, because one GPU cannot measure them."""
+    """The planner's row of a GPU with these rates, as `rates_of` measures them. The links to other
+    GPUs are those of the table's row of that name, if there is one, because one GPU cannot measure
+    them."""
     row = known_device(name)
     peak = peak_flops(name)
-    links = {field: getattr(row, field) for field in ("link_gb_per_s", "fabric_gb_per_s")} if row else {}
+    links = (
+        {field: getattr(row, field) for field in ("link_gb_per_s", "fabric_gb_per_s")}
+        if row
+        else {}
+    )
     return Device(
-        **{"link_gb_per_s": 32.0, "fabric_gb_per_s": 12.5} | links, name=name, memory_gib=memory_gib,
-        peak_tflops=0.0 if peak else product_rate / 1e12, memory_gb_per_s=copied / 1e9 / MEMORY_EFFICIENCY,
-        host_gb_per_s=to_host / 1e9, matmul_efficiency=min(1.0, product_rate / (peak or product_rate)),
+        **{"link_gb_per_s": 32.0, "fabric_gb_per_s": 12.5} | links,
+        name=name,
+        memory_gib=memory_gib,
+        peak_tflops=0.0 if peak else product_rate / 1e12,
+        memory_gb_per_s=copied / 1e9 / MEMORY_EFFICIENCY,
+        host_gb_per_s=to_host / 1e9,
+        matmul_efficiency=min(1.0, product_rate / (peak or product_rate)),
         attention_efficiency=min(1.0, attention_rate / (peak or product_rate)),
-        source=f"measured by tools.bench.device; links {'of the table' if row else 'assumed: PCIe gen4, 100 Gb/s'}",
-    )  # fmt: skip
+        source="measured by tools.bench.device; links "
+        f"{'of the table' if row else 'assumed: PCIe gen4, 100 Gb/s'}",
+    )
 
 
 def one_step(name: str) -> dict:
@@ -144,23 +196,34 @@ def one_step(name: str) -> dict:
     layers = train.architecture(load_config(options))[1].n_layers
     row = [*sections.row(name if GPU else f"{name} (small)", seen), str(layers), f"{planned:.2f}"]
     columns = [*sections.COLUMNS, "layers", "plan GiB"]
-    notes = f"{ROUNDS[KIND]} rounds. The plan is for live GiB, without Python and PyTorch.{ABOUT[KIND]}"
-    return {"title": "Training steps", "columns": columns, "rows": [row], "notes": notes, "numbers": seen}
+    notes = (
+        f"{ROUNDS[KIND]} rounds. The plan is for live GiB, without Python and PyTorch.{ABOUT[KIND]}"
+    )
+    return {
+        "title": "Training steps",
+        "columns": columns,
+        "rows": [row],
+        "notes": notes,
+        "numbers": seen,
+    }
 
 
 def layers_that_fit(options: list[str], share: float = 1.0) -> int:
-    """How many layers of these options one GPU's memory (or a share of it) holds, by the plan, which adds what the
-    allocator wastes. Raises InputError if not even one fits."""
+    """How many layers of these options one GPU's memory (or a share of it) holds, by the plan,
+    which adds what the allocator wastes. Raises InputError if not even one fits."""
     room = torch.cuda.mem_get_info()[1] / 2**30 * share
     return most_layers(room, lambda layers: needed_gib([*options, f"--model.n_layers={layers}"]))
 
 
 def most_layers(room: float, needed: Callable[[int], float]) -> int:
-    """From what 2 and 4 layers need, since memory grows by the same amount with each layer. Raises InputError."""
+    """From what 2 and 4 layers need, since memory grows by the same amount with each layer. Raises
+    InputError."""
     at_two, at_four = needed(2), needed(4)
     layers = int(2 + (room - at_two) / ((at_four - at_two) / 2))
     if layers < 1:
-        raise InputError(f"not even one layer fits: two need {at_two:.1f} GiB, and there are {room:.1f}")
+        raise InputError(
+            f"not even one layer fits: two need {at_two:.1f} GiB, and there are {room:.1f}"
+        )
     return layers
 
 
@@ -181,7 +244,9 @@ def ask_plan(options: list[str]) -> dict:
 
 def plan(options: list[str]) -> dict:
     """Runs in a process of its own, since it replaces the process group by a fake one."""
-    times_do_not_count = dict.fromkeys(("memory_gb_per_s", "link_gb_per_s", "fabric_gb_per_s", "peak_tflops"), 1.0)
+    times_do_not_count = dict.fromkeys(
+        ("memory_gb_per_s", "link_gb_per_s", "fabric_gb_per_s", "peak_tflops"), 1.0
+    )
     device = Device(memory_gib=1, **times_do_not_count)
     made = make_plan(load_config(options, 1, 1), Question(1, 1, device, on_gpu=GPU))
     return {"live": made.live / 2**30, "needed": made.needed / 2**30}
@@ -197,7 +262,12 @@ def beside(name: str) -> dict:
         options.append(f"--model.n_layers={layers_that_fit(options, 1 / 3)}")
     rows = others.measure("bfloat16", ["ours", name], options, ROUNDS[KIND])
     notes = f"{ROUNDS[KIND]} alternating rounds; {' '.join(options)}."
-    return {"title": "Step beside others", "columns": list(others.COLUMNS), "rows": rows, "notes": notes}
+    return {
+        "title": "Step beside others",
+        "columns": list(others.COLUMNS),
+        "rows": rows,
+        "notes": notes,
+    }
 
 
 def saves(folder: Path) -> dict:
@@ -228,26 +298,44 @@ def saves(folder: Path) -> dict:
     finally:
         shutil.rmtree(place)
         close_mesh()
-    stall, longer, durable, count = rounds[-1]  # in the first one, the files' pages are touched for the first time
+    # in the first one, the files' pages are touched for the first time
+    stall, longer, durable, count = rounds[-1]
     steps_alone = count * alone
     rows = [
         ["a step without a save", f"{alone * 1e3:,.0f} ms", ""],
-        ["training waits for a save", f"{stall * 1e3:,.1f} ms", f"{stall / steps_alone:.2%} of the steps beside it"],
-        [f"steps beside a save ({count}) take longer by", f"{longer * 1e3:,.0f} ms", f"{longer / steps_alone:.1%}"],
+        [
+            "training waits for a save",
+            f"{stall * 1e3:,.1f} ms",
+            f"{stall / steps_alone:.2%} of the steps beside it",
+        ],
+        [
+            f"steps beside a save ({count}) take longer by",
+            f"{longer * 1e3:,.0f} ms",
+            f"{longer / steps_alone:.1%}",
+        ],
         ["a save is durable after", f"{durable:.2f} s", f"{size / durable:.2f} GB/s"],
         ["load, with every byte verified", f"{loaded:.2f} s", f"{size / loaded:.2f} GB/s"],
     ]
     about = "pinned" if GPU else "pageable: there is no GPU"
-    notes = f"{size:.2f} GB of weights and optimizer state; host buffers are {about}. The second of two saves."
+    notes = (
+        f"{size:.2f} GB of weights and optimizer state; host buffers are {about}. The second "
+        "of two saves."
+    )
     notes += ABOUT[KIND]
-    return {"title": "Saves", "columns": ["what", "time", "rate or share"], "rows": rows, "notes": notes}
+    return {
+        "title": "Saves",
+        "columns": ["what", "time", "rate or share"],
+        "rows": rows,
+        "notes": notes,
+    }
 
 
 def beside_a_save(
     checkpoints: CheckpointManager, job: train.Job, number: int, step: Callable[[], float]
 ) -> tuple[float, float, float, int]:
-    """Save, and train until it is durable. Seconds that training waits, seconds of the steps beyond as many medians
-    of three steps before, seconds until it is durable, and the number of those steps."""
+    """Save, and train until it is durable. Seconds that training waits, seconds of the steps beyond
+    as many medians of three steps before, seconds until it is durable, and the number of those
+    steps."""
     usual = statistics.median(step() for _ in range(3))
     checkpoints.stall()
     began = time.perf_counter()
@@ -257,7 +345,12 @@ def beside_a_save(
         seconds.append(step())
     durable = time.perf_counter() - began
     checkpoints.poll()
-    return checkpoints.stall() + blocked, blocked + sum(seconds) - usual * len(seconds), durable, len(seconds)
+    return (
+        checkpoints.stall() + blocked,
+        blocked + sum(seconds) - usual * len(seconds),
+        durable,
+        len(seconds),
+    )
 
 
 def longest() -> dict:
@@ -265,13 +358,17 @@ def longest() -> dict:
     tried = search(lambda tokens: try_length(options.split(), tokens, limit), first, most)
     rows = [[f"{tokens:,}", outcome] for tokens, outcome in sorted(tried.items())]
     fitting = [tokens for tokens, outcome in tried.items() if outcome.startswith(FITS)]
-    notes = f"{options}, bfloat16, one sequence. Lengths above {most:,} are not tried, and each has {limit} s."
+    notes = (
+        f"{options}, bfloat16, one sequence. Lengths above {most:,} are not tried, and each "
+        f"has {limit} s."
+    )
     title = f"The longest sequence: {f'{max(fitting):,}' if fitting else f'below {first:,}'} tokens"
     return {"title": title, "columns": ["tokens", "outcome"], "rows": rows, "notes": notes}
 
 
 def search(outcome: Callable[[int], str], first: int, most: int) -> dict[int, str]:
-    """The outcome by length: lengths double until one does not fit, and then half of the last doubling is tried."""
+    """The outcome by length: lengths double until one does not fit, and then half of the last
+    doubling is tried."""
     tried, tokens = {}, first
     while tokens <= most:
         tried[tokens] = outcome(tokens)
@@ -284,10 +381,22 @@ def search(outcome: Callable[[int], str], first: int, most: int) -> dict[int, st
 
 
 def try_length(options: list[str], tokens: int, limit: float) -> str:
-    """What becomes of two steps on a sequence of so many tokens. Raises RuntimeError if they fail for any other
-    reason than memory or time."""
-    one_sequence = ("--training.local_batch_size=1", "--training.global_batch_size=1", f"--training.seq_len={tokens}")
-    command = [sys.executable, "-m", "tools.bench.device.measure", "try", *options, BFLOAT16, *one_sequence]
+    """What becomes of two steps on a sequence of so many tokens. Raises RuntimeError if they fail
+    for any other reason than memory or time."""
+    one_sequence = (
+        "--training.local_batch_size=1",
+        "--training.global_batch_size=1",
+        f"--training.seq_len={tokens}",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "tools.bench.device.measure",
+        "try",
+        *options,
+        BFLOAT16,
+        *one_sequence,
+    ]
     how = {"capture_output": True, "text": True, "preexec_fn": harness.end_with_parent}
     try:
         done = subprocess.run(command, timeout=limit, **how)
@@ -302,11 +411,15 @@ def try_length(options: list[str], tokens: int, limit: float) -> str:
 
 
 def try_steps(options: list[str]) -> dict:
-    """Runs in a process of its own: two steps, of which the second is timed. Ends it with OUT_OF_MEMORY."""
+    """Runs in a process of its own: two steps, of which the second is timed. Ends it with
+    OUT_OF_MEMORY."""
     cfg = load_config(options)
     try:
         job = train.build(cfg)
-        batch = {name: torch.zeros(1, 1, cfg.training.seq_len, dtype=torch.int64) for name in ("tokens", "labels")}
+        batch = {
+            name: torch.zeros(1, 1, cfg.training.seq_len, dtype=torch.int64)
+            for name in ("tokens", "labels")
+        }
         seconds = harness.alternate({"": lambda: train.train_step(job, batch)}, 1, 1)[""][0]
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not out_of_memory(error):
@@ -317,27 +430,37 @@ def try_steps(options: list[str]) -> dict:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Also that of the CPU's allocator, which is an ordinary RuntimeError, and of cuBLAS, which has no memory of its
-    own."""
+    """Also that of the CPU's allocator, which is an ordinary RuntimeError, and of cuBLAS, which has
+    no memory of its own."""
     words = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", choices=("rates", "step", "beside", "saves", "longest", "plan", "try", "about"))
-    parser.add_argument("name", nargs="?", default="", help="of a step, with _ for spaces, or of a contender")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "subject", choices=("rates", "step", "beside", "saves", "longest", "plan", "try", "about")
+    )
+    parser.add_argument(
+        "name", nargs="?", default="", help="of a step, with _ for spaces, or of a contender"
+    )
     parser.add_argument("--json")
     args, options = parser.parse_known_args()
     answers = {
-        "plan": lambda: plan(options), "try": lambda: try_steps(options),
+        "plan": lambda: plan(options),
+        "try": lambda: try_steps(options),
         "about": lambda: harness.machine() | {"kind": KIND},
-    }  # fmt: skip
+    }
     folder = Path(args.json).parent if args.json else Path.cwd()
     reports = {
-        "rates": rates, "step": lambda: one_step(args.name.replace("_", " ")), "beside": lambda: beside(args.name),
-        "saves": lambda: saves(folder), "longest": longest,
-    }  # fmt: skip
+        "rates": rates,
+        "step": lambda: one_step(args.name.replace("_", " ")),
+        "beside": lambda: beside(args.name),
+        "saves": lambda: saves(folder),
+        "longest": longest,
+    }
     try:
         if args.subject in answers:
             print(json.dumps(answers[args.subject]()))

@@ -1,5 +1,5 @@
-"""What `tools.bench.device` has measured so far: a JSON file, and the Markdown tables and the planner's device made
-of it."""
+"""What `tools.bench.device` has measured so far: a JSON file, and the Markdown tables and the
+planner's device made of it."""
 
 import json
 from pathlib import Path
@@ -15,13 +15,13 @@ CALIBRATION = "rates"  # the part whose numbers the planner reads
 
 
 class Record:
-    """Entries by part: `state`; `why`, unless it is done; `ended`; and if the part was started, `seconds`, `log` and
-    `report` (what `harness.report` wrote). Every change is written at once, and a crash leaves the old file or the
-    new."""
+    """Entries by part: `state`; `why`, unless it is done; `ended`; and if the part was started,
+    `seconds`, `log` and `report` (what `harness.report` wrote). Every change is written at once,
+    and a crash leaves the old file or the new."""
 
     def __init__(self, path: Path, machine: dict[str, str], names: list[str]) -> None:
-        """names: of all parts, in their order. Raises InputError if the file cannot be read, or is from another
-        machine."""
+        """names: of all parts, in their order. Raises InputError if the file cannot be read, or is
+        from another machine."""
         self.path, self.machine, self.names = path, machine, names
         self.entries: dict[str, dict] = {}
         if not path.exists():
@@ -30,12 +30,20 @@ class Record:
             before = json.loads(path.read_text(encoding="utf-8"))
             self.entries, then = dict(before["parts"]), dict(before["machine"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            problem = f"{path} is not a record of this command ({error!r}): move it away, or give another --json"
+            problem = (
+                f"{path} is not a record of this command ({error!r}): move it away, or give "
+                "another --json"
+            )
             raise InputError(problem) from None
-        different = [f"{key} was {then.get(key)} and is {now}" for key, now in machine.items()
-                     if key in SAME and then.get(key) != now]  # fmt: skip
+        different = [
+            f"{key} was {then.get(key)} and is {now}"
+            for key, now in machine.items()
+            if key in SAME and then.get(key) != now
+        ]
         if different:
-            raise InputError(f"{path} was measured elsewhere: {'; '.join(different)}. Give another --json")
+            raise InputError(
+                f"{path} was measured elsewhere: {'; '.join(different)}. Give another --json"
+            )
 
     def state(self, name: str) -> str:
         return self.entries.get(name, {}).get("state", NOT_RUN)
@@ -67,31 +75,51 @@ class Record:
         return "\n".join(rows)
 
     def markdown(self) -> str:
-        """The summary and the table of every part that has one. Numbers of a device that was not at hand are missing,
-        never those of a different one."""
+        """The summary and the table of every part that has one. Numbers of a device that was not at
+        hand are missing, never those of a different one."""
         about = ", ".join(f"{key} {value}" for key, value in self.machine.items())
         tables = [harness.table(*table, dict(machine)) for table, machine in self.tables()]
-        lines = "\n\n".join(["## Everything on one device", f"{about}.", self.summary(), *tables]).splitlines()
+        lines = "\n\n".join(
+            ["## Everything on one device", f"{about}.", self.summary(), *tables]
+        ).splitlines()
         return "\n".join(line if line.startswith(("|", "#")) else fill(line, 118) for line in lines)
 
     def tables(self) -> list[tuple]:
-        """Title, columns, rows and notes of each table, and the machine it was measured on. Parts that differ in
-        their rows alone make one table."""
+        """Title, columns, rows and notes of each table, and the machine it was measured on. Parts
+        that differ in their rows alone make one table."""
         rows_of: dict[tuple, list] = {}
         for name in self.names:
             if report := self.entries.get(name, {}).get("report"):
-                key = report["title"], tuple(report["columns"]), report["notes"], tuple(report["machine"].items())
+                key = (
+                    report["title"],
+                    tuple(report["columns"]),
+                    report["notes"],
+                    tuple(report["machine"].items()),
+                )
                 rows_of.setdefault(key, []).extend(report["rows"])
-        return [((title, columns, rows, notes), machine) for (title, columns, notes, machine), rows in rows_of.items()]
+        return [
+            ((title, columns, rows, notes), machine)
+            for (title, columns, notes, machine), rows in rows_of.items()
+        ]
 
     def calibration(self) -> str:
-        """The device as a file for `tools.plan --device`; "" before the part that measures it is done."""
+        """The device as a file for `tools.plan --device`; "" before the part that measures it is
+        done."""
         entry = self.entries.get(CALIBRATION, {})
         numbers = (entry.get("report") or {}).get("numbers") if entry.get("state") == DONE else None
         if not numbers:
             return ""
-        heading = f"# Measured by tools.bench.device, {entry['ended']}; tools/plan/devices.toml explains the fields."
-        return "\n".join([heading, "[device]", *(f"{field} = {json.dumps(value)}" for field, value in numbers.items())])
+        heading = (
+            f"# Measured by tools.bench.device, {entry['ended']}; tools/plan/devices.toml "
+            "explains the fields."
+        )
+        return "\n".join(
+            [
+                heading,
+                "[device]",
+                *(f"{field} = {json.dumps(value)}" for field, value in numbers.items()),
+            ]
+        )
 
 
 def read_report(path: Path) -> dict | None:
