@@ -4,7 +4,8 @@ None of these raises an error. The run trains, worse or differently, and mostly 
 puts one of them in, trains on two ranks, and compares with the plain model as tests/test_parallel.py does (`tests/parity.py`). The
 same numbers are then compared with the tolerances that other projects use (LOOSE), to count what those let through.
 
-`docs/museum.md` has the table. `python -m tests.test_museum` prints it.
+`docs/museum.md` has the counts, and `tools/bench/results/museum.txt` has the table.
+`python -m tests.test_museum` prints it.
 """
 
 import re
@@ -47,7 +48,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cap(240)]  # whichever test comes fi
 
 MESHES = DENSE_MESHES | EXPERT_MESHES
 
-# The mistakes. The docstring of each is its line in docs/museum.md.
+# The mistakes. The docstring of each is its line in tools/bench/results/museum.txt.
 
 
 def own_token_counts(patch: Patch) -> None:
@@ -663,7 +664,7 @@ class Finding(NamedTuple):
     error: str  # the largest relative one, in words
 
     def __str__(self) -> str:
-        """A line of the table of docs/museum.md."""
+        """A line of the table."""
         caught = ["no" if passed else "yes" for passed in self.passes]
         cells = [self.row.number, self.row.bug.__doc__, self.row.mesh, ", ".join(self.seen_in), self.error, *caught]
         return f"| {' | '.join(cells)} |"
@@ -707,10 +708,29 @@ def test_without_a_mistake_nothing_is_seen(findings):
     assert findings[1] == []
 
 
+TABLE = ROOT / "tools" / "bench" / "results" / "museum.txt"
+PAGE = ROOT / "docs" / "museum.md"
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of a table."""
+    return [cell.strip() for cell in line.strip("| ").split("|")]
+
+
 def comparable(line: str) -> list[str]:
     """The cells of a line of the table, without the size of the error, which differs between machines."""
-    cells = [cell.strip() for cell in line.strip("| ").split("|")]
+    cells = cells_of(line)
     return cells[:4] + cells[5:]
+
+
+def lines_of_the_table() -> list[str]:
+    """The lines of the committed table, one for each row."""
+    columns = 5 + len(LOOSE)
+    lines = []
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        if re.match(r"\| \d+b? +\|", line) and line.count("|") == columns + 1:
+            lines.append(line)
+    return lines
 
 
 def caught(of_rows: list[Finding], index: int) -> str:
@@ -719,11 +739,30 @@ def caught(of_rows: list[Finding], index: int) -> str:
 
 
 def test_the_table_of_the_docs_is_what_the_runs_show(findings):
-    text = (ROOT / "docs" / "museum.md").read_text()
-    lines = [line for line in text.splitlines() if re.match(r"\| \d+b? \|", line) and line.count("|") == 6 + len(LOOSE)]
-    assert [comparable(line) for line in lines] == [comparable(str(finding)) for finding in findings[0]]
+    text = PAGE.read_text(encoding="utf-8")
+    assert [comparable(line) for line in lines_of_the_table()] == [comparable(str(finding)) for finding in findings[0]]
     missing = [sentence for i in range(len(LOOSE)) if (sentence := caught(findings[0], i)) not in text]
     assert not missing, missing
+
+
+# A line of docs/museum.md: a subject, its rows, and how many of them each tolerance sees.
+GROUP = re.compile(r"^\| [^|]+ \| ([\db, ]+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
+
+
+def test_the_counts_of_the_docs_are_those_of_the_table():
+    """Every row is in one group."""
+    seen = {}
+    for line in lines_of_the_table():
+        cells = cells_of(line)
+        seen[cells[0]] = cells[5:]
+    grouped = []
+    for names, *counts in GROUP.findall(PAGE.read_text(encoding="utf-8")):
+        rows = names.split(", ")
+        grouped += rows
+        for index, count in enumerate(counts):
+            caught_rows = [row for row in rows if seen[row][index] == "yes"]
+            assert len(caught_rows) == int(count), (names, list(LOOSE)[index])
+    assert sorted(grouped) == sorted(seen)
 
 
 if __name__ == "__main__":
