@@ -6,7 +6,8 @@ not show it. A row of ROWS puts one of them in, trains on two ranks, and compare
 model as tests/test_parallel.py does (`tests/parity.py`). The same numbers are then compared with
 the tolerances that other projects use (LOOSE), to count what those let through.
 
-`docs/museum.md` has the table. `python -m tests.test_museum` prints it.
+`docs/museum.md` has the counts, and `tools/bench/results/museum.txt` has the table.
+`python -m tests.test_museum` prints it.
 """
 
 import re
@@ -28,10 +29,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import train
 from checkpoint import state
-from data import loader
 from models import deepseek_v3, moe
-from models.kernels import document_attention as kernels
 from models.llama import Llama
+from data import loader
+from models.kernels import document_attention as kernels
 from parallelisms import cp, dp, ep, pp, tp
 from parallelisms.mesh import Mesh
 from tests.checkpoints import open_manager
@@ -63,7 +64,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cap(240)]
 
 MESHES = DENSE_MESHES | EXPERT_MESHES
 
-# The mistakes. The docstring of each is its line in docs/museum.md.
+# The mistakes. The docstring of each is its line in tools/bench/results/museum.txt.
 
 
 def own_token_counts(patch: Patch) -> None:
@@ -645,7 +646,7 @@ def none(patch: Patch) -> None:
 
 ONCE, EACH_TIME, CLIPS = (
     {"accumulation": "reduced once"},
-    {"accumulation": "reduced each time"},
+    {"accumulation": ("reduced each time")},
     {"clipping": "in force"},
 )
 TIED = {"embeddings": "tied"}
@@ -785,7 +786,7 @@ LOOSE: dict[str, Callable[[dict, dict], bool]] = {
 # falls behind it. They say something of their own where nothing else is seen.
 COUNTS = "counts of tokens"
 SEEN_IN = {
-    "initial": "initial values",
+    "initial": ("initial values"),
     "loss": "loss",
     "norm": "norm",
     "experts": COUNTS,
@@ -801,7 +802,7 @@ class Finding(NamedTuple):
     error: str  # the largest relative one, in words
 
     def __str__(self) -> str:
-        """A line of the table of docs/museum.md."""
+        """A line of the table."""
         caught = ["no" if passed else "yes" for passed in self.passes]
         cells = [
             self.row.number,
@@ -838,7 +839,13 @@ def measure() -> tuple[list[Finding], list[str]]:
         if len(seen_in) > 1 and COUNTS in seen_in:
             seen_in.remove(COUNTS)
         sizes = [
-            float(x) for problem in problems for x in re.findall(r"off by (\S+) relative", problem)
+            float(x)
+            for problem in problems
+            for x in re.findall(
+                r"off by (\S+) "
+                r"relative",
+                problem,
+            )
         ]
         passes = [passes(seen, oracle) for passes in LOOSE.values()]
         of_rows.append(Finding(row, seen_in, passes, f"{max(sizes, default=0):.0e}"))
@@ -860,11 +867,30 @@ def test_without_a_mistake_nothing_is_seen(findings):
     assert findings[1] == []
 
 
+TABLE = ROOT / "tools" / "bench" / "results" / "museum.txt"
+PAGE = ROOT / "docs" / "museum.md"
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of a table."""
+    return [cell.strip() for cell in line.strip("| ").split("|")]
+
+
 def comparable(line: str) -> list[str]:
     """The cells of a line of the table, without the size of the error, which differs between
     machines."""
-    cells = [cell.strip() for cell in line.strip("| ").split("|")]
+    cells = cells_of(line)
     return cells[:4] + cells[5:]
+
+
+def lines_of_the_table() -> list[str]:
+    """The lines of the committed table, one for each row."""
+    columns = 5 + len(LOOSE)
+    lines = []
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        if re.match(r"\| \d+b? +\|", line) and line.count("|") == columns + 1:
+            lines.append(line)
+    return lines
 
 
 def caught(of_rows: list[Finding], index: int) -> str:
@@ -876,19 +902,34 @@ def caught(of_rows: list[Finding], index: int) -> str:
 
 
 def test_the_table_of_the_docs_is_what_the_runs_show(findings):
-    text = (ROOT / "docs" / "museum.md").read_text()
-    lines = [
-        line
-        for line in text.splitlines()
-        if re.match(r"\| \d+b? \|", line) and line.count("|") == 6 + len(LOOSE)
-    ]
-    assert [comparable(line) for line in lines] == [
+    text = PAGE.read_text(encoding="utf-8")
+    assert [comparable(line) for line in lines_of_the_table()] == [
         comparable(str(finding)) for finding in findings[0]
     ]
     missing = [
         sentence for i in range(len(LOOSE)) if (sentence := caught(findings[0], i)) not in text
     ]
     assert not missing, missing
+
+
+# A line of docs/museum.md: a subject, its rows, and how many of them each tolerance sees.
+GROUP = re.compile(r"^\| [^|]+ \| ([\db, ]+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
+
+
+def test_the_counts_of_the_docs_are_those_of_the_table():
+    """Every row is in one group."""
+    seen = {}
+    for line in lines_of_the_table():
+        cells = cells_of(line)
+        seen[cells[0]] = cells[5:]
+    grouped = []
+    for names, *counts in GROUP.findall(PAGE.read_text(encoding="utf-8")):
+        rows = names.split(", ")
+        grouped += rows
+        for index, count in enumerate(counts):
+            caught_rows = [row for row in rows if seen[row][index] == "yes"]
+            assert len(caught_rows) == int(count), (names, list(LOOSE)[index])
+    assert sorted(grouped) == sorted(seen)
 
 
 if __name__ == "__main__":
