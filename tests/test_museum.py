@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import train
 from checkpoint import state
-from models import deepseek_v3, moe
-from models.llama import Llama
 from data import loader
+from models import deepseek_v3, moe
 from models.kernels import document_attention as kernels
+from models.llama import Llama
 from parallelisms import cp, dp, ep, pp, tp
 from parallelisms.mesh import Mesh
 from tests.checkpoints import open_manager
@@ -806,7 +806,7 @@ class Finding(NamedTuple):
         caught = ["no" if passed else "yes" for passed in self.passes]
         cells = [
             self.row.number,
-            self.row.bug.__doc__,
+            " ".join(self.row.bug.__doc__.split()),
             self.row.mesh,
             ", ".join(self.seen_in),
             self.error,
