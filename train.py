@@ -37,7 +37,7 @@ from data.open import Corpora, open_corpora
 from data.tokenizer import Tokenizer
 from models import MODELS
 from models.family import Family
-from models.moe import Routings
+from models.moe import RouterStatistics
 from parallelisms import contract, dp, parallelize, pp, tp
 from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh
@@ -147,12 +147,12 @@ class StepResult:
     losses: Tensor  # float32 [A, b, T], of this rank's tokens, 0 where a label does not count
     # number of a layer -> int64 [X], tokens of the global batch that each expert got
     expert_counts: dict[int, Tensor]
-    # number of a layer -> float32 [2], of this rank's tokens: see models/moe.py::Routings
+    # number of a layer -> float32 [2], of this rank's tokens: see models/moe.py::RouterStatistics
     router_sums: dict[int, Tensor]
     prepare_seconds: float  # this rank's, up to the first collective
     optimizer_seconds: float
     # ranks on which recomputing the gradient gave a different result; then no weight changed
-    unlike: list[int]
+    mismatching_ranks: list[int]
     flags: Flags  # whether each was raised on any rank: the same on all ranks
 
 
@@ -164,7 +164,7 @@ def train_step(
     flags: Callable[[], Flags] = Flags,
 ) -> StepResult:
     """One optimizer step on this rank's share of the global batch: tokens and labels, int64 [A, b,
-    T] in A micro-batches (with context parallelism T is this rank's part of a sequence).
+    T] in A microbatches (with context parallelism T is this rank's part of a sequence).
 
     A gradient whose norm is above `skip_above` changes no weight (training.skip_spikes). With
     `replay` the gradient is computed twice and compared with itself (debug.replay_interval).
@@ -177,11 +177,11 @@ def train_step(
     """
     if replay:
         flags_now = flags()  # what is sent must be the same both times
-        step, unlike = collectives.twice(
+        step, mismatching_ranks = collectives.twice(
             lambda: gradients(job, batch, lambda: flags_now), job.optimizer, job.mesh
         )
     else:
-        step, unlike = gradients(job, batch, flags), []
+        step, mismatching_ranks = gradients(job, batch, flags), []
     with record_function("clip"):
         grad_norm = clip_grad_norm(
             job.model.parameters(), job.cfg.training.max_norm, job.mesh.sum_over_pp
@@ -190,7 +190,7 @@ def train_step(
     grad_norm = grad_norm.to(step.loss.device, non_blocking=True)
     # the same on every rank: all are global
     fine = grad_norm.isfinite() & step.loss.isfinite() & (grad_norm <= skip_above)
-    fine &= (step.raised[Flags._fields.index("no_data")] == 0) & (not unlike)
+    fine &= (step.raised[Flags._fields.index("no_data")] == 0) & (not mismatching_ranks)
     numbers = read_later(torch.cat((torch.stack((step.loss, grad_norm, fine)), step.raised)))
     began = time.monotonic()
     with record_function("optimizer"):
@@ -209,7 +209,7 @@ def train_step(
         step.router_sums,
         step.prepare_seconds,
         optimizer_seconds,
-        unlike,
+        mismatching_ranks,
         any_rank,
     )
 
@@ -219,7 +219,7 @@ def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = F
 
     The loss is a sum over tokens, divided by the tokens of the *global* batch, which are counted
     first. So loss and gradient do not depend on how the batch is split over ranks and
-    micro-batches, not even where it is split unevenly.
+    microbatches, not even where it is split unevenly.
     """
     cfg, mesh, model = job.cfg, job.mesh, job.model
     began = time.monotonic()
@@ -229,7 +229,7 @@ def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = F
     counted = mesh.sum_over_tokens(counted)
     # FSDP averages over so many ranks; this makes it the sum
     scale = mesh.fsdp_mesh.size() / counted
-    feed.routings = Routings(scale)
+    feed.router_statistics = RouterStatistics(scale)
     # of the losses, then of each flag
     sums = torch.zeros(1 + len(Flags._fields), dtype=torch.float64, device=mesh.device)
     total, raised = sums[0], sums[1:]
@@ -244,16 +244,16 @@ def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = F
         loss.float(),
         raised,
         feed.losses,
-        counts_of_step(feed.routings, mesh),
-        feed.routings.sums,
+        counts_of_step(feed.router_statistics, mesh),
+        feed.router_statistics.sums,
         prepare_seconds,
     )
 
 
 def one_after_another(job: Job, feed: Feed, scale: Tensor) -> Tensor:
-    """Compute the gradient of `scale` times the summed loss of all micro-batches. Returns that sum,
+    """Compute the gradient of `scale` times the summed loss of all microbatches. Returns that sum,
     a float64 scalar."""
-    # float32 would round at every micro-batch
+    # float32 would round at every microbatch
     total = torch.zeros((), dtype=torch.float64, device=job.mesh.device)
     for a in range(len(feed)):
         dp.synchronise_gradients(
@@ -361,7 +361,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
                 batches.end()
                 break
             step += 1
-            guard.check_replay(step, result.unlike)
+            guard.check_replay(step, result.mismatching_ranks)
             meter.add(batch, result)
             meter.worked += clock.lap("other" if result.skipped else "productive")
             clock.move(checkpoints.stall(), "productive", "save")
@@ -500,7 +500,7 @@ def open_metrics(job: Job, start: int, sources: int) -> tuple[Metrics, Meter]:
     family = MODELS[cfg.model.family]
     say.info(model_summary(family, job.args, job.model, mesh, dtype, cfg.training, job.optimizer))
     if mesh.pp > 1:
-        say.info(job.model.describe(cfg.training.micro_batches(mesh.dp_size)))
+        say.info(job.model.describe(cfg.training.microbatches(mesh.dp_size)))
     experts = ExpertLoad(mesh, job.args) if getattr(job.args, "n_experts", 0) else None
     return metrics, Meter(
         mesh,

@@ -101,7 +101,7 @@ def derive(cfg: Config, world_size: int | None) -> Config:
         shard = data_parallel_shard(cfg, world_size or _besides_shard(p))
         # the rule batch_ranks: nothing is left
         rows = training.global_batch_size // (p.data_parallel_replicate * shard)
-        if p.pipeline_parallel > 1:  # the bubble is smallest with as many micro-batches as possible
+        if p.pipeline_parallel > 1:  # the bubble is smallest with as many microbatches as possible
             rows = 1
         training = training.model_copy(update={"local_batch_size": Derived(max(1, rows))})
     if schedule.warmup_steps is None:
@@ -115,7 +115,7 @@ def _warmup_steps(cfg: Config) -> int:
 
 
 def _batch_repair(global_batch: int, ranks: int, local: int | None) -> str:
-    """The values next to the given ones that make whole micro-batches: "training.global_batch_size
+    """The values next to the given ones that make whole microbatches: "training.global_batch_size
     to 6 or 9"."""
     unit = ranks * (local or 1)
     below = global_batch // unit * unit
@@ -188,10 +188,10 @@ DERIVED = {
         c.parallelism.pipeline_parallel
         * (c.parallelism.pipeline_stages_per_rank or c.schedule.default_stages)
     ),
-    "least_micro_batches": lambda c: (
-        c.schedule.micro_batches_per_rank * c.parallelism.pipeline_parallel
+    "least_microbatches": lambda c: (
+        c.schedule.microbatches_per_rank * c.parallelism.pipeline_parallel
     ),
-    "least_batch": lambda c: c.least_micro_batches * c.micro,
+    "least_batch": lambda c: c.least_microbatches * c.micro,
     "batch_repair": lambda c: _batch_repair(
         c.training.global_batch_size, c.dp, c.training.local_batch_size
     ),
@@ -424,13 +424,13 @@ RULES = {
         "together they must be "
         "{model.n_layers}: change it, or remove it to divide the layers by their cost",
     ),
-    "pipeline_micro_batches": (
+    "pipeline_microbatches": (
         lambda c: (
             c.parallelism.pipeline_parallel > 1 and c.training.global_batch_size < c.least_batch
         ),
         "{parallelism.pipeline_schedule} on {parallelism.pipeline_parallel} ranks needs at least "
-        "{least_micro_batches} "
-        "micro-batches, and one has {micro} sequences over all data-parallel ranks, but "
+        "{least_microbatches} "
+        "microbatches, and one has {micro} sequences over all data-parallel ranks, but "
         "{training.global_batch_size}: set it to "
         "{least_batch} or more, lower training.local_batch_size, or choose a different schedule",
     ),
@@ -460,7 +460,7 @@ RULES = {
         ),
         "{parallelism.keep_gathered} has no effect with {parallelism.pipeline_parallel} and "
         "{parallelism.reshard_after_forward}, "
-        "with which a stage keeps all its weights gathered for the next micro-batch: remove it, "
+        "with which a stage keeps all its weights gathered for the next microbatch: remove it, "
         "or set reshard_after_forward = "
         "true to free those of all other blocks",
     ),
@@ -517,7 +517,7 @@ RULES = {
         ),
         "{training.global_batch_size} is not a multiple of {micro}, which is "
         "{training.local_batch_size} on {dp} "
-        "data-parallel ranks, so no whole number of micro-batches: set {batch_repair}",
+        "data-parallel ranks, so no whole number of microbatches: set {batch_repair}",
     ),
     "batch_ranks": (
         lambda c: c.training.local_batch_size is None and c.training.global_batch_size % c.dp != 0,

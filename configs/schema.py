@@ -325,9 +325,9 @@ class Training(Table):
     seq_len: int = Field(256, ge=1)
     """Tokens per sequence."""
     global_batch_size: int = Field(8, ge=1)
-    """Sequences per optimizer step, over all ranks and micro-batches."""
+    """Sequences per optimizer step, over all ranks and microbatches."""
     local_batch_size: int | None = Field(None, ge=1)
-    """Sequences per data-parallel rank and micro-batch; the rest accumulates. Not set: all of them;
+    """Sequences per data-parallel rank and microbatch; the rest accumulates. Not set: all of them;
     1 in a pipeline."""
     param_dtype: DType = "auto"
     """Dtype of weights in forward and backward (float32 in the optimizer); auto: bfloat16 if the
@@ -356,8 +356,8 @@ class Training(Table):
     """How far an expert's balancing bias moves after each step, in a model that has such biases; 0:
     they stay."""
 
-    def micro_batches(self, dp_size: int) -> int:
-        """Micro-batches of a step, on each of `dp_size` data-parallel ranks."""
+    def microbatches(self, dp_size: int) -> int:
+        """Microbatches of a step, on each of `dp_size` data-parallel ranks."""
         return self.global_batch_size // (dp_size * self.local_batch_size)
 
 
@@ -401,8 +401,8 @@ class Schedule(NamedTuple):
     """Stages per rank where parallelism.pipeline_stages_per_rank is 0."""
     splits_backward: bool
     """Whether the gradients of inputs and those of weights are computed apart."""
-    micro_batches_per_rank: int
-    """This times the ranks of a pipeline is the least number of micro-batches; 0: any number will
+    microbatches_per_rank: int
+    """This times the ranks of a pipeline is the least number of microbatches; 0: any number will
     do."""
 
 
@@ -454,10 +454,10 @@ class Parallelism(Table):
     """Last blocks (of a stage) that keep gathered weights until backward; `tools.plan` says for how
     many there is room."""
     pipeline_parallel: int = Field(1, ge=1)
-    """Ranks that share the layers: each has one or several stages of the model, and micro-batches
+    """Ranks that share the layers: each has one or several stages of the model, and microbatches
     pass through them."""
     pipeline_schedule: Literal[tuple(SCHEDULES)] = "1f1b"
-    """Order in which ranks work on micro-batches; zero_bubble, zbv and dualpipe_v split the
+    """Order in which ranks work on microbatches; zero_bubble, zbv and dualpipe_v split the
     backward pass."""
     pipeline_stages_per_rank: int = Field(0, ge=0)
     """Stages of each rank; 0: the schedule's own number (1 with 1f1b, otherwise 2)."""
@@ -469,7 +469,7 @@ class Parallelism(Table):
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory and stream them to the GPU."""
     accumulate_gradients: Literal["whole", "sharded"] = "whole"
-    """whole: reduce gradients once per step; sharded: after each micro-batch (less memory, more
+    """whole: reduce gradients once per step; sharded: after each microbatch (less memory, more
     communication)."""
     prefetch: int = Field(0, ge=0, le=8)
     """Blocks that FSDP2 gathers ahead explicitly; 0: its implicit prefetch of the next block."""

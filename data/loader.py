@@ -42,7 +42,7 @@ class Batches:
     """`batches[step]` gives this rank's rows of the global batch of any step, the millionth as fast
     as the first.
 
-    Of G rows, rank r of n holds the contiguous rows [r*G/n, (r+1)*G/n), as micro-batches of
+    Of G rows, rank r of n holds the contiguous rows [r*G/n, (r+1)*G/n), as microbatches of
     `local_batch_size`. The rows of all ranks, one after another, are the batch of a single rank in
     the same order.
     """
@@ -56,12 +56,12 @@ class Batches:
         dp_size: int,
         mask_documents: bool = False,
         vocab_size: int = 2**32,
-        places: Sequence[range] = (),
+        token_ranges: Sequence[range] = (),
     ) -> None:
         """`sources`: one split of each source, in the order of `order.last`, the stage whose steps
-        are read. `places`: the positions of a window whose tokens this rank has; none given: all.
+        are read. `token_ranges`: the positions of a window whose tokens this rank has; none given: all.
         Reading a token that is not below `vocab_size` raises ValueError. Raises InputError if ranks
-        and micro-batches do not divide the global batch."""
+        and microbatches do not divide the global batch."""
         stage = order.last
         if stage.global_batch_size % (dp_size * local_batch_size):
             raise InputError(
@@ -76,15 +76,15 @@ class Batches:
         self.first_row = dp_rank * self.rows
         self.mask_documents = mask_documents
         self.vocab_size = vocab_size
-        self.places = places or [range(self.seq_len)]
+        self.token_ranges = token_ranges or [range(self.seq_len)]
         self.known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.shapes = shapes_of(
-            self.rows, local_batch_size, self.places, self.seq_len, mask_documents
+            self.rows, local_batch_size, self.token_ranges, self.seq_len, mask_documents
         )
 
     def __getitem__(self, step: int) -> Batch:
         """A dict of int64 tensors: tokens and labels [A, b, t], for A accumulation steps and the t
-        `places` of a window; sample [A*b], the number of each window in its source; source
+        `token_ranges` of a window; sample [A*b], the number of each window in its source; source
         [A*b], the index of the source. With mask_documents also positions [A, b, T]: the
         position of each token of the whole window in its document, counted from the beginning of
         the window if the document began before. A label that is the first token of the next
@@ -92,7 +92,7 @@ class Batches:
         source, sample = self._rows(step)
         start, window = sample * self.seq_len, np.zeros((self.rows, self.seq_len + 1), np.int64)
         for row, s, first in zip(window, source.tolist(), start.tolist(), strict=True):
-            for part in self.places:
+            for part in self.token_ranges:
                 row[part.start : part.stop + 1] = self.sources[s].read(
                     first + part.start, first + part.stop + 1
                 )
@@ -105,7 +105,7 @@ class Batches:
             )
         begins = self._document_begins(source, start) if self.mask_documents else None
         return as_batch(
-            window, begins, {"sample": sample, "source": source}, self.shapes, self.places
+            window, begins, {"sample": sample, "source": source}, self.shapes, self.token_ranges
         )
 
     def _rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -142,13 +142,17 @@ class Batches:
 
 
 def shapes_of(
-    rows: int, local_batch_size: int, places: Sequence[range], seq_len: int, mask_documents: bool
+    rows: int,
+    local_batch_size: int,
+    token_ranges: Sequence[range],
+    seq_len: int,
+    mask_documents: bool,
 ) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor in a batch of `rows` rows; see `Batches.__getitem__`."""
-    micro_batches = (rows // local_batch_size, local_batch_size)  # [A, b]
-    own = (*micro_batches, sum(map(len, places)))
+    microbatches = (rows // local_batch_size, local_batch_size)  # [A, b]
+    own = (*microbatches, sum(map(len, token_ranges)))
     shapes = {"tokens": own, "labels": own, "sample": (rows,), "source": (rows,)}
-    return shapes | ({"positions": (*micro_batches, seq_len)} if mask_documents else {})
+    return shapes | ({"positions": (*microbatches, seq_len)} if mask_documents else {})
 
 
 def as_batch(
@@ -156,15 +160,15 @@ def as_batch(
     begins: np.ndarray | None,
     more: dict[str, np.ndarray],
     shapes: dict,
-    places: Sequence[range],
+    token_ranges: Sequence[range],
 ) -> Batch:
-    """The batch of these windows, int64 [A*b, T + 1], of which only tokens and labels at `places`
+    """The batch of these windows, int64 [A*b, T + 1], of which only tokens and labels at `token_ranges`
     are read and kept. begins: with masked documents, whether a token is the first of its document,
     bool [A*b, T + 1] (overwritten); more: further arrays by name."""
 
     def at_places(array: np.ndarray, shift: int) -> np.ndarray:
         return np.concatenate(
-            [array[:, part.start + shift : part.stop + shift] for part in places], axis=1
+            [array[:, part.start + shift : part.stop + shift] for part in token_ranges], axis=1
         )
 
     batch = {"tokens": at_places(window, 0), "labels": at_places(window, 1)}

@@ -33,7 +33,7 @@ class Ranks(Protocol):
     dp_size: int
 
     # the positions of a sequence whose tokens are this rank's
-    def places(self, seq_len: int) -> list[range]: ...
+    def token_ranges(self, seq_len: int) -> list[range]: ...
 
     def gather(self, value: object) -> list: ...
 
@@ -207,7 +207,7 @@ class StreamedCorpora(Corpora):
             ranks.gather,
             vocab_size,
             pin_memory,
-            ranks.places(self.cfg.training.seq_len),
+            ranks.token_ranges(self.cfg.training.seq_len),
         )
 
     def whereabouts(self, step: int, samples: list[list[int]]) -> str:
@@ -218,8 +218,10 @@ def _rows(
     cfg: Config, sources: list[Tokens], order: Order, ranks: Ranks, vocab_size: int
 ) -> Batches:
     local, mask = cfg.training.local_batch_size, cfg.data.mask_documents
-    places = ranks.places(cfg.training.seq_len)
-    return Batches(sources, order, local, ranks.dp_rank, ranks.dp_size, mask, vocab_size, places)
+    token_ranges = ranks.token_ranges(cfg.training.seq_len)
+    return Batches(
+        sources, order, local, ranks.dp_rank, ranks.dp_size, mask, vocab_size, token_ranges
+    )
 
 
 def open_corpora(cfg: Config, log: Callable[[str], object], verifies: bool = True) -> Corpora:

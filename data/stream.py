@@ -407,10 +407,10 @@ class Batches:
         gather: Callable[[object], list],
         vocab_size: int = 2**32,
         pin_memory: bool = False,
-        places: Sequence[range] = (),
+        token_ranges: Sequence[range] = (),
     ) -> None:
         """gather: returns the objects of all ranks, as a list; all ranks call it at the same step.
-        places: the positions of a window whose tokens this rank has; none given: all. Raises
+        token_ranges: the positions of a window whose tokens this rank has; none given: all. Raises
         InputError if the ranks do not divide streams and rows."""
         if order.groups % dp_size:
             raise InputError(
@@ -422,9 +422,9 @@ class Batches:
         rows, streams = order.rows // dp_size, len(order.places) // dp_size
         self.rows = range(dp_rank * rows, (dp_rank + 1) * rows)
         self.mine = range(dp_rank * streams, (dp_rank + 1) * streams)
-        self.places_in_window = places or [range(order.seq_len)]
+        self.token_ranges = token_ranges or [range(order.seq_len)]
         self.shapes = shapes_of(
-            rows, local_batch_size, self.places_in_window, order.seq_len, self.cfg.mask_documents
+            rows, local_batch_size, self.token_ranges, order.seq_len, self.cfg.mask_documents
         )
         self.problem: Exception | None = None
         # after the batch that was given last
@@ -533,7 +533,7 @@ class Batches:
             )
         masked = begins if self.cfg.mask_documents else None
         more = {"sample": sample, "source": np.zeros_like(sample)}
-        return as_batch(window, masked, more, self.shapes, self.places_in_window)
+        return as_batch(window, masked, more, self.shapes, self.token_ranges)
 
     def _put(self, item: tuple[Batch, list[Place]] | Exception) -> bool:
         while not self.stop.is_set():

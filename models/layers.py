@@ -124,7 +124,7 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """The projection to the vocabulary, which hands its weight [V, D] to `head` instead of
+    """The projection to the vocabulary, which hands its weight [V, D] to `loss_head` instead of
     multiplying by itself.
 
     The head is a loss in training, so that it can work through the sequence in pieces and [B, T, V]
@@ -132,8 +132,8 @@ class Output(nn.Linear):
     the weight.
     """
 
-    def forward(self, h: Tensor, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        return head(h, self.weight)
+    def forward(self, h: Tensor, loss_head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return loss_head(h, self.weight)
 
 
 class Decoder(nn.Module):
@@ -197,9 +197,9 @@ class Decoder(nn.Module):
         self,
         x: Tensor,
         positions: Tensor,
-        head: Callable[[Tensor, Tensor], Tensor] = F.linear,
+        loss_head: Callable[[Tensor, Tensor], Tensor] = F.linear,
         documents: Documents | None = None,
-        routings: Any = None,
+        router_statistics: Any = None,
     ) -> Tensor:
         """x: tokens, int64 [B, T]; for a stage that is not the first, hidden states [B, T, D] of
         the one before. positions: of these tokens, int64 [T] or [B, T], within the sequence or,
@@ -208,19 +208,19 @@ class Decoder(nn.Module):
         Returns head(hidden states [B, T, D], output weight [V, D]), by default logits [B, T, V]; a
         stage that is not the last returns its hidden states. With `documents` attention does not
         cross from one document to the next. What mixtures of experts tell about this batch is added
-        to `routings` (models/moe.py::Routings), if there is one.
+        to `router_statistics` (models/moe.py::RouterStatistics), if there is one.
         """
         cos, sin = self.rope(positions)  # [T, E], or [B, T, E]
         h = self.tok_embeddings(x) if self.first else x  # [B, T, D]
         for number, layer in self.layers.items():
             h = layer(h, cos, sin, documents)
             if isinstance(h, tuple):
-                h = h[0] if routings is None else routings.add(int(number), *h)
+                h = h[0] if router_statistics is None else router_statistics.add(int(number), *h)
         if not self.last:
             return h
         h = self.norm(h)
         return (
-            head(h, self.tok_embeddings.weight)
+            loss_head(h, self.tok_embeddings.weight)
             if self.args.tied_embeddings
-            else self.output(h, head)
+            else self.output(h, loss_head)
         )

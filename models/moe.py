@@ -21,7 +21,7 @@ from models.layers import Block, Documents, FeedForward
 
 
 class Routing(NamedTuple):
-    """What a layer tells about one micro-batch besides its output."""
+    """What a layer tells about one microbatch besides its output."""
 
     counts: Tensor  # int64 [X]: how many tokens each expert got
     balance: Tensor  # float32, a scalar: the balance loss, summed over the tokens
@@ -29,8 +29,8 @@ class Routing(NamedTuple):
     entropy: Tensor
 
 
-class Routings:
-    """What the mixtures of a model tell about the micro-batches of a step. Given to the forwards
+class RouterStatistics:
+    """What the mixtures of a model tell about the microbatches of a step. Given to the forwards
     that train, and to no other."""
 
     def __init__(self, scale: Tensor):
@@ -47,10 +47,10 @@ class Routings:
         self.sums[layer] = self.sums.get(layer, 0) + torch.stack(
             (routing.balance.detach(), routing.entropy)
         )
-        return WithLoss.apply(h, routing.balance, self.scale)
+        return InjectAuxiliaryLoss.apply(h, routing.balance, self.scale)
 
 
-class WithLoss(torch.autograd.Function):
+class InjectAuxiliaryLoss(torch.autograd.Function):
     """h; in backward a loss gets `scale` as its gradient, as if it had been added to the loss of
     the model."""
 

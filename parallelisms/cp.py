@@ -7,14 +7,14 @@ All of a model works on single tokens but attention, so only that is replaced he
 gather: a rank computes its own queries, and gathers the keys and values of all ranks for them
     (Llama 3, arXiv:2407.21783, section 3.3.2). It works for any number of heads. Backward gathers
     them again, so that no rank keeps them meanwhile, and sends every rank the gradient of its own.
-    A rank's tokens are two parts of the sequence (`parallelisms/mesh.py::Mesh.places`).
+    A rank's tokens are two parts of the sequence (`parallelisms/mesh.py::Mesh.token_ranges`).
 ulysses: an all-to-all gives each rank all tokens for some of the heads, and a second one swaps back
     (DeepSpeed-Ulysses, arXiv:2309.14509). In between, attention is that of one process. There must
     be a key/value head for every rank.
 
 docs/parallelism.md compares them.
 
-Shapes:  b sequences of a micro-batch   T their length   t = T / cp, the tokens of a rank in each   n = b t
+Shapes:  b sequences of a microbatch   T their length   t = T / cp, the tokens of a rank in each   n = b t
          H query heads   K key/value heads   (under tensor parallelism: this rank's)
          E head_dim   V width of a value, E at most
 """
@@ -75,7 +75,7 @@ def check_kernel(device: torch.device, dtype: torch.dtype, width: int) -> None:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The documents of a micro-batch as one rank needs them: a piece is what it has of a document
+    """The documents of a microbatch as one rank needs them: a piece is what it has of a document
     in one of its parts of a sequence. The keys that a piece needs are those from the beginning of
     its document to its own end."""
 
@@ -93,9 +93,9 @@ class Pieces:
         at every document's first token and at each sequence's. Without documents, the whole
         sequence is one."""
         b, T = positions.shape
-        places = mesh.places(T)
+        token_ranges = mesh.token_ranges(T)
         # [b, parts, t / parts]
-        here = torch.stack([torch.arange(part.start, part.stop) for part in places]).expand(
+        here = torch.stack([torch.arange(part.start, part.stop) for part in token_ranges]).expand(
             b, -1, -1
         )
         within = positions.gather(1, here.flatten(1)).view(here.shape)
@@ -131,7 +131,7 @@ def _gathered_index(row: Tensor, position: Tensor, T: int, b: int, cp: int) -> T
 
 
 def gathered(whole_windows: Pieces, shape: tuple[int, int], group: str) -> Callable:
-    """A forward for attention. whole_windows: for micro-batches without documents, which must have
+    """A forward for attention. whole_windows: for microbatches without documents, which must have
     this shape (b, t); group: the name of the cp group."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: Pieces | None) -> Tensor:

@@ -164,7 +164,7 @@ def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) ->
         mesh.experts_mesh is None or mesh.experts_mesh["edp"].size() == 1
     )
     if nothing_sharded or (mesh.pp > 1 and reshard == "default"):
-        # nothing is sharded, nothing to free; a stage would gather again for every micro-batch
+        # nothing is sharded, nothing to free; a stage would gather again for every microbatch
         reshard = False
     if mesh.experts_mesh is not None:
         shard_experts(model, mesh, how, reshard is not False)
@@ -271,7 +271,7 @@ def keep_masters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def synchronise_gradients(model: nn.Module, last: bool, accumulate: str) -> None:
     """Before each backward: whether it reduces gradients over the data-parallel ranks.
 
-    accumulate "whole": only that of the last micro-batch does, so every rank keeps whole gradients
+    accumulate "whole": only that of the last microbatch does, so every rank keeps whole gradients
     in between (in the type of the reduction: 32 GiB for 70B at tp 8). "sharded": every one
     reduce-scatters, and shards are added up; what dp_replicate adds on top, an all-reduce of
     shards, still happens once.

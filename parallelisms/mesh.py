@@ -50,7 +50,7 @@ def world() -> World:
     return World(*(int(os.environ.get(name, default)) for name, default in names))
 
 
-class Begun:
+class ProgressCounter:
     """Counts the exchanges that this rank has begun, in memory that outlives it.
 
     Under NCCL all ranks of a run that hangs may die at the same second. The one that they waited
@@ -67,12 +67,12 @@ class Begun:
                 file.truncate(8)
                 self.memory = mmap.mmap(file.fileno(), 8)
 
-    def another(self, by: int = 1) -> None:
+    def advance(self, by: int = 1) -> None:
         self.count += by
         struct.pack_into("<q", self.memory, 0, self.count)
 
 
-def begun_file() -> str | None:
+def progress_file() -> str | None:
     """Beside the file into which this rank writes its exception for the launcher; None where no
     launcher started it."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -97,7 +97,7 @@ class Mesh:
     dp_rank: int
     cp_rank: int = 0
     pp_rank: int = 0
-    # whether context parallelism gives a rank two parts of a sequence (`places`)
+    # whether context parallelism gives a rank two parts of a sequence (`token_ranges`)
     head_and_tail: bool = False
     ep: int = 1  # ranks of dp_shard x cp x tp that share the experts of a mixture
     # The same ranks by pp, dp_replicate, edp, ep (parallelisms/ep.py): for mixtures with ep or tp
@@ -105,7 +105,9 @@ class Mesh:
     experts_mesh: DeviceMesh | None = None
     # the ranks of this pipeline again: `open_mesh` says what for
     to_lower: dist.ProcessGroup | None = None
-    begun: Begun = field(default_factory=lambda: Begun(begun_file()), compare=False)
+    progress_counter: ProgressCounter = field(
+        default_factory=lambda: ProgressCounter(progress_file()), compare=False
+    )
 
     @property
     def size(self) -> int:
@@ -132,7 +134,7 @@ class Mesh:
     def tp_mesh(self) -> DeviceMesh:
         return self.device_mesh["tp"]
 
-    def places(self, seq_len: int) -> list[range]:
+    def token_ranges(self, seq_len: int) -> list[range]:
         """The positions of a sequence whose tokens this rank has, in their order there: equally
         many on every rank of a cp group. A causal query costs as much as there are keys before it.
         Where every rank computes its own queries, it gets one part near the beginning and one as
@@ -146,7 +148,7 @@ class Mesh:
     def sum_over_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that have different tokens, those of data and of context parallelism,
         in place. Every rank of the mesh must call it."""
-        self.begun.another()
+        self.progress_counter.advance()
         for dim in reversed(range(self.fsdp_mesh.ndim)):
             if self.fsdp_mesh.size(dim) > 1:
                 dist.all_reduce(x, group=self.fsdp_mesh.get_group(dim))
@@ -161,14 +163,14 @@ class Mesh:
         return self._sum_over("tp", x)
 
     def _sum_over(self, dim: str, x: torch.Tensor) -> torch.Tensor:
-        self.begun.another()
+        self.progress_counter.advance()
         if self.sizes[dim] > 1:
             dist.all_reduce(x, group=self.device_mesh.get_group(dim))
         return x
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place, by one collective. Every rank of the mesh must call it."""
-        self.begun.another()
+        self.progress_counter.advance()
         if self.size > 1:
             dist.all_reduce(x)
         return x
@@ -176,7 +178,7 @@ class Mesh:
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. A CPU collective (gloo): what the ranks must agree
         on in every step travels with the loss instead (`train.Flags`)."""
-        self.begun.another()
+        self.progress_counter.advance()
         if self.size == 1:
             return flag
         x = torch.tensor(int(flag))
@@ -186,7 +188,7 @@ class Mesh:
     def gather(self, value: object) -> list:
         """What each rank has, by rank; every rank of the mesh must call it. Small objects over the
         CPU (gloo)."""
-        self.begun.another()
+        self.progress_counter.advance()
         values: list = [None] * self.size
         dist.all_gather_object(values, value)
         return values

@@ -1,15 +1,15 @@
 """Pipeline parallelism: the model is cut by depth into stages, and ranks work on different
-micro-batches at the same time.
+microbatches at the same time.
 
 A schedule (`parallelisms/schedules.py`) is a table of actions for each rank; this file plays it.
-The micro-batches are those of gradient accumulation. Every rank computes the batch itself, so only
+The microbatches are those of gradient accumulation. Every rank computes the batch itself, so only
 hidden states and their gradients travel, and their shape is known: [b, T / tp, D] in the type of
-the weights. The loss of a micro-batch is divided by the tokens of the global batch before its
+the weights. The loss of a microbatch is divided by the tokens of the global batch before its
 backward, as without a pipeline.
 
 PyTorch's own runtime (torch.distributed.pipelining) is not used: it loses gradients in silence
 where a schedule splits the backward and FSDP frees weights, ignores `accumulate_gradients =
-"sharded"`, needs as many micro-batches as stages, runs additional forwards to learn shapes, and
+"sharded"`, needs as many microbatches as stages, runs additional forwards to learn shapes, and
 cannot be traced by the planner. Only its split of one backward into two halves is.
 
 A tied weight is a parameter of the first stage alone. The last stage works on a copy, which gets
@@ -48,7 +48,7 @@ from parallelisms.schedules import (
 
 HIDDEN, GRADIENT = schedules.RESULTS[FORWARD], schedules.RESULTS[BACKWARD]
 ENDS_BACKWARD = (BACKWARD, BACKWARD_WEIGHT)
-# micro-batch -> what the model takes, as of training/feed.py
+# microbatch -> what the model takes, as of training/feed.py
 Inputs = Callable[[int], tuple[Tensor, Tensor, Callable, Any]]
 
 
@@ -104,7 +104,7 @@ class Pipeline(nn.Module):
         self.dtype = dp.param_dtype(cfg.training, mesh.device)  # of hidden states
         self.link: Any = Link(mesh)  # or what checks it: reliability/collectives.py::CheckedLink
         self.layers_of_stages = layers_of_stages
-        # (micro-batches, whether there are forwards alone) -> table
+        # (microbatches, whether there are forwards alone) -> table
         self.rank_tables: dict[tuple[int, bool], RankTable] = {}
         # what this rank computed in the newest step, by half of it; the host's on a GPU
         self.seconds: dict[str, float] = {}
@@ -124,35 +124,35 @@ class Pipeline(nn.Module):
         # the weight and its copy, if they are here
         self.tied = tuple(stage and stage.tok_embeddings.weight for stage in ends)
 
-    def table(self, micro_batches: int, forward_only: bool = False) -> "RankTable":
-        """The table of a step with so many micro-batches, as this rank sees it. It is made once."""
-        key = micro_batches, forward_only
+    def table(self, microbatches: int, forward_only: bool = False) -> "RankTable":
+        """The table of a step with so many microbatches, as this rank sees it. It is made once."""
+        key = microbatches, forward_only
         if key not in self.rank_tables:
             ranks = self.mesh.pp
             table = (
-                forward_table(self.placement, ranks, micro_batches)
+                forward_table(self.placement, ranks, microbatches)
                 if forward_only
                 else schedules.table(
-                    self.cfg.pipeline_schedule, ranks, len(self.stages), micro_batches
+                    self.cfg.pipeline_schedule, ranks, len(self.stages), microbatches
                 )
             )
             self.rank_tables[key] = RankTable(table, self.placement, self.mesh.pp_rank)
         return self.rank_tables[key]
 
-    def describe(self, micro_batches: int) -> str:
+    def describe(self, microbatches: int) -> str:
         """The layers of every stage, and the share of a step in which ranks wait if all stages take
         the same time, and so do the two halves of a backward (`tools.plan` says it for the real
         times)."""
         seconds = {FORWARD: 1.0, BACKWARD: 2.0, BACKWARD_INPUT: 1.0, BACKWARD_WEIGHT: 1.0}
         timeline = schedules.timeline(
-            self.table(micro_batches).of_all_ranks, self.placement, lambda a: seconds[a.kind]
+            self.table(microbatches).of_all_ranks, self.placement, lambda a: seconds[a.kind]
         )
         layers = zip(self.layers_of_stages, self.placement, strict=True)
         parts = ", ".join(
             f"{schedules.layers_text(numbers)} on rank {rank}" for numbers, rank in layers
         )
         return (
-            f"pipeline: {self.cfg.pipeline_schedule} with {micro_batches} micro-batches, ranks "
+            f"pipeline: {self.cfg.pipeline_schedule} with {microbatches} microbatches, ranks "
             "wait for "
             f"{schedules.bubble(timeline):.0%} of the time if stages are equal; layers {parts}"
         )
@@ -174,16 +174,16 @@ class Pipeline(nn.Module):
         self,
         x: Tensor,
         positions: Tensor,
-        head: Callable,
+        loss_head: Callable,
         documents: Any = None,
-        routings: None = None,
+        router_statistics: None = None,
     ) -> Tensor:
         """As that of `models/layers.py::Decoder`, without a backward. Every rank of the pipeline
         calls it, and every one returns what the head returned in the last stage. One stage works at
         a time: this is for sampling."""
         with torch.no_grad():
             outputs = self._play(
-                1, True, lambda _: (x, positions, head, documents), x.shape
+                1, True, lambda _: (x, positions, loss_head, documents), x.shape
             ).outputs
         answer = [outputs[0].cpu() if outputs else None]
         group = self.mesh.device_mesh.get_group("pp")
@@ -193,13 +193,13 @@ class Pipeline(nn.Module):
         return answer[0].to(self.mesh.device)
 
     def losses(self, feed: Any) -> Tensor:
-        """The summed loss of all micro-batches, a float64 scalar: 0 on the ranks that have not the
+        """The summed loss of all microbatches, a float64 scalar: 0 on the ranks that have not the
         last stage. Without a backward: for validation."""
         with torch.no_grad():
             return self._total(self._play(len(feed), True, feed, feed.tokens.shape[1:]))
 
     def gradients(self, feed: Any, scale: Tensor) -> Tensor:
-        """Compute the gradient of `scale` times the summed loss of all micro-batches. Returns that
+        """Compute the gradient of `scale` times the summed loss of all microbatches. Returns that
         sum, a float64 scalar: 0 on the ranks that have not the last stage. feed: a
         training/feed.py::Feed."""
         step = self._play(len(feed), False, feed, feed.tokens.shape[1:], scale)
@@ -223,15 +223,15 @@ class Pipeline(nn.Module):
 
     def _play(
         self,
-        micro_batches: int,
+        microbatches: int,
         forward_only: bool,
         inputs: Inputs,
         shape: torch.Size,
         scale: Tensor | None = None,
     ) -> "Step":
-        """shape: [b, T] of a micro-batch."""
+        """shape: [b, T] of a microbatch."""
         self._copy_tied()
-        table = self.table(micro_batches, forward_only)
+        table = self.table(microbatches, forward_only)
         hidden = (shape[0], shape[1] // self.mesh.tp, self.args.dim)
         step = Step(
             self, table, Messages(self.link, self.mesh, table, hidden, self.dtype), inputs, scale
@@ -295,16 +295,16 @@ def wait(work: dist.Work, mesh: Mesh) -> None:
         work.wait()
 
 
-def forward_table(placement: list[int], ranks: int, micro_batches: int) -> Table:
-    """Forwards alone: as many micro-batches as there are ranks go through all stages, then the next
+def forward_table(placement: list[int], ranks: int, microbatches: int) -> Table:
+    """Forwards alone: as many microbatches as there are ranks go through all stages, then the next
     ones."""
     return [
         [
             Action(FORWARD, stage, m)
-            for first in range(0, micro_batches, ranks)
+            for first in range(0, microbatches, ranks)
             for stage in range(len(placement))
             if placement[stage] == rank
-            for m in range(first, min(first + ranks, micro_batches))
+            for m in range(first, min(first + ranks, microbatches))
         ]
         for rank in range(ranks)
     ]
@@ -327,7 +327,7 @@ class RankTable:
 
 
 class Step:
-    """This rank's part of one step: what it has computed and still needs, by stage and micro-batch."""
+    """This rank's part of one step: what it has computed and still needs, by stage and microbatch."""
 
     def __init__(
         self,
@@ -346,9 +346,9 @@ class Step:
         )
         # without waiting for others
         self.seconds = dict.fromkeys((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), 0.0)
-        # what the head returned for every micro-batch, in the last stage
+        # what the head returned for every microbatch, in the last stage
         self.outputs: list[Tensor] = []
-        # (stage, micro-batch) -> what its backward needs
+        # (stage, microbatch) -> what its backward needs
         self.in_flight: dict[tuple[int, int], tuple] = {}
         self.left = dict(table.backwards)  # backwards of each stage that have not ended
 
@@ -364,7 +364,7 @@ class Step:
             began, waited = time.monotonic(), self.messages.waited
             # tools/plan reads this name.
             with record_function(
-                f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"
+                f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
             ):
                 for soon in self.table.actions[i : i + 2]:
                     for key in schedules.needs(soon, stages):
@@ -376,10 +376,10 @@ class Step:
     def forward(self, action: Action, stage: nn.Module) -> None:
         """Keeps no hidden state that backward does not need: what is computed is handed over, and
         its place in the graph kept."""
-        x, *others = self.inputs(action.micro_batch)
+        x, *others = self.inputs(action.microbatch)
         trains = self.scale is not None
         if not stage.first:
-            x = self.messages.take((HIDDEN, action.stage - 1, action.micro_batch)).requires_grad_(
+            x = self.messages.take((HIDDEN, action.stage - 1, action.microbatch)).requires_grad_(
                 trains
             )
         with record_function("forward"):
@@ -395,10 +395,10 @@ class Step:
                 kept = h.clone() if h._is_view() else h
             else:
                 kept = get_gradient_edge(h)
-            self.in_flight[action.stage, action.micro_batch] = x, kept
+            self.in_flight[action.stage, action.microbatch] = x, kept
 
     def splits(self, action: Action) -> bool:
-        """Whether the backward of this micro-batch comes in two halves. The half for the input
+        """Whether the backward of this microbatch comes in two halves. The half for the input
         wants the tensor itself."""
         return action._replace(kind=BACKWARD_INPUT) in self.table.place
 
@@ -407,11 +407,11 @@ class Step:
         return (
             None
             if stage.last
-            else self.messages.take((GRADIENT, action.stage + 1, action.micro_batch))
+            else self.messages.take((GRADIENT, action.stage + 1, action.microbatch))
         )
 
     def backward(self, action: Action, stage: nn.Module) -> None:
-        x, h = self.in_flight.pop((action.stage, action.micro_batch))
+        x, h = self.in_flight.pop((action.stage, action.microbatch))
         gradient = self.gradient(action, stage)
         self.synchronise(action.stage, stage)
         with record_function("backward"):
@@ -424,14 +424,14 @@ class Step:
         have no gradient."""
         if stage.first:
             return
-        x, h = self.in_flight[action.stage, action.micro_batch]
+        x, h = self.in_flight[action.stage, action.microbatch]
         gradient = self.gradient(action, stage)
         self.nothing_ends(stage)
         with record_function("backward"):
             [gradient], rest = stage_backward_input(
                 [h], None if gradient is None else [gradient], [x], trained(stage)
             )
-        self.in_flight[action.stage, action.micro_batch] = rest
+        self.in_flight[action.stage, action.microbatch] = rest
         self.messages.give(result(action), gradient)
 
     def backward_weight(self, action: Action, stage: nn.Module) -> None:
@@ -441,7 +441,7 @@ class Step:
         each. So FSDP hears that this is the end when all have their gradients."""
         if stage.first:
             return self.backward(action, stage)
-        rest = self.in_flight.pop((action.stage, action.micro_batch))
+        rest = self.in_flight.pop((action.stage, action.microbatch))
         self.nothing_ends(stage)
         with record_function("backward"):
             stage_backward_weight(trained(stage), rest)
@@ -466,7 +466,7 @@ class Step:
 
 
 def name_of(key: Result) -> str:
-    return f"the {key[0]} of stage {key[1]}, micro-batch {key[2]}"
+    return f"the {key[0]} of stage {key[1]}, microbatch {key[2]}"
 
 
 def trained(stage: nn.Module) -> Iterator[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Pipeline schedules: in which order each rank works on which micro-batch of which stage.
+"""Pipeline schedules: in which order each rank works on which microbatch of which stage.
 
 A schedule is a table of actions, one list for each rank. The runtime plays the table on real
 tensors, and `tools/plan` plays the same table on planned seconds, so that the bubble in a plan is
@@ -27,13 +27,13 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = (
 
 
 class Action(NamedTuple):
-    """What a rank does with one micro-batch of one of its stages."""
+    """What a rank does with one microbatch of one of its stages."""
 
     # forward, backward (whole), backward_input or backward_weight (the two halves of a split
     # backward)
     kind: str
     stage: int  # from 0, over all ranks
-    micro_batch: int
+    microbatch: int
 
 
 Table = list[list[Action]]  # for each rank of a pipeline, its actions in their order
@@ -51,24 +51,24 @@ def placement(schedule: str, ranks: int, stages_per_rank: int = 0) -> list[int]:
     ]
 
 
-def least_micro_batches(schedule: str, ranks: int) -> int:
-    """The fewest micro-batches of a step with which the schedule can run."""
-    return max(1, SCHEDULES[schedule].micro_batches_per_rank * ranks)
+def least_microbatches(schedule: str, ranks: int) -> int:
+    """The fewest microbatches of a step with which the schedule can run."""
+    return max(1, SCHEDULES[schedule].microbatches_per_rank * ranks)
 
 
-def table(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Table:
+def table(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Table:
     """The actions of every rank: complete, and free of deadlock. stages_per_rank 0: the schedule's
     own number.
 
-    Raises ValueError for fewer micro-batches than the schedule needs.
+    Raises ValueError for fewer microbatches than the schedule needs.
     """
-    if micro_batches < (least := least_micro_batches(schedule, ranks)):
+    if microbatches < (least := least_microbatches(schedule, ranks)):
         raise ValueError(
-            f"{schedule} on {ranks} ranks needs at least {least} micro-batches, not {micro_batches}"
+            f"{schedule} on {ranks} ranks needs at least {least} microbatches, not {microbatches}"
         )
     if schedule == "dualpipe_v":
-        return [_dualpipe_v(ranks, rank, micro_batches) for rank in range(ranks)]
-    return _Scheduler(schedule, ranks, stages_per_rank, micro_batches).table()
+        return [_dualpipe_v(ranks, rank, microbatches) for rank in range(ranks)]
+    return _Scheduler(schedule, ranks, stages_per_rank, microbatches).table()
 
 
 # What an action makes, and what it needs ----------------------------------------------------------
@@ -79,25 +79,25 @@ RESULTS = {
     BACKWARD_INPUT: "gradient",
     BACKWARD_WEIGHT: "weights",
 }
-Result = tuple[str, int, int]  # (a value of RESULTS, stage, micro-batch)
+Result = tuple[str, int, int]  # (a value of RESULTS, stage, microbatch)
 
 
 def result(action: Action) -> Result:
     """What an action makes: the hidden state after its stage, the gradient of the one before it, or
     those of its weights."""
-    return RESULTS[action.kind], action.stage, action.micro_batch
+    return RESULTS[action.kind], action.stage, action.microbatch
 
 
 def needs(action: Action, stages: int) -> list[Result]:
     """The results that must exist before an action can begin. Where the last of them comes from
     another rank, it travels."""
-    kind, stage, micro_batch = action
+    kind, stage, microbatch = action
     if kind == FORWARD:
-        return [("hidden", stage - 1, micro_batch)] if stage else []
+        return [("hidden", stage - 1, microbatch)] if stage else []
     if kind == BACKWARD_WEIGHT:
-        return [("gradient", stage, micro_batch)]
-    own = [("hidden", stage, micro_batch)]
-    return own if stage == stages - 1 else [*own, ("gradient", stage + 1, micro_batch)]
+        return [("gradient", stage, microbatch)]
+    own = [("hidden", stage, microbatch)]
+    return own if stage == stages - 1 else [*own, ("gradient", stage + 1, microbatch)]
 
 
 # Making a table -----------------------------------------------------------------------------------
@@ -113,17 +113,17 @@ class _Scheduler:
     compare the bubbles with the published ones.
     """
 
-    def __init__(self, schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> None:
-        self.row, self.ranks, self.micro_batches = SCHEDULES[schedule], ranks, micro_batches
+    def __init__(self, schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> None:
+        self.row, self.ranks, self.microbatches = SCHEDULES[schedule], ranks, microbatches
         self.rank_of = placement(schedule, ranks, stages_per_rank)
         self.stages = len(self.rank_of)
-        # micro-batches that pass one stage before any passes the next
+        # microbatches that pass one stage before any passes the next
         self.round = 1 if self.row.shape == "v" else ranks
         self.own = [
             [s for s in range(self.stages) if self.rank_of[s] == rank] for rank in range(ranks)
         ]
         self.orders = [self.order(stage) for stage in range(self.stages)]
-        self.begun = {kind: [0] * self.stages for kind in RESULTS}  # micro-batches of every stage
+        self.begun = {kind: [0] * self.stages for kind in RESULTS}  # microbatches of every stage
         self.ready_at: dict[Result, int] = {}  # tick
 
     def splits(self, stage: int) -> bool:
@@ -138,7 +138,7 @@ class _Scheduler:
     def table(self) -> Table:
         actions: Table = [[] for _ in range(self.ranks)]
         busy_until, tick = [0] * self.ranks, 0
-        left = self.micro_batches * sum(kind != "" for kinds in self.orders for kind in kinds)
+        left = self.microbatches * sum(kind != "" for kinds in self.orders for kind in kinds)
         while left:
             free = [rank for rank in range(self.ranks) if busy_until[rank] <= tick]
             taken = 0
@@ -164,7 +164,7 @@ class _Scheduler:
             return min(forwards, key=self.forward_order)
         for urgency in 1, 2:
             if possible := self.possible(urgency, rank, tick):
-                return min(possible, key=lambda a: (a.micro_batch // self.round, -a.stage))
+                return min(possible, key=lambda a: (a.microbatch // self.round, -a.stage))
         return None
 
     def possible(self, urgency: int, rank: int, tick: int) -> list[Action]:
@@ -172,9 +172,9 @@ class _Scheduler:
         actions = []
         for stage in self.own[rank]:
             kind = self.orders[stage][urgency]
-            if not kind or (micro_batch := self.begun[kind][stage]) == self.micro_batches:
+            if not kind or (microbatch := self.begun[kind][stage]) == self.microbatches:
                 continue
-            action = Action(kind, stage, micro_batch)
+            action = Action(kind, stage, microbatch)
             if all(
                 self.ready_at.get(needed, tick + 1) <= tick for needed in needs(action, self.stages)
             ):
@@ -182,16 +182,16 @@ class _Scheduler:
         return actions
 
     def forward_order(self, action: Action) -> tuple[int, int]:
-        """Loop: as many micro-batches as there are ranks go through one stage, then through the
+        """Loop: as many microbatches as there are ranks go through one stage, then through the
         next. V: back home first."""
         return (
             (0, -action.stage)
             if self.row.shape == "v"
-            else (action.micro_batch // self.round, action.stage)
+            else (action.microbatch // self.round, action.stage)
         )
 
     def has_room(self, rank: int, stage: int) -> bool:
-        """Whether the rank may hold the activations of one more micro-batch of this stage.
+        """Whether the rank may hold the activations of one more microbatch of this stage.
 
         Loop: a rank holds as many as it needs to stay busy until the first gradient is back. After
         its last stage's first forward this takes one tick per hop and direction, with several
@@ -208,7 +208,7 @@ class _Scheduler:
         return sum(self.ahead(s) for s in own) < (each - 1) * ranks + 1 + hops
 
     def held(self, stage: int) -> int:
-        """Micro-batches of a stage whose activations are held: from the begin of forward to that of
+        """Microbatches of a stage whose activations are held: from the begin of forward to that of
         the end of backward."""
         return (
             self.begun[FORWARD][stage]
@@ -216,14 +216,14 @@ class _Scheduler:
         )
 
     def ahead(self, stage: int) -> int:
-        """Micro-batches of a stage that have begun forward and not yet backward."""
+        """Microbatches of a stage that have begun forward and not yet backward."""
         return (
             self.begun[FORWARD][stage]
             - self.begun[BACKWARD_INPUT if self.splits(stage) else BACKWARD][stage]
         )
 
 
-def _dualpipe_v(ranks: int, rank: int, micro_batches: int) -> list[Action]:
+def _dualpipe_v(ranks: int, rank: int, microbatches: int) -> list[Action]:
     """One rank's actions, as the eight phases of dualpipe/dualpipev.py: (how often, what).
 
     f0, b0: forward and whole backward of the rank's first stage; f1, b1: of its second. i0, i1:
@@ -237,7 +237,7 @@ def _dualpipe_v(ranks: int, rank: int, micro_batches: int) -> list[Action]:
         (2 * after, ["f0"]),
         (before, ["f0", "f1"]),
         (after, ["i1", "w", "f1"]),
-        (micro_batches - 2 * ranks + before, ["f0", "b1", "f1", "b0"]),
+        (microbatches - 2 * ranks + before, ["f0", "b1", "f1", "b0"]),
         (after, ["b1", "f1", "b0"]),
         (1, halves),
         (after, ["w", "i0"]),

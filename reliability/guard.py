@@ -13,7 +13,7 @@ from torch import nn
 
 from configs.schema import Config
 from parallelisms.mesh import Mesh
-from reliability.health import Spikes, Stragglers, named, unlike_replicas
+from reliability.health import Spikes, Stragglers, mismatching_replicas, named
 
 say = logging.getLogger("plumbline")
 
@@ -76,7 +76,7 @@ class Guard:
     def check_replicas(self, step: int, loss: float, grad_norm: float) -> None:
         """Raises Diverged if state that several ranks hold is not the same on all of them. Called
         by all ranks."""
-        if problems := unlike_replicas(
+        if problems := mismatching_replicas(
             self.model, self.optimizer, self.mesh, loss=loss, grad_norm=grad_norm
         ):
             raise Diverged(

@@ -183,7 +183,7 @@ def _state(
     return parts
 
 
-def unlike_replicas(
+def mismatching_replicas(
     model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, **numbers: float
 ) -> list[str]:
     """Sentences about state that should be the same on several ranks and is not. Every rank returns

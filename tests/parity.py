@@ -1,13 +1,13 @@
 """The parity check: a run on a mesh compared with the plain model, which is one process.
 
-The oracle is the plain model in float32, without checkpointing, with one micro-batch. The initial
+The oracle is the plain model in float32, without checkpointing, with one microbatch. The initial
 weights must be equal bitwise. Loss, gradient norm and every gathered gradient of the first step
 must agree to 1e-5, and so must the losses, the norms and the weights of 5 optimizer steps, or to a
 bound that says how a model amplifies rounding (`bounds`). The tokens that every expert got must be
 the same. (Where scores are equal up to rounding, two meshes may choose different experts, and both
 are right. An oracle has the first seed without such a tie, and what is compared with it has the
 same.) Meshes do not divide the sizes of the model evenly: vocabulary 263, width 50. Labels that do
-not count are spread unevenly over ranks and micro-batches. A run is a combination of one setting
+not count are spread unevenly over ranks and microbatches. A run is a combination of one setting
 per factor (FACTORS).
 """
 
@@ -34,7 +34,7 @@ OPTIONS = [
 ]
 SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.2", "--optimizer.momentum=0.9"]
 # six in a pipeline. trajectory() makes the option: it depends on the mesh
-TWO_MICRO_BATCHES = "two micro-batches"
+TWO_MICROBATCHES = "two microbatches"
 # windows have documents of 3 to 7 tokens, and attention stays inside each; no option of a run
 # either
 DOCUMENTS = "documents"
@@ -81,8 +81,8 @@ EXECUTION = {  # how it is computed: no setting may change the numbers
     },
     "accumulation": {
         "none": [],
-        "reduced once": [TWO_MICRO_BATCHES],
-        "reduced each time": [TWO_MICRO_BATCHES, "--parallelism.accumulate_gradients=sharded"],
+        "reduced once": [TWO_MICROBATCHES],
+        "reduced each time": [TWO_MICROBATCHES, "--parallelism.accumulate_gradients=sharded"],
     },
 }
 FACTORS = NUMBERS | EXECUTION
@@ -109,12 +109,12 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
     worth comparing."""
     warnings.simplefilter("ignore")
     in_pipeline = any("pipeline_parallel" in option for option in options)
-    local = BATCH // dp_size // ((6 if in_pipeline else 2) if TWO_MICRO_BATCHES in options else 1)
+    local = BATCH // dp_size // ((6 if in_pipeline else 2) if TWO_MICROBATCHES in options else 1)
     has_documents, has_few_labels, has_one_expert, is_shaken, is_narrow = (
         marker in options for marker in MARKERS
     )
     tables("deepseek_v3").FLAVORS["debug"]["q_rank"] = 23 if is_narrow else 0
-    options = [option for option in options if option not in (TWO_MICRO_BATCHES, *MARKERS)]
+    options = [option for option in options if option not in (TWO_MICROBATCHES, *MARKERS)]
     base = [
         o
         for o in OPTIONS
@@ -152,7 +152,9 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
     )
     length = cfg.training.seq_len
     # of this rank's tokens
-    positions = torch.cat([torch.arange(part.start, part.stop) for part in job.mesh.places(length)])
+    positions = torch.cat(
+        [torch.arange(part.start, part.stop) for part in job.mesh.token_ranges(length)]
+    )
     for step in range(STEPS):
         batch = batches[step]
         sample = batch["sample"].view(*batch["labels"].shape[:2], 1)  # [A, b, 1]

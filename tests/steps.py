@@ -100,16 +100,16 @@ def real_step(cfg: Config) -> tuple[int, Where, dict[str, int], Counter, Counter
     """(peak, where, what it is, collectives, what the profiler saw of them, the peak of every
     block) of this rank's real second and third step."""
     job = train.build(cfg)
-    micro_batches = job.cfg.training.micro_batches(job.mesh.dp_size)
-    batch = trace.batch_of(job, micro_batches)
+    microbatches = job.cfg.training.microbatches(job.mesh.dp_size)
+    batch = trace.batch_of(job, microbatches)
     if job.cfg.data.mask_documents:
         t = job.cfg.training
         documents = torch.arange(t.seq_len) % (3 * t.seq_len // 4)  # a long one and a short one
-        batch["positions"] = documents.expand(micro_batches, t.local_batch_size, -1)
+        batch["positions"] = documents.expand(microbatches, t.local_batch_size, -1)
     train.train_step(job, batch)
     seen = profiled(job, batch)
     with trace.Trace() as accountant:
-        step = trace.run_step(accountant, job, batch, micro_batches)
+        step = trace.run_step(accountant, job, batch, microbatches)
     peak, where, kinds = step.peak()
     return peak, where, kinds, collectives(step), seen, peaks(step)
 

@@ -256,8 +256,8 @@ def flipped(options: list[str], folder: Path, victim: int, which: int) -> str:
 
     def loss(hidden, *args, **kwargs):
         calls.append(1)
-        micro_batches = train_batch // dp
-        begins = (BAD - 1) * micro_batches + which * micro_batches
+        microbatches = train_batch // dp
+        begins = (BAD - 1) * microbatches + which * microbatches
         if dist.get_rank() == victim and len(calls) == begins + 1:
 
             def flip(gradient):

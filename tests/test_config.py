@@ -796,13 +796,13 @@ RULE_CASES = {
         "stages|model.n_layers = 6",
         "parallelism.pipeline_layers=[4,2]",
     ),
-    "pipeline_micro_batches": (
+    "pipeline_microbatches": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=dualpipe_v "
         "training.local_batch_size=4",
         4,
         4,
         'pipeline_schedule = "dualpipe_v" on parallelism.pipeline_parallel = 2 ranks needs at '
-        "least 4 micro-batches"
+        "least 4 microbatches"
         "|one has 8 sequences over all data-parallel ranks|training.global_batch_size = 8|32 or "
         "more|lower training.local_batch_size",
         "training.global_batch_size=32",
@@ -1349,7 +1349,7 @@ LOCAL_BATCHES = [
 
 
 @pytest.mark.parametrize("overrides, world, local", LOCAL_BATCHES)
-def test_the_micro_batch_follows_from_batch_and_mesh(overrides, world, local):
+def test_the_microbatch_follows_from_batch_and_mesh(overrides, world, local):
     assert load_config(case(overrides), world, world).training.local_batch_size == local
 
 

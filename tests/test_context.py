@@ -153,7 +153,7 @@ def test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole(place
     cfg = load_config([*OPTIONS, "--training.local_batch_size=24"])
     ids, read = np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16), []
     ranks = [
-        SimpleNamespace(dp_rank=0, dp_size=1, places=lambda seq_len, own=own: own)
+        SimpleNamespace(dp_rank=0, dp_size=1, token_ranges=lambda seq_len, own=own: own)
         for own in ([range(16)], places)
     ]
     whole, part = (harness.batches(cfg, rank, ids) for rank in ranks)
@@ -285,7 +285,7 @@ class Sent(Watch):
 def job_and_batch(
     *options: str, seq_len: int = 16, rows: int = 2
 ) -> tuple[train.Job, dict[str, Tensor]]:
-    """A job, and a batch of one micro-batch for it."""
+    """A job, and a batch of one microbatch for it."""
     batch = [
         f"--training.seq_len={seq_len}",
         f"--training.global_batch_size={rows}",
@@ -432,7 +432,9 @@ def score(options: list[str], is_per_rank: bool) -> dict[str, float]:
         Mesh.sum_over_tokens = lambda mesh, x: x
     job, batch = job_and_batch(*options)
     T = job.cfg.training.seq_len
-    positions = torch.cat([torch.arange(part.start, part.stop) for part in job.mesh.places(T)])
+    positions = torch.cat(
+        [torch.arange(part.start, part.stop) for part in job.mesh.token_ranges(T)]
+    )
     batch["labels"] = batch["labels"].masked_fill(positions * 7 % T < positions, -100)
     return scores({"": validate(job.model, job.mesh, [batch] * 2, 99, torch.arange(VOCAB))})
 

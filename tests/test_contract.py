@@ -178,7 +178,7 @@ def test_torch_save_of_a_rank_holds_a_part_of_the_model():
 
 
 def gradients_on_shards(accumulate: str) -> list[bool]:
-    """Of two micro-batches: whether the parameters had gradients after each."""
+    """Of two microbatches: whether the parameters had gradients after each."""
     run = job()
     tokens = torch.full((1, 16), 3 + run.mesh.rank)
     had = []
@@ -193,7 +193,7 @@ def gradients_on_shards(accumulate: str) -> list[bool]:
     return had
 
 
-def test_gradients_reach_the_shards_with_the_last_micro_batch_only():
+def test_gradients_reach_the_shards_with_the_last_microbatch_only():
     assert run_ranks(2, gradients_on_shards, "whole") == [[False, True]] * 2
     assert run_ranks(2, gradients_on_shards, "sharded") == [[True, True]] * 2
 
@@ -271,9 +271,9 @@ def test_a_gpu_of_two_ranks_is_named():
 
 def test_exchanges_are_counted_in_a_file(tmp_path):
     """The launcher reads it after the rank has died (tools/launch)."""
-    begun = meshes.Begun(str(tmp_path / "begun"))
+    counter = meshes.ProgressCounter(str(tmp_path / "begun"))
     for _ in range(3):
-        begun.another()
+        counter.advance()
     assert (tmp_path / "begun").read_bytes() == (3).to_bytes(8, "little")
 
 

@@ -21,7 +21,7 @@ from configs.load import load_config
 from configs.schema import InputError
 from models import MODELS, deepseek_v3
 from parallelisms.mesh import world
-from reliability.health import unlike_replicas
+from reliability.health import mismatching_replicas
 from tests import checkpoints
 from tests.checkpoints import flip, load_pattern, save_pattern
 from tests.ranks import run_ranks
@@ -308,12 +308,12 @@ def flipped_bit() -> tuple[list[str], list[str]]:
     """On four ranks: what the comparison of replicas says before and after a bit of rank 3's
     experts has changed."""
     job = checkpoints.build(*SIX, EP2, HYBRID)
-    before = unlike_replicas(job.model, job.optimizer, job.mesh, loss=0.0)
+    before = mismatching_replicas(job.model, job.optimizer, job.mesh, loss=0.0)
     if dist.get_rank() == 3:
         state.local(job.model.layers["1"].feed_forward.experts.w2).detach().view(torch.int32)[
             0, 0, 0
         ] ^= 1
-    return before, unlike_replicas(job.model, job.optimizer, job.mesh, loss=0.0)
+    return before, mismatching_replicas(job.model, job.optimizer, job.mesh, loss=0.0)
 
 
 def test_a_flipped_bit_of_an_expert_is_seen_between_replicas():
@@ -371,12 +371,12 @@ def test_a_run_goes_on_where_it_was_when_ep_changes(runs, moved):
     assert len(biases) == 2 and all(
         torch.equal(want[name], got[name]) and want[name].any() for name in biases
     )
-    unlike = {
+    mismatching_ranks = {
         name: float((got[name] - x).norm() / x.norm())
         for name, x in want.items()
         if (got[name] - x).norm() > 1e-4 * x.norm()
     }
-    assert not unlike, unlike
+    assert not mismatching_ranks, mismatching_ranks
 
 
 def imported(folder: Path, exported: Path) -> list[str]:
@@ -427,7 +427,7 @@ def exchanges_of_a_run(options: list[str], folder: Path) -> int:
 
     def noting(job, *rest):
         result = real(job, *rest)
-        counts.append(job.mesh.begun.count)
+        counts.append(job.mesh.progress_counter.count)
         return result
 
     train.train_step = noting

@@ -327,7 +327,7 @@ SPEED = 0.01
 
 
 def job_and_batch(experts: str, *more: str) -> tuple[train.Job, dict[str, torch.Tensor]]:
-    """A model with these experts on this rank, and a batch of one micro-batch."""
+    """A model with these experts on this rank, and a batch of one microbatch."""
     own = EXPERTS[experts]
     base = [o for o in OF_ONE if experts != "deepseek_v3" or not o.startswith(DENSE_HEADS)]
     job = train.build(load_config([*base, *own, *more], world().size, world().local_size))

@@ -9,7 +9,7 @@ from checkpoint.storage import box_of, local
 from configs.load import load_config
 from parallelisms import ep
 from parallelisms.mesh import world
-from reliability.health import unlike_replicas
+from reliability.health import mismatching_replicas
 from tests.parity import (
     CONTEXT,
     DEEPSEEK,
@@ -105,7 +105,7 @@ def boxes_and_replicas(options: list[str]) -> tuple[list[str], list[str]]:
         ]
         if not torch.equal(part, local(weight)):
             wrong.append(name)
-    return wrong, unlike_replicas(job.model, job.optimizer, job.mesh, step=0)
+    return wrong, mismatching_replicas(job.model, job.optimizer, job.mesh, step=0)
 
 
 def test_checkpoints_take_the_right_boxes_and_replicas_are_alike():

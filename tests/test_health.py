@@ -19,7 +19,7 @@ from checkpoint import storage
 from configs.load import load_config
 from data import order as orders
 from reliability.guard import Diverged, Guard
-from reliability.health import Spikes, Stragglers, odd_ones, unlike_replicas
+from reliability.health import Spikes, Stragglers, mismatching_replicas, odd_ones
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
 
@@ -231,7 +231,7 @@ def test_n2_a_state_that_is_not_finite_is_never_published(options, tmp_path):
 # C3: ranks that are not alike
 
 
-def unlike(options: list[str], folder: Path, what: str) -> tuple[int, str]:
+def mismatching_ranks(options: list[str], folder: Path, what: str) -> tuple[int, str]:
     """Rank 1 has other code, another torch, other data, another tokenizer or another option."""
     if dist.get_rank() == 1:
         if what == "code":
@@ -266,7 +266,7 @@ def unlike(options: list[str], folder: Path, what: str) -> tuple[int, str]:
     ],
 )
 def test_c3_ranks_that_are_not_alike_do_not_start(what, options, tmp_path):
-    for code, said in run_ranks(2, unlike, options, tmp_path, what):
+    for code, said in run_ranks(2, mismatching_ranks, options, tmp_path, what):
         assert code == 2 and f"{what} differs: rank 0 has" in said and "ranks [1] do not" in said, (
             said
         )
@@ -387,7 +387,7 @@ def clean_and_flipped(options: list[str]) -> tuple[list[str], list[tuple[int, li
         result = train.train_step(
             job, {"tokens": tokens[step, ..., :-1], "labels": tokens[step, ..., 1:]}
         )
-        clean += unlike_replicas(
+        clean += mismatching_replicas(
             job.model, job.optimizer, job.mesh, loss=result.loss, grad_norm=result.grad_norm
         )
     for _ in range(20):
@@ -410,11 +410,11 @@ def clean_and_flipped(options: list[str]) -> tuple[list[str], list[tuple[int, li
         flip = torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
         if job.mesh.rank == rank:
             tensor[place] ^= flip
-        found.append((rank, unlike_replicas(job.model, job.optimizer, job.mesh)))
+        found.append((rank, mismatching_replicas(job.model, job.optimizer, job.mesh)))
         if job.mesh.rank == rank:
             tensor[place] ^= flip
-    clean += unlike_replicas(job.model, job.optimizer, job.mesh, loss=1.0)
-    clean_number = unlike_replicas(
+    clean += mismatching_replicas(job.model, job.optimizer, job.mesh, loss=1.0)
+    clean_number = mismatching_replicas(
         job.model, job.optimizer, job.mesh, loss=float(job.mesh.rank == 1)
     )
     assert clean_number and "loss" in clean_number[0]

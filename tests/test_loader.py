@@ -1,4 +1,4 @@
-"""A batch is a function of (seed, step) alone: the same on any ranks, workers and micro-batches,
+"""A batch is a function of (seed, step) alone: the same on any ranks, workers and microbatches,
 after any resume, of one source or of a mixture; and what cannot be read ends the run with a
 sentence."""
 
@@ -171,7 +171,7 @@ def assert_same_on_any_mesh(
                     assert torch.equal(joined, want.flatten()), (dp, local, step, name)
 
 
-def test_batches_are_the_same_for_any_ranks_and_micro_batches() -> None:
+def test_batches_are_the_same_for_any_ranks_and_microbatches() -> None:
     """Order included, across epochs: 37 windows, 240 per step, so every step wraps; T prime."""
     tokens, T, G = MIXED[0], 13, 240
     batches = single(tokens, T, G, G, 0, 1, seed=5)
@@ -185,7 +185,7 @@ def test_batches_are_the_same_for_any_ranks_and_micro_batches() -> None:
     assert_same_on_any_mesh(batches.order, [tokens], G, (5, 0, 3), T)
 
 
-def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_micro_batches() -> None:
+def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_microbatches() -> None:
     """Across the steps of its schedule, blocks and epochs."""
     order = orders.begin(mixture())
     batch = Batches(MIXED, order, 240, 0, 1)[29]

@@ -1,4 +1,4 @@
-"""Document masking: a packed micro-batch computes what each of its documents computes alone, loss
+"""Document masking: a packed microbatch computes what each of its documents computes alone, loss
 and every gradient.
 
 The oracle is the plain model on one document at a time, without masking. The documents are of prime

@@ -316,9 +316,9 @@ def test_the_summary_counts_what_is_sharded() -> None:
     assert f"0 optimizer moments take {in_bytes(2 * whole, 1024)} in all, 1 MiB on this rank" in sgd
     step = "step: 8,192 tokens in 16 sequences of 512; each of 2 data-parallel ranks has"
     assert (
-        f"{step} 1 micro-batch of 8 (chosen, because training.local_batch_size is not set)" in adamw
+        f"{step} 1 microbatch of 8 (chosen, because training.local_batch_size is not set)" in adamw
     )
-    assert sgd.endswith(f"{step} 4 micro-batches of 2")
+    assert sgd.endswith(f"{step} 4 microbatches of 2")
 
 
 def test_memory_of_this_process() -> None:

@@ -132,7 +132,7 @@ def test_no_held_out_text_is_in_a_training_window_of_any_source(options, tmp_pat
     assert not held_out & (texts(sources["web"].train) | texts(sources["code"].train))
     batches = corpora.rows(
         corpora.order({}),
-        SimpleNamespace(dp_rank=0, dp_size=1, places=lambda seq_len: [range(seq_len)]),
+        SimpleNamespace(dp_rank=0, dp_size=1, token_ranges=lambda seq_len: [range(seq_len)]),
         263,
     )
     for step in range(200):
@@ -143,7 +143,7 @@ def test_no_held_out_text_is_in_a_training_window_of_any_source(options, tmp_pat
 
 def test_every_seed_is_validated_on_the_same_sequences_in_the_same_order(options):
     """Or the losses of two seeds would differ by the choice of text."""
-    alone = SimpleNamespace(dp_rank=0, dp_size=1, places=lambda seq_len: [range(seq_len)])
+    alone = SimpleNamespace(dp_rank=0, dp_size=1, token_ranges=lambda seq_len: [range(seq_len)])
     seen, trained = [], []
     for seed in 0, 1:
         corpora = open_corpora(

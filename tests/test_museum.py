@@ -73,7 +73,7 @@ def own_token_counts(patch: Patch) -> None:
 
 
 def scale_times(patch: Patch, factor: Callable) -> None:
-    """The loss of every micro-batch times factor(job, feed) in backward, and not in the log."""
+    """The loss of every microbatch times factor(job, feed) in backward, and not in the log."""
     real = train.one_after_another
     patch.setattr(
         train,
@@ -88,12 +88,12 @@ def averaged_twice(patch: Patch) -> None:
 
 
 def accumulation_summed(patch: Patch) -> None:
-    """the means of the micro-batches are summed instead of averaged"""
+    """the means of the microbatches are summed instead of averaged"""
     scale_times(patch, lambda job, feed: len(feed))
 
 
 def mean_of_means(patch: Patch) -> None:
-    """every micro-batch counts the same, however many of its tokens count"""
+    """every microbatch counts the same, however many of its tokens count"""
     real = feed.Feed.__init__
 
     def with_means(
@@ -118,7 +118,7 @@ def mean_of_means(patch: Patch) -> None:
 
 
 def buffer_added_to_itself(patch: Patch) -> None:
-    """the gradient buffer of a group of one rank is added to itself at every micro-batch"""
+    """the gradient buffer of a group of one rank is added to itself at every microbatch"""
     real = dp.synchronise_gradients
 
     def doubled(model: nn.Module, last: bool, accumulate: str) -> None:
@@ -131,7 +131,7 @@ def buffer_added_to_itself(patch: Patch) -> None:
 
 
 def never_reduced(patch: Patch) -> None:
-    """no micro-batch counts as the last one, so gradients are never reduced over the ranks"""
+    """no microbatch counts as the last one, so gradients are never reduced over the ranks"""
     real = dp.synchronise_gradients
     patch.setattr(
         dp, "synchronise_gradients", lambda model, last, accumulate: real(model, False, accumulate)
@@ -269,7 +269,7 @@ def own_log_sum_exp(patch: Patch) -> None:
 
 
 def joined_along_the_wrong_axis(patch: Patch) -> None:
-    """what the ranks sent is joined along the sequences of the micro-batch instead of along their
+    """what the ranks sent is joined along the sequences of the microbatch instead of along their
     tokens"""
     real = cp.funcol.all_to_all_single_autograd
 
@@ -313,14 +313,14 @@ def labels_after_the_cut(patch: Patch) -> None:
 
 
 def keys_of_the_first_sequence(patch: Patch) -> None:
-    """every sequence of a micro-batch gets the keys of the first one: right where there is only one"""
+    """every sequence of a microbatch gets the keys of the first one: right where there is only one"""
     real = cp._gathered_index
     patch.setattr(cp, "_gathered_index", lambda row, *rest: real(torch.zeros_like(row), *rest))
 
 
 def divided_at_every_accumulation_step(patch: Patch) -> None:
-    """the gradients so far are divided by the number of micro-batches at every accumulation step"""
-    # two accumulation steps of three micro-batches
+    """the gradients so far are divided by the number of microbatches at every accumulation step"""
+    # two accumulation steps of three microbatches
     gradients, backward, each = pp.Pipeline.gradients, pp.Step.backward, 3
     # as the optimizer has them; in the middle of a step those of a stage are gathered ones
     weights: list[nn.Parameter] = []
@@ -331,7 +331,7 @@ def divided_at_every_accumulation_step(patch: Patch) -> None:
 
     def backward_and_divide(step: pp.Step, action: pp.Action, stage: nn.Module) -> None:
         backward(step, action, stage)
-        if action.micro_batch % each == each - 1:
+        if action.microbatch % each == each - 1:
             for p in weights:
                 p.grad.div_(each)
 
@@ -349,18 +349,18 @@ def normalised_for_the_log_only(patch: Patch) -> None:
     )
 
 
-def documents_of_the_first_micro_batch(patch: Patch) -> None:
-    """every micro-batch gets the documents of the first one as its mask"""
+def documents_of_the_first_microbatch(patch: Patch) -> None:
+    """every microbatch gets the documents of the first one as its mask"""
     real = feed.Feed.__call__
 
     def first_documents(self: feed.Feed, a: int) -> tuple:
-        tokens, positions, head, _, routings = real(self, a)
+        tokens, positions, head, _, router_statistics = real(self, a)
         return (
             tokens,
             positions,
             head,
             self.model.documents(self.within_documents[0], self.device),
-            routings,
+            router_statistics,
         )
 
     patch.setattr(feed.Feed, "__call__", first_documents)
@@ -499,7 +499,7 @@ def counts_reduced_in_place(patch: Patch) -> None:
 
 def own_counts_balance(patch: Patch) -> None:
     """balancing: each rank moves its biases by its own counts"""
-    patch.setattr(train, "counts_of_step", lambda routings, mesh: routings.counts)
+    patch.setattr(train, "counts_of_step", lambda router_statistics, mesh: router_statistics.counts)
 
 
 def counted_again_when_recomputed(patch: Patch) -> None:
@@ -513,10 +513,10 @@ def counted_again_when_recomputed(patch: Patch) -> None:
         )
         return choice
 
-    def counts_of_step(routings: moe.Routings, mesh: Mesh) -> dict[int, Tensor]:
+    def counts_of_step(router_statistics: moe.RouterStatistics, mesh: Mesh) -> dict[int, Tensor]:
         counts = {
             layer: mesh.sum_over_tokens(total)
-            for layer, total in zip(routings.counts, totals.values(), strict=True)
+            for layer, total in zip(router_statistics.counts, totals.values(), strict=True)
         }
         totals.clear()
         return counts
@@ -551,8 +551,8 @@ def constant_balance_loss(patch: Patch) -> None:
     )
 
 
-def balance_loss_of_a_micro_batch(patch: Patch) -> None:
-    """balancing: the loss takes the counts of all sequences of a micro-batch for those of each
+def balance_loss_of_a_microbatch(patch: Patch) -> None:
+    """balancing: the loss takes the counts of all sequences of a microbatch for those of each
     sequence"""
     real = moe.MixtureOfExperts.balance
 
@@ -564,17 +564,19 @@ def balance_loss_of_a_micro_batch(patch: Patch) -> None:
 
 def balance_loss_of_earlier_stages_lost(patch: Patch) -> None:
     """balancing: only the stage that has the loss of the model adds the balance loss of its layers"""
-    real = moe.Routings.add
+    real = moe.RouterStatistics.add
 
-    def add(routings: moe.Routings, layer: int, h: Tensor, routing: moe.Routing) -> Tensor:
+    def add(
+        router_statistics: moe.RouterStatistics, layer: int, h: Tensor, routing: moe.Routing
+    ) -> Tensor:
         return real(
-            routings,
+            router_statistics,
             layer,
             h,
             routing if layer == 2 else routing._replace(balance=routing.balance.detach()),
         )
 
-    patch.setattr(moe.Routings, "add", add)
+    patch.setattr(moe.RouterStatistics, "add", add)
 
 
 def bias_weights_the_output(patch: Patch) -> None:
@@ -713,7 +715,7 @@ ROWS = [
     Row("20", keys_of_the_first_sequence, "cp2"),
     Row("22", divided_at_every_accumulation_step, "pp2", EACH_TIME),
     Row("23", normalised_for_the_log_only, "pp2", ONCE),
-    Row("24", documents_of_the_first_micro_batch, "pp2", ONCE, (DOCUMENTS,)),
+    Row("24", documents_of_the_first_microbatch, "pp2", ONCE, (DOCUMENTS,)),
     Row("25", tied_gradient_lost, "pp2", TIED | ONCE),
     Row("25b", tied_copies_drift, "pp2", TIED | ONCE),
     Row("26", norm_of_one_stage, "pp2", CLIPS | ONCE),
@@ -727,7 +729,7 @@ ROWS = [
     Row("34", counted_again_when_recomputed, "ep2", {"checkpointing": "full"}, SIGMOID),
     Row("35", no_gradient_without_tokens, "ep2", {}, TO_ONE),
     Row("36", constant_balance_loss, "ep2", {}, SOFTMAX),
-    Row("37", balance_loss_of_a_micro_batch, "pp2", ONCE, SOFTMAX),
+    Row("37", balance_loss_of_a_microbatch, "pp2", ONCE, SOFTMAX),
     Row("38", bias_weights_the_output, "fsdp2", {}, STRONG_BIAS),
     Row("39", rows_in_another_order, "ep2", {}, SOFTMAX),
     Row("43", mean_of_means, "fsdp2", ONCE),

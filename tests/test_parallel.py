@@ -33,7 +33,7 @@ from tests.parity import (
     SEQ,
     SGD,
     STEPS,
-    TWO_MICRO_BATCHES,
+    TWO_MICROBATCHES,
     check,
     combination_of,
     compare,
@@ -420,10 +420,10 @@ def test_bfloat16_is_near_float32_and_keeps_float32_masters(mesh):
 
 @pytest.mark.parametrize("mesh", ["fsdp2", "ddp2"])
 def test_gradients_are_summed_over_ranks_in_float32(mesh):
-    """Two ranks are one process with two micro-batches, which adds their bfloat16 gradients in
+    """Two ranks are one process with two microbatches, which adds their bfloat16 gradients in
     float32. A sum in bfloat16 would be off by 1e-3."""
     ranks, options, dp_size = MESHES[mesh]
-    alone = run_ranks(1, bfloat16, [*SGD, TWO_MICRO_BATCHES], 1)[0]
+    alone = run_ranks(1, bfloat16, [*SGD, TWO_MICROBATCHES], 1)[0]
     seen = run_ranks(ranks, bfloat16, [*SGD, *options], dp_size)[0]
     for n, want in alone["grad"].items():
         assert np.linalg.norm(seen["grad"][n] - want) <= 1e-5 * np.linalg.norm(want), n

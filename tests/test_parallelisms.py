@@ -252,7 +252,7 @@ def test_weights_that_are_freed_after_forward_are_gathered_again():
     assert run_ranks(1, gathers_of_each_option)[0] == list(GATHERS.values())
 
 
-def gathers_of_a_second_micro_batch() -> list[int]:
+def gathers_of_a_second_microbatch() -> list[int]:
     dist.destroy_process_group()
     counts = []
     for keep in False, True:
@@ -271,8 +271,8 @@ def gathers_of_a_second_micro_batch() -> list[int]:
     return counts
 
 
-def test_a_stage_keeps_its_weights_for_the_next_micro_batch():
-    assert run_ranks(1, gathers_of_a_second_micro_batch)[0] == [6, 0]
+def test_a_stage_keeps_its_weights_for_the_next_microbatch():
+    assert run_ranks(1, gathers_of_a_second_microbatch)[0] == [6, 0]
 
 
 class Reductions(TorchDispatchMode):

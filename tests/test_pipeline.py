@@ -25,7 +25,7 @@ from parallelisms import mesh as meshes
 from parallelisms import pp, schedules
 from parallelisms.mesh import neighbours
 from reliability import collectives
-from reliability.health import unlike_replicas
+from reliability.health import mismatching_replicas
 from tests.ranks import run_ranks, step_timeout
 from tests.runs import MESHES, STEPS, ends, killed, run, said, samples, tiny_run, trained
 from tools import compare_runs
@@ -112,7 +112,7 @@ VALIDATED = (
 
 
 def sums_of_validation(options: list[str], counts: list[int]) -> list[list[float]]:
-    """What `validate` returns of one batch of so many micro-batches."""
+    """What `validate` returns of one batch of so many microbatches."""
     job = train.build(
         load_config([*VALIDATED, *options], meshes.world().size, meshes.world().local_size)
     )
@@ -127,7 +127,7 @@ def sums_of_validation(options: list[str], counts: list[int]) -> list[list[float
     return sums
 
 
-def test_validation_counts_every_micro_batch_whether_the_ranks_divide_them_or_not():
+def test_validation_counts_every_microbatch_whether_the_ranks_divide_them_or_not():
     """One that the pipeline left out would count with its tokens and without its loss."""
     counts = [1, 2, 3, 5]
     batches = ["--training.global_batch_size=12", "--training.local_batch_size=2"]
@@ -145,7 +145,7 @@ def troubled(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
 
     def loss(*args, **more):
         calls.append(1)
-        if len(calls) == 9:  # of four micro-batches a step
+        if len(calls) == 9:  # of four microbatches a step
             if kind == "hangs":
                 os.kill(os.getpid(), signal.SIGSTOP)
             raise ValueError("the loss of the second stage is broken")
@@ -197,10 +197,10 @@ def flipped_gain(options: list[str]) -> list[str]:
     """What is said after a bit of a norm's gain flipped on the last rank of two stages of two
     tensor-parallel ranks."""
     job = train.build(load_config([*options, *MESHES["pp2xtp2"][1]], 4, 4))
-    assert unlike_replicas(job.model, job.optimizer, job.mesh, loss=1.0) == []
+    assert mismatching_replicas(job.model, job.optimizer, job.mesh, loss=1.0) == []
     if job.mesh.rank == 3:
         job.model.layers["3"].ffn_norm.weight.data.to_local().view(torch.int32)[5] ^= 1
-    return unlike_replicas(job.model, job.optimizer, job.mesh)
+    return mismatching_replicas(job.model, job.optimizer, job.mesh)
 
 
 def test_a_flipped_bit_of_a_stage_is_named(options):
@@ -221,11 +221,11 @@ def other_shape(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
 
 
 def other_order(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
-    """It takes the first two micro-batches the other way round."""
+    """It takes the first two microbatches the other way round."""
     model, count, other = job.model, len(batch["tokens"]), {0: 1, 1: 0}
     first, second = model.table(count).of_all_ranks
     second = [
-        action._replace(micro_batch=other.get(action.micro_batch, action.micro_batch))
+        action._replace(microbatch=other.get(action.microbatch, action.microbatch))
         for action in second
     ]
     model.rank_tables[count, False] = pp.RankTable([first, second], model.placement, 1)
@@ -257,7 +257,7 @@ def test_messages_that_are_not_the_expected_ones_are_named(options):
         2, steps_with, options, [(None, False), (None, True), (other_order, False)]
     )[0]
     assert right == checked and abs(crossed / right - 1) > 1e-3, (right, checked, crossed)
-    hidden, gradient = "hidden of stage 0, micro-batch", "gradient of stage 1, micro-batch"
+    hidden, gradient = "hidden of stage 0, microbatch", "gradient of stage 1, microbatch"
     for fault, rank, expected, sent in [
         (other_type, 1, f"{hidden} 0, float64[2, 16, 32]", f"{hidden} 0, float32[2, 16, 32]"),
         (other_shape, 1, f"{hidden} 0, float32[2, 8, 32]", f"{hidden} 0, float32[2, 16, 32]"),
@@ -322,7 +322,7 @@ ONE_STAGE = (
 
 def test_each_half_of_a_backward_has_the_products_of_its_own_gradients(options):
     """The last of two stages has two blocks, each with seven products or, with experts, with five
-    and three grouped ones; and a step has four micro-batches. The products of the loss are in its
+    and three grouped ones; and a step has four microbatches. The products of the loss are in its
     forward."""
     given, blocks = [*options, *ONE_STAGE], 4 * 2
     dense, _ = run_ranks(2, products_of_halves, given)[1]
@@ -331,7 +331,7 @@ def test_each_half_of_a_backward_has_the_products_of_its_own_gradients(options):
     of_rows, of_weight = "grouped_product_backward_rows", "grouped_product_backward_weight"
     assert experts["backward_input"] == {"mm": 5 * blocks, of_rows: 3 * blocks}
     assert experts["backward_weight"] == {"mm": 5 * blocks, of_weight: 3 * blocks}
-    assert alive[-1] == 0, f"rows of experts that are in memory after each micro-batch: {alive}"
+    assert alive[-1] == 0, f"rows of experts that are in memory after each microbatch: {alive}"
 
 
 def slow_stage(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
@@ -405,7 +405,7 @@ def sample_and_step(
     ranks = dist.get_world_size()
     job = train.build(load_config(options, ranks, ranks))
     text = train.sample(job.model, [1, 2, 3], 2, 16, job.mesh.device)
-    shape = (job.cfg.training.micro_batches(1), 2, 16)
+    shape = (job.cfg.training.microbatches(1), 2, 16)
     tokens = torch.randint(263, shape, generator=torch.Generator().manual_seed(0))
     return text, train.train_step(job, {"tokens": tokens, "labels": tokens}).grad_norm
 
@@ -413,7 +413,7 @@ def sample_and_step(
 # A tied weight would be sent first, and connect the ranks.
 UNTIED = "--model.tied_embeddings=false"
 LAZY = {
-    "one micro-batch": [UNTIED, "--training.global_batch_size=2"],
+    "one microbatch": [UNTIED, "--training.global_batch_size=2"],
     "two stages per rank": [UNTIED, "--parallelism.pipeline_schedule=interleaved_1f1b"],
 }
 

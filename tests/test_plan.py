@@ -680,8 +680,8 @@ def test_blocks_that_are_said_to_have_room_have_it():
         int(re.search(r"dp_shard all-gather +([\d,]+)", said)[1].replace(",", ""))
         for said in (before, after)
     ]
-    micro_batches = int(re.search(r"= (\d+) micro-batch", before)[1])
-    assert 0 < blocks <= 32 and gathers[0] - gathers[1] == blocks * micro_batches
+    microbatches = int(re.search(r"= (\d+) microbatch", before)[1])
+    assert 0 < blocks <= 32 and gathers[0] - gathers[1] == blocks * microbatches
 
 
 @pytest.mark.slow
@@ -704,7 +704,7 @@ def test_16384_ranks():
 CP2, CP4 = (f"--parallelism.context_parallel={ranks}" for ranks in (2, 4))
 ULYSSES = "--parallelism.context_parallel_method=ulysses"
 DOCUMENTS = "--data.mask_documents=true"
-TWO = ["--training.local_batch_size=4", "--model.n_layers=3"]  # two micro-batches of few layers
+TWO = ["--training.local_batch_size=4", "--model.n_layers=3"]  # two microbatches of few layers
 CONTEXT_CASES = {  # name: (ranks, the options of each case)
     "2 ranks": (2, [[SELECTIVE, CP2, *TWO]]),
     "more on 2 ranks": (

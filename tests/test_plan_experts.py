@@ -136,7 +136,7 @@ def real_peak() -> tuple[int, dict[tuple[str, str], tuple]]:
     kind: their number, the bytes of all, and of the smallest and the largest."""
     with forced("uneven"):
         job = train.build(config(PIPELINE, 4))
-        batch = trace.batch_of(job, job.cfg.training.micro_batches(job.mesh.dp_size))
+        batch = trace.batch_of(job, job.cfg.training.microbatches(job.mesh.dp_size))
         train.train_step(job, batch)
         with trace.Trace() as accountant:
             step = trace.run_step(accountant, job, batch, len(batch["tokens"]))

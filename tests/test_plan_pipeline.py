@@ -80,11 +80,11 @@ def real_peaks(cases: list[tuple[str, ...]]) -> list[int]:
     peaks = []
     for case in cases:
         job = train.build(config(dist.get_world_size(), *case))
-        micro_batches = job.cfg.training.micro_batches(job.mesh.dp_size)
-        batch = trace.batch_of(job, micro_batches)
+        microbatches = job.cfg.training.microbatches(job.mesh.dp_size)
+        batch = trace.batch_of(job, microbatches)
         train.train_step(job, batch)
         with trace.Trace() as accountant:
-            peaks.append(trace.run_step(accountant, job, batch, micro_batches).peak()[0])
+            peaks.append(trace.run_step(accountant, job, batch, microbatches).peak()[0])
     return peaks
 
 
@@ -99,7 +99,7 @@ def real_peaks(cases: list[tuple[str, ...]]) -> list[int]:
     ],
 )
 def test_memory_of_every_rank_is_that_of_a_real_step(name, monkeypatch):
-    """Within 1%. The plan traced each stage alone, with three micro-batches; the real ranks ran the
+    """Within 1%. The plan traced each stage alone, with three microbatches; the real ranks ran the
     schedule with four or eight. Negative control: without the activations that an action leaves
     behind, the plan is not within 1%."""
     (ranks, cases), stages = CASES[name], Stages()
@@ -166,7 +166,7 @@ class Sleeper(nn.Module):
         return h.sum() if self.last else h
 
 
-def asleep(schedule: str, micro_batches: int, unit: float) -> list[tuple[float, float]]:
+def asleep(schedule: str, microbatches: int, unit: float) -> list[tuple[float, float]]:
     """When this rank began and ended two steps of stages that sleep for `unit` seconds, after a
     step without sleep that opens the connections."""
     ranks = dist.get_world_size()
@@ -186,14 +186,14 @@ def asleep(schedule: str, micro_batches: int, unit: float) -> list[tuple[float, 
         s: Sleeper(s, len(rank_of)) for s in range(len(rank_of)) if rank_of[s] == mesh.pp_rank
     }
     model = pp.Pipeline(stages, schedules.consecutive([1] * len(rank_of)), mesh, cfg)
-    model.gradients(Feed(schedules.least_micro_batches(schedule, ranks)), torch.ones(()))
+    model.gradients(Feed(schedules.least_microbatches(schedule, ranks)), torch.ones(()))
     for stage in stages.values():
         stage.unit = unit
     times = []
     for _ in range(2):
         dist.barrier()
         began = time.monotonic()
-        model.gradients(Feed(micro_batches), torch.ones(()))
+        model.gradients(Feed(microbatches), torch.ones(()))
         times.append((began, time.monotonic()))
     return times
 
@@ -201,9 +201,9 @@ def asleep(schedule: str, micro_batches: int, unit: float) -> list[tuple[float, 
 class Feed:
     """Batches that nobody looks at."""
 
-    def __init__(self, micro_batches: int) -> None:
-        self.tokens = torch.zeros(micro_batches, 1, 4, dtype=torch.int64)
-        self.labels, self.losses = self.tokens, torch.zeros(micro_batches, 1, 4)
+    def __init__(self, microbatches: int) -> None:
+        self.tokens = torch.zeros(microbatches, 1, 4, dtype=torch.int64)
+        self.labels, self.losses = self.tokens, torch.zeros(microbatches, 1, 4)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -212,10 +212,8 @@ class Feed:
         return self.tokens[a], None, None, None
 
 
-def all_asleep(
-    names: list[str], micro_batches: int, unit: float
-) -> list[list[tuple[float, float]]]:
-    return [asleep(schedule, micro_batches, unit) for schedule in names]
+def all_asleep(names: list[str], microbatches: int, unit: float) -> list[list[tuple[float, float]]]:
+    return [asleep(schedule, microbatches, unit) for schedule in names]
 
 
 @pytest.mark.alone
@@ -227,13 +225,13 @@ def test_the_bubble_of_sleeping_stages_is_the_planned_one(ranks):
     several counts. An action also costs the processor a little, which is the same however long the
     stages sleep: where a step took too long, they sleep twice as long in the next round, so that
     the cost becomes a smaller part of it."""
-    micro_batches = 2 * ranks
-    units = {schedule: planned_units(schedule, ranks, micro_batches) for schedule in SCHEDULES}
+    microbatches = 2 * ranks
+    units = {schedule: planned_units(schedule, ranks, microbatches) for schedule in SCHEDULES}
     excess = dict.fromkeys(SCHEDULES, math.inf)  # the shortest step over the planned one
     for unit in (UNIT, 2 * UNIT, 4 * UNIT):
         late = [schedule for schedule in SCHEDULES if excess[schedule] > 1.05]
         measured = (
-            run_ranks(ranks, all_asleep, late, micro_batches, unit, timeout=250) if late else []
+            run_ranks(ranks, all_asleep, late, microbatches, unit, timeout=250) if late else []
         )
         for i, schedule in enumerate(late):
             for step in zip(*(times[i] for times in measured)):
@@ -243,9 +241,9 @@ def test_the_bubble_of_sleeping_stages_is_the_planned_one(ranks):
         assert 0.999 < excess[schedule] < 1.05, (schedule, excess[schedule])
 
 
-def planned_units(schedule: str, ranks: int, micro_batches: int) -> float:
+def planned_units(schedule: str, ranks: int, microbatches: int) -> float:
     """The length of a planned step, if a forward takes one unit and a whole backward two."""
-    table = schedules.table(schedule, ranks, 0, micro_batches)
+    table = schedules.table(schedule, ranks, 0, microbatches)
     played = schedules.timeline(
         table, schedules.placement(schedule, ranks), lambda a: 2.0 if a.kind == BACKWARD else 1.0
     )
@@ -278,13 +276,13 @@ def test_the_report_and_the_page_show_every_rank(tmp_path, capsys):
         "in the order of the stages, with the numbers of the weights' names"
     )
     assert re.search(
-        r"in (first half of |second half of )?\w+ of stage [0-7], micro-batch \d of 8", said
+        r"in (first half of |second half of )?\w+ of stage [0-7], microbatch \d of 8", said
     )
     assert re.search(r"bubble \d+\.\d% of the ranks' time", said) and re.search(
         r"pp send +\d+ ", said
     )
     text = out.read_text(encoding="utf-8")
-    assert "Who works when" in text and "backward_weight of stage 7, micro-batch 7" in text
+    assert "Who works when" in text and "backward_weight of stage 7, microbatch 7" in text
     for image in re.findall(r"<svg.*?</svg>", text, re.S):
         ElementTree.fromstring(image)
 
@@ -305,7 +303,7 @@ def test_a_tied_weight_travels_twice_a_step_and_the_slowest_rank_is_timed():
     assert tied.pipeline.p2p == pytest.approx(plain.pipeline.p2p + 2 * weight, rel=0.01)
     assert tied.time.seconds - plain.time.seconds == pytest.approx(2 * weight, rel=0.01)
 
-    # The first rank keeps the activations of two micro-batches, the last one has more to do.
+    # The first rank keeps the activations of two microbatches, the last one has more to do.
     assert (plain.step.number, plain.pipeline.slowest.number) == (0, 1)
     of_ranks = [rank.total().computing for rank in plain.pipeline.ranks]
     assert plain.time.computing == of_ranks[1] != of_ranks[0]
@@ -331,12 +329,12 @@ def test_documented_drawings_are_those_that_are_drawn():
 
 
 def test_what_cannot_be_drawn_is_a_sentence(capsys):
-    draw(["--ranks", "2", "--micro-batches", "1"])
-    assert capsys.readouterr().out.endswith("dualpipe_v: needs at least 4 micro-batches\n")
-    for wrong in (["--ranks", "0"], ["--micro-batches", "10"]):
+    draw(["--ranks", "2", "--microbatches", "1"])
+    assert capsys.readouterr().out.endswith("dualpipe_v: needs at least 4 microbatches\n")
+    for wrong in (["--ranks", "0"], ["--microbatches", "10"]):
         with pytest.raises(SystemExit) as ended:
             draw(wrong)
-        assert ended.value.code == 2 and "--micro-batches 1 to 9" in capsys.readouterr().err
+        assert ended.value.code == 2 and "--microbatches 1 to 9" in capsys.readouterr().err
 
 
 @pytest.mark.slow

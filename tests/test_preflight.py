@@ -357,7 +357,7 @@ FAULTS = {
         r"within hosts: 2",
     ),
     # No fault: two stages on two hosts, and a batch of which no other mesh of four ranks could make
-    # micro-batches of 8.
+    # microbatches of 8.
     "pipeline": Fault(
         (0, 1, 2, 3),
         option("--parallelism.pipeline_parallel=2", "--training.local_batch_size=8"),

@@ -106,7 +106,7 @@ def replayed(options: list[str]) -> tuple[list[int], train.Flags]:
     batch = {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
     asked = itertools.cycle([train.Flags(), train.Flags(stop=True)])
     result = train.train_step(job, batch, replay=True, flags=lambda: next(asked))
-    return result.unlike, result.flags
+    return result.mismatching_ranks, result.flags
 
 
 def test_a_signal_between_two_passes_is_no_difference_of_the_gradient(tmp_path):

@@ -43,7 +43,7 @@ def differences(want: Path, got: Path, tolerance: float) -> dict[str, int]:
     steps = range(STOPPED + 1, STEPS + 1)
     # a lost optimizer shows at the second
     assert len(steps) >= 5 and all(set(steps) <= b[key].keys() for key in b)
-    unlike = {
+    mismatching_ranks = {
         "loss": lambda step: abs(a["loss"][step] - b["loss"][step]) > tolerance,
         "grad_norm": lambda step: abs(a["grad_norm"][step] / b["grad_norm"][step] - 1) > tolerance,
         "lr": lambda step: a["lr"][step] != b["lr"][step],
@@ -51,7 +51,7 @@ def differences(want: Path, got: Path, tolerance: float) -> dict[str, int]:
     }
     first = {
         key: next((step for step in steps if differs(step)), None)
-        for key, differs in unlike.items()
+        for key, differs in mismatching_ranks.items()
     }
     return {key: step for key, step in first.items() if step}
 

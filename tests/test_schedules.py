@@ -16,7 +16,7 @@ from parallelisms.schedules import (
     Action,
     bubble,
     consecutive,
-    least_micro_batches,
+    least_microbatches,
     placement,
     stage_layers,
     table,
@@ -29,27 +29,27 @@ def ticks(action: Action) -> float:
     return 2.0 if action.kind == BACKWARD else 1.0
 
 
-def cases(ranks: int, most_micro_batches: int) -> list[tuple[str, int, int]]:
-    """(schedule, stages per rank, micro-batches) of every schedule on so many ranks."""
+def cases(ranks: int, most_microbatches: int) -> list[tuple[str, int, int]]:
+    """(schedule, stages per rank, microbatches) of every schedule on so many ranks."""
     return [
-        (name, stages, micro_batches)
+        (name, stages, microbatches)
         for name, row in SCHEDULES.items()
         for stages in range(row.stages_per_rank[0], min(row.stages_per_rank[1], 3) + 1)
-        for micro_batches in range(least_micro_batches(name, ranks), most_micro_batches + 1)
+        for microbatches in range(least_microbatches(name, ranks), most_microbatches + 1)
     ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_table_is_complete_and_never_stands_still(ranks):
-    """Also with fewer micro-batches than stages, and with numbers that the ranks do not divide."""
-    for name, stages, micro_batches in cases(ranks, 9):
+    """Also with fewer microbatches than stages, and with numbers that the ranks do not divide."""
+    for name, stages, microbatches in cases(ranks, 9):
         rank_of = placement(name, ranks, stages)
-        actions = table(name, ranks, stages, micro_batches)
+        actions = table(name, ranks, stages, microbatches)
         count = Counter(action for of_rank in actions for action in of_rank)
         assert set(count.values()) == {1}
-        every = {(stage, m) for stage in range(ranks * stages) for m in range(micro_batches)}
+        every = {(stage, m) for stage in range(ranks * stages) for m in range(microbatches)}
         by_kind = {
-            kind: {(a.stage, a.micro_batch) for a in count if a.kind == kind}
+            kind: {(a.stage, a.microbatch) for a in count if a.kind == kind}
             for kind in schedules.RESULTS
         }
         assert by_kind[FORWARD] == every
@@ -69,15 +69,15 @@ def test_every_table_is_complete_and_never_stands_still(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_forwards_alone_take_every_micro_batch_through_every_stage(ranks):
-    """Validation has as many micro-batches as a batch has, whether the ranks divide them or not.
+def test_forwards_alone_take_every_microbatch_through_every_stage(ranks):
+    """Validation has as many microbatches as a batch has, whether the ranks divide them or not.
     One that is left out would count tokens without their loss."""
     for name, row in SCHEDULES.items():
         rank_of = placement(name, ranks, row.stages_per_rank[0])
-        for micro_batches in range(1, 10):
-            actions = forward_table(rank_of, ranks, micro_batches)
+        for microbatches in range(1, 10):
+            actions = forward_table(rank_of, ranks, microbatches)
             stages = range(len(rank_of))
-            every = Counter(Action(FORWARD, s, m) for s in stages for m in range(micro_batches))
+            every = Counter(Action(FORWARD, s, m) for s in stages for m in range(microbatches))
             assert Counter(action for of_rank in actions for action in of_rank) == every
             assert all(rank_of[a.stage] == r for r, of_rank in enumerate(actions) for a in of_rank)
             # raises where ranks wait for each other
@@ -98,14 +98,14 @@ def test_1f1b_is_the_table_of_the_paper():
         kinds = [FORWARD] * ahead + [BACKWARD, FORWARD] * (8 - ahead) + [BACKWARD] * ahead
         assert [a.kind for a in actions] == kinds
         for kind in FORWARD, BACKWARD:
-            assert [a.micro_batch for a in actions if a.kind == kind] == list(range(8))
+            assert [a.microbatch for a in actions if a.kind == kind] == list(range(8))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bubbles_are_those_that_were_published(ranks):
     """In ticks beside the work: v stages on a rank, of which a forward takes 1 tick and a whole
     backward 2."""
-    for micro_batches in (2 * ranks, 5 * ranks):
+    for microbatches in (2 * ranks, 5 * ranks):
         for name, stages, ticks_published in (
             # arXiv:2104.04473, section 2.2.1: (p - 1) / m of the work
             ("1f1b", 1, 3 * (ranks - 1)),
@@ -118,18 +118,18 @@ def test_bubbles_are_those_that_were_published(ranks):
             # github.com/deepseek-ai/DualPipe: at most (p - 1) (F + B + B - 3W) = 2 (p - 1)
             ("dualpipe_v", 2, ranks - 1),
         ):
-            actions = table(name, ranks, stages, micro_batches)
-            work = 3 * stages * micro_batches
+            actions = table(name, ranks, stages, microbatches)
+            work = 3 * stages * microbatches
             share = bubble(timeline(actions, placement(name, ranks, stages), ticks))
             assert share == pytest.approx(ticks_published / (work + ticks_published)), (
                 name,
                 stages,
-                micro_batches,
+                microbatches,
             )
 
 
 def most_held(actions: list[Action]) -> int:
-    """Activations, in micro-batches of a stage, that a rank holds at most: from forward until the
+    """Activations, in microbatches of a stage, that a rank holds at most: from forward until the
     end of backward."""
     held, most = 0, 0
     for action in actions:
@@ -158,12 +158,12 @@ def test_transfers_can_be_started_in_one_order_by_all_ranks(ranks):
     """As the runtime does it on NCCL: where a rank's next action needs a result, everything that
     comes before that in the list has been started, and a rank starts a send only after it has made
     what it sends."""
-    for name, stages, micro_batches in cases(ranks, 7):
+    for name, stages, microbatches in cases(ranks, 7):
         rank_of = placement(name, ranks, stages)
-        actions = table(name, ranks, stages, micro_batches)
+        actions = table(name, ranks, stages, microbatches)
         travels = transfers(actions, rank_of)
         hidden = [s for s in range(ranks * stages - 1) if rank_of[s] != rank_of[s + 1]]
-        assert len(travels) == 2 * len(hidden) * micro_batches
+        assert len(travels) == 2 * len(hidden) * microbatches
         for rank, of_rank in enumerate(actions):
             position = {action: i for i, action in enumerate(of_rank)}
             own = [t for t in travels if rank in (t.sender, t.receiver)]
@@ -188,7 +188,7 @@ def test_negative_controls_a_wrong_table_is_seen():
 
 
 def test_p2p_seconds_and_unequal_stages():
-    """Two ranks, one micro-batch: nothing overlaps, so all times add up."""
+    """Two ranks, one microbatch: nothing overlaps, so all times add up."""
     played = timeline(
         table("1f1b", 2, 1, 1), [0, 1], lambda a: 3.0 if a.stage else 1.0, lambda *_: 0.25
     )
@@ -197,9 +197,9 @@ def test_p2p_seconds_and_unequal_stages():
     assert bubble(played) == pytest.approx(1 - 8 / (2 * 8.5))
 
 
-def test_too_few_micro_batches():
+def test_too_few_microbatches():
     with pytest.raises(
-        ValueError, match="dualpipe_v on 4 ranks needs at least 8 micro-batches, not 7"
+        ValueError, match="dualpipe_v on 4 ranks needs at least 8 microbatches, not 7"
     ):
         table("dualpipe_v", 4, 2, 7)
 

@@ -84,8 +84,8 @@ def in_the_first_step() -> None:
     train.train_step = once(train.train_step, kill, 1)
 
 
-def between_micro_batches() -> None:
-    """4 micro-batches on each of 2 ranks: the third of step 6."""
+def between_microbatches() -> None:
+    """4 microbatches on each of 2 ranks: the third of step 6."""
     train.linear_cross_entropy = once(train.linear_cross_entropy, kill, 5 * 4 + 3)
 
 
@@ -130,7 +130,7 @@ def while_an_old_checkpoint_is_removed() -> None:
 WINDOWS = {
     in_preparation: None,
     in_the_first_step: None,
-    between_micro_batches: (5, 6),
+    between_microbatches: (5, 6),
     in_validation: (3, 4),
     waiting_for_data: (5, 6),
     while_a_save_is_written: (4, 5),
@@ -433,7 +433,7 @@ train.train_step = step
 dist.distributed_c10d._set_pg_timeout = lambda limit, group: real_limit(limit + timedelta(seconds=60), group)
 Watchdog.GRACE = 4 if train.meshes.world().rank else 2
 if "--forget" in sys.argv:
-    train.meshes.Begun.another = lambda self: None
+    train.meshes.ProgressCounter.another = lambda self: None
 sys.exit(train.main([word for word in sys.argv[1:] if word != "--forget"]))
 """
 

@@ -44,15 +44,15 @@ SMALL = (
 ).split()
 
 
-def steps(options: list[str], count: int, micro_batches: int = 2) -> tuple[list[float], train.Job]:
+def steps(options: list[str], count: int, microbatches: int = 2) -> tuple[list[float], train.Job]:
     """Losses and gradient norms of so many steps on a sequence that can be learnt."""
     torch.set_num_threads(1)
     job = train.build(
-        load_config([*SMALL, f"--training.local_batch_size={8 // micro_batches}", *options])
+        load_config([*SMALL, f"--training.local_batch_size={8 // microbatches}", *options])
     )
     generator, numbers = torch.Generator().manual_seed(0), []
     for _ in range(count):
-        start = torch.randint(0, 263, (micro_batches, 8 // micro_batches, 1), generator=generator)
+        start = torch.randint(0, 263, (microbatches, 8 // microbatches, 1), generator=generator)
         window = (start + 3 * torch.arange(81)) % 263
         result = train.train_step(
             job, {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
@@ -449,7 +449,7 @@ class Work(TorchDispatchMode):
         return out
 
 
-# The debug model, two micro-batches of 2 x 128 tokens: (type, ranks) -> operators, bytes allocated
+# The debug model, two microbatches of 2 x 128 tokens: (type, ranks) -> operators, bytes allocated
 # by the second step of rank 0. Measured on torch 2.13.0 on CPU, where they are exact; another torch
 # may decompose differently, so it gets SLACK. More is a regression (or a feature that is worth it:
 # then write the new number); fewer is a reason to write it down too.
@@ -511,7 +511,7 @@ PHASES = ("forward", "loss", "backward", "clip", "optimizer")
 
 
 def phases(options: list[str]) -> list[str]:
-    """The labels of train.train_step, in the order in which a step of two micro-batches enters
+    """The labels of train.train_step, in the order in which a step of two microbatches enters
     them."""
     torch.set_num_threads(1)
     job = train.build(

@@ -186,7 +186,7 @@ def test_every_epoch_deals_the_units_anew(corpus, monkeypatch):
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_batches_are_the_same_on_any_ranks_and_micro_batches(corpus, mask):
+def test_batches_are_the_same_on_any_ranks_and_microbatches(corpus, mask):
     source, description = opened(options(corpus[0], mask_documents=mask))
     whole, end = take(source, stream.begin(description), 0, 60, local=G)
     assert whole[0]["tokens"].shape == (G, T) and ("positions" in whole[0]) == mask

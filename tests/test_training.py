@@ -50,7 +50,7 @@ def test_a_step_copies_its_batch_once_as_the_loader_has_pinned_it(cp, is_masked)
         batch["positions"] = torch.arange(16).expand(3, 2, 16).contiguous()
     device = torch.device("meta")
     places = [range(4), range(12, 16)] if cp == 2 else [range(16)]
-    mesh = SimpleNamespace(device=device, cp=cp, places=lambda length: places)
+    mesh = SimpleNamespace(device=device, cp=cp, token_ranges=lambda length: places)
     model = SimpleNamespace(documents=lambda within, device: None)
     with Copies() as copies:
         feed = Feed(model, batch, mesh, linear_cross_entropy, 8)
@@ -69,7 +69,7 @@ def test_positions_are_those_of_this_ranks_parts(places):
     tokens = torch.zeros(3, 2, length, dtype=torch.int64)
     within = torch.randint(16, (3, 2, 16), generator=torch.Generator().manual_seed(0))
     device = torch.device("cpu")
-    mesh = SimpleNamespace(device=device, cp=16 // length, places=lambda length: places)
+    mesh = SimpleNamespace(device=device, cp=16 // length, token_ranges=lambda length: places)
     model = SimpleNamespace(documents=lambda within, device: within)
     batch = {"tokens": tokens, "labels": tokens, "positions": within}
     feed = Feed(model, batch, mesh, linear_cross_entropy, 8)

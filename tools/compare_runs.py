@@ -233,12 +233,12 @@ def checkpoints(a: Path, b: Path) -> tuple[str, bool | None]:
         ]
     except (InputError, verify.Damaged) as error:
         return str(error), None
-    unlike = [name for name in one["tensors"] if hashes[0][name] != hashes[1][name]]
-    if not unlike:
+    different = [name for name in one["tensors"] if hashes[0][name] != hashes[1][name]]
+    if not different:
         return f"step {step}: all {len(one['tensors'])} tensors are bitwise equal", True
     return (
-        f"step {step}: {len(unlike)} of {len(one['tensors'])} tensors differ, the first of them "
-        f"{unlike[0]}",
+        f"step {step}: {len(different)} of {len(one['tensors'])} tensors differ, the first of them "
+        f"{different[0]}",
         False,
     )
 

@@ -218,7 +218,7 @@ TESTS = {
     "parallelisms/dp.py": [
         "parallelisms",
         "speed::test_masters_of_one_rank_are_bitwise_those_of_fsdp2",
-        "contract::test_gradients_reach_the_shards_with_the_last_micro_batch_only",
+        "contract::test_gradients_reach_the_shards_with_the_last_microbatch_only",
         FSDP,
         HSDP,
         "parallel::test_cpu_offload_equals_the_plain_model",

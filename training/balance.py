@@ -3,13 +3,13 @@
 
 After a step, the bias of an expert that got fewer tokens than the mean goes up by a fixed amount,
 and that of one that got more goes down. What counts is the global batch: the counts are integers,
-summed over all micro-batches and ranks, so the biases are the same on every mesh, bit by bit.
+summed over all microbatches and ranks, so the biases are the same on every mesh, bit by bit.
 """
 
 import torch
 from torch import Tensor, nn
 
-from models.moe import Routings
+from models.moe import RouterStatistics
 from parallelisms.mesh import Mesh
 
 
@@ -19,15 +19,15 @@ def sum_over_routed(x: Tensor, mesh: Mesh) -> Tensor:
     return mesh.sum_over_tp(mesh.sum_over_tokens(x))
 
 
-def counts_of_step(routings: Routings, mesh: Mesh) -> dict[int, Tensor]:
+def counts_of_step(router_statistics: RouterStatistics, mesh: Mesh) -> dict[int, Tensor]:
     """By the number of the layer, how many tokens of the global batch each of its experts got,
     int64 [X]. Every rank calls it; a stage of a pipeline has its own layers."""
-    if not routings.counts:
+    if not router_statistics.counts:
         # a stage with mixtures begins two collectives here, and is not ahead for that
-        mesh.begun.another(by=2)
+        mesh.progress_counter.advance(by=2)
         return {}
-    together = sum_over_routed(torch.stack(list(routings.counts.values())), mesh)
-    return dict(zip(routings.counts, together, strict=True))
+    together = sum_over_routed(torch.stack(list(router_statistics.counts.values())), mesh)
+    return dict(zip(router_statistics.counts, together, strict=True))
 
 
 @torch.no_grad()

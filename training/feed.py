@@ -1,4 +1,4 @@
-"""What a model takes for one micro-batch, put together in one place for training and for
+"""What a model takes for one microbatch, put together in one place for training and for
 validation."""
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from parallelisms.mesh import Mesh
 
 
 class Feed:
-    """A rank's batch on its device: `model(*feed(a))` is the summed loss of micro-batch a.
+    """A rank's batch on its device: `model(*feed(a))` is the summed loss of microbatch a.
 
-    tokens, labels: int64 [A, b, t], A micro-batches; t: this rank's tokens of a sequence of length
+    tokens, labels: int64 [A, b, t], A microbatches; t: this rank's tokens of a sequence of length
     T, all without context parallelism. losses: float32 [A, b, t], the loss of each token whose
-    micro-batch the model has seen; 0 where a label does not count.
+    microbatch the model has seen; 0 where a label does not count.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class Feed:
         self.tokens = batch["tokens"].to(mesh.device, non_blocking=True)
         self.labels = batch["labels"].to(mesh.device, non_blocking=True)
         self.losses = torch.empty(self.labels.shape, device=mesh.device)
-        places = mesh.places(self.tokens.shape[-1] * mesh.cp)
+        token_ranges = mesh.token_ranges(self.tokens.shape[-1] * mesh.cp)
         # int64 [A, b, T] on the CPU; with data.mask_documents only
         self.within_documents = batch.get("positions")
         if self.within_documents is None:
-            own = [torch.arange(p.start, p.stop, device=mesh.device) for p in places]
+            own = [torch.arange(p.start, p.stop, device=mesh.device) for p in token_ranges]
         else:
             # Copied as the loader has pinned it. A part that is made here would be in pageable
             # memory, and the host would wait for its copy.
             whole = self.within_documents.to(mesh.device, non_blocking=True)
-            own = [whole[..., p.start : p.stop] for p in places]
+            own = [whole[..., p.start : p.stop] for p in token_ranges]
         self.positions = torch.cat(own, -1)  # [t], of every sequence, or [A, b, t]
-        # what a model with experts tells, a models/moe.py::Routings, in training
-        self.routings: Any = None
+        # what a model with experts tells, a models/moe.py::RouterStatistics, in training
+        self.router_statistics: Any = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,12 +61,12 @@ class Feed:
         """What the model takes: tokens [b, t], positions [t] or [b, t], the head, the documents to
         keep apart, and where to tell about experts."""
 
-        def head(h: Tensor, weight: Tensor) -> Tensor:
+        def loss_head(h: Tensor, weight: Tensor) -> Tensor:
             """The model calls it inside its forward, where FSDP has gathered `weight`."""
             with record_function("loss"):
                 return self.loss(h, weight, self.labels[a], self.chunk_tokens, each=self.losses[a])
 
         if self.within_documents is None:
-            return self.tokens[a], self.positions, head, None, self.routings
+            return self.tokens[a], self.positions, loss_head, None, self.router_statistics
         documents = self.model.documents(self.within_documents[a], self.device)
-        return self.tokens[a], self.positions[a], head, documents, self.routings
+        return self.tokens[a], self.positions[a], loss_head, documents, self.router_statistics

@@ -158,7 +158,7 @@ def _step_summary(training: schema.Training, dp_size: int) -> str:
     return (
         f"step: {batch * training.seq_len:,} tokens in {batch} sequences of {training.seq_len}; "
         f"{ranks} has {count} "
-        f"micro-batch{'es' * (count > 1)} of {local}{chosen}"
+        f"microbatch{'es' * (count > 1)} of {local}{chosen}"
     )
 
 

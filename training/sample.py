@@ -47,7 +47,7 @@ class KeyValueCache:
         self.kept: list[tuple[Tensor, ...]] = []  # of each attention
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, head: Callable[[Tensor, Tensor], Tensor]
+        self, tokens: Tensor, positions: Tensor, loss_head: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         """The model's forward of tokens int64 [B, T]. positions: int64 [T] from 0 on in the first
         forward, which fills the cache, and int64 [B, T] afterwards: what was kept at these
@@ -62,7 +62,7 @@ class KeyValueCache:
         for i, module in enumerate(latents):
             module.forward = keeping(keep, i, module.forward)
         try:
-            return self.model(tokens, positions, head)
+            return self.model(tokens, positions, loss_head)
         finally:
             for module in [*cores, *latents]:
                 del module.forward  # the class's again

@@ -8,7 +8,7 @@ that autograd, torch.compile and checkpointing see a single call.
 `piece_attention` is for context parallelism, where a rank may have only the last queries of a
 document, and all its keys.
 
-Shapes:  B batch   T sequence   N documents of a micro-batch   H query heads   K key/value heads   E head_dim
+Shapes:  B batch   T sequence   N documents of a microbatch   H query heads   K key/value heads   E head_dim
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ LONG = 256
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents that are packed into a micro-batch, for attention that stays inside them.
+    """The documents that are packed into a microbatch, for attention that stays inside them.
 
-    It is made once per micro-batch, on the host, where the batch comes from: neither N nor
+    It is made once per microbatch, on the host, where the batch comes from: neither N nor
     `longest` must be asked of a GPU. The positions of the tokens are a separate input of the model,
     because a part of a sequence has positions of its own but needs the table of all documents.
     """

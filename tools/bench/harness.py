@@ -124,7 +124,7 @@ def batches(cfg: Config, mesh: Mesh, ids: np.ndarray) -> Batches:
         t.local_batch_size,
         mesh.dp_rank,
         mesh.dp_size,
-        places=mesh.places(t.seq_len),
+        token_ranges=mesh.token_ranges(t.seq_len),
     )
 
 

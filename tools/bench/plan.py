@@ -288,7 +288,7 @@ def here(rounds: int) -> None:
     steps = {}
     for name, options in HERE:
         job = train.build(load_config(options, 1, 1))
-        batch = trace.batch_of(job, job.cfg.training.micro_batches(1))
+        batch = trace.batch_of(job, job.cfg.training.microbatches(1))
         steps[name] = lambda job=job, batch=batch: train.train_step(job, batch)
     times, first = harness.alternate(steps, rounds), HERE[0][0]
     # the others by their ratio to it, round by round: the machine is noisy

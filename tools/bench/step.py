@@ -70,9 +70,11 @@ def loop(model, loss_of):
 
 def bare_float32(args, cfg, tokens, labels):
     model = compile.apply(llama.build(args), cfg.compile)
-    head = partial(linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens)
+    loss_head = partial(
+        linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens
+    )
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return loop(model, lambda: model(tokens, positions, head) / labels.numel())
+    return loop(model, lambda: model(tokens, positions, loss_head) / labels.numel())
 
 
 def bare_bfloat16(args, cfg, tokens, labels):
@@ -82,10 +84,10 @@ def bare_bfloat16(args, cfg, tokens, labels):
     positions = torch.arange(tokens.shape[1], device=tokens.device)
 
     def step():
-        head = partial(
+        loss_head = partial(
             linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens
         )
-        (model(tokens, positions, head) / labels.numel()).backward()
+        (model(tokens, positions, loss_head) / labels.numel()).backward()
         for master, p in zip(masters, model.parameters()):
             master.grad, p.grad = p.grad.float(), None
         torch.nn.utils.clip_grad_norm_(masters, CLIP)

@@ -4,7 +4,7 @@ on this machine.
     python -m tools.bench.together [--rounds 3] [--steps 5] [--json out.json] [--table.key=value ...]
 
 `apart` is two runs at the same time, each of one process with half of the batch; `apart, as PP` is
-the same in micro-batches of the pipeline's size, whose products are smaller. The others are one run
+the same in microbatches of the pipeline's size, whose products are smaller. The others are one run
 of two ranks on all of it (`tools.bench.sections --one`), every process with half of this machine's
 threads. `bytes` are the messages of a step of one rank, traced (tools/plan/trace.py); `alone` is
 how long these messages take between two ranks that do nothing else; `expected` is the sum of that
@@ -32,7 +32,7 @@ from tools.bench.sections import BENCH
 from tools.plan.trace import trace_step
 
 MODELS = {"debug": "", "d512": BENCH}
-MESHES = {  # name: (options, data-parallel ranks, micro-batches)
+MESHES = {  # name: (options, data-parallel ranks, microbatches)
     "FSDP 2": ("", 2, 1),
     "DDP 2": ("--parallelism.data_parallel_replicate=2 --parallelism.data_parallel_shard=1", 2, 1),
     "TP 2": ("--parallelism.tensor_parallel=2", 1, 1),
@@ -47,7 +47,7 @@ OPERATIONS = {
 }
 
 
-MOST_MICRO_BATCHES = max(micro_batches for _, _, micro_batches in MESHES.values())
+MOST_MICROBATCHES = max(microbatches for _, _, microbatches in MESHES.values())
 
 
 def alone(messages: list[tuple[str, int]]) -> list[float]:
@@ -67,17 +67,17 @@ def messages_of(options: list[str]) -> Counter[tuple[str, int]]:
     torch.set_num_threads(1)
     counts: Counter[tuple[str, int]] = Counter()
     for _, times, op in trace_step(
-        load_config(options, 2, 2), 2, 2, False, most=MOST_MICRO_BATCHES
+        load_config(options, 2, 2), 2, 2, False, most=MOST_MICROBATCHES
     ).ops():
         if op.kind:
             counts[op.kind, op.message] += times
     return counts
 
 
-def bubble(micro_batches: int) -> float:
+def bubble(microbatches: int) -> float:
     """The share of a step in which the two ranks of a pipeline wait for each other, if they have
     the same work."""
-    table = schedules.table("1f1b", 2, 1, micro_batches)
+    table = schedules.table("1f1b", 2, 1, microbatches)
     return schedules.bubble(
         schedules.timeline(
             table, [0, 1], lambda action: 2.0 if action.kind == schedules.BACKWARD else 1.0
@@ -95,18 +95,18 @@ def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[l
     base = [*MODELS[model].split(), *overrides]
     batch = load_config(base).training.global_batch_size
     half = [*base, f"--training.global_batch_size={batch // 2}"]
-    halves = {"apart": batch // 2, "apart, as PP": batch // MOST_MICRO_BATCHES}
+    halves = {"apart": batch // 2, "apart, as PP": batch // MOST_MICROBATCHES}
     runs = {
         name: [
             *base,
             *words.split(),
-            f"--training.local_batch_size={batch // (ranks * micro_batches)}",
+            f"--training.local_batch_size={batch // (ranks * microbatches)}",
         ]
-        for name, (words, ranks, micro_batches) in MESHES.items()
+        for name, (words, ranks, microbatches) in MESHES.items()
     }
     busy = {
-        name: 1 - bubble(micro_batches)
-        for name, (words, _, micro_batches) in MESHES.items()
+        name: 1 - bubble(microbatches)
+        for name, (words, _, microbatches) in MESHES.items()
         if "pipeline" in words
     }
     against = dict.fromkeys([*busy, "apart, as PP"], "apart, as PP")

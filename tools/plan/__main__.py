@@ -77,7 +77,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="try meshes, checkpointing modes and micro-batches; rank those that fit",
+        help="try meshes, checkpointing modes and microbatches; rank those that fit",
     )
     parser.add_argument("--stages", action="store_true", help="of a pipeline show every rank")
     parser.add_argument(

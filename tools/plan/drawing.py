@@ -1,10 +1,10 @@
 """The schedules of a pipeline as text, one character for each unit of time.
 
-    python -m tools.plan.drawing [--ranks 4] [--micro-batches 8]
+    python -m tools.plan.drawing [--ranks 4] [--microbatches 8]
 
-A row is a rank. A digit is the forward of that micro-batch, a capital letter its backward (A:
-micro-batch 1), which takes two units. Where the backward is split, a small letter is its first half
-and = the second half of any micro-batch. A dot: the rank waits. `docs/parallelism.md` has these
+A row is a rank. A digit is the forward of that microbatch, a capital letter its backward (A:
+microbatch 1), which takes two units. Where the backward is split, a small letter is its first half
+and = the second half of any microbatch. A dot: the rank waits. `docs/parallelism.md` has these
 drawings, and a test compares them.
 """
 
@@ -20,7 +20,7 @@ from parallelisms.schedules import (
     BACKWARD_WEIGHT,
     FORWARD,
     bubble,
-    least_micro_batches,
+    least_microbatches,
     placement,
     table,
     timeline,
@@ -33,13 +33,13 @@ MARKS = {
 }
 
 
-def drawing(schedule: str, ranks: int, micro_batches: int) -> str:
-    """A title and a row for each rank. Micro-batches have one digit each, so there are at most 9."""
-    if micro_batches < (least := least_micro_batches(schedule, ranks)):
-        return f"{schedule}: needs at least {least} micro-batches"
+def drawing(schedule: str, ranks: int, microbatches: int) -> str:
+    """A title and a row for each rank. Microbatches have one digit each, so there are at most 9."""
+    if microbatches < (least := least_microbatches(schedule, ranks)):
+        return f"{schedule}: needs at least {least} microbatches"
     stages = placement(schedule, ranks)
     played = timeline(
-        table(schedule, ranks, 0, micro_batches),
+        table(schedule, ranks, 0, microbatches),
         stages,
         lambda a: 2.0 if a.kind == BACKWARD else 1.0,
     )
@@ -48,7 +48,7 @@ def drawing(schedule: str, ranks: int, micro_batches: int) -> str:
     for rank, actions in enumerate(played):
         row = ["."] * width
         for action, start, stop in actions:
-            mark = "=" if action.kind == BACKWARD_WEIGHT else MARKS[action.kind][action.micro_batch]
+            mark = "=" if action.kind == BACKWARD_WEIGHT else MARKS[action.kind][action.microbatch]
             row[int(start) : int(stop)] = mark * int(stop - start)
         rows.append(f"  {rank} {''.join(row)}")
     return "\n".join(rows)
@@ -61,14 +61,14 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, default=4, help="of the pipeline (4)")
-    parser.add_argument("--micro-batches", type=int, default=8, help="of a step, at most 9 (8)")
+    parser.add_argument("--microbatches", type=int, default=8, help="of a step, at most 9 (8)")
     args = parser.parse_args(argv)
-    if args.ranks < 1 or not 1 <= args.micro_batches <= 9:
+    if args.ranks < 1 or not 1 <= args.microbatches <= 9:
         parser.error(
-            "--ranks must be at least 1, and --micro-batches 1 to 9, because each is drawn as one "
+            "--ranks must be at least 1, and --microbatches 1 to 9, because each is drawn as one "
             "digit"
         )
-    print("\n\n".join(drawing(name, args.ranks, args.micro_batches) for name in SCHEDULES))
+    print("\n\n".join(drawing(name, args.ranks, args.microbatches) for name in SCHEDULES))
 
 
 if __name__ == "__main__":

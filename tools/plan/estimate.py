@@ -159,12 +159,12 @@ class Playback:
         self.last_reduction = (fsdp_dimension(step.groups), "reduce-scatter")
 
     def play(self) -> Estimate:
-        per_micro_batch: dict[int, float] = {}
+        per_microbatch: dict[int, float] = {}
         for stretch in self.step.stretches:
             micro, began = stretch.where.micro, self.now
             self.play_stretch(stretch)
-            per_micro_batch[micro] = per_micro_batch.get(micro, 0.0) + self.now - began
-        self.result.seconds = self.now + (self.step.repeats - 1) * per_micro_batch.get(1, 0.0)
+            per_microbatch[micro] = per_microbatch.get(micro, 0.0) + self.now - began
+        self.result.seconds = self.now + (self.step.repeats - 1) * per_microbatch.get(1, 0.0)
         return self.result
 
     def play_stretch(self, stretch: Stretch) -> None:

@@ -57,7 +57,7 @@ def page(plan: Plan, report: str) -> str:
             memory(plan),
             f"Live bytes of rank {rank} in the order of the operators, one after the other; of "
             "more "
-            "than three micro-batches the first, one and the last. The dashed line is what the "
+            "than three microbatches the first, one and the last. The dashed line is what the "
             "device leaves to live bytes under "
             "the stated margin.",
         ),
@@ -67,7 +67,7 @@ def page(plan: Plan, report: str) -> str:
             "A row for each rank of the pipeline, from the first forward to the last backward, on "
             "the device's numbers. Where a row is empty, the rank waits for another. Of a rank "
             "with several stages, later ones are "
-            "paler. Point at a bar to see its stage and micro-batch.",
+            "paler. Point at a bar to see its stage and microbatch.",
         )
         if plan.pipeline
         else (
@@ -282,8 +282,8 @@ def _timeline(plan: Plan, begin: float, end: float) -> str:
 
 
 def timeline(plan: Plan) -> str:
-    """The whole traced step, then two blocks forward and two backward of its last micro-batch."""
-    bars, micro, block = plan.time.bars, plan.step.micro_batches - 1, plan.step.layers // 2
+    """The whole traced step, then two blocks forward and two backward of its last microbatch."""
+    bars, micro, block = plan.time.bars, plan.step.microbatches - 1, plan.step.layers // 2
     figures = [_timeline(plan, 0.0, max((end for _, _, end, _ in bars), default=1.0))]
     for phase, blocks in ("forward", (block, block + 1)), ("backward", (block + 1, block)):
         places = {f"{phase} {b}, {micro}" for b in blocks}
@@ -313,7 +313,7 @@ def stages(plan: Plan) -> str:
         own = list(rank.stages)
         for action, start, stop in actions:
             label = (
-                f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}: "
+                f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}: "
                 f"{start:.3f} to {stop:.3f} s"
             )
             pale = (

@@ -1,7 +1,7 @@
 """A pipeline as a plan: each kind of stage is traced alone, and the schedule that runs is played
 with what its actions cost.
 
-A stage does the same work for every micro-batch but the first and the last, so three micro-batches
+A stage does the same work for every microbatch but the first and the last, so three microbatches
 show the cost of every action: its seconds, the memory that it needs while it runs, and the memory
 that it leaves more or less. Playing the table of `parallelisms/schedules.py` with these gives each
 rank's memory and the time of the step, bubbles included. The stages are traced in a pipeline of
@@ -69,7 +69,7 @@ class Stage:
 
     def __init__(self, step: Step, machine: Machine) -> None:
         self.step, self.machine = step, machine
-        # (phase, micro-batch as traced; -1 outside forward and backward)
+        # (phase, microbatch as traced; -1 outside forward and backward)
         self.parts: dict[tuple[str, int], Part] = {}
         keys = dict.fromkeys(self.key(stretch.where) for stretch in step.stretches)
         for key in keys:
@@ -99,12 +99,12 @@ class Stage:
             time, max(0.0, playback.link_free - playback.now), step.flops(), live, peak, most
         )
 
-    def action(self, action: Action, micro_batches: int) -> Part:
-        traced = self.step.micro_batches
+    def action(self, action: Action, microbatches: int) -> Part:
+        traced = self.step.microbatches
         micro = (
-            action.micro_batch
-            if micro_batches <= traced
-            else {0: 0, micro_batches - 1: traced - 1}.get(action.micro_batch, 1)
+            action.microbatch
+            if microbatches <= traced
+            else {0: 0, microbatches - 1: traced - 1}.get(action.microbatch, 1)
         )
         # the first stage has no first half of a split backward
         return self.parts.get((action.kind, micro), NOTHING)
@@ -122,10 +122,10 @@ class Rank(Curve):
     stages: dict[int, Stage]  # by number, as for their layers
     layers_of: dict[int, range]
     actions: list[Action]
-    micro_batches: int
+    microbatches: int
     groups: dict[str, list[int]]
     costs: dict[Action, Part]
-    busy: float = 0.0  # seconds in which it works on micro-batches
+    busy: float = 0.0  # seconds in which it works on microbatches
 
     @property
     def first(self) -> int:
@@ -154,11 +154,11 @@ class Rank(Curve):
         that of a block."""
         yield Where(-1, "start", self.first), self.stages[self.first].parts["start", -1]
         for action in self.actions:
-            yield Where(action.micro_batch, action.kind, action.stage), self.costs[action]
+            yield Where(action.microbatch, action.kind, action.stage), self.costs[action]
         for phase in ("clip", "optimizer"):
             for number, stage in self.stages.items():
                 yield (
-                    Where(self.micro_batches - 1, phase, number),
+                    Where(self.microbatches - 1, phase, number),
                     stage.parts.get((phase, -1), NOTHING),
                 )
 
@@ -207,7 +207,7 @@ class Rank(Curve):
             BACKWARD_WEIGHT: "second half of backward",
         }.get(where.phase, where.phase)
         return (
-            f"{phase} of stage {where.block}, micro-batch {where.micro + 1} of {self.micro_batches}"
+            f"{phase} of stage {where.block}, microbatch {where.micro + 1} of {self.microbatches}"
         )
 
     def total(self) -> Estimate:
@@ -263,7 +263,7 @@ class Pipeline:
 
     @property
     def slowest(self) -> Rank:
-        """The rank that works longest on micro-batches: the others wait for it."""
+        """The rank that works longest on microbatches: the others wait for it."""
         return max(self.ranks, key=lambda rank: rank.busy)
 
     def time(self, rank: Rank) -> Estimate:
@@ -316,7 +316,7 @@ class Alone(NamedTuple):
         ranks = (
             self.data_parallel * cfg.parallelism.context_parallel * cfg.parallelism.tensor_parallel
         )
-        table = one_by_one(min(3, cfg.training.micro_batches(self.data_parallel)), self.split)
+        table = one_by_one(min(3, cfg.training.microbatches(self.data_parallel)), self.split)
         with mock.patch.object(schedules, "table", lambda *_: table):
             return trace_step(
                 cfg,
@@ -366,11 +366,11 @@ def in_processes(function: Callable, calls: list[tuple]) -> list:
         return pool.starmap(function, calls, chunksize=1)
 
 
-def one_by_one(micro_batches: int, split: bool) -> Table:
+def one_by_one(microbatches: int, split: bool) -> Table:
     """A schedule without anything at the same time, so that the cost of each action shows."""
     kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if split else (FORWARD, BACKWARD)
     return [
-        [Action(kind, stage, m) for m in range(micro_batches) for kind in kinds]
+        [Action(kind, stage, m) for m in range(microbatches) for kind in kinds]
         for stage in range(ALONE)
     ]
 
@@ -386,17 +386,17 @@ def make_pipeline(
     """Trace the stages of the configuration, which has been checked, and play its schedule."""
     p = cfg.parallelism
     data_parallel = gpus // (p.context_parallel * p.tensor_parallel * p.pipeline_parallel)
-    micro_batches = cfg.training.micro_batches(data_parallel)
+    microbatches = cfg.training.microbatches(data_parallel)
     placement = schedules.placement(
         p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank
     )
     table = schedules.table(
-        p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank, micro_batches
+        p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank, microbatches
     )
     layers = pp.layers_of_stages(cfg, *train.architecture(cfg))
 
     split = {
-        (a.stage, a.micro_batch) for actions in table for a in actions if a.kind == BACKWARD_INPUT
+        (a.stage, a.microbatch) for actions in table for a in actions if a.kind == BACKWARD_INPUT
     }
     last = len(placement) - 1
     dense = check.architecture(cfg.model).get("n_dense_layers", 0)
@@ -412,7 +412,7 @@ def make_pipeline(
             routing,
         )
         for s, halves in {
-            (a.stage, (a.stage, a.micro_batch) in split) for actions in table for a in actions
+            (a.stage, (a.stage, a.microbatch) in split) for actions in table for a in actions
         }
     }
     steps = stages.steps(cfg, alone.values())
@@ -424,7 +424,7 @@ def make_pipeline(
     for number, actions in enumerate(table):
         own = {s: traced[key] for (s, _), key in alone.items() if placement[s] == number}
         costs = {
-            a: traced[alone[a.stage, (a.stage, a.micro_batch) in split]].action(a, micro_batches)
+            a: traced[alone[a.stage, (a.stage, a.microbatch) in split]].action(a, microbatches)
             for a in actions
         }
         ranks.append(
@@ -433,7 +433,7 @@ def make_pipeline(
                 own,
                 {s: layers[s] for s in own},
                 actions,
-                micro_batches,
+                microbatches,
                 groups(cfg, number, data_parallel),
                 costs,
             )

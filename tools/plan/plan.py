@@ -118,8 +118,8 @@ class Plan:
         return self.tokens_per_step / self.time.seconds
 
     @property
-    def micro_batches(self) -> int:
-        return self.cfg.training.micro_batches(self.data_parallel)
+    def microbatches(self) -> int:
+        return self.cfg.training.microbatches(self.data_parallel)
 
     @property
     def data_parallel(self) -> int:

@@ -184,7 +184,7 @@ class Repetition:
             stretches,
             memory,
             self.layers,
-            t.micro_batches,
+            t.microbatches,
             t.groups,
             parameters,
             t.repeats,

@@ -118,13 +118,13 @@ def recomputes_often(cfg: Config) -> bool:
 
 def heading(plan: Plan) -> list[str]:
     """The model, the machines, the mesh and the batch."""
-    cfg, ask, micro_batches = plan.cfg, plan.ask, plan.micro_batches
+    cfg, ask, microbatches = plan.cfg, plan.ask, plan.microbatches
     mesh = " x ".join(
         f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items() if dim in MESH
     )
     kept = (
         f", gradients kept {cfg.parallelism.accumulate_gradients} in between"
-        if micro_batches > 1
+        if microbatches > 1
         else ""
     )
     return [
@@ -132,8 +132,8 @@ def heading(plan: Plan) -> list[str]:
         f"{ask.device.name} "
         f"({ask.gpus // ask.per_host:,} host{'s' * (ask.gpus > ask.per_host)} of {ask.per_host})",
         f"mesh {mesh}; sequences {cfg.training.global_batch_size:,} x "
-        f"{cfg.training.seq_len:,} tokens = {micro_batches} "
-        f"micro-batch{'es' * (micro_batches > 1)} of "
+        f"{cfg.training.seq_len:,} tokens = {microbatches} "
+        f"microbatch{'es' * (microbatches > 1)} of "
         f"{cfg.training.local_batch_size} per data-parallel rank{kept}; checkpointing "
         f"{cfg.activation_checkpoint.mode}; "
         f"compile {'on' if cfg.compile.enabled else 'off'}",
@@ -251,7 +251,7 @@ def memory(plan: Plan) -> list[str]:
         lines += [
             f"  Room for the gathered weights of the last {blocks} blocks: "
             "parallelism.keep_gathered = "
-            f"{blocks} would save as many gathers with each micro-batch (now {gathered}).",
+            f"{blocks} would save as many gathers with each microbatch (now {gathered}).",
             "",
         ]
     if plan.cfg.compile.enabled:
@@ -365,11 +365,11 @@ def host_memory(plan: Plan) -> str:
 def advice(plan: Plan) -> str:
     """What to change, by what fills the memory."""
     hints, at_peak = [], plan.peak[2]
-    if at_peak.get("whole gradients", 0) > plan.live / 4 and plan.micro_batches > 1:
+    if at_peak.get("whole gradients", 0) > plan.live / 4 and plan.microbatches > 1:
         hints.append(
-            "accumulation keeps every gradient whole in float32 until the last micro-batch: "
+            "accumulation keeps every gradient whole in float32 until the last microbatch: "
             'parallelism.accumulate_gradients = "sharded" keeps shards, for a reduce-scatter with '
-            "each micro-batch"
+            "each microbatch"
         )
     if at_peak.get("activations", 0) > plan.live / 4:
         hints.append(

@@ -1,4 +1,4 @@
-"""Meshes, checkpointing modes and micro-batches that a number of GPUs allows, traced and ranked by
+"""Meshes, checkpointing modes and microbatches that a number of GPUs allows, traced and ranked by
 speed."""
 
 from dataclasses import dataclass, replace
@@ -88,7 +88,7 @@ class Candidate:
     """What the table shows of one choice; small enough to travel between processes."""
 
     choice: Choice
-    micro_batches: int
+    microbatches: int
     needed: float  # bytes
     fits: bool
     seconds: float  # of a step
@@ -109,7 +109,7 @@ def candidate(
     plan = make_plan(choice.applied_to(cfg), ask, stages)
     return Candidate(
         choice,
-        plan.micro_batches,
+        plan.microbatches,
         plan.needed,
         plan.fits,
         plan.time.seconds,
@@ -123,10 +123,10 @@ def candidate(
 def candidates(base: Choice, cfg: Config, ask: Question) -> list[Candidate]:
     """The choices with the tensor and context parallelism of `base`, but for those that cannot fit.
 
-    With everything else equal, a mode that keeps more needs more, and so does a larger micro-batch
+    With everything else equal, a mode that keeps more needs more, and so does a larger microbatch
     (but for the largest, which ends accumulation and with it the gradients that accumulation
     keeps). Sharded accumulation needs less than whole, but exchanges gradients once per
-    micro-batch: it is tried where whole does not fit. What it keeps, the largest keeps too.
+    microbatch: it is tried where whole does not fit. What it keeps, the largest keeps too.
     """
     largest = (
         cfg.training.global_batch_size * base.tensor_parallel * base.context_parallel // ask.gpus
@@ -231,7 +231,7 @@ def pipelines(degrees: list[tuple[int, int]], cfg: Config, ask: Question) -> lis
 
 
 def of_depth(base: Choice, cfg: Config, ask: Question, stages: Stages) -> list[Candidate]:
-    """The choices with the pipeline of `base`. Micro-batches are small, since the bubble is smaller
+    """The choices with the pipeline of `base`. Microbatches are small, since the bubble is smaller
     the more there are. Only the leanest mode that fits is compared with the next, since each needs
     traces of its own. Where the first schedule, 1f1b, does not fit, the others are not tried."""
     tried: list[Candidate] = []
@@ -329,11 +329,11 @@ def what_would_do(cfg: Config, ask: Question, nearest: Candidate) -> str:
 
 def table(ranking: list[Candidate], shown: int = 20) -> str:
     rows = [
-        f"{'tp':>4}{'ep':>4}{'context':>12}{'replicas':>10}{'pipeline':>24}{'checkpointing':>15}{'micro-batch':>13}{'accumulation':>14}"
+        f"{'tp':>4}{'ep':>4}{'context':>12}{'replicas':>10}{'pipeline':>24}{'checkpointing':>15}{'microbatch':>13}{'accumulation':>14}"
         f"{'memory GiB':>12}{'s/step':>9}{'exposed':>9}{'bubble':>8}{'tokens/s':>14}{'MFU':>7}"
     ]
     for c in ranking[:shown]:
-        accumulation = f"{c.micro_batches} {c.choice.accumulate}" if c.micro_batches > 1 else "1"
+        accumulation = f"{c.microbatches} {c.choice.accumulate}" if c.microbatches > 1 else "1"
         depth, stages = (
             c.choice.pipeline_parallel,
             f" x {c.choice.stages_per_rank}" if c.choice.stages_per_rank > 1 else "",

@@ -36,7 +36,7 @@ class Where(NamedTuple):
     """A stretch of the step. Blocks are numbered from 0; -1 is what comes before them,
     `Step.layers` what comes after."""
 
-    micro: int  # number of the micro-batch; -1 before the first
+    micro: int  # number of the microbatch; -1 before the first
     phase: str  # build (before the step), start, one of IN_BLOCKS, clip, optimizer
     block: int
 
@@ -138,7 +138,7 @@ class Step(Curve):
     stretches: list[Stretch]
     memory: dict[int, Memory]
     layers: int
-    micro_batches: int  # that were traced; the middle one of three stands for `repeats`
+    microbatches: int  # that were traced; the middle one of three stands for `repeats`
     # mesh dimension -> ranks of this rank's group; with context parallelism also FSDP's
     groups: dict[str, list[int]]
     parameters: dict[int, Parameters]  # by block
@@ -193,10 +193,10 @@ class Step(Curve):
         if not 0 <= where.block < self.layers:
             block = "the embedding" if where.block < 0 else "the output and loss"
         micro = ""
-        if self.micro_batches > 1:
-            last = where.micro == self.micro_batches - 1
+        if self.microbatches > 1:
+            last = where.micro == self.microbatches - 1
             micro = (
-                f", {'last' if last else 'first' if where.micro == 0 else 'a middle'} micro-batch"
+                f", {'last' if last else 'first' if where.micro == 0 else 'a middle'} microbatch"
             )
         return f"{where.phase} of {block}{micro}"
 

@@ -48,7 +48,7 @@ from training import init
 # labels in train.train_step; the loss is inside forward
 PHASES = ("forward", "loss", "backward", "clip", "optimizer")
 # label of an action in parallelisms/pp.py::Step.play
-ACTION = re.compile(r"(\w+) of stage \d+, micro-batch (\d+)")
+ACTION = re.compile(r"(\w+) of stage \d+, microbatch (\d+)")
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 
 # Operator -> kind of collective, and where its message is: the larger side, which NCCL's tests call
@@ -593,12 +593,12 @@ class Trace(TorchDispatchMode):
         groups = {
             dim: dist.get_process_group_ranks(group) for dim, group in groups_of(job.mesh).items()
         }
-        micro_batches = max(s.where.micro for s in self.stretches) + 1
+        microbatches = max(s.where.micro for s in self.stretches) + 1
         step = Step(
             self.stretches,
             self.memory,
             len(job.model.layers),
-            micro_batches,
+            microbatches,
             groups,
             parameters,
             mixtures=self.mixtures,
@@ -737,11 +737,11 @@ def tracing(cfg: Config) -> Config:
     )
 
 
-def batch_of(job: train.Job, micro_batches: int) -> dict[str, torch.Tensor]:
-    """A rank's batch: tokens and labels, int64 [micro_batches, b, tokens of this rank in each
+def batch_of(job: train.Job, microbatches: int) -> dict[str, torch.Tensor]:
+    """A rank's batch: tokens and labels, int64 [microbatches, b, tokens of this rank in each
     sequence]."""
     t = job.cfg.training
-    shape = (micro_batches, t.local_batch_size, t.seq_len // job.mesh.cp)
+    shape = (microbatches, t.local_batch_size, t.seq_len // job.mesh.cp)
     return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
 
 
@@ -769,7 +769,7 @@ def trace_step(
     rank: int = 0,
     routing: Routing = BALANCED,
 ) -> Step:
-    """The step of a rank with all its layers, but with at most `most` micro-batches: first, last
+    """The step of a rank with all its layers, but with at most `most` microbatches: first, last
     and one in between. With expert parallelism it is the rank that gets the most rows."""
     cfg = tracing(cfg)
     with pretend(world_size, per_host, rank), ExitStack() as stack:
@@ -806,16 +806,16 @@ def trace_step(
             )
         stack.enter_context(trace)
         prepare(job)
-        micro_batches = cfg.training.micro_batches(job.mesh.dp_size)
-        batch = batch_of(job, min(most, micro_batches))
-        return run_step(trace, job, batch, micro_batches)
+        microbatches = cfg.training.microbatches(job.mesh.dp_size)
+        batch = batch_of(job, min(most, microbatches))
+        return run_step(trace, job, batch, microbatches)
 
 
 def run_step(
-    trace: Trace, job: train.Job, batch: dict[str, torch.Tensor], micro_batches: int
+    trace: Trace, job: train.Job, batch: dict[str, torch.Tensor], microbatches: int
 ) -> Step:
     """Trace one step of a job that has taken one already; `batch` may stand for a longer one of
-    `micro_batches`."""
+    `microbatches`."""
     trace.tag(list(batch.values()), "batch")
     trace.settle(job)
     trace.watch(job)
@@ -826,9 +826,9 @@ def run_step(
         gc.enable()
     step = trace.step(job)
     traced = len(batch["tokens"])
-    if micro_batches > traced:
-        step.repeats = micro_batches - 2
+    if microbatches > traced:
+        step.repeats = microbatches - 2
         for memory in step.memory.values():
             if memory.kind == "batch" and memory.shape == batch["tokens"].shape:
-                memory.size = memory.size // traced * micro_batches
+                memory.size = memory.size // traced * microbatches
     return step

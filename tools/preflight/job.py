@@ -61,7 +61,7 @@ def measure_data(probe: Probe) -> dict:
     # what all ranks read alike, then this rank's own
     for dp_rank in (0, probe.world.rank // shared % dp_size):
         mesh = SimpleNamespace(
-            dp_rank=dp_rank, dp_size=dp_size, places=lambda seq_len: [range(seq_len)]
+            dp_rank=dp_rank, dp_size=dp_size, token_ranges=lambda seq_len: [range(seq_len)]
         )
         rows = corpora.rows(probe.order, mesh, probe.args.vocab_size)
         for step in sorted({0, 1, cfg.training.steps - 1}):

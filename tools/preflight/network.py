@@ -126,7 +126,7 @@ def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
     FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp) gathers a block's weights,
     of which tensor parallelism leaves a share; dp_replicate sums the shards of their gradients; cp
     exchanges keys and values of whole sequences, which are about as large as the activations, [b,
-    T, dim / tp]; tp gathers the activations of a micro-batch, [b, T / cp, dim]; pp sends the share
+    T, dim / tp]; tp gathers the activations of a microbatch, [b, T / cp, dim]; pp sends the share
     of them that each tensor-parallel rank has. With expert parallelism ep exchanges a row of dim
     for each expert of each token, and edp gathers the weights of a rank's experts.
     """

@@ -152,11 +152,13 @@ def trained(cfg: Config, has_logits: bool = True) -> Seen:
 
 
 def share_of(batch: dict[str, Tensor], job: train.Job) -> dict[str, Tensor]:
-    """This rank's part of a batch: its rows, in micro-batches, and of every row its part of the
+    """This rank's part of a batch: its rows, in microbatches, and of every row its part of the
     sequence."""
     rows = ROWS // job.mesh.dp_size
     first = job.mesh.dp_rank * rows
-    places = torch.cat([torch.arange(place.start, place.stop) for place in job.mesh.places(TOKENS)])
+    places = torch.cat(
+        [torch.arange(place.start, place.stop) for place in job.mesh.token_ranges(TOKENS)]
+    )
     size = job.cfg.training.local_batch_size
     return {
         name: x[0, first : first + rows][:, places].unflatten(0, (-1, size))
