@@ -119,7 +119,9 @@ def test_a_rank_may_have_parts_of_windows_alone(corpus):
     source, description = opened(options(corpus[0], mask_documents=True))
     places = [range(1, 3), range(T - 2, T)]
     rows = [
-        Batches(source, stream.begin(description), range(2), G, 0, 1, lambda x: [x], places=own)
+        Batches(
+            source, stream.begin(description), range(2), G, 0, 1, lambda x: [x], token_ranges=own
+        )
         for own in ((), places)
     ]
     for want, got in zip(*rows, strict=True):
