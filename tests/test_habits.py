@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,19 @@ def test_pre_commit_has_the_ruff_of_ci():
     ]
     for hook in local["hooks"]:
         assert hook["language"] == "python" and hook["additional_dependencies"] == [pin("ruff")]
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
+def test_ruff_has_nothing_to_say(command):
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", *command, "--no-cache", "."],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_dockerfile_runs_the_two_commands_of_the_readme():
