@@ -667,7 +667,7 @@ def hear():
         except DistStoreError: pass
 threading.Thread(target=hear, daemon=True).start()
 time.sleep(0.1)
-print("done")
+print("done", flush=True)
 {end}(75)
 """
 

@@ -17,7 +17,8 @@
 # 120 seconds before the time limit (Slurm may be up to 60 s early): long enough for one step and one save.
 #SBATCH --signal=B:USR1@120
 #
-#   CONTAINER_IMAGE   run in this image, by Slurm's pyxis plug-in       default: no container
+#   CONTAINER_IMAGE   run in this image, such as the Dockerfile's, by Slurm's pyxis plug-in: registry#plumbline:1
+#                     default: no container
 #   CONTAINER_MOUNTS  what else it sees, FROM:TO[,FROM:TO]              default: this folder alone
 #   CONTAINER_PREFIX  or run by this command: "apptainer exec --nv image.sif"
 #   MAX_RESTARTS      a crash within 10 minutes of a start is tried again while the job has been restarted less often;
