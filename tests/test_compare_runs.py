@@ -42,7 +42,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     return {name: place / name for name in RUNS}
 
 
-def rows(found: compare_runs.Comparison) -> dict[str, compare_runs.Row]:
+def rows(found: compare_runs.Comparison) -> dict[str, compare_runs.MetricRow]:
     return {row.metric: row for row in found.rows}
 
 

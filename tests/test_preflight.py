@@ -479,7 +479,7 @@ def play_badly(name: str, place: Path, how: Callable, only: str, timeout: int) -
         return 0, ""
     check = preflight.CHECKS[only]
     if dist.get_rank() == 2:
-        preflight.CHECKS[only] = preflight.Check(how, check.judge, check.needs)
+        preflight.CHECKS[only] = preflight.HealthCheck(how, check.judge, check.needs)
     preflight.SLACK = 1
     FAULTS[name] = Fault((), None, only, 1, "")
     return play(name, place, timeout)

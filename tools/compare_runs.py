@@ -54,7 +54,7 @@ JUDGED, FIRST_ROUNDING, GROWTH = ("loss", "grad_norm"), 3e-6, 100
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricRow:
     """How one metric compares. Differences are relative: |a - b| / max(|a|, |b|)."""
 
     metric: str
@@ -72,7 +72,7 @@ class Comparison:
     verdict: str
     code: int
     steps: list[int]  # common steps, first and last
-    rows: list[Row]
+    rows: list[MetricRow]
     checkpoint: str
     config: dict[str, list]  # option -> [A's, B's]
     environment: dict[str, list]
@@ -127,7 +127,7 @@ def compare(a: Path, b: Path, tolerance: float | None = None) -> Comparison:
 
 
 def like_rounding(
-    a: dict[str, dict[int, float]], b: dict[str, dict[int, float]], differs: list[Row]
+    a: dict[str, dict[int, float]], b: dict[str, dict[int, float]], differs: list[MetricRow]
 ) -> bool:
     """Whether the differences began as small as rounding, in every metric that was among the first
     to differ, and then grew by no jump in loss and norm. `differs`: the rows that are not bitwise
@@ -185,7 +185,7 @@ def difference(a: float, b: float) -> float:
 
 def _row(
     metric: str, steps: list[int], a: dict[int, float], b: dict[int, float], limit: float
-) -> Row:
+) -> MetricRow:
     by_step = {step: difference(a[step], b[step]) for step in steps}
     first = next((step for step in steps if by_step[step] > 0), None)
     largest = max(steps, key=by_step.get, default=None)
@@ -194,7 +194,7 @@ def _row(
         for step in steps[-math.ceil(len(steps) / 10) :]
         if math.isfinite(b[step] - a[step])
     ]
-    return Row(
+    return MetricRow(
         metric,
         len(steps),
         first,

@@ -41,7 +41,7 @@ from parallelisms import mesh as meshes
 from tools.plan.device import Device, load_device
 from tools.preflight import host, job, machine, network
 from tools.preflight.answers import Desk, Stopped, Worker, judge_trouble
-from tools.preflight.probe import LONG, SLOW, TIMEOUT, Probe, Row, in_seconds, spans
+from tools.preflight.probe import LONG, SLOW, TIMEOUT, Probe, ProbeRow, in_seconds, spans
 from training import log
 
 # seconds from a collective's limit to that of its check: so a rank that waits for another can say
@@ -50,27 +50,27 @@ SLACK = 5
 
 
 @dataclass(frozen=True)
-class Check:
+class HealthCheck:
     measure: Callable[[Probe], dict]  # on every rank; what it returns is JSON
-    judge: Callable[[Probe, list[dict]], list[Row]]  # on rank 0, of the answers of all ranks
+    judge: Callable[[Probe, list[dict]], list[ProbeRow]]  # on rank 0, of the answers of all ranks
     needs: tuple[str, ...] = ()  # left out if one of these failed
 
 
 CHECKS = {
-    "ranks": Check(machine.measure_ranks, machine.judge_ranks),
-    "config": Check(machine.measure_config, machine.judge_config, ("ranks",)),
-    "devices": Check(machine.measure_devices, machine.judge_devices, ("config",)),
-    "host": Check(host.measure_host, host.judge_host, ("devices",)),
-    "same": Check(machine.measure_same, machine.judge_same, ("devices",)),
-    "compute": Check(machine.measure_compute, machine.judge_compute, ("devices",)),
-    "folder": Check(machine.measure_folder, machine.judge_folder, ("config",)),
-    "data": Check(job.measure_data, job.judge_data, ("config",)),
-    "connect": Check(network.measure_connect, network.judge_connect, ("same", "host")),
-    "clock": Check(network.measure_clock, network.judge_clock, ("connect",)),
-    "build": Check(job.measure_build, job.judge_build, ("connect",)),
-    "bandwidth": Check(network.measure_bandwidth, network.judge_bandwidth, ("build",)),
-    "step": Check(job.measure_step, job.judge_step, ("build", "data")),
-    "save": Check(job.measure_save, job.judge_save, ("build", "folder")),
+    "ranks": HealthCheck(machine.measure_ranks, machine.judge_ranks),
+    "config": HealthCheck(machine.measure_config, machine.judge_config, ("ranks",)),
+    "devices": HealthCheck(machine.measure_devices, machine.judge_devices, ("config",)),
+    "host": HealthCheck(host.measure_host, host.judge_host, ("devices",)),
+    "same": HealthCheck(machine.measure_same, machine.judge_same, ("devices",)),
+    "compute": HealthCheck(machine.measure_compute, machine.judge_compute, ("devices",)),
+    "folder": HealthCheck(machine.measure_folder, machine.judge_folder, ("config",)),
+    "data": HealthCheck(job.measure_data, job.judge_data, ("config",)),
+    "connect": HealthCheck(network.measure_connect, network.judge_connect, ("same", "host")),
+    "clock": HealthCheck(network.measure_clock, network.judge_clock, ("connect",)),
+    "build": HealthCheck(job.measure_build, job.judge_build, ("connect",)),
+    "bandwidth": HealthCheck(network.measure_bandwidth, network.judge_bandwidth, ("build",)),
+    "step": HealthCheck(job.measure_step, job.judge_step, ("build", "data")),
+    "save": HealthCheck(job.measure_save, job.judge_save, ("build", "folder")),
 }
 
 
@@ -119,12 +119,12 @@ class Page:
     """What rank 0 prints, a row as soon as it is known."""
 
     def __init__(self, title: str) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[ProbeRow] = []
         self.answers: dict[str, list[dict]] = {}
         self.title, self.began, self.wrong_input = redact(title), time.monotonic(), False
         print(f"{self.title}\n{'check':<10} {'result':<8} detail", flush=True)
 
-    def add(self, check: str, rows: list[Row]) -> None:
+    def add(self, check: str, rows: list[ProbeRow]) -> None:
         order = sorted(rows, key=lambda row: ("FAIL", "warn", "ok", "left out").index(row.result))
         for row in order:
             row.detail = redact(row.detail)
@@ -171,7 +171,7 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
         if cause := next((n for n in check.needs if n in blocked), None):
             blocked[name] = blocked[cause]
             if page:
-                page.add(name, [Row("left out", f"because {blocked[cause]} failed")])
+                page.add(name, [ProbeRow("left out", f"because {blocked[cause]} failed")])
             continue
         stopped = None
         try:
@@ -189,7 +189,7 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
         if stopped and page:
             page.add(
                 "all else",
-                [Row("FAIL", f"stopped by {stopped}: a rank has ended, or someone wants it")],
+                [ProbeRow("FAIL", f"stopped by {stopped}: a rank has ended, or someone wants it")],
             )
         elif not stopped and verdict is None:
             who = spans([probe.world.rank])
@@ -207,7 +207,7 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
                 left = ", ".join(names[names.index(name) + 1 :])
                 page.add(
                     "all else",
-                    [Row("left out", f"{left}: the ranks above would be waited for again")],
+                    [ProbeRow("left out", f"{left}: the ranks above would be waited for again")],
                 )
             return code
     return code

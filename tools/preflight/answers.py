@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from configs.schema import InputError
 from tools.preflight.machine import ROOT
-from tools.preflight.probe import Probe, Row, short
+from tools.preflight.probe import Probe, ProbeRow, short
 
 
 class Stopped(BaseException):
@@ -125,7 +125,7 @@ def _in_our_code(stack: Sequence[traceback.FrameSummary]) -> str:
     return f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno} ({ours[-1].name})"
 
 
-def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[Row]:
+def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[ProbeRow]:
     """Rows about the ranks that have no value to give: first those at whom the others may only have
     waited."""
     troubles: dict[str, list[int]] = {}
@@ -145,11 +145,11 @@ def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[Row]:
             waits.setdefault(a.get("error", a.get("stopped")), []).append(r)
     if len(troubles) > 1:  # of those that hang in the same place many, the odd ones first
         troubles = dict(sorted(troubles.items(), key=lambda row: len(row[1])))
-    rows = [Row("FAIL", f"{probe.named(ranks)}: {text}") for text, ranks in troubles.items()]
+    rows = [ProbeRow("FAIL", f"{probe.named(ranks)}: {text}") for text, ranks in troubles.items()]
     others = [r for ranks in waits.values() for r in ranks]
     if rows and others:
         rows.append(
-            Row(
+            ProbeRow(
                 "FAIL",
                 f"{probe.named(others)} waited for {'it' if len(rows) == 1 else 'them'} in vain",
             )
@@ -159,5 +159,5 @@ def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[Row]:
         "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
     )
     return rows or [
-        Row("FAIL", f"{probe.named(ranks)}: {text}; {hint}") for text, ranks in waits.items()
+        ProbeRow("FAIL", f"{probe.named(ranks)}: {text}; {hint}") for text, ranks in waits.items()
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tools.preflight.machine import checkpoint_bytes, device_table
-from tools.preflight.probe import Probe, Row
+from tools.preflight.probe import Probe, ProbeRow
 from training.metrics import in_bytes
 
 OWN_FILES = 512  # of a rank: data shards, pipes, logs, and the sockets of groups and network cards
@@ -61,7 +61,7 @@ def memory_of_a_rank(probe: Probe) -> int:
     return part * (pinned * probe.cfg.checkpoint.async_save + probe.cfg.parallelism.cpu_offload)
 
 
-def judge_host(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_host(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows, few = [], {}
     for rank, answer in enumerate(answers):
         wanted = OWN_FILES + (
@@ -71,7 +71,7 @@ def judge_host(probe: Probe, answers: list[dict]) -> list[Row]:
             few.setdefault((answer["files"], wanted), []).append(rank)
     for (files, wanted), ranks in few.items():
         rows.append(
-            Row(
+            ProbeRow(
                 "FAIL",
                 f"{probe.named(ranks)}: at most {files:,} files may be open, and {wanted:,} are "
                 "needed: raise "
@@ -83,7 +83,7 @@ def judge_host(probe: Probe, answers: list[dict]) -> list[Row]:
         ranks := [r for r in probe.leaders if answers[r]["address"].startswith("127.")]
     ):
         rows.append(
-            Row(
+            ProbeRow(
                 "FAIL",
                 f"the name of the host of {probe.named(ranks)} stands for "
                 f"{answers[ranks[0]]['address']} there, so "
@@ -97,7 +97,7 @@ def judge_host(probe: Probe, answers: list[dict]) -> list[Row]:
         free, needed = answers[leader]["free"], sum(answers[r]["needed"] for r in ranks)
         if free and needed > free:
             rows.append(
-                Row(
+                ProbeRow(
                     "FAIL",
                     f"{probe.named(ranks)} need {in_bytes(needed)} of host memory for the copy "
                     "that a save is "
@@ -110,7 +110,7 @@ def judge_host(probe: Probe, answers: list[dict]) -> list[Row]:
     least = min(answers, key=lambda answer: answer["free"])
     files = min(answer["files"] for answer in answers)
     return rows or [
-        Row(
+        ProbeRow(
             "ok",
             f"{files:,} files may be open; {in_bytes(least['free'])} of host memory are free at "
             "least, of which "

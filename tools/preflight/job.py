@@ -23,7 +23,7 @@ from data.sources import find
 from parallelisms import contract
 from tools.preflight.machine import checkpoint_bytes, device_table, synchronise
 from tools.preflight.network import limit_collectives
-from tools.preflight.probe import Probe, Row, differences, in_seconds
+from tools.preflight.probe import Probe, ProbeRow, differences, in_seconds
 from training.metrics import in_bytes, memory_gib
 from training.optim import learning_rate, set_learning_rate
 
@@ -110,13 +110,13 @@ def not_tokenised(cfg: Config) -> tuple[list[str], float]:
     return absent, size
 
 
-def judge_data(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_data(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
     if lacking := [r for r, a in enumerate(answers) if "absent" in a]:
         a = answers[lacking[0]]
         much = in_bytes(a["size"]) if math.isfinite(a["size"]) else "nobody knows how large"
         return [
-            Row(
+            ProbeRow(
                 "FAIL",
                 f"{', '.join(a['absent'])} ({much}) is not tokenised yet where "
                 f"{probe.named(lacking)} can see it: the run would begin with that; do it once "
@@ -128,7 +128,7 @@ def judge_data(probe: Probe, answers: list[dict]) -> list[Row]:
         name = {"digests": "batch content", "description": "order of the data"}.get(what, what)
         if text := differences(probe, [json.dumps(a[what]) for a in answers]):
             rows.append(
-                Row(
+                ProbeRow(
                     "FAIL",
                     f"{name}: {text}; all hosts must read the same files (share one data.cache)",
                 )
@@ -137,7 +137,7 @@ def judge_data(probe: Probe, answers: list[dict]) -> list[Row]:
     a = answers[0]
     if a["n_vocab"] > probe.args.vocab_size:
         rows.append(
-            Row(
+            ProbeRow(
                 "FAIL",
                 f"the tokenizer {probe.cfg.data.tokenizer!r} has {a['n_vocab']} tokens, the "
                 "model's "
@@ -154,7 +154,7 @@ def judge_data(probe: Probe, answers: list[dict]) -> list[Row]:
         f"slowest reader {answers[low]['rate'] / 1e6:.3g} M tokens/s, {probe.named([low])}, "
         "opened within "
     )
-    return [Row("ok", detail + in_seconds(max(a["opened"] for a in answers)))]
+    return [ProbeRow("ok", detail + in_seconds(max(a["opened"] for a in answers)))]
 
 
 # build: the sharded model -------------------------------------------------------------------------
@@ -171,12 +171,12 @@ def measure_build(probe: Probe) -> dict:
     return {"seconds": seconds, "weights": mine}
 
 
-def judge_build(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_build(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     mesh = probe.job.mesh
     sizes = " x ".join(f"{name} {getattr(mesh, name)}" for name in mesh.device_mesh.mesh_dim_names)
     most = max(a["weights"] for a in answers)
     return [
-        Row(
+        ProbeRow(
             "ok",
             f"mesh {sizes}; initial weights in {in_seconds(max(a['seconds'] for a in answers))}, "
             "at most "
@@ -244,13 +244,13 @@ def memory(device: torch.device) -> dict[str, float]:
     }
 
 
-def judge_step(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_step(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
     bad = [r for r, a in enumerate(answers) if not a["finite"]]
     losses = [float.fromhex(a["losses"][0]) for a in answers]
     if bad:
         rows.append(
-            Row(
+            ProbeRow(
                 "FAIL",
                 f"the loss of the tokens of {probe.named(bad)} is not finite: compute there what "
                 "another "
@@ -259,7 +259,7 @@ def judge_step(probe: Probe, answers: list[dict]) -> list[Row]:
         )
     elif any(a["skipped"] for a in answers):
         rows.append(
-            Row(
+            ProbeRow(
                 "FAIL",
                 f"the gradient is not finite (loss {losses[0]:.4f}), though the loss of each rank "
                 "is",
@@ -269,7 +269,9 @@ def judge_step(probe: Probe, answers: list[dict]) -> list[Row]:
         probe, [" ".join(f"{float.fromhex(x):.9g}" for x in a["losses"]) for a in answers]
     ):
         rows.append(
-            Row("FAIL", f"loss and gradient norm must be the same on all ranks, but are {text}")
+            ProbeRow(
+                "FAIL", f"loss and gradient norm must be the same on all ranks, but are {text}"
+            )
         )
     first, *later_steps = (
         max(column) for column in zip(*(a["seconds"] for a in answers), strict=True)
@@ -280,7 +282,7 @@ def judge_step(probe: Probe, answers: list[dict]) -> list[Row]:
     if not rows:
         expected = math.log(probe.args.vocab_size)
         rows.append(
-            Row(
+            ProbeRow(
                 "ok",
                 f"loss {losses[0]:.3f} on all ranks (of random weights {expected:.3f} is "
                 "expected); the "
@@ -306,7 +308,7 @@ def judge_step(probe: Probe, answers: list[dict]) -> list[Row]:
             f"; the allocator had to start over on {probe.named(tight)}: too tight, so "
             "steps will be slow"
         )
-    rows.append(Row("warn" if tight else "ok", detail))
+    rows.append(ProbeRow("warn" if tight else "ok", detail))
     return rows
 
 
@@ -356,12 +358,12 @@ def fingerprints(job: train.Job) -> dict[str, int]:
     return {name: torch.hash_tensor(t).view(torch.int64).item() for name, t in kept.items()}
 
 
-def judge_save(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_save(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     wrong = [r for r, a in enumerate(answers) if a["wrong"]]
     if wrong:
         name = answers[wrong[0]]["wrong"][0]
         return [
-            Row(
+            ProbeRow(
                 "FAIL",
                 f"{probe.named(wrong)} read back other values than were saved ({name} ...): the "
                 "file system "
@@ -378,4 +380,4 @@ def judge_save(probe: Probe, answers: list[dict]) -> list[Row]:
         f"{in_seconds(worst['stall'])} before the next step may begin; read back whole in "
         f"{in_seconds(worst['load'])}"
     )
-    return [Row("ok", detail)]
+    return [ProbeRow("ok", detail)]

@@ -30,7 +30,7 @@ from models import MODELS
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from tools.plan.device import MEMORY_EFFICIENCY
-from tools.preflight.probe import SLOW, Probe, Row, differences, in_seconds
+from tools.preflight.probe import SLOW, Probe, ProbeRow, differences, in_seconds
 from training.metrics import in_bytes, peak_flops
 from training.optim import build_optimizer
 
@@ -67,7 +67,7 @@ def host_names(answers: dict[int, dict]) -> dict[int, str]:
     }
 
 
-def judge_ranks(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_ranks(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     nodes: dict[str, list[int]] = {}
     for r, a in enumerate(answers):
         nodes.setdefault(a["node"], []).append(r)
@@ -88,10 +88,10 @@ def judge_ranks(probe: Probe, answers: list[dict]) -> list[Row]:
                     "needs its own"
                 )
     if wrong:
-        return [Row("FAIL", text) for text in wrong]
+        return [ProbeRow("FAIL", text) for text in wrong]
     each = len(answers) // len(nodes)
     return [
-        Row(
+        ProbeRow(
             "ok",
             f"{len(answers)}, {each} on each of {len(nodes)} host{'s' if len(nodes) > 1 else ''}",
         )
@@ -113,12 +113,14 @@ def measure_config(probe: Probe) -> dict:
     return {"hash": hashlib.sha256(dump(probe.cfg).encode()).hexdigest()[:12], "options": values}
 
 
-def judge_config(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_config(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
     for name in answers[0]["options"]:
         if text := differences(probe, [json.dumps(a["options"][name]) for a in answers]):
-            rows.append(Row("FAIL", f"{name} is {text}: give all ranks the same file and options"))
-    return rows or [Row("ok", f"the same on all ranks ({answers[0]['hash']})")]
+            rows.append(
+                ProbeRow("FAIL", f"{name} is {text}: give all ranks the same file and options")
+            )
+    return rows or [ProbeRow("ok", f"the same on all ranks ({answers[0]['hash']})")]
 
 
 # devices: each rank has its own -------------------------------------------------------------------
@@ -188,13 +190,13 @@ def nvidia_smi(device: torch.device, *fields: str) -> list[str]:
     return [""] * len(fields)
 
 
-def judge_devices(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_devices(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows, nodes = [], {}
     for uuid in sorted({a["uuid"] for a in answers} - {""}):
         users = [r for r, a in enumerate(answers) if a["uuid"] == uuid]
         if len(users) > 1:
             rows.append(
-                Row(
+                ProbeRow(
                     "FAIL",
                     f"{probe.named(users)} share GPU {uuid}: start one process per GPU, "
                     "and give all of them the same CUDA_VISIBLE_DEVICES",
@@ -209,12 +211,14 @@ def judge_devices(probe: Probe, answers: list[dict]) -> list[Row]:
                 f"{text.split(' on ')[0]} and others"
             )
             rows.append(
-                Row("FAIL", f"{text}; each rank takes the GPU of its LOCAL_RANK from the same list")
+                ProbeRow(
+                    "FAIL", f"{text}; each rank takes the GPU of its LOCAL_RANK from the same list"
+                )
             )
         buses = [answers[r]["bus"] for r in ranks]
         if "" not in buses and buses != sorted(buses):
             rows.append(
-                Row(
+                ProbeRow(
                     "FAIL",
                     f"the GPUs of {probe.named(ranks)} are permuted (PCI {', '.join(buses)}): "
                     "ranks then meet the wrong network card and neighbour; list "
@@ -225,7 +229,7 @@ def judge_devices(probe: Probe, answers: list[dict]) -> list[Row]:
             )
     if text := differences(probe, [a["name"] for a in answers]):
         rows.append(
-            Row(
+            ProbeRow(
                 "FAIL",
                 f"not all are of one kind: {text}; all would wait for the slowest",
                 blocks=False,
@@ -238,7 +242,7 @@ def judge_devices(probe: Probe, answers: list[dict]) -> list[Row]:
                 "before the start"
             )
             rows.append(
-                Row(
+                ProbeRow(
                     "FAIL",
                     f"{probe.named([r])}: {taken}, by another process: see nvidia-smi there",
                     blocks=False,
@@ -248,7 +252,7 @@ def judge_devices(probe: Probe, answers: list[dict]) -> list[Row]:
     free, total = (in_bytes(answers[low][key]) for key in ("free", "total"))
     least = f"least free memory {free} of {total} on {probe.named([low])}"
     each = "each rank its own" if probe.device.type == "cuda" else "ranks of a host share it"
-    return rows or [Row("ok", f"{answers[0]['name']}, {each}; {least}")]
+    return rows or [ProbeRow("ok", f"{answers[0]['name']}, {each}; {least}")]
 
 
 # same: software and settings ----------------------------------------------------------------------
@@ -307,7 +311,7 @@ def settings() -> dict[str, str]:
     }
 
 
-def judge_same(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_same(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
     for what, remedy in (
         ("versions", "install the same everywhere"),
@@ -315,12 +319,16 @@ def judge_same(probe: Probe, answers: list[dict]) -> list[Row]:
     ):
         for name in sorted({name for a in answers for name in a[what]}):
             if text := differences(probe, [a[what].get(name) for a in answers]):
-                rows.append(Row("FAIL", f"{name} is {text}: {remedy}", blocks=name in BLOCKING))
+                rows.append(
+                    ProbeRow("FAIL", f"{name} is {text}: {remedy}", blocks=name in BLOCKING)
+                )
     versions = ", ".join(
         f"{name} {value}" for name, value in answers[0]["versions"].items() if value != "none"
     )
     return rows or [
-        Row("ok", f"{versions}; {len(answers[0]['settings'])} settings of the environment alike")
+        ProbeRow(
+            "ok", f"{versions}; {len(answers[0]['settings'])} settings of the environment alike"
+        )
     ]
 
 
@@ -385,7 +393,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def judge_compute(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_compute(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
     shape = " x ".join(map(str, answers[0]["shape"]))
     what = f"{str(probe.dtype).removeprefix('torch.')} product [{shape}]"
@@ -404,7 +412,7 @@ def judge_compute(probe: Probe, answers: list[dict]) -> list[Row]:
                 f"median {middle:.3g}{hint}"
             )
             rows.append(
-                Row(
+                ProbeRow(
                     probe.slow,
                     f"{kind}: {text}; take that device out, or see what else runs on it",
                     False,
@@ -416,14 +424,14 @@ def judge_compute(probe: Probe, answers: list[dict]) -> list[Row]:
                 f"{kind}: median {middle:.3g} {unit}, but {wanted:.3g} are expected of "
                 f"{probe.table.name or 'the device'}: see clocks, power limit"
             )
-            rows.append(Row("FAIL", f"{text} and MIG with nvidia-smi -q", False))
+            rows.append(ProbeRow("FAIL", f"{text} and MIG with nvidia-smi -q", False))
         if not slow:
             peak = answers[0]["peak"] if kind == "matmul" else None
             share_of_peak = f", {middle * scale / peak:.0%} of its peak" if peak else ""
             text = (
                 f"{what if kind == 'matmul' else kind}: median {middle:.3g} {unit}{share_of_peak}"
             )
-            rows.append(Row("ok", f"{text}, least {rates[low]:.3g} on {probe.named([low])}"))
+            rows.append(ProbeRow("ok", f"{text}, least {rates[low]:.3g} on {probe.named([low])}"))
     return rows
 
 
@@ -528,7 +536,7 @@ def checkpoints_kept(cfg: Config) -> int:
     )
 
 
-def judge_folder(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_folder(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     apart = {r: a["unseen"] for r, a in enumerate(answers) if a["unseen"]}
     if apart:
         (r, unseen), *_ = apart.items()
@@ -538,7 +546,7 @@ def judge_folder(probe: Probe, answers: list[dict]) -> list[Row]:
             f"{probe.named(unseen)} wrote"
         )
         return [
-            Row(
+            ProbeRow(
                 "FAIL",
                 f"{seen}{f' (the folder is {where})' if where else ''}: run.folder must be one "
                 f"folder on a file system that all hosts share; {len(apart)} ranks miss files of "
@@ -556,7 +564,7 @@ def judge_folder(probe: Probe, answers: list[dict]) -> list[Row]:
     if free < kept * size:
         few = [r for r, a in enumerate(answers) if a["free"] < kept * size]
         rows.append(
-            Row(
+            ProbeRow(
                 "FAIL",
                 f"{folder} has {in_bytes(free)} free ({probe.named(few)}), but {need}: make room "
                 "or "
@@ -566,11 +574,11 @@ def judge_folder(probe: Probe, answers: list[dict]) -> list[Row]:
         )
     else:
         rows.append(
-            Row("ok", f"{folder} is shared by all ranks, with {in_bytes(free)} free: {need}")
+            ProbeRow("ok", f"{folder} is shared by all ranks, with {in_bytes(free)} free: {need}")
         )
     if answers[-1]["lock"] == "given twice":
         rows.append(
-            Row(
+            ProbeRow(
                 "FAIL",
                 f"{probe.named([len(answers) - 1])} was given the lease that rank 0 holds: file "
                 "locks "
@@ -592,5 +600,5 @@ def judge_folder(probe: Probe, answers: list[dict]) -> list[Row]:
             f"; {probe.named(slow)} below {SLOW['write']} of the median: see how that host "
             f"reaches {folder}"
         )
-    rows.append(Row(probe.slow if slow else "ok", detail, blocks=False))
+    rows.append(ProbeRow(probe.slow if slow else "ok", detail, blocks=False))
     return rows

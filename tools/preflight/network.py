@@ -14,7 +14,7 @@ import torch.distributed as dist
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from tools.preflight.machine import synchronise
-from tools.preflight.probe import SLOW, Probe, Row, in_seconds
+from tools.preflight.probe import SLOW, Probe, ProbeRow, in_seconds
 from training.metrics import in_bytes
 
 LEAST_LINKS = 3  # of one kind: among fewer there is no telling which of them is the odd one
@@ -56,10 +56,10 @@ def limit_collectives(probe: Probe, seconds: int) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
 
-def judge_connect(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_connect(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     backend = "NCCL and gloo" if probe.device.type == "cuda" else "gloo"
     return [
-        Row(
+        ProbeRow(
             "ok",
             f"{backend}: all ranks reach each other, within "
             f"{in_seconds(max(a['seconds'] for a in answers))}",
@@ -98,10 +98,10 @@ def wall_clock() -> float:
     return time.time()
 
 
-def judge_clock(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_clock(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     offsets = {0: (0.0, 0.0)} | {int(r): tuple(pair) for r, pair in answers[0]["offsets"].items()}
     if len(offsets) == 1:
-        return [Row("ok", "one host, one clock")]
+        return [ProbeRow("ok", "one host, one clock")]
     middle = statistics.median(offset for _, offset in offsets.values())
     odd = max(offsets, key=lambda r: abs(offsets[r][1] - middle))
     skew = max(o for _, o in offsets.values()) - min(o for _, o in offsets.values())
@@ -111,9 +111,9 @@ def judge_clock(probe: Probe, answers: list[dict]) -> list[Row]:
         f"limit {CLOCK_SECONDS:g} s)"
     )
     if skew - error <= CLOCK_SECONDS:
-        return [Row("ok", detail)]
+        return [ProbeRow("ok", detail)]
     detail += f", most on {probe.named([odd])}: {offsets[odd][1] - middle:+.3g} s from the median"
-    return [Row("FAIL", f"{detail}; start its time service (chrony, NTP)", blocks=False)]
+    return [ProbeRow("FAIL", f"{detail}; start its time service (chrony, NTP)", blocks=False)]
 
 
 # bandwidth: of each mesh dimension, and of each link ----------------------------------------------
@@ -264,7 +264,7 @@ def exchange(message: torch.Tensor, other: int, first: bool, group: dist.Process
             dist.recv(message, other, group=group)
 
 
-def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
     for dim in answers[0]["dims"]:
         groups: dict[tuple, list[dict]] = {}
@@ -287,12 +287,12 @@ def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[Row]:
                     f"{len(rates)} groups"
                 )
                 text = f"{dim}: {name} of {probe.named(ranks)}: {rates[ranks]:.3g} GB/s, {share}"
-                rows.append(Row(probe.slow, text, blocks=False))
+                rows.append(ProbeRow(probe.slow, text, blocks=False))
             wanted, source = probe.wanted(dim, name, low, size)
             if middle < SLOW["group"] * wanted:
                 text = f"{dim}: {name} {middle:.3g} GB/s, but {source}: see with NCCL_DEBUG=INFO"
                 rows.append(
-                    Row("FAIL", f"{text} which network and protocol are used", blocks=False)
+                    ProbeRow("FAIL", f"{text} which network and protocol are used", blocks=False)
                 )
             least = f" (least {rates[low]:.3g}, {probe.named(low)})" if len(rates) > 1 else ""
             summary.append(f"{name} {middle:.3g} GB/s{least}")
@@ -301,16 +301,16 @@ def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[Row]:
             f"{len(answers[0]['dims'][dim]['ranks'])}"
         )
         rows.append(
-            Row(
+            ProbeRow(
                 "ok",
                 f"{dim}, {groups_of}, {in_bytes(size)}: {', '.join(summary)} (bus bandwidth)",
                 False,
             )
         )
-    return rows + judge_links(probe, answers) or [Row("ok", "one rank: nothing is sent")]
+    return rows + judge_links(probe, answers) or [ProbeRow("ok", "one rank: nothing is sent")]
 
 
-def judge_links(probe: Probe, answers: list[dict]) -> list[Row]:
+def judge_links(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows, kinds = [], {}
     for link in (link for a in answers for link in a["links"]):
         kinds.setdefault((link[0], probe.hosts[link[1]] != probe.hosts[link[2]]), []).append(link)
@@ -324,7 +324,7 @@ def judge_links(probe: Probe, answers: list[dict]) -> list[Row]:
                     f"links {kind}: median {middle / 1e9:.3g} GB/s, but {source}: see with "
                     "NCCL_DEBUG=INFO"
                 )
-                rows.append(Row("FAIL", f"{text} which network is used", blocks=False))
+                rows.append(ProbeRow("FAIL", f"{text} which network is used", blocks=False))
         slow = (
             [link for link in links if link[3] < SLOW["link"] * middle]
             if len(links) >= LEAST_LINKS
@@ -336,7 +336,7 @@ def judge_links(probe: Probe, answers: list[dict]) -> list[Row]:
                 f"link {probe.named([a])} - {probe.named([b])}: {share}; see cable, card and "
                 "NCCL_* there"
             )
-            rows.append(Row(probe.slow, text, blocks=False))
+            rows.append(ProbeRow(probe.slow, text, blocks=False))
         if not slow:
             _, a, b, least, _ = min(links, key=lambda link: link[3])
             text = (
@@ -344,6 +344,6 @@ def judge_links(probe: Probe, answers: list[dict]) -> list[Row]:
                 f"{least / 1e9:.3g}"
             )
             rows.append(
-                Row("ok", f"{text} between ranks {a} and {b}; latency {in_seconds(latency)}")
+                ProbeRow("ok", f"{text} between ranks {a} and {b}; latency {in_seconds(latency)}")
             )
     return rows

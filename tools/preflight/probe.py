@@ -31,7 +31,7 @@ LONG = ("build", "step", "save")
 
 
 @dataclass
-class Row:
+class ProbeRow:
     """A line of the page. result: ok, warn, FAIL or left out. After a failure that `blocks`, the
     checks that need this one are left out."""
 

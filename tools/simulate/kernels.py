@@ -6,7 +6,7 @@ runs on a GPU: autograd and its threads, DTensor, FSDP, torch.compile's traces. 
 streams and copies stay PyTorch's own.
 
 What a GPU refuses is refused here: a tensor of the host among those of the device. What makes the
-host wait for the device is written down, with the line of the program (`Record`).
+host wait for the device is written down, with the line of the program (`HostRecord`).
 """
 
 import ctypes
@@ -68,7 +68,7 @@ WAITING = {
 BY_MASK = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_"}
 
 
-class Record:
+class HostRecord:
     """How often the host waited for the device: (inside a training step, why, file:line) ->
     times."""
 
@@ -83,7 +83,7 @@ class Record:
         self.waits[self.in_step, why, where()] += 1
 
 
-RECORD = Record()
+RECORD = HostRecord()
 
 
 def where() -> str:
@@ -101,7 +101,7 @@ def where() -> str:
     return outside or "PyTorch's backward"
 
 
-class Device:
+class SimulatedDevice:
     """The library that stands in for CUDA (tools/simulate/device), which this process was started
     with."""
 
@@ -167,7 +167,7 @@ def generator_for(given: torch.Generator | None, device: torch.device) -> torch.
 class Kernel:
     """One operator on CUDA tensors."""
 
-    def __init__(self, device: Device, name: str) -> None:
+    def __init__(self, device: SimulatedDevice, name: str) -> None:
         self.device = device
         self.name = name
         packet, _, overload = name.removeprefix("aten::").partition(".")
@@ -321,7 +321,7 @@ class _Call:
 class Copy:
     """`copy_`, from and to the device."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
 
     def __call__(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -356,7 +356,7 @@ class ForeachCopy:
 class Item:
     """`x.item()`, `float(x)`, `bool(x)`: the host waits."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
 
     def __call__(self, x: Tensor) -> Any:
@@ -409,9 +409,9 @@ def _record_explicit_waits() -> None:
 _LIBRARIES = []  # a registration lives as long as its library
 
 
-def install() -> Device:
+def install() -> SimulatedDevice:
     """Register all kernels in this process, which must not have used CUDA yet."""
-    device = Device()
+    device = SimulatedDevice()
     library = torch.library.Library("aten", "IMPL", "CUDA")
     _LIBRARIES.append(library)
     for name in _names():

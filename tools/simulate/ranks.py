@@ -222,7 +222,7 @@ def _record() -> dict:
     """Host waits, copies from pageable memory, and exchanges of this rank."""
     from tools.simulate import kernels
 
-    device = kernels.Device()
+    device = kernels.SimulatedDevice()
     device.library.simulated_finish()
     lines = device.library.simulated_exchanges().decode().splitlines()
     record = kernels.RECORD

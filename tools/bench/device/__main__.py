@@ -33,7 +33,7 @@ PATIENCE = 4  # a part is ended after this many times the seconds that it usuall
 
 
 @dataclass(frozen=True)
-class Part:
+class Section:
     """by_device: by kind of device (cuda, cpu) the seconds that it usually takes, and the arguments
     of `python -m`. A kind that is missing cannot run it. The seconds of a GPU are estimates,
     because none was at hand."""
@@ -48,27 +48,29 @@ DOCUMENTS = f"{CHECKS} documents documents_compiled"
 MIXTURES = f"{CHECKS} experts experts_bfloat16 offload error"
 MESHES = f"{CHECKS} fsdp_of_two tensor_parallel pipeline context expert_parallel"
 PARTS = [  # the most valuable first
-    Part("numbers", {"cuda": (45, NUMBERS), "cpu": (15, NUMBERS)}),
-    Part("checkpoint", {"cuda": (20, f"{CHECKS} checkpoint"), "cpu": (10, f"{CHECKS} checkpoint")}),
-    Part("experts", {"cuda": (60, MIXTURES), "cpu": (60, MIXTURES)}),
-    Part("meshes", {"cuda": (90, MESHES), "cpu": (90, MESHES)}),
-    Part("documents", {"cuda": (40, DOCUMENTS), "cpu": (40, DOCUMENTS)}),
-    Part("compile", {"cuda": (60, f"{CHECKS} compiled"), "cpu": (60, f"{CHECKS} compiled")}),
-    Part("rates", {"cuda": (20, f"{MEASURE} rates"), "cpu": (15, f"{MEASURE} rates")}),
-    Part(
+    Section("numbers", {"cuda": (45, NUMBERS), "cpu": (15, NUMBERS)}),
+    Section(
+        "checkpoint", {"cuda": (20, f"{CHECKS} checkpoint"), "cpu": (10, f"{CHECKS} checkpoint")}
+    ),
+    Section("experts", {"cuda": (60, MIXTURES), "cpu": (60, MIXTURES)}),
+    Section("meshes", {"cuda": (90, MESHES), "cpu": (90, MESHES)}),
+    Section("documents", {"cuda": (40, DOCUMENTS), "cpu": (40, DOCUMENTS)}),
+    Section("compile", {"cuda": (60, f"{CHECKS} compiled"), "cpu": (60, f"{CHECKS} compiled")}),
+    Section("rates", {"cuda": (20, f"{MEASURE} rates"), "cpu": (15, f"{MEASURE} rates")}),
+    Section(
         "8B layers",
         {"cuda": (100, f"{MEASURE} step 8B_layers"), "cpu": (60, f"{MEASURE} step 8B_layers")},
     ),
-    Part(
+    Section(
         "beside the bare loop",
         {"cuda": (90, f"{MEASURE} beside bare"), "cpu": (40, f"{MEASURE} beside bare")},
     ),
-    Part(
+    Section(
         "beside Hugging Face",
         {"cuda": (90, f"{MEASURE} beside hf"), "cpu": (50, f"{MEASURE} beside hf")},
     ),
-    Part("saves", {"cuda": (90, f"{MEASURE} saves"), "cpu": (60, f"{MEASURE} saves")}),
-    Part(
+    Section("saves", {"cuda": (90, f"{MEASURE} saves"), "cpu": (60, f"{MEASURE} saves")}),
+    Section(
         "attention",
         {
             "cuda": (
@@ -78,34 +80,36 @@ PARTS = [  # the most valuable first
             "cpu": (40, "tools.bench.attention --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128"),
         },
     ),
-    Part(
+    Section(
         "beside TorchTitan",
         {
             "cuda": (120, f"{MEASURE} beside torchtitan"),
             "cpu": (60, f"{MEASURE} beside torchtitan"),
         },
     ),
-    Part("8B layers float8 rowwise", {"cuda": (100, f"{MEASURE} step 8B_layers_float8_rowwise")}),
-    Part(
+    Section(
+        "8B layers float8 rowwise", {"cuda": (100, f"{MEASURE} step 8B_layers_float8_rowwise")}
+    ),
+    Section(
         "8B layers float8 tensorwise",
         {"cuda": (100, f"{MEASURE} step 8B_layers_float8_tensorwise")},
     ),
-    Part(
+    Section(
         "products",
         {
             "cuda": (30, "tools.bench.products --rounds=10"),
             "cpu": (30, "tools.bench.products --rounds=5 --shapes 2048,256,704 1024,256,4096"),
         },
     ),
-    Part("1B", {"cuda": (100, f"{MEASURE} step 1B"), "cpu": (60, f"{MEASURE} step 1B")}),
-    Part("3B", {"cuda": (120, f"{MEASURE} step 3B")}),
-    Part(
+    Section("1B", {"cuda": (100, f"{MEASURE} step 1B"), "cpu": (60, f"{MEASURE} step 1B")}),
+    Section("3B", {"cuda": (120, f"{MEASURE} step 3B")}),
+    Section(
         "longest sequence", {"cuda": (200, f"{MEASURE} longest"), "cpu": (60, f"{MEASURE} longest")}
     ),
 ]
 
 
-def run(part: Part, kind: str, left: float, logs: Path) -> dict:
+def run(part: Section, kind: str, left: float, logs: Path) -> dict:
     """Run a part in a process of its own for at most `left` seconds. Returns its entry in the
     record."""
     usual, arguments = part.by_device[kind]
@@ -167,7 +171,7 @@ def last_line(log: Path) -> str:
 
 
 def measure(
-    record: Record, parts: list[Part], kind: str, minutes: float, again: bool, logs: Path
+    record: Record, parts: list[Section], kind: str, minutes: float, again: bool, logs: Path
 ) -> None:
     """Run these parts, in their order, and write the record after each of them."""
     deadline = time.monotonic() + 60 * minutes
@@ -219,7 +223,7 @@ def arguments(argv: list[str], names: list[str]) -> argparse.Namespace:
     return flags
 
 
-def main(argv: list[str] | None = None, parts: list[Part] = PARTS) -> int:
+def main(argv: list[str] | None = None, parts: list[Section] = PARTS) -> int:
     """The command line in this file's first lines. Returns the exit code."""
     names = [part.name for part in parts]
     try:
