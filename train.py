@@ -32,9 +32,11 @@ from configs import check
 from configs.load import as_given, dump, help_text, load_config
 from configs.schema import Config, InputError
 from data import hf_tokenizer
-from data.loader import Batch, Batches, LoaderError, loader
-from data.open import Corpora, open_corpora
+from data.corpora import Corpora
+from data.loader import Batch, Batches, loader
+from data.open import open_corpora
 from data.tokenizer import Tokenizer
+from data.workers import LoaderError
 from models import MODELS
 from models.family import Family
 from models.moe import RouterStatistics
@@ -375,7 +377,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             if trouble := guard.note(result.loss, result.grad_norm, result.skipped):
                 say.warning(
                     f"step {step}: {trouble}; "
-                    f"{corpora.whereabouts(step, mesh.gather(batch['sample'].tolist()))}"
+                    f"{corpora.whereabouts(step, mesh.gather(batch['window'].tolist()))}"
                 )
             guard.check_skipped(step)
             if every(step, cfg.debug.replica_check_interval) and not result.skipped:

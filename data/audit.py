@@ -27,9 +27,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.schema import InputError
-from data import order as orders
-from data.order import BLOCK, Order, Source, Stage
-from data.tokens import Prepared, open_prepared
+from data import splice
+from data.documents import Documents
+from data.order import BLOCK, Order, Segment, Source
+from data.prepared import Prepared, open_prepared
+from data.shuffle import unpermute
 
 CHUNK = 1 << 16  # samples that are computed at once
 
@@ -54,7 +56,7 @@ def open_run(folder: str) -> Audited:
                 "depends on all "
                 "steps before: only a run on a prepared corpus can be audited"
             )
-        order, steps, folders = orders.restore(record), record["steps"], record["folders"]
+        order, steps, folders = splice.restore(record), record["steps"], record["folders"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path} does not say what a run has seen ({error!r}): give the folder of a run that "
@@ -63,7 +65,7 @@ def open_run(folder: str) -> Audited:
         ) from error
     corpora = {}
     for source in {
-        source.fingerprint: source for stage in order.stages for source in stage.sources
+        source.fingerprint: source for segment in order.segments for source in segment.sources
     }.values():
         prepared_folder = folders.get(source.fingerprint)
         if prepared_folder is None:  # a source that an earlier splice has ended
@@ -98,11 +100,11 @@ def seen(run: Audited, first: int, last: int) -> Iterator[dict]:
     epoch, window, documents. Each document has number, name, and [start, stop): which of its tokens
     are in the window, as inputs or labels."""
     for step in range(first - 1, last):
-        stage = run.order.stage(step)
+        segment = run.order.segment(step)
         for row, (s, window, epoch) in enumerate(
-            zip(*run.order.rows(step, 0, stage.global_batch_size), strict=True)
+            zip(*run.order.rows(step, 0, segment.global_batch_size), strict=True)
         ):
-            source = stage.sources[s]
+            source = segment.sources[s]
             entry = {
                 "step": step + 1,
                 "row": row,
@@ -110,28 +112,29 @@ def seen(run: Audited, first: int, last: int) -> Iterator[dict]:
                 "epoch": int(epoch),
                 "window": int(window),
             }
-            yield entry | {"documents": documents(run, stage, source, int(window))}
+            yield entry | {"documents": documents(run, segment, source, int(window))}
 
 
-def documents(run: Audited, stage: Stage, source: Source, window: int) -> list[dict]:
+def documents(run: Audited, segment: Segment, source: Source, window: int) -> list[dict]:
     if source.fingerprint not in run.corpora:
         raise InputError(
             f"the tokens of source {source.name} are not known any more: a splice has ended it"
         )
-    tokens = run.corpora[source.fingerprint].train
-    begin, end = window * stage.seq_len, window * stage.seq_len + stage.seq_len + 1
+    split = Documents(run.corpora[source.fingerprint].train)
+    begin = window * segment.seq_len
+    end = begin + segment.seq_len + 1
     pieces = []
-    for number in tokens.documents(begin, end).tolist():
-        start, stop = extent(tokens, number)
-        piece = {"start": max(begin, start) - start, "stop": min(end, stop) - start}
-        pieces.append({"number": number, "name": tokens.name(number)} | piece)
+    for number in split.between(begin, end).tolist():
+        start, stop = split.extent(number)
+        pieces.append(
+            {
+                "number": number,
+                "name": split.name(number),
+                "start": max(begin, start) - start,
+                "stop": min(end, stop) - start,
+            }
+        )
     return pieces
-
-
-def extent(tokens, number: int) -> tuple[int, int]:
-    """[start, stop) of a document in its split."""
-    starts = tokens.document_starts
-    return int(starts[number]), int(starts[number + 1]) if number + 1 < len(starts) else len(tokens)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -146,26 +149,28 @@ def prove(order: Order, steps: int) -> list[str]:
     takes one bool of memory per window."""
     problems = []
     # seen in this epoch
-    marked = {s.key: np.zeros(s.windows, bool) for stage in order.stages for s in stage.sources}
+    marked = {
+        s.key: np.zeros(s.windows, bool) for segment in order.segments for s in segment.sources
+    }
     epochs = dict.fromkeys(marked, 0)
-    for stage, end in zip(
-        order.stages, [*(stage.step for stage in order.stages[1:]), steps], strict=True
+    for segment, end in zip(
+        order.segments, [*(segment.step for segment in order.segments[1:]), steps], strict=True
     ):
-        G = stage.global_batch_size
+        G = segment.global_batch_size
         hop, owners = max(1, CHUNK // G), np.zeros(0, np.int64)
-        for step in range(stage.step, min(end, steps), hop):
+        for step in range(segment.step, min(end, steps), hop):
             count = min(hop, min(end, steps) - step)
             source, window, epoch = order.rows(step, 0, G, count)
             stretch = f"steps {step + 1} to {step + count}"
-            for i, s in enumerate(stage.sources):
+            for i, s in enumerate(segment.sources):
                 of_source = source == i
                 for line in _mark(s, window[of_source], epoch[of_source], marked[s.key], epochs):
                     problems.append(f"{stretch}, source {s.name or 'data.source'}: {line}")
             owners = np.concatenate((owners, source))
             while len(owners) >= BLOCK:
                 block, owners = owners[:BLOCK], owners[BLOCK:]
-                counts = np.bincount(block, minlength=len(stage.sources)).tolist()
-                if counts != [s.share for s in stage.sources]:
+                counts = np.bincount(block, minlength=len(segment.sources)).tolist()
+                if counts != [s.share for s in segment.sources]:
                     problems.append(f"{stretch}: a block has {counts} samples of its sources")
             if len(problems) > 20:
                 return problems
@@ -204,23 +209,19 @@ def find(run: Audited, wanted: str) -> list[tuple[Source, int]]:
     """[(source, number)] of the documents that `wanted` means: a number, a name or a text."""
     sources = {
         s.fingerprint: s
-        for stage in run.order.stages
-        for s in stage.sources
+        for segment in run.order.segments
+        for s in segment.sources
         if s.fingerprint in run.corpora
     }
     name, _, number = wanted.rpartition(":")
     documents = []
     for source in sources.values():
-        tokens = run.corpora[source.fingerprint].train
+        split = Documents(run.corpora[source.fingerprint].train)
         if number.isdecimal() and name == source.name:
-            if int(number) >= len(tokens.document_starts):
-                raise InputError(
-                    f"{wanted}: the source has {len(tokens.document_starts):,} documents, from 0"
-                )
+            if int(number) >= len(split):
+                raise InputError(f"{wanted}: the source has {len(split):,} documents, from 0")
             return [(source, int(number))]
-        documents += [
-            (source, i) for i in range(len(tokens.document_starts)) if tokens.name(i) == wanted
-        ]
+        documents += [(source, i) for i in range(len(split)) if split.name(i) == wanted]
     return documents or [
         (source, i) for source in sources.values() for i in _with_text(run, source, wanted)
     ]
@@ -230,41 +231,53 @@ def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
     """Numbers of the documents that contain the text. They are decoded, because the tokens of a
     piece of text depend on what is around it."""
     corpus = run.corpora[source.fingerprint]
-    for number in range(len(corpus.train.document_starts)):
-        if text in corpus.tokenizer.decode(corpus.train.read(*extent(corpus.train, number))):
+    split = Documents(corpus.train)
+    for number in range(len(split)):
+        start, stop = split.extent(number)
+        if text in corpus.tokenizer.decode(corpus.train.read(start, stop)):
             yield number
 
 
 def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
     """The steps (counted from 1) and rows whose windows have a token of this document, up to the
     end of the run, in order."""
-    tokens = run.corpora[source.fingerprint].train
-    start, stop = extent(tokens, number)
+    start, stop = Documents(run.corpora[source.fingerprint].train).extent(number)
     rows, order = [], run.order
-    ends = [stage.step for stage in order.stages[1:]] + [max(run.steps, order.last.step)]
-    for stage, end in zip(order.stages, ends, strict=True):
-        for i, s in enumerate(stage.sources):
+    ends = [segment.step for segment in order.segments[1:]] + [max(run.steps, order.last.step)]
+    for segment, end in zip(order.segments, ends, strict=True):
+        for i, s in enumerate(segment.sources):
             if s.fingerprint != source.fingerprint:
                 continue
-            last = min((stop - 1) // stage.seq_len, s.windows - 1)
-            windows = np.arange(max(start - 1, 0) // stage.seq_len, last + 1)
-            consumed = stage.consumed((end - stage.step) * stage.global_batch_size)[i]
+            last = min((stop - 1) // segment.seq_len, s.windows - 1)
+            windows = np.arange(max(start - 1, 0) // segment.seq_len, last + 1)
+            consumed = segment.consumed((end - segment.step) * segment.global_batch_size)[i]
             for epoch in range(s.consumed // s.windows, -(-consumed // s.windows)):
-                sample = epoch * s.windows + orders.unpermute(windows, epoch, s.windows, s.key)
+                sample = epoch * s.windows + unpermute(windows, epoch, s.windows, s.key)
                 for window, k in zip(windows.tolist(), sample.tolist(), strict=True):
                     if s.consumed <= k < consumed:
                         step, row = divmod(
-                            stage.position(i, k - s.consumed), stage.global_batch_size
+                            position(segment, i, k - s.consumed), segment.global_batch_size
                         )
                         rows.append(
                             {
-                                "step": stage.step + step + 1,
+                                "step": segment.step + step + 1,
                                 "row": row,
                                 "epoch": epoch,
                                 "window": window,
                             }
                         )
     return sorted(rows, key=lambda entry: (entry["step"], entry["row"]))
+
+
+def position(segment: Segment, source: int, sample: int) -> int:
+    """The number, in this segment, of the sample that is number `sample` (from 0) of those it takes
+    from `source`."""
+    if len(segment.sources) == 1:
+        return sample
+    block, rank = divmod(sample, segment.sources[source].share)
+    owner, before = segment.slots(block)
+    (slot,) = np.flatnonzero((owner == source) & (before == rank))
+    return block * BLOCK + int(slot)
 
 
 def _id(source: str, number: int) -> str:
@@ -342,7 +355,7 @@ def _print_found(run: Audited, wanted: str, as_json: bool) -> None:
         )
     for source, number in documents:
         name, rows = (
-            run.corpora[source.fingerprint].train.name(number),
+            Documents(run.corpora[source.fingerprint].train).name(number),
             occurrences(run, source, number),
         )
         if as_json:
@@ -375,9 +388,9 @@ def _print_proof(run: Audited) -> int:
         else f"steps 1 to {run.done}, {run.order.samples(run.done):,} samples: none is "
         "repeated or skipped within an epoch of its source, and every block has its exact shares"
     )
-    stage = run.order.stage(run.done)
-    for source, consumed in zip(stage.sources, run.order.consumed(run.done), strict=True):
-        tokens, epochs = consumed * stage.seq_len, consumed / source.windows
+    segment = run.order.segment(run.done)
+    for source, consumed in zip(segment.sources, run.order.consumed(run.done), strict=True):
+        tokens, epochs = consumed * segment.seq_len, consumed / source.windows
         print(
             f"    {source.name or 'data.source'}: {consumed:,} samples, {tokens:,} tokens, "
             f"{epochs:.3f} epochs"

@@ -1,13 +1,13 @@
 """Tokenises text while the run trains on it: no preparation, nothing on the disk, any size.
 
-With a prepared corpus, arithmetic tells what a step sees (data/order.py). Here it depends on state.
-The state belongs to neither a rank nor a worker but to one of `data.streams` logical streams, whose
-number is part of the run like its seed:
+With a prepared corpus, arithmetic tells what a step sees (data/order.py). Here it depends on how far
+each stream has read. That state belongs to neither a rank nor a worker. It belongs to one of
+`data.streams` logical streams, whose number is part of the run like its seed:
 
-1. The source is cut into units: files, ranges of bytes of JSON lines, row groups, shards
-   (data/sources.py::pieces), or every n-th document of one of these if there are fewer of them than
-   streams. The units of all epochs are numbered one after another, each epoch in its own order (a
-   permutation keyed by seed and epoch). Unit q belongs to stream q % streams.
+1. The source is cut into units: files, ranges of bytes of JSON lines, row groups, or shards
+   (data/sources.py::pieces). If these are fewer than the streams, a unit is every n-th document of
+   one of them. The units of all epochs are numbered one after another, each epoch in its own order
+   (a permutation keyed by seed and epoch). Unit q belongs to stream q % streams.
 2. A stream is the tokens of its units' documents, one after another. It is cut into windows like a
    prepared corpus.
 3. Rows and streams are both cut into gcd(global_batch_size, streams) equal groups, and the rows of
@@ -20,10 +20,10 @@ over the documents before that place; their checksum must be the one that was sa
 dropped between documents, units or epochs.
 
 One thread reads and tokenises, `data.prefetch` batches ahead. It does some two million tokens per
-second and rank, and tiktoken releases the GIL meanwhile. (Worker processes are no option: threads
-of the libraries for Hugging Face and Parquet would not survive a fork. And the state of torchdata's
-StatefulDataLoader is that of its workers, so it is lost when the number of workers or of ranks
-changes.)
+second and rank, and tiktoken releases the GIL meanwhile. Worker processes are not used, because
+threads of the libraries for Hugging Face and Parquet would not survive a fork. The state of
+torchdata's StatefulDataLoader is not used either: it is that of its workers, so it is lost when the
+number of workers or of ranks changes.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-import torch
 
-from configs.schema import Data, InputError, is_prepared
+from configs.schema import Config, Data, InputError, is_prepared
 from data import sources
-from data.loader import IGNORE, Batch, LoaderError, as_batch, shapes_of
-from data.order import permute
+from data.corpora import Corpora, Ranks
+from data.loader import IGNORE, Batch, as_batch, pinned
 from data.prepare.encoding import encode, open_tokenizer
+from data.shuffle import permute
 from data.tokenizer import Tokenizer
+from data.workers import LoaderError
 
 # bytes of a unit, about: it is cheap to open, and takes seconds to read again
 LEAST, MOST = 1 << 18, 64_000_000
@@ -75,7 +76,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Source:
+class StreamSource:
     """What is read, how it is cut, and how it becomes tokens. Equal `fingerprint`s mean the same
     names, sizes and options. Whether the text is the same too is only seen when it is read
     again."""
@@ -89,7 +90,7 @@ class Source:
     validation: tuple = ()
 
 
-def open_source(cfg: Data, log: Callable[[str], object] = print) -> Source:
+def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource:
     """Open `cfg.source`: only names and sizes are read. Raises InputError if it cannot be streamed."""
     if is_prepared(cfg.source):
         raise InputError(
@@ -138,14 +139,14 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> Source:
         cfg.validation_fraction,
     ]
     digest = hashlib.sha256(json.dumps([cut, every, options]).encode())
-    return Source(cfg, tok, units, digest.hexdigest()[:32], cfg.source)
+    return StreamSource(cfg, tok, units, digest.hexdigest()[:32], cfg.source)
 
 
 # --------------------------------------------------------------------------------------------------
 # the order
 
 
-def describe(source: Source, seed: int, seq_len: int, global_batch_size: int) -> dict:
+def describe(source: StreamSource, seed: int, seq_len: int, global_batch_size: int) -> dict:
     """What decides the order, as JSON."""
     return {
         "fingerprint": source.fingerprint,
@@ -168,44 +169,46 @@ class Place:
     token: int = 0  # of the document
 
 
-class Order:
+class StreamOrder:
     """Which row comes from which stream, and how far each stream is."""
 
     def __init__(self, description: dict, places: list[Place]) -> None:
         """places: of all streams."""
-        self.description, self.places = description, places
-        self.seed, self.seq_len, self.rows = (
-            description[key] for key in ("seed", "seq_len", "global_batch_size")
-        )
-        self.groups = math.gcd(self.rows, len(places))
+        self.description = description
+        self.places = places
+        self.seed = description["seed"]
+        self.seq_len = description["seq_len"]
+        self.global_batch_size = description["global_batch_size"]
+        self.groups = math.gcd(self.global_batch_size, len(places))
 
     def row(self, step: int, row: int) -> tuple[int, int]:
         """The stream of a row in the global batch of `step`, and the number of the row's window in
         that stream."""
-        per_step, per_group = self.rows // self.groups, len(self.places) // self.groups
+        per_step = self.global_batch_size // self.groups
+        per_group = len(self.places) // self.groups
         group, index = divmod(row, per_step)
         window, stream = divmod(step * per_step + index, per_group)
         return group * per_group + stream, window
 
     def samples(self, step: int) -> int:
         """Samples of the run before `step`."""
-        return step * self.rows
+        return step * self.global_batch_size
 
     def tokens(self, step: int) -> int:
         """Labels of the run before `step`, including those that do not count."""
         return self.samples(step) * self.seq_len
 
 
-def begin(description: dict) -> Order:
+def begin(description: dict) -> StreamOrder:
     """The order of a run that starts with this description."""
-    return Order(description, [Place()] * description["streams"])
+    return StreamOrder(description, [Place()] * description["streams"])
 
 
 def resume(
     progress: dict, description: dict, allow_splice: bool = False
-) -> tuple[Order, list[str]]:
+) -> tuple[StreamOrder, list[str]]:
     """The order of a run that goes on from a checkpoint's progress, and an empty list of changes
-    (as data/order.py::resume). Raises InputError for any change, since a stream cannot go on with
+    (as data/splice.py::resume). Raises InputError for any change, since a stream cannot go on with
     different data."""
     step, saved = progress["step"], progress.get("data")
     if not step and saved is None:
@@ -239,10 +242,10 @@ def resume(
             f"the data would change at step {step}, which a stream cannot: {'; '.join(lines)}: "
             f"{instead}"
         )
-    return Order(description, [Place(**place) for place in saved["streams"]]), []
+    return StreamOrder(description, [Place(**place) for place in saved["streams"]]), []
 
 
-def state(order: Order, description: dict) -> dict:
+def state(order: StreamOrder, description: dict) -> dict:
     """JSON for a checkpoint, from which `resume` goes on."""
     return {"description": description, "streams": [asdict(place) for place in order.places]}
 
@@ -254,7 +257,9 @@ def state(order: Order, description: dict) -> dict:
 class Stream:
     """One logical stream, beginning at a place."""
 
-    def __init__(self, source: Source, order: Order, number: int, stop: threading.Event) -> None:
+    def __init__(
+        self, source: StreamSource, order: StreamOrder, number: int, stop: threading.Event
+    ) -> None:
         self.source, self.cfg, self.number, self.stop = source, source.cfg, number, stop
         self.streams, self.seed, self.seq_len = len(order.places), order.seed, order.seq_len
         self.place = order.places[number]  # of the next window's first token
@@ -389,7 +394,7 @@ class Stream:
 # the batches
 
 
-class Batches:
+class StreamedBatches:
     """An iterator of this rank's batches, in lockstep with all other ranks.
 
     Where this rank's streams end, `problem` says why: Exhausted, Changed or a LoaderError. From
@@ -398,8 +403,8 @@ class Batches:
 
     def __init__(
         self,
-        source: Source,
-        order: Order,
+        source: StreamSource,
+        order: StreamOrder,
         steps: range,
         local_batch_size: int,
         dp_rank: int,
@@ -415,17 +420,21 @@ class Batches:
         if order.groups % dp_size:
             raise InputError(
                 f"{dp_size} data-parallel ranks must divide data.streams = {len(order.places)} and "
-                f"training.global_batch_size = {order.rows}"
+                f"training.global_batch_size = {order.global_batch_size}"
             )
-        self.source, self.order, self.cfg, self.steps = source, order, source.cfg, steps
-        self.gather, self.vocab_size, self.pin_memory = gather, vocab_size, pin_memory
-        rows, streams = order.rows // dp_size, len(order.places) // dp_size
+        self.source = source
+        self.order = order
+        self.cfg = source.cfg
+        self.steps = steps
+        self.local_batch_size = local_batch_size
+        self.gather = gather
+        self.vocab_size = vocab_size
+        self.pin_memory = pin_memory
+        rows = order.global_batch_size // dp_size
+        streams = len(order.places) // dp_size
         self.rows = range(dp_rank * rows, (dp_rank + 1) * rows)
         self.mine = range(dp_rank * streams, (dp_rank + 1) * streams)
         self.token_ranges = token_ranges or [range(order.seq_len)]
-        self.shapes = shapes_of(
-            rows, local_batch_size, self.token_ranges, order.seq_len, self.cfg.mask_documents
-        )
         self.problem: Exception | None = None
         # after the batch that was given last
         self.places = order.places[self.mine.start : self.mine.stop]
@@ -437,31 +446,26 @@ class Batches:
         self.thread = threading.Thread(target=self._work, name="data stream", daemon=True)
         self.thread.start()
 
-    def __iter__(self) -> Batches:
+    def __iter__(self) -> StreamedBatches:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch, as in data/loader.py::Batches; `sample` is stream + streams * (number of
-        its window there)."""
-        item, self.places_before = self.problem or self._take(), self.places
+        """The next batch, as in data/loader.py::Batches; `window` is stream + streams * (number of
+        the window there)."""
+        item = self.problem or self._take()
+        self.places_before = self.places
         if isinstance(item, Exception):
             self.problem = item
             return self._empty()
         batch, self.places = item
-        return (
-            {name: tensor.pin_memory() for name, tensor in batch.items()}
-            if self.pin_memory
-            else batch
-        )
+        return pinned(batch) if self.pin_memory else batch
 
     def _empty(self) -> Batch:
         """A batch that takes part in a step and counts for nothing."""
-        values = {"tokens": 0, "labels": IGNORE, "sample": 0, "source": 0}
-        batch = {name: torch.full(self.shapes[name], value) for name, value in values.items()}
-        if self.cfg.mask_documents:
-            batch["positions"] = (
-                torch.arange(self.order.seq_len).expand(self.shapes["positions"]).clone()
-            )
+        tokens = np.zeros((len(self.rows), self.order.seq_len + 1), np.int64)
+        number = np.zeros(len(self.rows), np.int64)
+        batch = self._as_batch(tokens, np.zeros(tokens.shape, bool), number)
+        batch["labels"].fill_(IGNORE)
         return batch
 
     def end(self) -> None:
@@ -479,7 +483,7 @@ class Batches:
         for first, part in self.gather((self.mine.start, self.places)):
             places[first : first + len(part)] = part
         description = self.order.description
-        return state(Order(description, places), description)
+        return state(StreamOrder(description, places), description)
 
     def close(self) -> None:
         """Tell the thread to end when it has read its current batch. A read that hangs does not
@@ -520,20 +524,24 @@ class Batches:
             self._put(LoaderError(f"the data thread failed: {type(error).__name__}: {error}"))
 
     def _batch(self, step: int, streams: dict[int, Stream]) -> Batch:
-        window = np.empty((len(self.rows), self.order.seq_len + 1), np.int64)
-        begins = np.empty(window.shape, bool)
-        sample = np.empty(len(self.rows), np.int64)
+        tokens = np.empty((len(self.rows), self.order.seq_len + 1), np.int64)
+        begins = np.empty(tokens.shape, bool)
+        number = np.empty(len(self.rows), np.int64)
         for i, row in enumerate(self.rows):
-            number, count = self.order.row(step, row)
-            window[i], begins[i] = streams[number].window()
-            sample[i] = number + count * len(self.order.places)
-        if (highest := window.max()) >= self.vocab_size:
+            stream, window = self.order.row(step, row)
+            tokens[i], begins[i] = streams[stream].window()
+            number[i] = stream + window * len(self.order.places)
+        highest = tokens.max()
+        if highest >= self.vocab_size:
             raise LoaderError(
                 f"token {highest} is not in the model's vocabulary of {self.vocab_size}"
             )
+        return self._as_batch(tokens, begins, number)
+
+    def _as_batch(self, tokens: np.ndarray, begins: np.ndarray, number: np.ndarray) -> Batch:
         masked = begins if self.cfg.mask_documents else None
-        more = {"sample": sample, "source": np.zeros_like(sample)}
-        return as_batch(window, masked, more, self.shapes, self.token_ranges)
+        more = {"window": number, "source": np.zeros_like(number)}
+        return as_batch(tokens, masked, more, self.local_batch_size, self.token_ranges)
 
     def _put(self, item: tuple[Batch, list[Place]] | Exception) -> bool:
         while not self.stop.is_set():
@@ -543,3 +551,53 @@ class Batches:
             except queue.Full:
                 continue
         return False
+
+
+# --------------------------------------------------------------------------------------------------
+# a run's text
+
+
+class StreamedCorpora(Corpora):
+    """One source that is tokenised while the run trains on it (data.stream)."""
+
+    def order(self, progress: dict) -> StreamOrder:
+        if not progress:
+            return begin(self.description)
+        order, _ = resume(progress, self.description, self.cfg.data.allow_splice)
+        return order
+
+    def state(self, order: StreamOrder) -> dict:
+        return state(order, self.description)
+
+    def batches(
+        self,
+        order: StreamOrder,
+        steps: range,
+        ranks: Ranks,
+        vocab_size: int,
+        pin_memory: bool = False,
+    ) -> StreamedBatches:
+        return StreamedBatches(
+            self.sources[""],
+            order,
+            steps,
+            self.cfg.training.local_batch_size,
+            ranks.dp_rank,
+            ranks.dp_size,
+            ranks.gather,
+            vocab_size,
+            pin_memory,
+            ranks.token_ranges(self.cfg.training.seq_len),
+        )
+
+    def whereabouts(self, step: int, windows: list[list[int]]) -> str:
+        numbers = set()
+        for of_rank in windows:
+            numbers.update(of_rank)
+        return f"its samples: {sorted(numbers)}"
+
+
+def describe_run(cfg: Config, source: StreamSource) -> dict:
+    """`describe` of a configuration."""
+    training = cfg.training
+    return describe(source, cfg.run.seed, training.seq_len, training.global_batch_size)

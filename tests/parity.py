@@ -157,7 +157,7 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
     )
     for step in range(STEPS):
         batch = batches[step]
-        sample = batch["sample"].view(*batch["labels"].shape[:2], 1)  # [A, b, 1]
+        sample = batch["window"].view(*batch["labels"].shape[:2], 1)  # [A, b, 1]
         # by sample, so that ranks hold different counts
         masked = (sample * 7 + positions) % 11 < sample % 5
         if has_few_labels:

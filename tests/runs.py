@@ -148,7 +148,7 @@ def run(options: list[str], folder: Path) -> tuple[int, str]:
             and not result.flags.no_data
         ):
             with open(folder / f"samples-{job.mesh.dp_rank}.jsonl", "a") as file:
-                file.write(json.dumps(batch["sample"].tolist()) + "\n")
+                file.write(json.dumps(batch["window"].tolist()) + "\n")
         return result
 
     train.train_step = noting

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from configs.schema import Data, InputError
-from data import audit
-from data import order as orders
+from data import audit, splice
+from data.documents import Documents
 from data.loader import Batches
-from data.order import Order
+from data.order import BLOCK, Order
 from data.prepare import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +40,7 @@ def run(tmp_path_factory) -> Path:
 
     def described(G: int, web: list, code: list) -> dict:
         weights = {"web": web, "code": code}
-        return orders.describe(
+        return splice.describe(
             [(n, c.fingerprint, c.train, weights[n]) for n, c in corpora.items()], 3, T, G
         )
 
@@ -48,15 +48,15 @@ def run(tmp_path_factory) -> Path:
         described(G, [[0, 0.6], [20, 0.2]], [[0, 0.4]]),
         described(2 * G, [[0, 0.5]], [[0, 0.5]]),
     )
-    order, _ = orders.resume(
-        {"step": 40, "data": orders.state(orders.begin(first), first)}, now, True
+    order, _ = splice.resume(
+        {"step": 40, "data": splice.state(splice.begin(first), first)}, now, True
     )
     folder = place / "run"
     (folder / "checkpoints" / "step-00000060").mkdir(parents=True)
     (folder / "checkpoints" / "step-00000050.1").mkdir()
     folders = {corpus.fingerprint: corpus.folder for corpus in corpora.values()}
     (folder / "data.json").write_text(
-        json.dumps(orders.state(order, now) | {"steps": STEPS, "folders": folders})
+        json.dumps(splice.state(order, now) | {"steps": STEPS, "folders": folders})
     )
     return folder
 
@@ -80,7 +80,7 @@ def command(*args: str) -> tuple[int, str, str]:
 
 def test_the_rows_listed_are_those_of_the_batches(audited):
     order = audited.order
-    assert [stage.step for stage in order.stages] == [0, 20, 40]
+    assert [segment.step for segment in order.segments] == [0, 20, 40]
     sources = [audited.corpora[source.fingerprint] for source in order.last.sources]
     rows = list(audit.seen(audited, 39, 43))
     assert len(rows) == 2 * G + 3 * 2 * G
@@ -89,7 +89,7 @@ def test_the_rows_listed_are_those_of_the_batches(audited):
         window = sources[i].train.read(entry["window"] * T, entry["window"] * T + T + 1)
         text = b""
         for piece in entry["documents"]:
-            start, stop = audit.extent(sources[i].train, piece["number"])
+            start, stop = Documents(sources[i].train).extent(piece["number"])
             whole = sources[i].train.read(start, stop)
             assert 0 <= piece["start"] < piece["stop"] <= stop - start
             text += whole[piece["start"] : piece["stop"]].tobytes()
@@ -98,7 +98,7 @@ def test_the_rows_listed_are_those_of_the_batches(audited):
     batch = Batches([corpus.train for corpus in sources], order, 2 * G, 0, 1)[41]
     names = [order.last.sources[s].name for s in batch["source"].tolist()]
     listed = [(entry["source"], entry["window"]) for entry in rows if entry["step"] == 42]
-    assert listed == list(zip(names, batch["sample"].tolist(), strict=True))
+    assert listed == list(zip(names, batch["window"].tolist(), strict=True))
 
 
 def test_when_a_document_is_seen_is_what_the_listing_says(audited):
@@ -120,9 +120,9 @@ def test_a_document_is_found_by_number_name_and_text(audited):
     tokens = audited.corpora[audited.order.last.sources[0].fingerprint].train
     ((source, number),) = audit.find(audited, "web:3")
     assert (source.name, number) == ("web", 3)
-    assert [(s.name, n) for s, n in audit.find(audited, tokens.name(3))] == [("web", 3)]
+    assert [(s.name, n) for s, n in audit.find(audited, Documents(tokens).name(3))] == [("web", 3)]
     decoded = audited.corpora[source.fingerprint].tokenizer.decode(
-        tokens.read(*audit.extent(tokens, 3))
+        tokens.read(*Documents(tokens).extent(3))
     )
     assert [(s.name, n) for s, n in audit.find(audited, decoded[:17])] == [("web", 3)]
     code = audited.corpora[audited.order.last.sources[1].fingerprint].train
@@ -138,19 +138,19 @@ def test_a_right_order_is_proved(audited):
 
 
 def test_a_block_without_its_shares_is_found(audited, monkeypatch):
-    (stage,) = orders.Order([dataclasses.replace(audited.order.last, step=0, sample=0)]).stages
-    stage = dataclasses.replace(
-        stage, sources=tuple(dataclasses.replace(s, consumed=0) for s in stage.sources)
+    (segment,) = Order([dataclasses.replace(audited.order.last, step=0, sample=0)]).segments
+    segment = dataclasses.replace(
+        segment, sources=tuple(dataclasses.replace(s, consumed=0) for s in segment.sources)
     )
     other = [
         dataclasses.replace(s, share=s.share + more)
-        for s, more in zip(stage.sources, (1, -1), strict=True)
+        for s, more in zip(segment.sources, (1, -1), strict=True)
     ]
-    assert audit.prove(Order([stage]), 200) == []
-    wrong = Order([dataclasses.replace(stage, sources=tuple(other))])
+    assert audit.prove(Order([segment]), 200) == []
+    wrong = Order([dataclasses.replace(segment, sources=tuple(other))])
     monkeypatch.setattr(Order, "rows", lambda _, *where, real=Order.rows: real(wrong, *where))
-    assert all("a block has" in problem for problem in audit.prove(Order([stage]), 200))
-    assert len(audit.prove(Order([stage]), 200)) == 200 * 2 * G // orders.BLOCK
+    assert all("a block has" in problem for problem in audit.prove(Order([segment]), 200))
+    assert len(audit.prove(Order([segment]), 200)) == 200 * 2 * G // BLOCK
 
 
 @pytest.mark.parametrize("bug", ["shifted", "repeated", "skipped"])

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-import data.open
+import data.corpora
 import train
 from checkpoint import storage
 from configs.load import load_config
-from data import order as orders
+from data import splice
 from reliability.guard import Diverged, Guard
 from reliability.health import Spikes, Stragglers, mismatching_replicas, odd_ones
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
@@ -239,8 +239,8 @@ def mismatching_ranks(options: list[str], folder: Path, what: str) -> tuple[int,
         elif what == "torch":
             train.torch.__version__ = "2.0.0"
         elif what == "data":
-            real_describe = orders.describe
-            orders.describe = lambda *args: real_describe(*args) | {"seed": 5}
+            real_describe = splice.describe
+            splice.describe = lambda *args: real_describe(*args) | {"seed": 5}
         elif what == "tokenizer":
             real = train.open_corpora
 
@@ -488,7 +488,7 @@ LATE = 0.3 * NEIGHBOURS  # seconds, which other tests on the machine do not outw
 
 def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
     """Rank 1 sleeps in one part of its steps."""
-    real_loader, real_step = data.open.loader, train.train_step
+    real_loader, real_step = data.corpora.loader, train.train_step
 
     def loader(*args):
         for batch in real_loader(*args):
@@ -503,7 +503,7 @@ def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
         return result
 
     if dist.get_rank() == 1 and what == "data":
-        data.open.loader = loader
+        data.corpora.loader = loader
     if dist.get_rank() == 1 and what == "optimizer":
         train.train_step = step
     return run(options, folder)

@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from configs.schema import Data, InputError
-from data import order as orders
-from data.loader import IGNORE, Batches, LoaderError, loader
-from data.order import BLOCK, Order, permute, unpermute
+from data import splice
+from data.loader import IGNORE, Batches, loader
+from data.order import BLOCK, Order
+from data.shuffle import permute, unpermute
 from data.tokens import Tokens
+from data.workers import LoaderError
 
 ONCE = [[0, 1.0]]
 
@@ -51,7 +53,7 @@ def tokens_of(folder: Path, n: int) -> Tokens:
 def single(
     tokens, T: int, G: int, local: int, rank: int, dp: int, seed: int, mask: bool = False
 ) -> Batches:
-    order = orders.begin(orders.describe([("", "x", tokens, ONCE)], seed, T, G))
+    order = splice.begin(splice.describe([("", "x", tokens, ONCE)], seed, T, G))
     return Batches([tokens], order, local, rank, dp, mask)
 
 
@@ -72,7 +74,7 @@ def mixture(
         (name, f"text {name}", MIXED["abc".index(name)], w)
         for name, w in zip(names, weights, strict=True)
     ]
-    return orders.describe(rows, seed, T, G)
+    return splice.describe(rows, seed, T, G)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -126,10 +128,10 @@ def test_orders_are_pinned_forever() -> None:
     assert permute(index, 7, 10, 2**63 - 1).tolist() == PINNED[1]
     assert permute(index[:5] * 10**11, 1, 2**40, 3).tolist() == PINNED[2]
     batches = single(Places(10 * 4 + 1), 4, 10, 10, 0, 1, seed=0)
-    assert batches[0]["sample"].tolist() == PINNED[0], (
+    assert batches[0]["window"].tolist() == PINNED[0], (
         "a single source is permuted by run.seed alone"
     )
-    order = orders.begin(mixture())
+    order = splice.begin(mixture())
     found = [
         [array[:6].tolist() for array in order.rows(step, 3, 6)] for step in (0, 29, 30, 10**6)
     ]
@@ -177,7 +179,7 @@ def test_batches_are_the_same_for_any_ranks_and_microbatches() -> None:
     batches = single(tokens, T, G, G, 0, 1, seed=5)
     for step in (0, 3, 5):
         batch = batches[step]
-        assert torch.equal(batch["tokens"][0], (batch["sample"] * T)[:, None] + torch.arange(T))
+        assert torch.equal(batch["tokens"][0], (batch["window"] * T)[:, None] + torch.arange(T))
         assert torch.equal(batch["labels"], batch["tokens"] + 1)
         assert all(
             tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in batch.values()
@@ -187,10 +189,10 @@ def test_batches_are_the_same_for_any_ranks_and_microbatches() -> None:
 
 def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_microbatches() -> None:
     """Across the steps of its schedule, blocks and epochs."""
-    order = orders.begin(mixture())
+    order = splice.begin(mixture())
     batch = Batches(MIXED, order, 240, 0, 1)[29]
     assert set(batch["source"].tolist()) == {0, 1, 2}
-    start = batch["sample"] * 13 + batch["source"] * 10**6
+    start = batch["window"] * 13 + batch["source"] * 10**6
     assert torch.equal(batch["tokens"][0], start[:, None] + torch.arange(13))
     assert_same_on_any_mesh(order, MIXED, 240, (0, 16, 17, 29, 30, 47, 1000), 13)
 
@@ -209,21 +211,21 @@ def test_an_order_that_knows_the_ranks_would_be_caught(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Batches, "__init__", round_robin)
     with pytest.raises(AssertionError):
-        assert_same_on_any_mesh(orders.begin(mixture()), MIXED, 240, (0,), 13)
+        assert_same_on_any_mesh(splice.begin(mixture()), MIXED, 240, (0,), 13)
 
 
 def test_every_window_is_seen_once_per_epoch_in_a_new_order() -> None:
     windows, G, steps = 101, 7, 100
     batches = single(Places(windows * 4 + 1), 4, G, G, 0, 1, seed=9)
     assert batches.order.last.sources[0].windows == windows
-    seen = torch.cat([batches[step]["sample"] for step in range(steps)])
+    seen = torch.cat([batches[step]["window"] for step in range(steps)])
     counts = torch.bincount(seen, minlength=windows)
     assert set(counts.tolist()) <= {G * steps // windows, G * steps // windows + 1}
     epochs = seen[: windows * 6].view(6, windows)
     assert torch.equal(epochs.sort().values, torch.arange(windows).expand(6, -1))
     assert len({tuple(epoch.tolist()) for epoch in epochs}) == 6
     other = single(Places(windows * 4 + 1), 4, G, G, 0, 1, seed=10)
-    assert not torch.equal(other[0]["sample"], batches[0]["sample"])
+    assert not torch.equal(other[0]["window"], batches[0]["window"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,10 +236,10 @@ def ledger(order: Order, first: int, stop: int) -> list[tuple[str, int, int]]:
     """(text, window, epoch) of every sample of steps [first, stop), in order."""
     rows = []
     for step in range(first, stop):
-        stage = order.stage(step)
-        source, window, epoch = order.rows(step, 0, stage.global_batch_size)
+        segment = order.segment(step)
+        source, window, epoch = order.rows(step, 0, segment.global_batch_size)
         rows += [
-            (stage.sources[s].fingerprint, w, e)
+            (segment.sources[s].fingerprint, w, e)
             for s, w, e in zip(source.tolist(), window.tolist(), epoch.tolist())
         ]
     return rows
@@ -257,7 +259,7 @@ WINDOWS = {"text a": 37, "text b": 211, "text c": 5}
 
 
 def test_shares_are_exact_in_every_block_and_epochs_whole() -> None:
-    order = orders.begin(mixture(weights=[[[0, 0.5]], [[0, 0.3]], [[0, 0.2]]]))
+    order = splice.begin(mixture(weights=[[[0, 0.5]], [[0, 0.3]], [[0, 0.2]]]))
     shares = [source.share for source in order.last.sources]
     assert shares == [2048, 1229, 819] and sum(shares) == BLOCK
     rows = ledger(order, 0, 100)
@@ -268,10 +270,10 @@ def test_shares_are_exact_in_every_block_and_epochs_whole() -> None:
 
 
 def test_a_schedule_changes_the_shares_at_its_steps_and_loses_nothing() -> None:
-    order = orders.begin(mixture())
-    assert [stage.step for stage in order.stages] == [0, 30, 47]
-    assert [stage.sample for stage in order.stages] == [0, 30 * 240, 47 * 240]
-    assert [[source.share for source in stage.sources] for stage in order.stages] == [
+    order = splice.begin(mixture())
+    assert [segment.step for segment in order.segments] == [0, 30, 47]
+    assert [segment.sample for segment in order.segments] == [0, 30 * 240, 47 * 240]
+    assert [[source.share for source in segment.sources] for segment in order.segments] == [
         [2048, 1843, 205],
         [410, 819, 2867],
         [132, 3964, 0],
@@ -286,23 +288,23 @@ def test_a_schedule_changes_the_shares_at_its_steps_and_loses_nothing() -> None:
 
 
 def test_max_epochs_are_checked_before_the_run() -> None:
-    order = orders.begin(mixture())
-    order.check_epochs(80, {"a": 200, "b": 100, "c": 0})
+    order = splice.begin(mixture())
+    splice.check_epochs(order, 80, {"a": 200, "b": 100, "c": 0})
     epochs = order.consumed(80)[2] / 5
     with pytest.raises(
         InputError,
         match=rf"source c of data.mixture would be read {epochs:.2f} times in 80 .* = 3:",
     ):
-        order.check_epochs(80, {"c": 3})
+        splice.check_epochs(order, 80, {"c": 3})
 
 
 def test_what_a_mixture_cannot_be_is_a_sentence() -> None:
     with pytest.raises(InputError, match="weight 0.0001 of c from step 30 on is less than 1/4096"):
-        orders.begin(mixture(weights=[ONCE, ONCE, [[0, 1.0], [30, 0.0001]]]))
+        splice.begin(mixture(weights=[ONCE, ONCE, [[0, 1.0], [30, 0.0001]]]))
     with pytest.raises(InputError, match="all weights are 0 from step 0 on"):
-        orders.begin(mixture(weights=[[[0, 0.0]]] * 3))
+        splice.begin(mixture(weights=[[[0, 0.0]]] * 3))
     with pytest.raises(InputError, match="a and b are the same text"):
-        orders.describe([("a", "x", MIXED[0], ONCE), ("b", "x", MIXED[0], ONCE)], 0, 13, 8)
+        splice.describe([("a", "x", MIXED[0], ONCE), ("b", "x", MIXED[0], ONCE)], 0, 13, 8)
     with pytest.raises(
         InputError, match="needs 101 tokens for one sequence, but the train split of c has 78"
     ):
@@ -315,10 +317,10 @@ def test_what_a_mixture_cannot_be_is_a_sentence() -> None:
 
 def saved(order: Order, description: dict, step: int) -> dict:
     """What a checkpoint keeps, through JSON."""
-    return json.loads(json.dumps({"step": step, "data": orders.state(order, description)}))
+    return json.loads(json.dumps({"step": step, "data": splice.state(order, description)}))
 
 
-def interrupted(trial: int, resume=orders.resume, order_of=None) -> tuple[list, list]:
+def interrupted(trial: int, resume=splice.resume, order_of=None) -> tuple[list, list]:
     """A run of 12 steps that is killed at random, resumed from a random earlier checkpoint on
     another number of ranks, and resumed again from the same one; (what it trained on, what the
     uninterrupted run trains on)."""
@@ -327,8 +329,8 @@ def interrupted(trial: int, resume=orders.resume, order_of=None) -> tuple[list, 
         [[0, draw.random() + 0.1], [draw.randrange(1, 12), draw.random() + 0.01]] for _ in "abc"
     ]
     description = mixture(seed=trial, G=48, weights=weights)
-    oracle = ledger(orders.begin(description), 0, 12)
-    order, rows, step, checkpoint = orders.begin(description), [], 0, None
+    oracle = ledger(splice.begin(description), 0, 12)
+    order, rows, step, checkpoint = splice.begin(description), [], 0, None
     while step < 12:
         dp = draw.choice([1, 2, 3, 4, 6, 8, 12])
         killed = min(12, step + draw.randrange(1, 9))
@@ -336,12 +338,12 @@ def interrupted(trial: int, resume=orders.resume, order_of=None) -> tuple[list, 
         ranks = [Batches(MIXED, seen_by, 48 // dp, rank, dp) for rank in range(dp)]
         while step < killed:
             for batch in (batches[step] for batches in ranks):
-                stage = order.stage(step)
-                names = [stage.sources[s].fingerprint for s in batch["source"].tolist()]
+                segment = order.segment(step)
+                names = [segment.sources[s].fingerprint for s in batch["source"].tolist()]
                 rows += list(
                     zip(
                         names,
-                        batch["sample"].tolist(),
+                        batch["window"].tolist(),
                         batch["tokens"][..., 0].flatten().tolist(),
                         strict=True,
                     )
@@ -370,7 +372,7 @@ def test_200_kills_reshards_and_resumes_repeat_and_skip_nothing(trials: range) -
 
 def shifted(progress: dict, *rest) -> tuple:
     progress["step"] += 1
-    return orders.resume(progress, *rest)
+    return splice.resume(progress, *rest)
 
 
 def by_ranks(order: Order, dp: int) -> Order:
@@ -388,8 +390,8 @@ def test_a_shifted_or_rank_dependent_order_would_be_caught(bug: dict) -> None:
 
 def test_what_changes_on_resume_is_named_and_refused() -> None:
     before = mixture()
-    progress = saved(orders.begin(before), before, 40)
-    assert orders.resume(progress, before, False)[1] == []
+    progress = saved(splice.begin(before), before, 40)
+    assert splice.resume(progress, before, False)[1] == []
     for words, now in {
         "run.seed was 5 and is 6": mixture(seed=6),
         "run.seed was 5 and is 4": mixture(seed=4),
@@ -408,48 +410,48 @@ def test_what_changes_on_resume_is_named_and_refused() -> None:
         with pytest.raises(
             InputError, match=f"the data would change at step 40: .*{words}.*data.allow_splice"
         ):
-            orders.resume(progress, now, False)
-        order, lines = orders.resume(progress, now, True)
+            splice.resume(progress, now, False)
+        order, lines = splice.resume(progress, now, True)
         assert lines and order.last.step >= 40
-        assert ledger(order, 0, 40) == ledger(orders.begin(before), 0, 40), (
+        assert ledger(order, 0, 40) == ledger(splice.begin(before), 0, 40), (
             "the past stays as it was"
         )
     with pytest.raises(InputError, match="does not say which data"):
-        orders.resume({"step": 3}, before, False)
+        splice.resume({"step": 3}, before, False)
     with pytest.raises(
         InputError,
         match=r"checkpoint of step 40, which .*: go back with checkpoint.load_step = 10, or a "
         r"step before",
     ):
-        orders.resume(progress, before | {"skip": [[10, 3]]}, True)
+        splice.resume(progress, before | {"skip": [[10, 3]]}, True)
 
 
 def test_a_splice_goes_on_with_each_text_where_it_was() -> None:
     """Other weights, another name, another batch size, a source that goes and comes back: nothing
     repeats or is left out within an epoch of any of them. A new seed begins at the first sample."""
     first = mixture(G=48)
-    order = orders.begin(first)
+    order = splice.begin(first)
     steps = [0]
     for step, now in (
         (41, mixture(G=240, weights=[[[0, 0.2]], [[0, 0.8]]], names="ab")),
         (60, mixture(G=240, weights=[[[0, 0.7], [70, 0.1]], [[0, 0.1]], [[0, 0.2]]], names="cba")),
         (75, mixture(G=48, weights=[ONCE], names="b")),
     ):
-        order, _ = orders.resume(saved(order, first, step), now, True)
+        order, _ = splice.resume(saved(order, first, step), now, True)
         first, steps = now, [*steps, step]
-        assert orders.resume(saved(order, now, step + 1), now, False)[0].stages == order.stages
-    assert [stage.step for stage in order.stages] == [0, 30, 41, 60, 70, 75]
+        assert splice.resume(saved(order, now, step + 1), now, False)[0].segments == order.segments
+    assert [segment.step for segment in order.segments] == [0, 30, 41, 60, 70, 75]
     rows = ledger(order, 0, 120)
     assert len(rows) == order.samples(120) == 48 * 41 + 240 * 34 + 48 * 45
     assert_each_once_per_epoch(rows, WINDOWS)
-    order, _ = orders.resume(saved(order, first, 80), mixture(seed=6, G=48), True)
+    order, _ = splice.resume(saved(order, first, 80), mixture(seed=6, G=48), True)
     assert [source.consumed for source in order.last.sources] == order.consumed(order.last.step)
-    assert [source.consumed for source in order.stage(80).sources] == [0, 0, 0]
+    assert [source.consumed for source in order.segment(80).sources] == [0, 0, 0]
 
 
 def test_a_single_source_may_become_part_of_a_mixture() -> None:
-    alone = orders.describe([("", "text a", MIXED[0], ONCE)], 5, 13, 48)
-    order, lines = orders.resume(saved(orders.begin(alone), alone, 10), mixture(G=48), True)
+    alone = splice.describe([("", "text a", MIXED[0], ONCE)], 5, 13, 48)
+    order, lines = splice.resume(saved(splice.begin(alone), alone, 10), mixture(G=48), True)
     assert "source a is new" in lines
     assert_each_once_per_epoch(ledger(order, 0, 80), WINDOWS)
 
@@ -489,7 +491,7 @@ def test_masked_documents_have_positions_of_their_own_and_no_label_across_a_bord
 
 
 def test_loaders_agree_for_any_workers_and_resume_anywhere() -> None:
-    order = orders.begin(mixture(G=12))
+    order = splice.begin(mixture(G=12))
     for dp, rank in ((1, 0), (3, 1)):
         batches = Batches(MIXED, order, 2, rank, dp, mask_documents=True)
         whole = [batches[step] for step in range(24, 33)]
@@ -541,8 +543,8 @@ def test_a_token_beyond_the_vocabulary_is_an_error_that_names_its_corpus() -> No
     sources = [Places(13 * 40 + 1, source) for source in (0, 1)]
     for tokens in sources:
         tokens.folder = f"corpus {tokens.source}"
-    order = orders.begin(
-        orders.describe([(name, name, t, ONCE) for name, t in zip("ab", sources)], 0, 13, 8)
+    order = splice.begin(
+        splice.describe([(name, name, t, ONCE) for name, t in zip("ab", sources)], 0, 13, 8)
     )
     highest = Batches(sources, order, 4, 0, 1, vocab_size=2 * 10**6)[0]["tokens"].max().item()
     assert highest >= 10**6
@@ -592,7 +594,7 @@ WORDS = {
 @pytest.mark.cap(20)
 def test_a_worker_that_dies_stops_hangs_or_fails_ends_the_run(how: str) -> None:
     """W1: with the worker's number, the step and its sources; no worker is left behind."""
-    batches = Failing(MIXED, orders.begin(mixture()), 8, 0, 1)
+    batches = Failing(MIXED, splice.begin(mixture()), 8, 0, 1)
     batches.how = how
     before = all_children()
     stream = loader(batches, 0, 20, Data(workers=2, timeout_seconds=2))
@@ -607,7 +609,7 @@ def test_a_worker_that_dies_does_not_interrupt_the_trainer() -> None:
     given."""
     handler = signal.getsignal(signal.SIGCHLD)
     stream = loader(
-        Batches(MIXED, orders.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=2, prefetch=3)
+        Batches(MIXED, splice.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=2, prefetch=3)
     )
     next(stream)
     assert signal.getsignal(signal.SIGCHLD) is handler
@@ -625,7 +627,7 @@ def test_a_worker_that_dies_does_not_interrupt_the_trainer() -> None:
 def test_a_worker_that_is_stopped_with_batches_to_fetch_is_named() -> None:
     """Its batches are in shared memory that only the worker can hand over, so receiving one blocks."""
     stream = loader(
-        Batches(MIXED, orders.begin(mixture()), 8, 0, 1),
+        Batches(MIXED, splice.begin(mixture()), 8, 0, 1),
         0,
         50,
         Data(workers=1, timeout_seconds=2, prefetch=8),
@@ -643,7 +645,7 @@ def test_a_worker_that_is_stopped_with_batches_to_fetch_is_named() -> None:
 
 def test_a_worker_that_is_stopped_for_a_moment_ends_nothing() -> None:
     stream = loader(
-        Batches(MIXED, orders.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=1, timeout_seconds=30)
+        Batches(MIXED, splice.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=1, timeout_seconds=30)
     )
     next(stream)
     (pid,) = map(int, children())
@@ -653,7 +655,7 @@ def test_a_worker_that_is_stopped_for_a_moment_ends_nothing() -> None:
 
 
 def test_what_cannot_be_read_in_process_is_named_too() -> None:
-    batches = Failing(MIXED, orders.begin(mixture()), 8, 0, 1)
+    batches = Failing(MIXED, splice.begin(mixture()), 8, 0, 1)
     batches.how = "raises"
     with pytest.raises(LoaderError, match=WORDS["raises"].partition(": ")[2]):
         list(loader(batches, 0, 20, Data()))
@@ -661,7 +663,7 @@ def test_what_cannot_be_read_in_process_is_named_too() -> None:
 
 def test_signals_that_ask_a_run_to_stop_do_not_reach_its_workers() -> None:
     """A scheduler sends them to every process; the trainer still needs batches until it has saved."""
-    stream = loader(Batches(MIXED, orders.begin(mixture()), 8, 0, 1), 0, 20, Data(workers=3))
+    stream = loader(Batches(MIXED, splice.begin(mixture()), 8, 0, 1), 0, 20, Data(workers=3))
     for _ in range(3):  # all three run
         next(stream)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -692,7 +694,7 @@ def _is_program(pid: str) -> bool:
 
 def orphaned(folder: Path) -> None:
     """A trainer that is killed while its workers are full and wait."""
-    stream = loader(Batches(MIXED, orders.begin(mixture()), 8, 0, 1), 0, 20, Data(workers=3))
+    stream = loader(Batches(MIXED, splice.begin(mixture()), 8, 0, 1), 0, 20, Data(workers=3))
     next(stream)
     (folder / "pids").write_text(" ".join(children()))
     os.kill(os.getpid(), signal.SIGKILL)

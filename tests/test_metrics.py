@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configs import schema
 from configs.schema import InputError, Parallelism, Run
-from data import order as orders
+from data import splice
 from models import llama
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
@@ -380,7 +380,7 @@ def test_a_line_is_about_the_steps_since_the_line_before():
         size=2, device=torch.device("cpu"), sum_over_tokens=lambda x: x, sum_over_pp=lambda x: x
     )
     corpora = [(name, name, range(101), [[0, 1.0]]) for name in ("web", "code")]
-    order = orders.begin(orders.describe(corpora, seed=0, seq_len=4, global_batch_size=2))
+    order = splice.begin(splice.describe(corpora, seed=0, seq_len=4, global_batch_size=2))
     meter = Meter(mesh, sources=2, tokens_per_step=8, flops_per_token=1e12)
 
     def step(

@@ -17,6 +17,7 @@ import pytest
 
 import train
 from data import audit
+from data.documents import Documents
 from data.loader import Batches
 from data.open import open_corpora
 from tests.ranks import run_ranks
@@ -73,7 +74,7 @@ def test_a_mixture_is_the_same_run_on_every_mesh(options, tmp_path):
         ]
     steps = [line for line in seen["one"] if "loss" in line]
     order = audit.open_run(str(tmp_path / "one")).order
-    assert [stage.step for stage in order.stages] == [0, 7]
+    assert [segment.step for segment in order.segments] == [0, 7]
     for line in steps:
         tokens = [line[f"tokens_seen/{name}"] for name in ("web", "code")]
         assert (
@@ -123,14 +124,15 @@ def test_no_held_out_text_is_in_a_training_window_of_any_source(options, tmp_pat
     assert list(sources) == ["web", "code"] and list(sets) == ["web", "code", "further"]
 
     def texts(tokens) -> set[bytes]:
-        extents = (audit.extent(tokens, i) for i in range(len(tokens.document_starts)))
+        documents = Documents(tokens)
+        extents = (documents.extent(i) for i in range(len(documents)))
         return {tokens.read(start, stop - 1).astype(np.uint8).tobytes() for start, stop in extents}
 
     held_out = texts(sets["web"]) | texts(sets["code"])
     shared = {text(i, "shared").encode() for i in range(25)}
     assert held_out & shared and texts(sets["web"]) & shared == texts(sets["code"]) & shared
     assert not held_out & (texts(sources["web"].train) | texts(sources["code"].train))
-    batches = corpora.rows(
+    batches = corpora.training_batches(
         corpora.order({}),
         SimpleNamespace(dp_rank=0, dp_size=1, token_ranges=lambda seq_len: [range(seq_len)]),
         263,
@@ -154,7 +156,9 @@ def test_every_seed_is_validated_on_the_same_sequences_in_the_same_order(options
         seen.append(
             {name: [rows[i]["tokens"].tolist() for i in range(2)] for name, rows in sets.items()}
         )
-        trained.append(corpora.rows(corpora.order({}), alone, 263)[0]["tokens"].tolist())
+        trained.append(
+            corpora.training_batches(corpora.order({}), alone, 263)[0]["tokens"].tolist()
+        )
     assert seen[0] == seen[1]
     assert trained[0] != trained[1], "the control: the order of the training data follows the seed"
 
@@ -183,7 +187,7 @@ def test_changed_data_is_refused_or_recorded(options, tmp_path, place):
         == 1
     )
     found = audit.open_run(str(tmp_path))
-    assert [stage.step for stage in found.order.stages] == [0, 7, 10] and found.done == 15
+    assert [segment.step for segment in found.order.segments] == [0, 7, 10] and found.done == 15
     assert audit.prove(found.order, 15) == []
     seen = [json.loads(line) for line in (tmp_path / "samples-0.jsonl").read_text().splitlines()]
     assert seen == [found.order.rows(step, 0, 8)[1].tolist() for step in range(15)]

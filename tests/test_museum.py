@@ -303,9 +303,9 @@ def labels_after_the_cut(patch: Patch) -> None:
     real = loader.as_batch
 
     def as_batch(
-        window: np.ndarray, begins: np.ndarray | None, more: dict, shapes: dict, places: list[range]
+        window: np.ndarray, begins: np.ndarray | None, more: dict, local: int, places: list[range]
     ) -> dict[str, Tensor]:
-        batch = real(window, begins, more, shapes, places)
+        batch = real(window, begins, more, local, places)
         batch["labels"][..., np.cumsum([len(part) for part in places]) - 1] = -100
         return batch
 

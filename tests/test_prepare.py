@@ -24,9 +24,11 @@ import pytest
 from pyarrow import parquet
 
 from configs.schema import Data, InputError, is_prepared
-from data import hf_tokenizer, order, sources, stream, tokenizer
+from data import hf_tokenizer, sources, splice, stream, tokenizer
+from data.documents import Documents
 from data.prepare import prepare
-from data.tokens import SPLITS, Prepared, Tokens, open_prepared, verify
+from data.prepared import SPLITS, Prepared, open_prepared, verify
+from data.tokens import Tokens
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]
@@ -59,7 +61,8 @@ def whole(tokens: Tokens) -> np.ndarray:
 
 
 def names(tokens: Tokens) -> list[str]:
-    return [tokens.name(i) for i in range(len(tokens.document_starts))]
+    documents = Documents(tokens)
+    return [documents.name(i) for i in range(len(documents))]
 
 
 def texts(prepared: Prepared) -> dict[str, str]:
@@ -349,7 +352,7 @@ def test_both_splits_of_a_tiny_corpus_have_text(count: int, tmp_path: Path) -> N
     assert not len(everything.validation) and not names(everything.validation)
     assert everything.validation.document_starts.shape == (0,)
     with pytest.raises(InputError, match="the validation split of the corpus has 0"):
-        order.describe([("", everything.fingerprint, everything.validation, [[0, 1.0]])], 0, 8, 1)
+        splice.describe([("", everything.fingerprint, everything.validation, [[0, 1.0]])], 0, 8, 1)
 
 
 def test_neither_split_is_empty_however_the_hashes_fall(tmp_path: Path) -> None:
@@ -366,6 +369,7 @@ def test_neither_split_is_empty_however_the_hashes_fall(tmp_path: Path) -> None:
 
 def test_documents_of_a_range_of_tokens(corpus: Path, tmp_path: Path) -> None:
     train = prepare(data(corpus, tmp_path)).train
+    documents = Documents(train)
     owner = np.zeros(len(train), np.int64)
     for index, start in enumerate(train.document_starts):
         owner[start:] = index
@@ -376,11 +380,11 @@ def test_documents_of_a_range_of_tokens(corpus: Path, tmp_path: Path) -> None:
         (len(owner) - 1, len(owner)),
         (len(owner), len(owner) + 5),
     ]:
-        assert train.documents(start, stop).tolist() == np.unique(owner[start:stop]).tolist()
+        assert documents.between(start, stop).tolist() == np.unique(owner[start:stop]).tolist()
     for start, stop in np.sort(np.random.default_rng(0).integers(0, len(owner), (200, 2)), axis=1):
-        assert train.documents(start, stop).tolist() == np.unique(owner[start:stop]).tolist()
+        assert documents.between(start, stop).tolist() == np.unique(owner[start:stop]).tolist()
     edge = int(train.document_starts[3])
-    assert train.documents(edge - 1, edge).tolist() == [2] and train.documents(
+    assert documents.between(edge - 1, edge).tolist() == [2] and documents.between(
         edge, edge + 1
     ).tolist() == [3]
 
@@ -474,7 +478,7 @@ KILLED_AT_EVERY_STEP = """
 import os, shutil, signal, sys
 from configs.schema import Data
 from data.prepare import job as module, prepare
-from data.tokens import verify
+from data.prepared import verify
 source, cache, module.PART_BYTES, every = *sys.argv[1:3], *map(int, sys.argv[3:])
 cfg = Data(source=source, cache=cache, tokenizer="bytes", validation_fraction=0.2)
 
@@ -681,7 +685,7 @@ def test_every_kind_of_source(
             first, last = "a.parquet:0", "a.parquet:399"
     prepared = prepare(data(source, tmp_path, validation_fraction=0), workers=1)
     assert list(texts(prepared).values()) == ROWS
-    assert (prepared.train.name(0), prepared.train.name(399)) == (first, last)
+    assert (names(prepared.train)[0], names(prepared.train)[399]) == (first, last)
     if part_bytes < 10**9 and kind not in ("a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "hf-folder"):
         assert len(prepared.train.shards) > 3, "one process would read all of it"
     if not kind.startswith("hf"):
@@ -997,7 +1001,7 @@ def test_damaged_shards_are_refused_by_name(
             found = open_prepared(str(folder))
             (
                 found.train.read(0, len(found.train)),
-                found.train.documents(0, 10**9),
+                Documents(found.train).between(0, 10**9),
                 names(found.train),
             )
             assert what in (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.nn.functional as F
 
-import data.open
+import data.corpora
 import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
@@ -169,8 +169,8 @@ def optimizer_dropped() -> None:
 
 
 def data_shifted() -> None:
-    loader = data.open.loader
-    data.open.loader = lambda batches, start, steps, *rest, **how: loader(
+    loader = data.corpora.loader
+    data.corpora.loader = lambda batches, start, steps, *rest, **how: loader(
         batches, start + 1, steps + 1, *rest, **how
     )
 

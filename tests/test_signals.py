@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import data.open
+import data.corpora
 import train
 from checkpoint import manager, state
 from reliability import health, stop
@@ -103,7 +103,7 @@ def in_validation() -> None:
 
 
 def waiting_for_data() -> None:
-    real = data.open.loader
+    real = data.corpora.loader
 
     def slow(*args):
         for i, batch in enumerate(real(*args)):
@@ -112,7 +112,7 @@ def waiting_for_data() -> None:
                 time.sleep(0.6)
             yield batch
 
-    data.open.loader = slow
+    data.corpora.loader = slow
 
 
 def while_a_save_is_written() -> None:

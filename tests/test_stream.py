@@ -18,11 +18,10 @@ from pyarrow import parquet
 
 import train
 from configs.schema import Data, InputError
-from data import audit, sources, stream
-from data import order as orders
-from data.loader import LoaderError
+from data import audit, sources, splice, stream
 from data.prepare import prepare
-from data.stream import Batches, Exhausted, Order, Stream
+from data.stream import Exhausted, Stream, StreamedBatches, StreamOrder
+from data.workers import LoaderError
 from tests.ranks import run_ranks
 from tests.runs import MESHES, TINY, killed_at, run, samples, series, stopped_at
 
@@ -72,18 +71,18 @@ def options(place: Path, **more) -> Data:
     return Data(source=str(place), tokenizer="bytes", stream=True, **few | more)
 
 
-def opened(cfg: Data, seed: int = 3) -> tuple[stream.Source, dict]:
+def opened(cfg: Data, seed: int = 3) -> tuple[stream.StreamSource, dict]:
     source = stream.open_source(cfg, log=lambda line: None)
     return source, stream.describe(source, seed, T, G)
 
 
 def take(
-    source, order: Order, first: int, steps: int, dp: int = 1, local: int = 1
-) -> tuple[list[dict], Order]:
+    source, order: StreamOrder, first: int, steps: int, dp: int = 1, local: int = 1
+) -> tuple[list[dict], StreamOrder]:
     """The global batches of some steps, put together from the shares of dp ranks, and where the
     streams then are."""
     ranks = [
-        Batches(source, order, range(first, first + steps), local, r, dp, lambda x: [x])
+        StreamedBatches(source, order, range(first, first + steps), local, r, dp, lambda x: [x])
         for r in range(dp)
     ]
     shares = [[batch for _, batch in zip(range(steps), rank)] for rank in ranks]
@@ -100,7 +99,7 @@ def take(
         }
         for parts in zip(*shares, strict=True)
     ]
-    return joined, Order(order.description, sum((rank.places for rank in ranks), []))
+    return joined, StreamOrder(order.description, sum((rank.places for rank in ranks), []))
 
 
 def same(one: list[dict], other: list[dict]) -> bool:
@@ -119,7 +118,7 @@ def test_a_rank_may_have_parts_of_windows_alone(corpus):
     source, description = opened(options(corpus[0], mask_documents=True))
     places = [range(1, 3), range(T - 2, T)]
     rows = [
-        Batches(
+        StreamedBatches(
             source, stream.begin(description), range(2), G, 0, 1, lambda x: [x], token_ranges=own
         )
         for own in ((), places)
@@ -128,9 +127,9 @@ def test_a_rank_may_have_parts_of_windows_alone(corpus):
         here = [position for own in places for position in own]
         assert all(torch.equal(got[key], want[key][..., here]) for key in ("tokens", "labels"))
         assert torch.equal(got["positions"], want["positions"]) and torch.equal(
-            got["sample"], want["sample"]
+            got["window"], want["window"]
         )
-        if (got["sample"] >= STREAMS).any():
+        if (got["window"] >= STREAMS).any():
             break
     for batches in rows:
         batches.close()
@@ -347,7 +346,7 @@ def test_a_read_that_hangs_and_a_thread_that_dies_are_errors(corpus, monkeypatch
     ):
         take(source, stream.begin(description), 0, 2)
     release.set()
-    monkeypatch.setattr(Batches, "_work", lambda self: None)
+    monkeypatch.setattr(StreamedBatches, "_work", lambda self: None)
     with pytest.raises(LoaderError, match="died without an error message"):
         take(source, stream.begin(description), 0, 2)
 
@@ -389,7 +388,7 @@ def test_a_changed_text_or_option_is_refused(corpus):
     with pytest.raises(InputError, match="how they are read"):
         stream.resume(saved, opened(options(place, add_eos=False))[1])
     with pytest.raises(InputError, match="data.stream = true goes on with it"):
-        orders.resume(saved, {}, False)
+        splice.resume(saved, {}, False)
     with pytest.raises(InputError, match="did not stream"):
         stream.resume({"step": 9, "data": {"stages": []}}, description)
     for file in place.glob("*.jsonl*"):  # as large as before: seen when it is read again
@@ -470,7 +469,7 @@ def test_a_run_that_moves_between_meshes_sees_what_one_rank_sees(tiny, tmp_path)
 
 def failing_at(step: int, kind: str, options: list[str], folder: Path) -> tuple[int, str]:
     """A run of which rank 1's streams fail while the batch of `step` is made."""
-    real = Batches._batch
+    real = StreamedBatches._batch
 
     def batch(self, at, streams):
         if at == step - 1 and self.mine.start:
@@ -480,7 +479,7 @@ def failing_at(step: int, kind: str, options: list[str], folder: Path) -> tuple[
             list(streams[self.mine.start]._read(stream.Unit(gone, 0, 1), stream.Place()))
         return real(self, at, streams)
 
-    Batches._batch = batch
+    StreamedBatches._batch = batch
     return run(options, folder)
 
 

@@ -280,6 +280,10 @@ TESTS = {
         FSDP,
     ],
     "data/order.py": ["loader", "audit"],
+    "data/shuffle.py": ["loader", "audit"],
+    "data/splice.py": ["loader", "audit"],
+    "data/masking.py": ["loader"],
+    "data/workers.py": ["loader"],
     "data/loader.py": [
         "loader",
         "context::test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole",

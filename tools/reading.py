@@ -17,7 +17,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 CORE = (
     "train.py",
-    "data/open.py",
+    "data/corpora.py",
     "data/tokens.py",
     "data/order.py",
     "data/loader.py",

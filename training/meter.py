@@ -97,16 +97,16 @@ class Meter:
     def _sources(self, step: int, order) -> dict[str, float]:
         """For each source of a mixture: its mean loss since the last line (none if it had no
         token), the tokens seen of it in the whole run, and how often it has been read."""
-        stage, values = order.stage(step), {}
+        segment, values = order.segment(step), {}
         # the losses are 0 but in the last stage; all stages count the same tokens
         self.mesh.sum_over_pp(self.by_source[0])
         sums = self.mesh.sum_over_tokens(self.by_source).tolist()
         for source, consumed, loss, tokens in zip(
-            stage.sources, order.consumed(step), *sums, strict=True
+            segment.sources, order.consumed(step), *sums, strict=True
         ):
             values |= {f"loss/{source.name}": loss / tokens} if tokens else {}
             values |= {
-                f"tokens_seen/{source.name}": consumed * stage.seq_len,
+                f"tokens_seen/{source.name}": consumed * segment.seq_len,
                 f"epochs/{source.name}": consumed / source.windows,
             }
         return values

@@ -1,4 +1,4 @@
-"""Text to tokens, once: `prepare(cfg)` makes the folder that data/tokens.py describes, or opens the
+"""Text to tokens, once: `prepare(cfg)` makes the folder that data/prepared.py describes, or opens the
 one in the cache.
 
 `python -m data.prepare --out FOLDER` makes one where you want it, to be given as data.source.
@@ -39,8 +39,8 @@ from pathlib import Path
 from configs.schema import Data, InputError, is_prepared
 from data import sources, tokenizer
 from data.prepare.encoding import open_tokenizer
-from data.prepare.job import BPE_CHARACTERS, Job
-from data.tokens import FORMAT, Prepared, open_prepared, read_manifest
+from data.prepare.job import BPE_CHARACTERS, PrepareJob
+from data.prepared import FORMAT, Prepared, open_prepared, read_manifest
 from reliability.disk import sync
 
 Log = Callable[[str], object]
@@ -168,7 +168,7 @@ def _make(
     temporary = f"{folder}.tmp"
     try:
         if not _is_finished(temporary, key):
-            job = Job.open(temporary, key, cfg, files, log)
+            job = PrepareJob.open(temporary, key, cfg, files, log)
             job.finish(job.run(workers, lock, log), key, log)
         if sources.find(cfg.source) != files:
             shutil.rmtree(temporary)

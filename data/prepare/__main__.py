@@ -8,9 +8,9 @@ import sys
 
 from configs.schema import Data, InputError
 from data.prepare import prepare
-from data.prepare.job import COUNTS, Job
+from data.prepare.job import COUNTS, PrepareJob
 from data.prepare.workers import work
-from data.tokens import Prepared, read_manifest, verify
+from data.prepared import Prepared, read_manifest, verify
 
 OPTIONS = (
     "source",
@@ -28,7 +28,7 @@ def main() -> int:
     if sys.argv[1:2] == ["--work"]:  # started by workers.in_processes
         # the parent answers Ctrl-C; without a parent the pipe ends this process
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        return work(Job.load(sys.argv[2]), int(sys.argv[3]))
+        return work(PrepareJob.load(sys.argv[2]), int(sys.argv[3]))
     parser = argparse.ArgumentParser(
         prog="python -m data.prepare", description="Tokenise a corpus."
     )

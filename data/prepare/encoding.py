@@ -13,7 +13,7 @@ import numpy as np
 
 from configs.schema import Data, InputError
 from data import hf_tokenizer, sources, tokenizer
-from data.tokens import SPLITS
+from data.prepared import SPLITS
 
 # text that a thread gets at a time; at this size handing it over costs nothing measurable
 BATCH_BYTES = 256_000

@@ -25,7 +25,7 @@ from data import sources, tokenizer
 from data.prepare import workers
 from data.prepare.encoding import open_tokenizer
 from data.prepare.part import PartMaker
-from data.tokens import FORMAT, SPLITS, TABLES, file_sha256
+from data.prepared import FORMAT, SPLITS, TABLES, file_sha256
 from reliability.disk import sync, write_whole
 
 # a BPE is trained on the first documents, up to here: more text hardly changes its merges
@@ -40,7 +40,7 @@ Log = Callable[[str], object]
 
 
 @dataclass
-class Job:
+class PrepareJob:
     """What the processes that make a folder share."""
 
     folder: str
@@ -50,12 +50,12 @@ class Job:
     tokenizer: tokenizer.Tokenizer
 
     @staticmethod
-    def open(folder: str, key: str, cfg: Data, files: list[sources.File], log: Log) -> Job:
+    def open(folder: str, key: str, cfg: Data, files: list[sources.File], log: Log) -> PrepareJob:
         """The job that a killed process left in this folder, or a new one."""
         with suppress(OSError, ValueError, KeyError):
             with open(os.path.join(folder, "parts", "plan"), encoding="ascii") as file:
                 if json.load(file)["key"] == key:
-                    job = Job.load(folder)
+                    job = PrepareJob.load(folder)
                     job.cfg = cfg  # skip_failed is not part of the key and may have changed
                     job.save(key)
                     for path in [
@@ -70,7 +70,7 @@ class Job:
         parts = _divide(files, max(PART_BYTES, total // MOST_PARTS))
         log(f"{cfg.source}: {len(files):,} files, {total / 1e6:,.1f} MB, {len(parts):,} parts")
         sources.warn_of_lines(files, log)
-        job = Job(folder, cfg, files, parts, _make_tokenizer(cfg, files, log))
+        job = PrepareJob(folder, cfg, files, parts, _make_tokenizer(cfg, files, log))
         job.tokenizer.save(os.path.join(folder, "tokenizer.json"))
         sync(os.path.join(folder, "tokenizer.json"))
         job.save(key)
@@ -86,12 +86,12 @@ class Job:
         write_whole(os.path.join(self.folder, "parts", "plan"), json.dumps(plan).encode("ascii"))
 
     @staticmethod
-    def load(folder: str) -> Job:
+    def load(folder: str) -> PrepareJob:
         with open(os.path.join(folder, "parts", "plan"), encoding="ascii") as file:
             plan = json.load(file)
         files = [sources.File(*row) for row in plan["files"]]
         tok = tokenizer.load_saved(os.path.join(folder, "tokenizer.json"))
-        return Job(
+        return PrepareJob(
             folder, Data.model_validate_json(json.dumps(plan["cfg"])), files, plan["parts"], tok
         )
 

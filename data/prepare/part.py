@@ -13,18 +13,18 @@ import numpy as np
 
 from data import sources
 from data.prepare.encoding import encode_all
-from data.tokens import SPLITS, TABLES
+from data.prepared import SPLITS, TABLES
 from reliability.disk import sync
 
 if TYPE_CHECKING:
-    from data.prepare.job import Job
+    from data.prepare.job import PrepareJob
 
 
 class PartMaker:
     """Makes one part of a job. `make` returns the part's record, which the job keeps as JSON."""
 
     def __init__(
-        self, job: Job, part: int, change: dict, progress: Callable[[int], object]
+        self, job: PrepareJob, part: int, change: dict, progress: Callable[[int], object]
     ) -> None:
         """`change`: see job.change_of_sides; `progress` is called with the bytes of the source read
         since its last call."""

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from configs.schema import InputError
 
 if TYPE_CHECKING:
-    from data.prepare.job import Job
+    from data.prepare.job import PrepareJob
 
 ROOT = Path(__file__).parents[2]
 REPORT_SECONDS = 0.25  # between two messages of a process about its progress
@@ -125,7 +125,7 @@ def _ask(
     return message
 
 
-def work(job: Job, threads: int) -> int:
+def work(job: PrepareJob, threads: int) -> int:
     """One process of `in_processes`: numbers of parts come in line by line, and progress and
     records go out."""
     reported, done = time.monotonic(), 0

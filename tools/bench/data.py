@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from configs.schema import Data
-from data import order as orders
+from data import splice
 from data.loader import Batches, loader
 from data.tokens import Tokens
 from tools.bench import harness
@@ -51,7 +51,7 @@ def ours(
         (f"s{i}" if sources > 1 else "", f"text {i}", tokens, [[0, weight]])
         for i, weight in enumerate(weights)
     ]
-    order = orders.begin(orders.describe(table, 0, T, rows * 8))
+    order = splice.begin(splice.describe(table, 0, T, rows * 8))
     batches = Batches([tokens] * sources, order, rows, 3, 8, mask)
     return lambda start, count: loader(batches, start, start + count, Data(workers=workers))
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from configs.schema import Config
-from data import order as orders
+from data import splice
 from data.loader import Batches
 from parallelisms.mesh import Mesh
 from reliability.record import code, source_hash
@@ -113,8 +113,8 @@ class Held:
 def batches(cfg: Config, mesh: Mesh, ids: np.ndarray) -> Batches:
     """This rank's part of each global batch of a run that has these ids for a corpus."""
     t, tokens = cfg.training, Held(ids)
-    order = orders.begin(
-        orders.describe(
+    order = splice.begin(
+        splice.describe(
             [("", "", tokens, [[0, 1.0]])], cfg.run.seed, t.seq_len, t.global_batch_size
         )
     )

@@ -110,7 +110,7 @@ def streamed(cfg: Data, tokens: int) -> None:
     """As many tokens as the batches of one rank that does nothing else."""
     source = stream.open_source(cfg, log=lambda line: None)
     order = stream.begin(stream.describe(source, 0, 1024, 8))
-    batches = stream.Batches(
+    batches = stream.StreamedBatches(
         source, order, range(tokens // (8 * 1024)), 8, 0, 1, gather=lambda one: [one]
     )
     for _ in range(tokens // (8 * 1024)):

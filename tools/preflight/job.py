@@ -63,7 +63,7 @@ def measure_data(probe: Probe) -> dict:
         mesh = SimpleNamespace(
             dp_rank=dp_rank, dp_size=dp_size, token_ranges=lambda seq_len: [range(seq_len)]
         )
-        rows = corpora.rows(probe.order, mesh, probe.args.vocab_size)
+        rows = corpora.training_batches(probe.order, mesh, probe.args.vocab_size)
         for step in sorted({0, 1, cfg.training.steps - 1}):
             began = time.perf_counter()
             batch = rows[step]
@@ -192,7 +192,7 @@ def measure_step(probe: Probe) -> dict:
     """Steps of the run on its own batches: the first, and three more to be timed."""
     cfg, job = probe.cfg, probe.job
     limit_collectives(probe, probe.limit("step"))
-    batches = probe.corpora.rows(probe.order, job.mesh, probe.args.vocab_size)
+    batches = probe.corpora.training_batches(probe.order, job.mesh, probe.args.vocab_size)
     losses, seconds, finite, skipped = [], [], True, False
     if job.mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # what the checks before have left is none of the run's

@@ -14,7 +14,7 @@ import torch
 import train
 from checkpoint.lease import Lease
 from configs.schema import Config
-from data.open import PreparedCorpora
+from data.corpora import Corpora
 from data.order import Order
 from parallelisms.mesh import World
 from tools.plan.device import Device
@@ -63,7 +63,7 @@ class Probe:
     place: Path | None = None  # the temporary folder
     lease: Lease | None = None
     order: Order | None = None
-    corpora: PreparedCorpora | None = None
+    corpora: Corpora | None = None
     job: train.Job | None = None
 
     def limit(self, check: str) -> int:

@@ -1,0 +1,37 @@
+"""Where documents begin inside windows, for attention that stays inside a document
+(`data.mask_documents`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from data.tokens import Tokens
+
+
+def document_begins(
+    sources: Sequence[Tokens], source: np.ndarray, start: np.ndarray, length: int
+) -> np.ndarray:
+    """Whether a token of a window is the first of a document, bool [rows, length]. The window of
+    each row has the tokens from `start` on of its `source` (int64 [rows] each)."""
+    begins = np.zeros((len(start), length), bool)
+    for i in np.unique(source):
+        rows = np.flatnonzero(source == i)
+        starts = sources[i].document_starts
+        low = np.searchsorted(starts, start[rows])
+        high = np.searchsorted(starts, start[rows] + length)
+        for row, first, stop in zip(rows, low, high, strict=True):
+            begins[row, starts[first:stop] - start[row]] = True
+    return begins
+
+
+def positions_in_documents(begins: np.ndarray) -> np.ndarray:
+    """The position of each token in its document, or from the beginning of its window if the
+    document began before: int64 [rows, T]. begins: bool [rows, T]."""
+    begins = begins.copy()
+    begins[:, 0] = True
+    first = np.flatnonzero(begins)
+    lengths = np.diff(first, append=begins.size)
+    place = np.arange(begins.size)
+    return (place - np.repeat(first, lengths)).reshape(begins.shape)

@@ -1,0 +1,133 @@
+"""Opens and checks a prepared folder: a tokenised corpus that `data/prepare/` has made.
+
+All numbers in it are little-endian, and no file has a header. Each of the first four exists once
+for `train` and once for `validation`:
+
+    train-00000.bin ...  shards: the documents' tokens one after another, uint16 or uint32
+    train.starts         int64 [documents]: where each document begins, counted over all shards
+    train.files          int32 [documents]: the index of the file that it came from
+    train.numbers        int64 [documents]: its line or row in that file; -1 if it is the whole file
+    names, names.starts  the files' names in UTF-8, one after another, and int64 [files + 1]: where each name begins
+    tokenizer.json       the tokenizer (data/tokenizer.py), so that the folder explains itself
+    manifest.json        the report, counts, size and SHA-256 of each file, fingerprints of tokenizer and corpus
+
+Nothing in these files is ever executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from configs.schema import InputError
+from data import tokenizer
+from data.tokens import Tokens
+
+# raise it when the files, the split into train and validation, or the tokenizers' definition change
+FORMAT = 2
+SPLITS = ("train", "validation")
+TABLES = {"starts": np.dtype("<i8"), "files": np.dtype("<i4"), "numbers": np.dtype("<i8")}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A tokenised corpus. Equal fingerprints mean equal tokens in both splits, whatever the machine
+    or the file times."""
+
+    folder: str
+    tokenizer: tokenizer.Tokenizer
+    train: Tokens
+    validation: Tokens
+    fingerprint: str
+
+
+def open_prepared(folder: str) -> Prepared:
+    """Open a prepared folder after checking its tokenizer and the sizes of its files. `verify`
+    checks their content. InputError: a file or the tokenizer is not the one that was written."""
+    manifest = read_manifest(folder)
+    for name, file in manifest["files"].items():
+        path = os.path.join(folder, name)
+        size = os.path.getsize(path) if os.path.isfile(path) else 0
+        if size != file["bytes"]:
+            raise InputError(
+                f"{path} has {size} bytes instead of {file['bytes']}: this tokenised corpus is "
+                f"damaged; remove {folder} and run again to make it anew"
+            )
+    saved = tokenizer.load_saved(os.path.join(folder, "tokenizer.json"))
+    if saved.fingerprint != manifest["tokenizer_fingerprint"]:
+        raise InputError(
+            f"{folder}: its tokenizer ({saved.fingerprint}) is not the one that made its tokens "
+            f"({manifest['tokenizer_fingerprint']}); remove the folder and run again to make it "
+            "anew"
+        )
+    try:
+        train = Tokens(folder, "train", saved.dtype)
+        validation = Tokens(folder, "validation", saved.dtype, " (tail)" if manifest["cut"] else "")
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be read: {error.strerror}; give another cache with "
+            "--data.cache=FOLDER"
+        ) from error
+    for tokens in train, validation:
+        written = manifest["splits"][tokens.split]["tokens"]
+        if len(tokens) != written:
+            raise InputError(
+                f"{folder} has {len(tokens)} {tokens.split} tokens instead of {written}: a shard "
+                "in it does not belong there"
+            )
+    return Prepared(folder, saved, train, validation, manifest["fingerprint"])
+
+
+def verify(folder: str) -> Prepared:
+    """`open_prepared` after reading every byte. InputError names the first file that differs from
+    what was written or that has a token beyond the vocabulary."""
+    manifest = read_manifest(folder)
+    for name, file in manifest["files"].items():
+        path = os.path.join(folder, name)
+        if not os.path.isfile(path) or file_sha256(path) != file["sha256"]:
+            raise InputError(
+                f"{path} is not what was written: this tokenised corpus is damaged; remove "
+                f"{folder} and run again to make it anew"
+            )
+    prepared = open_prepared(folder)
+    n_vocab = prepared.tokenizer.n_vocab
+    for tokens in prepared.train, prepared.validation:
+        for index, shard in enumerate(tokens.shards):
+            highest = int(tokens.map(index).max(initial=0))
+            if highest >= n_vocab:
+                raise InputError(
+                    f"{tokens.path(shard)} has token {highest}, but its tokenizer has only "
+                    f"{n_vocab}: this tokenised corpus is damaged; remove {folder}"
+                )
+    return prepared
+
+
+def read_manifest(folder: str) -> dict:
+    """InputError: it is missing, damaged, or of a format that this code does not read."""
+    path = os.path.join(folder, "manifest.json")
+    try:
+        with open(path, encoding="ascii") as file:
+            manifest = json.load(file)
+        written = manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path} is missing or damaged ({error!r}): remove {folder} and run again"
+        ) from error
+    if written != FORMAT:
+        raise InputError(
+            f"{folder} is of format {written}, this code reads {FORMAT}: remove it and run again"
+        )
+    return manifest
+
+
+def file_sha256(path: str) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,285 @@
+"""The segments of a run: those that its configuration asks for, and those of a resumed run.
+
+A description is JSON with everything but the step that decides the order of the data. `begin` turns
+it into the segments of a new run: one, and one more at every step of a schedule. `state` is what a
+checkpoint and data.json record of them. `resume` continues them. If the description has changed
+since the checkpoint, that is an error, or with data.allow_splice a splice: new segments begin at the
+step of the resume, in which every source goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from configs.schema import InputError
+from data.order import BLOCK, Order, Segment, Source, derived_key
+
+OPTIONS = {
+    "seed": "run.seed",
+    "seq_len": "training.seq_len",
+    "global_batch_size": "training.global_batch_size",
+}
+
+
+def describe(
+    sources: Sequence[tuple],
+    seed: int,
+    seq_len: int,
+    global_batch_size: int,
+    skip: Sequence[tuple[int, int]] = (),
+) -> dict:
+    """What decides the order, as JSON. sources: (name, fingerprint, Tokens, [[step, weight], ...])
+    of each; a weight holds from its step on, the first from step 0. skip: data.skip. Raises
+    InputError if a source has less than one window, or is there twice."""
+    described = []
+    names_of_text: dict[str, list[str]] = {}
+    for name, fingerprint, tokens, weights in sources:
+        windows = (len(tokens) - 1) // seq_len
+        if windows < 1:
+            raise InputError(
+                f"training.seq_len = {seq_len} needs {seq_len + 1} tokens for one sequence, but "
+                f"the {tokens.split} split of {name or 'the corpus'} has {len(tokens)}: shorten "
+                "it, give more text (data.source), or hold out another share "
+                "(data.validation_fraction)"
+            )
+        described.append(
+            {"name": name, "fingerprint": fingerprint, "windows": windows, "weights": weights}
+        )
+        names_of_text.setdefault(fingerprint, []).append(name)
+    for names in names_of_text.values():
+        if len(names) > 1:
+            raise InputError(
+                f"data.mixture: {' and '.join(names)} are the same text; leave one and add their "
+                "weights"
+            )
+    description = {
+        "seed": seed,
+        "seq_len": seq_len,
+        "global_batch_size": global_batch_size,
+        "sources": described,
+    }
+    if skip:
+        description["skip"] = [list(entry) for entry in skip]
+    return description
+
+
+def begin(description: dict) -> Order:
+    """The order of a run that starts with this description."""
+    return Order(_extended((), description, 0))
+
+
+def check_epochs(order: Order, steps: int, max_epochs: dict[str, float]) -> None:
+    """Raises InputError if `steps` steps would read a source more often than `max_epochs` allows
+    (by name; 0: any number of times)."""
+    sources = order.segment(steps).sources
+    for source, consumed in zip(sources, order.consumed(steps), strict=True):
+        epochs = consumed / source.windows
+        limit = max_epochs.get(source.name, 0)
+        if limit and epochs > limit:
+            raise InputError(
+                f"source {source.name} of data.mixture would be read {epochs:.2f} times in "
+                f"{steps} steps, but its max_epochs = {limit:g}: lower its weight, give it more "
+                "text, train fewer steps or raise the limit"
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# what a checkpoint records, and how a run goes on from it
+
+
+def state(order: Order, description: dict) -> dict:
+    """JSON for a checkpoint, from which `resume` goes on."""
+    return {"description": description, "stages": [asdict(segment) for segment in order.segments]}
+
+
+def restore(saved: dict) -> Order:
+    """The order that `state` has saved."""
+    segments = []
+    for fields in saved["stages"]:
+        sources = tuple(Source(**source) for source in fields["sources"])
+        segments.append(Segment(**fields | {"sources": sources}))
+    return Order(segments)
+
+
+def resume(progress: dict, description: dict, allow_splice: bool) -> tuple[Order, list[str]]:
+    """The order of a run that goes on from a checkpoint's progress, {"step": ..., "data": `state`},
+    and sentences about what differs.
+
+    A difference raises InputError, unless allow_splice: then a new segment begins, in which sources
+    with the same text, seq_len and seed go on where they were, and others begin at their first
+    sample."""
+    step = progress["step"]
+    saved = progress.get("data")
+    if saved is None:  # for example a converted model
+        if step:
+            raise InputError(
+                f"the checkpoint of step {step} does not say which data it has seen: it was "
+                "written by other code; start from its weights in another run.folder, with "
+                "checkpoint.load_path"
+            )
+        return begin(description), []
+    if "stages" not in saved:
+        raise InputError(
+            f"the checkpoint of step {step} is of a run that streams its text: data.stream = true "
+            "goes on with it"
+        )
+    order = restore(saved)
+    changes = differences(saved["description"], description)
+    if not changes:
+        return order, []
+    if not allow_splice:
+        raise InputError(
+            f"the data would change at step {step}: {'; '.join(changes)}. Restore it, set another "
+            "run.folder, or let the run go on with the new data from here, which is recorded: "
+            "data.allow_splice = true"
+        )
+    _check_skips(saved["description"], description, step)
+    past = [segment for segment in order.segments if segment.step < step]
+    return Order(_extended(past, description, step)), changes
+
+
+def _check_skips(saved: dict, current: dict, step: int) -> None:
+    """Raises InputError if a new entry of data.skip lies before the checkpoint of `step`."""
+    known = saved.get("skip", [])
+    new = [entry for entry in current.get("skip", []) if entry not in known]
+    late = [entry for entry in new if entry[0] < step]
+    if late:
+        raise InputError(
+            f"data.skip = {late} would have been before the checkpoint of step {step}, which has "
+            "trained on these batches: go back with checkpoint.load_step = "
+            f"{late[0][0]}, or a step before it"
+        )
+
+
+def differences(saved: dict, current: dict) -> list[str]:
+    """Sentences that say where two descriptions differ."""
+    lines = []
+    for key, option in OPTIONS.items():
+        if saved[key] != current[key]:
+            lines.append(f"{option} was {saved[key]} and is {current[key]}")
+    before = {source["name"]: source for source in saved["sources"]}
+    now = {source["name"]: source for source in current["sources"]}
+    lines += [f"source {name} is gone" for name in before if name not in now]
+    lines += [f"source {name} is new" for name in now if name not in before]
+    for name in now.keys() & before.keys():
+        lines += _source_differences(before[name], now[name])
+    skipped_before = saved.get("skip", [])
+    skipped_now = current.get("skip", [])
+    if skipped_before != skipped_now:
+        lines.append(f"data.skip was {skipped_before} and is {skipped_now}")
+    if not lines and saved != current:
+        lines.append("the order of the sources has changed")
+    return sorted(lines)
+
+
+def _source_differences(before: dict, now: dict) -> list[str]:
+    lines = []
+    label = f"source {now['name']}" if now["name"] else "data.source"
+    if before["fingerprint"] != now["fingerprint"]:
+        lines.append(f"the text of {label} or how it is tokenised has changed (data)")
+    if before["weights"] != now["weights"]:
+        lines.append(
+            f"weight or schedule of {label} was {before['weights']} and is {now['weights']}"
+        )
+    return lines
+
+
+# --------------------------------------------------------------------------------------------------
+# the segments of a description
+
+
+def _extended(past: Sequence[Segment], description: dict, step: int) -> list[Segment]:
+    """The segments `past`, followed by those of the description from `step` on."""
+    segments = list(past)
+    for start in _starts(description, step):
+        segments.append(_segment(segments, description, start))
+    return segments
+
+
+def _starts(description: dict, step: int) -> list[int]:
+    """The steps, from `step` on, at which a segment of the description begins."""
+    changes = {change for change, _ in description.get("skip", [])}
+    for source in description["sources"]:
+        changes |= {change for change, _ in source["weights"]}
+    return sorted({step} | {change for change in changes if change > step})
+
+
+def _segment(past: list[Segment], description: dict, start: int) -> Segment:
+    """The segment of the description that begins at step `start`, after the segments `past`."""
+    described = description["sources"]
+    names = [source["name"] for source in described]
+    weights = [_weight(source["weights"], start) for source in described]
+    shares = _shares(names, weights, start)
+    skip = dict(description.get("skip", [])).get(start, 0)
+    sources = []
+    for source, share in zip(described, shares, strict=True):
+        key, consumed = _so_far(past, start, description, source, skip)
+        sources.append(
+            Source(
+                name=source["name"],
+                fingerprint=source["fingerprint"],
+                windows=source["windows"],
+                key=key,
+                share=share,
+                consumed=consumed,
+            )
+        )
+    return Segment(
+        step=start,
+        sample=Order(past).samples(start) if past else 0,
+        seed=description["seed"],
+        seq_len=description["seq_len"],
+        global_batch_size=description["global_batch_size"],
+        sources=tuple(sources),
+    )
+
+
+def _weight(schedule: list, step: int) -> float:
+    """The weight of the last entry, [step, weight], that has begun at `step`."""
+    begun = [weight for change, weight in schedule if change <= step]
+    return begun[-1]
+
+
+def _so_far(
+    past: list[Segment], step: int, description: dict, source: dict, skip: int
+) -> tuple[int, int]:
+    """The key of a source, and how many of its samples are consumed before `step`.
+
+    They continue from the last segment with the same tokens, seed and seq_len, whatever its name
+    for the source was. If there is none, the source starts afresh. skip: further batches that count
+    as consumed although no step sees them."""
+    seed = description["seed"]
+    end = step  # of the segment that is looked at
+    for segment in reversed(past):
+        if segment.seed == seed and segment.seq_len == description["seq_len"]:
+            steps = end - segment.step
+            if end == step:
+                steps += skip
+            consumed = segment.consumed(steps * segment.global_batch_size)
+            for old, count in zip(segment.sources, consumed, strict=True):
+                if old.fingerprint == source["fingerprint"]:
+                    return old.key, count
+        end = segment.step
+    name = source["name"]
+    return (derived_key(seed, name) if name else seed), 0
+
+
+def _shares(names: list[str], weights: list[float], step: int) -> list[int]:
+    """Samples of each source in a block: BLOCK divided in proportion to the weights by largest
+    remainder (Hamilton, 1792)."""
+    total = sum(weights)
+    if not total > 0:
+        raise InputError(f"data.mixture: all weights are 0 from step {step} on; raise one")
+    quotas = [weight / total * BLOCK for weight in weights]
+    for name, weight, quota in zip(names, weights, quotas, strict=True):
+        if 0 < quota < 1:
+            raise InputError(
+                f"data.mixture: weight {weight:g} of {name} from step {step} on is less than "
+                f"1/{BLOCK} of the sum, the smallest share there is: raise it, or set it to 0"
+            )
+    shares = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda i: (shares[i] - quotas[i], i))
+    for i in by_remainder[: BLOCK - sum(shares)]:
+        shares[i] += 1
+    return shares
