@@ -208,19 +208,17 @@ RULES = {
     "mesh_product": (
         lambda c: c.parallelism.data_parallel_shard != -1 and c.product != c.world,
         "{parallelism.data_parallel_replicate}, {parallelism.data_parallel_shard}, "
-        "{parallelism.context_parallel}, "
-        "{parallelism.tensor_parallel} and {parallelism.pipeline_parallel} multiply to {product}, "
-        "but the run has {world} "
-        "processes (NGPU on each node): make the two equal, or set data_parallel_shard = -1 to "
-        "take what is left",
+        "{parallelism.context_parallel}, {parallelism.tensor_parallel} and "
+        "{parallelism.pipeline_parallel} multiply to {product}, but the run has {world} processes "
+        "(NGPU on each node): make the two equal, or set data_parallel_shard = -1 to take what is "
+        "left",
     ),
     "mesh_rest": (
         lambda c: c.parallelism.data_parallel_shard == -1 and c.world % c.besides_shard != 0,
         "{parallelism.data_parallel_shard} leaves no whole number of ranks: "
-        "{parallelism.data_parallel_replicate} times "
-        "{parallelism.context_parallel} times {parallelism.tensor_parallel} times "
-        "{parallelism.pipeline_parallel} must divide "
-        "the {world} processes of the run (NGPU on each node)",
+        "{parallelism.data_parallel_replicate} times {parallelism.context_parallel} times "
+        "{parallelism.tensor_parallel} times {parallelism.pipeline_parallel} must divide the "
+        "{world} processes of the run (NGPU on each node)",
     ),
     "tp_host": (
         lambda c: (
@@ -228,9 +226,8 @@ RULES = {
             and c.local_world % c.parallelism.tensor_parallel != 0
         ),
         "{parallelism.tensor_parallel} does not divide the {local_world} processes of a host, so "
-        "every layer would "
-        "wait for the network: use a divisor, or set parallelism.tensor_parallel_across_hosts = "
-        "true",
+        "every layer would wait for the network: use a divisor, or set "
+        "parallelism.tensor_parallel_across_hosts = true",
     ),
     "tp_sequence": (
         lambda c: (
@@ -238,8 +235,7 @@ RULES = {
             and c.training.seq_len % c.parallelism.tensor_parallel != 0
         ),
         "{parallelism.tensor_parallel} does not divide {training.seq_len}: each rank keeps an "
-        "equal part of the "
-        "sequence",
+        "equal part of the sequence",
     ),
     # rows are dealt as torch.chunk does: ceil(vocab / tp) to each rank until none are left
     "tp_vocabulary": (
@@ -249,8 +245,8 @@ RULES = {
             >= c.model.vocab_size
         ),
         "{parallelism.tensor_parallel} leaves a rank without a row of the vocabulary, "
-        "{model.vocab_size}: use a "
-        "smaller tensor_parallel or a larger vocabulary (it need not be a multiple)",
+        "{model.vocab_size}: use a smaller tensor_parallel or a larger vocabulary (it need not be "
+        "a multiple)",
     ),
     "tp_offload": (
         lambda c: c.parallelism.cpu_offload and c.parallelism.tensor_parallel > 1,
@@ -275,8 +271,7 @@ RULES = {
     "cp_async": (
         lambda c: c.parallelism.async_tensor_parallel and c.parallelism.context_parallel > 1,
         "{parallelism.async_tensor_parallel} together with {parallelism.context_parallel} is not "
-        "supported, since nobody has tried "
-        "the two: use one of them",
+        "supported, since nobody has tried the two: use one of them",
     ),
     # FSDP2 makes the groups of N from each rank's slice of the mesh; the slices wait for each other
     "tp_reshard": (
@@ -307,10 +302,9 @@ RULES = {
             != 0
         ),
         "{parallelism.expert_parallel} does not divide {shard} times "
-        "{parallelism.context_parallel} times "
-        "{parallelism.tensor_parallel}, the ranks of data_parallel_shard, context_parallel and "
-        "tensor_parallel, from which its "
-        "groups are taken",
+        "{parallelism.context_parallel} times {parallelism.tensor_parallel}, the ranks of "
+        "data_parallel_shard, context_parallel and tensor_parallel, from which its groups are "
+        "taken",
     ),
     "ep_reshard": (  # as in tp_reshard: experts are sharded over a slice of the ranks
         lambda c: (
@@ -323,10 +317,8 @@ RULES = {
     "cp_sequence": (
         lambda c: c.parallelism.context_parallel > 1 and c.training.seq_len % c.sequence_unit != 0,
         "{training.seq_len} is not a multiple of {sequence_unit}, so "
-        "{parallelism.context_parallel} by "
-        "{parallelism.context_parallel_method} with {parallelism.tensor_parallel} cannot split it "
-        "into equal parts: change one "
-        "of them",
+        "{parallelism.context_parallel} by {parallelism.context_parallel_method} with "
+        "{parallelism.tensor_parallel} cannot split it into equal parts: change one of them",
     ),
     "cp_attention": (
         lambda c: (
@@ -360,17 +352,15 @@ RULES = {
             )
         ),
         "{parallelism.reshard_after_forward} must be less than the {shard} ranks over which FSDP "
-        "shards, and divide "
-        "them (true means all of them)",
+        "shards, and divide them (true means all of them)",
     ),
     "keep_gathered": (
         lambda c: (
             c.parallelism.keep_gathered
             > (0 if c.parallelism.reshard_after_forward is False else c.model.n_layers)
         ),
-        "{parallelism.keep_gathered} is for blocks whose weights would be freed after forward, "
-        "and there are {model.n_layers} "
-        "blocks and {parallelism.reshard_after_forward}: lower it",
+        "{parallelism.keep_gathered} is for blocks whose weights would be freed after forward, and "
+        "there are {model.n_layers} blocks and {parallelism.reshard_after_forward}: lower it",
     ),
     **{
         f"{option}_unused": (
@@ -399,17 +389,14 @@ RULES = {
             <= c.schedule.stages_per_rank[1]
         ),
         "{parallelism.pipeline_stages_per_rank}, but {parallelism.pipeline_schedule} has "
-        "{schedule.stages_per_rank[0]} to "
-        "{schedule.stages_per_rank[1]} stages on each rank: remove it (then there are "
-        "{schedule.default_stages}), or choose "
-        "another schedule",
+        "{schedule.stages_per_rank[0]} to {schedule.stages_per_rank[1]} stages on each rank: "
+        "remove it (then there are {schedule.default_stages}), or choose another schedule",
     ),
     "pipeline_stages": (
         lambda c: c.parallelism.pipeline_parallel > 1 and c.stages > c.model.n_layers,
-        "{parallelism.pipeline_parallel} and {parallelism.pipeline_schedule} make {stages} "
-        "stages, but there are only "
-        "{model.n_layers} and every stage needs a layer: lower pipeline_parallel or "
-        "pipeline_stages_per_rank",
+        "{parallelism.pipeline_parallel} and {parallelism.pipeline_schedule} make {stages} stages, "
+        "but there are only {model.n_layers} and every stage needs a layer: lower "
+        "pipeline_parallel or pipeline_stages_per_rank",
     ),
     "pipeline_layers": (
         lambda c: (
@@ -421,23 +408,22 @@ RULES = {
             )
         ),
         "{parallelism.pipeline_layers} must have one number for each of the {stages} stages, and "
-        "together they must be "
-        "{model.n_layers}: change it, or remove it to divide the layers by their cost",
+        "together they must be {model.n_layers}: change it, or remove it to divide the layers by "
+        "their cost",
     ),
     "pipeline_microbatches": (
         lambda c: (
             c.parallelism.pipeline_parallel > 1 and c.training.global_batch_size < c.least_batch
         ),
         "{parallelism.pipeline_schedule} on {parallelism.pipeline_parallel} ranks needs at least "
-        "{least_microbatches} "
-        "microbatches, and one has {micro} sequences over all data-parallel ranks, but "
-        "{training.global_batch_size}: set it to "
-        "{least_batch} or more, lower training.local_batch_size, or choose a different schedule",
+        "{least_microbatches} microbatches, and one has {micro} sequences over all data-parallel "
+        "ranks, but {training.global_batch_size}: set it to {least_batch} or more, lower "
+        "training.local_batch_size, or choose a different schedule",
     ),
     "pipeline_offload": (
         lambda c: c.parallelism.cpu_offload and c.parallelism.pipeline_parallel > 1,
-        "{parallelism.cpu_offload} together with {parallelism.pipeline_parallel} is not "
-        "supported: use one of the two",
+        "{parallelism.cpu_offload} together with {parallelism.pipeline_parallel} is not supported: "
+        "use one of the two",
     ),
     # the second half of a backward needs the weights that the first one would free
     "pipeline_reshard": (
@@ -459,10 +445,9 @@ RULES = {
             and c.parallelism.reshard_after_forward == "default"
         ),
         "{parallelism.keep_gathered} has no effect with {parallelism.pipeline_parallel} and "
-        "{parallelism.reshard_after_forward}, "
-        "with which a stage keeps all its weights gathered for the next microbatch: remove it, "
-        "or set reshard_after_forward = "
-        "true to free those of all other blocks",
+        "{parallelism.reshard_after_forward}, with which a stage keeps all its weights gathered "
+        "for the next microbatch: remove it, or set reshard_after_forward = true to free those of "
+        "all other blocks",
     ),
     # the second half of a backward pass would recompute what the first one has recomputed
     "pipeline_selective": (
@@ -516,34 +501,30 @@ RULES = {
             c.training.local_batch_size is not None and c.training.global_batch_size % c.micro != 0
         ),
         "{training.global_batch_size} is not a multiple of {micro}, which is "
-        "{training.local_batch_size} on {dp} "
-        "data-parallel ranks, so no whole number of microbatches: set {batch_repair}",
+        "{training.local_batch_size} on {dp} data-parallel ranks, so no whole number of "
+        "microbatches: set {batch_repair}",
     ),
     "batch_ranks": (
         lambda c: c.training.local_batch_size is None and c.training.global_batch_size % c.dp != 0,
         "{training.global_batch_size} is not a multiple of the {dp} data-parallel ranks, which "
-        "share it equally: "
-        "set {batch_repair}",
+        "share it equally: set {batch_repair}",
     ),
     "seq_len": (
         lambda c: c.training.seq_len > c.model.max_seq_len,
-        "{training.seq_len} is more than {model.max_seq_len}, the positions that the model is "
-        "made for: use a smaller one, or "
-        "set model.max_seq_len (and a larger base of the rotary positions) to train the model for "
-        "longer sequences",
+        "{training.seq_len} is more than {model.max_seq_len}, the positions that the model is made "
+        "for: use a smaller one, or set model.max_seq_len (and a larger base of the rotary "
+        "positions) to train the model for longer sequences",
     ),
     # The vocabulary.
     "bpe_vocabulary": (
         lambda c: trains_bpe(c.data) and c.data.bpe_vocab_size > c.model.vocab_size,
         "{data.bpe_vocab_size} is more than the embedding has rows, {model.vocab_size}: lower the "
-        "one or raise "
-        "the other",
+        "one or raise the other",
     ),
     "bytes_vocabulary": (
         lambda c: c.data.tokenizer == "bytes" and c.model.vocab_size < 257,
         "{data.tokenizer} needs at least 257 rows of the embedding (256 bytes and the end of a "
-        "text), but "
-        "{model.vocab_size}",
+        "text), but {model.vocab_size}",
     ),
     # The sources.
     "mixture_source": (
@@ -557,8 +538,7 @@ RULES = {
             & {"held_out", *(row.name for row in c.data.mixture)}
         ),
         "{validation.sets} and the held-out documents of data.mixture (or of data.source, called "
-        "held_out) share a name: "
-        "give the set another",
+        "held_out) share a name: give the set another",
     ),
     # Streaming.
     "stream_tokenizer": (
@@ -569,9 +549,8 @@ RULES = {
     ),
     "stream_ranks": (
         lambda c: c.data.stream and c.data.streams % c.dp != 0,
-        "{data.streams} is not a multiple of the {dp} data-parallel ranks: set it to one (of "
-        "every number of ranks that "
-        "the run may have one day: it cannot change later)",
+        "{data.streams} is not a multiple of the {dp} data-parallel ranks: set it to one (of every "
+        "number of ranks that the run may have one day: it cannot change later)",
     ),
     "stream_mixture": (
         lambda c: c.data.stream and c.data.mixture,
@@ -581,8 +560,7 @@ RULES = {
     "stream_splice": (
         lambda c: c.data.stream and c.data.allow_splice,
         "{data.allow_splice} with {data.stream} is not supported: to go on with other data, start "
-        "from the weights in "
-        "another run.folder, with checkpoint.load_path",
+        "from the weights in another run.folder, with checkpoint.load_path",
     ),
     "stream_skip": (
         lambda c: c.data.stream and c.data.skip,
@@ -596,33 +574,32 @@ RULES = {
     "stream_timeout": (
         lambda c: c.data.stream and c.data.timeout_seconds >= c.run.step_timeout_seconds,
         "{data.timeout_seconds} is not less than {run.step_timeout_seconds}: the ranks that wait "
-        "for one whose stream "
-        "hangs would give up before it does, without a checkpoint; lower the first or raise the "
-        "second",
+        "for one whose stream hangs would give up before it does, without a checkpoint; lower the "
+        "first or raise the second",
     ),
     "stream_validation": (
         lambda c: c.data.stream and c.validation.interval > 0 and not c.validation.sets,
-        "{validation.interval} with {data.stream} needs [[validation.sets]]: prepare a part of "
-        "the source (what it holds out "
-        "is held out of the stream too) and name it there, or set interval = 0",
+        "{validation.interval} with {data.stream} needs [[validation.sets]]: prepare a part of the "
+        "source (what it holds out is held out of the stream too) and name it there, or set "
+        "interval = 0",
     ),
     # The time line of the run.
     "warmup": (
         lambda c: c.warmup > c.training.steps,
         "{lr_schedule.warmup_steps} is more than {training.steps}: the peak learning rate would "
-        "never be reached. Lower "
-        "it, or leave it out and set lr_schedule.warmup_fraction, which fits any number of steps",
+        "never be reached. Lower it, or leave it out and set lr_schedule.warmup_fraction, which "
+        "fits any number of steps",
     ),
     "wsd": (
         lambda c: c.lr_schedule.kind == "wsd" and c.warmup + c.decay > c.training.steps,
         "{lr_schedule.kind}: {warmup} steps of warm-up and the {decay} steps of "
-        "{lr_schedule.decay_fraction} "
-        "are together more than {training.steps}: lower one of the two",
+        "{lr_schedule.decay_fraction} are together more than {training.steps}: lower one of the "
+        "two",
     ),
     "profiler_window": (
         lambda c: c.profiler.enabled and c.profiler.start_step > c.training.steps,
-        "{profiler.start_step} is beyond the end of the run, {training.steps}, so nothing would "
-        "be traced: lower the first",
+        "{profiler.start_step} is beyond the end of the run, {training.steps}, so nothing would be "
+        "traced: lower the first",
     ),
     "load_step": (
         lambda c: c.checkpoint.load_step > c.training.steps,
@@ -631,8 +608,8 @@ RULES = {
     # Options that exclude or need one another.
     "skip_spikes": (
         lambda c: c.training.skip_spikes and c.training.spike_threshold == 0,
-        "{training.skip_spikes} needs training.spike_threshold, which says what a spike is: set "
-        "it (6, say)",
+        "{training.skip_spikes} needs training.spike_threshold, which says what a spike is: set it "
+        "(6, say)",
     ),
     "replicas": (
         lambda c: (
@@ -640,8 +617,7 @@ RULES = {
             and c.parallelism.data_parallel_replicate * c.parallelism.tensor_parallel == 1
         ),
         "{debug.replica_check_interval} compares ranks that hold the same state, and here none "
-        "does: it needs "
-        "data_parallel_replicate or tensor_parallel above 1, or remove it",
+        "does: it needs data_parallel_replicate or tensor_parallel above 1, or remove it",
     ),
     "replay": (
         lambda c: c.debug.replay_interval > 0 and c.run.device != "cpu" and not c.run.deterministic,
@@ -653,8 +629,7 @@ RULES = {
     "watch_compile": (
         lambda c: (c.debug.check_collectives or c.debug.replay_interval) and c.compile.enabled,
         "{debug.check_collectives} and {debug.replay_interval} watch operators one by one, which "
-        "{compile.enabled} takes out of "
-        "sight: do without the one or the other",
+        "{compile.enabled} takes out of sight: do without the one or the other",
     ),
     "float8_tp": (
         lambda c: c.training.float8 != "none" and c.parallelism.tensor_parallel > 1,
@@ -690,9 +665,8 @@ RULES = {
         lambda c: (
             c.validation.interval > 0 and c.data.validation_fraction == 0 and not c.validation.sets
         ),
-        "{validation.interval} needs held-out documents, but {data.validation_fraction}: hold "
-        "some out, name some "
-        "validation.sets, or set interval = 0",
+        "{validation.interval} needs held-out documents, but {data.validation_fraction}: hold some "
+        "out, name some validation.sets, or set interval = 0",
     ),
 }
 

@@ -53,15 +53,13 @@ def open_run(folder: str) -> Audited:
         if "streams" in record:
             raise InputError(
                 f"{folder} streams its text (data.stream), and what a step of a stream sees "
-                "depends on all "
-                "steps before: only a run on a prepared corpus can be audited"
+                "depends on all steps before: only a run on a prepared corpus can be audited"
             )
         order, steps, folders = splice.restore(record), record["steps"], record["folders"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path} does not say what a run has seen ({error!r}): give the folder of a run that "
-            "has "
-            "started"
+            "has started"
         ) from error
     corpora = {}
     for source in {
@@ -73,8 +71,7 @@ def open_run(folder: str) -> Audited:
         if not os.path.isdir(prepared_folder):
             raise InputError(
                 f"the tokens of source {source.name or 'data.source'} are gone from "
-                f"{prepared_folder}: "
-                "prepare them there again"
+                f"{prepared_folder}: prepare them there again"
             )
         corpora[source.fingerprint] = corpus = open_prepared(prepared_folder)
         if corpus.fingerprint != source.fingerprint:
@@ -192,8 +189,8 @@ def _mark(
         if e != epochs[source.key]:
             if e != epochs[source.key] + 1 or not bits.all():
                 yield (
-                    f"epoch {e} follows {epochs[source.key]}, of which "
-                    f"{np.count_nonzero(~bits)} windows were not seen"
+                    f"epoch {e} follows {epochs[source.key]}, of which {np.count_nonzero(~bits)} "
+                    "windows were not seen"
                 )
             bits[:], epochs[source.key] = False, e
         if repeated := int(bits[windows].sum()) + len(windows) - len(np.unique(windows)):

@@ -219,8 +219,7 @@ def _read(document: dict, begin: str | None, end: str) -> Tokenizer:
     if document.get("normalizer"):
         raise ValueError(
             f"it changes texts first (normalizer {document['normalizer'].get('type')}); it is not "
-            "a "
-            "byte-level BPE that gives every text back"
+            "a byte-level BPE that gives every text back"
         )
     split = _split_of(document["pre_tokenizer"])
 

@@ -42,8 +42,7 @@ def check_vocabulary(tokenizer: Tokenizer, cfg: Config, vocab_size: int) -> None
     if tokenizer.n_vocab > vocab_size:
         raise InputError(
             f"the tokenizer {cfg.data.tokenizer!r} has {tokenizer.n_vocab} tokens, the model's "
-            "vocabulary only "
-            f"{vocab_size}: set model.vocab_size to at least {tokenizer.n_vocab}"
+            f"vocabulary only {vocab_size}: set model.vocab_size to at least {tokenizer.n_vocab}"
         )
 
 

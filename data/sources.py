@@ -286,8 +286,7 @@ def warn_of_lines(files: list[File], log: Callable[[str], object]) -> None:
     if lines:
         log(
             f"warning: {lines[0].path} has one JSON object per line, and a .json file is one "
-            "document, braces and all: "
-            "rename it to .jsonl to make each line a document"
+            "document, braces and all: rename it to .jsonl to make each line a document"
             + (f" ({len(lines)} files are so)" if len(lines) > 1 else "")
         )
 

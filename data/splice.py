@@ -78,9 +78,9 @@ def check_epochs(order: Order, steps: int, max_epochs: dict[str, float]) -> None
         limit = max_epochs.get(source.name, 0)
         if limit and epochs > limit:
             raise InputError(
-                f"source {source.name} of data.mixture would be read {epochs:.2f} times in "
-                f"{steps} steps, but its max_epochs = {limit:g}: lower its weight, give it more "
-                "text, train fewer steps or raise the limit"
+                f"source {source.name} of data.mixture would be read {epochs:.2f} times in {steps} "
+                f"steps, but its max_epochs = {limit:g}: lower its weight, give it more text, "
+                "train fewer steps or raise the limit"
             )
 
 
@@ -147,8 +147,8 @@ def _check_skips(saved: dict, current: dict, step: int) -> None:
     if late:
         raise InputError(
             f"data.skip = {late} would have been before the checkpoint of step {step}, which has "
-            "trained on these batches: go back with checkpoint.load_step = "
-            f"{late[0][0]}, or a step before it"
+            f"trained on these batches: go back with checkpoint.load_step = {late[0][0]}, or a "
+            "step before it"
         )
 
 

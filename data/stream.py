@@ -110,8 +110,7 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource
     log(
         (
             f"{cfg.source}: {len(files):,} files, streamed in {len(pieces):,} pieces by "
-            f"{cfg.streams} "
-            "streams"
+            f"{cfg.streams} streams"
         )
         + (
             f"; each piece is read {every} times per epoch, as there are fewer than streams"
@@ -324,8 +323,7 @@ class Stream:
                     if place.failed > allowed:
                         raise LoaderError(
                             f"data stream {self.number}: {error}; repair it, or let each stream "
-                            "leave out some "
-                            f"(data.skip_failed = {cfg.skip_failed})"
+                            f"leave out some (data.skip_failed = {cfg.skip_failed})"
                         )
                     say.warning(f"data stream {self.number}: left out: {error}")
             place = Place(unit=place.unit + 1, failed=place.failed)
@@ -362,10 +360,8 @@ class Stream:
                 if passed != checksum or number + 1 < done:
                     raise Changed(
                         f"data.source: the text of {unit.piece.file.path} is not what data stream "
-                        f"{self.number} "
-                        "read of it before: restore it, or start from the weights in another "
-                        "run.folder, with "
-                        "checkpoint.load_path"
+                        f"{self.number} read of it before: restore it, or start from the weights "
+                        "in another run.folder, with checkpoint.load_path"
                     )
                 return
             except Changed:
@@ -374,8 +370,7 @@ class Stream:
                 attempt += 1
                 failure = (
                     f"data stream {self.number}: {unit.piece.file.path}, after document {done}, "
-                    "cannot be read: "
-                    f"{type(error).__name__}: {error}"
+                    f"cannot be read: {type(error).__name__}: {error}"
                 )
                 if attempt > self.cfg.retries:
                     raise LoaderError(

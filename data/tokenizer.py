@@ -293,9 +293,8 @@ def from_rank_file(path: str) -> Tokenizer:
     ranks = [tokens.get(rank, b"") for rank in range(len(lines))]
     if len(set(ranks) - {b""}) != len(lines) or not {bytes([i]) for i in range(256)} <= set(ranks):
         raise InputError(
-            f"data.tokenizer: {path} is damaged: {len(lines)} ranks must be 0 to "
-            f"{len(lines) - 1}, each "
-            "of a different token, all 256 single bytes among them"
+            f"data.tokenizer: {path} is damaged: {len(lines)} ranks must be 0 to {len(lines) - 1}, "
+            "each of a different token, all 256 single bytes among them"
         )
     known = KNOWN_RANK_FILES.get(len(ranks))
     if not known or ranks[:256] != gpt2_bytes():

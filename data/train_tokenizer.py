@@ -96,8 +96,8 @@ def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
             and reference.encode(text, add_special_tokens=False).ids != ids.tolist()
         ):
             raise InputError(
-                f"tokenizers gives different ids for a text of {len(text)} characters: "
-                "please report this as a bug"
+                f"tokenizers gives different ids for a text of {len(text)} characters: please "
+                "report this as a bug"
             )
 
 

@@ -193,8 +193,8 @@ class Workers:
         pid = stopped[0] if stopped else pids[(step - self.steps.start) % len(pids)]
         return (
             f"data worker {pid} sent nothing for {self.cfg.timeout_seconds} s "
-            f"(data.timeout_seconds), while {self._busy_with(pid, step)}: "
-            f"it {'is stopped' if stopped else 'hangs'}"
+            f"(data.timeout_seconds), while {self._busy_with(pid, step)}: it "
+            f"{'is stopped' if stopped else 'hangs'}"
         )
 
     def _busy_with(self, pid: int, step: int) -> str:

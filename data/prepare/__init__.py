@@ -78,8 +78,7 @@ def prepare(cfg: Data, log: Log = print, out: str = "", workers: int = 0) -> Pre
     if out and (not is_prepared(folder) or read_manifest(folder)["key"] != key):
         raise InputError(
             f"--out: {folder} has something else, or was made with other options or from files "
-            "that have "
-            "changed since: give another folder, or remove it"
+            "that have changed since: give another folder, or remove it"
         )
     return open_prepared(folder)
 
@@ -109,10 +108,8 @@ def _open_source(cfg: Data) -> Prepared:
         if named.fingerprint != prepared.tokenizer.fingerprint:
             raise InputError(
                 f"data.tokenizer: {cfg.tokenizer} ({named.fingerprint}) is not the tokenizer that "
-                "made the "
-                f"tokens in {prepared.folder} ({prepared.tokenizer.fingerprint}): leave the "
-                "option out, or "
-                "prepare the corpus with this one"
+                f"made the tokens in {prepared.folder} ({prepared.tokenizer.fingerprint}): leave "
+                "the option out, or prepare the corpus with this one"
             )
     return prepared
 

@@ -214,9 +214,8 @@ class PrepareJob:
         manifest = self._manifest(key, cut, report, splits, files)
         log(
             f"{report['documents']:,} documents: {report['kept']:,} kept, {report['empty']:,} "
-            "empty, "
-            f"{report['too_long']:,} too long, {report['failed']:,} failed; {report['tokens']:,} "
-            "tokens "
+            f"empty, {report['too_long']:,} too long, {report['failed']:,} failed; "
+            f"{report['tokens']:,} tokens "
             f"({sum(row['bytes'] for row in splits.values()) / report['tokens']:.2f} bytes each)"
         )
         write_whole(
