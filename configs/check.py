@@ -37,7 +37,8 @@ def architecture(model: Model, folder: Path = models.HERE) -> dict:
     top, and what follows from these (the family's FOLLOWS). Raises InputError for an unknown flavor
     and for an option that the family does not have."""
     given = {key: value for key, value in vars(model).items() if value is not None}
-    family, flavor = given.pop("family"), given.pop("flavor")
+    family = given.pop("family")
+    flavor = given.pop("flavor")
     tables = models.tables(family, folder)
     if flavor not in tables.FLAVORS:
         near = get_close_matches(flavor.lower(), [name.lower() for name in tables.FLAVORS], n=1)
@@ -119,16 +120,15 @@ def _batch_repair(global_batch: int, ranks: int, local: int | None) -> str:
     to 6 or 9"."""
     unit = ranks * (local or 1)
     below = global_batch // unit * unit
-    batches = (
-        f"training.global_batch_size to {below} or {below + unit}"
-        if below
-        else f"training.global_batch_size to {unit}"
-    )
+    choices = f"{below} or {below + unit}" if below else f"{unit}"
+    batches = f"training.global_batch_size to {choices}"
     rows, rest = divmod(global_batch, ranks)
     if local is None or rest:
         return batches
     divisors = [number for number in range(1, rows + 1) if rows % number == 0]
-    near = [*[d for d in divisors if d < local][-1:], *[d for d in divisors if d > local][:1]]
+    smaller = [divisor for divisor in divisors if divisor < local]
+    larger = [divisor for divisor in divisors if divisor > local]
+    near = smaller[-1:] + larger[:1]
     return f"training.local_batch_size to {' or '.join(map(str, near))}, or {batches}"
 
 
@@ -167,9 +167,9 @@ def _no_flash(c: SimpleNamespace) -> bool:
 def _sequence_unit(p: Parallelism) -> int:
     """A sequence must be a multiple of this: each of its parts is as long as the others, and so are
     those into which tensor parallelism splits a part. With "gather" every rank has two parts."""
-    parts = p.context_parallel * (
-        2 if p.context_parallel > 1 and p.context_parallel_method == "gather" else 1
-    )
+    parts = p.context_parallel
+    if p.context_parallel > 1 and p.context_parallel_method == "gather":
+        parts *= 2
     return math.lcm(parts, p.context_parallel * p.tensor_parallel)
 
 
@@ -469,7 +469,7 @@ RULES = {
         "{compile.enabled}: set that "
         'to false, or use the schedule "1f1b" or "interleaved_1f1b"',
     ),
-    "pipeline_float8": (  # torchao makes one node of a product: each half computes both gradients
+    "pipeline_float8": (  # torchao makes one autograd node of a matmul: each half computes both gradients
         lambda c: (
             c.parallelism.pipeline_parallel > 1
             and c.schedule.splits_backward

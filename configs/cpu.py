@@ -1,5 +1,5 @@
-"""What a process asks of the CPU and of the libraries below PyTorch: how threads wait, who
-multiplies, what memory is kept.
+"""What a process asks of the CPU and of the libraries below PyTorch: how threads wait, which
+library runs float32 GEMMs, what memory is kept.
 
 Import this module before torch: OpenMP reads its settings when its library is loaded. `train.py`
 and the packages whose modules are started with `python -m` (tools, data, checkpoint) do so first of
@@ -16,6 +16,10 @@ from pathlib import Path
 # when other work wants the cores (docs/performance.md).
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
+# parameters of mallopt(3)
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
+
 for _name, _value in THREADS.items():
     os.environ.setdefault(_name, _value)
 
@@ -29,18 +33,18 @@ def keep_memory() -> None:
     this does nothing.
     """
     with suppress(OSError, AttributeError):
-        mallopt, mmap_max, trim_threshold = ctypes.CDLL(None).mallopt, -4, -1
-        mallopt(mmap_max, 0)
-        mallopt(trim_threshold, -1)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def float32_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """Let oneDNN multiply float32 matrices where MKL, PyTorch's choice, reaches only half the rate:
-    on AMD's processors with AVX-512 (340 against 164 GFLOP/s at 2048^3 on two cores of Zen 5,
+    """Let oneDNN run float32 GEMMs where MKL, PyTorch's choice, reaches only half the throughput: on
+    AMD's processors with AVX-512 (340 against 164 GFLOP/s at 2048^3 on two cores of Zen 5,
     docs/performance.md).
 
     PyTorch takes oneDNN for float32 only if it may compute in bfloat16 inside. oneDNN does that
-    with AMX alone, which no processor of AMD has: it runs its float32 kernel. A product that
+    with AMX alone, which no processor of AMD has: it runs its float32 kernel. A matmul whose result
     bfloat16 cannot represent makes sure of it.
     """
     import torch  # not above: see the first paragraph

@@ -52,12 +52,11 @@ def _plain(schema: Any, definitions: dict[str, dict]) -> Any:
 # Everything below is derived from the schema. table -> its model; "table.key" -> its JSON schema:
 # type, bounds, default and description.
 TABLES = {table: field.annotation for table, field in Config.model_fields.items()}
-OPTIONS = {
-    f"{table}.{key}": option
-    for table, model in TABLES.items()
-    for schema in [model.model_json_schema()]
-    for key, option in _plain(schema["properties"], schema.get("$defs", {})).items()
-}
+OPTIONS: dict[str, dict] = {}
+for _table, _model in TABLES.items():
+    _schema = _model.model_json_schema()
+    _options = _plain(_schema["properties"], _schema.get("$defs", {}))
+    OPTIONS |= {f"{_table}.{key}": option for key, option in _options.items()}
 
 
 class ConfigError(InputError):
@@ -91,7 +90,8 @@ def load_config(
         tables = _read(path)
     except ConfigError as error:
         # nobody knows what the file was to say, so no rule can be checked
-        tables, doubtful = {}, set(OPTIONS)
+        tables = {}
+        doubtful = set(OPTIONS)
         problems += error.problems
     file_label = _printable(str(path))
     for table, options in tables.items():
@@ -104,35 +104,53 @@ def load_config(
     given |= {name: (value, COMMAND_LINE) for name, value in overrides.items()}
 
     sound = {}  # table -> its options that were given and are right
-    for table, model in TABLES.items():
-        values = {
-            name[len(table) + 1 :]: value
-            for name, (value, _) in given.items()
-            if name.startswith(table + ".")
-        }
-        wrong = _errors(model, values)
-        for key, error in wrong.items():
-            name = f"{table}.{key}"
-            if name in OPTIONS:
-                expected = _expected(OPTIONS[name], values[key], error)
-                problem, meant = f"{name} = {_shown(values[key])}: {expected}", {name}
-            else:
-                problem, meant = _no_such_option(name)
-            problems.append(f"{given[name][1]}: {problem}")
-            doubtful |= meant
-        sound[table] = {key: value for key, value in values.items() if key not in wrong}
+    for table in TABLES:
+        sound[table], wrong, meant = _sound(table, given)
+        problems += wrong
+        doubtful |= meant
 
     cfg = Config.model_validate(sound)
-    certain = {
-        table: SimpleNamespace(
-            **{k: v for k, v in vars(options).items() if f"{table}.{k}" not in doubtful}
-        )
-        for table, options in vars(cfg).items()
-    }
-    problems += broken_rules(SimpleNamespace(**certain), world_size, local_world_size)
+    problems += broken_rules(_certain(cfg, doubtful), world_size, local_world_size)
     if problems:
         raise ConfigError(problems)
     return derive(cfg, world_size)
+
+
+def _sound(
+    table: str, given: dict[str, tuple[object, str]]
+) -> tuple[dict[str, object], list[str], set[str]]:
+    """A table's options that are right, what is wrong with the others, and the options left in
+    doubt. given: "table.key" -> (value, where it was set), of all tables."""
+    values = {}
+    for name, (value, _) in given.items():
+        if name.startswith(table + "."):
+            values[name.removeprefix(table + ".")] = value
+    problems: list[str] = []
+    doubtful: set[str] = set()
+    wrong = _errors(TABLES[table], values)
+    for key, error in wrong.items():
+        name = f"{table}.{key}"
+        if name in OPTIONS:
+            expected = _expected(OPTIONS[name], values[key], error)
+            problem = f"{name} = {_shown(values[key])}: {expected}"
+            meant = {name}
+        else:
+            problem, meant = _no_such_option(name)
+        problems.append(f"{given[name][1]}: {problem}")
+        doubtful |= meant
+    sound = {key: value for key, value in values.items() if key not in wrong}
+    return sound, problems, doubtful
+
+
+def _certain(cfg: Config, doubtful: set[str]) -> SimpleNamespace:
+    """The configuration without the options left in doubt, on which no rule can be checked."""
+    certain = SimpleNamespace()
+    for table, options in vars(cfg).items():
+        known = {
+            key: value for key, value in vars(options).items() if f"{table}.{key}" not in doubtful
+        }
+        setattr(certain, table, SimpleNamespace(**known))
+    return certain
 
 
 def as_given(argv: list[str]) -> tuple[Path, dict[str, object]]:
@@ -143,7 +161,10 @@ def as_given(argv: list[str]) -> tuple[Path, dict[str, object]]:
 def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set[str]]:
     """The file, the overrides by option, what is wrong with the arguments, and the options left in
     doubt."""
-    files, overrides, problems, doubtful = [], {}, [], set()
+    files: list[str] = []
+    overrides: dict[str, object] = {}
+    problems: list[str] = []
+    doubtful: set[str] = set()
     remaining = list(argv)
     while remaining:
         argument = remaining.pop(0)
@@ -215,7 +236,8 @@ def _read(path: Path) -> dict[str, object]:
         text = content.decode("utf-8-sig")
         tables = tomli.loads(text)
     except UnicodeDecodeError as error:
-        line, byte = content[: error.start].count(b"\n") + 1, content[error.start]
+        line = content[: error.start].count(b"\n") + 1
+        byte = content[error.start]
         raise ConfigError(
             [f"{label}: line {line} is not UTF-8 (byte 0x{byte:02x}): save it as UTF-8"]
         ) from None
@@ -281,7 +303,8 @@ def _expected(option: dict, value: object, error: dict) -> str:
 
 def _expected_in_row(fields: dict[str, dict], error: dict) -> str:
     """What is allowed for one key of one table, in an option that is a list of tables."""
-    row, key = error["loc"][1] + 1, str(error["loc"][2])
+    row = error["loc"][1] + 1
+    key = str(error["loc"][2])
     if error["type"] == "missing":
         return f"table {row} needs {key}, {allowed(fields[key])}"
     if key not in fields:
@@ -302,16 +325,13 @@ def _no_such_option(name: str) -> tuple[str, set[str]]:
     meant = [f"{table}.{sibling}" for sibling in near]
     meant = meant or ([] if siblings else get_close_matches(name, OPTIONS, n=1, cutoff=0.75))
     meant = meant or [option for option in OPTIONS if option.split(".")[1] == key]
-    known = (
-        f"[{table}] has {', '.join(siblings)}"
-        if siblings
-        else f"the tables are {', '.join(TABLES)}"
-    )
-    return (
-        f"{_printable(name)}: no such option; "
-        f"{f'did you mean {_either(meant)}?' if meant else known}",
-        set(meant),
-    )
+    if meant:
+        hint = f"did you mean {_either(meant)}?"
+    elif siblings:
+        hint = f"[{table}] has {', '.join(siblings)}"
+    else:
+        hint = f"the tables are {', '.join(TABLES)}"
+    return f"{_printable(name)}: no such option; {hint}", set(meant)
 
 
 def _not_a_table(name: str, value: object) -> tuple[str, set[str]]:
@@ -329,9 +349,8 @@ def _not_a_table(name: str, value: object) -> tuple[str, set[str]]:
     near = get_close_matches(name.lower().replace("-", "_"), TABLES, n=1)
     hint = f"did you mean [{near[0]}]?" if near else f"the tables are {', '.join(TABLES)}"
     kind = "table" if isinstance(value, dict) else "table or option"
-    return f"{_printable(name)}: no such {kind}; {hint}", {
-        option for option in OPTIONS if option.split(".")[0] in near
-    }
+    meant = {option for option in OPTIONS if option.split(".")[0] in near}
+    return f"{_printable(name)}: no such {kind}; {hint}", meant
 
 
 def _either(names: Iterable[str]) -> str:
@@ -373,20 +392,19 @@ def allowed(option: dict) -> str:
         if "items" in option:
             return f"a list, each {allowed(option['items'])}"
         each = list(dict.fromkeys(map(allowed, option["prefixItems"])))
-        return (
-            f"a list of {option['minItems']}, each {each[0]}"
-            if len(each) == 1
-            else f"[{', '.join(each)}]"
-        )
+        if len(each) == 1:
+            return f"a list of {option['minItems']}, each {each[0]}"
+        return f"[{', '.join(each)}]"
     if option["type"] == "object":
         return f"a table of {', '.join(option['properties'])}"
     if option["type"] == "boolean":
         return "true or false"
     if option["type"] == "string":
-        low, high = option.get("minLength", 0), option.get("maxLength")
-        return (
-            f"text of {low} to {high} characters" if high else "text, not empty" if low else "text"
-        )
+        low = option.get("minLength", 0)
+        high = option.get("maxLength")
+        if high:
+            return f"text of {low} to {high} characters"
+        return "text, not empty" if low else "text"
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {_toml(option[word])}" for word, sign in signs.items() if word in option]
     kind = "an integer" if option["type"] == "integer" else "a finite number"

@@ -378,11 +378,11 @@ class Optimizer(Table):
 
 class LRSchedule(Table):
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after the warm-up; wsd: constant, then linear decay over the last decay_fraction."""
+    """Shape after the warmup; wsd: constant, then linear decay over the last decay_fraction."""
     warmup_steps: int | None = Field(None, ge=0)
-    """Steps of linear warm-up from 0. Not set: warmup_fraction says how many."""
+    """Steps of linear warmup from 0. Not set: warmup_fraction says how many."""
     warmup_fraction: float = Field(0.0, ge=0, lt=1)
-    """Share of training.steps that is warm-up; used where warmup_steps is not set."""
+    """Share of training.steps that is warmup; used where warmup_steps is not set."""
     min_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the last step, as a share of the peak."""
     decay_fraction: float = Field(0.2, gt=0, le=1)
@@ -439,13 +439,13 @@ class Parallelism(Table):
     """Ranks that share every sequence: each holds an equal part of its tokens and of their
     activations."""
     context_parallel_method: Literal["gather", "ulysses"] = "gather"
-    """How attention sees the whole sequence: every rank gathers keys and values, or ranks swap
-    heads for tokens."""
+    """How attention sees the whole sequence: all ranks gather keys and values, or an all-to-all
+    trades tokens for heads."""
     expert_parallel: int = Field(1, ge=1)
     """Ranks of data_parallel_shard x context_parallel x tensor_parallel that share the experts of
-    every mixture."""
+    every MoE layer."""
     async_tensor_parallel: bool = False
-    """Hide tensor parallelism's gathers and scatters behind its products (needs compiled blocks and
+    """Hide tensor parallelism's gathers and scatters behind its matmuls (needs compiled blocks and
     NVLink)."""
     reshard_after_forward: bool | Literal["default"] | Annotated[int, Field(ge=2)] = "default"
     """Free gathered weights after forward; default: except the output projection's; N: keep sharded
