@@ -42,6 +42,8 @@ from data.shuffle import permute
 # walks no cycle
 BLOCK = 4096
 
+Pair = tuple[np.ndarray, np.ndarray]
+
 
 @dataclass(frozen=True)
 class Source:
@@ -67,7 +69,7 @@ class Segment:
     global_batch_size: int
     sources: tuple[Source, ...]
 
-    def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, sample: np.ndarray) -> Pair:
         """For samples of this segment (int64 [n], ascending): the source of each, and how many
         samples of that source came before it in the run; int64 [n] each."""
         if len(self.sources) == 1:
@@ -84,7 +86,7 @@ class Segment:
         share = np.array([source.share for source in self.sources])
         return source, consumed[source] + block * share[source] + before
 
-    def slots(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def slots(self, block: int) -> Pair:
         """For the slots of a block: the source of each, and how many slots of that source are before
         it; int64 [BLOCK] each."""
         shares = tuple(source.share for source in self.sources)
@@ -105,7 +107,7 @@ class Segment:
 
 
 @lru_cache(maxsize=16)
-def _slots(shares: tuple[int, ...], key: int, start: int) -> tuple[np.ndarray, np.ndarray]:
+def _slots(shares: tuple[int, ...], key: int, start: int) -> Pair:
     """`Segment.slots` of the block whose first sample is number `start` of the run. It is cached, as
     steps share blocks."""
     place = permute(np.arange(BLOCK), start, BLOCK, key)

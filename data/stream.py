@@ -97,39 +97,37 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource
             f"data.source: {cfg.source} is prepared already, so there is nothing to stream: "
             "data.stream = false"
         )
-    tok, files = open_tokenizer(cfg.tokenizer), sources.find(cfg.source)
+    tok = open_tokenizer(cfg.tokenizer)
+    files = sources.find(cfg.source)
     if cfg.add_bos and tok.bos_id is None:
         raise InputError(
             f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text"
         )
-    size = min(max(sum(file.size for file in files) // (cfg.streams * UNITS), LEAST), MOST)
+    total = sum(file.size for file in files)
+    size = min(max(total // (cfg.streams * UNITS), LEAST), MOST)
     pieces = [piece for file in files for piece in sources.pieces(file, size)]
     if not pieces:
         raise InputError(f"data.source: {cfg.source} has no text")
     every = -(-cfg.streams // len(pieces))
-    log(
-        (
-            f"{cfg.source}: {len(files):,} files, streamed in {len(pieces):,} pieces by "
-            f"{cfg.streams} streams"
-        )
-        + (
-            f"; each piece is read {every} times per epoch, as there are fewer than streams"
-            if every > 1
-            else ""
-        )
+    line = (
+        f"{cfg.source}: {len(files):,} files, streamed in {len(pieces):,} pieces by "
+        f"{cfg.streams} streams"
     )
+    if every > 1:
+        line += f"; each piece is read {every} times per epoch, as there are fewer than streams"
+    log(line)
     sources.warn_of_lines(files, log)
     units = tuple(Unit(piece, first, every) for piece in pieces for first in range(every))
-    cut = [
-        [
-            p.file.name,
-            p.file.size,
-            p.file.mtime_ns if p.file.path.startswith(sources.HUGGING_FACE) else 0,
-            p.start,
-            p.stop,
-        ]
-        for p in pieces
-    ]
+    return StreamSource(cfg, tok, units, _fingerprint(cfg, pieces, every), cfg.source)
+
+
+def _fingerprint(cfg: Data, pieces: list[sources.Piece], every: int) -> str:
+    """Of the names and sizes of the files, how they are cut, and how they are read."""
+    cut = []
+    for piece in pieces:
+        file = piece.file
+        changed = file.mtime_ns if file.path.startswith(sources.HUGGING_FACE) else 0
+        cut.append([file.name, file.size, changed, piece.start, piece.stop])
     options = [
         cfg.text_field,
         cfg.add_bos,
@@ -138,7 +136,7 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource
         cfg.validation_fraction,
     ]
     digest = hashlib.sha256(json.dumps([cut, every, options]).encode())
-    return StreamSource(cfg, tok, units, digest.hexdigest()[:32], cfg.source)
+    return digest.hexdigest()[:32]
 
 
 # --------------------------------------------------------------------------------------------------

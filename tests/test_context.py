@@ -160,8 +160,8 @@ def test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole(place
     begins = np.zeros((BATCH, 17), bool)
     begins[:, [3, 6, 8, 15]] = True
     for batches in whole, part:
-        batches.mask_documents, batches.shapes["positions"] = True, (1, BATCH, 16)
-        monkeypatch.setattr(batches, "_document_begins", lambda *_: begins.copy())
+        batches.mask_documents = True
+    monkeypatch.setattr("data.loader.document_begins", lambda *_: begins.copy())
     want, real = whole[2], harness.Held.read
     monkeypatch.setattr(
         harness.Held,
