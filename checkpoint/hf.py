@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from checkpoint import state, storage, verify
-from checkpoint.protocol import on_every_rank
+from checkpoint.agreement import on_every_rank
 from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
 from configs.schema import InputError
@@ -212,7 +212,7 @@ def in_files(theirs: str, shape: list[int]) -> dict[str, list[int]]:
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightFiles:
     """Where a parameter of ours lies in a folder."""
 
     parts: dict[str, Stored]  # by name of theirs, in order: one tensor, or one of each expert
@@ -235,7 +235,7 @@ class Source:
 
 def weights(
     folder: Path, family: Any, args: Any, shapes: dict[str, list[int]]
-) -> dict[str, Source]:
+) -> dict[str, WeightFiles]:
     """Where each parameter of ours lies in a folder, all of them and nothing else. shapes: those
     that they must have.
 
@@ -252,7 +252,7 @@ def weights(
         folder, read, {name: shape for parts in wanted.values() for name, shape in parts.items()}
     )
     return {
-        ours: Source({name: there[name] for name in parts}, EXPERT in names[ours])
+        ours: WeightFiles({name: there[name] for name in parts}, EXPERT in names[ours])
         for ours, parts in wanted.items()
     }
 

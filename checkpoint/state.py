@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from checkpoint import protocol, verify
-from checkpoint.protocol import FileReader, OwnBoxes
+from checkpoint import storage, verify
+from checkpoint.agreement import on_every_rank
 from checkpoint.storage import CODES, GENERATOR, local
 from checkpoint.verify import Damaged
 from configs.schema import InputError
@@ -280,12 +280,24 @@ def read(
     check: bool,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Fill the `wanted` tensors from the buffers, once every rank has read all of its part into
-    them. Raises Damaged on all ranks, with nothing changed. Without a process group, this process
-    reads for itself alone."""
-    reader, planner = FileReader(path, manifest, check), OwnBoxes(wanted, buffers)
-    protocol.load(reader, planner, group)
+    """Fill the `wanted` tensors, once every rank has read all of its part into the buffers. Raises
+    Damaged on all ranks, with nothing changed. Without a process group, this process reads for
+    itself alone.
+
+    check: verify every block that is read. The manifest has been checked (`verify.read_manifest`).
+    """
+    on_every_rank(group, _read_into_buffers, path, manifest, wanted, buffers, check)
     put_back(buffers, wanted)
+
+
+def _read_into_buffers(
+    path: Path, manifest: dict, wanted: dict, buffers: dict, check: bool
+) -> None:
+    boxes = {name: storage.box_of(name, tensor) for name, tensor in wanted.items()}
+    try:
+        storage.read(path, manifest, boxes, buffers, check)
+    except OSError as error:
+        raise Damaged(f"{error.filename or path}: {error.strerror or error}") from None
 
 
 def load_model(folder: Path, model: nn.Module, check: bool = True) -> dict:
