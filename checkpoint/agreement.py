@@ -34,7 +34,11 @@ def gather_files(file: list, group: dist.ProcessGroup) -> list[list]:
         return []
     rows = torch.empty(dist.get_world_size(group), 2, dtype=torch.int64)
     dist.gather(row, list(rows), group=group, group_dst=0)
-    return [[size, number.to_bytes(8, "big", signed=True).hex()] for size, number in rows.tolist()]
+    files = []
+    for size, number in rows.tolist():
+        header_hash = number.to_bytes(8, "big", signed=True).hex()
+        files.append([size, header_hash])
+    return files
 
 
 def agree(error: BaseException | None, group: dist.ProcessGroup | None) -> None:

@@ -128,7 +128,8 @@ class CheckpointManager:
     def _on_rank_0(self, fn: Callable, *args: object) -> Any:
         """Call fn(*args) on rank 0. Every rank returns its result, or raises the exception that it
         raised."""
-        result, error = None, None
+        result: Any = None
+        error: Exception | None = None
         if self.mesh.rank == 0:
             try:
                 result = fn(*args)

@@ -161,7 +161,9 @@ def describe(live: Mapping[str, Tensor], ranks: int, holders: range) -> dict[str
             if id(mesh) not in known:
                 known[id(mesh)] = strides(mesh)
             first, steps = known[id(mesh)]
-            split = [[dim, mesh.size(d), steps[d]] for dim, d in cuts(tensor) if mesh.size(d) > 1]
+            for dim, mesh_dim in cuts(tensor):
+                if mesh.size(mesh_dim) > 1:
+                    split.append([dim, mesh.size(mesh_dim), steps[mesh_dim]])
             replicas = _replicas(tensor, steps)
         pieces = math.prod(count for _, count, _ in split)
         size = verify.nbytes(dtype, shape) // pieces
@@ -269,7 +271,8 @@ class SavePlan:
         start = 0
         for name, box in self.boxes.items():
             end = start + self.bytes_of(name)
-            row = {"dtype": self.rows[name]["dtype"], "shape": box[1], "data_offsets": [start, end]}
+            dtype = self.rows[name]["dtype"]
+            row = {"dtype": dtype, "shape": box[1], "data_offsets": [start, end]}
             table[verify.part_name(name, box)] = row
             start = end
         text = json.dumps(table, separators=(",", ":")).encode()
@@ -399,7 +402,8 @@ def write(folder: Path, plan: SavePlan, parts: OneByOne | Staged) -> list:
             stream.write(data)
             hashes += map(verify.digest, hashed)  # a loop in C: Python runs for no single block
         size = stream.tell()
-        head = plan.head.replace(b"0" * 16 * len(hashes), "".join(hashes).encode(), 1)
+        zeros = b"0" * 16 * len(hashes)
+        head = plan.head.replace(zeros, "".join(hashes).encode(), 1)
         stream.seek(0)
         stream.write(head)
         stream.flush()
@@ -411,14 +415,17 @@ def write(folder: Path, plan: SavePlan, parts: OneByOne | Staged) -> list:
 # reading
 
 
-def plan_reads(manifest: dict, boxes: Mapping[str, Box]) -> dict[int, list[tuple[Box, ReadItem]]]:
-    """What to read from each rank's file so that these boxes are filled: rank -> (box of a part,
-    DCP's item: which region of that part goes where in the box).
+# the box of a stored part, and DCP's item: which region of the part goes where in the wanted box
+Read = tuple[Box, ReadItem]
+
+
+def plan_reads(manifest: dict, boxes: Mapping[str, Box]) -> dict[int, list[Read]]:
+    """What to read from each rank's file so that these boxes are filled, by rank.
 
     `verify.parts_in` finds the parts that overlap a box without a list of all parts. DCP's
     resharding does the rest.
     """
-    plan: dict[int, list[tuple[Box, ReadItem]]] = {}
+    plan: dict[int, list[Read]] = {}
     for name, box in boxes.items():
         row = manifest["tensors"][name]
         parts = list(verify.parts_in(manifest, name, box))
