@@ -30,13 +30,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from checkpoint import state, storage, verify
-from checkpoint.protocol import on_every_rank
+from checkpoint.agreement import on_every_rank
 from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from reliability import disk
 
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 WIDENED = ("F32", "BF16", "F16")  # types of weights that float32 holds exactly
 SHARD_SIZE = 5_000_000_000  # bytes of one exported file at most, unless one tensor has more
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
@@ -96,7 +97,8 @@ def _read_args(path: Path, config: dict[str, Any], family: Any) -> Any:
     """The numbers of this family from the fields of config.json; what it does not say has the
     default of transformers' class. Raises InputError."""
     for key, value in family.HF_FIXED.items():
-        if (stored := config.get(key, value)) != value:
+        stored = config.get(key, value)
+        if stored != value:
             raise InputError(
                 f"{path}: {key} is {json.dumps(stored)}, only {json.dumps(value)} can be converted"
             )
@@ -179,19 +181,22 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def check_tensors(
-    folder: Path, found: dict[str, tuple[str, list[int]]], wanted: dict[str, list[int]]
-) -> None:
+Shapes = dict[str, list[int]]  # by a tensor's name
+
+
+def check_tensors(folder: Path, found: dict[str, tuple[str, list[int]]], wanted: Shapes) -> None:
     """Raises InputError, naming some of the differences, if these (type, shape) by name are not the
     shapes wanted."""
     lines = []
-    for name, shape in wanted.items():
+    for name, wanted_shape in wanted.items():
         if name not in found:
             lines.append(f"{name} is missing")
-        elif (there := found[name][1]) != shape:
-            lines.append(f"{name} has shape {there}, not {shape}")
-        elif (there := found[name][0]) not in WIDENED:
-            lines.append(f"{name} has type {there}, which is none of {', '.join(WIDENED)}")
+            continue
+        dtype, shape = found[name]
+        if shape != wanted_shape:
+            lines.append(f"{name} has shape {shape}, not {wanted_shape}")
+        elif dtype not in WIDENED:
+            lines.append(f"{name} has type {dtype}, which is none of {', '.join(WIDENED)}")
     lines += [f"{name} is not a tensor of such a model" for name in found if name not in wanted]
     if lines:
         more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
@@ -204,15 +209,16 @@ def check_tensors(
 EXPERT = "#"
 
 
-def in_files(theirs: str, shape: list[int]) -> dict[str, list[int]]:
+def in_files(theirs: str, shape: list[int]) -> Shapes:
     """The tensors that a parameter of this shape is in their files, by name."""
     if EXPERT not in theirs:
         return {theirs: shape}
-    return {theirs.replace(EXPERT, str(i)): shape[1:] for i in range(shape[0])}
+    names = [theirs.replace(EXPERT, str(i)) for i in range(shape[0])]
+    return dict.fromkeys(names, shape[1:])
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightFiles:
     """Where a parameter of ours lies in a folder."""
 
     parts: dict[str, Stored]  # by name of theirs, in order: one tensor, or one of each expert
@@ -224,37 +230,38 @@ class Source:
         if not self.stacked:
             ((name, stored),) = self.parts.items()
             return _read_slice(stored, name, box)
-        experts, inside = (box[0], box[1:]) if box else (slice(None), ())
-        return torch.stack(
-            [
-                _read_slice(stored, name, inside)
-                for name, stored in list(self.parts.items())[experts]
-            ]
-        )
+        experts = box[0] if box else slice(None)
+        of_experts = list(self.parts.items())[experts]
+        weights = [_read_slice(stored, name, box[1:]) for name, stored in of_experts]
+        return torch.stack(weights)
 
 
 def weights(
     folder: Path, family: Any, args: Any, shapes: dict[str, list[int]]
-) -> dict[str, Source]:
+) -> dict[str, WeightFiles]:
     """Where each parameter of ours lies in a folder, all of them and nothing else. shapes: those
     that they must have.
 
     Raises InputError.
     """
-    names, there, ignored = family.hf_names(args), inventory(folder), family.hf_ignored(args)
-    read = {
-        name: (stored.dtype, stored.shape)
-        for name, stored in there.items()
-        if not re.fullmatch(ignored, name)
-    }
-    wanted = {ours: in_files(theirs, shapes[ours]) for ours, theirs in names.items()}
-    check_tensors(
-        folder, read, {name: shape for parts in wanted.values() for name, shape in parts.items()}
-    )
-    return {
-        ours: Source({name: there[name] for name in parts}, EXPERT in names[ours])
-        for ours, parts in wanted.items()
-    }
+    names = family.hf_names(args)
+    there = inventory(folder)
+    ignored = family.hf_ignored(args)
+    found = {}
+    for name, stored in there.items():
+        if not re.fullmatch(ignored, name):
+            found[name] = (stored.dtype, stored.shape)
+    parts_of: dict[str, Shapes] = {}  # by our name: the shapes of their tensors
+    wanted: Shapes = {}
+    for ours, theirs in names.items():
+        parts_of[ours] = in_files(theirs, shapes[ours])
+        wanted |= parts_of[ours]
+    check_tensors(folder, found, wanted)
+    files = {}
+    for ours, parts in parts_of.items():
+        stored_parts = {name: there[name] for name in parts}
+        files[ours] = WeightFiles(stored_parts, stacked=EXPERT in names[ours])
+    return files
 
 
 def _read_slice(stored: Stored, name: str, box: tuple[slice, ...]) -> Tensor:
@@ -282,36 +289,40 @@ def load(
     reads the headers for all; then each reads its own slices. Raises InputError on all ranks: after
     a folder that does not fit nothing has changed, after an unreadable byte the model is useless.
     """
-    folder, live = Path(folder).resolve(), dict(model.state_dict())
-    answer: list = [None, None]
+    folder = Path(folder).resolve()
+    live = dict(model.state_dict())
+    files: dict[str, WeightFiles] = {}
+    error: InputError | None = None
     if dist.get_rank(group) == 0:
         try:
             check_model(folder, families, name, asdict(args))
             shapes = {parameter: list(tensor.shape) for parameter, tensor in live.items()}
-            answer[0] = weights(folder, families[name], args, shapes)
-        except InputError as error:
-            answer[1] = error
+            files = weights(folder, families[name], args, shapes)
+        except InputError as failure:
+            error = failure
+    answer = [files, error]
     dist.broadcast_object_list(answer, src=0, group=group)
-    if answer[1] is not None:
-        raise InputError(f"checkpoint.load_hf: {answer[1]}")
-
-    def read() -> None:
-        try:
-            for parameter, tensor in live.items():
-                ranges = zip(*storage.box_of(parameter, tensor), strict=True)
-                box = tuple(slice(start, start + length) for start, length in ranges)
-                storage.local(tensor).copy_(answer[0][parameter].read(box))
-        except OSError as failure:
-            raise InputError(
-                f"{failure.filename or folder}: {failure.strerror or failure}"
-            ) from None
-
+    files, error = answer
+    if error is not None:
+        raise InputError(f"checkpoint.load_hf: {error}")
     try:
-        on_every_rank(group, read)
+        on_every_rank(group, _read_slices, folder, files, live)
     except InputError as failure:
         raise InputError(f"checkpoint.load_hf: {folder} could not be read: {failure}") from None
     logging.getLogger("plumbline").info(f"a new run from the weights of {folder}")
     return str(folder)
+
+
+def _read_slices(folder: Path, files: dict[str, WeightFiles], live: dict[str, Tensor]) -> None:
+    """Fill this rank's shards of the live tensors. Raises InputError."""
+    try:
+        for parameter, tensor in live.items():
+            offset, shape = storage.box_of(parameter, tensor)
+            ranges = zip(offset, shape, strict=True)
+            box = tuple(slice(start, start + length) for start, length in ranges)
+            storage.local(tensor).copy_(files[parameter].read(box))
+    except OSError as failure:
+        raise InputError(f"{failure.filename or folder}: {failure.strerror or failure}") from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -326,14 +337,18 @@ def read_whole(path: Path, manifest: dict, names: Iterable[str]) -> Iterator[Ten
     each file once: the checkpoint of thousands of ranks has as many files, and a header in each.
     Raises Damaged.
     """
-    stored = {name: manifest["tensors"][name] for name in names}
-    sizes = {name: verify.nbytes(row["dtype"], row["shape"]) for name, row in stored.items()}
+    tensors = manifest["tensors"]
+    sizes = {}
+    for name in names:
+        row = tensors[name]
+        sizes[name] = verify.nbytes(row["dtype"], row["shape"])
     for group in split(sizes, max(sizes.values(), default=0)):
-        whole = {
-            name: torch.empty(stored[name]["shape"], dtype=DTYPES[stored[name]["dtype"]])
-            for name in group
-        }
-        boxes = {name: ([0] * tensor.ndim, list(tensor.shape)) for name, tensor in whole.items()}
+        whole = {}
+        boxes = {}
+        for name in group:
+            shape = tensors[name]["shape"]
+            whole[name] = torch.empty(shape, dtype=DTYPES[tensors[name]["dtype"]])
+            boxes[name] = ([0] * len(shape), list(shape))
         storage.read(path, manifest, boxes, whole)
         for name in group:
             yield whole.pop(name)
@@ -346,10 +361,11 @@ def write_safetensors(
     after the other: the library's own writer wants all of them in memory. Synced to disk. The
     format: https://huggingface.co/docs/safetensors."""
     table: dict = {"__metadata__": {"format": "pt"}}
-    end = 0
+    start = 0
     for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
+        end = start + math.prod(shape) * dtype.itemsize
         table[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
+        start = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "xb") as file:
@@ -468,27 +484,26 @@ def _write_folder(
             yield from tensor.unbind(0) if EXPERT in hf else [tensor]
             del tensor  # the next ones are read after it is gone
 
-    shapes: dict[str, list[int]] = {}
+    shapes: Shapes = {}
     for name, hf in theirs.items():
         shapes |= in_files(hf, manifest["tensors"][name]["shape"])
-    shards = split(
-        {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}, limit
-    )
-    tensors, weight_map = read(), {}
+    numbers = {name: math.prod(shape) for name, shape in shapes.items()}  # of each tensor
+    shards = split({name: count * dtype.itemsize for name, count in numbers.items()}, limit)
+    tensors = read()
+    weight_map = {}
     for i, shard in enumerate(shards):
-        file = (
-            ONE_FILE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        )
+        file = ONE_FILE
+        if len(shards) > 1:
+            file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         write_safetensors(folder / file, {name: shapes[name] for name in shard}, dtype, tensors)
         weight_map |= dict.fromkeys(shard, file)
-    numbers = sum(math.prod(shape) for shape in shapes.values())
     documents = {"generation_config.json": NO_TOKENS} | files
     tokens = {key: documents["generation_config.json"][key] for key in NO_TOKENS}
-    documents["config.json"] = (
-        config | tokens | dict.fromkeys(("dtype", "torch_dtype"), str(dtype)[6:])
-    )
+    dtype_name = str(dtype).removeprefix("torch.")
+    documents["config.json"] = config | tokens | {"dtype": dtype_name, "torch_dtype": dtype_name}
     if len(shards) > 1:
-        sizes = {"total_parameters": numbers, "total_size": numbers * dtype.itemsize}
+        parameters = sum(numbers.values())
+        sizes = {"total_parameters": parameters, "total_size": parameters * dtype.itemsize}
         documents[INDEX] = {"metadata": sizes, "weight_map": weight_map}
     for name, document in documents.items():
         with open(folder / name, "x", encoding="utf-8") as file:

@@ -28,11 +28,15 @@ def piece(length: int, pieces: int, i: int) -> tuple[int, int]:
     return start, min(size, length - start)
 
 
-def box_at(shape: list[int], split: list[list[int]], places: list[int]) -> Box:
-    """The box that is left of a tensor after each entry of `split`, of which the piece in `places`
-    is taken."""
-    offset, size = [0] * len(shape), list(shape)
-    for (dim, pieces, _), i in zip(split, places, strict=True):
+Split = list[list[int]]  # of a row: entries [dim, pieces, stride]
+
+
+def box_at(shape: list[int], split: Split, taken: list[int]) -> Box:
+    """The box that is left of a tensor when of each entry of `split` one piece is taken, by its
+    number."""
+    offset = [0] * len(shape)
+    size = list(shape)
+    for (dim, pieces, _), i in zip(split, taken, strict=True):
         start, size[dim] = piece(size[dim], pieces, i)
         offset[dim] += start
     return offset, size
@@ -41,13 +45,15 @@ def box_at(shape: list[int], split: list[list[int]], places: list[int]) -> Box:
 def box_of_rank(row: dict, rank: int) -> Box | None:
     """The part of a tensor that lies in this rank's file. None if there is none, or if it is empty."""
     ahead = rank - row["first"]
-    places = [ahead // stride % pieces for _, pieces, stride in row["split"]]
-    if (
-        sum(place * stride for place, (_, _, stride) in zip(places, row["split"], strict=True))
-        != ahead
-    ):
+    taken = []
+    reached = 0
+    for _, pieces, stride in row["split"]:
+        i = ahead // stride % pieces
+        taken.append(i)
+        reached += i * stride
+    if reached != ahead:
         return None
-    box = box_at(row["shape"], row["split"], places)
+    box = box_at(row["shape"], row["split"], taken)
     return box if all(box[1]) else None
 
 
@@ -55,44 +61,55 @@ def parts_in(row: dict, box: Box) -> Iterator[tuple[int, Box]]:
     """The rank and the box of every part of a tensor that overlaps `box`. Takes as long as there
     are such parts."""
     if all(box[1]):
-        yield from _parts_in(
-            row["split"], row["first"], ([0] * len(row["shape"]), row["shape"]), box
-        )
+        shape = row["shape"]
+        whole = ([0] * len(shape), shape)
+        yield from _parts_in(row["split"], row["first"], whole, box)
 
 
-def _parts_in(
-    split: list[list[int]], rank: int, left: Box, wanted: Box
-) -> Iterator[tuple[int, Box]]:
+def _parts_in(split: Split, rank: int, left: Box, wanted: Box) -> Iterator[tuple[int, Box]]:
+    """left: what the entries before `split` have left of the tensor, on `rank` and after."""
     if not split:
         yield rank, left
         return
-    (dim, pieces, stride), rest = split[0], split[1:]
-    begin, length = left[0][dim], left[1][dim]
+    dim, pieces, stride = split[0]
+    begin = left[0][dim]
+    length = left[1][dim]
+    end = begin + length
+    wanted_begin = wanted[0][dim]
+    wanted_end = wanted_begin + wanted[1][dim]
     size = -(-length // pieces)
-    first = max(wanted[0][dim] - begin, 0) // size
-    last = (min(wanted[0][dim] + wanted[1][dim], begin + length) - begin - 1) // size
+    first = max(wanted_begin - begin, 0) // size
+    last = (min(wanted_end, end) - begin - 1) // size
     for i in range(first, last + 1):
-        offset, shape = list(left[0]), list(left[1])
+        offset = list(left[0])
+        shape = list(left[1])
         start, shape[dim] = piece(length, pieces, i)
         offset[dim] += start
-        yield from _parts_in(rest, rank + i * stride, (offset, shape), wanted)
+        yield from _parts_in(split[1:], rank + i * stride, (offset, shape), wanted)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
     """The box that two boxes share. None if they share nothing."""
-    offset = [max(x, y) for x, y in zip(a[0], b[0], strict=True)]
-    ends = [min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True)]
-    shape = [end - start for start, end in zip(offset, ends, strict=True)]
-    return (offset, shape) if all(n > 0 for n in shape) else None
+    offset = []
+    shape = []
+    for dim in range(len(a[0])):
+        start = max(a[0][dim], b[0][dim])
+        end = min(a[0][dim] + a[1][dim], b[0][dim] + b[1][dim])
+        if end <= start:
+            return None
+        offset.append(start)
+        shape.append(end - start)
+    return offset, shape
 
 
 def check(name: str, row: dict, ranks: int) -> None:
     """Raises ValueError, KeyError or TypeError unless a row makes sense in a checkpoint of so many
     files."""
-    shape, split, last = row["shape"], row["split"], row["first"]
-    if not is_counts(shape) or not is_counts([row["first"]]):
-        raise ValueError(f"{name}: shape {shape}, first {row['first']}")
-    for entry in split:
+    shape = row["shape"]
+    last = row["first"]
+    if not is_counts(shape) or not is_counts([last]):
+        raise ValueError(f"{name}: shape {shape}, first {last}")
+    for entry in row["split"]:
         dim, pieces, stride = entry
         if not is_counts(entry) or dim >= len(shape) or pieces < 1 or stride < 1:
             raise ValueError(f"{name}: split {entry}")

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from configs.schema import InputError
 
-BEAT, PATIENCE = 5.0, 20.0  # seconds
+BEAT = 5.0  # seconds
+PATIENCE = 20.0  # seconds
 say = logging.getLogger("plumbline")
 
 
@@ -41,10 +42,13 @@ class Lease:
     """
 
     def __init__(self, path: Path):
-        self.path, self.id, self.count = path, uuid.uuid4().hex[:8], 0
+        self.path = path
+        self.id = uuid.uuid4().hex[:8]
+        self.count = 0
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            locked, owner = _lock(self.fd), _read(self.fd)
+            locked = _lock(self.fd)
+            owner = _read(self.fd)
             local = locked and owner and owner["host"] == socket.gethostname()
             holder = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
             # the lock does not tell whether that run is alive
@@ -131,7 +135,8 @@ def _counts_on(path: Path) -> bool:
     """Whether the owner on another host is alive. The file is opened anew each time, because NFS
     shows changes when a file is opened. Closing it drops this process's own lock, so the caller
     must lock again."""
-    first, deadline = path.read_bytes(), time.monotonic() + PATIENCE
+    first = path.read_bytes()
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         time.sleep(0.5)
         if path.read_bytes() != first:

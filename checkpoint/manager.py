@@ -1,22 +1,26 @@
 """Checkpoints of a run: saves them whole, chooses the one to resume from, and removes old ones.
 
-To save, a thread copies the state (`state.stage`) while training goes on with the next forward and
-backward, which only read it. The optimizer's next step waits until the copy is made. The thread of
-each rank then writes the rank's file into a temporary folder and syncs it, and rank 0 adds the
-manifest and renames the folder to `step-00000100`. So at any moment a crash leaves the earlier
-checkpoints as they were, and at most a temporary folder that the next start removes. The threads
-use a gloo group of their own, because their messages and training's would otherwise mix. One save
-is in flight at a time.
+A save is `CheckpointManager._save`: plan -> copy -> write -> gather -> publish. It runs in a thread
+of each rank. The copy overlaps with the next forward and backward, which only read the state; the
+optimizer's next step waits until the copy is made. Each rank then writes its file into a temporary
+folder and syncs it, and rank 0 adds the manifest and renames the folder to `step-00000100`. So at
+any moment a crash leaves the earlier checkpoints as they were, and at most a temporary folder that
+the next start removes. The threads use a gloo group of their own, so that their messages do not mix
+with training's. One save is in flight at a time.
 
 It is a thread because that is simpler than a process and measures no worse: a step that never waits
 for anything else takes as long beside a save as beside another process that writes as many bytes
-(`tools/bench/beside.py`). For that, what the thread does is a few long calls of C, in which
-training has Python's lock (`storage.Staged`).
+(`tools/bench/beside.py`). For that, the thread makes a few long calls into C that release the GIL
+(`storage.Staged`).
 
-To resume, rank 0 chooses a checkpoint, all ranks read it into buffers and verify every byte they
-use, and only when all agree does the live state change. A damaged checkpoint is reported, and the
-newest good one before it is used. Whatever a person must decide is an InputError, the same on every
-rank.
+A load is `CheckpointManager.load`: find -> verify -> plan -> read -> agree. Rank 0 chooses a
+checkpoint, all ranks read it into buffers and verify every byte they use, and only when all agree
+does the live state change. A damaged checkpoint is reported, and the newest good one before it is
+used. Whatever a person must decide is an InputError, the same on every rank.
+
+DCP (torch.distributed.checkpoint) plans how a load is resharded (`storage.plan_reads`). `dcp.save`
+and `dcp.load` are not called: they would plan for all ranks on rank 0 (`storage.py`), and talk to
+it in pickled objects (`agreement.py`).
 """
 
 import concurrent.futures
@@ -35,15 +39,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from checkpoint import state, storage, verify
+from checkpoint.agreement import NO_FILE, agree, gather_files, on_every_rank
 from checkpoint.lease import Lease, Lost
-from checkpoint.protocol import FileWriter, OwnParts, on_every_rank
 from checkpoint.retention import Retention
 from checkpoint.state import STAGING
-from checkpoint.storage import GENERATOR, NotFinite, OneByOne, Plan, Staged
+from checkpoint.storage import GENERATOR, NotFinite, OneByOne, SavePlan, Staged
 from checkpoint.verify import Damaged
 from configs import schema
 from configs.schema import InputError
@@ -71,22 +74,30 @@ class CheckpointManager:
     """
 
     def __init__(self, cfg: schema.Checkpoint, folder: Path, mesh: Mesh, facts: dict):
-        self.cfg, self.folder, self.mesh = cfg, Path(folder), mesh
+        self.cfg = cfg
+        self.folder = Path(folder)
+        self.mesh = mesh
         self.facts = json.loads(json.dumps(facts))  # as it will be read back, with lists for tuples
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.in_flight: tuple[int, concurrent.futures.Future] | None = None
-        self.plan: Plan | None = None  # of the parts that this rank writes
+
+        self.plan: SavePlan | None = None  # of the parts that this rank writes
         self.kind: list[tuple] = []  # of the state that the plan is for
         # memory for a copy of those parts; None if they are written one by one
         self.staged: Staged | None = None
+
         self.copied = threading.Event()  # the state that is being saved may change
         self.copied.set()
         # set when the GPU's part of that copy is made
         self.on_device: torch.cuda.Event | None = None
         self.waits: Any = None  # the handle of the optimizer's hook
-        self.stalled, self.marks = 0.0, []  # seconds it has waited; GPU events around pending waits
-        self.attempt = self.saves = self.failures = 0
+        self.stalled = 0.0  # seconds that it has waited
+        self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # around pending waits
+
+        self.attempt = 0
+        self.saves = 0
+        self.failures = 0
         self.last_step = -1  # of the checkpoint that was loaded or saved last
         # checkpoints that this run's state descends from, oldest first
         self.ancestors: list[str] = []
@@ -104,7 +115,8 @@ class CheckpointManager:
             disk.sync(parent)
         self.lease = Lease(self.folder / ".lease")
         self.retention = Retention(self.folder, self.lease, self.cfg)
-        ours, leftovers = {".lease", *verify.published(self.folder)}, []
+        ours = {".lease", *verify.published(self.folder)}
+        leftovers = []
         for path in self.folder.iterdir():
             if TEMPORARY.fullmatch(path.name) and not path.is_symlink():
                 leftovers.append(path)
@@ -116,22 +128,25 @@ class CheckpointManager:
     def _on_rank_0(self, fn: Callable, *args: object) -> Any:
         """Call fn(*args) on rank 0. Every rank returns its result, or raises the exception that it
         raised."""
-        answer: list[Any] = [None, None]
+        result: Any = None
+        error: Exception | None = None
         if self.mesh.rank == 0:
             try:
-                answer[0] = fn(*args)
-            except (InputError, Damaged) as error:
-                answer[1] = error
-            except OSError as error:
-                failure = f"{error.filename or self.folder}: {error.strerror or error}"
-                answer[1] = InputError(f"checkpoints cannot be kept in {self.folder}: {failure}")
+                result = fn(*args)
+            except (InputError, Damaged) as failure:
+                error = failure
+            except OSError as failure:
+                cause = f"{failure.filename or self.folder}: {failure.strerror or failure}"
+                error = InputError(f"checkpoints cannot be kept in {self.folder}: {cause}")
             # any error: the other ranks must not wait for an answer that never comes
             except Exception:
-                answer[1] = RuntimeError(traceback.format_exc())
+                error = RuntimeError(traceback.format_exc())
+        answer = [result, error]
         dist.broadcast_object_list(answer, src=0, group=self.group)
-        if answer[1] is not None:
-            raise answer[1]
-        return answer[0]
+        result, error = answer
+        if error is not None:
+            raise error
+        return result
 
     # Saving
 
@@ -147,7 +162,8 @@ class CheckpointManager:
         """
         began = time.monotonic()
         self._finish()
-        if (waited := time.monotonic() - began) > 1:
+        waited = time.monotonic() - began
+        if waited > 1:
             self._say(
                 logging.WARNING,
                 f"step {step} waited {waited:.1f} s for the checkpoint before it to be written",
@@ -155,23 +171,19 @@ class CheckpointManager:
         if step == self.last_step:
             return
         live = state.tensors(model, optimizer)
-        self.waits = self.waits or optimizer.register_step_pre_hook(lambda *_: self.wait_for_copy())
+        if self.waits is None:
+            self.waits = optimizer.register_step_pre_hook(self._before_optimizer_step)
         self.copied.clear()
-        computed = (
-            torch.cuda.current_stream().record_event() if self.mesh.device.type == "cuda" else None
-        )
+        computed = None
+        if self.mesh.device.type == "cuda":
+            computed = torch.cuda.current_stream().record_event()
         head = self._manifest_head(step, optimizer, progress)
         self.in_flight = step, self.thread.submit(self._write, step, live, computed, head)
         if not self.cfg.async_save or (self.plan and not self.staged):
             self._finish()
 
-    def _copy(self, live: dict, computed: torch.cuda.Event | None) -> None:
-        """Runs in the thread, and returns when the copy is made. The optimizer may go on once the
-        GPU has it queued."""
-        self.on_device = state.stage(live, self.staged.tensors, computed)
-        self.copied.set()
-        if self.on_device:
-            self.on_device.synchronize()
+    def _before_optimizer_step(self, *_: object) -> None:
+        self.wait_for_copy()
 
     def wait_for_copy(self) -> None:
         """Wait until the state that is being saved is copied. On a GPU the stream waits, not the
@@ -180,7 +192,8 @@ class CheckpointManager:
         self.copied.wait()
         self.stalled += time.monotonic() - began
         if self.on_device and not self.on_device.query():
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before = torch.cuda.Event(enable_timing=True)
+            after = torch.cuda.Event(enable_timing=True)
             before.record()
             torch.cuda.current_stream().wait_event(self.on_device)
             after.record()
@@ -192,7 +205,8 @@ class CheckpointManager:
         while self.marks and self.marks[0][1].query():
             before, after = self.marks.pop(0)
             self.stalled += before.elapsed_time(after) / 1000
-        seconds, self.stalled = self.stalled, 0.0
+        seconds = self.stalled
+        self.stalled = 0.0
         return seconds
 
     def _manifest_head(self, step: int, optimizer: torch.optim.Optimizer, progress: dict) -> dict:
@@ -213,23 +227,12 @@ class CheckpointManager:
         return json.loads(json.dumps(head))
 
     def _write(self, step: int, live: dict, computed: torch.cuda.Event | None, head: dict) -> None:
-        """Runs in the thread, on all ranks: copy, write and publish, then ask for the removal of
-        what has expired. If it fails, all ranks raise the same kind of error."""
+        """Runs in the thread, on all ranks: save, then ask for the removal of what has expired."""
         self.saves += 1
         name = verify.step_name(step, self.attempt)
         temporary = self.folder / f".tmp-{self.run_id}-{self.saves}-{name}"
-        planner = OwnParts(lambda: self._prepare(live, computed))
-        writer = FileWriter(
-            temporary, self.group, lambda files: self._publish(temporary, name, head, files)
-        )
         try:
-            dcp.save(
-                {},
-                storage_writer=writer,
-                planner=planner,
-                process_group=self.group,
-                use_collectives=False,
-            )
+            self._save(temporary, name, live, computed, head)
         except BaseException:
             if self.retention:  # what has been written so far may be what fills the disk
                 self.retention.remove_leftovers([temporary])
@@ -241,50 +244,95 @@ class CheckpointManager:
             self.ancestors = [name for name in self.ancestors if name not in self.retention.gone]
             self.retention.remove_expired(self.ancestors, self.saves)
 
+    def _save(
+        self,
+        temporary: Path,
+        name: str,
+        live: dict,
+        computed: torch.cuda.Event | None,
+        head: dict,
+    ) -> None:
+        """One save: plan, copy, write, gather, publish. Runs in the thread, on all ranks.
+
+        computed: on a GPU, the event that is set when the state to save exists. head: of the
+        manifest. An error on one rank, at any phase, is raised on all: until `agree`, the rank
+        keeps it and takes part in what the others wait for.
+        """
+        file = NO_FILE
+        error: BaseException | None = None
+        try:
+            # plan: which parts this rank writes. Once in a run, by messages between all ranks
+            self._make_plan(live)
+
+            # copy: to host memory. From here on training may change the state
+            parts = self._copy(live, computed)
+
+            # write: this rank's file, and sync it
+            temporary.mkdir(exist_ok=True)
+            file = storage.write(temporary, self.plan, parts)
+        except BaseException as failure:
+            error = failure
+
+        # gather: the size and the hash of each file, on rank 0
+        files = gather_files(file, self.group)
+
+        # publish: the manifest, and the folder's name
+        if files and NO_FILE not in files:
+            try:
+                self._publish(temporary, name, head, files)
+            except BaseException as failure:
+                error = failure
+        agree(error, self.group)
+
     def _make_plan(self, live: dict) -> None:
         """Choose the parts that this rank writes, unless the state is of the same kind as at the
         last call. All ranks call this with states of the same kind."""
-        if (kind := storage.kind_of(live)) == self.kind:
+        kind = storage.kind_of(live)
+        if kind == self.kind:
             return
         # ranks that have the same layers; they are neighbours
         stage = self.mesh.size // self.mesh.pp
         holders = range(self.mesh.pp_rank * stage, (self.mesh.pp_rank + 1) * stage)
         rows = on_every_rank(self.group, storage.describe, live, self.mesh.size, holders)
         rows = storage.share_rows(rows, self.group)
-        self.plan = on_every_rank(self.group, Plan.make, live, rows, self.mesh.rank)
-        self.kind, self.staged = kind, self._host_memory() if self.cfg.async_save else None
+        self.plan = on_every_rank(self.group, SavePlan.make, live, rows, self.mesh.rank)
+        self.kind = kind
+        self.staged = self._host_memory() if self.cfg.async_save else None
 
     def _host_memory(self) -> Staged | None:
         """Host memory for copies of this rank's parts, as far as it goes: the ranks agree on the
         kind that fits on all."""
-        kind = state.staging(
-            self.plan.nbytes,
-            state.free_host_memory(),
-            world().local_size,
-            pin=self.mesh.device.type == "cuda",
-        )
+        on_gpu = self.mesh.device.type == "cuda"
+        free = state.free_host_memory()
+        kind = state.staging(self.plan.nbytes, free, world().local_size, pin=on_gpu)
         least = torch.tensor(STAGING.index(kind))
         dist.all_reduce(least, dist.ReduceOp.MAX, self.group)
-        if (agreed := STAGING[least]) != (
-            "pinned" if self.mesh.device.type == "cuda" else "pageable"
-        ):
+        agreed = STAGING[least]
+        best = "pinned" if on_gpu else "pageable"
+        if agreed != best:
             self._say(logging.WARNING, f"host memory is short: {NOTES[agreed]}")
-        return None if agreed == "none" else Staged(self.plan, pin=agreed == "pinned")
+        if agreed == "none":
+            return None
+        return Staged(self.plan, pin=agreed == "pinned")
 
-    def _prepare(
-        self, live: dict, computed: torch.cuda.Event | None
-    ) -> tuple[Plan, OneByOne | Staged]:
-        """The parts that this rank writes, and their bytes. If there is memory for a copy, this
-        makes it, and then training goes on."""
-        self._make_plan(live)
-        if not self.staged:
-            return self.plan, OneByOne(live)
-        self._copy(live, computed)
+    def _copy(self, live: dict, computed: torch.cuda.Event | None) -> OneByOne | Staged:
+        """The bytes of the parts that this rank writes: in host memory, or, where there is none for
+        a copy, the live tensors, which are then copied as they are written.
+
+        Returns when the copy is made. The optimizer may go on once the GPU has it queued.
+        """
+        if self.staged is None:
+            return OneByOne(live)
+        self.on_device = state.stage(live, self.staged.tensors, computed)
+        self.copied.set()
+        if self.on_device:
+            self.on_device.synchronize()
         self.staged.check_finite()
-        return self.plan, self.staged
+        return self.staged
 
     def _publish(self, temporary: Path, name: str, head: dict, files: list) -> None:
-        """Runs on rank 0 when every rank's file is written and synced."""
+        """Make the folder a checkpoint: on rank 0, when every rank's file is written and synced.
+        Raises Lost if another run has taken the folder over."""
         verify.write_manifest(temporary, {**head, "files": files, "tensors": self.plan.table})
         self.lease.check()
         temporary.rename(self.folder / name)
@@ -305,12 +353,12 @@ class CheckpointManager:
         state to be saved is not finite, so that training on is pointless: on every rank, at the
         same step.
         """
-        if self.in_flight is not None:
-            writing = (
-                self.mesh.any_rank(self.writing()) if any_rank_writing is None else any_rank_writing
-            )
-            if not writing:
-                self._finish()
+        if self.in_flight is None:
+            return
+        if any_rank_writing is None:
+            any_rank_writing = self.mesh.any_rank(self.writing())
+        if not any_rank_writing:
+            self._finish()
 
     def _finish(self) -> None:
         """Wait for the save in flight, and report it. All ranks call it."""
@@ -318,9 +366,11 @@ class CheckpointManager:
             return
         step, future = self.in_flight
         concurrent.futures.wait([future])
-        self.in_flight, error = None, future.exception()
+        self.in_flight = None
+        error = future.exception()
         if not self.mesh.any_rank(error is not None):
-            self.failures, self.last_step = 0, step
+            self.failures = 0
+            self.last_step = step
             return
         cause = f"{error}" if error else "another rank failed"
         if isinstance(error, NotFinite):
@@ -385,12 +435,13 @@ class CheckpointManager:
         """
         state.materialise(optimizer)
         live = state.tensors(model, optimizer)
-        names = self._on_rank_0(
-            self._choose, sum(t.numel() * t.element_size() for t in live.values())
-        )
+        size = sum(tensor.numel() * tensor.element_size() for tensor in live.values())
+        names = self._on_rank_0(self._choose, size)
         self._make_plan(live)
-        manifest = self._resume(names, live, optimizer) if names else self._start_from(live)
-        return manifest["progress"] if names else None
+        if not names:
+            self._start_from(live)
+            return None
+        return self._resume(names, live, optimizer)["progress"]
 
     def _choose(self, size: int) -> list[str]:
         """Names of this run's checkpoints, newest first. size: bytes of one checkpoint. Raises
@@ -398,13 +449,14 @@ class CheckpointManager:
         if shutil.disk_usage(self.folder).free < size:
             # what an earlier run left may be what fills the disk
             self.retention.wait(PATIENCE.total_seconds() / 2)
-        if (free := shutil.disk_usage(self.folder).free) < size:
+        free = shutil.disk_usage(self.folder).free
+        if free < size:
             raise InputError(
                 f"{self.folder} has {free / 1e6:,.1f} MB free, one checkpoint of this run takes "
-                f"{size / 1e6:,.1f} MB: "
-                "make room"
+                f"{size / 1e6:,.1f} MB: make room"
             )
-        names, step = verify.published(self.folder), self.cfg.load_step
+        names = verify.published(self.folder)
+        step = self.cfg.load_step
         steps = sorted({_step(name) for name in names})
         if step >= 0 and step not in steps:
             raise InputError(
@@ -413,46 +465,56 @@ class CheckpointManager:
         return names
 
     def _resume(self, names: list[str], live: dict, optimizer: torch.optim.Optimizer) -> dict:
-        """Load the first of `names` that is whole. If one is damaged, only its ancestors are tried
-        next, never steps of a future that the run had abandoned."""
+        """Load the first of `names` that is whole, and return its manifest."""
         step = self.cfg.load_step
-        candidates = names if step < 0 else [name for name in names if _step(name) == step][:1]
+        candidates = names
+        if step >= 0:
+            candidates = [name for name in names if _step(name) == step][:1]
+        name, manifest = self._load_first_whole(candidates, live, optimizer)
+        went_back = name != names[0]
+        self.attempt = verify.parse_name(names[0])[0] + went_back
+        self.ancestors = [n for n in manifest["ancestors"] if n in names] + [name]
+        self.last_step = manifest["step"]
+        if step >= 0 and went_back:
+            self._say(
+                logging.WARNING,
+                f"checkpoint.load_step = {step} goes back from {names[0]}, now and at every "
+                "restart: remove it once there is a newer checkpoint",
+            )
+        for line in state.mismatches(manifest["hyperparameters"], state.hyperparameters(optimizer)):
+            self._say(logging.WARNING, f"optimizer {line}: the config's value is used")
+        return manifest
+
+    def _load_first_whole(
+        self, candidates: list[str], live: dict, optimizer: torch.optim.Optimizer
+    ) -> tuple[str, dict]:
+        """Load the first of these checkpoints that is whole; return its name and its manifest. If
+        one is damaged, only its ancestors are tried next, never steps of a future that the run had
+        abandoned."""
         while candidates:
-            name, manifest = candidates[0], None
+            name = candidates[0]
+            manifest = None
             try:
                 manifest = self._on_rank_0(self._manifest_of, name)
                 self._check_same_run(name, manifest, optimizer)
                 same_mesh = manifest["mesh"] == self.mesh.sizes
                 self._read(self.folder / name, manifest, live, "model+optimizer", rng=same_mesh)
-                break
+                return name, manifest
             except Damaged as error:
-                if step >= 0:
+                if self.cfg.load_step >= 0:
                     raise InputError(
-                        f"checkpoint.load_step = {step}, but {name} is damaged: {error}"
+                        f"checkpoint.load_step = {self.cfg.load_step}, but {name} is damaged: "
+                        f"{error}"
                     ) from None
                 self._say(logging.ERROR, f"{name} is damaged and not used: {error}")
-                earlier = [n for n in candidates if _step(n) < _step(name)]
-                candidates = [n for n in earlier if not manifest or n in manifest["ancestors"]]
-        else:
-            raise InputError(
-                f"none of the checkpoints in {self.folder} that this run could go on from can be "
-                "read (see above): "
-                "look at them with `python -m checkpoint.verify --all`; to start afresh, move "
-                "them away"
-            )
-        self.attempt = verify.parse_name(names[0])[0] + (name != names[0])
-        self.ancestors = [n for n in manifest["ancestors"] if n in names] + [name]
-        self.last_step = manifest["step"]
-        if step >= 0 and name != names[0]:
-            self._say(
-                logging.WARNING,
-                f"checkpoint.load_step = {step} goes back from {names[0]}, now and at every "
-                "restart: remove it once "
-                "there is a newer checkpoint",
-            )
-        for line in state.mismatches(manifest["hyperparameters"], state.hyperparameters(optimizer)):
-            self._say(logging.WARNING, f"optimizer {line}: the config's value is used")
-        return manifest
+                candidates = [n for n in candidates if _step(n) < _step(name)]
+                if manifest:
+                    candidates = [n for n in candidates if n in manifest["ancestors"]]
+        raise InputError(
+            f"none of the checkpoints in {self.folder} that this run could go on from can be "
+            "read (see above): look at them with `python -m checkpoint.verify --all`; to start "
+            "afresh, move them away"
+        )
 
     def _start_from(self, live: dict) -> None:
         """A new run from the weights of another: its newest checkpoint, or the one that load_path
@@ -467,24 +529,18 @@ class CheckpointManager:
         path = self._on_rank_0(verify.newest, Path(self.cfg.load_path))
         try:
             manifest = self._on_rank_0(verify.read_manifest, path)
-            self._read(
-                path,
-                manifest,
-                live,
-                self.cfg.load_path_content,
-                exclude=self.cfg.exclude_from_loading,
-            )
+            exclude = self.cfg.exclude_from_loading
+            self._read(path, manifest, live, self.cfg.load_path_content, exclude)
         except Damaged as error:
             raise InputError(f"checkpoint.load_path: {path} is damaged: {error}") from None
         self.origin = str(path)
         self._say(logging.INFO, f"a new run from the {self.cfg.load_path_content} of {path}")
-        for line in self._unlike(manifest):
+        for line in self._mismatches(manifest):
             self._say(logging.WARNING, f"checkpoint.load_path: {line}")
 
-    def _unlike(self, manifest: dict) -> list[str]:
-        return state.mismatches(
-            manifest["facts"].get("must_match", {}), self.facts.get("must_match", {})
-        )
+    def _mismatches(self, manifest: dict) -> list[str]:
+        saved = manifest["facts"].get("must_match", {})
+        return state.mismatches(saved, self.facts.get("must_match", {}))
 
     def _manifest_of(self, name: str) -> dict:
         manifest = verify.read_manifest(self.folder / name)
@@ -493,14 +549,13 @@ class CheckpointManager:
         return manifest
 
     def _check_same_run(self, name: str, manifest: dict, optimizer: torch.optim.Optimizer) -> None:
-        lines = self._unlike(manifest) + state.mismatches(
-            manifest["optimizer"], type(optimizer).__name__, "optimizer"
-        )
+        lines = self._mismatches(manifest)
+        lines += state.mismatches(manifest["optimizer"], type(optimizer).__name__, "optimizer")
         if lines:
             raise InputError(
                 f"{self.folder / name} is of another run: {'; '.join(lines)}. Restore those "
-                "options, or set another "
-                "run.folder (with checkpoint.load_path to start from these weights)"
+                "options, or set another run.folder (with checkpoint.load_path to start from these "
+                "weights)"
             )
 
     def _read(
@@ -512,18 +567,18 @@ class CheckpointManager:
         exclude: tuple[str, ...] = (),
         rng: bool = False,
     ) -> None:
+        """Fill the live tensors of the kinds in `content` from a checkpoint, on all ranks or on
+        none. rng: the random generators too. Raises Damaged, or InputError if it does not fit."""
         wanted = state.select(live, content, exclude)
         state.check_fits(path, manifest, wanted, content, exclude, self.group)
         if rng:
-            wanted |= {
-                name: t
-                for name, t in live.items()
-                if name.startswith(GENERATOR) and name in manifest["tensors"]
-            }
-        buffers = self.staged.tensors if self.staged else {}
-        buffers = buffers | state.buffers(
-            {name: tensor for name, tensor in wanted.items() if name not in buffers}
-        )
+            for name, tensor in live.items():
+                if name.startswith(GENERATOR) and name in manifest["tensors"]:
+                    wanted[name] = tensor
+        # the memory for copies, and more where this rank reads parts that it does not write
+        buffers = dict(self.staged.tensors) if self.staged else {}
+        missing = {name: tensor for name, tensor in wanted.items() if name not in buffers}
+        buffers |= state.buffers(missing)
         state.read(path, manifest, wanted, buffers, self.cfg.verify_on_load, self.group)
 
     def _say(self, level: int, text: str) -> None:

@@ -6,6 +6,7 @@ So rank 0 only asks this thread, and goes on. The thread is a daemon: a process 
 wait for it either. Whatever it leaves carries a temporary name, and the next start removes it.
 """
 
+import functools
 import itertools
 import logging
 import queue
@@ -38,7 +39,7 @@ class Retention:
     def remove_leftovers(self, paths: list[Path]) -> None:
         """Remove these folders, which an earlier run left unfinished."""
         for path in paths:
-            self.tasks.put(lambda path=path: shutil.rmtree(path, ignore_errors=True))
+            self.tasks.put(functools.partial(_remove_leftover, path))
 
     def remove_expired(self, ancestors: list[str], number: int) -> None:
         """Remove the checkpoints among `ancestors` (oldest first, the newest included) that the
@@ -46,7 +47,7 @@ class Retention:
 
         number: of the save that asks. It makes the temporary names differ.
         """
-        self.tasks.put(lambda: self._remove_expired(list(ancestors), number))
+        self.tasks.put(functools.partial(self._remove_expired, list(ancestors), number))
 
     def wait(self, seconds: float) -> None:
         """Wait until everything that was asked for is done, but no longer than `seconds`."""
@@ -74,7 +75,8 @@ class Retention:
         self.gone.update(name for name in ancestors if name not in present)
         ancestors = [name for name in ancestors if name in present]
         newest_first = (name for name in reversed(ancestors) if verify.is_whole(self.folder / name))
-        whole = list(itertools.islice(newest_first, self.cfg.keep_last))[::-1]
+        whole = list(itertools.islice(newest_first, self.cfg.keep_last))
+        whole.reverse()
         for name in expired(ancestors, whole, self.cfg.keep_last, self.cfg.keep_every):
             if self.closing:
                 return
@@ -83,6 +85,10 @@ class Retention:
             (self.folder / name).rename(trash)
             self.gone.add(name)
             shutil.rmtree(trash)
+
+
+def _remove_leftover(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def expired(ancestors: list[str], whole: list[str], keep_last: int, keep_every: int) -> list[str]:
@@ -96,7 +102,11 @@ def expired(ancestors: list[str], whole: list[str], keep_last: int, keep_every: 
     """
     if keep_last == 0 or len(whole) < keep_last:
         return []
-    older = ancestors[: ancestors.index(whole[-keep_last])]
-    return [
-        name for name in older if not (keep_every and verify.parse_name(name)[1] % keep_every == 0)
-    ]
+    oldest_kept = ancestors.index(whole[-keep_last])
+    names = []
+    for name in ancestors[:oldest_kept]:
+        _, step = verify.parse_name(name)
+        stays = keep_every and step % keep_every == 0
+        if not stays:
+            names.append(name)
+    return names

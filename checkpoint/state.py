@@ -6,6 +6,7 @@ JSON in the manifest. Names and global shapes do not depend on the mesh, so any 
 any other saved. Hyperparameters are not state: they always come from the config.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from checkpoint import protocol, verify
-from checkpoint.protocol import FileReader, OwnBoxes
+from checkpoint import storage, verify
+from checkpoint.agreement import on_every_rank
 from checkpoint.storage import CODES, GENERATOR, local
 from checkpoint.verify import Damaged
 from configs.schema import InputError
@@ -47,17 +48,16 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
             continue  # SGD without momentum keeps nothing
         for param in group["params"]:
             state = optimizer.state[param]
+            # a fused optimizer reads a scalar on its parameter's device, the others on the CPU
+            device = torch.device("cpu")
+            if group.get("fused") or group.get("capturable"):
+                device = local(param).device
             for key, form in KEPT[type(optimizer).__name__].items():
-                if form == LIKE and key not in state:
+                if key in state:
+                    continue
+                if form == LIKE:
                     state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                elif form == SCALAR and key not in state:
-                    # A fused optimizer reads the number on the device of its parameter, the others
-                    # on the CPU.
-                    device = (
-                        local(param).device
-                        if group.get("fused") or group.get("capturable")
-                        else "cpu"
-                    )
+                elif form == SCALAR:
                     state[key] = torch.zeros((), dtype=torch.float32, device=device)
 
 
@@ -68,17 +68,18 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     `state_dict` comes first: it makes FSDP re-shard what a forward without backward left gathered.
     Tied weights appear under each of their names. Persistent buffers are included.
     """
-    # to detach DTensors takes long
+    # keep_vars: to detach DTensors takes long
     live = {f"model.{name}": t for name, t in model.state_dict(keep_vars=True).items()}
-    if optimizer is not None:
-        names = {id(param): name for name, param in model.named_parameters()}
-        for param, state in optimizer.state.items():
-            live |= {
-                f"optimizer.{names[id(param)]}.{key}": t
-                for key, t in state.items()
-                if isinstance(t, Tensor)
-            }
-        live |= {f"{GENERATOR}{device}": t[None] for device, t in _rng().items()}
+    if optimizer is None:
+        return live
+    names = {id(param): name for name, param in model.named_parameters()}
+    for param, state in optimizer.state.items():
+        prefix = f"optimizer.{names[id(param)]}"
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                live[f"{prefix}.{key}"] = value
+    for device, generator in _rng().items():
+        live[f"{GENERATOR}{device}"] = generator[None]  # [n] -> [1, n]
     return live
 
 
@@ -93,8 +94,11 @@ def _rng() -> dict[str, Tensor]:
 
 def buffers(live: dict[str, Tensor]) -> dict[str, Tensor]:
     """Host memory for a copy of every shard, to read a checkpoint into."""
-    shards = {name: local(tensor) for name, tensor in live.items()}
-    return {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in shards.items()}
+    copies = {}
+    for name, tensor in live.items():
+        shard = local(tensor)
+        copies[name] = torch.empty(shard.shape, dtype=shard.dtype)
+    return copies
 
 
 STAGING = ("pinned", "pageable", "none")  # kinds of buffers for copies, the best one first
@@ -123,9 +127,11 @@ def free_host_memory() -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    return next(
-        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None
-    )
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            kib = line.split()[1]
+            return int(kib) * 1024
+    return None
 
 
 def stage(
@@ -139,7 +145,7 @@ def stage(
     """
     shards = [local(live[name]) for name in into]
     if computed is None:
-        # one call, so that training has the interpreter meanwhile
+        # one call, so that training has the GIL meanwhile
         torch._foreach_copy_(list(into.values()), shards)
         return None
     stream = torch.cuda.Stream(computed.device)
@@ -166,27 +172,23 @@ def put_back(loaded: dict[str, Tensor], live: dict[str, Tensor]) -> None:
 def select(by_name: dict[str, Any], content: str, exclude: tuple[str, ...]) -> dict[str, Any]:
     """The entries of the kinds in `content` ("model+optimizer") whose names match no pattern
     (fnmatch) in `exclude`."""
-    chosen = {
-        name: value
-        for name, value in by_name.items()
-        if name.partition(".")[0] in content.split("+")
-    }
-    return {
-        name: value
-        for name, value in chosen.items()
-        if not any(fnmatchcase(name, pattern) for pattern in exclude)
-    }
+    kinds = content.split("+")
+    chosen = {}
+    for name, value in by_name.items():
+        excluded = any(fnmatchcase(name, pattern) for pattern in exclude)
+        if name.partition(".")[0] in kinds and not excluded:
+            chosen[name] = value
+    return chosen
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
     """The optimizer's options by group, as JSON: for the record, and for a note if they differ
     after a resume. The learning rate is left out, because its schedule changes it at every step."""
-    groups = [
-        {k: v for k, v in group.items() if k not in ("params", "lr")}
-        for group in optimizer.param_groups
-    ]
-    # lists for tuples
-    return json.loads(json.dumps({f"group {i}": group for i, group in enumerate(groups)}))
+    groups = {}
+    for i, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key not in ("params", "lr")}
+        groups[f"group {i}"] = options
+    return json.loads(json.dumps(groups))  # as it will be read back, with lists for tuples
 
 
 def model_of(path: Path, manifest: dict, families: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -216,12 +218,11 @@ def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:
     """Sentences that say where two JSON values differ. A key that only one of two dicts has is not
     compared: the code that wrote the other did not know it."""
     if isinstance(saved, dict) and isinstance(current, dict):
-        return [
-            line
-            for k in saved
-            if k in current
-            for line in mismatches(saved[k], current[k], f"{key}.{k}" if key else k)
-        ]
+        lines = []
+        for k in saved:
+            if k in current:
+                lines += mismatches(saved[k], current[k], f"{key}.{k}" if key else k)
+        return lines
     if saved == current:
         return []
     return [f"{key} is {json.dumps(saved)} in the checkpoint and {json.dumps(current)} here"]
@@ -243,33 +244,45 @@ def check_fits(
     its ranks call this and come to the same verdict. A rank may then want a part of the model only,
     as a stage of a pipeline does: a name is superfluous if no rank wants it.
     """
-    lines, stored = [], manifest["tensors"]
-    for name, tensor in wanted.items():
-        if name not in stored:
-            lines.append(f"{name} is missing from it")
-        elif (saved := stored[name]["shape"]) != list(tensor.shape):
-            lines.append(f"{name} has shape {saved} there and {list(tensor.shape)} here")
-        elif (saved := stored[name]["dtype"]) != CODES[tensor.dtype]:
-            lines.append(f"{name} has type {saved} there and {CODES[tensor.dtype]} here")
+    stored = manifest["tensors"]
+    lines = _differences(stored, wanted)
     names = list(select(stored, content, exclude))
-    flags = torch.tensor([bool(lines), *(name in wanted for name in names)], dtype=torch.uint8)
+    # uint8 [1 + names]: does it differ on this rank; does this rank want the tensor
+    flags = [bool(lines)] + [name in wanted for name in names]
+    on_any_rank = torch.tensor(flags, dtype=torch.uint8)
     if group is not None:
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group)
-    differs, *is_wanted = flags.tolist()
+        dist.all_reduce(on_any_rank, dist.ReduceOp.MAX, group)
+    differs, *is_wanted = on_any_rank.tolist()
     if differs and group is not None:
         of_ranks: list = [None] * dist.get_world_size(group)
         dist.all_gather_object(of_ranks, lines[:1000], group)
-        lines = list(dict.fromkeys(line for of_rank in of_ranks for line in of_rank))
-    lines += [
-        f"{name} is in it and not in this run"
-        for name, flag in zip(names, is_wanted, strict=True)
-        if not flag
-    ]
+        in_order = itertools.chain.from_iterable(of_ranks)
+        lines = list(dict.fromkeys(in_order))  # each once
+    for name, flag in zip(names, is_wanted, strict=True):
+        if not flag:
+            lines.append(f"{name} is in it and not in this run")
     if lines:
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise InputError(
             f"{path} does not fit this model and optimizer: {'; '.join(lines[:4])}{more}"
         )
+
+
+def _differences(stored: dict, wanted: dict) -> list[str]:
+    """Sentences that say which of the wanted tensors are not stored as they are here."""
+    lines = []
+    for name, tensor in wanted.items():
+        if name not in stored:
+            lines.append(f"{name} is missing from it")
+            continue
+        shape = list(tensor.shape)
+        dtype = CODES[tensor.dtype]
+        saved = stored[name]
+        if saved["shape"] != shape:
+            lines.append(f"{name} has shape {saved['shape']} there and {shape} here")
+        elif saved["dtype"] != dtype:
+            lines.append(f"{name} has type {saved['dtype']} there and {dtype} here")
+    return lines
 
 
 def read(
@@ -280,12 +293,24 @@ def read(
     check: bool,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Fill the `wanted` tensors from the buffers, once every rank has read all of its part into
-    them. Raises Damaged on all ranks, with nothing changed. Without a process group, this process
-    reads for itself alone."""
-    reader, planner = FileReader(path, manifest, check), OwnBoxes(wanted, buffers)
-    protocol.load(reader, planner, group)
+    """Fill the `wanted` tensors, once every rank has read all of its part into the buffers. Raises
+    Damaged on all ranks, with nothing changed. Without a process group, this process reads for
+    itself alone.
+
+    check: verify every block that is read. The manifest has been checked (`verify.read_manifest`).
+    """
+    on_every_rank(group, _read_into_buffers, path, manifest, wanted, buffers, check)
     put_back(buffers, wanted)
+
+
+def _read_into_buffers(
+    path: Path, manifest: dict, wanted: dict, buffers: dict, check: bool
+) -> None:
+    boxes = {name: storage.box_of(name, tensor) for name, tensor in wanted.items()}
+    try:
+        storage.read(path, manifest, boxes, buffers, check)
+    except OSError as error:
+        raise Damaged(f"{error.filename or path}: {error.strerror or error}") from None
 
 
 def load_model(folder: Path, model: nn.Module, check: bool = True) -> dict:
@@ -325,14 +350,12 @@ def scatter_from_rank_0(whole: dict[str, Tensor] | None, model: nn.Module) -> No
     live = model.state_dict()
     answer = [""]
     if dist.get_rank() == 0:
-        expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
-        received = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
+        expected = {name: (tensor.shape, tensor.dtype) for name, tensor in live.items()}
+        received = {name: (tensor.shape, tensor.dtype) for name, tensor in whole.items()}
         wrong = [name for name in expected | received if expected.get(name) != received.get(name)]
-        answer = [
-            f"these tensors are not the model's: {', '.join(wrong[:4])} ({len(wrong)} in all)"
-            if wrong
-            else ""
-        ]
+        if wrong:
+            some = ", ".join(wrong[:4])
+            answer = [f"these tensors are not the model's: {some} ({len(wrong)} in all)"]
     dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
     if answer[0]:
         raise InputError(answer[0])

@@ -1,15 +1,20 @@
 """How a rank writes and reads its part of a checkpoint (`verify.py` describes the files).
 
-Every rank works out from the meshes of the live tensors which parts it writes: a `Plan`, made once
-and used as long as names, shapes and placements stay. torch.distributed.checkpoint (DCP) drives
-this (`protocol.py`), with planners of ours that need no other rank. Its own planners plan all parts
-of all ranks on rank 0, at every save, and gather there what was written: 33 s of processor time at
-128 ranks of a 70B model, and more with each rank. Their cached plans (`enable_plan_caching` of
-DefaultSavePlanner) save the first half of that only.
+**To save**, every rank computes from the meshes of the live tensors which parts it writes: a
+`SavePlan`, made once and used as long as names, shapes and placements stay. It needs no other rank.
+torch.distributed.checkpoint (DCP) plans all parts of all ranks on rank 0, at every save, and
+gathers there what was written: 33 s of processor time at 128 ranks of a 70B model, and more with
+each rank. Its cached plans (`enable_plan_caching` of DefaultSavePlanner) save the first half of
+that only. It also computes wrong boxes (torch 2.13, `compute_local_shape_and_global_offset`) where
+FSDP cuts a shard of tensor parallelism into uneven pieces: 7 rows on 3 x 2 ranks, for example.
 
 DCP's FileSystemWriter is not used: its `.metadata` is a pickle, its items are torch.save archives
 whose CRC32 nobody checks, and an error in one of its writer threads is lost (pytorch#191391). Each
 of our files is also a valid safetensors file that any tool opens.
+
+**To load** on any mesh, DCP plans the resharding (`plan_reads`): from the chunks that were saved
+and the box that this rank holds now, it computes which region of each chunk goes where. It is given
+only the chunks that overlap the box, so the plan does not grow with the ranks that saved.
 """
 
 import heapq
@@ -25,6 +30,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -72,38 +84,51 @@ def cuts(tensor: DTensor) -> list[tuple[int, int]]:
     whose cut comes second although its mesh dimension comes first. Raises ValueError for a
     placement that is no shard and no replica.
     """
-    placements = list(enumerate(tensor.placements))
-    if not all(p.is_replicate() or hasattr(p, "dim") for _, p in placements):
-        raise ValueError(f"a tensor with the placements {tensor.placements} cannot be saved")
-    sharded = [
-        (p.dim, d, isinstance(p, _StridedShard)) for d, p in placements if not p.is_replicate()
-    ]
-    return [(dim, d) for dim, d, strided in sorted(sharded, key=lambda cut: cut[2])]
+    first: list[tuple[int, int]] = []
+    second: list[tuple[int, int]] = []
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        if not hasattr(placement, "dim"):
+            raise ValueError(f"a tensor with the placements {tensor.placements} cannot be saved")
+        cut = (placement.dim, mesh_dim)
+        if isinstance(placement, _StridedShard):
+            second.append(cut)
+        else:
+            first.append(cut)
+    return first + second
 
 
 def box_of(name: str, tensor: Tensor) -> Box:
     """The box of the whole tensor that this rank holds."""
+    shape = list(tensor.shape)
     if name.startswith(GENERATOR):
-        return [dist.get_rank(), 0], list(tensor.shape)
+        return [dist.get_rank(), 0], shape
     if not isinstance(tensor, DTensor):
-        return [0] * tensor.ndim, list(tensor.shape)
-    mesh, order = tensor.device_mesh, cuts(tensor)
-    split = [[dim, mesh.size(d), 1] for dim, d in order]
-    return layout.box_at(list(tensor.shape), split, [mesh.get_local_rank(d) for _, d in order])
+        return [0] * tensor.ndim, shape
+    mesh = tensor.device_mesh
+    split = []
+    pieces = []
+    for dim, mesh_dim in cuts(tensor):
+        split.append([dim, mesh.size(mesh_dim), 1])
+        pieces.append(mesh.get_local_rank(mesh_dim))
+    return layout.box_at(shape, split, pieces)
 
 
 def strides(mesh: DeviceMesh) -> tuple[int, list[int]]:
-    """The first rank of a mesh, and how many ranks further on the next one is along each dimension."""
+    """The first rank of a mesh, and how many ranks further on the next one is along each dimension.
+    Raises ValueError if the ranks are not evenly spaced."""
     ranks = mesh.mesh
     first = int(ranks.flatten()[0])
-    steps = [
-        int(ranks.select(d, min(1, n - 1)).flatten()[0]) - first for d, n in enumerate(ranks.shape)
-    ]
+    steps = []
     expected = torch.tensor(first)
-    for d, (n, step) in enumerate(zip(ranks.shape, steps, strict=True)):
-        expected = expected + (torch.arange(n) * step).view(
-            [n if i == d else 1 for i in range(ranks.ndim)]
-        )
+    for dim, size in enumerate(ranks.shape):
+        second = ranks.select(dim, min(1, size - 1)).flatten()[0]
+        step = int(second) - first
+        steps.append(step)
+        along_dim = [1] * ranks.ndim
+        along_dim[dim] = size
+        expected = expected + (torch.arange(size) * step).view(along_dim)
     if not torch.equal(expected, ranks.to(expected)):
         raise ValueError(f"a mesh whose ranks are not evenly spaced cannot be saved: {ranks}")
     return first, steps
@@ -122,32 +147,45 @@ def describe(live: Mapping[str, Tensor], ranks: int, holders: range) -> dict[str
     # replicas of a kind -> a heap of (bytes, distance from the first)
     loads: dict[tuple, list[tuple[int, int]]] = {}
     for name, tensor in live.items():
-        shape, dtype = list(tensor.shape), CODES[tensor.dtype]
+        shape = list(tensor.shape)
+        dtype = CODES[tensor.dtype]
         if name.startswith(GENERATOR):
-            rows[name] = {
-                "dtype": dtype,
-                "shape": [ranks, shape[1]],
-                "first": 0,
-                "split": [[0, ranks, 1]],
-            }
+            split = [[0, ranks, 1]]
+            rows[name] = {"dtype": dtype, "shape": [ranks, shape[1]], "first": 0, "split": split}
             continue
-        first, split, replicas = holders.start, [], [(len(holders), 1)]
+        first = holders.start
+        split = []
+        replicas = [(len(holders), 1)]
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
-            first, steps = known.setdefault(id(mesh), known.get(id(mesh)) or strides(mesh))
-            split = [[dim, mesh.size(d), steps[d]] for dim, d in cuts(tensor) if mesh.size(d) > 1]
-            whole = [d for d, placement in enumerate(tensor.placements) if placement.is_replicate()]
-            replicas = [(mesh.size(d), steps[d]) for d in whole if mesh.size(d) > 1]
-        size = verify.nbytes(dtype, shape) // math.prod(pieces for _, pieces, _ in split)
+            if id(mesh) not in known:
+                known[id(mesh)] = strides(mesh)
+            first, steps = known[id(mesh)]
+            for dim, mesh_dim in cuts(tensor):
+                if mesh.size(mesh_dim) > 1:
+                    split.append([dim, mesh.size(mesh_dim), steps[mesh_dim]])
+            replicas = _replicas(tensor, steps)
+        pieces = math.prod(count for _, count, _ in split)
+        size = verify.nbytes(dtype, shape) // pieces
         if size >= SMALL and replicas:
-            load = loads.setdefault(
-                (first, *replicas), [(0, distance) for distance in distances(replicas)]
-            )
-            least, distance = load[0]
-            heapq.heapreplace(load, (least + size, distance))
+            kind = (first, *replicas)
+            if kind not in loads:
+                loads[kind] = [(0, distance) for distance in distances(replicas)]
+            load, distance = loads[kind][0]
+            heapq.heapreplace(loads[kind], (load + size, distance))
             first += distance
         rows[name] = {"dtype": dtype, "shape": shape, "first": first, "split": split}
     return rows
+
+
+def _replicas(tensor: DTensor, steps: list[int]) -> list[tuple[int, int]]:
+    """(how many, stride in ranks) of each mesh dimension along which ranks hold the same shard."""
+    mesh = tensor.device_mesh
+    found = []
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate() and mesh.size(mesh_dim) > 1:
+            found.append((mesh.size(mesh_dim), steps[mesh_dim]))
+    return found
 
 
 def distances(replicas: list[tuple[int, int]]) -> list[int]:
@@ -167,9 +205,8 @@ def share_rows(rows: dict[str, dict], group: dist.ProcessGroup) -> dict[str, dic
     sends its rows to all. Where two kinds have a name in common (tied weights of two stages), the
     lower rank's row counts. Raises ValueError if their shapes differ.
     """
-    mine = int.from_bytes(
-        bytes.fromhex(verify.digest(json.dumps(rows).encode())), "big", signed=True
-    )
+    digits = verify.digest(json.dumps(rows).encode())
+    mine = int.from_bytes(bytes.fromhex(digits), "big", signed=True)
     kinds = torch.empty(dist.get_world_size(group), 1, dtype=torch.int64)
     dist.all_gather(list(kinds), torch.tensor([mine]), group)
     first_of_kind: dict[int, int] = {}
@@ -192,7 +229,7 @@ def share_rows(rows: dict[str, dict], group: dist.ProcessGroup) -> dict[str, dic
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """What one rank writes. It holds for all states with the same names, shapes, types and
     placements."""
 
@@ -201,20 +238,25 @@ class Plan:
     boxes: dict[str, Box]  # the parts that this rank writes, in the order of its file
 
     @staticmethod
-    def make(live: Mapping[str, Tensor], rows: dict[str, dict], rank: int) -> "Plan":
+    def make(live: Mapping[str, Tensor], rows: dict[str, dict], rank: int) -> "SavePlan":
         """rows: of all tensors of all ranks. Raises ValueError if this rank holds another shard
         than its row says."""
-        boxes = {name: box for name in live if (box := layout.box_of_rank(rows[name], rank))}
-        for name, (_, shape) in boxes.items():
-            if shape != list(local(live[name]).shape):
-                raise ValueError(
-                    f"{name}: a shard of shape {list(local(live[name]).shape)}, {shape} expected"
-                )
+        boxes: dict[str, Box] = {}
+        for name, tensor in live.items():
+            box = layout.box_of_rank(rows[name], rank)
+            if box is None:
+                continue
+            shape = list(local(tensor).shape)
+            if shape != box[1]:
+                raise ValueError(f"{name}: a shard of shape {shape}, {box[1]} expected")
+            boxes[name] = box
+
+        def by_size(name: str) -> tuple[int, str]:
+            dtype = rows[name]["dtype"]
+            return -verify.SIZES[dtype], dtype
+
         # Largest elements first: every part is then aligned to its element size, as in safetensors.
-        order = sorted(
-            boxes, key=lambda name: (-verify.SIZES[rows[name]["dtype"]], rows[name]["dtype"])
-        )
-        return Plan(rows, rank, {name: boxes[name] for name in order})
+        return SavePlan(rows, rank, {name: boxes[name] for name in sorted(boxes, key=by_size)})
 
     @cached_property
     def table(self) -> verify.Rows:
@@ -224,13 +266,15 @@ class Plan:
     @cached_property
     def head(self) -> bytes:
         """The head of this rank's file, with a 0 for each digit of a hash."""
-        digits = 16 * sum(-(-self.bytes_of(name) // verify.BLOCK) for name in self.boxes)
-        table: dict[str, dict] = {verify.METADATA: {"format": "pt", "hashes": "0" * digits}}
-        end = 0
+        hashes = sum(-(-self.bytes_of(name) // verify.BLOCK) for name in self.boxes)
+        table: dict[str, dict] = {verify.METADATA: {"format": "pt", "hashes": "0" * 16 * hashes}}
+        start = 0
         for name, box in self.boxes.items():
-            start, end = end, end + self.bytes_of(name)
-            row = {"dtype": self.rows[name]["dtype"], "shape": box[1], "data_offsets": [start, end]}
+            end = start + self.bytes_of(name)
+            dtype = self.rows[name]["dtype"]
+            row = {"dtype": dtype, "shape": box[1], "data_offsets": [start, end]}
             table[verify.part_name(name, box)] = row
+            start = end
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
@@ -246,10 +290,11 @@ class Plan:
 
 def kind_of(live: Mapping[str, Tensor]) -> list[tuple]:
     """What a plan depends on: two states with equal kinds can share one."""
-    return [
-        (name, t.shape, t.dtype, t.placements if isinstance(t, DTensor) else None)
-        for name, t in live.items()
-    ]
+    kind = []
+    for name, tensor in live.items():
+        placements = tensor.placements if isinstance(tensor, DTensor) else None
+        kind.append((name, tensor.shape, tensor.dtype, placements))
+    return kind
 
 
 # --------------------------------------------------------------------------------------------------
@@ -268,11 +313,9 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raises NotFinite, naming the tensor. Only where a norm is not finite, which may be an
     overflow, is each value looked at."""
     for name, tensor in tensors.items():
-        if (
-            tensor.is_floating_point()
-            and not torch.linalg.vector_norm(tensor).isfinite()
-            and not tensor.isfinite().all()
-        ):
+        if not tensor.is_floating_point() or torch.linalg.vector_norm(tensor).isfinite():
+            continue
+        if not tensor.isfinite().all():
             raise NotFinite(f"{name} has values that are not finite")
 
 
@@ -288,7 +331,7 @@ class OneByOne:
         check_finite({name: tensor})
         return as_bytes(tensor)
 
-    def spans(self, plan: Plan) -> Iterator[tuple[memoryview, list[memoryview]]]:
+    def spans(self, plan: SavePlan) -> Iterator[tuple[memoryview, list[memoryview]]]:
         for name in plan.boxes:
             data = self.bytes_of(name)
             yield data, blocks(data)
@@ -298,7 +341,7 @@ class Staged:
     """Host memory for a copy of the parts that a rank writes: one block, in the order of the rank's
     file.
 
-    A thread that hashes and writes a checkpoint needs Python's lock before and after each call, and
+    A thread that hashes and writes a checkpoint needs the GIL before and after each call, and
     training needs it for each operation. So all that is done at every save is one call for many
     tensors, not some calls for each.
 
@@ -306,32 +349,33 @@ class Staged:
     to a power of two.
     """
 
-    def __init__(self, plan: Plan, pin: bool):
+    def __init__(self, plan: SavePlan, pin: bool):
         # Touched here and not in the first save, because fresh pages cost several times the copy
         # itself.
         self.block = torch.zeros(plan.nbytes, dtype=torch.uint8, pin_memory=pin)
+        self.data = as_bytes(self.block)
         self.tensors: dict[str, Tensor] = {}  # views of the block, by name
         self.floating: list[Tensor] = []  # views of it too, one for all parts of a type
-        # the whole block, and what has a hash of its own
-        self.data, self.hashed = as_bytes(self.block), []
-        end = 0
+        self.hashed: list[memoryview] = []  # pieces of it that have a hash each
+        start = 0
         for code, names in itertools.groupby(plan.boxes, lambda name: plan.rows[name]["dtype"]):
-            first = end
+            dtype = DTYPES[code]
+            first = start
             for name in names:
-                start, end = end, end + plan.bytes_of(name)
-                self.tensors[name] = (
-                    self.block[start:end].view(DTYPES[code]).view(plan.boxes[name][1])
-                )
+                end = start + plan.bytes_of(name)
+                part = self.block[start:end].view(dtype)
+                self.tensors[name] = part.view(plan.boxes[name][1])
                 self.hashed += blocks(self.data[start:end])
-            if DTYPES[code].is_floating_point:
-                self.floating.append(self.block[first:end].view(DTYPES[code]))
+                start = end
+            if dtype.is_floating_point:
+                self.floating.append(self.block[first:start].view(dtype))
 
     def check_finite(self) -> None:
         """Raises NotFinite, naming the tensor."""
         if not all(torch.linalg.vector_norm(values).isfinite() for values in self.floating):
             check_finite(self.tensors)
 
-    def spans(self, plan: Plan) -> Iterator[tuple[memoryview, list[memoryview]]]:
+    def spans(self, plan: SavePlan) -> Iterator[tuple[memoryview, list[memoryview]]]:
         yield self.data, self.hashed
 
 
@@ -345,7 +389,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def write(folder: Path, plan: Plan, parts: OneByOne | Staged) -> list:
+def write(folder: Path, plan: SavePlan, parts: OneByOne | Staged) -> list:
     """Write this rank's file into `folder` and sync it. Returns its row in the manifest's `files`.
 
     parts: what its parts hold: spans of bytes in the order of the file, each with its blocks. The
@@ -358,7 +402,8 @@ def write(folder: Path, plan: Plan, parts: OneByOne | Staged) -> list:
             stream.write(data)
             hashes += map(verify.digest, hashed)  # a loop in C: Python runs for no single block
         size = stream.tell()
-        head = plan.head.replace(b"0" * 16 * len(hashes), "".join(hashes).encode(), 1)
+        zeros = b"0" * 16 * len(hashes)
+        head = plan.head.replace(zeros, "".join(hashes).encode(), 1)
         stream.seek(0)
         stream.write(head)
         stream.flush()
@@ -368,6 +413,36 @@ def write(folder: Path, plan: Plan, parts: OneByOne | Staged) -> list:
 
 # --------------------------------------------------------------------------------------------------
 # reading
+
+
+# the box of a stored part, and DCP's item: which region of the part goes where in the wanted box
+Read = tuple[Box, ReadItem]
+
+
+def plan_reads(manifest: dict, boxes: Mapping[str, Box]) -> dict[int, list[Read]]:
+    """What to read from each rank's file so that these boxes are filled, by rank.
+
+    `verify.parts_in` finds the parts that overlap a box without a list of all parts. DCP's
+    resharding does the rest.
+    """
+    plan: dict[int, list[Read]] = {}
+    for name, box in boxes.items():
+        row = manifest["tensors"][name]
+        parts = list(verify.parts_in(manifest, name, box))
+        saved = TensorStorageMetadata(
+            TensorProperties(DTYPES[row["dtype"]]),
+            torch.Size(row["shape"]),
+            [_chunk(part_box) for _, part_box in parts],
+        )
+        for item in create_read_items_for_chunk_list(name, saved, [_chunk(box)]):
+            rank, part_box = parts[item.storage_index.index]
+            plan.setdefault(rank, []).append((part_box, item))
+    return plan
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    offset, shape = box
+    return ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
 
 
 def read(
@@ -381,55 +456,58 @@ def read(
     hold them, and no other. With `check`, every block that is read is verified. Raises Damaged or
     OSError.
     """
-    wanted: dict[int, list[tuple[str, Box]]] = {}
-    for name, box in boxes.items():
-        for rank, part_box in verify.parts_in(manifest, name, box):
-            wanted.setdefault(rank, []).append((name, part_box))
-    for rank, parts in wanted.items():
+    for rank, reads in plan_reads(manifest, boxes).items():
         with Shard(folder, manifest, rank, check) as shard:
-            found = [(shard.find(name, part_box), name, part_box) for name, part_box in parts]
-            for part, name, part_box in sorted(found, key=lambda row: row[0]["start"]):
-                box = boxes[name]
-                shared = layout.overlap(part_box, box)
-                target = into[name]
-                if shared[1] != box[1]:
-                    target = target[_slices(shared, box[0])]
-                whole = shared[1] == list(part_box[1]) and target.dtype == DTYPES[part["dtype"]]
-                # straight into its place: no second copy in memory
-                if whole and target.is_contiguous():
-                    verify.read_blocks(
-                        shard.stream, shard.label(name), part, 0, as_bytes(target), check
-                    )
-                else:
-                    target.copy_(
-                        _read_part(shard, name, part, _relative(shared, part_box[0]), check)
-                    )
+            located = []
+            for part_box, item in reads:
+                part = shard.find(item.dest_index.fqn, part_box)
+                located.append((part, item))
+            located.sort(key=_start)  # in the order of the file
+            for part, item in located:
+                _read_item(shard, part, item, into[item.dest_index.fqn], check)
 
 
-def _relative(box: Box, origin: list[int]) -> Box:
-    return [start - zero for start, zero in zip(box[0], origin, strict=True)], box[1]
+def _start(located: tuple[dict, ReadItem]) -> int:
+    return located[0]["start"]
 
 
-def _slices(box: Box, origin: list[int]) -> tuple[slice, ...]:
-    return tuple(
-        slice(start, start + length) for start, length in zip(*_relative(box, origin), strict=True)
-    )
+def _read_item(shard: Shard, part: dict, item: ReadItem, into: Tensor, check: bool) -> None:
+    """Fill the region of `into` that a read item names."""
+    name = item.dest_index.fqn
+    target = into
+    if item.lengths != into.shape:
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            target = target.narrow(dim, start, length)
+    whole_part = list(item.lengths) == part["shape"] and target.dtype == DTYPES[part["dtype"]]
+    if whole_part and target.is_contiguous():
+        # straight into its place: no second copy in memory
+        label = shard.label(name)
+        verify.read_blocks(shard.stream, label, part, 0, as_bytes(target), check)
+    else:
+        region = (list(item.storage_offsets), list(item.lengths))
+        target.copy_(_read_part(shard, name, part, region, check))
 
 
 def _read_part(shard: Shard, name: str, part: dict, box: Box, check: bool) -> Tensor:
     """This box of a part. Its rows are read in whole blocks and then cut to the box."""
-    shape, dtype = part["shape"], DTYPES[part["dtype"]]
+    shape = part["shape"]
     size = verify.nbytes(part["dtype"], shape)
-    row_bytes = size // shape[0] if shape else size
-    first_row, rows = (box[0][0], box[1][0]) if shape else (0, 1)
-    first_block = first_row * row_bytes // verify.BLOCK
-    begin = first_block * verify.BLOCK
-    end = min(-(-(first_row + rows) * row_bytes // verify.BLOCK) * verify.BLOCK, size)
-    buffer = torch.empty(end - begin, dtype=torch.uint8)
-    verify.read_blocks(
-        shard.stream, shard.label(name), part, first_block, memoryview(buffer.numpy()), check
-    )
-    cut = buffer[first_row * row_bytes - begin : (first_row + rows) * row_bytes - begin].view(dtype)
+    first_row = 0
+    rows = 1
+    row_bytes = size
+    if shape:
+        first_row = box[0][0]
+        rows = box[1][0]
+        row_bytes = size // shape[0]
+    begin = first_row * row_bytes
+    end = begin + rows * row_bytes
+    first_block = begin // verify.BLOCK
+    read_from = first_block * verify.BLOCK
+    read_to = min(-(-end // verify.BLOCK) * verify.BLOCK, size)
+    buffer = torch.empty(read_to - read_from, dtype=torch.uint8)
+    into = memoryview(buffer.numpy())
+    verify.read_blocks(shard.stream, shard.label(name), part, first_block, into, check)
+    cut = buffer[begin - read_from : end - read_from].view(DTYPES[part["dtype"]])
     if not shape:
         return cut[0]
     cut = cut.view(rows, *shape[1:])

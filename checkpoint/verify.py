@@ -93,7 +93,7 @@ class Damaged(Exception):
 
 
 # The hash of bytes, as 16 digits. xxh3 (64 bits) is the fastest hash that depends on their order:
-# several GB/s on one core. It does not hold Python's lock for more than 64 KB.
+# several GB/s on one core. It releases the GIL above 64 KB.
 digest: Callable[[bytes | memoryview], str] = xxhash.xxh3_64_hexdigest
 
 
@@ -113,7 +113,8 @@ def parse_name(name: str) -> tuple[int, int] | None:
     match = NAME.fullmatch(name)
     if not match:
         return None
-    step, attempt = int(match[1]), int(match[2] or 0)
+    step = int(match[1])
+    attempt = int(match[2] or 0)
     return (attempt, step) if step_name(step, attempt) == name else None
 
 
@@ -154,7 +155,7 @@ def newest(folder: Path) -> Path:
 class Rows(dict[str, dict]):
     """The `tensors` of a manifest, for a run that writes the same ones at every save. They are
     checked once and made into text once: for thousands of tensors that takes 50 ms, in which
-    training would wait for Python's lock."""
+    training would wait for the GIL."""
 
     checked_for: int | None = None  # a number of files
 
@@ -185,11 +186,9 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 def _text(value: object) -> str:
     """JSON that does not depend on the order of keys."""
-    return (
-        value.text
-        if isinstance(value, Rows)
-        else json.dumps(value, sort_keys=True, separators=(",", ":"))
-    )
+    if isinstance(value, Rows):
+        return value.text
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def _hash_of(texts: dict[str, str]) -> str:
@@ -252,12 +251,15 @@ def is_whole(folder: Path) -> bool:
     """Whether a checkpoint has all its files in their full size. Reads no tensor, so damaged bytes
     do not show."""
     try:
-        files = enumerate(read_manifest(folder)["files"])
-        return all(
-            (folder / file_name(rank)).lstat().st_size == file[0] for rank, file in files if file
-        )
+        for rank, file in enumerate(read_manifest(folder)["files"]):
+            if file is None:
+                continue
+            size, _ = file
+            if (folder / file_name(rank)).lstat().st_size != size:
+                return False
     except (Damaged, InputError, OSError):
         return False
+    return True
 
 
 def file_name(rank: int) -> str:
@@ -266,7 +268,8 @@ def file_name(rank: int) -> str:
 
 def part_name(name: str, box: Box) -> str:
     """The name of one part of a tensor in a file, such as `model.norm.weight[8:16]`."""
-    return f"{name}[{','.join(f'{start}:{start + length}' for start, length in zip(*box, strict=True))}]"
+    ranges = [f"{start}:{start + length}" for start, length in zip(*box, strict=True)]
+    return f"{name}[{','.join(ranges)}]"
 
 
 def _check(manifest: dict) -> None:
@@ -283,7 +286,10 @@ def _check(manifest: dict) -> None:
         if type(size) is not int or not HEX.fullmatch(header_hash):
             raise ValueError(f"file {rank}: {file}")
     tensors = manifest["tensors"]
-    tensors.check(len(files)) if isinstance(tensors, Rows) else _check_rows(tensors, len(files))
+    if isinstance(tensors, Rows):
+        tensors.check(len(files))
+    else:
+        _check_rows(tensors, len(files))
 
 
 def _check_rows(tensors: dict[str, dict], ranks: int) -> None:
@@ -306,28 +312,33 @@ def _check_format_1(manifest: dict) -> None:
             raise ValueError(f"{name}: shape {tensor['shape']}")
         filled = 0
         for part in tensor["parts"]:
-            offset, shape, file = part["offset"], part["shape"], files[part["file"]]
-            size = nbytes(tensor["dtype"], shape)
-            inside = (
-                layout.is_counts(offset)
-                and layout.is_counts(shape)
-                and len(offset) == len(shape) == len(tensor["shape"])
-            )
-            inside = inside and all(
-                o + n <= whole for o, n, whole in zip(offset, shape, tensor["shape"], strict=True)
-            )
-            if (
-                not inside
-                or not file["header"] <= part["start"] <= part["start"] + size <= file["size"]
-            ):
-                raise ValueError(f"{name}: the part at {offset} lies outside of its tensor or file")
+            file = files[part["file"]]
+            size = nbytes(tensor["dtype"], part["shape"])
+            start = part["start"]
+            in_file = file["header"] <= start <= start + size <= file["size"]
+            if not (_lies_inside(part, tensor["shape"]) and in_file):
+                raise ValueError(
+                    f"{name}: the part at {part['offset']} lies outside of its tensor or file"
+                )
             if len(part["hashes"]) != -(-size // BLOCK):
                 raise ValueError(f"{name}: {len(part['hashes'])} hashes for {size} bytes")
-            filled += math.prod(shape)
+            filled += math.prod(part["shape"])
         if filled != math.prod(tensor["shape"]):
             raise ValueError(
                 f"{name}: its parts hold {filled} of {math.prod(tensor['shape'])} elements"
             )
+
+
+def _lies_inside(part: dict, whole: list[int]) -> bool:
+    """Whether a part's box lies inside of a tensor of shape `whole`."""
+    offset = part["offset"]
+    shape = part["shape"]
+    if not (layout.is_counts(offset) and layout.is_counts(shape)):
+        return False
+    if not len(offset) == len(shape) == len(whole):
+        return False
+    ends = [start + length for start, length in zip(offset, shape, strict=True)]
+    return all(end <= length for end, length in zip(ends, whole, strict=True))
 
 
 def _as_now(manifest: dict) -> dict:
@@ -347,11 +358,10 @@ def _as_now(manifest: dict) -> dict:
             tensors[name] = tensor
     for name, by_rank in generators.items():
         length = next(iter(by_rank.values()))["shape"][0]
-        parts = [
-            part | {"offset": [rank, 0], "shape": [1, length]}
-            for rank, t in by_rank.items()
-            for part in t["parts"]
-        ]
+        parts = []
+        for rank, tensor in by_rank.items():
+            for part in tensor["parts"]:
+                parts.append(part | {"offset": [rank, 0], "shape": [1, length]})
         tensors[name] = {"dtype": "U8", "shape": [max(by_rank) + 1, length], "parts": parts}
     return {**manifest, "files": files, "tensors": tensors}
 
@@ -377,8 +387,10 @@ class Shard:
     """
 
     def __init__(self, folder: Path, manifest: dict, rank: int, check: bool = True):
-        self.manifest, self.rank, self.path = manifest, rank, folder / file_name(rank)
-        path = self.path
+        path = folder / file_name(rank)
+        self.manifest = manifest
+        self.rank = rank
+        self.path = path
         self.size, header_hash = manifest["files"][rank]
         try:
             self.stream = open_regular(path)
@@ -393,11 +405,10 @@ class Shard:
             if check and (actual := digest(head)) != header_hash:
                 raise Damaged(f"{path} at byte 0: hash {header_hash} expected, {actual} found")
             self.header = len(head)
-            self.parts = (
-                self._parts_of_format_1()
-                if manifest["format"] == 1
-                else self._parts(json.loads(head[8:]))
-            )
+            if manifest["format"] == 1:
+                self.parts = self._parts_of_format_1()
+            else:
+                self.parts = self._parts(json.loads(head[8:]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self.stream.close()
             raise Damaged(f"{path}: not a header ({type(error).__name__}: {error})") from None
@@ -408,14 +419,15 @@ class Shard:
     def _parts(self, header: dict) -> dict[str, dict]:
         """The table of parts: name -> dtype, shape, start (a byte of the file) and the hashes of
         its blocks."""
-        hashes, parts, used = header.pop(METADATA)["hashes"], {}, 0
+        hashes = header.pop(METADATA)["hashes"]  # 16 digits for each block
+        parts = {}
+        used = 0
         for name, row in header.items():
             begin, end = row["data_offsets"]
-            size, blocks = end - begin, -(-(end - begin) // BLOCK)
-            if (
-                size != nbytes(row["dtype"], row["shape"])
-                or not 0 <= begin <= end <= self.size - self.header
-            ):
+            size = end - begin
+            blocks = -(-size // BLOCK)
+            in_file = 0 <= begin <= end <= self.size - self.header
+            if size != nbytes(row["dtype"], row["shape"]) or not in_file:
                 raise ValueError(f"{name}: data_offsets {begin}, {end}")
             own = hashes[16 * used : 16 * (used + blocks)]
             if len(own) != 16 * blocks:
@@ -430,25 +442,26 @@ class Shard:
         return parts
 
     def _parts_of_format_1(self) -> dict[str, dict]:
-        file, parts = file_name(self.rank), {}
+        file = file_name(self.rank)
+        parts = {}
         for name, tensor in self.manifest["tensors"].items():
             for part in tensor["parts"]:
-                if part["file"] == file:
-                    row = {
-                        "dtype": tensor["dtype"],
-                        **{key: part[key] for key in ("shape", "start", "hashes")},
-                    }
-                    parts[part_name(name, (part["offset"], part["shape"]))] = row
+                if part["file"] != file:
+                    continue
+                box = (part["offset"], part["shape"])
+                parts[part_name(name, box)] = {
+                    "dtype": tensor["dtype"],
+                    "shape": part["shape"],
+                    "start": part["start"],
+                    "hashes": part["hashes"],
+                }
         return parts
 
     def find(self, name: str, box: Box) -> dict:
         """The part of a tensor that the manifest says lies here. Raises Damaged if it does not."""
         part = self.parts.get(part_name(name, box))
-        if (
-            part is None
-            or part["dtype"] != self.manifest["tensors"][name]["dtype"]
-            or part["shape"] != list(box[1])
-        ):
+        dtype = self.manifest["tensors"][name]["dtype"]
+        if part is None or part["dtype"] != dtype or part["shape"] != list(box[1]):
             raise Damaged(
                 f"{self.path}: it does not hold {part_name(name, box)}, as the manifest says"
             )
@@ -478,14 +491,21 @@ def read_blocks(
 
     label: what is read, for the message. part: as in `Shard.parts`. Raises Damaged.
     """
-    stream.seek(part["start"] + first * BLOCK)
+    start = part["start"] + first * BLOCK
+    stream.seek(start)
     for i in range(0, len(into), BLOCK):
-        block, position = into[i : i + BLOCK], part["start"] + first * BLOCK + i
-        if (count := stream.readinto(block)) != len(block):
+        block = into[i : i + BLOCK]
+        position = start + i
+        count = stream.readinto(block)
+        if count != len(block):
             raise Damaged(
                 f"{label}: ends at byte {position + count}, {position + len(block)} expected"
             )
-        if check and (actual := digest(block)) != (expected := part["hashes"][first + i // BLOCK]):
+        if not check:
+            continue
+        expected = part["hashes"][first + i // BLOCK]
+        actual = digest(block)
+        if actual != expected:
             raise Damaged(f"{label} at byte {position}: hash {expected} expected, {actual} found")
 
 
@@ -509,15 +529,15 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda n: None) -> 
 
 def _verify_shard(shard: Shard, buffer: memoryview, progress: Callable[[int], object]) -> None:
     if shard.manifest["format"] > 1:
-        boxes = (
-            (name, layout.box_of_rank(row, shard.rank))
-            for name, row in shard.manifest["tensors"].items()
-        )
-        expected = [shard.find(name, box) for name, box in boxes if box]
-        if len(expected) != len(shard.parts):
+        known = 0
+        for name, row in shard.manifest["tensors"].items():
+            box = layout.box_of_rank(row, shard.rank)
+            if box:
+                shard.find(name, box)
+                known += 1
+        if known != len(shard.parts):
             raise Damaged(
-                f"{shard.path}: {len(shard.parts)} parts, of which the manifest knows "
-                f"{len(expected)}"
+                f"{shard.path}: {len(shard.parts)} parts, of which the manifest knows {known}"
             )
     end = shard.header
     for name, part in shard.parts.items():
@@ -560,33 +580,26 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    rows, damaged = [], 0
+    rows = []
+    damaged = 0
     for path in paths:
         size = sum(f.stat().st_size for f in path.glob("*") if f.is_file())
+        mib = f"{size / 2**20:.1f} MiB"
         with tqdm(total=size, unit="B", unit_scale=True, desc=path.name, leave=False) as bar:
             try:
                 manifest = verify(path, bar.update)
                 ours = {MANIFEST, *map(file_name, range(len(manifest["files"])))}
                 extra = sorted(p.name for p in path.iterdir() if p.name not in ours)
                 note = f"ok; not ours and never read: {', '.join(extra)}" if extra else "ok"
-                rows.append(
-                    (
-                        path.name,
-                        f"{len(manifest['tensors'])} tensors",
-                        f"{size / 2**20:.1f} MiB",
-                        note,
-                    )
-                )
+                rows.append((path.name, f"{len(manifest['tensors'])} tensors", mib, note))
             except (Damaged, InputError) as error:
                 damaged += 1
-                rows.append((path.name, "", f"{size / 2**20:.1f} MiB", f"DAMAGED {error}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+                rows.append((path.name, "", mib, f"DAMAGED {error}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[-1] = 0  # of the notes
     for row in rows:
-        print(
-            "  ".join(
-                cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)
-            ).rstrip()
-        )
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
     return 1 if damaged else 0
 
 

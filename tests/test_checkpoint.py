@@ -170,7 +170,7 @@ def _stages(folder: Path) -> tuple[list[str], int]:
     rows = storage.share_rows(
         storage.describe(live, 2, range(rank, rank + 1)), torch.distributed.group.WORLD
     )
-    plan = storage.Plan.make(live, rows, rank)
+    plan = storage.SavePlan.make(live, rows, rank)
     folder.mkdir(exist_ok=True)
     files = [None, None]
     torch.distributed.all_gather_object(files, storage.write(folder, plan, storage.OneByOne(live)))
@@ -343,7 +343,7 @@ def _calls_of_a_save(folder: Path, tensors: int, one_by_one: bool) -> int:
 
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["", "control"])
 def test_python_runs_for_no_single_tensor_while_a_copy_is_written(one_by_one, tmp_path):
-    """Training would wait for Python's lock as often (tools/bench/beside.py measures it). The
+    """Training would wait for the GIL as often (tools/bench/beside.py measures it). The
     control writes tensor by tensor."""
     few, many = (
         run_ranks(1, _calls_of_a_save, tmp_path / f"{n}", n, one_by_one)[0] for n in (10, 210)
@@ -1175,7 +1175,7 @@ def test_a_rank_reads_and_verifies_only_the_blocks_it_needs(tmp_path, monkeypatc
         "e": torch.empty(0, 5),
         "h": torch.arange(9, dtype=torch.int8) > 3,
     }
-    plan = storage.Plan.make(live, storage.describe(live, 1, range(1)), 0)
+    plan = storage.SavePlan.make(live, storage.describe(live, 1, range(1)), 0)
     manifest = {
         "format": 2,
         "files": [storage.write(tmp_path, plan, storage.OneByOne(live))],

@@ -37,7 +37,7 @@ import torch.distributed.checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 import train
-from checkpoint import lease, manager, protocol, retention, storage, verify
+from checkpoint import lease, retention, storage, verify
 from checkpoint.manager import CheckpointManager
 from checkpoint.verify import Damaged
 from configs.schema import InputError
@@ -213,7 +213,7 @@ BEFORE, AFTER, HALF = "before", "after", "in the middle of"
 # where a rank dies, in the order of a save: (whose attribute, its name, which call from now on,
 # when)
 POINTS = {
-    "plan": (protocol.OwnParts, "create_local_plan", 1, BEFORE),
+    "plan": (CheckpointManager, "_make_plan", 1, BEFORE),
     "copied": (CheckpointManager, "_copy", 1, AFTER),
     "folder": (Path, "mkdir", 1, AFTER),
     "half a shard": (verify, "digest", 20, BEFORE),
@@ -306,20 +306,13 @@ def save_in_place(place: Path, folder: Path) -> None:
     ) -> None:
         target = self.folder / verify.step_name(step, 0)
 
-        def publish(files: list) -> None:
+        def publish(temporary: Path, name: str, head: dict, files: list) -> None:
             (target / verify.MANIFEST).unlink()
             verify.write_manifest(target, {**head, "files": files, "tensors": self.plan.table})
 
         storage.open = lambda path, mode: open(path, mode.replace("x", "w"))
-        writer = protocol.FileWriter(target, self.group, publish)
-        planner = protocol.OwnParts(lambda: self._prepare(live, computed))
-        manager.dcp.save(
-            {},
-            storage_writer=writer,
-            planner=planner,
-            process_group=self.group,
-            use_collectives=False,
-        )
+        self._publish = publish
+        self._save(target, target.name, live, computed, head)
 
     CheckpointManager._write = careless
     job = build()

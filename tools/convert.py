@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
 from checkpoint import hf, state, storage, verify
-from checkpoint.storage import CODES, DTYPES, NotFinite, Plan
+from checkpoint.storage import CODES, DTYPES, NotFinite, SavePlan
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from data import hf_tokenizer
@@ -154,10 +154,10 @@ def publish(
         if tokenizer:
             tokenizer.save(str(out / "tokenizer.json"))
         temporary.mkdir()
-        plan = Plan.make(live, storage.describe(live, 1, range(1)), 0)
+        plan = SavePlan.make(live, storage.describe(live, 1, range(1)), 0)
         with progress_bar(size, name) as bar:
             try:
-                file = storage.write(temporary, plan, OneByOne(live, read, bar.update))
+                file = storage.write(temporary, plan, ConvertedParts(live, read, bar.update))
             except (InputError, NotFinite, OSError) as error:
                 raise InputError(f"{source} could not be converted to {out}: {error}") from None
         verify.write_manifest(temporary, {**head, "files": [file], "tensors": plan.rows})
@@ -173,7 +173,7 @@ def publish(
     return f"{folder / name}: {len(live)} tensors, {size / 1e9:,.2f} GB, {words}"
 
 
-class OneByOne(storage.OneByOne):
+class ConvertedParts(storage.OneByOne):
     """The tensors of the source, each read and widened when it is written, and then gone."""
 
     def __init__(

@@ -14,14 +14,13 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
 from checkpoint import state, storage, verify
-from checkpoint.protocol import FileReader, FileWriter, OwnBoxes, OwnParts, load
-from checkpoint.storage import Plan, Staged
+from checkpoint.agreement import agree, gather_files
+from checkpoint.storage import SavePlan, Staged
 from configs.load import load_config
 from configs.schema import Config
 from tools.bench import harness
@@ -59,7 +58,7 @@ def _measure(job: train.Job, ranks: int, folder: Path) -> dict[str, Phase]:
     with plan.measured("rows"):
         rows = storage.share_rows(storage.describe(live, ranks, range(ranks)), dist.group.WORLD)
     with plan.measured("own parts"):
-        own = Plan.make(live, rows, 0)
+        own = SavePlan.make(live, rows, 0)
         header_bytes = len(own.head)
     with plan.measured("the manifest's rows"):
         own.table.check(ranks)
@@ -67,22 +66,19 @@ def _measure(job: train.Job, ranks: int, folder: Path) -> dict[str, Phase]:
     staged = Staged(own, pin=False)
     kind = storage.kind_of(live)
 
-    def prepare() -> tuple[Plan, Staged]:
+    with save.measured("tensors by name"):
+        live = state.tensors(job.model, job.optimizer)
+    # as CheckpointManager._save; the copy is not measured
+    with save.measured("plan, write, gather, publish"):
         with save.timed("is the plan still right"):
             assert kind == storage.kind_of(live)
         with save.timed("finite"):
             staged.check_finite()
-        return own, staged
-
-    def publish(files: list) -> None:
+        file = storage.write(folder, own, staged)
+        files = gather_files(file, dist.group.WORLD)
         with save.timed("manifest"):
             verify.write_manifest(folder, _head() | {"files": files, "tensors": own.table})
-
-    with save.measured("tensors by name"):
-        live = state.tensors(job.model, job.optimizer)
-    with save.measured("dcp.save"):
-        writer = FileWriter(folder, dist.group.WORLD, publish)
-        dcp.save({}, storage_writer=writer, planner=OwnParts(prepare), use_collectives=False)
+        agree(None, dist.group.WORLD)
     manifest_bytes = (folder / verify.MANIFEST).stat().st_size
     save.details |= {
         "MB of the manifest": manifest_bytes / 1e6,
@@ -92,9 +88,11 @@ def _measure(job: train.Job, ranks: int, folder: Path) -> dict[str, Phase]:
     resume.collectives.append(Collective("broadcast", ranks, manifest_bytes))
     with resume.measured("manifest"):
         manifest = verify.read_manifest(folder)
-    planner = OwnBoxes({name: live[name] for name in own.boxes}, staged.tensors)
-    with resume.measured("dcp.load"):
-        load(FileReader(folder, manifest), planner, dist.group.WORLD)
+    wanted = {name: live[name] for name in own.boxes}
+    with resume.measured("plan and read"):
+        boxes = {name: storage.box_of(name, tensor) for name, tensor in wanted.items()}
+        storage.read(folder, manifest, boxes, staged.tensors)
+        agree(None, dist.group.WORLD)
     plan.details["tensors"] = len(live)
     return {"plan": plan, "save": save, "resume": resume}
 

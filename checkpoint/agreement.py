@@ -1,0 +1,82 @@
+"""How the ranks of a checkpoint agree: what one rank's error is to the others, and who wrote what.
+
+Each rank plans, writes and reads its own part. It then sends rank 0 two numbers (`gather_files`),
+and one all-reduce tells all ranks whether any has failed (`agree`). DCP's collectives
+(`dcp.save`, `dcp.load`) send pickled objects through rank 0 instead. At 16,384 ranks that takes 2 s
+of rank 0 at every save, even if the objects are empty.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpoint.lease import Lost
+from checkpoint.storage import NotFinite
+from checkpoint.verify import Damaged
+from configs.schema import InputError
+
+# Errors that one rank raises and all of them then raise as they are. The first ones win if ranks
+# fail for different reasons; an error of another kind becomes a RuntimeError.
+KINDS = (NotFinite, Lost, InputError, Damaged)
+NO_FILE = [-1, "0" * 16]  # the row of a rank that has failed to write
+
+
+def gather_files(file: list, group: dist.ProcessGroup) -> list[list]:
+    """On rank 0, the rows of all ranks' files in the manifest: each file's size and the hash of its
+    header. An empty list on the other ranks. A rank that has written nothing gives NO_FILE."""
+    size, header_hash = file
+    # int64, two per rank: 16 bytes
+    row = torch.tensor([size, int.from_bytes(bytes.fromhex(header_hash), "big", signed=True)])
+    if dist.get_rank(group) != 0:
+        dist.gather(row, None, group=group, group_dst=0)
+        return []
+    rows = torch.empty(dist.get_world_size(group), 2, dtype=torch.int64)
+    dist.gather(row, list(rows), group=group, group_dst=0)
+    files = []
+    for size, number in rows.tolist():
+        header_hash = number.to_bytes(8, "big", signed=True).hex()
+        files.append([size, header_hash])
+    return files
+
+
+def agree(error: BaseException | None, group: dist.ProcessGroup | None) -> None:
+    """Raise the error of one rank, if any has one, on all ranks of `group`: every rank calls it.
+    Without a group, raise this process's own."""
+    if group is None:
+        if error is not None:
+            raise error
+        return
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
+    nobody = (len(KINDS) + 1) * size
+    # the lowest number wins: the kind of error counts first, then the rank
+    worst = torch.tensor(nobody if error is None else _kind_of(error) * size + rank)
+    dist.all_reduce(worst, dist.ReduceOp.MIN, group)
+    if int(worst) == nobody:
+        return
+    kind, rank = divmod(int(worst), size)
+    text = [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(text, group=group, group_src=rank)
+    raise (*KINDS, RuntimeError)[kind](f"rank {rank}: {text[0]}") from error
+
+
+def _kind_of(error: BaseException) -> int:
+    for i, kind in enumerate(KINDS):
+        if isinstance(error, kind):
+            return i
+    return len(KINDS)
+
+
+def on_every_rank(group: dist.ProcessGroup | None, fn: Callable, *args: object) -> Any:
+    """Call fn(*args), and return its result if no rank's call has raised anything. Raises as
+    `agree` does."""
+    result = None
+    error: BaseException | None = None
+    try:
+        result = fn(*args)
+    except BaseException as failure:  # any error: the other ranks must not wait for this one
+        error = failure
+    agree(error, group)
+    return result
