@@ -35,7 +35,7 @@ from data import hf_tokenizer
 from data.loader import Batch, Batches, LoaderError, loader
 from data.open import Corpora, open_corpora
 from data.tokenizer import Tokenizer
-from models import MODELS
+from models import FORMATS, MODELS
 from models.family import Family
 from models.moe import RouterStatistics
 from parallelisms import contract, dp, parallelize, pp, tp
@@ -465,7 +465,7 @@ def resume(
     cfg, folder = job.cfg, Path(job.cfg.run.folder)
     if cfg.checkpoint.export_hf:
         # what cannot be exported is refused before it is trained
-        hf.config_of(MODELS[cfg.model.family], job.args)
+        hf.config_of(FORMATS[cfg.model.family], job.args)
     facts = {
         "family": cfg.model.family,
         "config": dump(cfg),
@@ -481,7 +481,7 @@ def resume(
     if not progress and cfg.checkpoint.load_hf:
         folder = Path(cfg.checkpoint.load_hf)
         checkpoints.origin = hf.load(
-            folder, job.model, MODELS, cfg.model.family, job.args, checkpoints.group
+            folder, job.model, FORMATS, cfg.model.family, job.args, checkpoints.group
         )
     return checkpoints, progress or {}
 
@@ -596,7 +596,7 @@ def conclude(
     # reads files, so one rank can do it on any mesh
     if cfg.checkpoint.export_hf and code == DONE and job.mesh.rank == 0:
         family, files = (
-            MODELS[cfg.model.family],
+            FORMATS[cfg.model.family],
             hf_tokenizer.files(tokenizer, job.args.max_seq_len),
         )
         hf.export_newest(

@@ -238,11 +238,3 @@ def weights(args: Any, experts: int) -> int:
         3 * args.dim * args.expert_dim * (experts + args.n_shared_experts)
         + args.n_experts * args.dim
     )
-
-
-HF_NAMES = {  # of Qwen3-MoE and DeepSeek-V3
-    "layers.*.feed_forward.router.weight": "model.layers.*.mlp.gate.weight",
-    "layers.*.feed_forward.experts.w1": "model.layers.*.mlp.experts.#.gate_proj.weight",
-    "layers.*.feed_forward.experts.w3": "model.layers.*.mlp.experts.#.up_proj.weight",
-    "layers.*.feed_forward.experts.w2": "model.layers.*.mlp.experts.#.down_proj.weight",
-}

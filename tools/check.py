@@ -76,10 +76,10 @@ def model_problems(cfg: Config, folder: Path) -> Iterator[str]:
     """Whether a folder of Hugging Face's describes the model of the run. What a rank asks when it
     loads the folder."""
     from checkpoint import hf  # here, because it imports torch, as the families do
-    from models import MODELS
+    from models import FORMATS
 
     try:
-        hf.check_model(folder, MODELS, cfg.model.family, check.architecture(cfg.model))
+        hf.check_model(folder, FORMATS, cfg.model.family, check.architecture(cfg.model))
     except InputError as error:
         yield f"checkpoint.load_hf: {error}"
 
@@ -88,9 +88,9 @@ def export_problems(cfg: Config) -> Iterator[str]:
     """Whether the model can be written for Hugging Face, which would be found out only when it is
     trained."""
     from checkpoint import hf  # here, because it imports torch, as the families do
-    from models import MODELS
+    from models import FORMATS
 
-    family = MODELS[cfg.model.family]
+    family = FORMATS[cfg.model.family]
     try:
         hf.config_of(family, family.Args(**check.architecture(cfg.model)))
     except InputError as error:

@@ -109,6 +109,11 @@ TESTS = {
         ZBV,
     ],
     "models/__init__.py": [*RULES, "models"],
+    "models/options.py": RULES,
+    "models/formats/dense.py": [*MODEL, *FILES_OF_OTHERS],
+    "models/formats/llama.py": [*MODEL, *FILES_OF_OTHERS],
+    "models/formats/qwen3.py": [*MODEL, *FILES_OF_OTHERS],
+    "models/formats/deepseek_v3.py": [*MODEL, *FILES_OF_OTHERS],
     "models/family.py": [
         "models",
         *RULES,
