@@ -17,7 +17,7 @@ import train
 from configs.load import load_config
 from configs.schema import Compile, Training
 from models import MODELS, layers, llama
-from parallelisms import attention, compile, dp, mesh
+from parallelisms import attention, compile, dp, progress
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL, run, tiny_run
 from tools.plan import trace
@@ -383,7 +383,7 @@ def test_the_type_of_the_weights_follows_the_hardware(kind, hardware, dtype, mon
 
 def test_nccls_flight_recorder_is_on_unless_the_environment_says_otherwise(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {"TORCH_FR_BUFFER_SIZE": "7"})
-    mesh.record_flights(tmp_path)
+    progress.record_flights(tmp_path)
     assert (
         os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
         and os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"

@@ -23,7 +23,7 @@ from configs.load import load_config
 from configs.schema import SCHEDULES
 from parallelisms import mesh as meshes
 from parallelisms import pp, schedules
-from parallelisms.mesh import neighbours
+from parallelisms.neighbours import neighbours
 from reliability import collectives
 from reliability.health import mismatching_replicas
 from tests.ranks import run_ranks, step_timeout
