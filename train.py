@@ -45,7 +45,7 @@ from reliability import collectives, health
 from reliability.guard import Guard
 from reliability.record import Start, hosts, source_hash
 from reliability.stop import STOP_SIGNALS, STOPPED, Stop  # noqa: F401  the signals are tools/preflight's too
-from training import init, log
+from training import attention, init, log
 from training.balance import counts_of_step, move_biases
 from training.experts import ExpertLoad
 from training.feed import Feed
@@ -101,6 +101,7 @@ def build(cfg: Config) -> Job:
         bool(getattr(args, "n_experts", 0)),
     )
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, dp_shard, has_experts)
+    attention.choose(cfg.training.attention, mesh.device)
     # For a model that draws numbers: those of a tp group draw the same ones, all others do not.
     torch.manual_seed(cfg.run.seed + mesh.dp_rank * mesh.cp + mesh.cp_rank)
     layers, stages, tp_plan = pp.layers_of_stages(cfg, family, args), {}, family.tp_plan(args)
@@ -112,7 +113,7 @@ def build(cfg: Config) -> Job:
             stages[number] = family.build(args, layers[number])
         parallelize(stages[number], mesh, cfg, tp_plan)
         dp.allocate(stages[number], mesh.device, cfg.parallelism.cpu_offload)
-    model = pp.Pipeline(stages, layers, mesh, cfg) if mesh.pp > 1 else stages[0]
+    model = pp.PipelineStages(stages, layers, mesh, cfg) if mesh.pp > 1 else stages[0]
     init.initialise(model, family.initial_values(args), cfg.run.seed)
     optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
     return Job(cfg, mesh, args, model, optimizer)

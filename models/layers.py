@@ -163,7 +163,7 @@ class Decoder(nn.Module):
 
     def block(self, args: Any, number: int) -> nn.Module:
         """A new block for this layer; its `forward` takes (h [B, T, D], cos, sin, documents) and
-        returns [B, T, D], with a mixture of experts also its `Routing` (models/moe.py)."""
+        returns [B, T, D], with a mixture of experts also its `MixtureStatistics` (models/moe.py)."""
         return Block(args, Attention(args), FeedForward(args.dim, args.hidden_dim))
 
     def cores(self) -> list[AttentionCore]:

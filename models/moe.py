@@ -20,7 +20,7 @@ from models.kernels.grouped_product import grouped_product
 from models.layers import Block, Documents, FeedForward
 
 
-class Routing(NamedTuple):
+class MixtureStatistics(NamedTuple):
     """What a layer tells about one microbatch besides its output."""
 
     counts: Tensor  # int64 [X]: how many tokens each expert got
@@ -40,7 +40,7 @@ class RouterStatistics:
         # number of the layer -> float32 [2]: the balance loss and the entropy of all tokens
         self.sums: dict[int, Tensor] = {}
 
-    def add(self, layer: int, h: Tensor, routing: Routing) -> Tensor:
+    def add(self, layer: int, h: Tensor, routing: MixtureStatistics) -> Tensor:
         """Count the tokens of each expert. Returns h, whose backward brings the balance loss its
         gradient: no stage of a pipeline has to hand that loss to the next one."""
         self.counts[layer] = self.counts.get(layer, 0) + routing.counts
@@ -66,7 +66,7 @@ class InjectAuxiliaryLoss(torch.autograd.Function):
         return grad, scale.float(), None
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """What a router decides for N tokens."""
 
     experts: Tensor  # int64 [N, k]
@@ -94,14 +94,14 @@ class Router(nn.Module):
         if args.balancing_bias:
             self.bias = nn.Parameter(torch.empty(args.n_experts), requires_grad=False)
 
-    def own_weight(self) -> Tensor:
+    def weight_for_forward(self) -> Tensor:
         """Tensor parallelism replaces this."""
         return self.weight
 
-    def forward(self, x: Tensor) -> Choice:
+    def forward(self, x: Tensor) -> ExpertChoice:
         """x [N, D]."""
         args = self.args
-        logits = F.linear(x.float(), self.own_weight().float())  # [N, X]
+        logits = F.linear(x.float(), self.weight_for_forward().float())  # [N, X]
         scores = logits.softmax(-1) if args.router_score == "softmax" else logits.sigmoid()
         wanted = scores.detach() + self.bias if args.balancing_bias else scores.detach()
         if args.expert_groups > 1:
@@ -115,7 +115,7 @@ class Router(nn.Module):
             if args.router_score == "softmax"
             else scores / (scores.sum(-1, keepdim=True) + 1e-20)
         )
-        return Choice(experts, weights * args.routed_scale, affinities)
+        return ExpertChoice(experts, weights * args.routed_scale, affinities)
 
     def within_best_groups(self, wanted: Tensor) -> Tensor:
         """The scores [N, X], and -inf outside of each token's best groups. A group is as good as
@@ -137,13 +137,13 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(X, D, F_))  # down
         self.w3 = nn.Parameter(torch.empty(X, F_, D))  # up
 
-    def weights(self) -> list[Tensor]:
+    def weights_for_forward(self) -> list[Tensor]:
         """Expert parallelism replaces this and `forward`."""
         return [self.w1, self.w2, self.w3]
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [M, D], sorted by expert; counts int64 [X]: how many each has -> [M, D]."""
-        w1, w2, w3 = self.weights()
+        w1, w2, w3 = self.weights_for_forward()
         # [M, F]
         hidden = F.silu(grouped_product(rows, w1, counts)) * grouped_product(rows, w3, counts)
         return grouped_product(hidden, w2, counts)
@@ -162,9 +162,9 @@ class MixtureOfExperts(nn.Module):
             self.shared_experts = FeedForward(args.dim, args.n_shared_experts * args.expert_dim)
         # What replaces this has the same sequence on several ranks: it sums the counts [B, X] of a
         # sequence over them.
-        self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts: counts
+        self.counts_of_whole_sequences: Callable[[Tensor], Tensor] = lambda counts: counts
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+    def forward(self, x: Tensor) -> tuple[Tensor, MixtureStatistics]:
         """x [B, T, D] -> [B, T, D]."""
         B, T, _ = x.shape
         tokens = x.flatten(0, 1)  # [N, D]
@@ -186,7 +186,7 @@ class MixtureOfExperts(nn.Module):
         if self.args.n_shared_experts:
             out = out + self.shared_experts(x)
         balance = self.balance(choice.affinities.view(B, T, -1), counts)
-        return out, Routing(
+        return out, MixtureStatistics(
             counts.sum(0), balance, torch.special.entr(choice.affinities.detach()).sum()
         )
 
@@ -202,7 +202,7 @@ class MixtureOfExperts(nn.Module):
         if not self.args.balance_loss:
             return affinities.new_zeros(())
         # not earlier: a sum that nobody reads is waited for by nobody
-        counts = self.whole_sequences(counts)
+        counts = self.counts_of_whole_sequences(counts)
         # [B, X], 1 where all experts get as many
         share = counts / counts.sum(-1, keepdim=True) * self.args.n_experts
         return self.args.balance_loss * torch.einsum("btx,bx->", affinities, share)
@@ -213,7 +213,7 @@ class MixtureBlock(Block):
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
-    ) -> tuple[Tensor, Routing]:
+    ) -> tuple[Tensor, MixtureStatistics]:
         h = x + self.attention(self.attention_norm(x), cos, sin, documents)  # [B, T, D]
         out, routing = self.feed_forward(self.ffn_norm(h))
         return h + out, routing

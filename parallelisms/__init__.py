@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from configs.schema import SCHEDULES, Config, InputError
-from parallelisms import ac, attention, compile, cp, dp, ep, float8, tp
+from parallelisms import ac, compile, cp, dp, ep, float8, tp
 from parallelisms.mesh import Mesh
 
 VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
@@ -36,7 +36,6 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
     """Turn a single-device model on `meta` into this rank's part of the parallel one, in place;
     nothing is allocated.
 
-    0. Which kernel attention runs is PyTorch's setting for the whole process.
     1. Expert parallelism and tensor parallelism first: they replace the weights by DTensors, and
        all that follows must see those. Tensor parallelism checks that no weight is left over, so
        the experts leave before it.
@@ -53,7 +52,6 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
     The optimizer is built afterwards, on the sharded parameters (`train.build`).
     """
     check_torch(cfg, mesh.experts_mesh is not None)
-    attention.choose(cfg.training.attention, mesh.device)
     ep.apply(model, mesh)
     tp.apply(model, mesh.tp_mesh, tp_plan)
     if cfg.parallelism.async_tensor_parallel:

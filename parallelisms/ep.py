@@ -32,10 +32,10 @@ def apply(model: nn.Module, mesh: Mesh) -> nn.Module:
     sharing_sequences = [
         mesh.device_mesh.get_group(dim) for dim in ("cp", "tp") if mesh.sizes[dim] > 1
     ]
-    whole_sequences = partial(summed, groups=sharing_sequences)
+    counts_of_whole_sequences = partial(summed, groups=sharing_sequences)
     for mixture in model.mixtures().values():
         if sharing_sequences:
-            mixture.whole_sequences = whole_sequences
+            mixture.counts_of_whole_sequences = counts_of_whole_sequences
         if mesh.experts_mesh is not None:
             distribute(mixture.experts, mesh)
     return model
@@ -54,7 +54,7 @@ def distribute(experts: nn.Module, mesh: Mesh) -> None:
     for name, weight in list(experts.named_parameters()):
         part = distribute_tensor(weight, ep_mesh, [Shard(0)], src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(part))
-    experts.weights = local_parts(experts.weights, mesh.tp / mesh.ep)
+    experts.weights_for_forward = local_parts(experts.weights_for_forward, mesh.tp / mesh.ep)
     if mesh.ep > 1:
         experts.forward = exchanged(experts.forward, ep_mesh.get_group())
 

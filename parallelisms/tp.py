@@ -121,8 +121,8 @@ class PlainLinear(ParallelStyle):
         self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own_weight = _own_weight(module, device_mesh, self.placement)
-        module.forward = lambda x: F.linear(_plain(x), own_weight())
+        weight_for_forward = _weight_for_forward(module, device_mesh, self.placement)
+        module.forward = lambda x: F.linear(_plain(x), weight_for_forward())
         return module
 
 
@@ -131,11 +131,11 @@ class RouterOfSlice(ParallelStyle):
     Replicate()."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.own_weight = _own_weight(module, device_mesh, Replicate())
+        module.weight_for_forward = _weight_for_forward(module, device_mesh, Replicate())
         return module
 
 
-def _own_weight(
+def _weight_for_forward(
     module: nn.Module, device_mesh: DeviceMesh, placement: Shard | Replicate
 ) -> Callable[[], Tensor]:
     """Distributes the weight of the module. Returns a function that returns this rank's part of it."""

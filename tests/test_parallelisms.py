@@ -17,10 +17,11 @@ import train
 from configs.load import load_config
 from configs.schema import Compile, Training
 from models import MODELS, layers, llama
-from parallelisms import attention, compile, dp, progress
+from parallelisms import compile, dp, progress
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL, run, tiny_run
 from tools.plan import trace
+from training import attention
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,8 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         and not gathers
     ):
         return
-    from parallelisms import attention, cp, dp, float8, mesh, tp  # here, because they import torch
+    from parallelisms import cp, dp, float8, mesh, tp  # here, because they import torch
+    from training import attention
 
     try:
         device = mesh.pick_device(cfg.run, local_world_size - 1)

@@ -182,8 +182,15 @@ TESTS = {
         "masking::test_the_names_that_selective_checkpointing_keeps_exist",
         FSDP,
     ],
-    "parallelisms/attention.py": ["parallelisms", "parallel::test_what_needs_a_gpu_says_so"],
+    "training/attention.py": ["parallelisms", "parallel::test_what_needs_a_gpu_says_so"],
     "parallelisms/compile.py": ["parallelisms"],
+    "parallelisms/fsdp_details.py": ["parallelisms", EP],
+    "parallelisms/masters.py": [
+        "parallelisms",
+        "speed::test_masters_of_one_rank_are_bitwise_those_of_fsdp2",
+    ],
+    "parallelisms/neighbours.py": ["pipeline", PP],
+    "parallelisms/progress.py": ["parallelisms", "contract"],
     "parallelisms/contract.py": [
         "contract",
         "health::test_c3_ranks_that_are_not_alike_do_not_start",

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from models.kernels.causal_attention import causal_attention
-from parallelisms import attention
 from tools.bench import harness
+from training import attention
 
 SHAPES = {
     "cpu": (

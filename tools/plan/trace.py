@@ -47,7 +47,7 @@ from training import init
 
 # labels in train.train_step; the loss is inside forward
 PHASES = ("forward", "loss", "backward", "clip", "optimizer")
-# label of an action in parallelisms/pp.py::Step.play
+# label of an action in parallelisms/pp.py::PipelineStep.play
 ACTION = re.compile(r"(\w+) of stage \d+, microbatch (\d+)")
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 
