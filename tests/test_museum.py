@@ -31,7 +31,7 @@ import train
 from checkpoint import state
 from data import loader
 from models import deepseek_v3, moe
-from models.kernels import document_attention as kernels
+from models.kernels.cpu import document_attention as kernels
 from models.llama import Llama
 from parallelisms import cp, dp, ep, pp, tp
 from parallelisms.mesh import Mesh
