@@ -98,7 +98,8 @@ class Attention(nn.Module):
 
     def __init__(self, args: Args):
         super().__init__()
-        self.args, width = args, args.nope_dim + args.rope_dim
+        self.args = args
+        width = args.nope_dim + args.rope_dim
         if args.q_rank:
             self.wq_a = nn.Linear(args.dim, args.q_rank, bias=False)
             self.q_norm = nn.RMSNorm(args.q_rank, eps=LATENT_EPS)
@@ -150,7 +151,10 @@ def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-class DeepSeekV3(layers.Decoder):
+class DeepSeekV3(moe.SparseDecoder):
+    def latents(self) -> list[nn.Module]:
+        return [layer.attention.latents for layer in self.layers.values()]
+
     def block(self, args: Args, number: int) -> nn.Module:
         if number < args.n_dense_layers:
             return layers.Block(

@@ -56,7 +56,7 @@ class Attention(layers.Attention):
         return self.q_norm(q), self.k_norm(k), v  # [B, T, H, E], [B, T, K, E] twice
 
 
-class Qwen3(layers.Decoder):
+class Qwen3(moe.SparseDecoder):
     def block(self, args: Args, number: int) -> nn.Module:
         if args.n_experts:
             return moe.MixtureBlock(args, Attention(args), moe.MixtureOfExperts(args))
