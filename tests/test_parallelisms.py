@@ -321,7 +321,9 @@ def test_a_stage_reduces_its_gradients_once_in_a_step_also_where_the_backward_is
 def overlaps() -> list[str]:
     """What happens, in its order, when a model is placed with and without the option."""
     happened = []
-    parallelisms.tp.overlap = lambda tp_mesh: happened.append(f"overlap of {tp_mesh.size()} ranks")
+    parallelisms.async_tp.overlap = lambda tp_mesh: happened.append(
+        f"overlap of {tp_mesh.size()} ranks"
+    )
     parallelisms.compile.apply = lambda model, cfg: happened.append("compile")
     for options in [], ["--parallelism.async_tensor_parallel=true", "--compile.enabled=true"]:
         train.build(load_config([*SMALL_MODEL, "--parallelism.tensor_parallel=2", *options], 2, 2))

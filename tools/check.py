@@ -136,7 +136,7 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         and not gathers
     ):
         return
-    from parallelisms import cp, dp, float8, mesh, tp  # here, because they import torch
+    from parallelisms import async_tp, cp, dp, float8, mesh  # here, because they import torch
     from training import attention
 
     try:
@@ -148,7 +148,7 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     checks += (
         [lambda: float8.check(recipe, device, cfg.debug.emulate_float8)] if recipe != "none" else []
     )
-    checks += [lambda: tp.check_overlap(device.type)] if overlapped else []
+    checks += [lambda: async_tp.check_overlap(device.type)] if overlapped else []
     checks += (
         [lambda: cp.check_kernel(device, dp.param_dtype(cfg.training, device), width)]
         if gathers

@@ -193,6 +193,8 @@ TESTS = {
     "training/attention.py": ["parallelisms", "parallel::test_what_needs_a_gpu_says_so"],
     "parallelisms/compile.py": ["parallelisms"],
     "parallelisms/fsdp_details.py": ["parallelisms", EP],
+    "parallelisms/tp_plain.py": [EXPERTS_TP, "experts_tp"],
+    "parallelisms/async_tp.py": ["parallel::test_what_needs_a_gpu_says_so"],
     "parallelisms/masters.py": [
         "parallelisms",
         "speed::test_masters_of_one_rank_are_bitwise_those_of_fsdp2",

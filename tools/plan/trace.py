@@ -552,7 +552,7 @@ class Trace(TorchDispatchMode):
         names = {id(p): name for name, p, _ in kinds}
         for p, state in job.optimizer.state.items():
             kinds += [(names[id(p)], t, "optimizer state") for t in state.values()]
-        # parallelisms/dp.py::keep_masters
+        # parallelisms/masters.py::keep_masters
         copies = [c for stage in stages for c in getattr(stage, "working_copies", {}).items()]
         kinds += [(names[id(p)], copy, "working weights") for p, copy in copies]
         self.stretches, self.births = [], {}
