@@ -26,7 +26,8 @@ from configs.schema import SCHEDULES, Config, InputError
 from parallelisms import ac, async_tp, compile, cp, dp, ep, float8, tp
 from parallelisms.mesh import Mesh
 
-VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
+MAJOR, MINOR, *_ = torch.__version__.split(".")
+VERSION = (int(MAJOR), int(MINOR))
 
 
 def check_torch(cfg: Config, shares_experts: bool, version: tuple[int, ...] = VERSION) -> None:
@@ -42,7 +43,8 @@ def check_torch(cfg: Config, shares_experts: bool, version: tuple[int, ...] = VE
     if version < (2, 12) and shares_experts and cfg.compile.enabled:
         raise InputError(
             "compile.enabled = true with experts that several ranks share (by "
-            f"parallelism.expert_parallel or tensor_parallel) needs torch 2.12, and this is {torch.__version__}: set it to false"
+            f"parallelism.expert_parallel or tensor_parallel) needs torch 2.12, "
+            f"and this is {torch.__version__}: set it to false"
         )
 
 
