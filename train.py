@@ -37,7 +37,7 @@ from data.loader import Batch, Batches, loader
 from data.open import open_corpora
 from data.tokenizer import Tokenizer
 from data.workers import LoaderError
-from models import MODELS
+from models import FORMATS, MODELS
 from models.family import Family
 from models.moe import RouterStatistics
 from parallelisms import contract, dp, parallelize, pp, tp
@@ -47,7 +47,7 @@ from reliability import collectives, health
 from reliability.guard import Guard
 from reliability.record import Start, hosts, source_hash
 from reliability.stop import STOP_SIGNALS, STOPPED, Stop  # noqa: F401  the signals are tools/preflight's too
-from training import init, log
+from training import attention, init, log
 from training.balance import counts_of_step, move_biases
 from training.experts import ExpertLoad
 from training.feed import Feed
@@ -103,6 +103,7 @@ def build(cfg: Config) -> Job:
         bool(getattr(args, "n_experts", 0)),
     )
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, dp_shard, has_experts)
+    attention.choose(cfg.training.attention, mesh.device)
     # For a model that draws numbers: those of a tp group draw the same ones, all others do not.
     torch.manual_seed(cfg.run.seed + mesh.dp_rank * mesh.cp + mesh.cp_rank)
     layers, stages, tp_plan = pp.layers_of_stages(cfg, family, args), {}, family.tp_plan(args)
@@ -114,7 +115,7 @@ def build(cfg: Config) -> Job:
             stages[number] = family.build(args, layers[number])
         parallelize(stages[number], mesh, cfg, tp_plan)
         dp.allocate(stages[number], mesh.device, cfg.parallelism.cpu_offload)
-    model = pp.Pipeline(stages, layers, mesh, cfg) if mesh.pp > 1 else stages[0]
+    model = pp.PipelineStages(stages, layers, mesh, cfg) if mesh.pp > 1 else stages[0]
     init.initialise(model, family.initial_values(args), cfg.run.seed)
     optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
     return Job(cfg, mesh, args, model, optimizer)
@@ -467,7 +468,7 @@ def resume(
     cfg, folder = job.cfg, Path(job.cfg.run.folder)
     if cfg.checkpoint.export_hf:
         # what cannot be exported is refused before it is trained
-        hf.config_of(MODELS[cfg.model.family], job.args)
+        hf.config_of(FORMATS[cfg.model.family], job.args)
     facts = {
         "family": cfg.model.family,
         "config": dump(cfg),
@@ -483,7 +484,7 @@ def resume(
     if not progress and cfg.checkpoint.load_hf:
         folder = Path(cfg.checkpoint.load_hf)
         checkpoints.origin = hf.load(
-            folder, job.model, MODELS, cfg.model.family, job.args, checkpoints.group
+            folder, job.model, FORMATS, cfg.model.family, job.args, checkpoints.group
         )
     return checkpoints, progress or {}
 
@@ -598,7 +599,7 @@ def conclude(
     # reads files, so one rank can do it on any mesh
     if cfg.checkpoint.export_hf and code == DONE and job.mesh.rank == 0:
         family, files = (
-            MODELS[cfg.model.family],
+            FORMATS[cfg.model.family],
             hf_tokenizer.files(tokenizer, job.args.max_seq_len),
         )
         hf.export_newest(

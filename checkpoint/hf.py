@@ -3,7 +3,7 @@
 In: a folder as the hub holds it, `config.json` and safetensors files. `load` fills a live model on
 any mesh, each rank reading its own slices; `python -m tools.convert hf-to-dcp` makes a checkpoint
 of it. Out: `export` makes such a folder of a checkpoint, whatever mesh saved it. The fields of
-config.json and the names of tensors come from the model's family (`models/family.py`). Layouts are
+config.json and the names of tensors come from the model's family (`models/formats/`). Layouts are
 the same, so tensors are renamed and nothing else: bfloat16 and float16 widen exactly to the float32
 that we train in, and bfloat16 narrows back to the same bytes.
 
@@ -42,8 +42,8 @@ WIDENED = ("F32", "BF16", "F16")  # types of weights that float32 holds exactly
 SHARD_SIZE = 5_000_000_000  # bytes of one exported file at most, unless one tensor has more
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
-# A family is given to these functions as its module, which has the members of
-# models/family.py::Family, or by its name and the modules of all families. `args` is an instance of
+# A family is given to these functions as its module of models/formats/, which has the members of
+# models/family.py::Formats, or by its name and the modules of all families. `args` is an instance of
 # that family's Args.
 
 

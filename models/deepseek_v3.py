@@ -12,23 +12,19 @@ Shapes:  B batch   T sequence   H heads   P rotated part of a head   U the part 
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import dense, layers, moe
-from models.dense import (  # noqa: F401  what holds for all decoders
-    DECAY,
-    OPTIONS_OF_EXPERTS,
-    RULES_OF_EXPERTS,
-    initial_values,
-    ulysses_rule,
-)
-from models.dense import OPTIONS as DENSE_OPTIONS
-from models.dense import RULES as DENSE_RULES
+from models.dense import DECAY, initial_values  # noqa: F401  as in all decoders
+from models.flavors.deepseek_v3 import FLAVORS
 from models.layers import Documents
+from models.options import OPTIONS as DENSE_OPTIONS
+from models.options import OPTIONS_OF_EXPERTS, RULES_OF_EXPERTS, ulysses_rule
+from models.options import RULES as DENSE_RULES
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,8 @@ class Attention(nn.Module):
 
     def __init__(self, args: Args):
         super().__init__()
-        self.args, width = args, args.nope_dim + args.rope_dim
+        self.args = args
+        width = args.nope_dim + args.rope_dim
         if args.q_rank:
             self.wq_a = nn.Linear(args.dim, args.q_rank, bias=False)
             self.q_norm = nn.RMSNorm(args.q_rank, eps=LATENT_EPS)
@@ -154,7 +151,10 @@ def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-class DeepSeekV3(layers.Decoder):
+class DeepSeekV3(moe.SparseDecoder):
+    def latents(self) -> list[nn.Module]:
+        return [layer.attention.latents for layer in self.layers.values()]
+
     def block(self, args: Args, number: int) -> nn.Module:
         if number < args.n_dense_layers:
             return layers.Block(
@@ -211,98 +211,6 @@ def yarn(
 def build(args: Args, layers: range | None = None) -> DeepSeekV3:
     return DeepSeekV3(args, layers)
 
-
-# Sources: arXiv:2412.19437, section 4.2, and the config.json of deepseek-ai/DeepSeek-V3 on the
-# Hugging Face hub. The balance loss's factor is that of section 4.2. 16B-A3B is Moonlight
-# (arXiv:2502.16982; the config.json of moonshotai/Moonlight-16B-A3B), with its aux_loss_alpha as
-# the balance loss's factor.
-FLAVORS = {
-    "debug": {
-        "dim": 192,
-        "n_layers": 5,
-        "n_dense_layers": 1,
-        "n_heads": 4,
-        "q_rank": 0,
-        "kv_rank": 64,
-        "nope_dim": 32,
-        "rope_dim": 16,
-        "value_dim": 32,
-        "hidden_dim": 512,
-        "n_experts": 16,
-        "experts_per_token": 4,
-        "expert_dim": 96,
-        "n_shared_experts": 1,
-        "expert_groups": 4,
-        "groups_per_token": 2,
-        "routed_scale": 1.0,
-        "balance_loss": 0.0001,
-        "vocab_size": 4096,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "norm_eps": 1e-6,
-        "max_seq_len": 8192,
-        "tied_embeddings": False,
-    },
-    "16B-A3B": {
-        "dim": 2048,
-        "n_layers": 27,
-        "n_dense_layers": 1,
-        "n_heads": 16,
-        "q_rank": 0,
-        "kv_rank": 512,
-        "nope_dim": 128,
-        "rope_dim": 64,
-        "value_dim": 128,
-        "hidden_dim": 11264,
-        "n_experts": 64,
-        "experts_per_token": 6,
-        "expert_dim": 1408,
-        "n_shared_experts": 2,
-        "expert_groups": 1,
-        "groups_per_token": 1,
-        "routed_scale": 2.446,
-        "balance_loss": 0.001,
-        "vocab_size": 163840,
-        "rope_theta": 50000.0,
-        "rope_scaling": None,
-        "norm_eps": 1e-5,
-        "max_seq_len": 8192,
-        "tied_embeddings": False,
-    },
-    "671B": {
-        "dim": 7168,
-        "n_layers": 61,
-        "n_dense_layers": 3,
-        "n_heads": 128,
-        "q_rank": 1536,
-        "kv_rank": 512,
-        "nope_dim": 128,
-        "rope_dim": 64,
-        "value_dim": 128,
-        "hidden_dim": 18432,
-        "n_experts": 256,
-        "experts_per_token": 8,
-        "expert_dim": 2048,
-        "n_shared_experts": 1,
-        "expert_groups": 8,
-        "groups_per_token": 4,
-        "routed_scale": 2.5,
-        "balance_loss": 0.0001,
-        "vocab_size": 129280,
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "factor": 40.0,
-            "original_max_seq_len": 4096.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        "norm_eps": 1e-6,
-        "max_seq_len": 163840,
-        "tied_embeddings": False,
-    },
-}
 
 OPTIONS = (
     {key: row for key, row in DENSE_OPTIONS.items() if key not in ("n_kv_heads", "head_dim")}
@@ -506,174 +414,8 @@ def describe(args: Args) -> str:
     )
 
 
-def largest_product(args: Args) -> tuple[int, int]:
+def largest_weight(args: Args) -> tuple[int, int]:
     return args.dim, max(args.hidden_dim, args.n_heads * (args.nope_dim + args.rope_dim))
-
-
-# Hugging Face: DeepseekV3ForCausalLM --------------------------------------------------------------
-
-HF_TYPES = ("deepseek_v3",)
-HF_FIXED = dense.HF_FIXED | {
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "rope_interleave": True,
-    "moe_layer_freq": 1,
-}
-
-HF_NAMES = (
-    {ours: theirs for ours, theirs in dense.HF_NAMES.items() if ".attention.w" not in ours}
-    | {
-        "layers.*.attention.wq_a.weight": "model.layers.*.self_attn.q_a_proj.weight",
-        "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_a_layernorm.weight",
-        # q_proj without q_rank
-        "layers.*.attention.wq_b.weight": "model.layers.*.self_attn.q_b_proj.weight",
-        "layers.*.attention.wkv_a.weight": "model.layers.*.self_attn.kv_a_proj_with_mqa.weight",
-        "layers.*.attention.kv_norm.weight": "model.layers.*.self_attn.kv_a_layernorm.weight",
-        "layers.*.attention.wkv_b.weight": "model.layers.*.self_attn.kv_b_proj.weight",
-        "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
-    }
-    | moe.HF_NAMES
-    | {
-        "layers.*.feed_forward.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
-        **{
-            f"layers.*.feed_forward.shared_experts.{ours}.weight": (
-                f"model.layers.*.mlp.shared_experts.{theirs}_proj.weight"
-            )
-            for ours, theirs in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
-        },
-    }
-)
-
-
-def hf_names(args: Args) -> dict[str, str]:
-    names = {}
-    for ours, theirs in dense.hf_names(args, HF_NAMES).items():
-        layer = int(ours.split(".")[1]) if ours.startswith("layers.") else None
-        is_dense = layer is not None and layer < args.n_dense_layers
-        if ".feed_forward." in ours and (ours.split(".")[3] in ("w1", "w2", "w3")) != is_dense:
-            continue
-        if not args.q_rank and (".wq_a." in ours or ".attention.q_norm." in ours):
-            continue
-        names[ours] = theirs if args.q_rank else theirs.replace("q_b_proj", "q_proj")
-    return names
-
-
-def hf_ignored(args: Args) -> str:
-    """The layers behind the last one predict further tokens (MTP), which our model does not have."""
-    return rf"model\.layers\.{args.n_layers}\..*|" + dense.hf_ignored(args)
-
-
-def hf_config(args: Args) -> dict[str, Any]:
-    """transformers 5 reads `rope_parameters`; the hub's file and everything older have `rope_theta`
-    and `rope_scaling`."""
-    yarn_numbers = None
-    if args.rope_scaling:
-        renamed = {"original_max_seq_len": "original_max_position_embeddings"}
-        yarn_numbers = {"rope_type": "yarn", "type": "yarn"} | {
-            renamed.get(k, k): v for k, v in args.rope_scaling.items()
-        }
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "hidden_act": "silu",
-        "hidden_size": args.dim,
-        "num_hidden_layers": args.n_layers,
-        "first_k_dense_replace": args.n_dense_layers,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_heads,
-        "q_lora_rank": args.q_rank or None,
-        "kv_lora_rank": args.kv_rank,
-        "qk_nope_head_dim": args.nope_dim,
-        "qk_rope_head_dim": args.rope_dim,
-        "v_head_dim": args.value_dim,
-        "intermediate_size": args.hidden_dim,
-        "n_routed_experts": args.n_experts,
-        "num_experts_per_tok": args.experts_per_token,
-        "moe_intermediate_size": args.expert_dim,
-        "n_shared_experts": args.n_shared_experts,
-        "n_group": args.expert_groups,
-        "topk_group": args.groups_per_token,
-        "routed_scaling_factor": args.routed_scale,
-        "aux_loss_alpha": args.balance_loss,
-        "seq_aux": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "moe_layer_freq": 1,
-        "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
-        "vocab_size": args.vocab_size,
-        "max_position_embeddings": args.max_seq_len,
-        "rms_norm_eps": args.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta}
-        | (yarn_numbers or {}),
-        "rope_theta": args.rope_theta,
-        "rope_scaling": yarn_numbers,
-        "tie_word_embeddings": args.tied_embeddings,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-    }
-
-
-YARN = {
-    "factor": None,
-    "original_max_position_embeddings": None,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": None,
-    # number of config.json -> its default in transformers; None: it must be there
-    "mscale_all_dim": None,
-}
-
-
-def args_from_hf(config: dict[str, Any]) -> Args:
-    """What config.json does not say has DeepseekV3Config's default."""
-    whole = dense.whole_number
-    if config.get("quantization_config"):
-        raise ValueError(
-            "the weights are quantised (quantization_config): convert them to bfloat16 first"
-        )
-    rope, scaling = dense.hf_rope(config), None
-    if rope["rope_type"] == "yarn":
-        numbers = {key: dense.real_number(rope, key, default) for key, default in YARN.items()}
-        numbers["original_max_seq_len"] = numbers.pop("original_max_position_embeddings")
-        scaling = numbers
-    elif rope["rope_type"] != "default":
-        raise ValueError(
-            f"rotary positions of type {rope['rope_type']!r} ({rope}) are not supported, only "
-            "default and yarn"
-        )
-    layers_, heads = (
-        whole(config, "num_hidden_layers", 61, most=1000),
-        whole(config, "num_attention_heads", 128),
-    )
-    return Args(
-        dim=whole(config, "hidden_size", 7168),
-        n_layers=layers_,
-        n_dense_layers=min(int(config.get("first_k_dense_replace", 3)), layers_),
-        n_heads=heads,
-        q_rank=whole(config, "q_lora_rank", 1536) if config.get("q_lora_rank", 1536) else 0,
-        kv_rank=whole(config, "kv_lora_rank", 512),
-        nope_dim=whole(config, "qk_nope_head_dim", 128),
-        rope_dim=whole(config, "qk_rope_head_dim", 64),
-        value_dim=whole(config, "v_head_dim", 128),
-        hidden_dim=whole(config, "intermediate_size", 18432),
-        n_experts=whole(config, "n_routed_experts", 256),
-        experts_per_token=whole(config, "num_experts_per_tok", 8),
-        expert_dim=whole(config, "moe_intermediate_size", 2048),
-        n_shared_experts=int(config.get("n_shared_experts", 1)),
-        expert_groups=whole(config, "n_group", 8),
-        groups_per_token=whole(config, "topk_group", 4),
-        routed_scale=dense.real_number(config, "routed_scaling_factor", 2.5),
-        balance_loss=float(config.get("aux_loss_alpha", 0.0)),
-        vocab_size=whole(config, "vocab_size", 129280),
-        rope_theta=dense.real_number(rope, "rope_theta"),
-        rope_scaling=scaling,
-        norm_eps=dense.real_number(config, "rms_norm_eps", 1e-6),
-        max_seq_len=whole(config, "max_position_embeddings", 4096),
-        tied_embeddings=config.get("tie_word_embeddings", False) is True,
-    )
 
 
 def small(dim: int) -> Args:

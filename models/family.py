@@ -1,8 +1,11 @@
 """What a model family is: everything that the rest of the code asks of an architecture.
 
-A family is one module of this folder that has the members of `Family`, and a name in
-`models/__init__.py::FAMILIES`. Nothing outside this folder knows the names of a family's layers or
-numbers. Dense decoders find most answers in `models/dense.py`.
+A family is one module of this folder that has the members of `Family`, a module of the same name in
+`models/formats/` that has those of `Formats`, and a name in `models/__init__.py::FAMILIES`. Nothing
+outside this folder knows the names of a family's layers or numbers. Dense decoders find most
+answers in models/dense.py, models/options.py and models/formats/dense.py.
+
+To read the code you need none of this: it is for those who add a family.
 """
 
 from collections.abc import Callable
@@ -71,11 +74,18 @@ class Family(Protocol):
         """The sizes of the model, for the line of the log that also says how many parameters it
         has."""
 
-    def largest_product(self, args: Any) -> tuple[int, int]:
+    def largest_weight(self, args: Any) -> tuple[int, int]:
         """Sides [in, out] of the largest weight of a block; tensor parallelism splits the second."""
 
     def small(self, dim: int) -> Any:
         """`Args` of a toy of this width, which measures what an operator costs beside its work."""
+
+
+class Formats(Protocol):
+    """The members of a family's module in `models/formats/`: how its weights and numbers are
+    published. `args` is always an instance of `Args`, that of the family."""
+
+    Args: type
 
     # Hugging Face.
 
@@ -103,8 +113,8 @@ class Family(Protocol):
         nobody reads."""
 
 
-class MetaFamily(Family, Protocol):
-    """A family whose weights Meta published in a format of its own, which `tools.convert
+class MetaFormats(Formats, Protocol):
+    """Those of a family whose weights Meta published in a format of its own, which `tools.convert
     meta-to-dcp` reads."""
 
     def args_from_meta(self, params: dict[str, Any], weights: dict[str, Tensor], files: int) -> Any:

@@ -46,19 +46,22 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     the type of x."""
     a, b = x.chunk(2, dim=-1)
     rotated = torch.cat((-b, a), dim=-1)
-    return (x * cos[..., None, :] + rotated * sin[..., None, :]).type_as(x)
+    cos = cos[..., None, :]  # [..., 1, E]: the same for all heads
+    sin = sin[..., None, :]
+    return (x * cos + rotated * sin).type_as(x)
 
 
 class AttentionCore(nn.Module):
-    """The part of attention that has no parameters. It is a module so that others can replace its
-    `forward` from outside: context parallelism to exchange keys and values between ranks, sampling
-    to keep those of earlier tokens."""
+    """The part of attention that has no parameters. Its `forward` is replaced from outside
+    (parallelisms/__init__.py says by whom)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         """Causal attention. q [B, T, H, E], k and v [B, T, K, E], rotated already -> [B, T, H, E]."""
         if documents is not None:
             return document_attention(q, k, v, documents)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
+        q = q.transpose(1, 2)  # [B, H, T, E]
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         return causal_attention(q, k, v).transpose(1, 2)
 
 
@@ -87,8 +90,9 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
     ) -> Tensor:
         q, k, v = self.heads(x)
-        # [B, T, H, E]
-        o = self.core(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, documents)
+        q = apply_rope(q, cos, sin)
+        k = apply_rope(k, cos, sin)
+        o = self.core(q, k, v, documents)  # [B, T, H, E]
         return self.wo(o.flatten(2))  # [B, T, D]
 
 
@@ -127,9 +131,9 @@ class Output(nn.Linear):
     """The projection to the vocabulary, which hands its weight [V, D] to `loss_head` instead of
     multiplying by itself.
 
-    The head is a loss in training, so that it can work through the sequence in pieces and [B, T, V]
-    logits never exist. It runs inside this module's forward because that is where FSDP has gathered
-    the weight.
+    In training the loss head is a loss, so that it can work through the sequence in pieces and
+    logits [B, T, V] never exist. It runs inside this module's forward, because there FSDP has
+    unsharded the weight.
     """
 
     def forward(self, h: Tensor, loss_head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -152,7 +156,9 @@ class Decoder(nn.Module):
     def __init__(self, args: Any, layers: range | None = None):
         super().__init__()
         layers = layers or range(args.n_layers)
-        self.args, self.first, self.last = args, layers.start == 0, layers.stop == args.n_layers
+        self.args = args
+        self.first = layers.start == 0
+        self.last = layers.stop == args.n_layers
         if self.first or (self.last and args.tied_embeddings):
             self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict({str(i): self.block(args, i) for i in layers})
@@ -163,7 +169,7 @@ class Decoder(nn.Module):
 
     def block(self, args: Any, number: int) -> nn.Module:
         """A new block for this layer; its `forward` takes (h [B, T, D], cos, sin, documents) and
-        returns [B, T, D], with a mixture of experts also its `Routing` (models/moe.py)."""
+        returns [B, T, D]."""
         return Block(args, Attention(args), FeedForward(args.dim, args.hidden_dim))
 
     def cores(self) -> list[AttentionCore]:
@@ -172,26 +178,21 @@ class Decoder(nn.Module):
 
     def latents(self) -> list[nn.Module]:
         """The modules, one per block, that return what keys and values are computed from; none
-        where nothing is narrower."""
-        return [
-            layer.attention.latents
-            for layer in self.layers.values()
-            if hasattr(layer.attention, "latents")
-        ]
+        where nothing is narrower (models/deepseek_v3.py has them)."""
+        return []
 
     def mixtures(self) -> dict[int, nn.Module]:
-        """The mixtures of experts (models/moe.py::MixtureOfExperts), by the number of their layer."""
-        return {
-            int(i): layer.feed_forward
-            for i, layer in self.layers.items()
-            if hasattr(layer.feed_forward, "experts")
-        }
+        """The mixtures of experts by the number of their layer (models/moe.py::SparseDecoder)."""
+        return {}
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [..., E], of positions int64 [T] or [B, T]."""
-        return rope_tables(
-            rope_frequencies(self.args.head_dim, self.args.rope_theta, positions.device), positions
-        )
+        frequencies = rope_frequencies(self.args.head_dim, self.args.rope_theta, positions.device)
+        return rope_tables(frequencies, positions)
+
+    def run_block(self, number: str, *inputs: Any, router_statistics: Any = None) -> Tensor:
+        """What the block returns for (h, cos, sin, documents): [B, T, D]."""
+        return self.layers[number](*inputs)
 
     def forward(
         self,
@@ -205,22 +206,18 @@ class Decoder(nn.Module):
         the one before. positions: of these tokens, int64 [T] or [B, T], within the sequence or,
         with `documents`, within their document.
 
-        Returns head(hidden states [B, T, D], output weight [V, D]), by default logits [B, T, V]; a
-        stage that is not the last returns its hidden states. With `documents` attention does not
-        cross from one document to the next. What mixtures of experts tell about this batch is added
-        to `router_statistics` (models/moe.py::RouterStatistics), if there is one.
+        Returns loss_head(hidden states [B, T, D], output weight [V, D]), by default logits [B, T,
+        V]; a stage that is not the last returns its hidden states. With `documents` attention does
+        not cross from one document to the next. Mixtures of experts add their statistics of this
+        batch to `router_statistics` (models/moe.py::RouterStatistics), if it is given.
         """
         cos, sin = self.rope(positions)  # [T, E], or [B, T, E]
         h = self.tok_embeddings(x) if self.first else x  # [B, T, D]
-        for number, layer in self.layers.items():
-            h = layer(h, cos, sin, documents)
-            if isinstance(h, tuple):
-                h = h[0] if router_statistics is None else router_statistics.add(int(number), *h)
+        for number in self.layers:
+            h = self.run_block(number, h, cos, sin, documents, router_statistics=router_statistics)
         if not self.last:
             return h
         h = self.norm(h)
-        return (
-            loss_head(h, self.tok_embeddings.weight)
-            if self.args.tied_embeddings
-            else self.output(h, loss_head)
-        )
+        if self.args.tied_embeddings:
+            return loss_head(h, self.tok_embeddings.weight)
+        return self.output(h, loss_head)

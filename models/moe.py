@@ -1,15 +1,16 @@
 """Mixtures of experts: for each token a router chooses some of many feed-forward layers (Shazeer et
 al., arXiv:1701.06538).
 
-No token is dropped and no expert has a limit: the rows of the tokens are sorted by expert, and
-every expert multiplies the rows that it got. The weights of all experts stand in one parameter per
-matrix.
+No token is dropped and no expert has a capacity: dispatch sorts the rows by expert, and one grouped
+GEMM multiplies them. The weights of all experts stand in one parameter per matrix.
+
+The words: the router chooses the experts of each token. Dispatch sorts copies of the tokens by
+expert, combine adds the weighted outputs of a token's experts.
 
 Shapes:  B batch   T sequence   D = dim   N = B T tokens   X experts   k experts of a token   M = N k rows
          F hidden units of an expert
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,42 +18,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.kernels.grouped_product import grouped_product
-from models.layers import Block, Documents, FeedForward
+from models.layers import Block, Decoder, Documents, FeedForward
 
 
-class Routing(NamedTuple):
-    """What a layer tells about one microbatch besides its output."""
+class MixtureStatistics(NamedTuple):
+    """What a mixture of experts reports of one microbatch, besides its output."""
 
     counts: Tensor  # int64 [X]: how many tokens each expert got
-    balance: Tensor  # float32, a scalar: the balance loss, summed over the tokens
+    balance: Tensor  # float32, a scalar: the auxiliary loss, summed over the tokens
     # float32, a scalar, in nats: the entropy of each token's affinities, summed over the tokens
     entropy: Tensor
 
 
 class RouterStatistics:
-    """What the mixtures of a model tell about the microbatches of a step. Given to the forwards
-    that train, and to no other."""
+    """The sums over the microbatches of a step that the mixtures of a model report. Given to the
+    forwards that train, and to no other."""
 
     def __init__(self, scale: Tensor):
-        """scale: the factor of the loss in backward, a scalar."""
+        """scale: the gradient of the auxiliary loss, a scalar; that of the model's loss is the
+        same."""
         self.scale = scale
         self.counts: dict[int, Tensor] = {}  # number of the layer -> int64 [X]
         # number of the layer -> float32 [2]: the balance loss and the entropy of all tokens
         self.sums: dict[int, Tensor] = {}
 
-    def add(self, layer: int, h: Tensor, routing: Routing) -> Tensor:
-        """Count the tokens of each expert. Returns h, whose backward brings the balance loss its
-        gradient: no stage of a pipeline has to hand that loss to the next one."""
-        self.counts[layer] = self.counts.get(layer, 0) + routing.counts
-        self.sums[layer] = self.sums.get(layer, 0) + torch.stack(
-            (routing.balance.detach(), routing.entropy)
-        )
-        return InjectAuxiliaryLoss.apply(h, routing.balance, self.scale)
+    def add(self, layer: int, h: Tensor, statistics: MixtureStatistics) -> Tensor:
+        """Add those of one microbatch. Returns h, whose backward also injects the auxiliary loss's
+        gradient: so no stage of a pipeline has to hand that loss to the next one."""
+        sums = torch.stack((statistics.balance.detach(), statistics.entropy))
+        self.counts[layer] = self.counts.get(layer, 0) + statistics.counts
+        self.sums[layer] = self.sums.get(layer, 0) + sums
+        return InjectAuxiliaryLoss.apply(h, statistics.balance, self.scale)
 
 
 class InjectAuxiliaryLoss(torch.autograd.Function):
-    """h; in backward a loss gets `scale` as its gradient, as if it had been added to the loss of
-    the model."""
+    """The identity of h; backward also injects the auxiliary loss's gradient, `scale`, as if that
+    loss had been added to the model's."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ class InjectAuxiliaryLoss(torch.autograd.Function):
         return grad, scale.float(), None
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """What a router decides for N tokens."""
 
     experts: Tensor  # int64 [N, k]
@@ -94,14 +95,14 @@ class Router(nn.Module):
         if args.balancing_bias:
             self.bias = nn.Parameter(torch.empty(args.n_experts), requires_grad=False)
 
-    def own_weight(self) -> Tensor:
-        """Tensor parallelism replaces this."""
+    def weight_for_forward(self) -> Tensor:
+        """The weight [X, D] as forward multiplies with it. Tensor parallelism replaces this."""
         return self.weight
 
-    def forward(self, x: Tensor) -> Choice:
+    def forward(self, x: Tensor) -> ExpertChoice:
         """x [N, D]."""
         args = self.args
-        logits = F.linear(x.float(), self.own_weight().float())  # [N, X]
+        logits = F.linear(x.float(), self.weight_for_forward().float())  # [N, X]
         scores = logits.softmax(-1) if args.router_score == "softmax" else logits.sigmoid()
         wanted = scores.detach() + self.bias if args.balancing_bias else scores.detach()
         if args.expert_groups > 1:
@@ -110,19 +111,18 @@ class Router(nn.Module):
         weights = scores.gather(-1, experts)
         if args.normalised_weights:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # all scores may be 0
-        affinities = (
-            scores
-            if args.router_score == "softmax"
-            else scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        )
-        return Choice(experts, weights * args.routed_scale, affinities)
+        affinities = scores
+        if args.router_score != "softmax":
+            affinities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        return ExpertChoice(experts, weights * args.routed_scale, affinities)
 
     def within_best_groups(self, wanted: Tensor) -> Tensor:
         """The scores [N, X], and -inf outside of each token's best groups. A group is as good as
         the sum of its two best experts (DeepSeek-V3's inference code; the report, section 2.1.2,
         sums as many as a token has of each node)."""
         groups = wanted.unflatten(-1, (self.args.expert_groups, -1))  # [N, groups, X / groups]
-        best = groups.topk(2, -1).values.sum(-1).topk(self.args.groups_per_token, -1).indices
+        merits = groups.topk(2, -1).values.sum(-1)  # [N, groups]
+        best = merits.topk(self.args.groups_per_token, -1).indices
         outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
         return groups.masked_fill(outside[..., None], float("-inf")).flatten(-2)
 
@@ -132,18 +132,19 @@ class Experts(nn.Module):
 
     def __init__(self, args: Any):
         super().__init__()
-        X, F_, D = args.n_experts, args.expert_dim, args.dim
-        self.w1 = nn.Parameter(torch.empty(X, F_, D))  # gate
-        self.w2 = nn.Parameter(torch.empty(X, D, F_))  # down
-        self.w3 = nn.Parameter(torch.empty(X, F_, D))  # up
+        # [X, F, D], [X, D, F], [X, F, D]
+        self.w1 = nn.Parameter(torch.empty(args.n_experts, args.expert_dim, args.dim))  # gate
+        self.w2 = nn.Parameter(torch.empty(args.n_experts, args.dim, args.expert_dim))  # down
+        self.w3 = nn.Parameter(torch.empty(args.n_experts, args.expert_dim, args.dim))  # up
 
-    def weights(self) -> list[Tensor]:
-        """Expert parallelism replaces this and `forward`."""
+    def weights_for_forward(self) -> list[Tensor]:
+        """w1, w2 and w3 as forward multiplies with them. Expert parallelism replaces this and
+        `forward`."""
         return [self.w1, self.w2, self.w3]
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [M, D], sorted by expert; counts int64 [X]: how many each has -> [M, D]."""
-        w1, w2, w3 = self.weights()
+        w1, w2, w3 = self.weights_for_forward()
         # [M, F]
         hidden = F.silu(grouped_product(rows, w1, counts)) * grouped_product(rows, w3, counts)
         return grouped_product(hidden, w2, counts)
@@ -160,39 +161,38 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(args)
         if args.n_shared_experts:
             self.shared_experts = FeedForward(args.dim, args.n_shared_experts * args.expert_dim)
-        # What replaces this has the same sequence on several ranks: it sums the counts [B, X] of a
-        # sequence over them.
-        self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts: counts
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+    def counts_of_whole_sequences(self, counts: Tensor) -> Tensor:
+        """counts int64 [B, X] of this rank's tokens. Expert parallelism replaces this where several
+        ranks share a sequence: it sums over them."""
+        return counts
+
+    def forward(self, x: Tensor) -> tuple[Tensor, MixtureStatistics]:
         """x [B, T, D] -> [B, T, D]."""
         B, T, _ = x.shape
         tokens = x.flatten(0, 1)  # [N, D]
         choice = self.router(tokens)
         k = choice.experts.shape[-1]
         by_sequence = choice.experts.view(B, T * k)
-        counts = by_sequence.new_zeros(B, self.args.n_experts).scatter_add_(
-            1, by_sequence, torch.ones_like(by_sequence)
-        )
-        # [M]: which (token, choice) each row is of
+        counts = by_sequence.new_zeros(B, self.args.n_experts)  # [B, X]
+        counts.scatter_add_(1, by_sequence, torch.ones_like(by_sequence))
+        # Dispatch. order [M]: which (token, choice) each row is of
         order = choice.experts.flatten().argsort(stable=True)
-        rows = self.experts(tokens[order // k], counts.sum(0))
-        back = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
-        out = torch.bmm(
-            choice.weights.to(rows.dtype)[:, None], rows[back].view(B * T, k, -1)
-        ).view_as(x)
+        rows = self.experts(tokens[order // k], counts.sum(0))  # [M, D]
+        # Combine. back [M]: which row each (token, choice) has got
+        numbers = torch.arange(len(order), device=order.device)
+        back = torch.empty_like(order).scatter_(0, order, numbers)
+        weights = choice.weights.to(rows.dtype)[:, None]  # [N, 1, k]
+        out = torch.bmm(weights, rows[back].view(B * T, k, -1)).view_as(x)
         if self.args.n_shared_experts:
             out = out + self.shared_experts(x)
         balance = self.balance(choice.affinities.view(B, T, -1), counts)
-        return out, Routing(
-            counts.sum(0), balance, torch.special.entr(choice.affinities.detach()).sum()
-        )
+        entropy = torch.special.entr(choice.affinities.detach()).sum()
+        return out, MixtureStatistics(counts.sum(0), balance, entropy)
 
     def balance(self, affinities: Tensor, counts: Tensor) -> Tensor:
-        """DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations 17 to 20) times the
-        tokens of each sequence, summed over the sequences. affinities [B, T, X]; counts int64 [B,
+        """The auxiliary loss: DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations
+        17 to 20) times the tokens of each sequence, summed over the sequences. affinities [B, T, X]; counts int64 [B,
         X], both of T tokens, which may be a part of a sequence.
 
         Equation 20 averages the affinities over a sequence. Here each token adds its own, so that
@@ -202,7 +202,7 @@ class MixtureOfExperts(nn.Module):
         if not self.args.balance_loss:
             return affinities.new_zeros(())
         # not earlier: a sum that nobody reads is waited for by nobody
-        counts = self.whole_sequences(counts)
+        counts = self.counts_of_whole_sequences(counts)
         # [B, X], 1 where all experts get as many
         share = counts / counts.sum(-1, keepdim=True) * self.args.n_experts
         return self.args.balance_loss * torch.einsum("btx,bx->", affinities, share)
@@ -213,10 +213,33 @@ class MixtureBlock(Block):
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
-    ) -> tuple[Tensor, Routing]:
+    ) -> tuple[Tensor, MixtureStatistics]:
         h = x + self.attention(self.attention_norm(x), cos, sin, documents)  # [B, T, D]
-        out, routing = self.feed_forward(self.ffn_norm(h))
-        return h + out, routing
+        out, statistics = self.feed_forward(self.ffn_norm(h))
+        return h + out, statistics
+
+
+class SparseDecoder(Decoder):
+    """A decoder, some blocks of which may be a `MixtureBlock`."""
+
+    def mixtures(self) -> dict[int, nn.Module]:
+        """The mixtures of experts by the number of their layer."""
+        return {
+            int(number): layer.feed_forward
+            for number, layer in self.layers.items()
+            if isinstance(layer.feed_forward, MixtureOfExperts)
+        }
+
+    def run_block(
+        self, number: str, *inputs: Any, router_statistics: RouterStatistics | None = None
+    ) -> Tensor:
+        result = super().run_block(number, *inputs)
+        if isinstance(result, Tensor):
+            return result
+        h, statistics = result
+        if router_statistics is None:
+            return h
+        return router_statistics.add(int(number), h, statistics)
 
 
 def tp_plan(args: Any) -> dict[str, str]:
@@ -238,11 +261,3 @@ def weights(args: Any, experts: int) -> int:
         3 * args.dim * args.expert_dim * (experts + args.n_shared_experts)
         + args.n_experts * args.dim
     )
-
-
-HF_NAMES = {  # of Qwen3-MoE and DeepSeek-V3
-    "layers.*.feed_forward.router.weight": "model.layers.*.mlp.gate.weight",
-    "layers.*.feed_forward.experts.w1": "model.layers.*.mlp.experts.#.gate_proj.weight",
-    "layers.*.feed_forward.experts.w3": "model.layers.*.mlp.experts.#.up_proj.weight",
-    "layers.*.feed_forward.experts.w2": "model.layers.*.mlp.experts.#.down_proj.weight",
-}

@@ -1,34 +1,50 @@
-"""THE order in which parallelism is applied to a model."""
+"""THE order in which parallelism is applied to a model.
+
+A parallelism changes a model from outside in three ways: it replaces parameters by DTensors, it adds
+hooks, and it replaces methods on instances. This is the whole list of the methods:
+
+| Method | Replaced by | Why |
+| --- | --- | --- |
+| `forward` of a block | ac.py, compile.py | recompute it in backward; compile it |
+| `AttentionCore.forward` | cp.py | ranks exchange keys and values, or heads |
+| | training/sample.py | attend to the keys and values of earlier tokens |
+| `Decoder.documents` | cp.py | a rank has a part of each document |
+| `Linear.forward` in a block | tp_plain.py | a plain tensor in and out |
+| `Router.weight_for_forward` | tp_plain.py | this rank's part of a DTensor |
+| `Experts.weights_for_forward` | ep.py | this rank's part of the DTensors |
+| `Experts.forward` | ep.py | all-to-alls for dispatch and combine |
+| `MixtureOfExperts.counts_of_whole_sequences` | ep.py | several ranks share a sequence |
+
+Each is declared on its class (models/layers.py, models/moe.py) and keeps its signature. Float8
+replaces whole linear layers, and masters.py shows modules other weights while they compute.
+"""
 
 import torch
 from torch import nn
 
 from configs.schema import SCHEDULES, Config, InputError
-from parallelisms import ac, attention, compile, cp, dp, ep, float8, tp
+from parallelisms import ac, async_tp, compile, cp, dp, ep, float8, tp
 from parallelisms.mesh import Mesh
 
-VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
+MAJOR, MINOR, *_ = torch.__version__.split(".")
+VERSION = (int(MAJOR), int(MINOR))
 
 
 def check_torch(cfg: Config, shares_experts: bool, version: tuple[int, ...] = VERSION) -> None:
     """Raises InputError for what this version of torch cannot do. shares_experts: whether several
     ranks share the experts."""
-    pipeline = cfg.parallelism.pipeline_parallel > 1
-    if (
-        version < (2, 13)
-        and pipeline
-        and SCHEDULES[cfg.parallelism.pipeline_schedule].splits_backward
-    ):
+    schedule = cfg.parallelism.pipeline_schedule
+    is_split = cfg.parallelism.pipeline_parallel > 1 and SCHEDULES[schedule].splits_backward
+    if version < (2, 13) and is_split:
         raise InputError(
-            f'parallelism.pipeline_schedule = "{cfg.parallelism.pipeline_schedule}" splits the '
-            "backward pass, which "
+            f'parallelism.pipeline_schedule = "{schedule}" splits the backward pass, which '
             f'needs torch 2.13, and this is {torch.__version__}: use "1f1b" or "interleaved_1f1b"'
         )
     if version < (2, 12) and shares_experts and cfg.compile.enabled:
         raise InputError(
             "compile.enabled = true with experts that several ranks share (by "
-            "parallelism.expert_parallel or "
-            f"tensor_parallel) needs torch 2.12, and this is {torch.__version__}: set it to false"
+            f"parallelism.expert_parallel or tensor_parallel) needs torch 2.12, "
+            f"and this is {torch.__version__}: set it to false"
         )
 
 
@@ -36,7 +52,6 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
     """Turn a single-device model on `meta` into this rank's part of the parallel one, in place;
     nothing is allocated.
 
-    0. Which kernel attention runs is PyTorch's setting for the whole process.
     1. Expert parallelism and tensor parallelism first: they replace the weights by DTensors, and
        all that follows must see those. Tensor parallelism checks that no weight is left over, so
        the experts leave before it.
@@ -47,17 +62,16 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
        compiled region, where the partitioner reads it; recomputing whole blocks must be outside,
        because compiled regions that checkpoint DTensor code as a whole fail on torch 2.13.
     5. Data parallelism last: it shards what tensor parallelism left on each rank (so a weight is
-       sharded over both), and its hooks gather the weights before, and outside of, everything
+       sharded over both), and its hooks unshard the weights before, and outside of, everything
        above.
 
     The optimizer is built afterwards, on the sharded parameters (`train.build`).
     """
     check_torch(cfg, mesh.experts_mesh is not None)
-    attention.choose(cfg.training.attention, mesh.device)
     ep.apply(model, mesh)
     tp.apply(model, mesh.tp_mesh, tp_plan)
     if cfg.parallelism.async_tensor_parallel:
-        tp.overlap(mesh.tp_mesh)
+        async_tp.overlap(mesh.tp_mesh)
     cp.apply(model, mesh, cfg)
     float8.apply(model, mesh, cfg.training.float8, cfg.debug.emulate_float8)
     if cfg.activation_checkpoint.mode == "selective":

@@ -27,7 +27,7 @@ KEEP = {
     "aten.addmm.default",
     "aten.bmm.default",
     "aten._scaled_mm.default",  # training.float8
-    # the products of experts (models/kernels/grouped_product.py)
+    # the matmuls of experts (models/kernels/grouped_product.py)
     "plumbline.grouped_product.default",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
@@ -35,7 +35,7 @@ KEEP = {
     # otherwise a CPU would recompute its attention
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "torch_attn._varlen_attn.default",  # document masking on CUDA
-    # the same on a CPU (models/kernels/document_attention.py)
+    # the same on a CPU (models/kernels/cpu/document_attention.py)
     "plumbline.document_attention.default",
     # context parallelism: what it gathers is not gathered again
     "plumbline.gathered_attention.default",

@@ -1,15 +1,16 @@
-"""Expert parallelism: the ranks of an ep group share the experts of every mixture, and rows travel
-to their experts.
+"""Expert parallelism: the ranks of an ep group share the experts of every mixture, and all-to-alls
+dispatch rows to their experts.
 
 An ep group is taken from the ranks that have different tokens, dp_shard x cp x tp (GShard,
-arXiv:2006.16668). Of X experts a rank holds X / ep. It sends each row to the rank of its expert and
-gets the result back: two all-to-alls in forward and two in backward, of exactly as many rows as
-there are, so none is dropped. All other weights are sharded as ever. The weights of a rank's
-experts are sharded by FSDP over the edp = dp_shard x cp x tp / ep ranks that have the same experts.
+arXiv:2006.16668). Of X experts a rank holds X / ep. Dispatch is an all-to-all that sends each row to
+the rank of its expert, combine is one that sends the result back: two in forward and two in
+backward, of exactly as many rows as there are, so none is dropped. FSDP shards the weights of a
+rank's experts over the edp = dp_shard x cp x tp / ep ranks that have the same experts, and all
+other weights as ever.
 
 Tensor parallelism splits no expert. Between blocks each of its ranks has a slice of the sequence,
-and a mixture works on single tokens, so a rank sends the tokens of its slice to experts and gathers
-no others: for the experts, it is one more rank of data parallelism.
+and a mixture works on single tokens, so a rank dispatches the tokens of its slice and gathers no
+others: for the experts, it is one more rank of data parallelism.
 
 Shapes:  M rows of this rank   D = dim   X experts
 """
@@ -27,15 +28,14 @@ from parallelisms.mesh import Mesh
 
 
 def apply(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """Leave this rank its experts, in place, let the mixtures send rows to those of others, and let
-    them count the tokens of whole sequences. The model is on `meta`."""
-    sharing_sequences = [
-        mesh.device_mesh.get_group(dim) for dim in ("cp", "tp") if mesh.sizes[dim] > 1
-    ]
-    whole_sequences = partial(summed, groups=sharing_sequences)
+    """Leave this rank its experts, in place, let the mixtures dispatch rows to those of others, and
+    let them count the tokens of whole sequences. The model is on `meta`."""
+    sharing_dims = [dim for dim in ("cp", "tp") if mesh.sizes[dim] > 1]
+    sharing_sequences = [mesh.device_mesh.get_group(dim) for dim in sharing_dims]
+    sum_over_ranks = partial(summed, groups=sharing_sequences)
     for mixture in model.mixtures().values():
         if sharing_sequences:
-            mixture.whole_sequences = whole_sequences
+            mixture.counts_of_whole_sequences = sum_over_ranks
         if mesh.experts_mesh is not None:
             distribute(mixture.experts, mesh)
     return model
@@ -54,13 +54,13 @@ def distribute(experts: nn.Module, mesh: Mesh) -> None:
     for name, weight in list(experts.named_parameters()):
         part = distribute_tensor(weight, ep_mesh, [Shard(0)], src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(part))
-    experts.weights = local_parts(experts.weights, mesh.tp / mesh.ep)
+    experts.weights_for_forward = local_parts(experts.weights_for_forward, mesh.tp / mesh.ep)
     if mesh.ep > 1:
         experts.forward = exchanged(experts.forward, ep_mesh.get_group())
 
 
 class ScaledGradient(torch.autograd.Function):
-    """The input, whose gradient is multiplied by a number."""
+    """The identity; backward multiplies the gradient by a number."""
 
     @staticmethod
     def forward(ctx, x: Tensor, factor: float) -> Tensor:
@@ -73,22 +73,25 @@ class ScaledGradient(torch.autograd.Function):
 
 
 def local_parts(weights: Callable[[], list[Tensor]], factor: float) -> Callable[[], list[Tensor]]:
-    """A `weights` for `Experts`, which returns this rank's part of each instead.
+    """A `weights_for_forward` for `Experts`, which returns this rank's part of each.
 
     An expert gets the rows of all ranks of its ep group, so its gradient is their sum already. FSDP
     then averages over edp = dp_shard * cp * tp / ep ranks. All other weights are averaged over
     dp_shard * cp ranks, and the loss is scaled for that. factor = tp / ep makes the two alike.
     """
-    return lambda: [ScaledGradient.apply(weight.to_local(), factor) for weight in weights()]
+
+    def weights_for_forward() -> list[Tensor]:
+        return [ScaledGradient.apply(weight.to_local(), factor) for weight in weights()]
+
+    return weights_for_forward
 
 
 def rows_per_rank(leaving: Tensor, coming: Tensor) -> tuple[list[int], list[int]]:
     """How many rows go to each rank, and how many come from each. Both arguments: int64 [ranks, X /
     ep].
 
-    The host waits for the GPU here. tools/plan, whose tensors have no values, puts sizes of its own
-    in this place."""
-    # [2, ranks]: one copy to the host, so one wait
+    This is a host-device sync. tools/plan, whose tensors have no values, replaces this function."""
+    # [2, ranks]: one copy to the host, so one sync
     both = torch.stack((leaving.sum(1), coming.sum(1)))
     sent, received = both.tolist()
     return sent, received
@@ -105,15 +108,15 @@ def exchanged(
         # [ranks, X / ep]
         coming = funcol.wait_tensor(funcol.all_to_all_single(leaving, None, None, group))
         sent, received = rows_per_rank(leaving, coming)
-        # rank after rank, each by expert
+        # Dispatch: rank after rank, each by expert.
         arrived = funcol.all_to_all_single_autograd(rows, received, sent, group)
         own = torch.arange(coming.shape[1], device=rows.device).repeat(group.size())
         experts = own.repeat_interleave(coming.flatten(), output_size=sum(received))
         order = experts.argsort(stable=True)  # by expert, whatever the rank
         results = compute(arrived[order], coming.sum(0))
-        back = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
+        # Combine: back into the order of arrival, and to the ranks that sent the rows.
+        numbers = torch.arange(len(order), device=order.device)
+        back = torch.empty_like(order).scatter_(0, order, numbers)
         return funcol.all_to_all_single_autograd(results[back], sent, received, group)
 
     return forward

@@ -1,9 +1,9 @@
-"""Float8 products in the blocks' linear layers (Micikevicius et al., arXiv:2209.05433), by torchao,
+"""Float8 GEMMs in the blocks' linear layers (Micikevicius et al., arXiv:2209.05433), by torchao,
 which only this file needs.
 
 Each parameter keeps its name, type and shape, so masters, FSDP and checkpoints do not notice. A
 layer rounds its input, its weight and the gradient to 8 bits on the way into each of its three
-products. These then run at twice the rate of bfloat16, on GPUs that have the units. Embedding,
+GEMMs. These then run at twice the rate of bfloat16, on GPUs that have the units. Embedding,
 norms, attention and the output projection stay as they are. The scaling is element-wise work, so
 float8 only pays if `compile.enabled` fuses it.
 """
@@ -22,7 +22,7 @@ MULTIPLE = 16  # torch._scaled_mm only takes matrices whose sides are multiples 
 
 
 def check(recipe: str, device: torch.device, emulate: bool) -> None:
-    """Raises InputError if torchao is missing, or if `device` cannot multiply so and the products
+    """Raises InputError if torchao is missing, or if `device` cannot multiply so and the GEMMs
     are not emulated. recipe: a key of CAPABILITY."""
     try:
         import torchao.float8  # noqa: F401

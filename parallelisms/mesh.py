@@ -11,10 +11,7 @@ With `train.py` this is the only module that reads the environment: RANK, WORLD_
 LOCAL_WORLD_SIZE, as `torchrun` sets them. Without them a run is one process.
 """
 
-import logging
-import mmap
 import os
-import struct
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +24,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema import InputError, Parallelism, Run
+from parallelisms.neighbours import group_to_lower_ranks, meet_neighbours
+from parallelisms.progress import ProgressCounter, counter_of_this_rank, record_flights
+
+# outermost first
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -41,48 +43,19 @@ class World:
 
 def world() -> World:
     """From the environment; one process when torchrun did not set it."""
-    names = (
-        ("RANK", 0),
-        ("WORLD_SIZE", 1),
-        ("LOCAL_RANK", 0),
-        ("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)),
+    size = os.environ.get("WORLD_SIZE", 1)
+    return World(
+        rank=int(os.environ.get("RANK", 0)),
+        size=int(size),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
     )
-    return World(*(int(os.environ.get(name, default)) for name, default in names))
-
-
-class ProgressCounter:
-    """Counts the exchanges that this rank has begun, in memory that outlives it.
-
-    Under NCCL all ranks of a run that hangs may die at the same second. The one that they waited
-    for has begun fewer exchanges than the others, and its launcher reads that from the file
-    (tools/launch). Memory that is mapped to a file needs no call when it changes, and no Python
-    lock when it is read.
-    """
-
-    def __init__(self, path: str | None) -> None:
-        """path: of the file to make, 8 bytes on a disk of this host; None to count for nobody."""
-        self.count, self.memory = 0, bytearray(8)
-        if path:
-            with open(path, "wb+") as file:
-                file.truncate(8)
-                self.memory = mmap.mmap(file.fileno(), 8)
-
-    def advance(self, by: int = 1) -> None:
-        self.count += by
-        struct.pack_into("<q", self.memory, 0, self.count)
-
-
-def progress_file() -> str | None:
-    """Beside the file into which this rank writes its exception for the launcher; None where no
-    launcher started it."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return error_file and f"{error_file}.begun"
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands. `device_mesh` has the dimensions pp, dp_replicate, dp_shard, cp, tp,
-    each of at least 1."""
+    """Where this rank stands, and one reduction for each set of ranks. `device_mesh` has the
+    DIMENSIONS, each of at least 1."""
 
     device_mesh: DeviceMesh
     # 1-D: shard. 2-D: replicate over the first dimension, shard over the second (HSDP, DDP)
@@ -100,14 +73,10 @@ class Mesh:
     # whether context parallelism gives a rank two parts of a sequence (`token_ranges`)
     head_and_tail: bool = False
     ep: int = 1  # ranks of dp_shard x cp x tp that share the experts of a mixture
-    # The same ranks by pp, dp_replicate, edp, ep (parallelisms/ep.py): for mixtures with ep or tp
-    # above 1.
+    # The same ranks by pp, dp_replicate, edp, ep, where several ranks share the experts
     experts_mesh: DeviceMesh | None = None
-    # the ranks of this pipeline again: `open_mesh` says what for
-    to_lower: dist.ProcessGroup | None = None
-    progress_counter: ProgressCounter = field(
-        default_factory=lambda: ProgressCounter(progress_file()), compare=False
-    )
+    to_lower: dist.ProcessGroup | None = None  # a second pp group, for sends to lower ranks
+    progress_counter: ProgressCounter = field(default_factory=counter_of_this_rank, compare=False)
 
     @property
     def size(self) -> int:
@@ -136,12 +105,15 @@ class Mesh:
 
     def token_ranges(self, seq_len: int) -> list[range]:
         """The positions of a sequence whose tokens this rank has, in their order there: equally
-        many on every rank of a cp group. A causal query costs as much as there are keys before it.
-        Where every rank computes its own queries, it gets one part near the beginning and one as
-        near to the end, so that all have the same work."""
-        parts = (
-            [self.cp_rank, 2 * self.cp - 1 - self.cp_rank] if self.head_and_tail else [self.cp_rank]
-        )
+        many on every rank of a cp group.
+
+        The work of a causal query is the number of keys before it. Where every rank computes its
+        own queries, it gets one part near the beginning and one as near to the end, so that all
+        have the same work.
+        """
+        parts = [self.cp_rank]
+        if self.head_and_tail:
+            parts.append(2 * self.cp - 1 - self.cp_rank)
         length = seq_len // (self.cp * len(parts))
         return [range(part * length, (part + 1) * length) for part in parts]
 
@@ -196,13 +168,14 @@ class Mesh:
     def set_timeout(self, seconds: int) -> None:
         """Limit every collective. The mesh's groups do not inherit the default group's limit, so
         each is set."""
-        groups = [
-            dist.group.WORLD,
-            *self.device_mesh.get_all_groups(),
-            *self.fsdp_mesh.get_all_groups(),
-        ]
-        groups += self.experts_mesh.get_all_groups() if self.experts_mesh else []
-        for group in groups + [self.to_lower] * (self.to_lower is not None):
+        groups = [dist.group.WORLD]
+        groups += self.device_mesh.get_all_groups()
+        groups += self.fsdp_mesh.get_all_groups()
+        if self.experts_mesh is not None:
+            groups += self.experts_mesh.get_all_groups()
+        if self.to_lower is not None:
+            groups.append(self.to_lower)
+        for group in groups:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def timeout(self) -> timedelta:
@@ -234,10 +207,10 @@ def open_group(run: Run) -> torch.device:
     """Start the process group, or use the one that is running; returns this rank's device.
 
     CUDA runs get NCCL for GPU tensors and gloo for CPU ones, so that flags and checkpoints need no
-    GPU synchronisation. There gloo connects two ranks when they first have something to send.
-    Otherwise each of its groups would be a socket from every rank to every other, and two groups of
-    512 ranks are more files than a process may usually have open. Messages of a pipeline need more
-    care then (`meet_neighbours`).
+    host-device sync. There gloo connects two ranks when they first have something to send.
+    Otherwise each of its groups would open a socket from every rank to every other, and two groups
+    of 512 ranks are more files than a process may usually have open. The sends of a pipeline need
+    more care then (`meet_neighbours`).
     """
     here = world()
     device = pick_device(run, here.local_rank)
@@ -245,117 +218,68 @@ def open_group(run: Run) -> torch.device:
         cpu_settings()
     else:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    if not dist.is_initialized():
-        if device.type == "cuda":
-            record_flights(Path(run.folder) / "logs")
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        limit = timedelta(seconds=run.init_timeout_seconds)
-        if here.size == 1:
-            dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit
-            )
-        else:
-            dist.init_process_group(backend, timeout=limit)
+    if dist.is_initialized():
+        return device
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        record_flights(Path(run.folder) / "logs")
+    limit = timedelta(seconds=run.init_timeout_seconds)
+    if here.size > 1:
+        dist.init_process_group(backend, timeout=limit)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     return device
-
-
-def record_flights(folder: Path) -> None:
-    """Let NCCL's flight recorder keep the last collectives, and leave them in nccl-<rank> there
-    when one times out, for `torchfrtrace`. Both generations of the names; what the environment says
-    already counts."""
-    for name, value in {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/nccl-",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{folder}/nccl-",
-    }.items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("plumbline").info(
-        f"when a collective times out: {os.environ['TORCH_FR_DUMP_TEMP_FILE']}<rank>"
-    )
 
 
 def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int, has_experts: bool = False) -> Mesh:
     """Lay the mesh over the process group; the sizes are already checked. has_experts: whether the
-    model has mixtures of experts, whose weights are on a mesh of their own where ep or tp is above
-    1.
-
-    Every pipeline gets a second group. One carries what goes to a higher rank, the other what goes
-    to a lower one. NCCL runs what two ranks of a group send each other one after another, so with
-    one group for both directions two ranks that send at the same time would wait for each other for
-    ever.
-    """
+    model has mixtures of experts."""
     device = open_group(run)
-    pp, cp = parallelism.pipeline_parallel, parallelism.context_parallel
-    sizes = (pp, parallelism.data_parallel_replicate, dp_shard, cp, parallelism.tensor_parallel)
-    device_mesh = init_device_mesh(
-        device.type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    )
-    stage, replicate, shard, part, _ = device_mesh.get_coordinate()
-    rank, to_lower = dist.get_rank(), None
-    if pp > 1:
-        # all ranks make all groups, in the same order
-        for ranks in device_mesh.mesh.view(pp, -1).t().tolist():
-            group = dist.new_group(ranks)
-            to_lower = group if rank in ranks else to_lower
-    head_and_tail = cp > 1 and parallelism.context_parallel_method == "gather"
-    ep, tp, experts_mesh = parallelism.expert_parallel, parallelism.tensor_parallel, None
-    if has_experts and ep * tp > 1:
-        sizes_of_experts = (pp, parallelism.data_parallel_replicate, dp_shard * cp * tp // ep, ep)
-        experts_mesh = init_device_mesh(
-            device.type, sizes_of_experts, mesh_dim_names=("pp", "dp_replicate", "edp", "ep")
-        )
+    pp = parallelism.pipeline_parallel
+    dp_replicate = parallelism.data_parallel_replicate
+    cp = parallelism.context_parallel
+    tp = parallelism.tensor_parallel
+    sizes = (pp, dp_replicate, dp_shard, cp, tp)
+    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
+    pp_rank, replicate, shard, cp_rank, _ = device_mesh.get_coordinate()
+    to_lower = group_to_lower_ranks(device_mesh)
+    experts_mesh = None
+    if has_experts and parallelism.expert_parallel * tp > 1:
+        experts_mesh = open_experts_mesh(device, sizes, parallelism.expert_parallel)
     mesh = Mesh(
-        device_mesh,
-        fsdp_mesh(device_mesh),
-        device,
-        rank,
-        *sizes,
-        replicate * dp_shard + shard,
-        part,
-        stage,
-        head_and_tail,
-        ep,
-        experts_mesh,
-        to_lower,
+        device_mesh=device_mesh,
+        fsdp_mesh=fsdp_mesh(device_mesh),
+        device=device,
+        rank=dist.get_rank(),
+        pp=pp,
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+        cp=cp,
+        tp=tp,
+        dp_rank=replicate * dp_shard + shard,
+        cp_rank=cp_rank,
+        pp_rank=pp_rank,
+        head_and_tail=cp > 1 and parallelism.context_parallel_method == "gather",
+        ep=parallelism.expert_parallel,
+        experts_mesh=experts_mesh,
+        to_lower=to_lower,
     )
     mesh.set_timeout(run.init_timeout_seconds)
     meet_neighbours(mesh, device, timedelta(seconds=run.init_timeout_seconds))
     return mesh
 
 
-def meet_neighbours(mesh: Mesh, device: torch.device, limit: timedelta) -> None:
-    """Open every connection that messages of a pipeline use, for tensors of this device. All ranks
-    of a pipeline call it.
-
-    NCCL connects two ranks of a group at their first message, and gloo does where its connections
-    are lazy. Whoever comes first waits for the other one. In a step both may come at the same time
-    with different messages: rank 0 asks for a gradient, from rank 1, while rank 1 asks for a hidden
-    state, from rank 0. Both would wait for ever. So each pair exchanges one number in each
-    direction here, and all ranks go through the pairs in one order.
-    """
-    to_higher, to_lower = mesh.device_mesh.get_group("pp"), mesh.to_lower
-    for lower, higher in neighbours(mesh.pp):
-        for sender, receiver, group in (lower, higher, to_higher), (higher, lower, to_lower):
-            number = torch.zeros(1, device=device)
-            if mesh.pp_rank == sender:
-                work = dist.isend(number, group=group, group_dst=receiver)
-            elif mesh.pp_rank == receiver:
-                work = dist.irecv(number, group=group, group_src=sender)
-            else:
-                continue
-            work.wait(limit)
-
-
-def neighbours(ranks: int) -> list[tuple[int, int]]:
-    """The pairs of ranks of a pipeline that send each other something, the lower rank first. No
-    pair waits for more than two others, whatever the number of ranks."""
-    even = [(i, i + 1) for i in range(0, ranks - 1, 2)]
-    odd = [(i, i + 1) for i in range(1, ranks - 1, 2)]
-    # A loop of stages goes on at rank 0, and a tied weight is at both ends.
-    ring = [(0, ranks - 1)] if ranks > 2 else []
-    return even + odd + ring
+def open_experts_mesh(device: torch.device, sizes: tuple[int, ...], ep: int) -> DeviceMesh:
+    """The mesh of the experts' weights (parallelisms/ep.py), of the same ranks: ep is innermost, and
+    edp has the ranks with the same experts."""
+    pp, dp_replicate, dp_shard, cp, tp = sizes
+    return init_device_mesh(
+        device.type,
+        (pp, dp_replicate, dp_shard * cp * tp // ep, ep),
+        mesh_dim_names=("pp", "dp_replicate", "edp", "ep"),
+    )
 
 
 def fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
@@ -368,11 +292,9 @@ def fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
     # to slice what is flattened shall go one day (torch 2.13); there is no other way yet
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Slicing a flattened dim")
-        return (
-            device_mesh["dp_replicate", shard]
-            if device_mesh["dp_replicate"].size() > 1
-            else device_mesh[shard]
-        )
+        if device_mesh["dp_replicate"].size() > 1:
+            return device_mesh["dp_replicate", shard]
+        return device_mesh[shard]
 
 
 def close_mesh() -> None:

@@ -81,10 +81,10 @@ def own_stages(p: Parallelism, rank: int) -> list[int]:
 def stages_of(model: nn.Module) -> list[nn.Module]:
     """The parts of a model that this rank runs one by one: the stages of a pipeline, or the model
     itself."""
-    return list(model.stages.values()) if isinstance(model, Pipeline) else [model]
+    return list(model.stages.values()) if isinstance(model, PipelineStages) else [model]
 
 
-class Pipeline(nn.Module):
+class PipelineStages(nn.Module):
     """This rank's stages as one model, whose parameters have the names that they have in the whole
     model.
 
@@ -216,7 +216,7 @@ class Pipeline(nn.Module):
             feed.losses.zero_()
         return self._total(step)
 
-    def _total(self, step: "Step") -> Tensor:
+    def _total(self, step: "PipelineStep") -> Tensor:
         if step.outputs:
             return torch.stack(step.outputs).double().sum()
         return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -228,12 +228,12 @@ class Pipeline(nn.Module):
         inputs: Inputs,
         shape: torch.Size,
         scale: Tensor | None = None,
-    ) -> "Step":
+    ) -> "PipelineStep":
         """shape: [b, T] of a microbatch."""
         self._copy_tied()
         table = self.table(microbatches, forward_only)
         hidden = (shape[0], shape[1] // self.mesh.tp, self.args.dim)
-        step = Step(
+        step = PipelineStep(
             self, table, Messages(self.link, self.mesh, table, hidden, self.dtype), inputs, scale
         )
         step.play()
@@ -326,12 +326,12 @@ class RankTable:
         }
 
 
-class Step:
+class PipelineStep:
     """This rank's part of one step: what it has computed and still needs, by stage and microbatch."""
 
     def __init__(
         self,
-        model: Pipeline,
+        model: PipelineStages,
         table: RankTable,
         messages: "Messages",
         inputs: Inputs,

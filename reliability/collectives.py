@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from parallelisms import cp
-from parallelisms.mesh import Mesh, meet_neighbours
+from parallelisms.mesh import Mesh
+from parallelisms.neighbours import meet_neighbours
 from reliability.health import odd_ones
 
 NAMESPACES = ("c10d", "_c10d_functional")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models import deepseek_v3, llama, qwen3
+from models import FORMATS, deepseek_v3, llama, qwen3
 
 # Of the seven wavelengths at a head of 14 and a base of 500,000, two are short for 512 tokens, one
 # is between, four are long.
@@ -99,11 +99,16 @@ SHAPES = {  # name -> the family and its numbers
 }
 
 
+def formats(family: Any) -> Any:
+    """The module of models/formats/ of a family's module."""
+    return FORMATS[family.__name__.removeprefix("models.")]
+
+
 def hugging_face(family: Any, args: Any) -> nn.Module:
     """transformers' model of these numbers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**family.hf_config(args))
+    config = AutoConfig.for_model(**formats(family).hf_config(args))
     # the other one refuses odd sizes
     return AutoModelForCausalLM.from_config(config, experts_implementation="eager")
 
@@ -130,6 +135,6 @@ def random_pair(family: Any, args: Any) -> tuple[nn.Module, nn.Module, list[tupl
         for name, buffer in theirs.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.1)
-    pairs = list(family.hf_names(args).items())
+    pairs = list(formats(family).hf_names(args).items())
     ours.load_state_dict({mine: as_ours(theirs.state_dict(), hf) for mine, hf in pairs})
     return theirs, ours, pairs

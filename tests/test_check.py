@@ -20,6 +20,8 @@ from data import sources
 from data.prepare import prepare
 from data.tokenizer import train_bpe, write_rank_file
 from models import llama, qwen3
+from models.formats import llama as llama_formats
+from models.formats import qwen3 as qwen3_formats
 from parallelisms import mesh
 from tests.runs import ROOT, environment
 from tools import check
@@ -79,7 +81,7 @@ LACKING = {
         'checkpoint.load_hf = "PLACE/nowhere" does not exist',
     ),
 }
-CONFIG = llama.hf_config(llama.Args(**llama.FLAVORS["debug"]))
+CONFIG = llama_formats.hf_config(llama.Args(**llama.FLAVORS["debug"]))
 OTHER_MODELS = {  # config.json -> the words of the one problem
     "granite": (
         CONFIG | {"model_type": "granite"},
@@ -90,7 +92,7 @@ OTHER_MODELS = {  # config.json -> the words of the one problem
         'model_type is "mistral"',
     ),
     "a family that we have": (
-        qwen3.hf_config(qwen3.Args(**qwen3.FLAVORS["0.6B"])),
+        qwen3_formats.hf_config(qwen3.Args(**qwen3.FLAVORS["0.6B"])),
         'holds a model of the family "qwen3"|set model.family = "qwen3"',
     ),
     "biases": (
@@ -246,7 +248,7 @@ def test_a_model_that_cannot_be_exported_is_a_sentence_before_it_is_trained(plac
     def refuse(args):
         raise ValueError("transformers has no such norm")
 
-    monkeypatch.setattr(llama, "hf_config", refuse)
+    monkeypatch.setattr(llama_formats, "hf_config", refuse)
     assert not problems(place, "")
     (problem,) = problems(place, "checkpoint.export_hf=float32")
     assert problem.startswith('checkpoint.export_hf = "float32": ') and problem.endswith(

@@ -1698,7 +1698,7 @@ def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
     models.mkdir()
     source = models / "y.toml"  # any name will do: it is read, never imported
     source.write_text(
-        "raise SystemExit('imported')\nfrom models.dense import OPTIONS, QUERY_WIDTH, "
+        "raise SystemExit('imported')\nfrom models.options import OPTIONS, QUERY_WIDTH, "
         f"RULES\nOTHER = FLAVORS = 1\nFLAVORS = {rows!r}\n"
         "OPTIONS = {name: row for name, row in OPTIONS.items() if name != 'rope_theta'}\n"
         'FOLLOWS = {"head_dim": (("dim", "n_heads"), lambda m: m["dim"] / m["n_heads"])}\n'

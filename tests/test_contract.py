@@ -19,6 +19,7 @@ from configs.load import load_config
 from configs.schema import InputError, Parallelism, Run
 from parallelisms import contract, dp
 from parallelisms import mesh as meshes
+from parallelisms.progress import ProgressCounter
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, SMALL_MODEL, whole
 from training.loss import linear_cross_entropy
@@ -271,7 +272,7 @@ def test_a_gpu_of_two_ranks_is_named():
 
 def test_exchanges_are_counted_in_a_file(tmp_path):
     """The launcher reads it after the rank has died (tools/launch)."""
-    counter = meshes.ProgressCounter(str(tmp_path / "begun"))
+    counter = ProgressCounter(str(tmp_path / "begun"))
     for _ in range(3):
         counter.advance()
     assert (tmp_path / "begun").read_bytes() == (3).to_bytes(8, "little")

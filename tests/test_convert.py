@@ -44,11 +44,12 @@ from data.tokenizer import (
     load_saved,
     train_bpe,
 )
-from models import MODELS, llama
+from models import FORMATS, MODELS, llama
+from models.formats import llama as llama_formats
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import series, tiny_run
-from tests.shapes import SHAPES, hugging_face
+from tests.shapes import SHAPES, formats, hugging_face
 from tools import convert
 from training.sample import sample
 
@@ -153,7 +154,7 @@ def test_in_and_out_again(shape, tmp_path):
         tmp_path / "back",
     )
     assert len(list(source.glob("*.safetensors"))) > 2
-    name, read = hf.read_model(source, MODELS)
+    name, read = hf.read_model(source, FORMATS)
     assert MODELS[name] is family and read == args
     assert run("hf-to-dcp", source, run_folder) == 0
     theirs, ours = (
@@ -226,12 +227,12 @@ def test_the_configuration_is_read_by_old_and_new_transformers():
     same to us too."""
     transformers = pytest.importorskip("transformers")
     family, args = SHAPES["llama3.1"]
-    whole = family.hf_config(args)
+    whole = formats(family).hf_config(args)
     old = {key: value for key, value in whole.items() if key != "rope_parameters"}
     new = {key: value for key, value in whole.items() if key not in ("rope_theta", "rope_scaling")}
     configs = [transformers.LlamaConfig(**fields) for fields in (whole, old, new)]
     assert configs[0].rope_parameters == configs[1].rope_parameters == configs[2].rope_parameters
-    assert [family.args_from_hf(fields) for fields in (whole, old, new)] == [args] * 3
+    assert [formats(family).args_from_hf(fields) for fields in (whole, old, new)] == [args] * 3
     bare = {
         "hidden_size": 4096,
         "num_hidden_layers": 32,
@@ -239,7 +240,7 @@ def test_the_configuration_is_read_by_old_and_new_transformers():
         "num_attention_heads": 32,
         "vocab_size": 32000,
     }
-    assert asdict(llama.args_from_hf(bare)) == {
+    assert asdict(llama_formats.args_from_hf(bare)) == {
         "dim": 4096,
         "n_layers": 32,
         "n_heads": 32,
@@ -296,7 +297,7 @@ def load_gather_scatter_save(
     """On this mesh: fill the model from a Hugging Face folder; gather it; scatter it into a model
     of another seed; save that with the manager. Returns what was gathered."""
     job = build(*more)
-    hf.load(source, job.model, MODELS, "llama", job.args, dist.group.WORLD)
+    hf.load(source, job.model, FORMATS, "llama", job.args, dist.group.WORLD)
     whole = state.gather_to_rank_0(job.model)
     before = {name: state.local(t).clone() for name, t in job.model.state_dict().items()}
     with torch.no_grad():
@@ -352,7 +353,7 @@ def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_
         ["--training.global_batch_size=12", *more],
     )
     assert gathered[1:] == [None] * (ranks - 1)
-    pairs = llama.hf_names(ARGS).items()
+    pairs = llama_formats.hf_names(ARGS).items()
     assert {theirs: gathered[0][ours] for ours, theirs in pairs} == {
         name: data for name, (_, data) in contents(hf_folder).items()
     }
@@ -370,7 +371,7 @@ def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_
 def refuse_to_load(source: Path, more: list[str]) -> str:
     job = build(*more)
     try:
-        hf.load(source, job.model, MODELS, "llama", job.args, dist.group.WORLD)
+        hf.load(source, job.model, FORMATS, "llama", job.args, dist.group.WORLD)
     except InputError as error:
         return str(error)
     return ""
@@ -789,7 +790,7 @@ def test_metas_files(kind, tmp_path):
 
 def test_negative_control_rotations_that_were_not_permuted(tmp_path, monkeypatch):
     whole, params = write_meta(tmp_path / "meta", "llama3")
-    monkeypatch.setattr(llama, "half_rotation", lambda weight, heads: weight)
+    monkeypatch.setattr(llama_formats, "half_rotation", lambda weight, heads: weight)
     assert run("meta-to-dcp", tmp_path / "meta", tmp_path / "run") == 0
     arch = verify.read_manifest(tmp_path / "run/checkpoints/step-00000000")["facts"]["must_match"][
         "model"
@@ -1231,7 +1232,7 @@ def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
         "vocab_size": 8192,
     }
     args = replace(ARGS, dim=2048, n_layers=layers, **sizes)
-    shapes, names = convert.shapes(llama, args), llama.hf_names(args)
+    shapes, names = convert.shapes("llama", args), llama_formats.hf_names(args)
     hf_folder, meta = folder / "hf", folder / "meta"
     hf_folder.mkdir()
     meta.mkdir()
@@ -1249,7 +1250,7 @@ def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
         )
         weight_map |= dict.fromkeys(part, file)
     (hf_folder / hf.INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    (hf_folder / "config.json").write_text(json.dumps(llama.hf_config(args)))
+    (hf_folder / "config.json").write_text(json.dumps(llama_formats.hf_config(args)))
     piece = {}
     for name, shape in shapes.items():
         halves = [

@@ -19,7 +19,7 @@ from checkpoint import hf, state, verify
 from configs import schema
 from configs.load import load_config
 from configs.schema import InputError
-from models import MODELS, deepseek_v3
+from models import FORMATS, deepseek_v3
 from parallelisms.mesh import world
 from reliability.health import mismatching_replicas
 from tests import checkpoints
@@ -385,7 +385,9 @@ def imported(folder: Path, exported: Path) -> list[str]:
     options = [option for option in TINY_EXPERTS if option.startswith("--model.")]
     models = []
     for load in (
-        lambda job: hf.load(exported, job.model, MODELS, "deepseek_v3", job.args, dist.group.WORLD),
+        lambda job: hf.load(
+            exported, job.model, FORMATS, "deepseek_v3", job.args, dist.group.WORLD
+        ),
         lambda job: state.load_model(folder, job.model),
     ):
         job = train.build(

@@ -14,13 +14,13 @@ from configs.schema import InputError
 from data import hf_tokenizer
 from data.tokenizer import byte_tokenizer
 from models import MODELS
-from parallelisms import attention
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL
 from tests.shapes import DEEPSEEK, LLAMA3, SHAPES, random_pair
 from tools import convert
 from tools.generate import Loaded, generate, show, texts_as_they_come
+from training import attention
 from training.sample import KeyValueCache, sample, sample_stream
 
 CPU = torch.device("cpu")

@@ -22,6 +22,7 @@ import train
 from configs.load import load_config
 from models import llama
 from models.kernels import document_attention as masked
+from models.kernels.cpu import document_attention as cpu
 from parallelisms import ac
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
@@ -238,7 +239,7 @@ def test_bfloat16_is_near_float32():
 
 
 def in_the_open(options: list[str]) -> dict:
-    masked.cpu_document_attention = lambda *args: (masked.one_by_one(*args), None)
+    cpu.document_attention = lambda *args: (masked.one_by_one(*args), None)
     return packed(options)
 
 
@@ -265,7 +266,7 @@ def _documents_of(q, k, v, cu_q, cu_k, max_q, max_k):
         and cu_q.diff().min() > 0
         and all(x.stride(-1) == 1 for x in (q, k, v))
     )
-    return masked._slices(cu_q)
+    return cpu.slices(cu_q)
 
 
 def stand_in_forward(
@@ -275,7 +276,7 @@ def stand_in_forward(
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     for one in _documents_of(q, k, v, cu_q, cu_k, max_q, max_k):
         o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *masked._heads_first(one, q, k, v), 0.0, True
+            *cpu.heads_first(one, q, k, v), 0.0, True
         )
         out[one], lse[:, one] = o[0].transpose(0, 1), s[0]
     return out, lse, q.new_empty(0), q.new_empty(0), q.new_empty(0)
@@ -286,7 +287,7 @@ def stand_in_backward(
 ):
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for one in _documents_of(q, k, v, cu_q, cu_k, max_q, max_k):
-        inputs = *masked._heads_first(one, grad, q, k, v, out), lse[:, one][None]
+        inputs = *cpu.heads_first(one, grad, q, k, v, out), lse[:, one][None]
         pieces = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *inputs, 0.0, True
         )
@@ -302,7 +303,7 @@ def as_on_cuda(names: list[str], mesh_options: list[str], dp_size: int) -> dict:
     library.impl("_flash_attention_forward", stand_in_forward, "CPU")
     library.impl("_flash_attention_backward", stand_in_backward, "CPU")
     masked.fits_varlen = lambda x: True
-    masked.cpu_document_attention = None
+    cpu.document_attention = None
     return all_variants(names, mesh_options, dp_size)
 
 
@@ -328,7 +329,7 @@ def errors_in_bfloat16(lengths: tuple[int, ...]) -> list[float]:
 def test_long_documents_on_a_cpu_equal_one_by_one():
     """From LONG tokens on backward is by products. The bug put back: products without the
     log-sum-exp of this document."""
-    lengths = (3, masked.LONG, 1, masked.LONG - 1, 2 * masked.LONG + 3)
+    lengths = (3, cpu.LONG, 1, cpu.LONG - 1, 2 * cpu.LONG + 3)
     errors = run_ranks(1, errors_in_bfloat16, lengths)[0]
     assert max(errors) < 0.015, errors
     control = run_ranks(1, with_lse_of_others, lengths)[0]
@@ -336,15 +337,15 @@ def test_long_documents_on_a_cpu_equal_one_by_one():
 
 
 def with_lse_of_others(lengths: tuple[int, ...]) -> list[float]:
-    real = masked.cpu_causal_attention_backward
-    masked.cpu_causal_attention_backward = lambda *inputs: real(*inputs[:-1], inputs[-1].flip(-1))
+    real = cpu.causal_attention_backward
+    cpu.causal_attention_backward = lambda *inputs: real(*inputs[:-1], inputs[-1].flip(-1))
     return errors_in_bfloat16(lengths)
 
 
 def contracts() -> None:
     q, k, v = (torch.randn(24, h, 6, requires_grad=True) for h in (4, 2, 2))
     torch.library.opcheck(
-        masked.cpu_document_attention, (q, k, v, torch.tensor([0, 1, 8, 24], dtype=torch.int32))
+        cpu.document_attention, (q, k, v, torch.tensor([0, 1, 8, 24], dtype=torch.int32))
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import MODELS, layers, llama
+from models import FORMATS, MODELS, layers, llama
 from models import family as families
 from training import init
 
@@ -46,19 +46,21 @@ every_family = pytest.mark.parametrize("name", MODELS)
 
 @every_family
 def test_a_family_has_every_member(name):
-    wanted = {
-        *families.Family.__annotations__,
-        *(member for member in vars(families.Family) if not member.startswith("_")),
-    }
-    assert len(wanted) > 15 and not {
-        member for member in wanted if not hasattr(MODELS[name], member)
-    }
+    pairs = [(families.Family, MODELS[name], 12), (families.Formats, FORMATS[name], 6)]
+    for protocol, module, least in pairs:
+        wanted = {
+            *protocol.__annotations__,
+            *(member for member in vars(protocol) if not member.startswith("_")),
+        }
+        assert len(wanted) > least and not {
+            member for member in wanted if not hasattr(module, member)
+        }
 
 
 @every_family
 def test_a_toy_has_the_width_that_is_asked_for(name):
     args = MODELS[name].small(32)
-    assert (args.dim, args.n_layers, MODELS[name].largest_product(args)) == (32, 4, (32, 32))
+    assert (args.dim, args.n_layers, MODELS[name].largest_weight(args)) == (32, 4, (32, 32))
     assert MODELS[name].build(args)(
         torch.zeros(1, 3, dtype=torch.int64), torch.arange(3)
     ).shape == (1, 3, args.vocab_size)
@@ -83,7 +85,7 @@ def test_what_metas_files_leave_out_is_that_of_the_published_models(params, tied
         "output.weight": embedding if tied else embedding + 1,
         "layers.0.feed_forward.w1.weight": torch.zeros(10, 8),
     }
-    args = llama.args_from_meta(
+    args = FORMATS["llama"].args_from_meta(
         {"dim": 8, "n_layers": 1, "n_heads": 2, "norm_eps": 1e-5} | params, weights, files=2
     )
     scaling = (
@@ -120,7 +122,7 @@ def test_the_parameters_that_a_family_counts_are_those_of_the_model(name, tied):
     assert MODELS[name].parameters(args) == sum(
         p.numel() for p in model.parameters() if p.requires_grad
     )
-    assert MODELS[name].hf_names(args).keys() == dict(model.named_parameters()).keys()
+    assert FORMATS[name].hf_names(args).keys() == dict(model.named_parameters()).keys()
     assert "3 layers" in MODELS[name].describe(args)
 
 
@@ -315,7 +317,7 @@ def published() -> list:
 @pytest.mark.parametrize("name, flavor, config", published())
 def test_every_number_of_a_flavor_is_the_published_one(name, flavor, config):
     family = MODELS[name]
-    assert family.Args(**family.FLAVORS[flavor]) == family.args_from_hf(config)
+    assert family.Args(**family.FLAVORS[flavor]) == FORMATS[name].args_from_hf(config)
 
 
 def test_every_flavor_is_compared_with_what_was_published():
@@ -359,7 +361,7 @@ def test_rotary_positions_are_those_of_transformers(name, flavor):
     transformers = pytest.importorskip("transformers")
     family = MODELS[name]
     args = family.Args(**family.FLAVORS[flavor])
-    config = transformers.AutoConfig.for_model(**family.hf_config(args))
+    config = transformers.AutoConfig.for_model(**FORMATS[name].hf_config(args))
     module = importlib.import_module(
         f"transformers.models.{config.model_type}.modeling_{config.model_type}"
     )
@@ -457,12 +459,12 @@ def test_active_parameters_are_all_but_those_of_experts_that_a_token_is_not_sent
 
 def test_experts_whose_weights_do_not_add_up_to_1_are_refused():
     """As transformers has it where config.json does not say."""
-    family = MODELS["qwen3"]
-    config = family.hf_config(family.Args(**family.FLAVORS["debug_moe"]))
-    family.args_from_hf(config)
+    family, formats = MODELS["qwen3"], FORMATS["qwen3"]
+    config = formats.hf_config(family.Args(**family.FLAVORS["debug_moe"]))
+    formats.args_from_hf(config)
     del config["norm_topk_prob"]
     with pytest.raises(ValueError, match="norm_topk_prob is false"):
-        family.args_from_hf(config)
+        formats.args_from_hf(config)
 
 
 @every_family

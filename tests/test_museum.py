@@ -31,7 +31,7 @@ import train
 from checkpoint import state
 from data import loader
 from models import deepseek_v3, moe
-from models.kernels import document_attention as kernels
+from models.kernels.cpu import document_attention as kernels
 from models.llama import Llama
 from parallelisms import cp, dp, ep, pp, tp
 from parallelisms.mesh import Mesh
@@ -321,29 +321,29 @@ def keys_of_the_first_sequence(patch: Patch) -> None:
 def divided_at_every_accumulation_step(patch: Patch) -> None:
     """the gradients so far are divided by the number of microbatches at every accumulation step"""
     # two accumulation steps of three microbatches
-    gradients, backward, each = pp.Pipeline.gradients, pp.Step.backward, 3
+    gradients, backward, each = pp.PipelineStages.gradients, pp.PipelineStep.backward, 3
     # as the optimizer has them; in the middle of a step those of a stage are gathered ones
     weights: list[nn.Parameter] = []
 
-    def gradients_times(model: pp.Pipeline, feed: feed.Feed, scale: Tensor) -> Tensor:
+    def gradients_times(model: pp.PipelineStages, feed: feed.Feed, scale: Tensor) -> Tensor:
         weights[:] = model.parameters()
         return gradients(model, feed, scale * each)
 
-    def backward_and_divide(step: pp.Step, action: pp.Action, stage: nn.Module) -> None:
+    def backward_and_divide(step: pp.PipelineStep, action: pp.Action, stage: nn.Module) -> None:
         backward(step, action, stage)
         if action.microbatch % each == each - 1:
             for p in weights:
                 p.grad.div_(each)
 
-    patch.setattr(pp.Pipeline, "gradients", gradients_times)
-    patch.setattr(pp.Step, "backward", backward_and_divide)
+    patch.setattr(pp.PipelineStages, "gradients", gradients_times)
+    patch.setattr(pp.PipelineStep, "backward", backward_and_divide)
 
 
 def normalised_for_the_log_only(patch: Patch) -> None:
     """the loss is divided by the number of tokens after backward, for the log only"""
-    real = pp.Pipeline.gradients
+    real = pp.PipelineStages.gradients
     patch.setattr(
-        pp.Pipeline,
+        pp.PipelineStages,
         "gradients",
         lambda model, feed, scale: real(model, feed, torch.ones_like(scale)),
     )
@@ -369,23 +369,23 @@ def documents_of_the_first_microbatch(patch: Patch) -> None:
 def tied_gradient_lost(patch: Patch) -> None:
     """tied embeddings: the first stage never gets the last stage's part of the gradient"""
 
-    def drop(model: pp.Pipeline) -> None:
+    def drop(model: pp.PipelineStages) -> None:
         if (copy := model.tied[1]) is not None:
             copy.grad = None
 
-    patch.setattr(pp.Pipeline, "_add_tied_gradient", drop)
+    patch.setattr(pp.PipelineStages, "_add_tied_gradient", drop)
 
 
 def tied_copies_drift(patch: Patch) -> None:
     """tied embeddings: the last stage's copy keeps its first values"""
-    real, copied = pp.Pipeline._copy_tied, set()
+    real, copied = pp.PipelineStages._copy_tied, set()
 
-    def copy_once(model: pp.Pipeline) -> None:
+    def copy_once(model: pp.PipelineStages) -> None:
         if id(model) not in copied:
             copied.add(id(model))
             real(model)
 
-    patch.setattr(pp.Pipeline, "_copy_tied", copy_once)
+    patch.setattr(pp.PipelineStages, "_copy_tied", copy_once)
 
 
 def tied_copy_not_in_the_optimizer(patch: Patch) -> None:
@@ -437,7 +437,7 @@ def last_block_without_gradient(patch: Patch) -> None:
     real = train.gradients
 
     def then_dropped(job: train.Job, *rest: object) -> train.Gradients:
-        # which ends the run if a gradient is missing by then (pp.Pipeline.gradients)
+        # which ends the run if a gradient is missing by then (pp.PipelineStages.gradients)
         answer = real(job, *rest)
         if (last := str(job.args.n_layers - 1)) in job.model.layers:
             for p in job.model.layers[last].parameters():
@@ -506,7 +506,7 @@ def counted_again_when_recomputed(patch: Patch) -> None:
     """balancing: the router counts inside of what activation checkpointing computes again"""
     real, totals = moe.Router.forward, {}
 
-    def forward(router: nn.Module, x: Tensor) -> moe.Choice:
+    def forward(router: nn.Module, x: Tensor) -> moe.ExpertChoice:
         choice = real(router, x)
         totals[router] = totals.get(router, 0) + choice.experts.flatten().bincount(
             minlength=router.args.n_experts
@@ -567,7 +567,10 @@ def balance_loss_of_earlier_stages_lost(patch: Patch) -> None:
     real = moe.RouterStatistics.add
 
     def add(
-        router_statistics: moe.RouterStatistics, layer: int, h: Tensor, routing: moe.Routing
+        router_statistics: moe.RouterStatistics,
+        layer: int,
+        h: Tensor,
+        routing: moe.MixtureStatistics,
     ) -> Tensor:
         return real(
             router_statistics,
@@ -583,7 +586,7 @@ def bias_weights_the_output(patch: Patch) -> None:
     """balancing: the bias of an expert is also added to the weight of its output"""
     real = moe.Router.forward
 
-    def forward(router: nn.Module, x: Tensor) -> moe.Choice:
+    def forward(router: nn.Module, x: Tensor) -> moe.ExpertChoice:
         choice = real(router, x)
         return choice._replace(weights=choice.weights + router.bias[choice.experts])
 

@@ -21,7 +21,7 @@ import torch
 import train
 from configs.load import load_config
 from configs.schema import InputError
-from parallelisms import tp
+from parallelisms import async_tp, tp
 from parallelisms.mesh import world
 from tests.covering import covering_array, every_pair, pairs
 from tests.parity import (
@@ -199,7 +199,7 @@ def overlapped(
 
     # counted is what is compiled here
     config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
-    torch.distributed.is_nccl_available, tp.SYMMETRIC_MEMORY = lambda: True, ("cpu",)
+    torch.distributed.is_nccl_available, async_tp.SYMMETRIC_MEMORY = lambda: True, ("cpu",)
     if not enabled:
         _symmetric_memory.enable_symm_mem_for_group = lambda name: None
     counts, library = dict.fromkeys(FUSED, 0), torch.library.Library("symm_mem", "IMPL")

@@ -17,10 +17,11 @@ import train
 from configs.load import load_config
 from configs.schema import Compile, Training
 from models import MODELS, layers, llama
-from parallelisms import attention, compile, dp, mesh
+from parallelisms import compile, dp, progress
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL, run, tiny_run
 from tools.plan import trace
+from training import attention
 
 
 @pytest.mark.parametrize(
@@ -320,7 +321,9 @@ def test_a_stage_reduces_its_gradients_once_in_a_step_also_where_the_backward_is
 def overlaps() -> list[str]:
     """What happens, in its order, when a model is placed with and without the option."""
     happened = []
-    parallelisms.tp.overlap = lambda tp_mesh: happened.append(f"overlap of {tp_mesh.size()} ranks")
+    parallelisms.async_tp.overlap = lambda tp_mesh: happened.append(
+        f"overlap of {tp_mesh.size()} ranks"
+    )
     parallelisms.compile.apply = lambda model, cfg: happened.append("compile")
     for options in [], ["--parallelism.async_tensor_parallel=true", "--compile.enabled=true"]:
         train.build(load_config([*SMALL_MODEL, "--parallelism.tensor_parallel=2", *options], 2, 2))
@@ -383,7 +386,7 @@ def test_the_type_of_the_weights_follows_the_hardware(kind, hardware, dtype, mon
 
 def test_nccls_flight_recorder_is_on_unless_the_environment_says_otherwise(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {"TORCH_FR_BUFFER_SIZE": "7"})
-    mesh.record_flights(tmp_path)
+    progress.record_flights(tmp_path)
     assert (
         os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
         and os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"

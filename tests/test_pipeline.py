@@ -23,7 +23,7 @@ from configs.load import load_config
 from configs.schema import SCHEDULES
 from parallelisms import mesh as meshes
 from parallelisms import pp, schedules
-from parallelisms.mesh import neighbours
+from parallelisms.neighbours import neighbours
 from reliability import collectives
 from reliability.health import mismatching_replicas
 from tests.ranks import run_ranks, step_timeout
@@ -306,7 +306,7 @@ def products_of_halves(options: list[str]) -> tuple[dict[str, Counter], list[int
         return play
 
     for kind in schedules.RESULTS:
-        setattr(pp.Step, kind, watched(getattr(pp.Step, kind)))
+        setattr(pp.PipelineStep, kind, watched(getattr(pp.PipelineStep, kind)))
     tokens = torch.randint(263, (4, 2, 16), generator=torch.Generator().manual_seed(0))
     train.gradients(job, {"tokens": tokens, "labels": tokens})
     return seen, alive
@@ -336,13 +336,13 @@ def test_each_half_of_a_backward_has_the_products_of_its_own_gradients(options):
 
 def slow_stage(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
     """A run whose second stage of two is slow in forward or in backward."""
-    real = pp.Step.forward if kind == "forward" else pp.Step.backward
+    real = pp.PipelineStep.forward if kind == "forward" else pp.PipelineStep.backward
 
     def slow(self, *args):
         time.sleep(0.1 * self.model.mesh.pp_rank)
         real(self, *args)
 
-    setattr(pp.Step, kind, slow)
+    setattr(pp.PipelineStep, kind, slow)
     return run(options, folder)
 
 

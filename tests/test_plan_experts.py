@@ -64,7 +64,7 @@ def forced(name: str):
     behind autograd's back, so the memory of a step stays what it is.)"""
     decide, tables = moe.Router.forward, {}
 
-    def forward(router: moe.Router, x: torch.Tensor) -> moe.Choice:
+    def forward(router: moe.Router, x: torch.Tensor) -> moe.ExpertChoice:
         choice = decide(router, x)
         if len(x) not in tables:
             tables[len(x)] = ROUTINGS[name](len(x))

@@ -185,7 +185,7 @@ def asleep(schedule: str, microbatches: int, unit: float) -> list[tuple[float, f
     stages = {
         s: Sleeper(s, len(rank_of)) for s in range(len(rank_of)) if rank_of[s] == mesh.pp_rank
     }
-    model = pp.Pipeline(stages, schedules.consecutive([1] * len(rank_of)), mesh, cfg)
+    model = pp.PipelineStages(stages, schedules.consecutive([1] * len(rank_of)), mesh, cfg)
     model.gradients(Feed(schedules.least_microbatches(schedule, ranks)), torch.ones(()))
     for stage in stages.values():
         stage.unit = unit

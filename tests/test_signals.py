@@ -433,7 +433,7 @@ train.train_step = step
 dist.distributed_c10d._set_pg_timeout = lambda limit, group: real_limit(limit + timedelta(seconds=60), group)
 Watchdog.GRACE = 4 if train.meshes.world().rank else 2
 if "--forget" in sys.argv:
-    train.meshes.ProgressCounter.another = lambda self: None
+    train.meshes.ProgressCounter.advance = lambda self, by=1: None
 sys.exit(train.main([word for word in sys.argv[1:] if word != "--forget"]))
 """
 

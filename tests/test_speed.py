@@ -27,8 +27,8 @@ import train
 from configs.load import load_config
 from configs.schema import ActivationCheckpoint, InputError
 from models import layers, llama
-from models.kernels import causal_attention as causal
 from models.kernels.causal_attention import causal_attention
+from models.kernels.cpu import causal_attention as causal
 from parallelisms import ac, dp, float8
 from parallelisms.mesh import world
 from tests.ranks import run_ranks

@@ -43,7 +43,13 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "models.moe",
         "parallelisms.mesh",
     },
-    "reliability": {"configs", "configs.schema", "parallelisms.cp", "parallelisms.mesh"},
+    "reliability": {
+        "configs",
+        "configs.schema",
+        "parallelisms.cp",
+        "parallelisms.mesh",
+        "parallelisms.neighbours",
+    },
     "checkpoint": {
         "configs.cpu",
         "configs",

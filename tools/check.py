@@ -76,10 +76,10 @@ def model_problems(cfg: Config, folder: Path) -> Iterator[str]:
     """Whether a folder of Hugging Face's describes the model of the run. What a rank asks when it
     loads the folder."""
     from checkpoint import hf  # here, because it imports torch, as the families do
-    from models import MODELS
+    from models import FORMATS
 
     try:
-        hf.check_model(folder, MODELS, cfg.model.family, check.architecture(cfg.model))
+        hf.check_model(folder, FORMATS, cfg.model.family, check.architecture(cfg.model))
     except InputError as error:
         yield f"checkpoint.load_hf: {error}"
 
@@ -88,9 +88,9 @@ def export_problems(cfg: Config) -> Iterator[str]:
     """Whether the model can be written for Hugging Face, which would be found out only when it is
     trained."""
     from checkpoint import hf  # here, because it imports torch, as the families do
-    from models import MODELS
+    from models import FORMATS
 
-    family = MODELS[cfg.model.family]
+    family = FORMATS[cfg.model.family]
     try:
         hf.config_of(family, family.Args(**check.architecture(cfg.model)))
     except InputError as error:
@@ -136,7 +136,8 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         and not gathers
     ):
         return
-    from parallelisms import attention, cp, dp, float8, mesh, tp  # here, because they import torch
+    from parallelisms import async_tp, cp, dp, float8, mesh  # here, because they import torch
+    from training import attention
 
     try:
         device = mesh.pick_device(cfg.run, local_world_size - 1)
@@ -147,7 +148,7 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     checks += (
         [lambda: float8.check(recipe, device, cfg.debug.emulate_float8)] if recipe != "none" else []
     )
-    checks += [lambda: tp.check_overlap(device.type)] if overlapped else []
+    checks += [lambda: async_tp.check_overlap(device.type)] if overlapped else []
     checks += (
         [lambda: cp.check_kernel(device, dp.param_dtype(cfg.training, device), width)]
         if gathers

@@ -38,11 +38,10 @@ from checkpoint.verify import Damaged
 from configs.schema import InputError
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer, from_rank_file, load_saved
-from models import MODELS
-from models.family import Family
+from models import FORMATS, MODELS
 from reliability import disk
 
-META = MODELS["llama"]  # the family whose weights Meta published in a format of its own
+META = "llama"  # the family whose weights Meta published in a format of its own
 # bytes read of mapped files before they are mapped anew: mapped pages count as this process's
 # memory
 REMAP = 1 << 28
@@ -76,14 +75,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def hf_to_dcp(source: Path, out: Path) -> str:
     """Returns what was done, in a sentence; so do the other three. Raises InputError."""
-    name, args = hf.read_model(source, MODELS)
-    family = MODELS[name]
-    stored = hf.weights(source, family, args, shapes(family, args))
+    name, args = hf.read_model(source, FORMATS)
+    stored = hf.weights(source, FORMATS[name], args, shapes(name, args))
 
-    def read(name: str) -> Tensor:
-        return stored[name].read()
+    def read(tensor: str) -> Tensor:
+        return stored[tensor].read()
 
-    return publish(out, family, args, source, read, tokenizer_of(hf_tokenizer.read, source))
+    return publish(out, name, args, source, read, tokenizer_of(hf_tokenizer.read, source))
 
 
 def meta_to_dcp(source: Path, out: Path) -> str:
@@ -102,16 +100,16 @@ def tokenizer_of(read: Callable, source: Path | str) -> Tokenizer | None:
         return None
 
 
-def shapes(family: Family, args: Any) -> dict[str, list[int]]:
+def shapes(family: str, args: Any) -> dict[str, list[int]]:
     """Of every parameter of a model, by our names."""
     with torch.device("meta"):
-        model = family.build(args)
+        model = MODELS[family].build(args)
     return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def publish(
     out: Path,
-    family: Family,
+    family: str,
     args: Any,
     source: Path,
     read: Callable[[str], Tensor],
@@ -129,7 +127,7 @@ def publish(
         f"model.{n}": torch.empty(shape, device="meta") for n, shape in shapes(family, args).items()
     }
     size = sum(tensor.nbytes for tensor in live.values())
-    facts = {"family": next(name for name, module in MODELS.items() if module is family)}
+    facts: dict[str, Any] = {"family": family}
     facts["must_match"] = {"model": asdict(args)} | (
         {"tokenizer": tokenizer.fingerprint} if tokenizer else {}
     )
@@ -214,7 +212,7 @@ class MetaFolder:
             if piece.keys() != self.pieces[0].keys():
                 raise InputError(f"{file} does not have the tensors of {self.files[0]}")
         try:
-            self.args = META.args_from_meta(
+            self.args = FORMATS[META].args_from_meta(
                 hf.read_json(folder / "params.json"), self.pieces[0], len(self.files)
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -222,7 +220,7 @@ class MetaFolder:
                 f"{folder / 'params.json'} does not describe a Llama: {error!r}"
             ) from None
         self.shapes = shapes(META, self.args)
-        names = self.pieces[0].keys() - META.meta_ignored(self.args)
+        names = self.pieces[0].keys() - FORMATS[META].meta_ignored(self.args)
         hf.check_tensors(folder, {name: self.describe(name) for name in sorted(names)}, self.shapes)
 
     def open(self) -> None:
@@ -279,7 +277,7 @@ class MetaFolder:
         )
         self.mapped += sum(piece.nbytes for piece in pieces)
         whole = torch.cat(pieces, dim=dim or 0)
-        return META.from_meta(name, whole, self.args)
+        return FORMATS[META].from_meta(name, whole, self.args)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -298,7 +296,7 @@ def dcp_to_hf(
         verify.nbytes(t["dtype"], t["shape"])
         for t in state.select(manifest["tensors"], "model", ()).values()
     )
-    family = MODELS[facts["family"]]
+    family = FORMATS[facts["family"]]
     with progress_bar(size, path.name) as bar:
         hf.export(path, out, family, getattr(torch, dtype), files, max_shard_size, bar.update)
     return (

@@ -23,7 +23,7 @@ from checkpoint import hf, state, verify
 from configs.schema import InputError
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer, load_saved
-from models import MODELS
+from models import FORMATS, MODELS
 from training.sample import sample_stream
 
 
@@ -53,7 +53,7 @@ def load(folder: Path, tokenizer: str = "") -> Loaded:
 
 
 def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
-    name, args = hf.read_model(folder, MODELS)
+    name, args = hf.read_model(folder, FORMATS)
     family = MODELS[name]
     words = load_saved(tokenizer) if tokenizer else hf_tokenizer.read(folder)
     with torch.device("meta"):
@@ -61,7 +61,10 @@ def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
     model.to_empty(device="cpu")
     live = model.state_dict()
     stored = hf.weights(
-        folder, family, args, {parameter: list(tensor.shape) for parameter, tensor in live.items()}
+        folder,
+        FORMATS[name],
+        args,
+        {parameter: list(tensor.shape) for parameter, tensor in live.items()},
     )
     for parameter, tensor in live.items():
         tensor.copy_(stored[parameter].read())

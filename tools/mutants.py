@@ -109,6 +109,11 @@ TESTS = {
         ZBV,
     ],
     "models/__init__.py": [*RULES, "models"],
+    "models/options.py": RULES,
+    "models/formats/dense.py": [*MODEL, *FILES_OF_OTHERS],
+    "models/formats/llama.py": [*MODEL, *FILES_OF_OTHERS],
+    "models/formats/qwen3.py": [*MODEL, *FILES_OF_OTHERS],
+    "models/formats/deepseek_v3.py": [*MODEL, *FILES_OF_OTHERS],
     "models/family.py": [
         "models",
         *RULES,
@@ -141,7 +146,8 @@ TESTS = {
     "models/layers.py": [*MODEL, "masking::test_equals_hugging_face_on_each_document", TP],
     "models/llama.py": [*MODEL, *RULES, *FILES_OF_OTHERS],
     "models/qwen3.py": [*MODEL, *RULES, *FILES_OF_OTHERS],
-    "models/kernels/causal_attention.py": [
+    "models/kernels/causal_attention.py": ["hf_parity::test_equals_hugging_face"],
+    "models/kernels/cpu/causal_attention.py": [
         "speed::test_attention_on_cpu_is_as_near_to_float64_as_pytorchs",
         "speed::test_sharp_attention_has_the_gradient_of_the_plain_one",
         "speed::test_attention_compiles_whole",
@@ -153,6 +159,13 @@ TESTS = {
         "hf_parity::test_equals_hugging_face[qwen3 experts]",
         EP,
         "experts::test_compiled_mesh_equals_the_plain_model",
+    ],
+    "models/kernels/cpu/document_attention.py": [
+        "masking::test_long_documents_on_a_cpu_equal_one_by_one",
+        "masking::test_the_operator_keeps_pytorchs_contracts",
+        "masking::test_bfloat16_is_near_float32",
+        "masking::test_packed_documents_equal_each_document_alone[one]",
+        "context::test_attention_of_the_last_queries_of_documents",
     ],
     "models/kernels/document_attention.py": [
         "masking::test_documents_are_found_in_positions",
@@ -177,8 +190,17 @@ TESTS = {
         "masking::test_the_names_that_selective_checkpointing_keeps_exist",
         FSDP,
     ],
-    "parallelisms/attention.py": ["parallelisms", "parallel::test_what_needs_a_gpu_says_so"],
+    "training/attention.py": ["parallelisms", "parallel::test_what_needs_a_gpu_says_so"],
     "parallelisms/compile.py": ["parallelisms"],
+    "parallelisms/fsdp_details.py": ["parallelisms", EP],
+    "parallelisms/tp_plain.py": [EXPERTS_TP, "experts_tp"],
+    "parallelisms/async_tp.py": ["parallel::test_what_needs_a_gpu_says_so"],
+    "parallelisms/masters.py": [
+        "parallelisms",
+        "speed::test_masters_of_one_rank_are_bitwise_those_of_fsdp2",
+    ],
+    "parallelisms/neighbours.py": ["pipeline", PP],
+    "parallelisms/progress.py": ["parallelisms", "contract"],
     "parallelisms/contract.py": [
         "contract",
         "health::test_c3_ranks_that_are_not_alike_do_not_start",

@@ -32,7 +32,6 @@ CORE = (
     "parallelisms/__init__.py",
     "parallelisms/mesh.py",
     "parallelisms/tp.py",
-    "parallelisms/attention.py",
     "parallelisms/ac.py",
     "parallelisms/compile.py",
     "parallelisms/dp.py",

@@ -1,4 +1,4 @@
-"""The product of rows with as many weights as there are groups of rows, as one operator.
+"""Grouped GEMM: each group of rows is multiplied with a weight of its own, as one operator.
 
 PyTorch's `grouped_mm` is what runs on a GPU in 16 bits. Elsewhere it is a loop over the groups:
 `grouped_mm` is not faster on a CPU, refuses sizes that are no multiple of 16 bytes, and cannot be
@@ -23,7 +23,7 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     in sum -> [M, F]: each row times the transposed weight of its group.
 
     The gradients of the rows and of the weight are two nodes of autograd's graph, as they are two
-    products. A node with both would compute both whenever a backward needs one of them: twice in a
+    GEMMs. A node with both would compute both whenever a backward needs one of them: twice in a
     pipeline that splits the backward (parallelisms/pp.py).
     """
     product = _grouped_product(rows, weight.detach(), counts)
@@ -31,8 +31,8 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class _OfWeight(torch.autograd.Function):
-    """Nothing in forward, in the shape of the product. Its gradient is the product's, and gives
-    that of the weight."""
+    """Nothing in forward, in the shape of the result. Its gradient is the result's, from which it
+    computes the weight's."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class _OfWeight(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """The product. Both its parts get its gradient."""
+    """The result. Both its parts get its gradient."""
 
     @staticmethod
     def forward(ctx, product: Tensor, of_weight: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def _grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 @torch.library.custom_op("plumbline::grouped_product_backward_rows", mutates_args=())
 def grouped_product_backward_rows(grad: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Grad of the rows [M, D], of the product's [M, F]."""
+    """Grad of the rows [M, D], from that of the result [M, F]."""
     if not len(grad):
         return grad.new_empty(0, weight.shape[2])
     grad = grad.contiguous()
@@ -89,7 +89,7 @@ def grouped_product_backward_rows(grad: Tensor, weight: Tensor, counts: Tensor) 
 
 @torch.library.custom_op("plumbline::grouped_product_backward_weight", mutates_args=())
 def grouped_product_backward_weight(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-    """Grad of the weight [X, F, D], of the product's [M, F].
+    """Grad of the weight [X, F, D], from that of the result [M, F].
 
     A group without rows has a gradient of 0. The kernel of Blackwell GPUs leaves it as the memory
     was (pytorch#172439, pytorch#193633, cutlass#2674), so it is set here, by a mask: which groups

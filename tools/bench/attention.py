@@ -4,7 +4,7 @@
 
 A shape is batch, query heads, key/value heads, tokens, numbers of a head. On a GPU the contenders
 are the values of `training.attention` (flash3 where flash_attn_3 is installed); on a CPU ours
-(`models/kernels/causal_attention.py`, whose forward is PyTorch's) and PyTorch's. In alternation,
+(`models/kernels/cpu/causal_attention.py`, whose forward is PyTorch's) and PyTorch's. In alternation,
 each in a process of its own.
 """
 
@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from models.kernels.causal_attention import causal_attention
-from parallelisms import attention
 from tools.bench import harness
+from training import attention
 
 SHAPES = {
     "cpu": (

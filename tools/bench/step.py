@@ -36,7 +36,7 @@ import torch
 import train
 from configs.load import load_config
 from configs.schema import Config
-from models import llama
+from models import FORMATS, llama
 from parallelisms import compile, dp
 from parallelisms.mesh import pick_device
 from tools.bench import harness
@@ -114,7 +114,7 @@ def compiled(blocks, cfg):
 def hf(args, cfg, tokens, labels, dtype):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(**llama.hf_config(args)))
+    model = LlamaForCausalLM(LlamaConfig(**FORMATS["llama"].hf_config(args)))
     compiled(model.model.layers, cfg)
     return loop(
         model,
@@ -132,7 +132,7 @@ def accelerate(args, cfg, tokens, labels, dtype):
     runner = Accelerator(
         cpu=tokens.device.type == "cpu", mixed_precision="bf16" if dtype == torch.bfloat16 else "no"
     )
-    model = LlamaForCausalLM(LlamaConfig(**llama.hf_config(args)))
+    model = LlamaForCausalLM(LlamaConfig(**FORMATS["llama"].hf_config(args)))
     compiled(model.model.layers, cfg)
     model, optimizer = runner.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -471,7 +471,7 @@ def begun(failures: dict[int, ProcessFailure]) -> dict[int, int]:
 
 
 def _read_begun(path: str) -> int:
-    """What a rank has left there (parallelisms/mesh.py::ProgressCounter); 0 if it did not get as far as that."""
+    """What a rank has left there (parallelisms/progress.py::ProgressCounter); 0 if it did not get as far as that."""
     with contextlib.suppress(OSError, struct.error):
         return struct.unpack("<q", Path(path).read_bytes())[0]
     return 0

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_iter
 
 import train
 from configs.schema import Config, InputError
-from models.kernels import causal_attention, document_attention
+from models.kernels.cpu import causal_attention, document_attention
 from parallelisms import cp, ep, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
@@ -47,7 +47,7 @@ from training import init
 
 # labels in train.train_step; the loss is inside forward
 PHASES = ("forward", "loss", "backward", "clip", "optimizer")
-# label of an action in parallelisms/pp.py::Step.play
+# label of an action in parallelisms/pp.py::PipelineStep.play
 ACTION = re.compile(r"(\w+) of stage \d+, microbatch (\d+)")
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 
@@ -118,7 +118,7 @@ ATTENTION = {
         4,
         1,
     ),
-    torch.ops.plumbline.causal_attention_backward.default: (  # models/kernels/causal_attention.py
+    torch.ops.plumbline.causal_attention_backward.default: (  # models/kernels/cpu/causal_attention.py
         1,
         lambda grad, q, k, *_: attention_product(q, k, True),
         4,
@@ -552,7 +552,7 @@ class Trace(TorchDispatchMode):
         names = {id(p): name for name, p, _ in kinds}
         for p, state in job.optimizer.state.items():
             kinds += [(names[id(p)], t, "optimizer state") for t in state.values()]
-        # parallelisms/dp.py::keep_masters
+        # parallelisms/masters.py::keep_masters
         copies = [c for stage in stages for c in getattr(stage, "working_copies", {}).items()]
         kinds += [(names[id(p)], copy, "working weights") for p, copy in copies]
         self.stretches, self.births = [], {}
@@ -653,7 +653,7 @@ def slices_of_real(starts: torch.Tensor) -> list[slice]:
         return _slices(starts)
 
 
-_slices = document_attention._slices
+_slices = document_attention.slices
 
 
 def attention_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -784,7 +784,7 @@ def trace_step(
 
         stack.enter_context(mock.patch.object(nn.Module, "to_empty", fake_to_empty))
         stack.enter_context(mock.patch.object(init, "fill", lambda *_: None))
-        stack.enter_context(mock.patch.object(document_attention, "_slices", slices_of_real))
+        stack.enter_context(mock.patch.object(document_attention, "slices", slices_of_real))
         # the fake group has none
         stack.enter_context(mock.patch.object(Mesh, "timeout", lambda _: timedelta(0)))
         job = train.build(cfg)
@@ -798,7 +798,7 @@ def trace_step(
         if on_gpu:
             stack.enter_context(AsOnGPU())
             stack.enter_context(
-                mock.patch.object(causal_attention._CPUAttention, "apply", attention_on_gpu)
+                mock.patch.object(causal_attention, "causal_attention", attention_on_gpu)
             )
             stack.enter_context(mock.patch.object(cp, "piece_attention", pieces_on_gpu))
             stack.enter_context(

@@ -340,7 +340,7 @@ def measure_compute(probe: Probe) -> dict:
     ranks at once."""
     cuda, cfg = probe.device.type == "cuda", probe.cfg
     tokens = min(cfg.training.local_batch_size * cfg.training.seq_len, 8192 if cuda else 512)
-    k, n = MODELS[cfg.model.family].largest_product(probe.args)
+    k, n = MODELS[cfg.model.family].largest_weight(probe.args)
     n = max(1, n // cfg.parallelism.tensor_parallel)
     a, b = (
         torch.ones(shape, dtype=probe.dtype, device=probe.device) for shape in ((tokens, k), (k, n))

@@ -1,0 +1,111 @@
+"""Llama's weights as they are published: Hugging Face's LlamaForCausalLM, and Meta's params.json and
+consolidated.*.pth (model.py in meta-llama/llama and meta-llama/llama3)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.formats import dense
+from models.formats.dense import hf_ignored, hf_names, real_number, whole_number  # noqa: F401
+from models.llama import Args
+
+HF_TYPES = ("llama",)
+HF_FIXED = dense.HF_FIXED | {"mlp_bias": False, "partial_rotary_factor": 1.0}
+
+
+def hf_config(args: Args) -> dict[str, Any]:
+    if args.dim % args.n_heads:
+        raise ValueError(
+            f"transformers refuses a Llama whose dim ({args.dim}) is no multiple of n_heads "
+            f"({args.n_heads})"
+        )
+    scaling = None
+    if args.rope_scaling:
+        scaling = {"rope_type": "llama3"} | args.rope_scaling
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
+    names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
+    return names | dense.hf_fields(args, scaling)
+
+
+def args_from_hf(config: dict[str, Any]) -> Args:
+    """What config.json does not say has LlamaConfig's default."""
+    numbers = dense.numbers_from_hf(config, head_dim=None, kv_heads=0, context=2048)
+    rope = dense.hf_rope(config)
+    scaling = None
+    if rope["rope_type"] == "llama3":
+        scaling = {
+            key: real_number(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")
+        }
+        scaling["original_max_seq_len"] = whole_number(
+            rope, "original_max_position_embeddings", numbers["max_seq_len"]
+        )
+    elif rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        kind = rope["rope_type"]
+        raise ValueError(
+            f"rotary positions of type {kind!r} ({rope}) are not supported, only default and llama3"
+        )
+    return Args(**numbers, rope_scaling=scaling)
+
+
+# Meta's files ------------------------------------------------------------------------------------
+
+
+def args_from_meta(params: dict[str, Any], weights: dict[str, Tensor], files: int) -> Args:
+    """params.json does not say how long the contexts were, nor the factor by which the rotary
+    frequencies are stretched, so these are the published models'. Source: their config.json on the
+    hub."""
+    dim = whole_number(params, "dim")
+    heads = whole_number(params, "n_heads")
+    theta = real_number(params, "rope_theta", 10000.0)
+    rows = params.get("vocab_size", -1)
+    embedding = weights["tok_embeddings.weight"]
+    output = weights.get("output.weight")
+    tied = output is None or (
+        torch.equal(embedding[:1], output[:1]) and torch.equal(embedding, output)
+    )
+    scaling = None
+    context = 4096 if theta == 10000.0 else 8192  # Llama 2, Llama 3
+    # Llama 3.1 and 3.3; of 3.2 there are 1B and 3B, which are tied
+    if params.get("use_scaled_rope"):
+        context = 131072
+        scaling = {
+            "factor": 32.0 if tied else 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_seq_len": 8192,
+        }
+    hidden_dim_of_a_file = weights["layers.0.feed_forward.w1.weight"].shape[0]
+    numbers = dense.check_heads(
+        {
+            "dim": dim,
+            "n_layers": whole_number(params, "n_layers", most=1000),
+            "n_heads": heads,
+            "n_kv_heads": whole_number(params, "n_kv_heads", heads),
+            "head_dim": dim // heads,
+            "hidden_dim": hidden_dim_of_a_file * files,
+            "vocab_size": embedding.shape[0] if rows == -1 else whole_number(params, "vocab_size"),
+            "rope_theta": theta,
+            "norm_eps": real_number(params, "norm_eps"),
+            "max_seq_len": context,
+            "tied_embeddings": tied,
+        }
+    )
+    return Args(**numbers, rope_scaling=scaling)
+
+
+def meta_ignored(args: Args) -> set[str]:
+    return {"rope.freqs"} | ({"output.weight"} if args.tied_embeddings else set())
+
+
+def from_meta(name: str, weight: Tensor, args: Args) -> Tensor:
+    """Meta's rotary positions turn the pair (2i, 2i + 1) of a head, ours and Hugging Face's (i, i +
+    E/2): the rows of wq and wk [heads * E, D] are reordered within each head."""
+    heads = {"wq": args.n_heads, "wk": args.n_kv_heads}.get(name.split(".")[-2])
+    return half_rotation(weight, heads) if heads else weight
+
+
+def half_rotation(weight: Tensor, heads: int) -> Tensor:
+    """weight [heads * E, D]"""
+    pairs = weight.view(heads, -1, 2, weight.shape[1])  # [heads, E/2, 2, D]
+    return pairs.transpose(1, 2).reshape(weight.shape)

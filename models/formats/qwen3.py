@@ -1,0 +1,75 @@
+"""Hugging Face's files of Qwen3: Qwen3ForCausalLM and Qwen3MoeForCausalLM."""
+
+from typing import Any
+
+from models.formats import dense
+from models.formats.dense import hf_ignored  # noqa: F401
+from models.qwen3 import Args
+
+HF_TYPES = ("qwen3", "qwen3_moe")
+HF_FIXED = dense.HF_FIXED | {"use_sliding_window": False}
+
+QK_NORMS = {
+    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+}
+HF_NAMES = dense.HF_NAMES | QK_NORMS
+HF_NAMES_OF_EXPERTS = {
+    ours: theirs for ours, theirs in HF_NAMES.items() if ".feed_forward." not in ours
+} | dense.HF_NAMES_OF_MIXTURES
+
+
+def hf_names(args: Args) -> dict[str, str]:
+    return dense.hf_names(args, HF_NAMES_OF_EXPERTS if args.n_experts else HF_NAMES)
+
+
+def hf_config(args: Args) -> dict[str, Any]:
+    fields = dense.hf_fields(args) | {
+        "use_sliding_window": False,
+        "max_window_layers": args.n_layers,
+    }
+    if not args.n_experts:
+        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"} | fields
+    numbers = {
+        "num_experts": args.n_experts,
+        "num_experts_per_tok": args.experts_per_token,
+        "moe_intermediate_size": args.expert_dim,
+        "router_aux_loss_coef": args.balance_loss,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"} | fields | numbers
+
+
+def args_from_hf(config: dict[str, Any]) -> Args:
+    """What config.json does not say has Qwen3Config's default."""
+    rope = dense.hf_rope(config)
+    kinds = config.get("layer_types") or ["full_attention"]
+    if rope["rope_type"] != "default":
+        raise ValueError(
+            f"rotary positions of type {rope['rope_type']!r} ({rope}) are not supported, only "
+            "default"
+        )
+    if set(kinds) != {"full_attention"}:
+        raise ValueError(f"layer_types has {sorted(set(kinds))}, only full_attention is supported")
+    if config.get("model_type") != "qwen3_moe":
+        return Args(**dense.numbers_from_hf(config, head_dim=128, kv_heads=32, context=32768))
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise ValueError(
+            "some layers have no experts (decoder_sparse_step, mlp_only_layers): all must have them"
+        )
+    if not config.get("norm_topk_prob", False):
+        raise ValueError(
+            "norm_topk_prob is false: the weights of a token's experts must add up to 1"
+        )
+    numbers = dense.numbers_from_hf(config, head_dim=None, kv_heads=4, context=32768)
+    return Args(
+        **numbers,
+        n_experts=dense.whole_number(
+            config, "num_experts" if "num_experts" in config else "num_local_experts", 128
+        ),
+        experts_per_token=dense.whole_number(config, "num_experts_per_tok", 8),
+        expert_dim=dense.whole_number(config, "moe_intermediate_size", 768),
+        balance_loss=float(config.get("router_aux_loss_coef", 0.001)),
+    )
