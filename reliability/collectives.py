@@ -11,6 +11,7 @@ import hashlib
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -212,9 +213,13 @@ class AwaitedMessage:
         self.work.wait(*limit)
 
 
-def checked(model: torch.nn.Module, mesh: Mesh) -> Checked:
+def checked(
+    model: torch.nn.Module, mesh: Mesh, enabled: bool = True
+) -> AbstractContextManager[Watch | None]:
     """Let all messages of a pipeline be compared from now on, and collectives within the returned
-    context manager."""
+    context manager. Not `enabled` (debug.check_collectives): nothing is compared."""
+    if not enabled:
+        return nullcontext()
     if mesh.pp > 1:
         model.link = CheckedLink(model.link, mesh)
     return Checked()

@@ -86,6 +86,14 @@ class Clock:
         self.at, self.started = step, True
         self.write()
 
+    def end_step(self, step: int, skipped: bool, stalled: float) -> float:
+        """This step is finished. Returns the seconds since the last lap: they are productive unless
+        the step was skipped, and `stalled` of them go to the save in flight."""
+        seconds = self.lap("other" if skipped else "productive")
+        self.move(stalled, "productive", "save")
+        self.step(step)
+        return seconds
+
     def saved(self) -> None:
         """A save has begun. A resume may go on from here, so the line stays."""
         self.saves += 1

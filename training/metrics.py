@@ -176,7 +176,7 @@ def in_bytes(count: float, step: int = 1000) -> str:
     return f"{count:.4g} {largest}"
 
 
-class Metrics:
+class MetricsWriter:
     """The writers of one run: a context manager that closes them. Make it when the step to resume
     from is known.
 
@@ -276,7 +276,7 @@ class Metrics:
         if self.wandb is not None:
             self.wandb.finish()
 
-    def __enter__(self) -> "Metrics":
+    def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
