@@ -396,8 +396,8 @@ def test_a_line_is_about_the_steps_since_the_line_before():
         losses = torch.tensor([losses])  # [1, 2, 4]
         labels = torch.where(losses == 0, IGNORE, 1)
         batch = {"labels": labels, "source": torch.tensor(source)}
-        meter.add(batch, SimpleNamespace(losses=losses, loss=losses.mean().item(), skipped=skipped))
-        meter.waited, meter.worked = meter.waited + seconds / 4, meter.worked + seconds * 3 / 4
+        result = SimpleNamespace(losses=losses, loss=losses.mean().item(), skipped=skipped)
+        meter.add(batch, result, data_seconds=seconds / 4, step_seconds=seconds * 3 / 4)
 
     step([[1.0, 2.0, 3.0, 0.0], [5.0, 5.0, 5.0, 5.0]], [0, 1], seconds=1.0)
     step([[4.0, 4.0, 4.0, 0.0], [7.0, 7.0, 7.0, 7.0]], [0, 1], seconds=3.0)

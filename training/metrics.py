@@ -6,6 +6,7 @@ restart: what a killed run wrote after the checkpoint it resumes from is dropped
 floats so that they read back bitwise equal.
 """
 
+import copy
 import json
 import logging
 import math
@@ -15,12 +16,13 @@ import resource
 import statistics
 import sys
 import time
+from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
@@ -28,7 +30,6 @@ from configs import schema
 from configs.schema import InputError
 from parallelisms.mesh import Mesh
 from training.experts import FILE
-from training.optim import moments
 
 # Rows: a regular expression, dense bfloat16 TFLOP/s of one device, source. The expression must
 # match the whole of torch.cuda.get_device_name(), so that a slice of a GPU (MIG) or a laptop's
@@ -103,6 +104,21 @@ def memory_gib(device: torch.device) -> float:
         return peak / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def moments(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors of a weight's size the optimizer keeps for each weight: those that it has
+    after a step on a weight of its own. So nobody has to know which kinds of optimizers there
+    are."""
+    weight = nn.Parameter(torch.zeros(2, 2))
+    weight.grad = torch.zeros_like(weight)
+    alike = copy.copy(optimizer)
+    alike.state = defaultdict(dict)
+    alike.param_groups = [optimizer.param_groups[0] | {"params": [weight]}]
+    alike.step()
+    return sum(
+        isinstance(t, Tensor) and t.shape == weight.shape for t in alike.state[weight].values()
+    )
 
 
 def model_summary(
