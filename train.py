@@ -220,7 +220,11 @@ def train_step(
     )
 
 
-def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = Flags) -> Gradients:
+def gradients(
+    job: Job,
+    batch: dict[str, Tensor],
+    flags: Callable[[], Flags] = Flags,
+) -> Gradients:
     """Compute the gradient of the mean loss over the global batch, in the weights' `.grad`.
 
     The loss is a sum over tokens, divided by the tokens of the *global* batch, which are counted

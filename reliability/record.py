@@ -189,8 +189,10 @@ class Start:
             if not steps or (orderly and steps[0]["step"] == steps[-1]["step"]):
                 continue
             config = self.path.with_name(f"{past.number:04d}") / "config.toml"
-            same = _set_options(config) == _set_options(self.path / "config.toml")
-            if not same or past.about.get("code", {}).get("files") != self.facts["code"]["files"]:
+            if _set_options(config) != _set_options(self.path / "config.toml"):
+                break
+            files = past.about.get("code", {}).get("files")
+            if files != self.facts["code"]["files"]:
                 break
             if orderly or step not in (-1, steps[-1]["step"]):
                 break

@@ -93,7 +93,9 @@ class Meter:
                 1, batch["source"].to(device, non_blocking=True), rows.flatten(1)
             )
 
-    def line(self, step: int, order, loss: float, grad_norm: float, lr: float) -> dict[str, float]:
+    def line(
+        self, step: int, order: Any, loss: float, grad_norm: float, lr: float
+    ) -> dict[str, float]:
         """The metrics after `step`, and a new beginning. order: data/order.py's or
         data/stream.py's. Called by all ranks."""
         seconds = self.waited + self.worked

@@ -178,7 +178,10 @@ def _step_summary(training: schema.Training, dp_size: int) -> str:
     )
 
 
-UNITS = {1000: ("B", "kB", "MB", "GB", "TB"), 1024: ("B", "KiB", "MiB", "GiB", "TiB")}
+UNITS = {
+    1000: ("B", "kB", "MB", "GB", "TB"),
+    1024: ("B", "KiB", "MiB", "GiB", "TiB"),
+}
 
 
 def in_bytes(count: float, step: int = 1000) -> str:
@@ -352,4 +355,5 @@ def _open_wandb(project: str, folder: Path):
     if not id_file.exists():
         id_file.write_text(f"{time.time_ns():x}\n", encoding="utf-8")
     name = id_file.read_text(encoding="utf-8").strip()
-    return wandb.init(project=project, name=folder.name, id=name, resume="allow", dir=str(folder))
+    folders = {"name": folder.name, "dir": str(folder)}
+    return wandb.init(project=project, id=name, resume="allow", **folders)

@@ -41,7 +41,8 @@ def build_optimizer(
     if cfg.kind == "sgd":
         return torch.optim.SGD(rows, lr=cfg.lr, momentum=cfg.momentum)
     # fused: also on a CPU, where it measures several times faster than the default loop
-    return torch.optim.AdamW(rows, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    adam = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps}
+    return torch.optim.AdamW(rows, **adam, fused=True)
 
 
 # Schedules after the warmup: kind -> how much of the way from the peak down to min_ratio is done at
