@@ -231,9 +231,10 @@ def gradients(
     first. So loss and gradient do not depend on how the batch is split over ranks and
     microbatches, not even where it is split unevenly.
     """
+    cfg = job.cfg
     mesh = job.mesh
     began = time.monotonic()
-    feed = Feed(job.model, batch, mesh, linear_cross_entropy, job.cfg.training.loss_chunk_tokens)
+    feed = Feed(job.model, batch, mesh, linear_cross_entropy, cfg.training.loss_chunk_tokens)
     counted = (feed.labels != IGNORE).sum()
     prepare_seconds = time.monotonic() - began
     counted = mesh.sum_over_tokens(counted)
