@@ -14,9 +14,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +26,12 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from checkpoint import hf
-from checkpoint.manager import CheckpointManager
+from checkpoint.resume import resume
 from configs import check
 from configs.load import as_given, dump, help_text, load_config
 from configs.schema import Config, InputError
 from data import hf_tokenizer
 from data.corpora import Corpora
-from data.loader import Batch, Batches, loader
 from data.open import open_corpora
 from data.tokenizer import Tokenizer
 from data.workers import LoaderError
@@ -49,11 +47,10 @@ from reliability.record import Start, hosts, source_hash
 from reliability.stop import STOP_SIGNALS, STOPPED, Stop  # noqa: F401  the signals are tools/preflight's too
 from training import attention, init, log
 from training.balance import counts_of_step, move_biases
-from training.experts import ExpertLoad
-from training.feed import Feed
+from training.conclude import last_lines
+from training.feed import Feed, read_later
 from training.loss import IGNORE, linear_cross_entropy
-from training.meter import Meter
-from training.metrics import Metrics, model_summary, peak_flops
+from training.meter import open_metrics
 from training.optim import (
     build_optimizer,
     clip_grad_norm,
@@ -62,13 +59,17 @@ from training.optim import (
     step_if,
 )
 from training.profiler import profiler
-from training.sample import sample
-from training.validate import scores, validate
+from training.validate import run_validation
 
 say = logging.getLogger("plumbline")
 
-# Exit codes; STOPPED is 75: stopped on request with a checkpoint, run again to go on.
-DONE, FAILED, WRONG_INPUT, CRASH_LOOP = 0, 1, 2, 76
+# Exit codes; `main` explains them. STOPPED, 75, comes from reliability/stop.py.
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
+CRASH_LOOP = 76
+# no space left, over the quota, file too large for the file system, file system is read-only
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @dataclass
@@ -90,26 +91,22 @@ def architecture(cfg: Config) -> tuple[Family, Any]:
 
 
 def build(cfg: Config) -> Job:
-    """The mesh, the model sharded over it with its initial values, and the optimizer. The only way
-    to build them.
-
-    A parameter's life: meta constructor -> tensor parallel -> checkpointing, compile -> FSDP shard
-    -> memory -> initial value -> optimizer. Nothing is allocated before it is sharded, so the whole
-    model never exists anywhere. Without a pipeline there is one stage, the model itself.
-    """
+    """The mesh, the model sharded over it with its initial values, and the optimizer. There is no
+    other way to build them; the README shows the order as a parameter's life. Weights are sharded
+    before they have memory, so the whole model never exists anywhere."""
     family, args = architecture(cfg)
-    dp_shard, has_experts = (
-        check.data_parallel_shard(cfg, meshes.world().size),
-        bool(getattr(args, "n_experts", 0)),
-    )
+    has_experts = bool(getattr(args, "n_experts", 0))
+    dp_shard = check.data_parallel_shard(cfg, meshes.world().size)
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, dp_shard, has_experts)
     attention.choose(cfg.training.attention, mesh.device)
-    # For a model that draws numbers: those of a tp group draw the same ones, all others do not.
+    # For a model that draws random numbers: the same within a tp group, others everywhere else.
     torch.manual_seed(cfg.run.seed + mesh.dp_rank * mesh.cp + mesh.cp_rank)
-    layers, stages, tp_plan = pp.layers_of_stages(cfg, family, args), {}, family.tp_plan(args)
+    layers = pp.layers_of_stages(cfg, family, args)
+    tp_plan = family.tp_plan(args)
     if mesh.tp > 1:
         with torch.device("meta"):
             tp.check_rows(tp_plan, family.build(args))
+    stages = {}  # this rank's; without a pipeline there is one, the model itself
     for number in pp.own_stages(cfg.parallelism, mesh.pp_rank):
         with torch.device("meta"):
             stages[number] = family.build(args, layers[number])
@@ -129,6 +126,9 @@ class Flags(NamedTuple):
     saving: bool = False  # it has not finished its part of the checkpoint that is being written
     # its stream of text has ended, so its batch is empty and the step must not count
     no_data: bool = False
+
+
+NO_DATA = Flags._fields.index("no_data")
 
 
 class Gradients(NamedTuple):
@@ -171,17 +171,17 @@ def train_step(
 
     A gradient whose norm is above `skip_above` changes no weight (training.skip_spikes). With
     `replay` the gradient is computed twice and compared with itself (debug.replay_interval).
-    `flags()`, what this rank has to tell the others, is called after the backward pass, so that a
-    signal counts in the step in which it came.
+    `flags()` is called after the backward pass, so that a signal counts in the step in which it
+    came.
 
-    `record_function` names the phases of a step: forward, loss (in training/feed.py), backward,
-    clip, optimizer. The profiler shows these names, and tools/plan and tools/bench/sections.py find
-    the phases by them alone.
+    The names in `record_function` are the phases of a step: forward, loss (in training/feed.py),
+    backward, clip, optimizer. The profiler, tools/plan and tools/bench/sections.py find the phases
+    by these names alone.
     """
     if replay:
-        flags_now = flags()  # what is sent must be the same both times
+        own_flags = flags()  # both passes must send the same
         step, mismatching_ranks = collectives.twice(
-            lambda: gradients(job, batch, lambda: flags_now), job.optimizer, job.mesh
+            lambda: gradients(job, batch, lambda: own_flags), job.optimizer, job.mesh
         )
     else:
         step, mismatching_ranks = gradients(job, batch, flags), []
@@ -189,79 +189,93 @@ def train_step(
         grad_norm = clip_grad_norm(
             job.model.parameters(), job.cfg.training.max_norm, job.mesh.sum_over_pp
         )
-    # it is on the CPU where the weights are offloaded
+    # with offloaded weights the norm is on the CPU
     grad_norm = grad_norm.to(step.loss.device, non_blocking=True)
-    # the same on every rank: all are global
+
+    # Whether the step counts. All of these numbers are global, so every rank decides the same. The
+    # decision stays on the device: no host-device sync.
     fine = grad_norm.isfinite() & step.loss.isfinite() & (grad_norm <= skip_above)
-    fine &= (step.raised[Flags._fields.index("no_data")] == 0) & (not mismatching_ranks)
-    numbers = read_later(torch.cat((torch.stack((step.loss, grad_norm, fine)), step.raised)))
+    fine &= step.raised[NO_DATA] == 0
+    fine &= not mismatching_ranks
+    scalars = torch.stack((step.loss, grad_norm, fine))
+    numbers = read_later(torch.cat((scalars, step.raised)))
+
     began = time.monotonic()
     with record_function("optimizer"):
         step_if(fine, job.optimizer)
         move_biases(job.model, step.expert_counts, fine, job.cfg.training.expert_bias_speed)
     optimizer_seconds = time.monotonic() - began
     job.optimizer.zero_grad(set_to_none=True)
-    loss, grad_norm, stepped, *raised = numbers()  # a GPU has the optimizer's step to do meanwhile
-    any_rank = Flags(*map(bool, raised))
+    # The host waits here, while a GPU still has the optimizer's kernels to run.
+    loss, grad_norm, stepped, *raised = numbers()
     return StepResult(
-        loss,
-        grad_norm,
-        not stepped,
-        step.losses,
-        step.expert_counts,
-        step.router_sums,
-        step.prepare_seconds,
-        optimizer_seconds,
-        mismatching_ranks,
-        any_rank,
+        loss=loss,
+        grad_norm=grad_norm,
+        skipped=not stepped,
+        losses=step.losses,
+        expert_counts=step.expert_counts,
+        router_sums=step.router_sums,
+        prepare_seconds=step.prepare_seconds,
+        optimizer_seconds=optimizer_seconds,
+        mismatching_ranks=mismatching_ranks,
+        flags=Flags(*map(bool, raised)),
     )
 
 
-def gradients(job: Job, batch: dict[str, Tensor], flags: Callable[[], Flags] = Flags) -> Gradients:
+def gradients(
+    job: Job,
+    batch: dict[str, Tensor],
+    flags: Callable[[], Flags] = Flags,
+) -> Gradients:
     """Compute the gradient of the mean loss over the global batch, in the weights' `.grad`.
 
     The loss is a sum over tokens, divided by the tokens of the *global* batch, which are counted
     first. So loss and gradient do not depend on how the batch is split over ranks and
     microbatches, not even where it is split unevenly.
     """
-    cfg, mesh, model = job.cfg, job.mesh, job.model
+    cfg = job.cfg
+    mesh = job.mesh
     began = time.monotonic()
-    feed = Feed(model, batch, mesh, linear_cross_entropy, cfg.training.loss_chunk_tokens)
+    feed = Feed(job.model, batch, mesh, linear_cross_entropy, cfg.training.loss_chunk_tokens)
     counted = (feed.labels != IGNORE).sum()
     prepare_seconds = time.monotonic() - began
     counted = mesh.sum_over_tokens(counted)
-    # FSDP averages over so many ranks; this makes it the sum
+    # FSDP averages the gradient over these ranks; times their number it is the sum
     scale = mesh.fsdp_mesh.size() / counted
     feed.router_statistics = RouterStatistics(scale)
-    # of the losses, then of each flag
+
+    # the loss and the flags travel in one all-reduce
     sums = torch.zeros(1 + len(Flags._fields), dtype=torch.float64, device=mesh.device)
     total, raised = sums[0], sums[1:]
-    total += model.gradients(feed, scale) if mesh.pp > 1 else one_after_another(job, feed, scale)
+    if mesh.pp > 1:
+        total += job.model.gradients(feed, scale)
+    else:
+        total += accumulate_gradients(job, feed, scale)
     for i, flag in enumerate(flags()):
         if flag:
-            # `raised[i] = 1.0` would copy the number from the host, and wait for the copy
+            # `raised[i] = 1.0` would copy the number from the host: a host-device sync
             raised[i].fill_(1.0)
     mesh.sum_over_ranks(sums)
     loss = total / (mesh.tp * counted)  # the ranks of a tp group have the same loss
     return Gradients(
-        loss.float(),
-        raised,
-        feed.losses,
-        counts_of_step(feed.router_statistics, mesh),
-        feed.router_statistics.sums,
-        prepare_seconds,
+        loss=loss.float(),
+        raised=raised,
+        losses=feed.losses,
+        expert_counts=counts_of_step(feed.router_statistics, mesh),
+        router_sums=feed.router_statistics.sums,
+        prepare_seconds=prepare_seconds,
     )
 
 
-def one_after_another(job: Job, feed: Feed, scale: Tensor) -> Tensor:
-    """Compute the gradient of `scale` times the summed loss of all microbatches. Returns that sum,
-    a float64 scalar."""
+def accumulate_gradients(job: Job, feed: Feed, scale: Tensor) -> Tensor:
+    """Forward and backward of one microbatch after the other. The gradients of `scale` times their
+    losses add up in `.grad`, and the last backward reduces them over the ranks. Returns the summed
+    loss, a float64 scalar."""
     # float32 would round at every microbatch
     total = torch.zeros((), dtype=torch.float64, device=job.mesh.device)
     for a in range(len(feed)):
-        dp.synchronise_gradients(
-            job.model, a == len(feed) - 1, job.cfg.parallelism.accumulate_gradients
-        )
+        is_last = a == len(feed) - 1
+        dp.synchronise_gradients(job.model, is_last, job.cfg.parallelism.accumulate_gradients)
         inputs = feed(a)
         with record_function("forward"):
             loss = job.model(*inputs)
@@ -272,51 +286,29 @@ def one_after_another(job: Job, feed: Feed, scale: Tensor) -> Tensor:
     return total
 
 
-def read_later(x: Tensor) -> Callable[[], list[float]]:
-    """A function that returns the numbers of x [n]. They begin to leave a GPU now, and a call of
-    the function waits for them alone, not for the work that was queued since. Reading x itself
-    would wait for that work, and leave the GPU idle."""
-    host = x.to("cpu", non_blocking=True)  # into pinned memory
-    arrived = torch.cuda.current_stream().record_event() if x.is_cuda else None
-
-    def numbers() -> list[float]:
-        if arrived:
-            arrived.synchronize()
-        return host.tolist()
-
-    return numbers
-
-
 def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog) -> int:
     """A whole run, from the newest checkpoint in cfg.run.folder if there is one. Returns the exit
     code."""
-    folder, steps, clock = Path(cfg.run.folder), cfg.training.steps, this_start.clock
-    if cfg.run.deterministic:
-        # cuBLAS repeats itself only with a fixed workspace
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    corpora = open_corpora(cfg, say.info, verifies=meshes.world().local_rank == 0)
-    watchdog.arm(cfg.run.init_timeout_seconds)
-    job = build(cfg)
-    mesh, model, optimizer, vocab_size = job.mesh, job.model, job.optimizer, job.args.vocab_size
+    steps = cfg.training.steps
+    clock = this_start.clock
+    corpora, job = open_run(cfg, watchdog)
+    mesh, model, optimizer = job.mesh, job.model, job.optimizer
+    vocab_size = job.args.vocab_size
     this_start.add(mesh=mesh.sizes, hosts=hosts(mesh))
-    if fails_again_and_again(job, this_start):
+    if this_start.fails_again_and_again(mesh, cfg.run.max_failures_at_step):
         return CRASH_LOOP
     corpora.check_vocabulary(vocab_size)
-    if cfg.debug.self_check:
-        contract.verify(model, optimizer, mesh, shared_by_all_ranks(cfg, corpora))
+    compare_ranks(job, corpora)
 
-    checkpoints, progress = resume(job, corpora.tokenizer, watchdog)
+    checkpoints, progress = resume(job, FORMATS, corpora.tokenizer, dump(cfg), watchdog)
     start = step = progress.get("step", 0)
     order = corpora.order(progress)
     if mesh.rank == 0:
-        (folder / "data.json").write_text(
-            json.dumps(corpora.record(order), indent=1), encoding="utf-8"
-        )
+        record = json.dumps(corpora.record(order), indent=1)
+        Path(cfg.run.folder, "data.json").write_text(record, encoding="utf-8")
     held_out = corpora.held_out(mesh, vocab_size)
-    metrics, meter = open_metrics(job, start, len(corpora.sources))
+    metrics, meter = open_metrics(job, MODELS[cfg.model.family], start, len(corpora.sources))
     guard = Guard(cfg, mesh, model, optimizer, progress.get("spikes", {}))
-    say.info("a fresh start" if not progress else f"resumed after step {start} of {steps}")
 
     def flags() -> Flags:
         """What this rank has to tell the others in this step."""
@@ -334,16 +326,15 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
         }
         checkpoints.save(step, model, optimizer, progress)
 
-    # seconds for a step, of which the first one compiles
-    patience, stopping = cfg.run.init_timeout_seconds, False
+    patience = cfg.run.init_timeout_seconds  # for a step; the first one compiles
+    stopping = False
     this_start.resume(start)
     gc.disable()  # a collection at a random moment on one rank makes all ranks wait
-    watched = collectives.checked(model, mesh) if cfg.debug.check_collectives else nullcontext()
     with (
-        profiler(cfg.profiler, folder, mesh.rank) as profile,
+        profiler(cfg.profiler, Path(cfg.run.folder), mesh.rank) as profile,
         metrics,
         checkpoints,
-        watched,
+        collectives.checked(model, mesh, cfg.debug.check_collectives),
         health.FailureTime(),
     ):
         batches = corpora.batches(
@@ -353,59 +344,50 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             clock.lap("other")
             watchdog.arm(patience + cfg.data.timeout_seconds)
             batch = next(batches)
-            meter.waited += (data_seconds := clock.lap("data"))
+            data_seconds = clock.lap("data")
+
             watchdog.arm(patience)
             lr = learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule)
             set_learning_rate(optimizer, lr)
-            result = train_step(
-                job, batch, guard.skip_above(), every(step + 1, cfg.debug.replay_interval), flags
-            )
+            replay = every(step + 1, cfg.debug.replay_interval)
+            result = train_step(job, batch, guard.skip_above(), replay, flags)
             if result.flags.no_data:  # the stream of some rank has ended: no weight has changed
                 batches.end()
                 break
             step += 1
             guard.check_replay(step, result.mismatching_ranks)
-            meter.add(batch, result)
-            meter.worked += clock.lap("other" if result.skipped else "productive")
-            clock.move(checkpoints.stall(), "productive", "save")
-            clock.step(step)
+            step_seconds = clock.end_step(step, result.skipped, checkpoints.stall())
+            meter.add(batch, result, data_seconds, step_seconds)
+            guard.add_seconds(data_seconds, result)
             profile.step()
-            first, last, stopping = step == start + 1, step == steps, result.flags.stop
             checkpoints.poll(result.flags.saving)
-            if first:
-                mesh.set_timeout(patience := cfg.run.step_timeout_seconds)
+            stopping = result.flags.stop
+            if step == start + 1:
+                patience = cfg.run.step_timeout_seconds
+                mesh.set_timeout(patience)
                 stop.at_once = False  # from now on there is something to save
-            if trouble := guard.note(result.loss, result.grad_norm, result.skipped):
-                say.warning(
-                    f"step {step}: {trouble}; "
-                    f"{corpora.whereabouts(step, mesh.gather(batch['window'].tolist()))}"
-                )
+
+            trouble = guard.note(result.loss, result.grad_norm, result.skipped)
+            if trouble:
+                samples = mesh.gather(batch["window"].tolist())
+                say.warning(f"step {step}: {trouble}; {corpora.whereabouts(step, samples)}")
             guard.check_skipped(step)
-            if every(step, cfg.debug.replica_check_interval) and not result.skipped:
+            if every(step, cfg.debug.replica_check_interval):
                 guard.check_replicas(step, result.loss, result.grad_norm)
-            guard.stragglers.add(
-                data=data_seconds,
-                prepare=result.prepare_seconds,
-                optimizer=result.optimizer_seconds,
-                **(model.seconds if mesh.pp > 1 else {}),
-            )
-            if every(step, cfg.metrics.straggler_interval) and mesh.size > 1:
+            if every(step, cfg.metrics.straggler_interval):
                 meter.reported |= guard.late_ranks(step, cfg.metrics.straggler_interval)
             if every(step, cfg.metrics.expert_interval):
                 meter.report_experts(step, model, metrics)
-            if every(step, cfg.metrics.interval) or first or last or stopping:
-                metrics.log(
-                    step,
-                    meter.line(step, order, result.loss, result.grad_norm, lr) | clock.metrics(),
-                )
+            if every(step, cfg.metrics.interval) or step in (start + 1, steps) or stopping:
+                line = meter.line(step, order, result.loss, result.grad_norm, lr)
+                metrics.log(step, line | clock.metrics())
             clock.lap("other")
-            if held_out and (every(step, cfg.validation.interval) or last):
-                stopping = (
-                    run_validation(job, held_out, corpora.tokenizer, metrics, step, stop, watchdog)
-                    or stopping
+            if every(step, cfg.validation.interval) or step == steps:
+                stopping |= run_validation(
+                    job, held_out, corpora.tokenizer, metrics, step, stop, watchdog
                 )
                 clock.lap("validation")
-            if every(step, cfg.checkpoint.interval) or last or stopping:
+            if every(step, cfg.checkpoint.interval) or step == steps or stopping:
                 save()
                 clock.lap("save")
                 clock.saved()
@@ -422,203 +404,57 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             f"the stream has ended before step {step + 1}; everything up to step {step} is saved"
         )
         raise batches.problem
-    return conclude(job, corpora.tokenizer, this_start, step, meter, metrics)
+    last_words = last_lines(job, corpora.tokenizer, step, meter, metrics)
+    return finish(job, corpora.tokenizer, this_start, step, last_words)
 
 
-def fails_again_and_again(job: Job, this_start: Start) -> bool:
-    """Whether the starts before this one all failed after the same step, as often as
-    run.max_failures_at_step allows. Called by all ranks."""
-    folder, limit = Path(job.cfg.run.folder), job.cfg.run.max_failures_at_step
-    failed_step, count, reason = job.mesh.gather(this_start.failures())[0]
-    if not limit or count < limit:
-        return False
-    this_start.reason = (
-        f"not started: {count} starts in a row failed after step {failed_step}, "
-        f"the last one with {reason}"
-    )
-    if job.mesh.rank == 0:
-        say.error(
-            f"{this_start.reason}. See {folder / 'starts'}, and {folder / 'logs'} for every rank; "
-            "it is tried again "
-            "when an option or the code has changed, or with run.max_failures_at_step = 0"
-        )
-    return True
-
-
-def shared_by_all_ranks(cfg: Config, corpora: Corpora) -> dict[str, str]:
-    """What no two ranks may differ in, for parallelisms/contract.py."""
-    return {
-        "config": dump(cfg),
-        "torch": torch.__version__,
-        "data": json.dumps(corpora.description),
-        "code": source_hash(),
-        "tokenizer": corpora.tokenizer.fingerprint,
-    }
-
-
-def resume(
-    job: Job, tokenizer: Tokenizer, watchdog: health.Watchdog
-) -> tuple[CheckpointManager, dict]:
-    """The checkpoints of this run, and the progress of the one that was loaded: {} for a new run.
-    Called by all ranks.
-
-    Opening them makes the folder this run's alone, so its configuration and its tokenizer are
-    written there.
-    """
-    cfg, folder = job.cfg, Path(job.cfg.run.folder)
-    if cfg.checkpoint.export_hf:
-        # what cannot be exported is refused before it is trained
-        hf.config_of(FORMATS[cfg.model.family], job.args)
-    facts = {
-        "family": cfg.model.family,
-        "config": dump(cfg),
-        "seq_len": cfg.training.seq_len,
-        "must_match": {"model": asdict(job.args), "tokenizer": tokenizer.fingerprint},
-    }
-    checkpoints = CheckpointManager(cfg.checkpoint, folder / "checkpoints", job.mesh, facts)
-    if job.mesh.rank == 0:
-        (folder / "config.toml").write_text(dump(cfg), encoding="utf-8")
-        tokenizer.save(str(folder / "tokenizer.json"))
-    watchdog.arm(watchdog.STORAGE)
-    progress = checkpoints.load(job.model, job.optimizer)
-    if not progress and cfg.checkpoint.load_hf:
-        folder = Path(cfg.checkpoint.load_hf)
-        checkpoints.origin = hf.load(
-            folder, job.model, FORMATS, cfg.model.family, job.args, checkpoints.group
-        )
-    return checkpoints, progress or {}
-
-
-def open_metrics(job: Job, start: int, sources: int) -> tuple[Metrics, Meter]:
-    """Where a run that goes on after step `start` reports its numbers, and what counts them; says
-    what is about to be trained, and how large it is. sources: how many it trains on."""
-    cfg, mesh = job.cfg, job.mesh
-    dtype = dp.param_dtype(cfg.training, mesh.device)
-    device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    peak = peak_flops(device_name, cfg.metrics.peak_tflops, dtype)
-    metrics = Metrics(
-        cfg.metrics, Path(cfg.run.folder), mesh.rank == 0, start, cfg.training.steps, peak
-    )
-    tokens_per_step = cfg.training.global_batch_size * cfg.training.seq_len
-    family = MODELS[cfg.model.family]
-    say.info(model_summary(family, job.args, job.model, mesh, dtype, cfg.training, job.optimizer))
-    if mesh.pp > 1:
-        say.info(job.model.describe(cfg.training.microbatches(mesh.dp_size)))
-    experts = ExpertLoad(mesh, job.args) if getattr(job.args, "n_experts", 0) else None
-    return metrics, Meter(
-        mesh,
-        sources,
-        tokens_per_step,
-        family.flops_per_token(job.args, cfg.training.seq_len),
-        experts,
-    )
-
-
-def run_validation(
-    job: Job,
-    held_out: dict[str, Batches],
-    tokenizer: Tokenizer,
-    metrics: Metrics,
-    step: int,
-    stop: Stop,
-    watchdog: health.Watchdog,
-) -> bool:
-    """Log the scores on the held-out sets after `step`, unless a rank is asked to stop meanwhile.
-    Returns whether one is."""
-    cfg, sums = job.cfg, {}
-
-    def ask() -> Callable[[], list[float]]:
-        """Ask all ranks how many of them are to stop. The answer comes when the result is called.
-        All ranks call both."""
-        return read_later(
-            job.mesh.sum_over_ranks(torch.full((1,), float(stop.asked()), device=job.mesh.device))
-        )
-
-    def until_asked(batches: Iterator[Batch]) -> Iterator[Batch]:
-        answer = ask()
-        for batch in batches:
-            if any(answer()):
-                return
-            answer = ask()  # read after the next batch, so that a GPU works on it meanwhile
-            watchdog.arm(cfg.run.step_timeout_seconds + cfg.data.timeout_seconds)
-            yield batch
-
-    token_bytes = torch.tensor(tokenizer.byte_lengths)
-    for name, rows in held_out.items():
-        batches = until_asked(loader(rows, 0, cfg.validation.steps, cfg.data))
-        sums[name] = validate(
-            job.model, job.mesh, batches, cfg.training.loss_chunk_tokens, token_bytes
-        )
-    for stage in pp.stages_of(job.model):
-        dp.reshard(stage)
-    if stopping := any(ask()()):
-        say.warning(f"step {step}: no validation, since the run is to stop")
-    else:
-        metrics.log(step, scores(sums))
-    return stopping
+def open_run(cfg: Config, watchdog: health.Watchdog) -> tuple[Corpora, Job]:
+    """The text and the job."""
+    if cfg.run.deterministic:
+        # cuBLAS repeats itself only with a fixed workspace
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    # tokenising the text may take hours, so the watchdog is armed after it
+    corpora = open_corpora(cfg, say.info, verifies=meshes.world().local_rank == 0)
+    watchdog.arm(cfg.run.init_timeout_seconds)
+    return corpora, build(cfg)
 
 
 def every(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def conclude(
-    job: Job, tokenizer: Tokenizer, this_start: Start, step: int, meter: Meter, metrics: Metrics
-) -> int:
-    """The end of a run after `step`: a sample and an export if it is done, and what a person reads
-    last. Called by all ranks. Returns the exit code."""
-    cfg, folder, lines = job.cfg, Path(job.cfg.run.folder), []
-    code = STOPPED if step < cfg.training.steps else DONE
-    if meter.last_loss is None:
-        lines.append(
-            f"nothing to do: {folder} has already trained {step} steps; raise training.steps to "
-            "go on"
-        )
-    else:
-        lines.append(
-            f"loss {meter.first_loss:.3f} -> {meter.last_loss:.3f} nats per token; "
-            f"{metrics.summary()}"
-        )
-    if cfg.debug.sample_tokens and code == DONE:
-        prompt = tokenizer.encode(cfg.debug.sample_prompt).tolist()
-        tokens, context = cfg.debug.sample_tokens, cfg.training.seq_len
-        ids = sample(
-            job.model,
-            prompt,
-            tokens,
-            context,
-            job.mesh.device,
-            tokenizer.eot_id,
-            multiple=job.mesh.tp,
-        )
-        if text := tokenizer.decode(ids):
-            lines += [
-                "a sample from the final weights:",
-                *("    " + line for line in text.splitlines()),
-            ]
-    # reads files, so one rank can do it on any mesh
-    if cfg.checkpoint.export_hf and code == DONE and job.mesh.rank == 0:
-        family, files = (
-            FORMATS[cfg.model.family],
-            hf_tokenizer.files(tokenizer, job.args.max_seq_len),
-        )
+def compare_ranks(job: Job, corpora: Corpora) -> None:
+    """Check the parallelisms' contract, and that no two ranks differ in configuration, data or
+    code (debug.self_check). Called by all ranks."""
+    if not job.cfg.debug.self_check:
+        return
+    shared_by_all_ranks = {
+        "config": dump(job.cfg),
+        "torch": torch.__version__,
+        "data": json.dumps(corpora.description),
+        "code": source_hash(),
+        "tokenizer": corpora.tokenizer.fingerprint,
+    }
+    contract.verify(job.model, job.optimizer, job.mesh, shared_by_all_ranks)
+
+
+def finish(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, last_words: str) -> int:
+    """Export the weights if the run is done, and say the last words. Returns the exit code."""
+    cfg = job.cfg
+    folder = Path(cfg.run.folder)
+    is_done = step == cfg.training.steps
+    # an export reads files, so one rank can do it for any mesh
+    if is_done and cfg.checkpoint.export_hf and job.mesh.rank == 0:
+        family = FORMATS[cfg.model.family]
+        files = hf_tokenizer.files(tokenizer, job.args.max_seq_len)
         hf.export_newest(
             folder / "checkpoints", folder / "hf", family, cfg.checkpoint.export_hf, files, say.info
         )
-    lines.append(f"tensorboard --logdir {folder / 'tensorboard'}")
-    lines.append(
-        f"checkpoints in {folder / 'checkpoints'}; try: python -m tools.generate {folder} "
-        "--prompt 'class '"
-    )
-    if code == STOPPED:
-        lines.append(
-            f"stopped on request after step {step} of {cfg.training.steps}; run the same command "
-            "again to go on"
-        )
-    say.info("\n".join(lines))
+    say.info(last_words)
     if job.mesh.rank == 0:
         say.info(this_start.summary())
-    return code
+    return DONE if is_done else STOPPED
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -651,22 +487,28 @@ def main(argv: list[str] | None = None) -> int:
                 this_start.code = train(cfg, this_start, stop, watchdog)
         meshes.close_mesh()
         return this_start.code
-    except (InputError, LoaderError) as error:
-        print(f"rank {here.rank}: {error}" if here.size > 1 else error, file=sys.stderr, flush=True)
-        meshes.abort_mesh()
-        return WRONG_INPUT if isinstance(error, InputError) else FAILED
+    except InputError as error:
+        return refuse(str(error), WRONG_INPUT)
+    except LoaderError as error:
+        return refuse(str(error), FAILED)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        if error.errno not in CANNOT_WRITE:
             raise
-        print(
-            f"rank {here.rank}: cannot write {error.filename or 'to the run folder'}: "
-            f"{error.strerror}. What was saved "
-            "before is untouched; make room and run the same command again",
-            file=sys.stderr,
-            flush=True,
+        place = error.filename or "to the run folder"
+        return refuse(
+            f"cannot write {place}: {error.strerror}. What was saved before is untouched; make room "
+            "and run the same command again",
+            FAILED,
         )
-        meshes.abort_mesh()
-        return FAILED
+
+
+def refuse(sentence: str, code: int) -> int:
+    """End this rank with a sentence instead of a traceback. The others may still compute."""
+    here = meshes.world()
+    speaker = f"rank {here.rank}: " if here.size > 1 else ""
+    print(speaker + sentence, file=sys.stderr, flush=True)
+    meshes.abort_mesh()
+    return code
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Watches what the ranks of a run exchange: `Checked` compares collectives between ranks before
-they run, `CheckedLink` compares the messages of a pipeline, `twice` computes a gradient twice and
-compares what this rank put into collectives.
+"""Watches the collectives and messages of a run.
+
+`Checked` compares collectives between ranks before they run. `CheckedLink` compares the messages of
+a pipeline. `twice` computes a gradient twice and compares what this rank put into collectives.
 
 gloo and NCCL match collectives by their order alone. If the ranks call one with different types, or
 with different shapes of equal size, or if one rank leaves a call out, both return wrong sums in
@@ -11,6 +12,7 @@ import hashlib
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,8 @@ WIDTH, HASH = 512, 16
 def packed(text: str) -> Tensor:
     """A text as uint8 [WIDTH], which other ranks compare: its hash, then as much of it as there is
     room for."""
-    content = (hashlib.sha256(text.encode()).hexdigest()[:HASH] + text).encode()[:WIDTH]
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    content = (digest[:HASH] + text).encode()[:WIDTH]
     row = torch.zeros(WIDTH, dtype=torch.uint8)
     row[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return row
@@ -119,15 +122,14 @@ class Checked(Watch):
                 f"a rank of {_named(group)} did not come to {description}: {error}"
             ) from error
         texts = [unpacked(row) for row in rows]
-        if odd := odd_ones(texts):
+        odd = odd_ones(texts)
+        if odd:
             ranks = dist.get_process_group_ranks(group)
-            usual = [i for i in range(len(texts)) if i not in odd]
             lines = [f"rank {ranks[i]}: {texts[i][HASH:]}" for i in odd[:8]]
-            lines += (
-                [f"ranks {', '.join(str(ranks[i]) for i in usual[:8])}: {texts[usual[0]][HASH:]}"]
-                if usual
-                else []
-            )
+            majority = [i for i in range(len(texts)) if i not in odd]
+            if majority:
+                names = ", ".join(str(ranks[i]) for i in majority[:8])
+                lines.append(f"ranks {names}: {texts[majority[0]][HASH:]}")
             raise Drift(
                 f"the ranks of {_named(group)} do not run the same collective:\n  "
                 + "\n  ".join(lines)
@@ -135,9 +137,9 @@ class Checked(Watch):
 
     @staticmethod
     def describe(name: str, args: tuple) -> str:
-        tensors = (
-            () if name in TO_OR_FROM_ONE else [t for t in tree_iter(args) if isinstance(t, Tensor)]
-        )
+        tensors = []
+        if name not in TO_OR_FROM_ONE:
+            tensors = [t for t in tree_iter(args) if isinstance(t, Tensor)]
         kind, caller = _call()
         return f"{name} {' '.join(map(_type_and_shape, tensors))}{kind} at {caller}"
 
@@ -213,9 +215,13 @@ class AwaitedMessage:
         self.work.wait(*limit)
 
 
-def checked(model: torch.nn.Module, mesh: Mesh) -> Checked:
+def checked(
+    model: torch.nn.Module, mesh: Mesh, enabled: bool = True
+) -> AbstractContextManager[Watch | None]:
     """Let all messages of a pipeline be compared from now on, and collectives within the returned
-    context manager."""
+    context manager. Not `enabled` (debug.check_collectives): nothing is compared."""
+    if not enabled:
+        return nullcontext()
     if mesh.pp > 1:
         model.link = CheckedLink(model.link, mesh)
     return Checked()
@@ -242,7 +248,10 @@ def _call() -> tuple[str, str]:
     """The kind of reduction, if the caller gave one, and the calling lines: the innermost of torch
     and the two innermost of this repository. There may be fewer: on a GPU backward runs in a thread
     of its own, which begins with a hook of FSDP."""
-    kind, of_torch, ours, frame = "", [], [], sys._getframe(1)
+    kind = ""
+    of_torch = []
+    ours = []
+    frame = sys._getframe(1)
     while frame and len(ours) < 2:
         path = Path(frame.f_code.co_filename)
         line = f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
@@ -292,39 +301,34 @@ def twice(
     different collectives, so there all that differ are returned.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    passes = []
-    for is_second in (False, True):
-        with torch.random.fork_rng(
-            [mesh.device] if mesh.device.type == "cuda" else [], enabled=not is_second
-        ):
-            with Remembered() as remembered:
-                result = gradients()
-            remembered.add(
-                [w.grad.to_local() if isinstance(w.grad, DTensor) else w.grad for w in weights]
-            )
-        passes.append(
-            torch.stack(
-                [value.to(mesh.device).view(torch.int64) for value in remembered.hashes]
-            ).tolist()
-        )
-        if not is_second:
-            optimizer.zero_grad(set_to_none=True)
-    first, second = passes
-    first_difference = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first)
-    )
-    everyone = (
-        mesh.gather((first_difference, len(first)))
-        if mesh.any_rank(first_difference < len(first))
-        else []
-    )
-    earliest = min((first_difference for first_difference, _ in everyone), default=0)
+    devices = [mesh.device] if mesh.device.type == "cuda" else []
+    # the second pass goes on from the random state that the first one had
+    with torch.random.fork_rng(devices):
+        first, _ = _hashes_of(gradients, weights, mesh)
+    optimizer.zero_grad(set_to_none=True)
+    second, result = _hashes_of(gradients, weights, mesh)
+    calls = len(first)
+    pairs = zip(first, second, strict=True)
+    differences = [i for i, (one, other) in enumerate(pairs) if one != other]
+    own = differences[0] if differences else calls
+    if not mesh.any_rank(bool(differences)):
+        return result, []
+    everyone = mesh.gather((own, calls))
     if mesh.pp > 1:
-        return result, [
-            rank
-            for rank, (first_difference, calls) in enumerate(everyone)
-            if first_difference < calls
-        ]
-    return result, [
-        rank for rank, (first_difference, _) in enumerate(everyone) if first_difference == earliest
-    ]
+        return result, [rank for rank, (at, calls) in enumerate(everyone) if at < calls]
+    earliest = min(at for at, _ in everyone)
+    return result, [rank for rank, (at, _) in enumerate(everyone) if at == earliest]
+
+
+def _hashes_of(
+    gradients: Callable[[], Any], weights: list[Tensor], mesh: Mesh
+) -> tuple[list[int], Any]:
+    """Call gradients(). Returns the hashes of what this rank put into each collective, then of its
+    gradients; and what the call returned."""
+    with Remembered() as remembered:
+        result = gradients()
+    for weight in weights:
+        grad = weight.grad
+        remembered.add(grad.to_local() if isinstance(grad, DTensor) else grad)
+    hashes = [value.to(mesh.device).view(torch.int64) for value in remembered.hashes]
+    return torch.stack(hashes).tolist(), result

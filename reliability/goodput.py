@@ -61,7 +61,8 @@ class Clock:
         """Count the seconds since the last lap as `kind`, and return them. Until the first step is
         done they are `starting`."""
         now = time.monotonic()
-        seconds, self.since = now - self.since, now
+        seconds = now - self.since
+        self.since = now
         self.seconds[kind if self.started else "starting"] += seconds
         return seconds
 
@@ -86,6 +87,14 @@ class Clock:
         self.at, self.started = step, True
         self.write()
 
+    def end_step(self, step: int, skipped: bool, stalled: float) -> float:
+        """This step is finished. Returns the seconds since the last lap: they are productive unless
+        the step was skipped, and `stalled` of them go to the save in flight."""
+        seconds = self.lap("other" if skipped else "productive")
+        self.move(stalled, "productive", "save")
+        self.step(step)
+        return seconds
+
     def saved(self) -> None:
         """A save has begun. A resume may go on from here, so the line stays."""
         self.saves += 1
@@ -96,7 +105,8 @@ class Clock:
         adds a line after it."""
         if self.file is None:
             return
-        line = {"step": self.at, "time": round(time.time() - ago, 3), "saves": self.saves}
+        now = round(time.time() - ago, 3)
+        line = {"step": self.at, "time": now, "saves": self.saves}
         line |= {kind: round(seconds, 4) for kind, seconds in self.seconds.items()}
         with contextlib.suppress(OSError):  # a full disk costs this line, not the run
             os.pwrite(
@@ -130,9 +140,10 @@ def _process_age() -> float:
     """Seconds since this process was born, imports included; 0 where the system does not tell
     (proc(5))."""
     try:
-        born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf(
-            "SC_CLK_TCK"
-        )
+        stat = Path("/proc/self/stat").read_text()
+        after_name = stat.rpartition(")")[2].split()
+        ticks = int(after_name[19])  # starttime, since the machine was started
+        born = ticks / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - born)
     except (OSError, ValueError, AttributeError):
         return 0.0
@@ -267,15 +278,12 @@ def account(starts: list[Past]) -> Account:
         )
         result.redone += steps
         result.saves += last["saves"]
-        how = (
-            "stopped"
-            if start.ended.get("exit_code") in ORDERLY
-            else "failed"
-            if start.ended
-            else "no end"
-        )
-        if how == "no end" and start is not counted[-1]:
+        if start.ended.get("exit_code") in ORDERLY:
+            how = "stopped"
+        elif start.ended or start is not counted[-1]:
             how = "failed"
+        else:
+            how = "no end"
         alive = last["time"]
         before = {
             "start": start.number,
@@ -329,7 +337,8 @@ def _redone(starts: list[list[dict]]) -> list[tuple[int, float]]:
 def _seconds_at(seconds: dict[int, float], step: int) -> float:
     """Productive seconds up to a step. They are known at every save and at the last step, and
     interpolated in between."""
-    below, above = max(s for s in seconds if s <= step), min(s for s in seconds if s >= step)
+    below = max(s for s in seconds if s <= step)
+    above = min(s for s in seconds if s >= step)
     if below == above:
         return seconds[step]
     return seconds[below] + (seconds[above] - seconds[below]) * (step - below) / (above - below)

@@ -7,6 +7,7 @@ The numbers that are judged are global, so all ranks come to the same verdict at
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,10 @@ class Guard:
         spikes: dict[str, list[float]],
     ) -> None:
         """spikes: what `state` returned when the checkpoint was saved; {} for a new run."""
-        self.cfg, self.mesh, self.model, self.optimizer = cfg, mesh, model, optimizer
+        self.cfg = cfg
+        self.mesh = mesh
+        self.model = model
+        self.optimizer = optimizer
         self.spikes = Spikes(cfg.training.spike_threshold, spikes)
         self.stragglers = Stragglers()
         self.skipped_in_a_row = 0
@@ -56,13 +60,15 @@ class Guard:
 
     def note(self, loss: float, grad_norm: float, skipped: bool) -> str:
         """Remember a step's numbers. Returns what is wrong with them, "" if nothing is."""
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            self.skipped_in_a_row += 1
+        else:
+            self.skipped_in_a_row = 0
         spike = self.spikes.add(loss=loss, grad_norm=grad_norm)
-        if not skipped and not spike:
-            return ""
-        return (spike or f"loss {loss}, gradient norm {grad_norm}") + (
-            ", skipped: no weight changed" if skipped else ""
-        )
+        if not skipped:
+            return spike
+        trouble = spike or f"loss {loss}, gradient norm {grad_norm}"
+        return f"{trouble}, skipped: no weight changed"
 
     def check_skipped(self, step: int) -> None:
         """Raises Diverged after more than training.max_skipped_steps steps in a row that changed no
@@ -75,20 +81,36 @@ class Guard:
 
     def check_replicas(self, step: int, loss: float, grad_norm: float) -> None:
         """Raises Diverged if state that several ranks hold is not the same on all of them. Called
-        by all ranks."""
-        if problems := mismatching_replicas(
+        by all ranks. After a step that was skipped there is nothing new to compare."""
+        if self.skipped_in_a_row:
+            return
+        problems = mismatching_replicas(
             self.model, self.optimizer, self.mesh, loss=loss, grad_norm=grad_norm
-        ):
+        )
+        if problems:
             raise Diverged(
                 f"step {step}: state that must be the same on several ranks is not: "
                 f"{'; '.join(problems)}. "
                 "A device computes or remembers wrong; nothing of this state is saved"
             )
 
+    def add_seconds(self, data_seconds: float, result: Any) -> None:
+        """This rank's seconds of a step before it met the others: `late_ranks` compares them.
+        result: a train.StepResult."""
+        self.stragglers.add(
+            data=data_seconds,
+            prepare=result.prepare_seconds,
+            optimizer=result.optimizer_seconds,
+        )
+        if self.mesh.pp > 1:
+            self.stragglers.add(**self.model.seconds)
+
     def late_ranks(self, step: int, steps: int) -> dict[str, float]:
         """Warn of each rank that the others waited for in the last `steps` steps. Returns metrics:
         the seconds per step that they waited. Called by all ranks."""
-        late = {}
+        late: dict[str, float] = {}
+        if self.mesh.size == 1:
+            return late
         for rank, section, seconds in self.stragglers.report(self.mesh, steps):
             say.warning(
                 f"step {step}: rank {rank} is late: the others wait {seconds:.3f} s per step for "

@@ -30,9 +30,9 @@ class Watchdog:
     <folder>/logs/rank-00000.stacks.
 
     It consists of a timer of the kernel and a signal handler in C, so it needs neither the main
-    thread nor Python's global lock (C code that does not release the lock stops every Python
-    thread). The process dies of SIGALRM. It is a context manager around a run. A run that ends with
-    an exception leaves its stacks too, so that all ranks can be compared.
+    thread nor the GIL (C code that does not release the GIL stops every Python thread). The process
+    dies of SIGALRM. It is a context manager around a run. A run that ends with an exception leaves
+    its stacks too, so that all ranks can be compared.
     """
 
     # seconds beyond the limit: ranks that wait for a hung one end before it, with torch's own

@@ -14,6 +14,7 @@ writes. The steps of all ranks are in lockstep, so its clock is the run's (relia
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import platform
 import re
@@ -30,6 +31,8 @@ import torch
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
 from reliability.goodput import KINDS, ORDERLY, Clock, account, folders, read, read_json
+
+say = logging.getLogger("plumbline")
 
 ROOT = Path(__file__).resolve().parent.parent
 DIFF_BYTES = 1_000_000
@@ -186,8 +189,10 @@ class Start:
             if not steps or (orderly and steps[0]["step"] == steps[-1]["step"]):
                 continue
             config = self.path.with_name(f"{past.number:04d}") / "config.toml"
-            same = _set_options(config) == _set_options(self.path / "config.toml")
-            if not same or past.about.get("code", {}).get("files") != self.facts["code"]["files"]:
+            if _set_options(config) != _set_options(self.path / "config.toml"):
+                break
+            files = past.about.get("code", {}).get("files")
+            if files != self.facts["code"]["files"]:
                 break
             if orderly or step not in (-1, steps[-1]["step"]):
                 break
@@ -197,6 +202,24 @@ class Start:
                 reason or past.ended.get("reason", "a kill"),
             )
         return step, times, reason
+
+    def fails_again_and_again(self, mesh: Mesh, limit: int) -> bool:
+        """Whether at least `limit` starts in a row just before this one failed after the same step
+        (run.max_failures_at_step; 0: never). Called by all ranks."""
+        failed_step, count, reason = mesh.gather(self.failures())[0]
+        if not limit or count < limit:
+            return False
+        self.reason = (
+            f"not started: {count} starts in a row failed after step {failed_step}, "
+            f"the last one with {reason}"
+        )
+        if mesh.rank == 0:
+            say.error(
+                f"{self.reason}. See {self.folder / 'starts'}, and {self.folder / 'logs'} for every "
+                "rank; it is tried again when an option or the code has changed, or with "
+                "run.max_failures_at_step = 0"
+            )
+        return True
 
     def summary(self) -> str:
         """One line for a person about where the time of the whole run went. Only rank 0 calls it."""

@@ -29,7 +29,7 @@ from tests.runs import TINY, run, said, series, tiny_run
 from tools.compare_runs import compare
 from training import experts
 from training.experts import ExpertLoad
-from training.metrics import Metrics
+from training.metrics import MetricsWriter
 
 TINY_EXPERTS = (
     "--model.family=deepseek_v3 --model.dim=32 --model.n_layers=3 --model.n_dense_layers=1 "
@@ -158,7 +158,7 @@ def test_a_record_is_read_back(tmp_path):
 
 def test_a_restart_forgets_the_counts_of_steps_that_it_trains_again(tmp_path):
     for start, step in (0, 3), (3, 6), (3, 5):
-        with Metrics(
+        with MetricsWriter(
             schema.Metrics(tensorboard=False, progress="off"), tmp_path, True, start=start, steps=9
         ) as metrics:
             metrics.record_experts({"step": step, "steps": 3, "counts": {1: [1, 2]}})

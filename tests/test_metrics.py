@@ -27,7 +27,14 @@ from tests.ranks import run_ranks
 from training import log
 from training.loss import IGNORE
 from training.meter import Meter
-from training.metrics import PEAK_TFLOPS, Metrics, in_bytes, memory_gib, model_summary, peak_flops
+from training.metrics import (
+    PEAK_TFLOPS,
+    MetricsWriter,
+    in_bytes,
+    memory_gib,
+    model_summary,
+    peak_flops,
+)
 from training.profiler import profiler
 
 SMALL = {"dim": 22, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "head_dim": 10, "hidden_dim": 26}
@@ -111,7 +118,7 @@ def test_no_peak_rather_than_a_wrong_one(name: str, tflops: int | None) -> None:
 def test_floats_read_back_bitwise_and_infinities_are_json(tmp_path: Path) -> None:
     numbers = {"loss": 0.1 + 0.2, "lr": 1e-300, "grad_norm": math.pi * 1e10, "tokens_seen": 2**60}
     broken = {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf}
-    with Metrics(QUIET, tmp_path, True, start=0, steps=9) as metrics:
+    with MetricsWriter(QUIET, tmp_path, True, start=0, steps=9) as metrics:
         metrics.log(1, numbers)
         assert series(tmp_path) == [{"step": 1} | numbers], (
             "a line is on disk as soon as it is logged"
@@ -124,12 +131,12 @@ def test_floats_read_back_bitwise_and_infinities_are_json(tmp_path: Path) -> Non
 
 
 def test_a_restart_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
-    with Metrics(QUIET, tmp_path, True, start=0, steps=9) as metrics:
+    with MetricsWriter(QUIET, tmp_path, True, start=0, steps=9) as metrics:
         for step in range(1, 8):
             metrics.log(step, {"loss": float(step)})
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 8, "lo')  # killed while writing
-    with Metrics(QUIET, tmp_path, True, start=4, steps=9) as metrics:
+    with MetricsWriter(QUIET, tmp_path, True, start=4, steps=9) as metrics:
         for step in range(5, 10):
             metrics.log(step, {"loss": -float(step)})
     assert series(tmp_path) == [
@@ -138,14 +145,14 @@ def test_a_restart_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> Non
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
     file = path.stat().st_ino
-    Metrics(QUIET, tmp_path, True, start=9, steps=9).close()
+    MetricsWriter(QUIET, tmp_path, True, start=9, steps=9).close()
     assert path.stat().st_ino == file, "nothing to forget: not written again"
-    Metrics(QUIET, tmp_path, True, start=0, steps=9).close()
+    MetricsWriter(QUIET, tmp_path, True, start=0, steps=9).close()
     assert series(tmp_path) == [], "a fresh start in the same folder"
 
 
 def test_other_ranks_write_to_their_log_alone(tmp_path: Path, say: logging.Logger) -> None:
-    with Metrics(schema.Metrics(), tmp_path, False, start=0, steps=9) as metrics:
+    with MetricsWriter(schema.Metrics(), tmp_path, False, start=0, steps=9) as metrics:
         metrics.log(1, {"loss": 1.5})
     assert [path.name for path in tmp_path.iterdir()] == ["logs"] and "loss 1.5000" in log_of(
         tmp_path
@@ -156,7 +163,7 @@ def test_mfu_is_achieved_over_peak_and_absent_without_a_peak(
     tmp_path: Path, say: logging.Logger
 ) -> None:
     for peak in (None, 312e12):
-        with Metrics(QUIET, tmp_path, True, start=0, steps=9, peak=peak) as metrics:
+        with MetricsWriter(QUIET, tmp_path, True, start=0, steps=9, peak=peak) as metrics:
             metrics.log(1, {"tflops_per_device": 156.0})
         assert series(tmp_path)[0].get("mfu") == (None if peak is None else 0.5)
     first, second = log_of(tmp_path).splitlines()
@@ -169,7 +176,7 @@ def test_wandb_that_is_missing_is_one_sentence(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
     with pytest.raises(InputError, match="pip install wandb"):
-        Metrics(schema.Metrics(wandb_project="p"), tmp_path, True, start=0, steps=1)
+        MetricsWriter(schema.Metrics(wandb_project="p"), tmp_path, True, start=0, steps=1)
 
 
 # TensorBoard --------------------------------------------------------------------------------------
@@ -180,7 +187,7 @@ def test_tensorboard_shows_one_series_over_a_restart(tmp_path: Path) -> None:
 
     cfg = schema.Metrics(progress="off")
     for start, last, sign in ((0, 7, 1), (4, 9, -1)):
-        with Metrics(cfg, tmp_path, True, start=start, steps=9) as metrics:
+        with MetricsWriter(cfg, tmp_path, True, start=start, steps=9) as metrics:
             for step in range(start + 1, last + 1):
                 metrics.log(step, {"loss": float(sign * step)})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -193,7 +200,7 @@ def test_tensorboard_shows_one_series_over_a_restart(tmp_path: Path) -> None:
 
 
 def test_the_line_for_a_person(tmp_path: Path, say: logging.Logger) -> None:
-    with Metrics(QUIET, tmp_path, True, start=0, steps=100) as metrics:
+    with MetricsWriter(QUIET, tmp_path, True, start=0, steps=100) as metrics:
         values = {"loss": 2.34567, "grad_norm": 1.25, "lr": 3e-4, "tokens_per_second": 12345.6}
         values |= {
             "tflops_per_device": 0.0123,
@@ -223,7 +230,7 @@ def test_a_bar_replaces_the_lines_on_the_console_alone(
     def console(progress: str) -> tuple[str, str]:
         folder = tmp_path / progress
         say = log.setup(folder, 0)
-        with Metrics(
+        with MetricsWriter(
             schema.Metrics(tensorboard=False, progress=progress), folder, True, start=0, steps=9
         ) as metrics:
             metrics.log(3, {"loss": 1.5})
@@ -389,8 +396,8 @@ def test_a_line_is_about_the_steps_since_the_line_before():
         losses = torch.tensor([losses])  # [1, 2, 4]
         labels = torch.where(losses == 0, IGNORE, 1)
         batch = {"labels": labels, "source": torch.tensor(source)}
-        meter.add(batch, SimpleNamespace(losses=losses, loss=losses.mean().item(), skipped=skipped))
-        meter.waited, meter.worked = meter.waited + seconds / 4, meter.worked + seconds * 3 / 4
+        result = SimpleNamespace(losses=losses, loss=losses.mean().item(), skipped=skipped)
+        meter.add(batch, result, data_seconds=seconds / 4, step_seconds=seconds * 3 / 4)
 
     step([[1.0, 2.0, 3.0, 0.0], [5.0, 5.0, 5.0, 5.0]], [0, 1], seconds=1.0)
     step([[4.0, 4.0, 4.0, 0.0], [7.0, 7.0, 7.0, 7.0]], [0, 1], seconds=3.0)

@@ -74,10 +74,10 @@ def own_token_counts(patch: Patch) -> None:
 
 def scale_times(patch: Patch, factor: Callable) -> None:
     """The loss of every microbatch times factor(job, feed) in backward, and not in the log."""
-    real = train.one_after_another
+    real = train.accumulate_gradients
     patch.setattr(
         train,
-        "one_after_another",
+        "accumulate_gradients",
         lambda job, feed, scale: real(job, feed, scale * factor(job, feed)),
     )
 
@@ -354,14 +354,8 @@ def documents_of_the_first_microbatch(patch: Patch) -> None:
     real = feed.Feed.__call__
 
     def first_documents(self: feed.Feed, a: int) -> tuple:
-        tokens, positions, head, _, router_statistics = real(self, a)
-        return (
-            tokens,
-            positions,
-            head,
-            self.model.documents(self.within_documents[0], self.device),
-            router_statistics,
-        )
+        documents = self.model.documents(self.within_documents[0], self.device)
+        return real(self, a)._replace(documents=documents)
 
     patch.setattr(feed.Feed, "__call__", first_documents)
 

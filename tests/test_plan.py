@@ -306,7 +306,10 @@ def test_a_fork_without_a_label_is_told_so(phase, tmp_path):
     """Negative control of the labels: without one of them the plan would be wrong in silence."""
     with pytest.raises(InputError, match=f"no record_function..{phase}"):
         # the loss's is in training/feed.py
-        edits = {f'record_function("{phase}")': "nullcontext()"} if phase != "loss" else {}
+        edits = {}
+        if phase != "loss":
+            edits[f'record_function("{phase}")'] = "nullcontext()"
+            edits["import gc\n"] = "import gc\nfrom contextlib import nullcontext\n"
         apart(plan_of_fork, edits, str(tmp_path), phase != "loss")
 
 

@@ -589,7 +589,7 @@ def asked(options: list[str], early: bool = False) -> tuple[list[str], list[str]
 )
 def test_nothing_is_asked_of_the_device_before_the_optimizer_has_its_work(ranks, options):
     """So a GPU always has work: forward, backward and the update are queued without a wait, and
-    while it updates the host reads loss and norm, which left it before (`train.read_later`: a copy
+    while it updates the host reads loss and norm, which left it before (training/feed.py::read_later: a copy
     on a CPU's own memory asks nothing)."""
     assert run_ranks(ranks, asked, options) == [([], [])] * ranks
 

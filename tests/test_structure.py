@@ -42,6 +42,10 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "configs.splitmix",
         "models.moe",
         "parallelisms.mesh",
+        # validation reads batches, and frees the weights that its forward passes have gathered
+        "data.loader",
+        "parallelisms.dp",
+        "parallelisms.pp",
     },
     "reliability": {
         "configs",

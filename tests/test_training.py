@@ -24,7 +24,8 @@ from tools.bench import harness
 from training import init
 from training.feed import Feed
 from training.loss import linear_cross_entropy, plain_cross_entropy
-from training.optim import build_optimizer, clip_grad_norm, learning_rate, moments
+from training.metrics import moments
+from training.optim import build_optimizer, clip_grad_norm, learning_rate
 
 
 class Copies(TorchFunctionMode):

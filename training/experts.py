@@ -57,10 +57,12 @@ class ExpertLoad:
         table = torch.zeros(layers, X + 3, dtype=torch.float64, device=self.mesh.device)
         for layer, mixture in model.mixtures().items():
             if layer in self.counts:
-                table[layer, :X], table[layer, X : X + 2] = self.counts[layer], self.sums[layer]
+                table[layer, :X] = self.counts[layer]
+                table[layer, X : X + 2] = self.sums[layer]
             if self.args.balancing_bias:
                 table[layer, X + 2] = mixture.router.bias.max() - mixture.router.bias.min()
-        table[:, X : X + 2] = sum_over_routed(table[:, X : X + 2].contiguous(), self.mesh)
+        sums = table[:, X : X + 2].contiguous()
+        table[:, X : X + 2] = sum_over_routed(sums, self.mesh)
         rows = {
             layer: row
             for layer, row in enumerate(self.mesh.sum_over_pp(table).tolist())

@@ -1,8 +1,8 @@
-"""What a model takes for one microbatch, put together in one place for training and for
-validation."""
+"""What moves between host and device in a step: a microbatch with all that a model takes, put
+together in one place for training and validation, and the numbers that come back."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,23 @@ from torch.profiler import record_function
 from parallelisms.mesh import Mesh
 
 
+class Inputs(NamedTuple):
+    """The arguments of a model's forward, for one microbatch."""
+
+    tokens: Tensor  # int64 [b, t]
+    positions: Tensor  # int64 [t], or [b, t] with data.mask_documents
+    loss_head: Callable[[Tensor, Tensor], Tensor]  # (hidden states, output weight) -> summed loss
+    documents: Any  # what attention must keep apart; None without data.mask_documents
+    router_statistics: Any  # a models/moe.py::RouterStatistics in training, else None
+
+
 class Feed:
     """A rank's batch on its device: `model(*feed(a))` is the summed loss of microbatch a.
 
-    tokens, labels: int64 [A, b, t], A microbatches; t: this rank's tokens of a sequence of length
-    T, all without context parallelism. losses: float32 [A, b, t], the loss of each token whose
-    microbatch the model has seen; 0 where a label does not count.
+    tokens, labels: int64 [A, b, t], A microbatches of b sequences; t: this rank's tokens of a
+    sequence of length T, all of them without context parallelism. losses: float32 [A, b, t], the
+    loss of each token whose microbatch the model has seen; 0 where a label does not count.
+    router_statistics: as in `Inputs`.
     """
 
     def __init__(
@@ -29,12 +40,10 @@ class Feed:
     ) -> None:
         """batch: as data/loader.py makes it; loss: `linear_cross_entropy` of training/loss.py, with
         its `chunk_tokens`."""
-        self.model, self.device, self.loss, self.chunk_tokens = (
-            model,
-            mesh.device,
-            loss,
-            chunk_tokens,
-        )
+        self.model = model
+        self.device = mesh.device
+        self.loss = loss
+        self.chunk_tokens = chunk_tokens
         self.tokens = batch["tokens"].to(mesh.device, non_blocking=True)
         self.labels = batch["labels"].to(mesh.device, non_blocking=True)
         self.losses = torch.empty(self.labels.shape, device=mesh.device)
@@ -49,24 +58,38 @@ class Feed:
             whole = self.within_documents.to(mesh.device, non_blocking=True)
             own = [whole[..., p.start : p.stop] for p in token_ranges]
         self.positions = torch.cat(own, -1)  # [t], of every sequence, or [A, b, t]
-        # what a model with experts tells, a models/moe.py::RouterStatistics, in training
         self.router_statistics: Any = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __call__(
-        self, a: int
-    ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Any, Any]:
-        """What the model takes: tokens [b, t], positions [t] or [b, t], the head, the documents to
-        keep apart, and where to tell about experts."""
-
+    def __call__(self, a: int) -> Inputs:
         def loss_head(h: Tensor, weight: Tensor) -> Tensor:
             """The model calls it inside its forward, where FSDP has gathered `weight`."""
             with record_function("loss"):
                 return self.loss(h, weight, self.labels[a], self.chunk_tokens, each=self.losses[a])
 
-        if self.within_documents is None:
-            return self.tokens[a], self.positions, loss_head, None, self.router_statistics
-        documents = self.model.documents(self.within_documents[a], self.device)
-        return self.tokens[a], self.positions[a], loss_head, documents, self.router_statistics
+        positions = self.positions
+        documents = None
+        if self.within_documents is not None:
+            positions = positions[a]
+            documents = self.model.documents(self.within_documents[a], self.device)
+        return Inputs(self.tokens[a], positions, loss_head, documents, self.router_statistics)
+
+
+def read_later(x: Tensor) -> Callable[[], list[float]]:
+    """Begin to copy the numbers of x [n] to the host; the result returns them.
+
+    A plain read of x is a host-device sync: it waits for everything that is queued on the GPU, and
+    leaves the GPU idle. Here the copy stands in the queue now, into pinned memory, with an event
+    behind it. The result waits for that event alone, while the GPU computes what was queued later.
+    """
+    on_host = x.to("cpu", non_blocking=True)
+    copied = torch.cuda.current_stream().record_event() if x.is_cuda else None
+
+    def numbers() -> list[float]:
+        if copied:
+            copied.synchronize()
+        return on_host.tolist()
+
+    return numbers

@@ -62,16 +62,20 @@ def _quantiles() -> tuple[Tensor, Tensor]:
     """The quantile function of the normal distribution, cut at +-CUTOFF and scaled to a standard
     deviation of 1. Returns two float32 [2^CELL_BITS]: its value at the start of each cell, and the
     step to the cell's end."""
-    n, normal = 1 << CELL_BITS, NormalDist()
-    low, high = normal.cdf(-CUTOFF), normal.cdf(CUTOFF)
+    n = 1 << CELL_BITS
+    normal = NormalDist()
+    low = normal.cdf(-CUTOFF)
+    high = normal.cdf(CUTOFF)
     # Variance of the truncated normal (Johnson, Kotz, Balakrishnan: Continuous univariate
     # distributions, 13.10.1).
     variance = 1 - 2 * CUTOFF * normal.pdf(CUTOFF) / (high - low)
-    edges = torch.tensor(
-        [normal.inv_cdf(low + (high - low) * i / n) for i in range(n + 1)], dtype=torch.float64
-    )
-    edges /= variance**0.5
-    return edges[:-1].float(), (edges[1:] - edges[:-1]).float()
+    quantiles = []
+    for i in range(n + 1):
+        probability = low + (high - low) * i / n
+        quantiles.append(normal.inv_cdf(probability))
+    edges = torch.tensor(quantiles, dtype=torch.float64) / variance**0.5
+    steps = edges.diff()
+    return edges[:-1].float(), steps.float()
 
 
 def normal_values(index: Tensor, key: int, std: float) -> Tensor:
@@ -80,8 +84,9 @@ def normal_values(index: Tensor, key: int, std: float) -> Tensor:
     start, step = (t.to(index.device) for t in _quantiles())
     bits = hash64(index, key)
     cell = (bits >> (64 - CELL_BITS)).bitwise_and_((1 << CELL_BITS) - 1)
-    # exact: 24 bits fit a float32
-    within = (bits >> 16).bitwise_and_((1 << 24) - 1).float().mul_(2.0**-24)
+    # 24 further bits, which a float32 holds exactly: how far into the cell, 0 to 1
+    low_bits = (bits >> 16).bitwise_and_((1 << 24) - 1)
+    within = low_bits.float().mul_(2.0**-24)
     return start[cell].add_(within.mul_(step[cell])).mul_(std)
 
 
@@ -114,24 +119,27 @@ def fill(param: Tensor, name: str, kind: str, std: float, seed: int) -> None:
     if kind in CONSTANTS:
         local.fill_(CONSTANTS[kind])
         return
-    key = _signed(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little"))
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    key = _signed(int.from_bytes(digest[:8], "little"))
     ids = _global_ids(param)
-    rows, row_length = ids[0], local[0].numel() if local.numel() else 0
     strides = [1]
     for n in reversed(param.shape[1:]):
         strides.insert(0, strides[0] * n)  # of the contiguous global tensor
     # offsets within one row of dimension 0
     inside = torch.zeros(1, dtype=torch.int64, device=local.device)
     for dim in range(1, param.ndim):
-        inside = (inside[:, None] + (ids[dim] * strides[dim])[None, :]).flatten()
-    step = max(1, CHUNK // max(1, row_length))
-    for first in range(0, len(rows), step):
-        part = local[first : first + step]
-        index = rows[first : first + step, None] * strides[0] + inside[None, :]
+        offsets = ids[dim] * strides[dim]
+        inside = (inside[:, None] + offsets).flatten()
+    rows_at_a_time = max(1, CHUNK // max(1, len(inside)))
+    for part, rows in zip(local.split(rows_at_a_time), ids[0].split(rows_at_a_time), strict=True):
+        index = rows[:, None] * strides[0] + inside
         part.copy_(normal_values(index, key, std).view(part.shape))
 
 
-def initialise(model: nn.Module, rows: list[tuple[str, str, float]], seed: int) -> None:
+Rows = list[tuple[str, str, float]]  # (pattern of a name, kind, standard deviation)
+
+
+def initialise(model: nn.Module, rows: Rows, seed: int) -> None:
     """Fill every parameter as the first row (pattern, kind, std) says whose pattern its name
     matches.
 

@@ -3,7 +3,7 @@ pieces.
 
 The [B, T, V] logits never exist as a whole, only `chunk_tokens` rows of them at a time. The
 gradient is computed in the forward pass, while a piece's logits are at hand. So nothing is
-recomputed, and there are no more matrix products than in the plain loss. The vocabulary may be
+recomputed, and there are no more GEMMs than in the plain loss. The vocabulary may be
 sharded over tensor-parallel ranks. Then three numbers per token cross the ranks (its maximum, its
 sum of exponentials, its label's logit: Megatron-LM, arXiv:1909.08053 section 3), never logits.
 
@@ -39,9 +39,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # the same if h is float32. Both are reused: fresh pages cost a CPU a tenth of the loss
         wide = narrow.float()
         for first in range(0, len(h), chunk_tokens):
-            hc, label = h[first : first + chunk_tokens], labels[first : first + chunk_tokens]
-            product = torch.mm(hc, weight.t(), out=narrow[: len(hc)])  # [C, V]
-            logits = product if wide is narrow else wide[: len(hc)].copy_(product)
+            hc = h[first : first + chunk_tokens]
+            label = labels[first : first + chunk_tokens]
+            logits = in_dtype = torch.mm(hc, weight.t(), out=narrow[: len(hc)])  # [C, V]
+            if wide is not narrow:
+                logits = wide[: len(hc)].copy_(in_dtype)
             counts = label != IGNORE
             row = label - first_row
             # labels whose logit this rank holds
@@ -69,18 +71,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 scale = counts / sums
                 d_logits = probs.mul_(scale[:, None])
                 d_logits.scatter_add_(1, row, -is_local.float()[:, None])
-                d_logits = d_logits if wide is narrow else product.copy_(d_logits)
+                if wide is not narrow:
+                    d_logits = in_dtype.copy_(d_logits)
                 if need_h:
                     torch.mm(d_logits, weight, out=grad_h[first : first + chunk_tokens])
                 if need_w and one_piece:
                     grad_w = d_logits.t() @ hc
                 elif need_w:  # summed over pieces in float32
-                    grad_w = (
-                        torch.zeros_like(weight, dtype=torch.float32) if grad_w is None else grad_w
-                    )
+                    if grad_w is None:
+                        grad_w = torch.zeros_like(weight, dtype=torch.float32)
                     grad_w += d_logits.t() @ hc
         ctx.save_for_backward(*(g for g in (grad_h, grad_w) if g is not None))
-        ctx.needs, ctx.weight_dtype = (need_h, need_w), weight.dtype
+        ctx.needs = (need_h, need_w)
+        ctx.weight_dtype = weight.dtype
         return total.float()
 
     @staticmethod
@@ -106,7 +109,8 @@ def linear_cross_entropy(
     each: contiguous float32 [B, T] that receives every token's loss (0 where it does not count),
     for statistics.
     """
-    group, first_row = None, 0
+    group = None
+    first_row = 0
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
         group = mesh.get_group()
@@ -117,7 +121,8 @@ def linear_cross_entropy(
         per_rank = -(-len(weight) // mesh.size())
         first_row = per_rank * mesh.get_local_rank()
         weight = weight.to_local(grad_placements=[Shard(0)])
-    each = each if each is None else each.view(-1)
+    if each is not None:
+        each = each.view(-1)
     return _LinearCrossEntropy.apply(
         h.flatten(0, 1), weight, labels.flatten(), chunk_tokens, group, first_row, each
     )

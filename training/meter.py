@@ -1,21 +1,47 @@
 """What a log line needs to know about the steps since the line before: rates, loss by source, and
 the load of experts."""
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parallelisms import dp
 from parallelisms.mesh import Mesh
 from training.experts import ExpertLoad
 from training.loss import IGNORE
-from training.metrics import Metrics, memory_gib
+from training.metrics import MetricsWriter, memory_gib, model_summary, peak_flops
+
+say = logging.getLogger("plumbline")
+
+
+def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[MetricsWriter, "Meter"]:
+    """Where a run that goes on after step `start` reports its numbers, and what counts them. Says
+    what is about to be trained, and how large it is.
+
+    job: a train.Job; family: as models/family.py::Family; sources: how many the run trains on.
+    """
+    cfg, mesh, args = job.cfg, job.mesh, job.args
+    dtype = dp.param_dtype(cfg.training, mesh.device)
+    device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    peak = peak_flops(device_name, cfg.metrics.peak_tflops, dtype)
+    folder = Path(cfg.run.folder)
+    metrics = MetricsWriter(cfg.metrics, folder, mesh.rank == 0, start, cfg.training.steps, peak)
+    say.info(model_summary(family, args, job.model, mesh, dtype, cfg.training, job.optimizer))
+    if mesh.pp > 1:
+        say.info(job.model.describe(cfg.training.microbatches(mesh.dp_size)))
+    say.info(f"resumed after step {start} of {cfg.training.steps}" if start else "a fresh start")
+    tokens_per_step = cfg.training.global_batch_size * cfg.training.seq_len
+    flops_per_token = family.flops_per_token(args, cfg.training.seq_len)
+    experts = ExpertLoad(mesh, args) if getattr(args, "n_experts", 0) else None
+    return metrics, Meter(mesh, sources, tokens_per_step, flops_per_token, experts)
 
 
 class Meter:
     """Counts steps, their seconds and, where there are several sources, the loss of each.
 
-    waited, worked: seconds spent waiting for data and in steps. The loop adds to them.
     reported: further metrics for the next line: of experts, and of ranks that the others wait for
     (reliability/guard.py::Guard.late_ranks).
     """
@@ -31,28 +57,32 @@ class Meter:
         """sources: how many the run trains on; tokens_per_step: of the global batch;
         flops_per_token: as the model's family counts them; experts: None for a model without
         experts."""
-        self.mesh, self.tokens_per_step, self.flops_per_token, self.experts = (
-            mesh,
-            tokens_per_step,
-            flops_per_token,
-            experts,
-        )
+        self.mesh = mesh
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.experts = experts
         self.first_loss = self.last_loss = None  # of this process
         # nats and tokens of this rank
         self.by_source = torch.zeros(2, sources, dtype=torch.float64, device=mesh.device)
         self.reset()
 
     def reset(self) -> None:
-        self.steps, self.waited, self.worked, self.reported = 0, 0.0, 0.0, {}
+        self.steps = 0
+        self.waited = 0.0  # seconds for data
+        self.worked = 0.0  # seconds in steps
+        self.reported = {}
         self.by_source.zero_()
 
-    def add(self, batch: dict[str, Tensor], result: Any) -> None:
-        """A step is done. result: its train.StepResult."""
+    def add(
+        self, batch: dict[str, Tensor], result: Any, data_seconds: float, step_seconds: float
+    ) -> None:
+        """A step is done. result: its train.StepResult; data_seconds: waiting for the batch."""
         self.steps += 1
-        self.first_loss, self.last_loss = (
-            result.loss if self.first_loss is None else self.first_loss,
-            result.loss,
-        )
+        self.waited += data_seconds
+        self.worked += step_seconds
+        self.last_loss = result.loss
+        if self.first_loss is None:
+            self.first_loss = result.loss
         if self.experts and not result.skipped:
             self.experts.add(result.expert_counts, result.router_sums)
         if self.by_source.shape[1] > 1 and not result.skipped:
@@ -63,30 +93,32 @@ class Meter:
                 1, batch["source"].to(device, non_blocking=True), rows.flatten(1)
             )
 
-    def line(self, step: int, order, loss: float, grad_norm: float, lr: float) -> dict[str, float]:
+    def line(
+        self, step: int, order: Any, loss: float, grad_norm: float, lr: float
+    ) -> dict[str, float]:
         """The metrics after `step`, and a new beginning. order: data/order.py's or
         data/stream.py's. Called by all ranks."""
         seconds = self.waited + self.worked
-        rate = self.tokens_per_step * self.steps / seconds
-        values = (
-            {
-                "loss": loss,
-                "grad_norm": grad_norm,
-                "lr": lr,
-                "tokens_per_second": rate,
-                "tokens_seen": order.tokens(step),
-                "tflops_per_device": rate * self.flops_per_token / self.mesh.size / 1e12,
-                "memory_gib": memory_gib(self.mesh.device),
-                "data_wait": self.waited / seconds,
-                "step_seconds": seconds / self.steps,
-            }
-            | (self._sources(step, order) if self.by_source.shape[1] > 1 else {})
-            | self.reported
-        )
+        tokens_per_second = self.tokens_per_step * self.steps / seconds
+        flops_per_device = tokens_per_second * self.flops_per_token / self.mesh.size
+        values = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens_per_second": tokens_per_second,
+            "tokens_seen": order.tokens(step),
+            "tflops_per_device": flops_per_device / 1e12,
+            "memory_gib": memory_gib(self.mesh.device),
+            "data_wait": self.waited / seconds,
+            "step_seconds": seconds / self.steps,
+        }
+        if self.by_source.shape[1] > 1:
+            values |= self._sources(step, order)
+        values |= self.reported
         self.reset()
         return values
 
-    def report_experts(self, step: int, model: nn.Module, metrics: Metrics) -> None:
+    def report_experts(self, step: int, model: nn.Module, metrics: MetricsWriter) -> None:
         """Of a model with experts: how tokens were spread over them since the last report, for the
         next line. Called by all ranks."""
         if self.experts:
@@ -97,16 +129,16 @@ class Meter:
     def _sources(self, step: int, order) -> dict[str, float]:
         """For each source of a mixture: its mean loss since the last line (none if it had no
         token), the tokens seen of it in the whole run, and how often it has been read."""
-        segment, values = order.segment(step), {}
+        segment = order.segment(step)
+        values = {}
         # the losses are 0 but in the last stage; all stages count the same tokens
         self.mesh.sum_over_pp(self.by_source[0])
         sums = self.mesh.sum_over_tokens(self.by_source).tolist()
         for source, consumed, loss, tokens in zip(
             segment.sources, order.consumed(step), *sums, strict=True
         ):
-            values |= {f"loss/{source.name}": loss / tokens} if tokens else {}
-            values |= {
-                f"tokens_seen/{source.name}": consumed * segment.seq_len,
-                f"epochs/{source.name}": consumed / source.windows,
-            }
+            if tokens:
+                values[f"loss/{source.name}"] = loss / tokens
+            values[f"tokens_seen/{source.name}"] = consumed * segment.seq_len
+            values[f"epochs/{source.name}"] = consumed / source.windows
         return values

@@ -6,6 +6,7 @@ restart: what a killed run wrote after the checkpoint it resumes from is dropped
 floats so that they read back bitwise equal.
 """
 
+import copy
 import json
 import logging
 import math
@@ -15,12 +16,13 @@ import resource
 import statistics
 import sys
 import time
+from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
@@ -28,7 +30,6 @@ from configs import schema
 from configs.schema import InputError
 from parallelisms.mesh import Mesh
 from training.experts import FILE
-from training.optim import moments
 
 # Rows: a regular expression, dense bfloat16 TFLOP/s of one device, source. The expression must
 # match the whole of torch.cuda.get_device_name(), so that a slice of a GPU (MIG) or a laptop's
@@ -105,6 +106,21 @@ def memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def moments(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors of a weight's size the optimizer keeps for each weight: those that it has
+    after a step on a weight of its own. So nobody has to know which kinds of optimizers there
+    are."""
+    weight = nn.Parameter(torch.zeros(2, 2))
+    weight.grad = torch.zeros_like(weight)
+    alike = copy.copy(optimizer)
+    alike.state = defaultdict(dict)
+    alike.param_groups = [optimizer.param_groups[0] | {"params": [weight]}]
+    alike.step()
+    return sum(
+        isinstance(t, Tensor) and t.shape == weight.shape for t in alike.state[weight].values()
+    )
+
+
 def model_summary(
     family: Any,
     args: Any,
@@ -162,7 +178,10 @@ def _step_summary(training: schema.Training, dp_size: int) -> str:
     )
 
 
-UNITS = {1000: ("B", "kB", "MB", "GB", "TB"), 1024: ("B", "KiB", "MiB", "GiB", "TiB")}
+UNITS = {
+    1000: ("B", "kB", "MB", "GB", "TB"),
+    1024: ("B", "KiB", "MiB", "GiB", "TiB"),
+}
 
 
 def in_bytes(count: float, step: int = 1000) -> str:
@@ -176,7 +195,7 @@ def in_bytes(count: float, step: int = 1000) -> str:
     return f"{count:.4g} {largest}"
 
 
-class Metrics:
+class MetricsWriter:
     """The writers of one run: a context manager that closes them. Make it when the step to resume
     from is known.
 
@@ -276,7 +295,7 @@ class Metrics:
         if self.wandb is not None:
             self.wandb.finish()
 
-    def __enter__(self) -> "Metrics":
+    def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -336,4 +355,5 @@ def _open_wandb(project: str, folder: Path):
     if not id_file.exists():
         id_file.write_text(f"{time.time_ns():x}\n", encoding="utf-8")
     name = id_file.read_text(encoding="utf-8").strip()
-    return wandb.init(project=project, name=folder.name, id=name, resume="allow", dir=str(folder))
+    folders = {"name": folder.name, "dir": str(folder)}
+    return wandb.init(project=project, id=name, resume="allow", **folders)

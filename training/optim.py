@@ -1,15 +1,14 @@
 """The optimizer with its decay groups, the learning-rate schedules, and gradient clipping over the
 whole mesh."""
 
-import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from configs.schema import LRSchedule, Optimizer
@@ -25,41 +24,29 @@ def build_optimizer(
     decay_rows: (pattern of a parameter's name, weight decay applies); the first that matches
     counts.
     """
-    # one kernel updates many parameters, if they are on one mesh
-    groups: dict[tuple, list[nn.Parameter]] = {}
+    # By mesh: one fused kernel updates many parameters, if they are on one mesh.
+    decayed: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    not_decayed: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
             decays = next(decays for pattern, decays in decay_rows if fnmatchcase(name, pattern))
+            groups = decayed if decays else not_decayed
             mesh = param.device_mesh if isinstance(param, DTensor) else None
-            groups.setdefault((not decays, mesh), []).append(param)
-    rows = [
-        {"params": params, "weight_decay": 0.0 if is_free else cfg.weight_decay}
-        for (is_free, _), params in sorted(groups.items(), key=lambda group: group[0][0])
-    ]
+            groups.setdefault(mesh, []).append(param)
+    rows = []
+    for params in decayed.values():
+        rows.append({"params": params, "weight_decay": cfg.weight_decay})
+    for params in not_decayed.values():
+        rows.append({"params": params, "weight_decay": 0.0})
     if cfg.kind == "sgd":
         return torch.optim.SGD(rows, lr=cfg.lr, momentum=cfg.momentum)
-    # fused: one kernel over all parameters, also on CPU, where it measures several times faster
-    # than the default loop
-    return torch.optim.AdamW(rows, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    # fused: also on a CPU, where it measures several times faster than the default loop
+    adam = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps}
+    return torch.optim.AdamW(rows, **adam, fused=True)
 
 
-def moments(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors of a weight's size the optimizer keeps for each weight: those that it has
-    after a step on a weight of its own. So nobody has to know which kinds of optimizers there
-    are."""
-    weight = nn.Parameter(torch.zeros(2, 2))
-    weight.grad = torch.zeros_like(weight)
-    alike = copy.copy(optimizer)
-    alike.state = defaultdict(dict)
-    alike.param_groups = [optimizer.param_groups[0] | {"params": [weight]}]
-    alike.step()
-    return sum(
-        isinstance(t, Tensor) and t.shape == weight.shape for t in alike.state[weight].values()
-    )
-
-
-# What follows the warm-up: kind -> how much of the way from the peak down to min_ratio is done, at
-# progress p (0..1 after the warm-up); `tail` is the share of that progress over which wsd decays.
+# Schedules after the warmup: kind -> how much of the way from the peak down to min_ratio is done at
+# progress p (0..1 after the warmup). tail: the share of that progress over which wsd decays.
 DECAYED: dict[str, Callable[[float, float], float]] = {
     "constant": lambda p, tail: 0.0,
     "linear": lambda p, tail: p,
@@ -73,15 +60,15 @@ def learning_rate(step: int, steps: int, peak: float, cfg: LRSchedule) -> float:
     """Learning rate of optimizer step `step` (0-based) of `steps`: a pure function, so a resumed
     run needs no state.
 
-    The warm-up gives step s the rate peak * (s + 1) / warmup_steps, so that no step is wasted at 0;
-    the last step (steps - 1) has exactly peak * min_ratio, except under `constant`.
+    Warmup gives step s the rate peak * (s + 1) / warmup_steps, so that no step is wasted at 0. The
+    last step (steps - 1) has exactly peak * min_ratio, except under `constant`.
     """
     if step < cfg.warmup_steps:
         return peak * (step + 1) / cfg.warmup_steps
     after = steps - cfg.warmup_steps
-    done = DECAYED[cfg.kind](
-        (step - cfg.warmup_steps + 1) / after, cfg.decay_fraction * steps / after
-    )
+    progress = (step - cfg.warmup_steps + 1) / after
+    tail = cfg.decay_fraction * steps / after
+    done = DECAYED[cfg.kind](progress, tail)
     return peak * (1 - (1 - cfg.min_ratio) * done)
 
 
@@ -94,9 +81,9 @@ def step_if(fine: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """optimizer.step() where `fine` (bool, a scalar) is true; else weights and state stay as they
     are, bit by bit.
 
-    Nobody waits for a GPU to tell: fused AdamW reads `found_inf` there, torch.amp.GradScaler's way
-    to skip a step. SGD has no fused kernel for DTensors, and weights that are offloaded to the CPU
-    are not where `fine` is: then the host asks.
+    No host-device sync: fused AdamW reads `found_inf` on the device, as torch.amp.GradScaler makes
+    it skip a step. SGD has no fused kernel for DTensors, and offloaded weights are on the CPU: there
+    the host reads `fine`.
     """
     weight = optimizer.param_groups[0]["params"][0]
     if optimizer.defaults.get("fused") and weight.device == fine.device:
@@ -121,7 +108,7 @@ def clip_grad_norm(
 
     The norm is that of the whole, unsharded gradient (Pascanu et al., arXiv:1211.5063, for the
     clipping itself). It is exact to a few 1e-8, so that every mesh reports the same norm and scales
-    by the same factor. No host waits for a GPU here. Raises ValueError for a gradient that is still
+    by the same factor. There is no host-device sync. Raises ValueError for a gradient that is still
     to be summed over ranks.
     """
     grads = [p.grad for p in params if p.grad is not None]
@@ -129,9 +116,10 @@ def clip_grad_norm(
     # (mesh, its dimensions that split the tensor) -> this rank's shards
     split: dict[tuple, list[Tensor]] = {}
     for grad, shard in zip(grads, local):
-        split.setdefault(
-            (grad.device_mesh, _split_over(grad)) if isinstance(grad, DTensor) else (None, ()), []
-        ).append(shard)
+        key = (None, ())
+        if isinstance(grad, DTensor):
+            key = (grad.device_mesh, _split_over(grad))
+        split.setdefault(key, []).append(shard)
     total = torch.zeros((), dtype=torch.float64, device=local[0].device if local else None)
     for (mesh, dims), shards in split.items():
         squares = _sum_of_squares(shards)
@@ -142,7 +130,8 @@ def clip_grad_norm(
     if max_norm > 0 and local:
         # The formula of torch.nn.utils.clip_grads_with_norm_, whose arithmetic would mix Tensor and
         # DTensor.
-        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(local, factor)
     return norm
 
 
@@ -174,13 +163,14 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     if tensors[0].is_cuda:
         norms = torch.stack(torch._foreach_norm(tensors))
     else:
-        rows = []
-        for flat in (tensor.flatten() for tensor in tensors):
+        norms_of_rows = []
+        for tensor in tensors:
+            flat = tensor.flatten()
             if len(flat) >= ROW:
-                rows.append(torch.linalg.vector_norm(flat.unfold(0, ROW, ROW), dim=1))
+                rows = flat.unfold(0, ROW, ROW)  # all whole ones
+                norms_of_rows.append(torch.linalg.vector_norm(rows, dim=1))
             if len(flat) < ROW or len(flat) % ROW:
-                rows.append(
-                    torch.linalg.vector_norm(flat[len(flat) // ROW * ROW :], dim=0, keepdim=True)
-                )
-        norms = torch.cat(rows)
+                rest = flat[len(flat) // ROW * ROW :]
+                norms_of_rows.append(torch.linalg.vector_norm(rest, dim=0, keepdim=True))
+        norms = torch.cat(norms_of_rows)
     return torch.linalg.vector_norm(norms, dtype=torch.float64).square()

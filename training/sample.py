@@ -69,9 +69,12 @@ class KeyValueCache:
 
     def _begin(self, number: int, *first: Tensor) -> tuple[Tensor, ...]:
         """Keep what attention `number` needs of the first tokens, [B, T, ...] each, and return it."""
-        self.kept.append(tuple(x.new_zeros(x.shape[0], self.capacity, *x.shape[2:]) for x in first))
-        for kept, x in zip(self.kept[number], first, strict=True):
-            kept[:, : x.shape[1]] = x
+        buffers = []
+        for x in first:
+            buffer = x.new_zeros(x.shape[0], self.capacity, *x.shape[2:])
+            buffer[:, : x.shape[1]] = x
+            buffers.append(buffer)
+        self.kept.append(tuple(buffers))
         return first
 
     def _go_on(
@@ -110,7 +113,9 @@ def to_all_before(positions: Tensor, length: int) -> Callable:
         width = v.shape[-1]
         # not every kernel takes values that are narrower than keys
         v = F.pad(v, (0, k.shape[-1] - width))
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, ., E]
+        q = q.transpose(1, 2)  # [B, H, T, E]
+        k = k.transpose(1, 2)  # [B, K, length, E]
+        v = v.transpose(1, 2)
         o = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -198,8 +203,8 @@ def sample_stream(
         newest = torch.tensor([len(window) - 1 for window in windows], device=device)
 
         def logits_of_newest(h: Tensor, weight: Tensor) -> Tensor:
-            # [B, V]
-            return _whole(h)[torch.arange(len(newest), device=device), newest] @ _whole(weight).t()
+            h_of_newest = _whole(h)[torch.arange(len(newest), device=device), newest]  # [B, D]
+            return h_of_newest @ _whole(weight).t()  # [B, V]
 
         eager = torch.compiler.set_stance("force_eager")  # lengths vary, and each would be compiled
         with whole_sequences(model), eager, sdpa_kernel(KERNELS):

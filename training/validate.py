@@ -1,14 +1,76 @@
 """Validation: the loss on held-out sequences, token-weighted and the same number on every mesh."""
 
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from data.loader import Batch, Batches, loader
+from parallelisms import dp, pp
 from parallelisms.mesh import Mesh
-from training.feed import Feed
+from training.feed import Feed, read_later
 from training.loss import IGNORE, linear_cross_entropy
+from training.metrics import MetricsWriter
+
+say = logging.getLogger("plumbline")
+
+
+def run_validation(
+    job: Any,
+    held_out: dict[str, Batches],
+    tokenizer: Any,
+    metrics: MetricsWriter,
+    step: int,
+    stop: Any,
+    watchdog: Any,
+) -> bool:
+    """Log the scores on the held-out sets after `step`, unless a rank is asked to stop meanwhile.
+    Returns whether one is. All ranks call it.
+
+    job: a train.Job; held_out: the sets by name; tokenizer: a data/tokenizer.py::Tokenizer; stop
+    and watchdog: those of reliability/stop.py and reliability/health.py.
+    """
+    cfg = job.cfg
+    if not held_out:
+        return False
+    patience = cfg.run.step_timeout_seconds + cfg.data.timeout_seconds
+
+    def until_stopped(batches: Iterator[Batch]) -> Iterator[Batch]:
+        answer = any_rank_stops(job.mesh, stop.asked())
+        for batch in batches:
+            if answer():
+                return
+            # read after the next batch, so that a GPU works on this one meanwhile
+            answer = any_rank_stops(job.mesh, stop.asked())
+            watchdog.arm(patience)
+            yield batch
+
+    sums = {}
+    token_bytes = torch.tensor(tokenizer.byte_lengths)
+    for name, rows in held_out.items():
+        batches = until_stopped(loader(rows, 0, cfg.validation.steps, cfg.data))
+        sums[name] = validate(
+            job.model, job.mesh, batches, cfg.training.loss_chunk_tokens, token_bytes
+        )
+    for stage in pp.stages_of(job.model):
+        dp.reshard(stage)
+    stopping = any_rank_stops(job.mesh, stop.asked())()
+    if stopping:
+        say.warning(f"step {step}: no validation, since the run is to stop")
+    else:
+        metrics.log(step, scores(sums))
+    return stopping
+
+
+def any_rank_stops(mesh: Mesh, asked: bool) -> Callable[[], bool]:
+    """Begin to ask all ranks whether one of them was `asked` to stop. The result returns the
+    answer. All ranks call both."""
+    flag = torch.full((1,), float(asked), device=mesh.device)
+    numbers = read_later(mesh.sum_over_ranks(flag))
+    return lambda: any(numbers())
 
 
 @torch.no_grad()
@@ -22,9 +84,10 @@ def validate(
     token_bytes = token_bytes.to(mesh.device)
     for batch in batches:
         feed = Feed(model, batch, mesh, linear_cross_entropy, chunk_tokens)
-        total[0] += (
-            model.losses(feed) if mesh.pp > 1 else sum(model(*feed(a)) for a in range(len(feed)))
-        )
+        if mesh.pp > 1:
+            total[0] += model.losses(feed)
+        else:
+            total[0] += sum(model(*feed(a)) for a in range(len(feed)))
         counted = feed.labels[feed.labels != IGNORE]
         total[1] += len(counted)
         total[2] += token_bytes[counted].sum()
@@ -36,15 +99,12 @@ def validate(
 def scores(sums: dict[str, Tensor]) -> dict[str, float]:
     """Metrics from the `validate` sums of each set: over all sets together, and of each set if
     there are several. (The set without a name is the held-out part of the only source.)"""
-    together = {"validation_" + key: value for key, value in _scores(sum(sums.values())).items()}
-    if len(sums) == 1:
-        return together
-    each = {name or "held_out": _scores(total) for name, total in sums.items()}
-    return together | {
-        f"validation/{name}/{key}": value
-        for name, own in each.items()
-        for key, value in own.items()
-    }
+    values = {f"validation_{key}": value for key, value in _scores(sum(sums.values())).items()}
+    if len(sums) > 1:
+        for name, total in sums.items():
+            for key, value in _scores(total).items():
+                values[f"validation/{name or 'held_out'}/{key}"] = value
+    return values
 
 
 def _scores(total: Tensor) -> dict[str, float]:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import train
+from checkpoint.manager import CheckpointManager
 from configs.load import load_config
 from configs.schema import Config
 from parallelisms import contract
@@ -95,7 +96,7 @@ def start(cfg: Config) -> train.Job:
     """What `train.train` does before it opens the data and the checkpoints."""
     job = train.build(cfg)
     hosts(job.mesh)
-    job.mesh.gather((-1, 0, ""))  # train.fails_again_and_again
+    job.mesh.gather((-1, 0, ""))  # reliability/record.py::Start.fails_again_and_again
     contract.verify(
         job.model,
         job.optimizer,
@@ -142,7 +143,7 @@ def loop(options: list[str], ranks: int) -> Phase:
             redirect_stdout(io.StringIO()),
             mock.patch.object(train, "train_step", noting),
             mock.patch.object(train.meshes, "close_mesh", lambda: None),
-            mock.patch.object(train.CheckpointManager, "save", lambda *_: None),
+            mock.patch.object(CheckpointManager, "save", lambda *_: None),
             mock.patch.object(
                 dist,
                 "new_group",

@@ -1,0 +1,60 @@
+"""The end of a run: what a person reads last."""
+
+from pathlib import Path
+from typing import Any
+
+from training.meter import Meter
+from training.metrics import MetricsWriter
+from training.sample import sample
+
+
+def last_lines(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: MetricsWriter) -> str:
+    """The loss, a sample if the run is done, where its files are, and how to go on. All ranks call
+    it, because all of them compute the sample.
+
+    job: a train.Job; tokenizer: a data/tokenizer.py::Tokenizer; step: the last one.
+    """
+    cfg = job.cfg
+    folder = Path(cfg.run.folder)
+    steps = cfg.training.steps
+    lines = []
+    if meter.last_loss is None:
+        lines.append(
+            f"nothing to do: {folder} has already trained {step} steps; raise training.steps to "
+            "go on"
+        )
+    else:
+        lines.append(
+            f"loss {meter.first_loss:.3f} -> {meter.last_loss:.3f} nats per token; "
+            f"{metrics.summary()}"
+        )
+    if cfg.debug.sample_tokens and step == steps:
+        text = sample_text(job, tokenizer)
+        if text:
+            lines.append("a sample from the final weights:")
+            lines += ["    " + line for line in text.splitlines()]
+    lines.append(f"tensorboard --logdir {folder / 'tensorboard'}")
+    lines.append(
+        f"checkpoints in {folder / 'checkpoints'}; try: python -m tools.generate {folder} "
+        "--prompt 'class '"
+    )
+    if step < steps:
+        lines.append(
+            f"stopped on request after step {step} of {steps}; run the same command again to go on"
+        )
+    return "\n".join(lines)
+
+
+def sample_text(job: Any, tokenizer: Any) -> str:
+    """debug.sample_prompt and what the model writes after it."""
+    debug = job.cfg.debug
+    ids = sample(
+        job.model,
+        tokenizer.encode(debug.sample_prompt).tolist(),
+        debug.sample_tokens,
+        job.cfg.training.seq_len,
+        job.mesh.device,
+        tokenizer.eot_id,
+        multiple=job.mesh.tp,
+    )
+    return tokenizer.decode(ids)
