@@ -340,8 +340,8 @@ def test_the_planner_reads_the_numbers_that_are_written(tmp_path):
     flags, rest = plan_command.arguments(
         ["configs/llama_debug.toml", "--gpus=1", f"--device={file}"]
     )
-    _, ask = plan_command.question(flags, rest)
-    arrived = ask.device
+    _, inputs = plan_command.read_inputs(flags, rest)
+    arrived = inputs.device
     assert arrived.peak == 989e12 and arrived.memory_gib == 139.8 and arrived.host_gb_per_s == 55
     assert arrived.matmul_efficiency == pytest.approx(722 / 989)
     assert arrived.attention_efficiency == pytest.approx(480 / 989)

@@ -31,7 +31,7 @@ from tools.bench import harness
 from tools.plan import trace
 from tools.plan.device import Device, load_device, measure_cpu
 from tools.plan.estimate import estimate
-from tools.plan.plan import Plan, Question, make_plan
+from tools.plan.plan import Plan, PlanInputs, make_plan
 from training.loss import plain_cross_entropy
 
 # github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1, 3) and
@@ -134,7 +134,7 @@ def like_theirs(options: list[str], gpus: int, device: Device) -> Plan:
         mock.patch.object(train, "linear_cross_entropy", whole_loss),
         mock.patch.object(ac, "_policy", every_second_product()),
     ):
-        return make_plan(cfg, Question(gpus, 8, device))
+        return make_plan(cfg, PlanInputs(gpus, 8, device))
 
 
 def published(device: Device) -> None:
@@ -254,7 +254,9 @@ HERE = (  # the first calibrates: name, options
 def planned_here(options: list[str], device: Device) -> float:
     """The planned seconds of a step on this machine."""
     torch.set_num_threads(1)  # of this process, which only traces
-    return make_plan(load_config(options, 1, 1), Question(1, 1, device, on_gpu=False)).time.seconds
+    return make_plan(
+        load_config(options, 1, 1), PlanInputs(1, 1, device, on_gpu=False)
+    ).time.seconds
 
 
 def quietest(measured: list[Device]) -> Device:

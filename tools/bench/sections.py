@@ -128,7 +128,7 @@ def one(options: list[str], rounds: int) -> dict:
     )
     dtype, data = dp.param_dtype(t, device), harness.batches(cfg, job.mesh, ids.astype(np.uint32))
     steps = iter(range(10**9))
-    multiply, product_flops = harness.product(dtype, device)
+    multiply, matmul_flops = harness.product(dtype, device)
     step = lambda: train.train_step(job, data[next(steps)])  # noqa: E731
     timed = harness.alternate({"step": step, "product": multiply}, rounds)
     # of the allocator, whose peak this call resets
@@ -154,7 +154,7 @@ def one(options: list[str], rounds: int) -> dict:
         "fastest": min(timed["step"]),
         "tokens_per_second": tokens / seconds_per_step,
         "gflops": flops / 1e9,
-        "product_gflops": product_flops / statistics.median(timed["product"]) / 1e9,
+        "product_gflops": matmul_flops / statistics.median(timed["product"]) / 1e9,
         "mfu": flops / peak if peak else None,
         "memory_gib": memory,
         "live_gib": live,

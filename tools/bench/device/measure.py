@@ -40,7 +40,7 @@ from parallelisms.mesh import close_mesh
 from tools.bench import harness, sections
 from tools.bench import step as others
 from tools.plan.device import MEMORY_EFFICIENCY, Device, known_device, measure_cpu
-from tools.plan.plan import Question, make_plan
+from tools.plan.plan import PlanInputs, make_plan
 from tools.preflight.machine import best
 from training.metrics import memory_gib, peak_flops
 
@@ -248,7 +248,7 @@ def plan(options: list[str]) -> dict:
         ("memory_gb_per_s", "link_gb_per_s", "fabric_gb_per_s", "peak_tflops"), 1.0
     )
     device = Device(memory_gib=1, **times_do_not_count)
-    made = make_plan(load_config(options, 1, 1), Question(1, 1, device, on_gpu=GPU))
+    made = make_plan(load_config(options, 1, 1), PlanInputs(1, 1, device, on_gpu=GPU))
     return {"live": made.live / 2**30, "needed": made.needed / 2**30}
 
 
