@@ -69,11 +69,11 @@ def measure(shape: str, rounds: int) -> tuple[list[list[str]], str]:
         ]
     batch, heads, _, tokens, size = map(int, shape.split(","))
     rows, together = [[shape.replace(",", ", "), name] for name in names], dict.fromkeys(names, 0.0)
-    for part, products in ("forward", 2), ("backward", 5):
+    for part, matmuls in ("forward", 2), ("backward", 5):
         one = ["-m", "tools.bench.attention", f"--shapes={shape}", f"--part={part}"]
         seconds, _ = harness.in_turn({name: [*one, f"--one={name}"] for name in names}, rounds)
-        # half of 2 * T * T * E for each product: it is causal
-        flops = products * batch * heads * tokens**2 * size
+        # half of 2 * T * T * E for each matmul: it is causal
+        flops = matmuls * batch * heads * tokens**2 * size
         for row, name in zip(rows, names):
             median = statistics.median(seconds[name])
             together[name] += median

@@ -2,15 +2,15 @@
 
     python -m tools.bench.beside [--tensors 1137] [--gigabytes 1] [--rounds 10] [--folder DIR] [--json out.json]
 
-The step is bound by the host, as the step of a small model on a GPU is: one thread of Python that
-calls thousands of small operations. A save that holds Python's lock, or works in it, shows here
-first. The state has as many tensors as that of 405B (1,137 weights and their moments), so that work
-for each tensor shows too. Steps without a save, steps beside one, and steps beside another process
-that hashes and writes as many bytes alternate. What the last cost is the machine's: memory, caches,
-the kernel. A step's time is that on the clock less what it waited for a core, as Linux counts it,
-so other work on the machine shows less. The step itself never waits for anything, so its pauses
-(voluntary context switches) are waits for Python's lock. A save has to have a core that the step
-leaves free.
+The step is host-bound, as the step of a small model on a GPU is: one Python thread that calls
+thousands of small operations. A save that holds the GIL shows here first. The state has as many
+tensors as that of 405B (1,137 weights and their moments), so that overhead per tensor shows too.
+Three kinds of step alternate: without a save, during a save, and during a save-like load of a
+different process, which hashes and writes as many bytes. What the last one costs is due to the
+machine: memory, caches, the kernel. A step's time is wall-clock time minus the time that it waited
+for a core, as Linux counts it, so other work on the machine shows less. The step itself never
+blocks, so its pauses (voluntary context switches) are waits for the GIL. The save needs a core that
+the step leaves free.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def step_seconds(x: torch.Tensor) -> tuple[float, int]:
 def measure(
     folder: Path, tensors: int, elements: int, rounds: int
 ) -> tuple[dict[str, list[tuple[float, int]]], list[float]]:
-    """`step_seconds` of each step, by what happened beside it, and of each save until it is
+    """`step_seconds` of each step, by what ran at the same time, and of each save until it is
     durable."""
     mesh = open_mesh(Run(device="cpu"), Parallelism(), 1)
     model = nn.ParameterList([nn.Parameter(torch.zeros(elements)) for _ in range(tensors)])

@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument(
-        "--tokens", type=int, default=256, help="of the step that trains beside the save"
+        "--tokens", type=int, default=256, help="of the step that trains during the save"
     )
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -123,7 +123,7 @@ def main() -> None:
         note("ours, overlapped: blocked", blocked)
         overlapped.wait(600)
         note("ours, overlapped: durable", time.perf_counter() - began)
-        note("forward and backward beside the copy and the save", beside)
+        note("forward and backward during the copy and the save", beside)
         overlapped.poll()
         note(
             "dcp.load, verifies nothing", timed(lambda: dcp.load(live, checkpoint_id=base / "dcp"))

@@ -7,8 +7,8 @@ this machine.
 `published`: rows of TorchTitan's tables for Llama 3.1 on H100s that our parallelisms cover
 (bfloat16, FSDP and tensor parallel; not float8, pipeline parallel nor asynchronous tensor
 parallel), and their rows with context parallelism, which they published with float8 only. Their
-loss keeps whole logits and their selective checkpointing recomputes every second product, so ours
-are replaced by the like of theirs for the trace. One calibration for all: the matmul efficiency
+loss keeps whole logits and their selective checkpointing recomputes every second matmul. The trace
+uses equivalents of these instead of ours. One calibration for all: the matmul efficiency
 that makes the first row's speed right.
 
 `here`: one measured step of one configuration calibrates the matmul rate, the others are predicted;
@@ -97,7 +97,7 @@ THEIRS = {"memory_gib": 95.6, "memory_gb_per_s": 2400}  # their H100, where it i
 
 
 def whole_loss(h, weight, labels, chunk_tokens, each=None):
-    """Their loss: logits of all tokens at once. Under tensor parallelism ours, whose products are
+    """Their loss: logits of all tokens at once. Under tensor parallelism ours, whose matmuls are
     the same."""
     if isinstance(weight, DTensor):
         return train_loss(h, weight, labels, chunk_tokens, each)
@@ -107,8 +107,8 @@ def whole_loss(h, weight, labels, chunk_tokens, each=None):
 train_loss = train.linear_cross_entropy
 
 
-def every_second_product():
-    """Their selective policy: of the products every second is recomputed. Counted anew in forward
+def every_second_matmul():
+    """Their selective policy: every second matmul is recomputed. The count starts anew in forward
     and in recomputation."""
     counts: dict[bool, itertools.count] = {}
 
@@ -132,7 +132,7 @@ def like_theirs(options: list[str], gpus: int, device: Device) -> Plan:
     cfg = load_config([*options, "--training.param_dtype=bfloat16"], gpus, 8)
     with (
         mock.patch.object(train, "linear_cross_entropy", whole_loss),
-        mock.patch.object(ac, "_policy", every_second_product()),
+        mock.patch.object(ac, "_policy", every_second_matmul()),
     ):
         return make_plan(cfg, PlanInputs(gpus, 8, device))
 
@@ -140,9 +140,11 @@ def like_theirs(options: list[str], gpus: int, device: Device) -> Plan:
 def published(device: Device) -> None:
     device = device.model_copy(update=THEIRS)
     first = PUBLISHED[0]
-    step, (low, high) = like_theirs(first[2], first[1], device).step, (0.2, 0.95)
+    step = like_theirs(first[2], first[1], device).step
+    low = 0.2
+    high = 0.95
     tokens = load_config(first[2]).training.seq_len * 2  # of a rank
-    for _ in range(20):  # bisection: the efficiency of products that makes the first row right
+    for _ in range(20):  # bisection: the matmul efficiency that makes the first row right
         device = device.model_copy(update={"matmul_efficiency": (low + high) / 2})
         speed = tokens / estimate(step, device, 8, compiled=False).seconds
         low, high = (
@@ -171,7 +173,7 @@ def published(device: Device) -> None:
         "reserved above live",
     ]
     notes = (
-        "H100, 500 W, HBM2e. Calibrated on the first row: products at "
+        "H100, 500 W, HBM2e. Calibrated on the first row: matmuls at "
         f"{device.matmul_efficiency:.1%} of the SXM peak."
     )
     harness.report("Planned against TorchTitan's published runs", columns, rows, notes)
@@ -195,10 +197,8 @@ def context(device: Device) -> None:
             p = like_theirs(
                 [*options, f"--parallelism.context_parallel_method={method}"], 8, device
             )
-            ours, exchanged = (
-                p.tokens_per_second / 8,
-                [line for (dim, _), line in p.time.lines.items() if dim == "cp"],
-            )
+            ours = p.tokens_per_second / 8
+            collectives = [line for (dim, _), line in p.time.lines.items() if dim == "cp"]
             rows.append(
                 [
                     f"FSDP {8 // cp} x CP {cp}",
@@ -207,7 +207,7 @@ def context(device: Device) -> None:
                     f"{speed:,}",
                     f"{ours:,.0f}",
                     f"{ours / speed - 1:+.0%}",
-                    f"{sum(line.exposed for line in exchanged) / p.time.seconds:.1%}",
+                    f"{sum(line.exposed for line in collectives) / p.time.seconds:.1%}",
                     f"{reserved:.1f}",
                     f"{p.live / 2**30:.1f}",
                 ]

@@ -1,4 +1,4 @@
-"""What the ranks tell each other besides gradients and weights, and what it costs as their number
+"""The control traffic between ranks, gradients and weights aside, and what it costs as their number
 grows.
 
     python -m tools.bench.ranks [--ranks 8,512,4096,16384] [--hop-us 0] [--json out.json] [--table.key=value ...]
@@ -189,7 +189,7 @@ def table(ranks: list[int], options: list[str], hop: float) -> list[list[str]]:
     rows = []
     for n in ranks:
         for name, phase in (
-            phases_of(options, n) | {"loop, beside the step's collectives": loop(options, n)}
+            phases_of(options, n) | {"loop, without the step's collectives": loop(options, n)}
         ).items():
             kinds = [
                 f"{[c.kind for c in phase.collectives].count(kind)} {kind}"

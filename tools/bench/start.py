@@ -1,4 +1,4 @@
-"""From the command to the end of the first step: a run of the debug preset, beside the barest
+"""From the command to the end of the first step: a run of the debug preset, compared with the barest
 script around the same model.
 
     python -m tools.bench.start [--rounds 5] [--json out.json] [--table.key=value ...]

@@ -11,7 +11,7 @@ limits. The run's own folder is neither made nor changed.
 
 Answers and verdicts go through the launcher's key-value store, which lives outside the ranks: so a
 rank that died, hangs or never came is a name on the page, not a page that never comes. Each check
-runs in a thread beside the one that waits for it, so a rank that hangs says where. A check that
+runs in a thread of its own, so a rank that hangs says where. A check that
 needs another that failed is left out, and says so.
 """
 
@@ -175,7 +175,7 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
             continue
         stopped = None
         try:
-            answer = worker.ask(check.measure, probe, limit + SLACK)
+            answer = worker.call(check.measure, probe, limit + SLACK)
         except Stopped as signalled:
             stopped, answer = signalled, {"stopped": f"was told to stop ({signalled})"}
         desk.answer(name, answer)
@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
         default="",
         metavar="NAME",
         help="what the machines should be, a row of tools/plan/devices.toml "
-        "or a TOML file: products, memory and what --expect leaves out must come near its rates",
+        "or a TOML file: matmuls, memory and what --expect leaves out must come near its rates",
     )
     parser.add_argument(
         "--json",

@@ -52,8 +52,8 @@ class Desk:
         self.store.set(f"{check}/verdict", json.dumps(verdict))
 
     def verdict(self, check: str, seconds: float) -> dict | None:
-        """Rank 0's; None if it does not come. Asked for ever more seldom, so that thousands of
-        ranks do not block it."""
+        """Rank 0's; None if it does not come. Polled with growing pauses, so that thousands of
+        ranks do not overload the store."""
         deadline, pause = time.monotonic() + seconds, 0.005
         while time.monotonic() < deadline:
             if self.store.check([f"{check}/verdict"]):
@@ -64,26 +64,26 @@ class Desk:
 
 
 class Worker:
-    """The thread in which all checks of this rank run, so that the main one stays free to see that
-    one hangs."""
+    """The thread in which all checks of this rank run, so that the main thread can see that one
+    hangs."""
 
     def __init__(self) -> None:
-        self.questions: queue.SimpleQueue = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue = queue.SimpleQueue()
         self.answers: queue.SimpleQueue = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, daemon=True, name="preflight")
         self.thread.start()
 
     def _work(self) -> None:
         while True:
-            fn, argument = self.questions.get()
+            fn, argument = self.calls.get()
             try:
                 self.answers.put({"value": fn(argument)})
             except Exception as error:
                 self.answers.put(_described(error))
 
-    def ask(self, fn: Callable, argument: object, seconds: float) -> dict:
+    def call(self, fn: Callable, argument: object, seconds: float) -> dict:
         """{"value": what fn returned}, {"error": ..., "kind": ...} or {"hangs": where}."""
-        self.questions.put((fn, argument))
+        self.calls.put((fn, argument))
         try:
             return self.answers.get(timeout=seconds)
         except queue.Empty:
@@ -118,7 +118,7 @@ def _in_our_code(stack: Sequence[traceback.FrameSummary]) -> str:
     ours = [
         f
         for f in stack
-        if f.filename.startswith(f"{ROOT}{os.sep}") and f.name not in ("_work", "ask")
+        if f.filename.startswith(f"{ROOT}{os.sep}") and f.name not in ("_work", "call")
     ]
     if not ours:
         return "code that is not ours"

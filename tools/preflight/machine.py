@@ -174,7 +174,7 @@ def _text(path: str) -> str:
 
 def nvidia_smi(device: torch.device, *fields: str) -> list[str]:
     """One value for each field of `nvidia-smi --help-query-gpu`; "" for all where it cannot be
-    asked."""
+    run."""
     uuid = torch.cuda.get_device_properties(device).uuid
     command = [
         "nvidia-smi",
@@ -281,7 +281,7 @@ def versions(probe: Probe) -> dict[str, str]:
 
 
 def commit() -> str:
-    """What git says; "none" where it is not asked."""
+    """The commit that git names; "none" where git is missing or this is no repository."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
         return (
@@ -336,8 +336,8 @@ def judge_same(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def measure_compute(probe: Probe) -> dict:
-    """The model's largest product in its own type and shapes, and a copy of much memory; on all
-    ranks at once."""
+    """The model's largest matmul in its own type and shapes, and a large copy in memory; on all ranks
+    at once."""
     cuda, cfg = probe.device.type == "cuda", probe.cfg
     tokens = min(cfg.training.local_batch_size * cfg.training.seq_len, 8192 if cuda else 512)
     k, n = MODELS[cfg.model.family].largest_product(probe.args)
@@ -396,7 +396,7 @@ def synchronise(device: torch.device) -> None:
 def judge_compute(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
     shape = " x ".join(map(str, answers[0]["shape"]))
-    what = f"{str(probe.dtype).removeprefix('torch.')} product [{shape}]"
+    what = f"{str(probe.dtype).removeprefix('torch.')} matmul [{shape}]"
     for kind, key, unit, scale in (
         ("matmul", "flops", "TFLOP/s", 1e12),
         ("memory", "bytes", "GB/s copied", 1e9),
@@ -449,8 +449,8 @@ def _wanted(probe: Probe, kind: str) -> float:
 
 
 def measure_folder(probe: Probe) -> dict:
-    """Write into a temporary folder beside the run's, all ranks at once, as a save does, and see
-    what others wrote."""
+    """Write into a temporary folder next to the run's, all ranks at once, as a save does, and check
+    that the others' files are visible."""
     probe.place = temporary_place(Path(probe.cfg.run.folder), probe.id)
     try:
         probe.place.mkdir(exist_ok=True)
@@ -484,8 +484,8 @@ def measure_folder(probe: Probe) -> dict:
 
 
 def temporary_place(run_folder: Path, name: str) -> Path:
-    """On the file system of the checkpoints: beside the run's folder, unless that is a file system
-    of its own."""
+    """On the file system of the checkpoints: next to the run's folder, unless that is a mount
+    point."""
     checkpoints = (run_folder / "checkpoints").resolve()
     there = [p for p in (checkpoints, *checkpoints.parents) if p.exists()]
     outside = [p for p in there if p not in (checkpoints, checkpoints.parent)]

@@ -68,9 +68,9 @@ def judge_connect(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def measure_clock(probe: Probe) -> dict:
-    """Offsets of the hosts' clocks from rank 0's: the answer's time against the middle between
-    question and answer, of the fastest of ten rounds; wrong by at most half that round (Cristian's
-    estimate, doi:10.1007/BF01784024)."""
+    """Offsets of the hosts' clocks from rank 0's: the reply's time against the middle between
+    request and reply, of the fastest of ten round trips; wrong by at most half that round trip
+    (Cristian's estimate, doi:10.1007/BF01784024)."""
     offsets, leaders = {}, probe.leaders if probe.world.rank == 0 else [probe.world.rank]
     if probe.world.rank and probe.world.local_rank:
         return {}
@@ -123,16 +123,18 @@ def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
     """By mesh dimension: bytes (at most 1 GiB, where any link is at its full rate) and type of its
     typical message.
 
-    FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp) gathers a block's weights,
-    of which tensor parallelism leaves a share; dp_replicate sums the shards of their gradients; cp
-    exchanges keys and values of whole sequences, which are about as large as the activations, [b,
-    T, dim / tp]; tp gathers the activations of a microbatch, [b, T / cp, dim]; pp sends the share
-    of them that each tensor-parallel rank has. With expert parallelism ep exchanges a row of dim
-    for each expert of each token, and edp gathers the weights of a rank's experts.
+    - FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp): all-gather of a block's
+      weights, of which tensor parallelism leaves a share.
+    - dp_replicate: all-reduce of the shards of their gradients.
+    - cp: keys and values of whole sequences, about as large as the activations, [b, T, dim / tp].
+    - tp: all-gather of a microbatch's activations, [b, T / cp, dim].
+    - pp: send of each tensor-parallel rank's share of them.
+    - ep: all-to-all of a row of dim for each expert of each token.
+    - edp: all-gather of the weights of a rank's experts.
     """
     mesh, t = probe.job.mesh, probe.cfg.training
     reduced, layers = dp.DTYPES[t.reduce_dtype], probe.job.model.layers
-    last = list(layers.values())[-1]  # the first ones may have no mixture of experts
+    last = list(layers.values())[-1]  # the first ones may have no experts
     block = sum(p.numel() for p in last.parameters()) / mesh.tp
     activations = t.local_batch_size * t.seq_len // mesh.cp * probe.args.dim
     experts = {}
@@ -181,7 +183,7 @@ def measure_bandwidth(probe: Probe) -> dict:
         part = torch.ones(max(1, -(-size // dtype.itemsize // n)), dtype=dtype, device=mesh.device)
         whole = part.repeat(n)
 
-        def gather(
+        def all_gather(
             part: torch.Tensor = part, whole: torch.Tensor = whole, group: dist.ProcessGroup = group
         ) -> None:
             ALL_GATHER(whole, part, group=group)
@@ -189,12 +191,12 @@ def measure_bandwidth(probe: Probe) -> dict:
         def reduce(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
             dist.all_reduce(whole, group=group)
 
-        def swap(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
+        def all_to_all(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
             dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
 
         by_dimension[dim] = {"ranks": ranks, "bytes": whole.nbytes}
-        usual = [("all-gather", gather, (n - 1) / n), ("all-reduce", reduce, 2 * (n - 1) / n)]
-        for name, fn, factor in [("all-to-all", swap, (n - 1) / n)] if dim == "ep" else usual:
+        usual = [("all-gather", all_gather, (n - 1) / n), ("all-reduce", reduce, 2 * (n - 1) / n)]
+        for name, fn, factor in [("all-to-all", all_to_all, (n - 1) / n)] if dim == "ep" else usual:
             by_dimension[dim][name] = (
                 whole.nbytes * factor / collective_seconds(fn, mesh.device, group)
             )
@@ -239,7 +241,7 @@ def neighbours(
                 for message in small, small, data:
                     synchronise(device)
                     began = time.perf_counter()
-                    exchange(message, other, me == a, group)
+                    ping_pong(message, other, me == a, group)
                     synchronise(device)
                     seconds.append(time.perf_counter() - began)
                 latencies.append(seconds[1] / 2)
@@ -255,8 +257,8 @@ def phase(pair: tuple[int, int], n: int) -> int:
     return 2 if n % 2 and pair[1] == 0 else pair[0] % 2
 
 
-def exchange(message: torch.Tensor, other: int, first: bool, group: dist.ProcessGroup) -> None:
-    """There and back."""
+def ping_pong(message: torch.Tensor, other: int, first: bool, group: dist.ProcessGroup) -> None:
+    """Send and receive, in that order if `first`."""
     for sends in (first, not first):
         if sends:
             dist.send(message, other, group=group)

@@ -1,5 +1,5 @@
 """The operators that only CUDA has, written out for tensors on a CPU: attention kernels, RMSNorm's
-backward, products with another output type. tools/simulate/kernels.py hands them aliases of the
+backward, matmuls with another output type. tools/simulate/kernels.py hands them aliases of the
 device's memory.
 
 Shapes:  B batch   H query heads   K key/value heads   T queries   S keys   E head_dim   N documents
@@ -271,15 +271,15 @@ def rms_norm_backward(grad, x, normalized_shape, rstd, weight, mask):
     return of_x, of_weight
 
 
-def product(a, b, out_dtype):
+def matmul(a, b, out_dtype):
     return (a.float() @ b.float()).to(out_dtype)
 
 
-def product_into(a, b, out_dtype, *, out):
-    return out.copy_(product(a, b, out_dtype))
+def matmul_into(a, b, out_dtype, *, out):
+    return out.copy_(matmul(a, b, out_dtype))
 
 
-def sum_and_product(x, a, b, out_dtype, beta=1, alpha=1):
+def sum_and_matmul(x, a, b, out_dtype, beta=1, alpha=1):
     return (beta * x.float() + alpha * (a.float() @ b.float())).to(out_dtype)
 
 
@@ -293,10 +293,10 @@ WRITTEN_OUT = {
     "aten::_flash_attention_forward": packed,
     "aten::_flash_attention_backward": packed_backward,
     "aten::_fused_rms_norm_backward": rms_norm_backward,
-    "aten::mm.dtype": product,
-    "aten::mm.dtype_out": product_into,
-    "aten::bmm.dtype": product,
-    "aten::bmm.dtype_out": product_into,
-    "aten::addmm.dtype": sum_and_product,
-    "aten::baddbmm.dtype": sum_and_product,
+    "aten::mm.dtype": matmul,
+    "aten::mm.dtype_out": matmul_into,
+    "aten::bmm.dtype": matmul,
+    "aten::bmm.dtype_out": matmul_into,
+    "aten::addmm.dtype": sum_and_matmul,
+    "aten::baddbmm.dtype": sum_and_matmul,
 }

@@ -135,7 +135,7 @@ def trained(cfg: Config, has_logits: bool = True) -> Seen:
         tokens = batches()[0]["tokens"][0].to(device)
         positions = torch.arange(TOKENS, device=device)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            seen["logits"] = {"": whole(model(tokens, positions, product))}
+            seen["logits"] = {"": whole(model(tokens, positions, logits))}
         dp.reshard(model)
 
     def keep_gradients(*_: object) -> None:
@@ -166,7 +166,7 @@ def share_of(batch: dict[str, Tensor], job: train.Job) -> dict[str, Tensor]:
     }
 
 
-def product(h: Tensor, weight: Tensor) -> Tensor:
+def logits(h: Tensor, weight: Tensor) -> Tensor:
     """The head that returns logits, on whole tensors."""
     h, weight = (x.full_tensor() if isinstance(x, DTensor) else x for x in (h, weight))
     return h @ weight.t()
@@ -226,7 +226,7 @@ def exchanging_with_nobody(
         for pattern, style in plan.items() if tensor_parallel else ():
             for name in [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]:
                 parallelize_module(model.get_submodule(name), mesh.tp_mesh, tp.STYLES[style]())
-        # it asks whether there is anybody to exchange with
+        # it checks whether the group has other ranks
         with mock.patch.object(Mesh, "size", 2):
             return dp.apply(model, mesh, cfg.training, cfg.parallelism)
 
@@ -251,7 +251,7 @@ def control(device: torch.device, folder: Path) -> dict[str, float]:
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Whether float32 products on a GPU may be rounded to TF32 inside. A run does not allow it."""
+    """Whether float32 matmuls on a GPU may use TF32 inside. A run does not allow it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if allowed else before)
     try:
@@ -495,8 +495,8 @@ CHECKS = {
     "compiled": Check(compiled, ROUNDING, "float32, blocks compiled by inductor"),
     "documents": Check(documents, 0.01, "attention inside documents, bfloat16"),
     "documents_compiled": Check(documents_compiled, 0.01, "the same compiled"),
-    "checkpoint": Check(checkpoint, 0, "a save beside training, and a load"),
-    "experts": Check(experts, ROUNDING, "mixtures of experts in float32"),
+    "checkpoint": Check(checkpoint, 0, "a save during training, and a load"),
+    "experts": Check(experts, ROUNDING, "MoE layers in float32"),
     "experts_bfloat16": Check(experts_bfloat16, 0.05, "the same in bfloat16, by a grouped GEMM"),
     "offload": Check(
         offload, ROUNDING, "weights and optimizer on the CPU, under FSDP2 on one rank"

@@ -6,9 +6,9 @@
   tools/plan/devices.toml.
 - step NAME: one of STEPS, through tools/bench/sections.py; 8B's layers are as many as fit, by the
   plan.
-- beside NAME: our step beside that of the bare loop (bare), or of a peer that is installed (hf,
+- beside NAME: our step compared with that of the bare loop (bare), or of an installed peer (hf,
   torchtitan): tools/bench/step.py.
-- saves: how long training waits for a save, how much longer the steps beside it take, and a load.
+- saves: how long training waits for a save, how much longer the steps during it take, and a load.
 - longest: the longest sequence of which a step fits, by doubling, each length in a process of its
   own.
 
@@ -124,13 +124,13 @@ def measure_gpu() -> Device:
 
 
 def rates_of(device: torch.device, smaller: int = 1) -> tuple[float, float, float, float]:
-    """FLOP/s of a product and of attention in bfloat16, forward and backward together, at the sizes
+    """FLOP/s of a matmul and of attention in bfloat16, forward and backward together, at the sizes
     of 8B's layers for 8,192 tokens; bytes per second that a copy inside the device reads and
     writes, and of a copy to host memory (pinned, if the device is a GPU). smaller: divides the
     tokens and the copies, so that a CPU can rehearse it."""
     how, tokens = {"device": device, "dtype": torch.bfloat16}, 8192 // smaller
     x, w = torch.randn(tokens, 4096, **how), torch.randn(4096, 14336, **how)
-    product_rate = 2 * tokens * 4096 * 14336 / best(lambda: x @ w, device)
+    matmul_rate = 2 * tokens * 4096 * 14336 / best(lambda: x @ w, device)
     q, k, v = (
         torch.randn(1, heads, tokens, 128, **how, requires_grad=True) for heads in (32, 8, 8)
     )
@@ -138,7 +138,7 @@ def rates_of(device: torch.device, smaller: int = 1) -> tuple[float, float, floa
     grad = torch.randn_like(out)
     seconds = best(lambda: causal_attention(q, k, v), device)
     seconds += best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
-    # 2 and 5 products, of which causality needs half
+    # 2 and 5 matmuls, of which causality needs half
     attention_rate = (2 + 5) * 32 * tokens**2 * 128 / seconds
     block = torch.ones((1 << 28) // smaller, device=device)  # 1 GiB
     other, on_host = (
@@ -147,13 +147,13 @@ def rates_of(device: torch.device, smaller: int = 1) -> tuple[float, float, floa
     )
     copied = 2 * block.nbytes / best(lambda: other.copy_(block), device)
     to_host = block.nbytes / best(lambda: on_host.copy_(block, non_blocking=True), device)
-    return product_rate, attention_rate, copied, to_host
+    return matmul_rate, attention_rate, copied, to_host
 
 
 def as_device(
     name: str,
     memory_gib: float,
-    product_rate: float,
+    matmul_rate: float,
     attention_rate: float,
     copied: float,
     to_host: float,
@@ -172,11 +172,11 @@ def as_device(
         **{"link_gb_per_s": 32.0, "fabric_gb_per_s": 12.5} | links,
         name=name,
         memory_gib=memory_gib,
-        peak_tflops=0.0 if peak else product_rate / 1e12,
+        peak_tflops=0.0 if peak else matmul_rate / 1e12,
         memory_gb_per_s=copied / 1e9 / MEMORY_EFFICIENCY,
         host_gb_per_s=to_host / 1e9,
-        matmul_efficiency=min(1.0, product_rate / (peak or product_rate)),
-        attention_efficiency=min(1.0, attention_rate / (peak or product_rate)),
+        matmul_efficiency=min(1.0, matmul_rate / (peak or matmul_rate)),
+        attention_efficiency=min(1.0, attention_rate / (peak or matmul_rate)),
         source="measured by tools.bench.device; links "
         f"{'of the table' if row else 'assumed: PCIe gen4, 100 Gb/s'}",
     )
