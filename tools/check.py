@@ -119,12 +119,11 @@ def torch_problems(cfg: Config) -> Iterator[str]:
 def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     """The same for options that need a GPU. They are asked of the code that a rank will run, so the
     sentences are its own."""
-    kernel, recipe, overlapped = (
-        cfg.training.attention,
-        cfg.training.float8,
-        cfg.parallelism.async_tensor_parallel,
-    )
-    p, width = cfg.parallelism, check.query_width(cfg.model)
+    kernel = cfg.training.attention
+    recipe = cfg.training.float8
+    overlapped = cfg.parallelism.async_tensor_parallel
+    p = cfg.parallelism
+    width = check.query_width(cfg.model)
     gathers = p.context_parallel > 1 and p.context_parallel_method == "gather"
     # else every GPU of today has a kernel
     gathers &= check.no_flash(cfg.training.param_dtype, width)

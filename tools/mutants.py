@@ -65,10 +65,8 @@ FSDP, TP, PP = (
     f"parallel::test_mesh_equals_the_plain_model[{mesh}]" for mesh in ("fsdp2", "tp2", "pp2")
 )
 HSDP = "parallel::test_cpu_offload_equals_the_plain_model[hsdp2x2]"
-CP, EP = (
-    "context::test_mesh_equals_the_plain_model[cp2]",
-    "experts::test_mesh_equals_the_plain_model[ep2]",
-)
+CP = "context::test_mesh_equals_the_plain_model[cp2]"
+EP = "experts::test_mesh_equals_the_plain_model[ep2]"
 EXPERTS_TP = "experts_tp::test_mesh_equals_the_plain_model[tp2-more0]"
 ZBV, INTERLEAVED = (
     f"parallel::test_every_schedule_equals_the_plain_model[pp2-{name}]"
@@ -340,7 +338,8 @@ class Mutant(NamedTuple):
 
     def difference(self) -> str:
         """The lines that changed, as a diff without its head."""
-        old, new = (ROOT / self.path).read_text(encoding="utf-8"), self.source
+        old = (ROOT / self.path).read_text(encoding="utf-8")
+        new = self.source
         lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
         return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
 
@@ -354,7 +353,9 @@ def sample(files: list[str], count: int, seed: int) -> list[Mutant]:
         source = (ROOT / path).read_text(encoding="utf-8")
         for line, column, kind, make in [*left_out(source), *by_cosmic_ray(source)]:
             places.setdefault((path, line, column, kind.split("_")[0]), []).append((kind, make))
-    generator, mutants, order = random.Random(seed), [], sorted(places)
+    generator = random.Random(seed)
+    mutants = []
+    order = sorted(places)
     generator.shuffle(order)
     for place in order:
         if len(mutants) == count:
@@ -440,7 +441,8 @@ def by_cosmic_ray(source: str) -> Iterator[tuple]:
     for name in sorted(plugins.operator_names()):
         if name.startswith("core/Variable"):  # they need arguments
             continue
-        operator, occurrence = plugins.get_operator(name)(), 0
+        operator = plugins.get_operator(name)()
+        occurrence = 0
         for node in ast_nodes(tree):
             for (line, column), _ in operator.mutation_positions(node):
                 if (line, column) not in annotations:
@@ -486,7 +488,8 @@ def outcome(
     path = place / mutant.path if mutant else None
     if path:
         path.write_text(mutant.source, encoding="utf-8")
-    began, log = time.monotonic(), place / "pytest.log"
+    began = time.monotonic()
+    log = place / "pytest.log"
     if (pid := os.fork()) == 0:
         os.setsid()
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -68,7 +68,8 @@ def measure(shape: str, rounds: int) -> tuple[list[list[str]], str]:
             "cudnn",
         ]
     batch, heads, _, tokens, size = map(int, shape.split(","))
-    rows, together = [[shape.replace(",", ", "), name] for name in names], dict.fromkeys(names, 0.0)
+    rows = [[shape.replace(",", ", "), name] for name in names]
+    together = dict.fromkeys(names, 0.0)
     for part, matmuls in ("forward", 2), ("backward", 5):
         one = ["-m", "tools.bench.attention", f"--shapes={shape}", f"--part={part}"]
         seconds, _ = harness.in_turn({name: [*one, f"--one={name}"] for name in names}, rounds)

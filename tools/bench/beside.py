@@ -60,11 +60,9 @@ def waited_for_a_core() -> float:
 
 def step_seconds(x: torch.Tensor) -> tuple[float, int]:
     """Of one step: seconds without waits for a core, and pauses."""
-    began, waited, paused = (
-        time.perf_counter(),
-        waited_for_a_core(),
-        resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw,
-    )
+    began = time.perf_counter()
+    waited = waited_for_a_core()
+    paused = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     for _ in range(OPERATIONS):
         torch.add(x, 1)
     seconds = time.perf_counter() - began - (waited_for_a_core() - waited)
@@ -84,7 +82,8 @@ def measure(
     )
     # nothing is there yet; as in every run, this makes the buffers
     checkpoints.load(model, optimizer)
-    x, durable = torch.ones(8), []
+    x = torch.ones(8)
+    durable = []
     steps: dict[str, list[tuple[float, int]]] = {
         "without a save": [],
         "beside a save": [],
@@ -94,7 +93,9 @@ def measure(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         os.set_blocking(other.stdout.fileno(), False)
         for i in range(1, rounds + 2):
-            alone, beside, beside_other = [step_seconds(x) for _ in range(40)], [], []
+            alone = [step_seconds(x) for _ in range(40)]
+            beside = []
+            beside_other = []
             checkpoints.save(i, model, optimizer, {})
             # how long a step waits for the copy is what `tools.bench.checkpoint` measures
             checkpoints.wait_for_copy()
@@ -133,7 +134,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         elements = int(args.gigabytes * 1e9 / 12 / args.tensors)
         steps, durable = measure(Path(folder), args.tensors, elements, args.rounds)
-    quiet, table = [seconds for seconds, _ in steps["without a save"]], []
+    quiet = [seconds for seconds, _ in steps["without a save"]]
+    table = []
     for name, pairs in steps.items():
         row = [seconds for seconds, _ in pairs]
         ratios = (of(row) / of(quiet) for of in (statistics.median, statistics.mean))

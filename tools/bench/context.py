@@ -31,9 +31,11 @@ def measure(rounds: int, overrides: list[str]) -> None:
     here = meshes.world()
     job = train.build(load_config(overrides, here.size, here.size))
     batch = trace.batch_of(job, 1)
-    wall, busy = [], []
+    wall = []
+    busy = []
     for _ in range(2 + rounds):
-        began, worked = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        worked = time.process_time()
         train.train_step(job, batch)
         wall.append(time.perf_counter() - began)
         busy.append(time.process_time() - worked)

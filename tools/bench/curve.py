@@ -43,7 +43,8 @@ def curve(options: list[str], seed: int, steps: int, text: np.ndarray) -> list[f
     """The loss of every step on this text (bytes)."""
     cfg = load_config([*MODEL, f"--run.seed={seed}", f"--training.steps={steps}", *options])
     job = train.build(cfg)
-    batches, losses = harness.batches(cfg, job.mesh, text), []
+    batches = harness.batches(cfg, job.mesh, text)
+    losses = []
     for step in range(steps):
         train.set_learning_rate(
             job.optimizer, train.learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule)

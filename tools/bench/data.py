@@ -60,7 +60,8 @@ class Windows(torch.utils.data.Dataset):
     """The same windows for torchdata."""
 
     def __init__(self, tokens: Tokens, T: int) -> None:
-        self.tokens, self.T = tokens, T
+        self.tokens = tokens
+        self.T = T
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.T
@@ -132,7 +133,8 @@ def measure(
         torch.set_num_threads(1)
         before = private_mb()
         began = time.perf_counter()
-        stream, times = make()(start, count), []
+        stream = make()(start, count)
+        times = []
         for _ in range(count):
             next(stream)
             times.append(time.perf_counter() - began)

@@ -60,7 +60,8 @@ def filled(module: nn.Module) -> nn.Module:
 
 def work(module: nn.Module, *inputs: Tensor) -> Callable[[], None]:
     """Forward and backward once; the gradients are dropped."""
-    first, trained = inputs[0].requires_grad_(), [p for p in module.parameters() if p.requires_grad]
+    first = inputs[0].requires_grad_()
+    trained = [p for p in module.parameters() if p.requires_grad]
 
     def run() -> None:
         out = module(first, *inputs[1:])
@@ -128,7 +129,8 @@ def measure(args: argparse.Namespace) -> None:
         torch.cuda.set_device(here.local_rank)
     torch.manual_seed(here.rank)
     tokens = torch.randn(1, args.tokens, args.dim, device=DEVICE, dtype=DTYPE)
-    local, dealt = moe_layer(args), moe_layer(args)
+    local = moe_layer(args)
+    dealt = moe_layer(args)
     for name, weight in list(dealt.experts.named_parameters()):
         part = weight.detach().chunk(here.size)[here.rank].clone()
         setattr(dealt.experts, name, nn.Parameter(part))

@@ -98,7 +98,8 @@ def matmul(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], None]
 class Held:
     """Token ids in memory, in place of data/tokens.py::Tokens."""
 
-    split, folder = "train", "memory"
+    split = "train"
+    folder = "memory"
 
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
@@ -112,7 +113,8 @@ class Held:
 
 def batches(cfg: Config, mesh: Mesh, ids: np.ndarray) -> Batches:
     """This rank's part of each global batch of a run that has these ids for a corpus."""
-    t, tokens = cfg.training, Held(ids)
+    t = cfg.training
+    tokens = Held(ids)
     order = orders.begin(
         orders.describe(
             [("", "", tokens, [[0, 1.0]])], cfg.run.seed, t.seq_len, t.global_batch_size

@@ -54,7 +54,8 @@ def idle_share(times: Times, whole: float) -> float | None:
     recorded. Kernels of several streams overlap, so their times are not just added."""
     if not whole:
         return None
-    busy, reached = 0.0, float("-inf")
+    busy = 0.0
+    reached = float("-inf")
     for begin, end in sorted(times):
         busy += max(0.0, end - max(begin, reached))
         reached = max(reached, end)

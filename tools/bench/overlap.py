@@ -47,7 +47,8 @@ class Wire:
     """Transfers, one after the other."""
 
     def __init__(self) -> None:
-        self.seconds_per_byte, self.bytes = 0.0, 0
+        self.seconds_per_byte = 0.0
+        self.bytes = 0
         self.queue: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self.run, daemon=True).start()
 
@@ -60,7 +61,8 @@ class Wire:
             done.set()
 
     def send(self, size: int) -> threading.Event:
-        done, seconds = threading.Event(), size * self.seconds_per_byte
+        done = threading.Event()
+        seconds = size * self.seconds_per_byte
         self.bytes += size
         if seconds:
             self.queue.put((seconds, time.monotonic(), done))
@@ -119,7 +121,8 @@ def measure(rounds: int, overrides: list[str]) -> list[list[str]]:
     seconds = harness.alternate(contenders, rounds)
     rows = []
     for prefetch, share in product(PREFETCH, SHARES):
-        with_, without = seconds[prefetch, share], seconds[prefetch, 0.0]
+        with_ = seconds[prefetch, share]
+        without = seconds[prefetch, 0.0]
         more = statistics.median(a - b for a, b in zip(with_, without))
         times = (statistics.median(without), share * computing, statistics.median(with_))
         name = str(prefetch) if prefetch else "0: waits"

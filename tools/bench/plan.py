@@ -40,7 +40,8 @@ from training.loss import plain_cross_entropy
 # GPUs, options, tokens/s per GPU, GiB reserved.
 EIGHT = ["configs/llama_8b.toml", "--training.local_batch_size=2"]
 SELECTIVE, FULL = (f"--activation_checkpoint.mode={mode}" for mode in ("selective", "full"))
-TP8, EAGER = "--parallelism.tensor_parallel=8", "--compile.enabled=false"
+TP8 = "--parallelism.tensor_parallel=8"
+EAGER = "--compile.enabled=false"
 PUBLISHED = (
     ("8B, FSDP 8", 8, [*EIGHT, SELECTIVE, EAGER, "--training.global_batch_size=16"], 5762, 82.4),
     ("8B, FSDP 8, compiled", 8, [*EIGHT, SELECTIVE, "--training.global_batch_size=16"], 6667, 77.0),
@@ -155,7 +156,8 @@ def published(device: Device) -> None:
     rows = []
     for name, gpus, options, speed, reserved in PUBLISHED:
         p = like_theirs(options, gpus, device)
-        ours, live = p.tokens_per_second / gpus, p.live / 2**30
+        ours = p.tokens_per_second / gpus
+        live = p.live / 2**30
         memory = (
             [f"{reserved:.1f}", f"{live:.1f}", f"{reserved / live - 1:+.0%}"]
             if reserved
@@ -292,7 +294,8 @@ def here(rounds: int) -> None:
         job = train.build(load_config(options, 1, 1))
         batch = trace.batch_of(job, job.cfg.training.microbatches(1))
         steps[name] = lambda job=job, batch=batch: train.train_step(job, batch)
-    times, first = harness.alternate(steps, rounds), HERE[0][0]
+    times = harness.alternate(steps, rounds)
+    first = HERE[0][0]
     # the others by their ratio to it, round by round: the machine is noisy
     calibration = statistics.median(times[first])
     factor = calibration / predicted[first]

@@ -67,7 +67,8 @@ def main() -> None:
 
         return run
 
-    kinds, rows = contenders(), []
+    kinds = contenders()
+    rows = []
     first, second, *_ = kinds
     for shape in args.shapes:
         tokens, inputs, outputs = map(int, shape.split(","))

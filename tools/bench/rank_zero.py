@@ -122,7 +122,8 @@ class Recorder(Watch):
 def everyone_is_like_rank_0() -> Iterator[None]:
     """A fake group moves nothing, so gathered tensors would be undefined: here all ranks send what
     rank 0 does. Objects are packed and unpacked as often as on a real group."""
-    real_all_gather, real_gather = dist.all_gather, dist.gather
+    real_all_gather = dist.all_gather
+    real_gather = dist.gather
 
     def all_gather(
         tensors: list[torch.Tensor], own: torch.Tensor, *args: object, **kwargs: object

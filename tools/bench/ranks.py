@@ -60,7 +60,10 @@ def mesh_options(ranks: int) -> list[str]:
 
 def phases_of(options: list[str], ranks: int) -> dict[str, Phase]:
     """The phases of a run on so many ranks."""
-    started, step, logged, stopped = Phase(), Phase(on_device=True), Phase(), Phase(on_device=True)
+    started = Phase()
+    step = Phase(on_device=True)
+    logged = Phase()
+    stopped = Phase(on_device=True)
     with pretend(ranks, min(ranks, RANKS_PER_HOST)), everyone_is_like_rank_0():
         cfg = load_config(
             [*TINY, *mesh_options(ranks), *options], ranks, min(ranks, RANKS_PER_HOST)
@@ -111,7 +114,9 @@ STEPS, WARM = 24, 8  # of the loop that is measured; the first of them are left 
 def loop(options: list[str], ranks: int) -> Phase:
     """A step of the whole loop of `train.train`, with its data and everything that it does after a
     step, but for saves."""
-    began, train_step, new_group = [], train.train_step, dist.new_group
+    began = []
+    train_step = train.train_step
+    new_group = dist.new_group
 
     def noting(*args: object) -> train.StepResult:
         began.append(time.process_time())
@@ -170,7 +175,8 @@ def _sum_seconds(ranks: int, rounds: int) -> float:
                 dist.init_process_group(
                     "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
                 )
-                seconds, number = [], torch.ones(())
+                seconds = []
+                number = torch.ones(())
                 for _ in range(rounds):
                     began = time.perf_counter()
                     dist.all_reduce(number)

@@ -87,10 +87,8 @@ def sections(device: torch.device) -> Iterator[tuple[dict[str, float], Callable[
 
     The phases of a step begin and end with the `record_function` labels of `train.train_step`.
     """
-    seconds, current = (
-        dict.fromkeys((*SECTIONS, ""), 0.0),
-        {"section": "", "since": time.perf_counter()},
-    )
+    seconds = dict.fromkeys((*SECTIONS, ""), 0.0)
+    current = {"section": "", "since": time.perf_counter()}
 
     def begin(section: str) -> None:
         if device.type == "cuda":
@@ -99,7 +97,8 @@ def sections(device: torch.device) -> Iterator[tuple[dict[str, float], Callable[
         seconds[current["section"]] += now - current["since"]
         current.update(section=section, since=now)
 
-    enter, leave = record_function.__enter__, record_function.__exit__
+    enter = record_function.__enter__
+    leave = record_function.__exit__
 
     def entered(label: record_function) -> record_function:
         if label.name in SECTIONS:
@@ -122,17 +121,21 @@ def one(options: list[str], rounds: int) -> dict:
     """Medians of this process's configuration; every rank of its mesh calls it."""
     cfg = load_config(options, world().size, world().local_size)
     job = train.build(cfg)
-    device, t = job.mesh.device, cfg.training
+    device = job.mesh.device
+    t = cfg.training
     ids = np.random.default_rng(0).integers(
         0, job.args.vocab_size, 4 * t.global_batch_size * t.seq_len + 1
     )
-    dtype, data = dp.param_dtype(t, device), harness.batches(cfg, job.mesh, ids.astype(np.uint32))
+    dtype = dp.param_dtype(t, device)
+    data = harness.batches(cfg, job.mesh, ids.astype(np.uint32))
     steps = iter(range(10**9))
     multiply, matmul_flops = harness.matmul(dtype, device)
     step = lambda: train.train_step(job, data[next(steps)])  # noqa: E731
     timed = harness.alternate({"step": step, "matmul": multiply}, rounds)
     # of the allocator, whose peak this call resets
-    memory, live, idle = memory_gib(device), None, None
+    memory = memory_gib(device)
+    live = None
+    idle = None
     del multiply
     with sections(device) as (seconds, begin):
         for _ in range(rounds):

@@ -477,7 +477,8 @@ class Trace(TorchDispatchMode):
         if self.job is None:
             return
         if action := ACTION.fullmatch(phase):
-            phase, self.backward = action[1], action[1]
+            phase = action[1]
+            self.backward = action[1]
             block = -1 if phase == "forward" else self.where.block
             self.where = Where(int(action[2]), phase, block)
         elif any(ACTION.fullmatch(label) for label in self.labels):

@@ -148,7 +148,8 @@ def losses(
     lines = ["step   simulated GPUs   one CPU process   difference"]
     wrong = []
     for number, step in enumerate(sorted(here)):
-        loss, wanted = here[step], there.get(step, float("nan"))
+        loss = here[step]
+        wanted = there.get(step, float("nan"))
         apart = abs(loss / wanted - 1)
         lines.append(f"{step:4}   {loss:14.7f}   {wanted:15.7f}   {apart:10.1e}")
         if number == 0 and not apart <= limit:
@@ -179,7 +180,9 @@ def necessary(cfg: Config) -> dict[str, str]:
 def waits(outcome: Outcome, steps: int, expected: dict[str, str]) -> tuple[list[str], list[str]]:
     """Host-device syncs by line of the program, of the rank that has most of them; what is wrong:
     those in a step. expected: as `necessary` makes it."""
-    in_step, outside, late = Counter(), Counter(), Counter()
+    in_step = Counter()
+    outside = Counter()
+    late = Counter()
     for record in outcome.records:
         for inside, why, where, times in record.get("waits", []):
             counter = in_step if inside and why != "an event" else outside
@@ -203,7 +206,8 @@ def waits(outcome: Outcome, steps: int, expected: dict[str, str]) -> tuple[list[
 def collectives(outcome: Outcome) -> list[str]:
     """The collectives of rank 0 in the whole run, by group and kind."""
     groups = (outcome.results[0] or {}).get("groups", {})
-    times, sizes = Counter(), Counter()
+    times = Counter()
+    sizes = Counter()
     for collective in outcome.records[0].get("collectives", []):
         ranks = collective["ranks"]
         whole = len(ranks.split()) == len(outcome.codes)

@@ -37,7 +37,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, E], and its log-sum-exp, float32 [B, H, T]."""
     heads = q.shape[1]
-    k, v = _one_head_each(k, heads), _one_head_each(v, heads)
+    k = _one_head_each(k, heads)
+    v = _one_head_each(v, heads)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q.contiguous(), k, v, 0.0, causal, scale=scale
     )
@@ -54,8 +55,10 @@ def _attend_backward(
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    heads, groups = q.shape[1], k.shape[1]
-    k, v = _one_head_each(k, heads), _one_head_each(v, heads)
+    heads = q.shape[1]
+    groups = k.shape[1]
+    k = _one_head_each(k, heads)
+    v = _one_head_each(v, heads)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     dq, dk, dv = backward(grad.contiguous(), q, k, v, out, lse.float(), 0.0, causal, scale=scale)
     return dq, _sum_over_groups(dk, groups), _sum_over_groups(dv, groups)
@@ -169,7 +172,8 @@ def _parts(q: Tensor, cum_q: Tensor | None, cum_k: Tensor | None) -> Iterator[tu
         for row in range(len(q)):
             yield row, row
         return
-    of_queries, of_keys = cum_q.tolist(), cum_k.tolist()
+    of_queries = cum_q.tolist()
+    of_keys = cum_k.tolist()
     for i in range(len(of_queries) - 1):
         yield slice(of_queries[i], of_queries[i + 1]), slice(of_keys[i], of_keys[i + 1])
 
@@ -231,7 +235,9 @@ def packed_backward(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = k.shape[-2]
     copies = q.shape[-2] // groups
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq = torch.zeros_like(q)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
     for at, keys_at in _parts(q, cum_q, cum_k):
         if q[at].numel() == 0 or k[keys_at].numel() == 0:
             continue

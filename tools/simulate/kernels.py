@@ -156,7 +156,8 @@ def generator_for(given: torch.Generator | None, device: torch.device) -> torch.
     it has drawn. The numbers are not those of a GPU."""
     if given is None or given.device.type == "cpu":
         given = torch.cuda.default_generators[device.index or 0]
-    seed, offset = given.initial_seed(), given.get_offset()
+    seed = given.initial_seed()
+    offset = given.get_offset()
     given.set_offset(offset + 4)
     return torch.Generator().manual_seed((seed * 1_000_003 + offset) % 2**63)
 

@@ -201,7 +201,9 @@ def _become_rank(rank: int, request: Request, environment: dict[str, str]) -> No
     import torch
 
     torch.set_num_threads(1)
-    code, result, error = 0, None, ""
+    code = 0
+    result = None
+    error = ""
     try:
         function, arguments = pickle.loads(request.call)
         if request.sanitize:
@@ -211,7 +213,8 @@ def _become_rank(rank: int, request: Request, environment: dict[str, str]) -> No
             _sanitizer.enable_cuda_sanitizer()
         result = function(*arguments)
     except BaseException:
-        code, error = 1, traceback.format_exc()
+        code = 1
+        error = traceback.format_exc()
         print(error, file=sys.stderr)
     sys.stdout.flush()
     (folder / f"result-{rank}").write_bytes(pickle.dumps((result, error, _record())))

@@ -50,7 +50,10 @@ from training.optim import build_optimizer
 from training.sample import sample
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
-STEPS, ROWS, TOKENS, VOCABULARY = 3, 4, 48, 263
+STEPS = 3
+ROWS = 4
+TOKENS = 48
+VOCABULARY = 263
 # Sides are multiples of 16, as GPU kernels want them, and all different. With an eps of 1e-8 Adam
 # would amplify rounding where a gradient is near 0.
 MODEL = (
@@ -125,7 +128,8 @@ def trained(cfg: Config, has_logits: bool = True) -> Seen:
     """The same numbers from `train.build` and `train.train_step` on the device. has_logits: false
     on a mesh whose ranks share sequences or layers, where no rank has them."""
     job = train.build(cfg)
-    model, device = job.model, job.mesh.device
+    model = job.model
+    device = job.mesh.device
     contract.verify(model, job.optimizer, job.mesh, {})
     seen = {
         "initial weights": {n: whole(p) for n, p in model.named_parameters()},
@@ -321,7 +325,8 @@ def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
     checkpoints.close()
     checkpoints = manager()
     progress = checkpoints.load(job.model, job.optimizer)
-    loaded, drawn_again = numbers(), torch.rand(3, device=device)
+    loaded = numbers()
+    drawn_again = torch.rand(3, device=device)
     checkpoints.close()
     return {
         "tensors that differ": sum(not torch.equal(loaded[name], x) for name, x in saved.items()),
@@ -384,7 +389,8 @@ def on_a_mesh(device: torch.device, *options: str) -> dict[str, float]:
     cfg = load_config(
         [*config_words(device), *options], meshes.world().size, meshes.world().local_size
     )
-    seen, wanted = trained(cfg, has_logits=False), judge(cfg)
+    seen = trained(cfg, has_logits=False)
+    wanted = judge(cfg)
     wanted.pop("logits")
     for kind in "initial weights", "gradients", "weights":
         wanted[kind] = {n: x for n, x in wanted[kind].items() if n in seen[kind]}
@@ -569,7 +575,8 @@ def main() -> int:
     if place := os.environ.get("PLUMBLINE_ERRORS"):  # a rank of `apart`
         return as_rank(args.names[0], Path(place))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    rows, wrong = [], []
+    rows = []
+    wrong = []
     for name in args.names or CHECKS:
         check = CHECKS[name]
         lacking = device.type == "cuda" and torch.cuda.device_count() < check.ranks

@@ -101,7 +101,9 @@ LONGEST = {
     ),
     "cpu": ("--activation_checkpoint.mode=full", 512, 2048, 60),
 }
-FITS, TOO_LARGE, TOO_SLOW = "fits", "out of memory", "takes too long"
+FITS = "fits"
+TOO_LARGE = "out of memory"
+TOO_SLOW = "takes too long"
 OUT_OF_MEMORY = 3  # exit code of a process that tries a length
 
 
@@ -128,8 +130,10 @@ def rates_of(device: torch.device, smaller: int = 1) -> tuple[float, float, floa
     of 8B's layers for 8,192 tokens; bytes per second that a copy inside the device reads and
     writes, and of a copy to host memory (pinned, if the device is a GPU). smaller: divides the
     tokens and the copies, so that a CPU can rehearse it."""
-    how, tokens = {"device": device, "dtype": torch.bfloat16}, 8192 // smaller
-    x, w = torch.randn(tokens, 4096, **how), torch.randn(4096, 14336, **how)
+    how = {"device": device, "dtype": torch.bfloat16}
+    tokens = 8192 // smaller
+    x = torch.randn(tokens, 4096, **how)
+    w = torch.randn(4096, 14336, **how)
     matmul_rate = 2 * tokens * 4096 * 14336 / best(lambda: x @ w, device)
     q, k, v = (
         torch.randn(1, heads, tokens, 128, **how, requires_grad=True) for heads in (32, 8, 8)
@@ -141,10 +145,8 @@ def rates_of(device: torch.device, smaller: int = 1) -> tuple[float, float, floa
     # 2 and 5 matmuls, of which causality needs half
     attention_rate = (2 + 5) * 32 * tokens**2 * 128 / seconds
     block = torch.ones((1 << 28) // smaller, device=device)  # 1 GiB
-    other, on_host = (
-        torch.empty_like(block),
-        torch.empty(len(block), pin_memory=device.type == "cuda"),
-    )
+    other = torch.empty_like(block)
+    on_host = torch.empty(len(block), pin_memory=device.type == "cuda")
     copied = 2 * block.nbytes / best(lambda: other.copy_(block), device)
     to_host = block.nbytes / best(lambda: on_host.copy_(block, non_blocking=True), device)
     return matmul_rate, attention_rate, copied, to_host
@@ -218,7 +220,8 @@ def layers_that_fit(options: list[str], share: float = 1.0) -> int:
 def most_layers(room: float, needed: Callable[[int], float]) -> int:
     """From what 2 and 4 layers need, since memory grows by the same amount with each layer. Raises
     InputError."""
-    at_two, at_four = needed(2), needed(4)
+    at_two = needed(2)
+    at_four = needed(4)
     layers = int(2 + (room - at_two) / ((at_four - at_two) / 2))
     if layers < 1:
         raise InputError(
@@ -273,7 +276,8 @@ def beside(name: str) -> dict:
 def saves(folder: Path) -> dict:
     """folder: on the disk to write to."""
     cfg = load_config(SAVED[KIND].split())
-    job, t = train.build(cfg), cfg.training
+    job = train.build(cfg)
+    t = cfg.training
     shape = (1, t.local_batch_size, t.seq_len)
     batch = {name: torch.randint(0, job.args.vocab_size, shape) for name in ("tokens", "labels")}
     place = Path(tempfile.mkdtemp(prefix="saves-", dir=folder))
@@ -340,7 +344,8 @@ def beside_a_save(
     checkpoints.stall()
     began = time.perf_counter()
     checkpoints.save(number, job.model, job.optimizer, {"step": number})
-    blocked, seconds = time.perf_counter() - began, []
+    blocked = time.perf_counter() - began
+    seconds = []
     while checkpoints.writing() or not seconds:
         seconds.append(step())
     durable = time.perf_counter() - began
@@ -369,7 +374,8 @@ def longest() -> dict:
 def search(outcome: Callable[[int], str], first: int, most: int) -> dict[int, str]:
     """The outcome by length: lengths double until one does not fit, and then half of the last
     doubling is tried."""
-    tried, tokens = {}, first
+    tried = {}
+    tokens = first
     while tokens <= most:
         tried[tokens] = outcome(tokens)
         if not tried[tokens].startswith(FITS):
