@@ -670,7 +670,7 @@ def test_presets_fit_where_they_say(names):
 @pytest.mark.cap(240)
 def test_blocks_that_are_said_to_have_room_have_it():
     """What the plan says of parallelism.keep_gathered: followed, the run still fits, and has so
-    many gathers less."""
+    many all-gathers less."""
     argv = ["configs/llama_8b.toml", "--gpus", "64", "--device", "h100"]
     before = command(*argv, cap=200)[1]
     blocks = int(re.search(r"parallelism.keep_gathered = (\d+) would save", before)[1])
@@ -790,7 +790,7 @@ def test_activations_and_loss_fall_with_the_ranks(method):
     "options", [[CP2], pytest.param([CP2, TP2, FULL, ULYSSES], marks=pytest.mark.slow)]
 )
 def test_counted_flops_of_a_cp_group_are_the_derived_ones(options):
-    """Under causal attention every rank has the same share. Recomputation is beside."""
+    """Under causal attention every rank has the same share. Recomputation is counted separately."""
     derived, in_step, recomputed = apart(counted, ["--training.local_batch_size=1", *options], 4)
     assert in_step == pytest.approx(derived, rel=1e-9)
     assert (0.1 < recomputed / derived) == (FULL in options)

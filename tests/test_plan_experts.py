@@ -1,4 +1,4 @@
-"""`tools.plan` of models with mixtures of experts: what real steps over gloo do, under a routing
+"""`tools.plan` of models with MoE layers: what real steps over gloo do, under a routing
 that is forced on both."""
 
 import json
@@ -173,7 +173,7 @@ def test_memory_and_collectives_of_every_stage_are_those_of_a_real_step():
 @pytest.mark.slow
 def test_a_step_put_together_from_few_layers_is_the_whole_step():
     """With dense layers in front, and counts of experts that are summed in one message of a row for
-    each mixture."""
+    each MoE layer."""
     few, whole, traces = apart(
         composed_and_layers,
         config([*DEEPSEEK, EP2, "--model.n_layers=9", "--model.n_dense_layers=2"], 4),
@@ -210,7 +210,7 @@ def counted(options: list[str], ranks: int) -> tuple[float, float, float, int]:
     ],
 )
 def test_counted_flops_are_those_of_active_parameters(options, ranks, recomputed):
-    """Padded values, as latent attention has them, count beside, as recomputation does. The second
+    """Padded values, as latent attention has them, count separately, as recomputation does. The second
     stage of the pipeline has one layer of each kind if the first has two that are dense."""
     cfg = config([*options, "--model.vocab_size=1032"], ranks)
     # a pipeline's plan starts processes itself

@@ -59,10 +59,10 @@ def waits_in_steps(outcome: Outcome) -> set[str]:
     return found
 
 
-# The one place where a mixture under expert parallelism must wait: it has to know how many rows to
+# The one host-device sync of an MoE layer under expert parallelism: it has to know how many rows to
 # send.
 ROWS = "parallelisms/ep.py"
-# float32, for which no GPU has a grouped GEMM, asks for the groups' sizes
+# float32, for which no GPU has a grouped GEMM, reads the groups' sizes
 GROUPED = "models/kernels/grouped_product.py"
 THE_TEST = "tests/"  # it keeps the gradients
 ASKED = "training/optim.py"  # SGD, and weights that are offloaded (training/optim.py::step_if)
@@ -508,7 +508,7 @@ def test_a_run_that_is_interrupted_leaves_the_next_one_alone(simulator, tmp_path
 
 # inductor's code for CUDA is what a simulation does not have
 COMPILES = {"compiled", "documents_compiled"}  # a simulation has no code that inductor makes
-COARSER = {"control"}  # TF32 is a property of a GPU's products
+COARSER = {"control"}  # TF32 is a property of a GPU's matmuls
 STARTS = {"error"}  # starts processes of its own; test_a_rank_that_raises_ends_with_its_error
 
 
