@@ -132,7 +132,8 @@ def forward_called_directly() -> str:
 
 
 def test_calling_forward_instead_of_the_module_runs_on_shards():
-    """The hooks that unshard the weights belong to the module's call; `forward` meets the shards."""
+    """The hooks that unshard the weights belong to the module's call; `forward` meets the
+    shards."""
     assert "mixed torch.Tensor and DTensor" in run_ranks(2, forward_called_directly)[0]
 
 

@@ -436,8 +436,8 @@ def exchanges_of_a_run(options: list[str], folder: Path) -> int:
 
 
 def test_a_stage_without_mixtures_is_not_behind_one_that_has_some(tmp_path):
-    """A launcher names the rank with the fewest collectives when a run hangs. The first stage has the
-    dense layer alone."""
+    """A launcher names the rank with the fewest collectives when a run hangs. The first stage has
+    the dense layer alone."""
     options = [
         *tiny_experts(tmp_path),
         "--model.n_layers=2",

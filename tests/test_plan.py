@@ -200,7 +200,8 @@ def test_blocks_that_differ_are_all_traced():
     "op", [Op("aten.mm.default", matmul_flops=8), Op("c10d.allreduce_", kind="all-reduce")]
 )
 def test_an_optimizer_that_does_more_than_elements_is_traced_with_all_layers(op):
-    """Its operators grow with the layers in a way that nobody knows: Muon's matmuls, for example."""
+    """Its operators grow with the layers in a way that nobody knows: Muon's matmuls, for
+    example."""
     step = Step([], {}, 4, 1, {}, {})
     step.stretches.append(Stretch(Where(0, "optimizer", -1), [Op("aten._fused_adamw_", traffic=8)]))
     with mock.patch("tools.plan.repeat.Repetition") as repetition:

@@ -210,8 +210,8 @@ def counted(options: list[str], ranks: int) -> tuple[float, float, float, int]:
     ],
 )
 def test_counted_flops_are_those_of_active_parameters(options, ranks, recomputed):
-    """Padded values, as latent attention has them, count separately, as recomputation does. The second
-    stage of the pipeline has one layer of each kind if the first has two that are dense."""
+    """Padded values, as latent attention has them, count separately, as recomputation does. The
+    second stage of the pipeline has one layer of each kind if the first has two that are dense."""
     cfg = config([*options, "--model.vocab_size=1032"], ranks)
     # a pipeline's plan starts processes itself
     run = counted if cfg.parallelism.pipeline_parallel > 1 else partial(apart, counted)

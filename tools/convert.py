@@ -93,7 +93,8 @@ def meta_to_dcp(source: Path, out: Path) -> str:
 
 
 def tokenizer_of(read: Callable, source: Path | str) -> Tokenizer | None:
-    """The source's tokenizer. A model is useful without one, so a problem with it is only printed."""
+    """The source's tokenizer. A model is useful without one, so a problem with it is only
+    printed."""
     try:
         return read(source)
     except InputError as error:

@@ -1,5 +1,5 @@
-"""The loader: tokens/s, the first batch after a resume at step 10^6, and memory, compared with torchdata
-and HF datasets.
+"""The loader: tokens/s, the first batch after a resume at step 10^6, and memory, compared with
+torchdata and HF datasets.
 
     python -m tools.bench.data [--batches 200] [--tokens 20_000_000] [--resume-step 1_000_000] [--step-seconds 0.1]
                                [--json out.json]

@@ -133,7 +133,8 @@ def batches(cfg: Config, mesh: Mesh, ids: np.ndarray) -> Batches:
 def child(module: str, *args: str, ranks: int = 1, beside: int = 1) -> dict:
     """What `python -m module args` prints as its last line of JSON, in a process of its own (so
     that its memory is its own); as torchrun would with several ranks, which share this machine's
-    threads; `beside` such processes run at the same time. Raises RuntimeError with rank 0's last words."""
+    threads; `beside` such processes run at the same time. Raises RuntimeError with rank 0's last
+    words."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -14,8 +14,8 @@ What torchrun itself does differently, and why `run_train.sh` uses this instead:
   the loopback only, that of several on node 0's own address.
 - The last lines on the console are one for each rank that failed and the whole traceback of the
   first of them, however much the other ranks have printed since.
-- torchrun's restarts hand the ranks the store of the previous start, whose stale addresses gloo then
-  tries in vain. Here every start (--max-restarts) has a new store, on one node and on many.
+- torchrun's restarts hand the ranks the store of the previous start, whose stale addresses gloo
+  then tries in vain. Here every start (--max-restarts) has a new store, on one node and on many.
 - A failure on one node is known on the others when their collectives time out. Here the nodes tell
   each other at once.
 """
@@ -469,8 +469,8 @@ def begun(failures: dict[int, ProcessFailure]) -> dict[int, int]:
 
 
 def _read_begun(path: str) -> int:
-    """The progress counter that a rank has left in this file (parallelisms/mesh.py::ProgressCounter);
-    0 if it had not opened it yet."""
+    """The progress counter that a rank has left in this file
+    (parallelisms/mesh.py::ProgressCounter); 0 if it had not opened it yet."""
     with contextlib.suppress(OSError, struct.error):
         return struct.unpack("<q", Path(path).read_bytes())[0]
     return 0

@@ -55,8 +55,8 @@ class Device(BaseModel):
     overhead_us: float = Field(0.0, ge=0)
     """Launch overhead of each operator (views are none); 0 where the device's queue hides it."""
     policy_us: float = Field(0.0, ge=0)
-    """Overhead that selective checkpointing's policy adds to each operator of a block's forward, its
-    recomputation included; 0 as above."""
+    """Overhead that selective checkpointing's policy adds to each operator of a block's forward,
+    its recomputation included; 0 as above."""
     source: str = ""
 
     @property

@@ -1,5 +1,5 @@
-"""The plan of a pipeline: each kind of stage is traced alone, and the schedule is simulated with the
-traced costs.
+"""The plan of a pipeline: each kind of stage is traced alone, and the schedule is simulated with
+the traced costs.
 
 A stage does the same work for every microbatch but the first and the last, so three microbatches
 show the cost of every action: its seconds, its peak memory, and the memory that it leaves more or
@@ -209,7 +209,8 @@ class Rank(Curve):
         )
 
     def total(self) -> Estimate:
-        """What the seconds of its step go into, without those in which it waits for other stages."""
+        """What the seconds of its step go into, without those in which it waits for other
+        stages."""
         total = Estimate()
         for _, part in self.parts():
             t = part.time

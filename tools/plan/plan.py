@@ -156,8 +156,8 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights and optimizer state of the whole model, float32. Each traced rank has its shard of
-        the state."""
+        """Weights and optimizer state of the whole model, float32. Each traced rank has its shard
+        of the state."""
         weights = sum(p.local_bytes for rank in self.ranks for p in rank.parameters.values())
         moments = sum(rank.before().get("optimizer state", 0) for rank in self.ranks) / weights
         return round(self.parameters * 4 * (1 + moments))

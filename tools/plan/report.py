@@ -122,6 +122,7 @@ def heading(plan: Plan) -> list[str]:
     cfg = plan.cfg
     inputs = plan.inputs
     microbatches = plan.microbatches
+    hosts = inputs.gpus // inputs.per_host
     sizes = [f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items() if dim in MESH]
     mesh = " x ".join(sizes)
     kept = ""
@@ -130,7 +131,7 @@ def heading(plan: Plan) -> list[str]:
     return [
         f"{model_name(cfg)}, {parameters_text(plan.parameters)} parameters, on {inputs.gpus:,} x "
         f"{inputs.device.name} "
-        f"({inputs.gpus // inputs.per_host:,} host{'s' * (inputs.gpus > inputs.per_host)} of {inputs.per_host})",
+        f"({hosts:,} host{'s' * (hosts > 1)} of {inputs.per_host})",
         f"mesh {mesh}; sequences {cfg.training.global_batch_size:,} x "
         f"{cfg.training.seq_len:,} tokens = {microbatches} "
         f"microbatch{'es' * (microbatches > 1)} of "

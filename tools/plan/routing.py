@@ -14,8 +14,9 @@ from training.experts import recorded
 
 
 class Routing(NamedTuple):
-    """The share of the rows that each rank of an ep group gets. The fullest rank gets `factor` times
-    the mean, unless `loads` gives recorded counts: for each layer, the tokens of each expert."""
+    """The share of the rows that each rank of an ep group gets. The fullest rank gets `factor`
+    times the mean, unless `loads` gives recorded counts: for each layer, the tokens of each
+    expert."""
 
     factor: float = 1.0
     loads: tuple[tuple[int, ...], ...] = ()

@@ -656,8 +656,8 @@ def kind_by_life(memory: Memory) -> str:
 
 # A simulated run.
 def slices_of_real(starts: torch.Tensor) -> list[slice]:
-    """The slices that models/kernels/document_attention.py reads from a table of pieces. The table is
-    real, where all other tensors are fake."""
+    """The slices that models/kernels/document_attention.py reads from a table of pieces. The table
+    is real, where all other tensors are fake."""
     with unset_fake_temporarily():
         return _slices(starts)
 
@@ -694,8 +694,8 @@ def pieces_backward_on_gpu(
 
 
 class AsOnGPU(TorchFunctionMode):
-    """Dispatches RMSNorm as CUDA does: to one fused operator that saves its input and one number per
-    row. CPU tensors would take PyTorch's composite, which saves several float32 copies."""
+    """Dispatches RMSNorm as CUDA does: to one fused operator that saves its input and one number
+    per row. CPU tensors would take PyTorch's composite, which saves several float32 copies."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.rms_norm:

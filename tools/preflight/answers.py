@@ -126,7 +126,8 @@ def _in_our_code(stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[ProbeRow]:
-    """Rows about the ranks without a value: first those for which the others may only have waited."""
+    """Rows about the ranks without a value: first those for which the others may only have
+    waited."""
     troubles: dict[str, list[int]] = {}
     waits: dict[str, list[int]] = {}
     for r, a in enumerate(answers):

@@ -334,8 +334,8 @@ def judge_same(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def measure_compute(probe: Probe) -> dict:
-    """The model's largest matmul in its own type and shapes, and a large copy in memory; on all ranks
-    at once."""
+    """The model's largest matmul in its own type and shapes, and a large copy in memory; on all
+    ranks at once."""
     cuda = probe.device.type == "cuda"
     cfg = probe.cfg
     most_tokens = 8192 if cuda else 512
