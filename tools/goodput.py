@@ -83,7 +83,9 @@ def expected(
     adds that to R: so much more work is lost with each failure.
     """
     work = interval + stall
-    return interval / mtbf * math.exp(-(restart + write + work) / mtbf) / -math.expm1(-work / mtbf)
+    no_failure = math.exp(-(restart + write + work) / mtbf)
+    failure = -math.expm1(-work / mtbf)
+    return interval / mtbf * no_failure / failure
 
 
 def best_interval(mtbf: float, stall: float) -> float:

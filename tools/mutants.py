@@ -316,10 +316,11 @@ TESTS = {
 
 def arguments_of(tests: list[str]) -> list[str]:
     """pytest's: "loader" and "loader::test_x" are in tests/test_loader.py."""
-    return [
-        f"tests/test_{file}.py{mark}{function}"
-        for file, mark, function in (test.partition("::") for test in tests)
-    ]
+    arguments = []
+    for test in tests:
+        file, mark, function = test.partition("::")
+        arguments.append(f"tests/test_{file}.py{mark}{function}")
+    return arguments
 
 
 UNHARMED = "without a mutant"
@@ -352,7 +353,9 @@ def sample(files: list[str], count: int, seed: int) -> list[Mutant]:
     for path in files:
         source = (ROOT / path).read_text(encoding="utf-8")
         for line, column, kind, make in [*left_out(source), *by_cosmic_ray(source)]:
-            places.setdefault((path, line, column, kind.split("_")[0]), []).append((kind, make))
+            operator, *_ = kind.split("_")
+            at_place = places.setdefault((path, line, column, operator), [])
+            at_place.append((kind, make))
     generator = random.Random(seed)
     mutants = []
     order = sorted(places)
@@ -523,7 +526,8 @@ def tests_pass(place: Path, arguments: list[str]) -> int:
         if name.split(".")[0] in PACKAGES:
             del sys.modules[name]
     os.chdir(place)
-    sys.path[:] = [str(place), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
+    others = [entry for entry in sys.path if entry not in ("", str(ROOT))]
+    sys.path[:] = [str(place), *others]
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     return int(

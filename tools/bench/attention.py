@@ -49,7 +49,8 @@ def contender(name: str, shape: list[int], part: str) -> Callable[[], object]:
     run = pytorch if name == "pytorch" else causal_attention
     how = {"dtype": torch.bfloat16, "device": DEVICE}
     q = torch.randn(batch, heads, tokens, size, **how, requires_grad=True)
-    k, v = (torch.randn(batch, kv_heads, tokens, size, **how, requires_grad=True) for _ in range(2))
+    k = torch.randn(batch, kv_heads, tokens, size, **how, requires_grad=True)
+    v = torch.randn(batch, kv_heads, tokens, size, **how, requires_grad=True)
     if part == "forward":
         return lambda: run(q, k, v)
     out = run(q, k, v)
@@ -97,7 +98,8 @@ def main() -> None:
     parser.add_argument("--part", choices=("forward", "backward"))
     args = parser.parse_args()
     if args.one:
-        harness.serve(contender(args.one, [int(n) for n in args.shapes[0].split(",")], args.part))
+        shape = [int(n) for n in args.shapes[0].split(",")]
+        harness.serve(contender(args.one, shape, args.part))
         return
     measured = {shape: measure(shape, args.rounds) for shape in args.shapes}
     rows = [row for some, _ in measured.values() for row in some]

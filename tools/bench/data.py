@@ -117,7 +117,8 @@ def torchdata(
 def hugging_face(tokens: Tokens, T: int, folder: str) -> torch.utils.data.Dataset:
     import datasets
 
-    windows = np.stack([tokens.read(i * T, i * T + T + 1) for i in range((len(tokens) - 1) // T)])
+    starts = range(0, len(tokens) - T, T)
+    windows = np.stack([tokens.read(start, start + T + 1) for start in starts])
     datasets.Dataset.from_dict({"tokens": windows}).save_to_disk(f"{folder}/arrow-{T}")
     return datasets.load_from_disk(f"{folder}/arrow-{T}").with_format("torch")
 

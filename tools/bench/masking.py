@@ -140,9 +140,10 @@ def step(overrides: list[str], rows: int, seq: int, mean: int, rounds: int) -> l
     ]
     cfg = load_config([*overrides, *shape, "--data.mask_documents=true"])
     job = train.build(cfg)
-    batch = {
-        key: torch.randint(0, job.args.vocab_size, (1, rows, seq)) for key in ("tokens", "labels")
-    }
+    size = (1, rows, seq)
+    batch = {}
+    for key in "tokens", "labels":
+        batch[key] = torch.randint(0, job.args.vocab_size, size)
     masked = batch | {"positions": packed(rows, seq, mean)[None]}
     contenders = {
         "no masking": lambda: train.train_step(job, batch),

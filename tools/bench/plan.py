@@ -262,26 +262,16 @@ def planned_here(options: list[str], device: Device) -> float:
 
 
 def quietest(measured: list[Device]) -> Device:
-    """Of each rate the best, what the machine does when nobody disturbs it; the median of what is a
-    difference of two."""
-    peak, attention = (
-        max(d.peak_tflops * getattr(d, share) for d in measured)
-        for share in ("matmul_efficiency", "attention_efficiency")
-    )
-    return measured[0].model_copy(
-        update={
-            "peak_tflops": peak,
-            "attention_efficiency": attention / peak,
-            **{
-                name: max(getattr(d, name) for d in measured)
-                for name in ("memory_gb_per_s", "host_gb_per_s")
-            },
-            **{
-                name: statistics.median(getattr(d, name) for d in measured)
-                for name in ("attention_backward", "attention_row_ns", "overhead_us", "policy_us")
-            },
-        }
-    )
+    """The best of each rate, which is that of the undisturbed machine; the median of numbers that
+    are the difference of two measurements."""
+    peak = max(d.peak_tflops * d.matmul_efficiency for d in measured)
+    attention = max(d.peak_tflops * d.attention_efficiency for d in measured)
+    numbers = {"peak_tflops": peak, "attention_efficiency": attention / peak}
+    for name in "memory_gb_per_s", "host_gb_per_s":
+        numbers[name] = max(getattr(d, name) for d in measured)
+    for name in "attention_backward", "attention_row_ns", "overhead_us", "policy_us":
+        numbers[name] = statistics.median(getattr(d, name) for d in measured)
+    return measured[0].model_copy(update=numbers)
 
 
 def here(rounds: int) -> None:

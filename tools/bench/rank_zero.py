@@ -80,9 +80,16 @@ class Phase:
         """Seconds on the critical path, of messages alone."""
         if self.on_device:
             device = load_device(DEVICE)
-            rings = [(Ring.of(list(range(c.ranks)), RANKS_PER_HOST), c) for c in self.collectives]
-            return sum(ring.seconds("all-reduce", c.bytes, device) for ring, c in rings)
-        return sum(ALGORITHMS[c.kind](c.ranks, c.bytes)[2] for c in self.collectives) * hop_seconds
+            seconds = 0
+            for c in self.collectives:
+                ring = Ring.of(list(range(c.ranks)), RANKS_PER_HOST)
+                seconds += ring.seconds("all-reduce", c.bytes, device)
+            return seconds
+        hops = 0
+        for c in self.collectives:
+            _, _, sequential = ALGORITHMS[c.kind](c.ranks, c.bytes)
+            hops += sequential
+        return hops * hop_seconds
 
     @contextmanager
     def measured(self, part: str) -> Iterator[None]:

@@ -19,6 +19,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
@@ -194,14 +195,11 @@ def _sum_seconds(ranks: int, rounds: int) -> float:
 def table(ranks: list[int], options: list[str], hop: float) -> list[list[str]]:
     rows = []
     for n in ranks:
-        for name, phase in (
-            phases_of(options, n) | {"loop, without the step's collectives": loop(options, n)}
-        ).items():
-            kinds = [
-                f"{[c.kind for c in phase.collectives].count(kind)} {kind}"
-                for kind in ALGORITHMS
-                if kind in [c.kind for c in phase.collectives]
-            ]
+        phases = phases_of(options, n)
+        phases["loop, without the step's collectives"] = loop(options, n)
+        for name, phase in phases.items():
+            counts = Counter(c.kind for c in phase.collectives)
+            kinds = [f"{counts[kind]} {kind}" for kind in ALGORITHMS if counts[kind]]
             rows.append(
                 [
                     name,

@@ -261,7 +261,8 @@ PEERS = {"hf": hf, "accelerate": accelerate, "litgpt": litgpt, "torchtitan": tor
 
 def contender(name: str, cfg: Config) -> Callable[[], None]:
     """A step of it on random tokens."""
-    (_, args), t = train.architecture(cfg), cfg.training
+    _, args = train.architecture(cfg)
+    t = cfg.training
     device = pick_device(cfg.run, 0)
     dtype = dp.param_dtype(t, device)
     with torch.device(device):

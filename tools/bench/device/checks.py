@@ -182,12 +182,12 @@ def differences(seen: Seen, wanted: Seen) -> dict[str, float]:
     errors = {}
     for kind, tensors in wanted.items():
         assert tensors.keys() == seen[kind].keys(), f"{kind}: {tensors.keys() ^ seen[kind].keys()}"
+        pairs = [(seen[kind][name], tensor) for name, tensor in tensors.items()]
         if kind == "initial weights":
-            errors[kind] = (
-                0.0 if all(torch.equal(seen[kind][n], x) for n, x in tensors.items()) else math.inf
-            )
+            equal = all(torch.equal(x, y) for x, y in pairs)
+            errors[kind] = 0.0 if equal else math.inf
         else:
-            errors[kind] = max(relative_error(seen[kind][n], x) for n, x in tensors.items())
+            errors[kind] = max(relative_error(x, y) for x, y in pairs)
     return errors
 
 
@@ -283,7 +283,9 @@ def attention_errors(
     table = masked.Documents.of(positions, device)
     torch.manual_seed(0)
     how = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    q, k, v = (torch.randn(*positions.shape, heads, 64, **how) for heads in (8, 2, 2))
+    q = torch.randn(*positions.shape, 8, 64, **how)
+    k = torch.randn(*positions.shape, 2, 64, **how)
+    v = torch.randn(*positions.shape, 2, 64, **how)
     assert masked.fits_varlen(q) == (device.type == "cuda")
     attend = (
         torch.compile(masked.document_attention, fullgraph=True)
@@ -292,10 +294,14 @@ def attention_errors(
     )
     grad = torch.randn_like(q)
     got = attend(q, k, v, table)
-    want = masked.one_by_one(*(x.flatten(0, 1).float() for x in (q, k, v)), table.starts).view_as(q)
-    gots, wants = (torch.autograd.grad(out, (q, k, v), grad.to(out.dtype)) for out in (got, want))
-    errors = [relative_error(a, b) for a, b in zip((got, *gots), (want, *wants))]
-    return dict(zip(("output", "grad of q", "grad of k", "grad of v"), errors))
+    flat = [x.flatten(0, 1).float() for x in (q, k, v)]
+    want = masked.one_by_one(*flat, table.starts).view_as(q)
+    got_grads = torch.autograd.grad(got, (q, k, v), grad.to(got.dtype))
+    want_grads = torch.autograd.grad(want, (q, k, v), grad.to(want.dtype))
+    errors = {"output": relative_error(got, want)}
+    for name, a, b in zip("qkv", got_grads, want_grads):
+        errors[f"grad of {name}"] = relative_error(a, b)
+    return errors
 
 
 def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
@@ -393,7 +399,8 @@ def on_a_mesh(device: torch.device, *options: str) -> dict[str, float]:
     wanted = judge(cfg)
     wanted.pop("logits")
     for kind in "initial weights", "gradients", "weights":
-        wanted[kind] = {n: x for n, x in wanted[kind].items() if n in seen[kind]}
+        here = seen[kind]
+        wanted[kind] = {name: x for name, x in wanted[kind].items() if name in here}
     return differences(seen, wanted)
 
 
@@ -550,7 +557,9 @@ def apart(name: str) -> tuple[list[str], dict[str, float]]:
         written = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     if len(written) < ranks:
         return [f"its ranks ended with {done.returncode}: {done.stderr[-2000:]}"], {}
-    errors = {what: max(of_rank[what] for of_rank in written) for what in written[0]}
+    errors = {}
+    for what in written[0]:
+        errors[what] = max(of_rank[what] for of_rank in written)
     return failures(errors, CHECKS[name].limit), errors
 
 
