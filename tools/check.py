@@ -117,8 +117,8 @@ def torch_problems(cfg: Config) -> Iterator[str]:
 
 
 def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
-    """The same for options that need a GPU. They are asked of the code that a rank will run, so the
-    sentences are its own."""
+    """The same for options that need a GPU. They are checked by the code that a rank will run, so
+    the sentences are its own."""
     kernel = cfg.training.attention
     recipe = cfg.training.float8
     overlapped = cfg.parallelism.async_tensor_parallel

@@ -157,7 +157,7 @@ def main() -> None:
         f"{args.tensors * 3:,} tensors, {args.gigabytes:g} GB; a save takes "
         f"{statistics.median(durable):.2f} s."
     )
-    harness.report("A step beside a save", columns, table, notes, args.json)
+    harness.report("A step during a save", columns, table, notes, args.json)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class Meeting(RendezvousHandler):
     says that node N is there, `members` the nodes of this start, `end` how it ended.
     """
 
-    use_agent_store = True  # the ranks meet in this store instead of opening another one
+    use_agent_store = True  # the ranks use this store instead of opening their own
 
     def __init__(self, options: argparse.Namespace, script: list[str]) -> None:
         self.options = options
@@ -120,7 +120,7 @@ class Meeting(RendezvousHandler):
         )
 
     def _collect(self, least: int, most: int, deadline: float) -> list[int]:
-        """On node 0: until all are there, or, when the least number is, nobody has come for
+        """On node 0: until all are there, or the least number is and no more have come for
         --last-call seconds."""
         came = [0]
         since = time.monotonic()
@@ -335,7 +335,7 @@ class Agent(LocalElasticAgent):
 def launch(options: argparse.Namespace, script: list[str]) -> int:
     """Run the script on every rank of this node until all are done; start it again when a rank has
     failed, at most --max-restarts times. Returns the exit code."""
-    logging.disable(logging.ERROR)  # what torchrun has to say is said better below
+    logging.disable(logging.ERROR)  # torchrun's messages are replaced by those below
     for number in range(options.max_restarts + 1):
         began = time.monotonic()
         code, worth_retrying = start(options, script)

@@ -245,7 +245,7 @@ class Trace(TorchDispatchMode):
             self.rows().append(("-", number))
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """FSDP frees and takes back the memory of gathered weights by resizing their storage: it
+        """FSDP frees and reallocates the memory of unsharded weights by resizing their storage: it
         dies and is born again."""
         address = storage._cdata
         number = next(self.counter)

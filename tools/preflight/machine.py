@@ -134,7 +134,7 @@ def measure_devices(probe: Probe) -> dict:
 
 
 def device_table(device: torch.device) -> dict:
-    """What is known of a device: bytes, and "" for what nobody can tell."""
+    """The facts of a device; sizes in bytes, "" for what is unknown."""
     if device.type == "cpu":
         memory = dict(re.findall(r"(\w+):\s+(\d+) kB", _text("/proc/meminfo")))
         total, free = (int(memory.get(key, 0)) * 1024 for key in ("MemTotal", "MemAvailable"))

@@ -52,7 +52,7 @@ NATIVE = {
     "aten::_reshape_alias",
     "aten::_local_scalar_dense",
 }
-# These may be given tensors of the host beside those of the device.
+# These may be given CPU tensors together with CUDA tensors.
 MIXED = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"}
 # The size of their output depends on values, so they need a host-device sync.
 WAITING = {

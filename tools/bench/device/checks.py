@@ -211,14 +211,14 @@ def compiled(device: torch.device, folder: Path, backend: str = "inductor") -> d
 
 
 def fsdp(device: torch.device, folder: Path) -> dict[str, float]:
-    return exchanging_with_nobody(device)
+    return with_groups_of_one(device)
 
 
 def fsdp_and_tp(device: torch.device, folder: Path) -> dict[str, float]:
-    return exchanging_with_nobody(device, tensor_parallel=True)
+    return with_groups_of_one(device, tensor_parallel=True)
 
 
-def exchanging_with_nobody(
+def with_groups_of_one(
     device: torch.device, *options: str, tensor_parallel: bool = False
 ) -> dict[str, float]:
     """FSDP2, or FSDP2 and tensor parallelism, over groups of one rank. A run leaves them out there
@@ -387,7 +387,7 @@ def experts_bfloat16(device: torch.device, folder: Path) -> dict[str, float]:
 
 def offload(device: torch.device, folder: Path) -> dict[str, float]:
     """Weights and optimizer on the CPU, over groups of one rank."""
-    return exchanging_with_nobody(device, "--parallelism.cpu_offload=true")
+    return with_groups_of_one(device, "--parallelism.cpu_offload=true")
 
 
 def on_a_mesh(device: torch.device, *options: str) -> dict[str, float]:

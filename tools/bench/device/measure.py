@@ -266,7 +266,7 @@ def beside(name: str) -> dict:
     rows = others.measure("bfloat16", ["ours", name], options, ROUNDS[KIND])
     notes = f"{ROUNDS[KIND]} alternating rounds; {' '.join(options)}."
     return {
-        "title": "Step beside others",
+        "title": "Our step and others",
         "columns": list(others.COLUMNS),
         "rows": rows,
         "notes": notes,
@@ -310,10 +310,10 @@ def saves(folder: Path) -> dict:
         [
             "training waits for a save",
             f"{stall * 1e3:,.1f} ms",
-            f"{stall / steps_alone:.2%} of the steps beside it",
+            f"{stall / steps_alone:.2%} of the steps during it",
         ],
         [
-            f"steps beside a save ({count}) take longer by",
+            f"steps during a save ({count}) take longer by",
             f"{longer * 1e3:,.0f} ms",
             f"{longer / steps_alone:.1%}",
         ],
