@@ -316,7 +316,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 class Count(TorchDispatchMode):
-    """How often a step runs a matrix product, attention, and a SiLU (which stands for the cheap
+    """How often a step runs a matmul, attention, and a SiLU (which stands for the cheap
     rest)."""
 
     def __init__(self):

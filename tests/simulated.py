@@ -227,8 +227,8 @@ def closes_alone() -> None:
         os._exit(0)
 
 
-def exchanges() -> dict[str, list[float]]:
-    """Every kind of exchange, on small numbers; closes its groups."""
+def collectives() -> dict[str, list[float]]:
+    """Every kind of collective, on small numbers; closes its groups."""
     rank = open_group()
     size = dist.get_world_size()
     mine = torch.arange(size, device="cuda", dtype=torch.float32) + 10 * rank

@@ -144,7 +144,7 @@ def composed_and_whole(cfg, ranks: int) -> list[tuple]:
     steps = traced(cfg, ranks, 4, True), trace.trace_step(cfg, ranks, 4, True, most=99)
     flops = [
         sum(
-            times * (op.product_flops + op.attention_flops + op.recomputed)
+            times * (op.matmul_flops + op.attention_flops + op.recomputed)
             for _, times, op in step.ops()
         )
         for step in steps

@@ -312,9 +312,9 @@ def sent(modes: list[str]) -> list[dict[str, int]]:
 
 
 def test_checkpointing_sends_nothing_twice_that_it_says_to_keep():
-    """In each of 3 layers: keys and values are gathered in forward and in backward, and their
-    gradients scattered; heads are swapped before and after attention, in forward and in backward.
-    Only a block that is recomputed whole sends anew."""
+    """In each of 3 layers: keys and values are all-gathered in forward and in backward, and their
+    gradients reduce-scattered; heads are swapped before and after attention, in forward and in
+    backward. Only a block that is recomputed whole sends anew."""
 
     def layers(gathers: int, scatters: int, swaps: int) -> dict[str, int]:
         return {
@@ -378,11 +378,11 @@ def sent_by_latent_attention(method: list[str]) -> list[int]:
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_latent_attention_sends_no_padding(method):
     """Kernels want values as wide as keys, 48 numbers of each head here, and values have 32. A rank
-    sends the 32: keys and values are gathered twice and their gradients scattered, or queries, keys
-    and values swapped, and the result swapped back."""
+    sends the 32: keys and values are all-gathered twice and their gradients reduce-scattered, or
+    queries, keys and values swapped, and the result swapped back."""
     tokens, heads, key, value = 2 * 8, 4, 32 + 16, 32
     wanted = {
-        # what is scattered are the gradients of all ranks' tokens
+        # the reduce-scatter is of the gradients of all ranks' tokens
         "gather": [(key + value)] * 2 + [2 * (key + value)],
         "ulysses": [2 * key + value, value] + [value, 2 * key + value],
     }[method]

@@ -96,7 +96,7 @@ def test_broken_contracts_are_named_on_every_rank():
 
 
 def talk() -> dict:
-    """What the ranks tell each other over the mesh, and what opening and closing it does besides."""
+    """The control collectives of the mesh, and what opening and closing it does besides."""
     seen = {"settings": 0}
 
     def settings() -> None:
@@ -133,7 +133,8 @@ def forward_called_directly() -> str:
 
 
 def test_calling_forward_instead_of_the_module_runs_on_shards():
-    """The hooks that gather the weights belong to the module's call; `forward` meets the shards."""
+    """The hooks that unshard the weights belong to the module's call; `forward` meets the
+    shards."""
     assert "mixed torch.Tensor and DTensor" in run_ranks(2, forward_called_directly)[0]
 
 

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from tools.bench import idle
 from tools.bench.device import __main__ as command
 from tools.bench.device import checks, measure
-from tools.bench.device.__main__ import PARTS, Part, main
+from tools.bench.device.__main__ import PARTS, Section, main
 from tools.bench.device.record import Record
 from tools.plan import __main__ as plan_command
 from tools.plan.device import load_device
@@ -159,8 +159,8 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def fake(how: str, seconds: float = 20, kind: str = "cpu") -> Part:
-    return Part(how, {kind: (seconds, f"fake_part {how}")})
+def fake(how: str, seconds: float = 20, kind: str = "cpu") -> Section:
+    return Section(how, {kind: (seconds, f"fake_part {how}")})
 
 
 def calls(place: Path) -> list[str]:
@@ -340,8 +340,8 @@ def test_the_planner_reads_the_numbers_that_are_written(tmp_path):
     flags, rest = plan_command.arguments(
         ["configs/llama_debug.toml", "--gpus=1", f"--device={file}"]
     )
-    _, ask = plan_command.question(flags, rest)
-    arrived = ask.device
+    _, inputs = plan_command.read_inputs(flags, rest)
+    arrived = inputs.device
     assert arrived.peak == 989e12 and arrived.memory_gib == 139.8 and arrived.host_gb_per_s == 55
     assert arrived.matmul_efficiency == pytest.approx(722 / 989)
     assert arrived.attention_efficiency == pytest.approx(480 / 989)

@@ -424,7 +424,7 @@ def test_what_was_exported_on_an_ep_mesh_loads_in_transformers_and_on_another_ep
 
 
 def exchanges_of_a_run(options: list[str], folder: Path) -> int:
-    """How many exchanges this rank had begun when the last step ended."""
+    """How many collectives this rank had begun when the last step ended."""
     counts, real = [], train.train_step
 
     def noting(job, *rest):
@@ -438,8 +438,8 @@ def exchanges_of_a_run(options: list[str], folder: Path) -> int:
 
 
 def test_a_stage_without_mixtures_is_not_behind_one_that_has_some(tmp_path):
-    """A launcher names the rank with the fewest exchanges when a run hangs. The first stage has the
-    dense layer alone."""
+    """A launcher names the rank with the fewest collectives when a run hangs. The first stage has
+    the dense layer alone."""
     options = [
         *tiny_experts(tmp_path),
         "--model.n_layers=2",

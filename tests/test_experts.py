@@ -1,4 +1,4 @@
-"""Models with mixtures of experts: every mesh computes what one plain process computes.
+"""Models with MoE layers: every mesh computes what one plain process computes.
 
 `tests/parity.py` says what is compared. As in tests/test_context.py, the runs of a mesh are few
 combinations of settings, such that every two settings meet.
@@ -196,7 +196,7 @@ def test_a_tied_weight_beside_experts_with_a_split_backward_equals_the_plain_mod
 
 
 class CountProducts(TorchDispatchMode):
-    """How many products of experts are computed, those of backward aside."""
+    """Counts the grouped GEMMs of experts, those of backward aside."""
 
     seen = 0
 
@@ -206,7 +206,7 @@ class CountProducts(TorchDispatchMode):
 
 
 def products_of_experts(modes: list[str]) -> list[int]:
-    """Of a forward and backward of two mixtures, in one process."""
+    """In a forward and backward of two MoE layers, in one process."""
     sizes = [
         "--model.family=deepseek_v3",
         "--model.n_layers=3",
@@ -223,7 +223,7 @@ def products_of_experts(modes: list[str]) -> list[int]:
 
 
 def test_selective_checkpointing_keeps_the_products_of_experts():
-    """As those of every other layer: three for each of two mixtures, which `full` computes once
+    """As those of every other layer: three for each of two MoE layers, which `full` computes once
     more."""
     assert run_ranks(1, products_of_experts, ["none", "selective", "full"])[0] == [6, 6, 12]
 
@@ -320,7 +320,7 @@ def test_bfloat16_is_near_float32():
         assert np.linalg.norm(seen["grad"][n] - want) / np.linalg.norm(want) < 0.25, n
 
 
-# The plain model beside the equations of DeepSeek-V3: a mesh is compared with the plain model only
+# The plain model against the equations of DeepSeek-V3: a mesh is compared with the plain model only
 
 OF_ONE = [*OPTIONS, "--training.local_batch_size=24"]
 SPEED = 0.01

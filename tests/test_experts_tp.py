@@ -1,4 +1,4 @@
-"""Tensor parallelism of mixtures of experts and of latent attention: every mesh computes what one
+"""Tensor parallelism of MoE layers and of latent attention: every mesh computes what one
 process computes."""
 
 import pytest

@@ -327,7 +327,7 @@ def errors_in_bfloat16(lengths: tuple[int, ...]) -> list[float]:
 
 
 def test_long_documents_on_a_cpu_equal_one_by_one():
-    """From LONG tokens on backward is by products. The bug put back: products without the
+    """From LONG tokens on backward is by matmuls. The bug put back: matmuls without the
     log-sum-exp of this document."""
     lengths = (3, cpu.LONG, 1, cpu.LONG - 1, 2 * cpu.LONG + 3)
     errors = run_ranks(1, errors_in_bfloat16, lengths)[0]

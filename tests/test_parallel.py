@@ -191,7 +191,7 @@ def overlapped(
     options: list[str], dp_size: int, enabled: bool = True
 ) -> tuple[dict, dict[str, int]]:
     """A trajectory, and how often inductor's fused operators ran. A CPU has no symmetric memory:
-    here the operators are PyTorch's own plain versions of them, gather then multiply, multiply then
+    here the operators are PyTorch's own plain versions of them, all-gather then matmul, matmul then
     scatter, so that the rewritten graph runs for real."""
     import torch._functorch.config
     from torch._inductor import config
@@ -224,9 +224,9 @@ def overlapped(
 @pytest.mark.parametrize("mesh", ["tp2", pytest.param("fsdp2xtp2", marks=pytest.mark.exhaustive)])
 def test_asynchronous_tensor_parallelism_equals_the_plain_model(mesh):
     """And it does something: inductor rewrites nothing, in silence, where it does not find its
-    patterns. Per block a step has two gathers with products behind them in forward and two in
-    backward, and two scatters behind a product in forward; backward's two scatters are of sums of
-    products, and stay as they are."""
+    patterns. Per block a step has two all-gathers before matmuls in forward and two in
+    backward, and two reduce-scatters after a matmul in forward; backward's two reduce-scatters are
+    of sums of matmuls, and stay as they are."""
     ranks, options, dp_size = MESHES[mesh]
     results = run_ranks(ranks, overlapped, [*ASYNC, *options], dp_size, timeout=270)
     assert not [p for seen, _ in results for p in compare(mesh, seen, plain())]
@@ -281,7 +281,7 @@ def test_what_needs_a_gpu_says_so():
 
 
 def stock_embedding(options: list[str], dp_size: int) -> dict:
-    """The bug put back: PyTorch's own RowwiseParallel, whose output is exchanged asynchronously, on
+    """The bug put back: PyTorch's own RowwiseParallel, whose output collective is asynchronous, on
     the embedding."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import RowwiseParallel
@@ -371,8 +371,8 @@ def counted(mode: str) -> tuple[dict, int]:
 
 
 def test_checkpointing_recomputes_what_it_says_and_keeps_less():
-    """3 blocks of 7 products, one attention, one SiLU each; the head and all backward products come
-    on top. The last product of a block is not recomputed: PyTorch stops once it has all that
+    """3 blocks of 7 matmuls, one attention, one SiLU each; the head and all backward matmuls come
+    on top. The last matmul of a block is not recomputed: PyTorch stops once it has all that
     backward needs."""
     none, every_n, full, selective = (
         run_ranks(1, counted, mode)[0] for mode in ("none", "every_n", "full", "selective")

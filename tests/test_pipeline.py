@@ -271,7 +271,7 @@ def test_messages_that_are_not_the_expected_ones_are_named(options):
 
 
 class Products(TorchDispatchMode):
-    """How many matrix products have run, by name, and which rows of experts are still in memory."""
+    """How many matmuls have run, by name, and which rows of experts are still in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Products(TorchDispatchMode):
 
 
 def products_of_halves(options: list[str]) -> tuple[dict[str, Counter], list[int]]:
-    """Of a step of the last stage: the products of each kind of action, and how many rows of
+    """Of a step of the last stage: the matmuls of each kind of action, and how many rows of
     experts are in memory after each second half of a backward."""
     gc.disable()  # as in a run: what hangs in a circle is not free
     job = train.build(load_config([*options, *MESHES["pp2"][1]], 2, 2))
@@ -321,8 +321,8 @@ ONE_STAGE = (
 
 
 def test_each_half_of_a_backward_has_the_products_of_its_own_gradients(options):
-    """The last of two stages has two blocks, each with seven products or, with experts, with five
-    and three grouped ones; and a step has four microbatches. The products of the loss are in its
+    """The last of two stages has two blocks, each with seven matmuls or, with experts, with five
+    and three grouped ones; and a step has four microbatches. The matmuls of the loss are in its
     forward."""
     given, blocks = [*options, *ONE_STAGE], 4 * 2
     dense, _ = run_ranks(2, products_of_halves, given)[1]

@@ -33,10 +33,10 @@ from tests.steps import (
 )
 from tools.plan import estimate as estimates
 from tools.plan import report, trace
-from tools.plan.__main__ import arguments, main, question
+from tools.plan.__main__ import arguments, main, read_inputs
 from tools.plan.device import load_device
 from tools.plan.estimate import Ring, estimate
-from tools.plan.plan import Question, make_plan
+from tools.plan.plan import PlanInputs, make_plan
 from tools.plan.repeat import traced, with_layers
 from tools.plan.search import bases
 from tools.plan.step import Op, Step, Stretch, Where
@@ -197,10 +197,11 @@ def test_blocks_that_differ_are_all_traced():
 
 
 @pytest.mark.parametrize(
-    "op", [Op("aten.mm.default", product_flops=8), Op("c10d.allreduce_", kind="all-reduce")]
+    "op", [Op("aten.mm.default", matmul_flops=8), Op("c10d.allreduce_", kind="all-reduce")]
 )
 def test_an_optimizer_that_does_more_than_elements_is_traced_with_all_layers(op):
-    """Its operators grow with the layers in a way that nobody knows: Muon's products, for example."""
+    """Its operators grow with the layers in a way that nobody knows: Muon's matmuls, for
+    example."""
     step = Step([], {}, 4, 1, {}, {})
     step.stretches.append(Stretch(Where(0, "optimizer", -1), [Op("aten._fused_adamw_", traffic=8)]))
     with mock.patch("tools.plan.repeat.Repetition") as repetition:
@@ -224,7 +225,7 @@ def test_options_that_change_nothing_in_a_plan_are_said():
     training = cfg.training.model_copy(update={"float8": "rowwise", "attention": "flash3"})
     overlapped = cfg.parallelism.model_copy(update={"async_tensor_parallel": True})
     cfg = cfg.model_copy(update={"training": training, "parallelism": overlapped})
-    said = report.left_out(SimpleNamespace(cfg=cfg, ask=SimpleNamespace(device=H100)))
+    said = report.left_out(SimpleNamespace(cfg=cfg, inputs=SimpleNamespace(device=H100)))
     options = (
         'training.float8 = "rowwise"',
         'training.attention = "flash3"',
@@ -242,7 +243,7 @@ def plan_of_other_moments() -> tuple[int, int, str]:
 
     training = {"training": config([], 2).training.model_copy(update={"attention": "flash"})}
     with mock.patch.object(train, "build_optimizer", one_moment):
-        plan = make_plan(config(["--model.n_layers=2"], 2), Question(2, 2, H100))
+        plan = make_plan(config(["--model.n_layers=2"], 2), PlanInputs(2, 2, H100))
     return (
         plan.parameters,
         plan.checkpoint_bytes,
@@ -278,7 +279,7 @@ def test_a_fork_may_rename_what_it_imports(tmp_path):
     """The planner knows the phases of a step by their labels, not by the functions that are called
     in them."""
     imports = re.findall(
-        r"^from training\.(?:loss|optim) import .*$",
+        r"^from training\.(?:loss|optim) import (?:\([^)]*\)|[^(\n]*)$",
         (ROOT / "train.py").read_text(encoding="utf-8"),
         re.M,
     )
@@ -315,7 +316,7 @@ def test_a_fork_without_a_label_is_told_so(phase, tmp_path):
 
 def counted(options: list[str], ranks: int) -> tuple[float, float, float]:
     cfg = config([*options, "--model.vocab_size=1032"], ranks)  # even: rank 0 stands for all
-    return make_plan(cfg, Question(ranks, ranks, load_device("h100"))).flops()
+    return make_plan(cfg, PlanInputs(ranks, ranks, load_device("h100"))).flops()
 
 
 @pytest.mark.parametrize(
@@ -422,7 +423,7 @@ def test_what_a_cpu_spends_beside_work_is_counted():
 def planned_goodput() -> list[tuple]:
     cfg = config([NONE, "--training.local_batch_size=2", "--checkpoint.async_save=false"], 4)
     plans = [
-        make_plan(cfg, Question(4, 4, H100, mtbf_gpu_hours=h, storage_gb_per_s=1e-5))
+        make_plan(cfg, PlanInputs(4, 4, H100, mtbf_gpu_hours=h, storage_gb_per_s=1e-5))
         for h in (50_000, 1e-3)
     ]
     goodput = [
@@ -528,7 +529,7 @@ def test_a_device_of_ones_own(tmp_path, capsys):
         flags = arguments(
             [*DEBUG, "--gpus", "1", "--device", own_device(tmp_path, peak_tflops=10, kind=kind)]
         )
-        assert question(*flags)[1].on_gpu == (kind == "gpu")
+        assert read_inputs(*flags)[1].on_gpu == (kind == "gpu")
     with pytest.raises(InputError, match="found 2"):
         two = tmp_path / "two.toml"
         two.write_text("[a]\nmemory_gib = 1\n[b]\nmemory_gib = 2\n")
@@ -673,7 +674,7 @@ def test_presets_fit_where_they_say(names):
 @pytest.mark.cap(240)
 def test_blocks_that_are_said_to_have_room_have_it():
     """What the plan says of parallelism.keep_gathered: followed, the run still fits, and has so
-    many gathers less."""
+    many all-gathers less."""
     argv = ["configs/llama_8b.toml", "--gpus", "64", "--device", "h100"]
     before = command(*argv, cap=200)[1]
     blocks = int(re.search(r"parallelism.keep_gathered = (\d+) would save", before)[1])
@@ -793,16 +794,16 @@ def test_activations_and_loss_fall_with_the_ranks(method):
     "options", [[CP2], pytest.param([CP2, TP2, FULL, ULYSSES], marks=pytest.mark.slow)]
 )
 def test_counted_flops_of_a_cp_group_are_the_derived_ones(options):
-    """Under causal attention every rank has the same share. Recomputation is beside."""
+    """Under causal attention every rank has the same share. Recomputation is counted separately."""
     derived, in_step, recomputed = apart(counted, ["--training.local_batch_size=1", *options], 4)
     assert in_step == pytest.approx(derived, rel=1e-9)
     assert (0.1 < recomputed / derived) == (FULL in options)
 
 
 def flops_without_masks() -> tuple[float, float, float]:
-    whole = trace.attention_product
+    whole = trace.attention_matmul_flops
     with mock.patch.object(
-        trace, "piece_product", lambda q, starts, key_starts: whole(q[None], q[None], True)
+        trace, "piece_matmul_flops", lambda q, starts, key_starts: whole(q[None], q[None], True)
     ):
         return counted([CP2, "--training.local_batch_size=1"], 4)
 
@@ -850,7 +851,7 @@ def test_the_report_and_the_page_show_the_context(tmp_path, capsys):
 
 def test_a_search_shares_long_sequences_only():
     """Degrees that leave every rank 8,192 tokens, and methods that the heads allow."""
-    ask = Question(8, 8, H100)
+    inputs = PlanInputs(8, 8, H100)
 
     def shared(seq_len: int) -> set[tuple[int, int, str]]:
         cfg = load_config(
@@ -862,7 +863,7 @@ def test_a_search_shares_long_sequences_only():
         )
         return {
             (base.tensor_parallel, base.context_parallel, base.method)
-            for base in bases(cfg, ask)
+            for base in bases(cfg, inputs)
             if base.context_parallel > 1
         }
 

@@ -1,4 +1,4 @@
-"""`tools.plan` of models with mixtures of experts: what real steps over gloo do, under a routing
+"""`tools.plan` of models with MoE layers: what real steps over gloo do, under a routing
 that is forced on both."""
 
 import json
@@ -18,7 +18,7 @@ from tests.steps import apart, assert_same_step, composed_and_layers, real_step
 from tools.plan import search, trace
 from tools.plan.__main__ import main
 from tools.plan.device import load_device
-from tools.plan.plan import Question, make_plan
+from tools.plan.plan import PlanInputs, make_plan
 from tools.plan.repeat import traced
 from tools.plan.routing import Routing, load_routing
 from tools.plan.search import bases
@@ -156,7 +156,7 @@ def test_memory_and_collectives_of_every_stage_are_those_of_a_real_step():
     would send."""
     cfg, of_ranks = config(PIPELINE, 4), run_ranks(4, real_peak, timeout=200)
     plans = [
-        make_plan(cfg, Question(4, 4, H100, on_gpu=False, routing=rows))
+        make_plan(cfg, PlanInputs(4, 4, H100, on_gpu=False, routing=rows))
         for rows in (routing("uneven", cfg), Routing())
     ]
     for plan, uneven in zip(plans, (True, False)):
@@ -173,7 +173,7 @@ def test_memory_and_collectives_of_every_stage_are_those_of_a_real_step():
 @pytest.mark.slow
 def test_a_step_put_together_from_few_layers_is_the_whole_step():
     """With dense layers in front, and counts of experts that are summed in one message of a row for
-    each mixture."""
+    each MoE layer."""
     few, whole, traces = apart(
         composed_and_layers,
         config([*DEEPSEEK, EP2, "--model.n_layers=9", "--model.n_dense_layers=2"], 4),
@@ -184,7 +184,7 @@ def test_a_step_put_together_from_few_layers_is_the_whole_step():
 
 
 def counted(options: list[str], ranks: int) -> tuple[float, float, float, int]:
-    plan = make_plan(config(options, ranks), Question(ranks, ranks, H100))
+    plan = make_plan(config(options, ranks), PlanInputs(ranks, ranks, H100))
     return *plan.flops(), plan.parameters
 
 
@@ -210,8 +210,8 @@ def counted(options: list[str], ranks: int) -> tuple[float, float, float, int]:
     ],
 )
 def test_counted_flops_are_those_of_active_parameters(options, ranks, recomputed):
-    """Padded values, as latent attention has them, count beside, as recomputation does. The second
-    stage of the pipeline has one layer of each kind if the first has two that are dense."""
+    """Padded values, as latent attention has them, count separately, as recomputation does. The
+    second stage of the pipeline has one layer of each kind if the first has two that are dense."""
     cfg = config([*options, "--model.vocab_size=1032"], ranks)
     # a pipeline's plan starts processes itself
     run = counted if cfg.parallelism.pipeline_parallel > 1 else partial(apart, counted)
@@ -223,8 +223,8 @@ def test_counted_flops_are_those_of_active_parameters(options, ranks, recomputed
 
 
 def test_routings(tmp_path):
-    assert load_routing("balanced").exchange(12, 4) == ([3] * 4, [3] * 4)
-    assert load_routing("1.5").exchange(12, 2) == ([9, 3], [9, 9])
+    assert load_routing("balanced").all_to_all_splits(12, 4) == ([3] * 4, [3] * 4)
+    assert load_routing("1.5").all_to_all_splits(12, 2) == ([9, 3], [9, 9])
     assert load_routing("7").shares(2) == [1.0, 0.0]  # no rank can get more than everything
     lines = [
         {"step": 9, "steps": 1, "counts": counts}
@@ -249,11 +249,11 @@ def test_routings(tmp_path):
 
 def test_a_search_shares_experts():
     """Degrees that divide the experts and the ranks; a dense model has none to share."""
-    ask = Question(8, 8, H100)
+    inputs = PlanInputs(8, 8, H100)
 
     def degrees(*options: str) -> set[int]:
         cfg = load_config([*BASE, "--training.local_batch_size=1", *options])
-        return {base.expert_parallel for base in bases(cfg, ask)}
+        return {base.expert_parallel for base in bases(cfg, inputs)}
 
     assert degrees("--model.family=qwen3", "--model.flavor=debug_moe") == {1, 4, 8}
     assert degrees("--model.family=qwen3", "--model.flavor=debug_moe", "--model.n_experts=12") == {
@@ -284,8 +284,8 @@ def test_a_search_shares_experts_between_hosts_until_that_is_slower(monkeypatch)
             "--training.local_batch_size=1",
         ]
     )
-    ask = Question(64, 8, H100)
-    assert [c.choice.expert_parallel for c in search.columns(bases(cfg, ask), cfg, ask)] == [
+    inputs = PlanInputs(64, 8, H100)
+    assert [c.choice.expert_parallel for c in search.columns(bases(cfg, inputs), cfg, inputs)] == [
         1,
         4,
         8,

@@ -27,7 +27,7 @@ from tools.plan.drawing import drawing
 from tools.plan.drawing import main as draw
 from tools.plan.estimate import Ring
 from tools.plan.pipeline import Part, Stages
-from tools.plan.plan import Plan, Question, make_plan
+from tools.plan.plan import Plan, PlanInputs, make_plan
 from tools.plan.report import recomputes_often, report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +70,7 @@ def planned(ranks: int, schedule: str, *options: str, stages: Stages) -> Plan:
     """stages: what earlier plans have traced."""
     return make_plan(
         config(ranks, schedule, *options),
-        Question(ranks, ranks, load_device("h100"), on_gpu=False),
+        PlanInputs(ranks, ranks, load_device("h100"), on_gpu=False),
         stages,
     )
 
@@ -293,10 +293,10 @@ def test_a_tied_weight_travels_twice_a_step_and_the_slowest_rank_is_timed():
     slow = load_device("h100").model_copy(
         update={"fabric_gb_per_s": 0.01, "fabric_latency_us": 0.0}
     )
-    ask = Question(2, 1, slow, on_gpu=False)
+    inputs = PlanInputs(2, 1, slow, on_gpu=False)
     stages, layers = Stages(), "--parallelism.pipeline_layers=[5,4]"
-    plain = make_plan(config(2, "1f1b", layers), ask, stages)
-    tied = make_plan(config(2, "1f1b", layers, TIED), ask, stages)
+    plain = make_plan(config(2, "1f1b", layers), inputs, stages)
+    tied = make_plan(config(2, "1f1b", layers, TIED), inputs, stages)
     weight = Ring(2, 2).seconds("send", 1031 * 120 * 4, slow)  # float32 [V, D]
     hidden = Ring(2, 2).seconds("send", 64 * 120 * 2, slow)  # bfloat16 [T, D]
     assert 2 * hidden < plain.pipeline.p2p < 2 * 8 * hidden < weight
@@ -309,7 +309,7 @@ def test_a_tied_weight_travels_twice_a_step_and_the_slowest_rank_is_timed():
     assert plain.time.computing == of_ranks[1] != of_ranks[0]
     said = report(plain)
     assert (
-        "(rank 1, the slowest): matrix products" in said
+        "(rank 1, the slowest): matmuls" in said
         and "Memory of rank 0, which needs the most" in said
     )
 
@@ -387,7 +387,7 @@ def test_a_search_leaves_out_what_cannot_fit_or_win(monkeypatch):
     cfg = load_config(
         ["--model.n_layers=16", "--training.global_batch_size=512", "--compile.enabled=true"]
     )
-    search.pipelines([(1, 1)], cfg, Question(32, 8, load_device("h100")))
+    search.pipelines([(1, 1)], cfg, PlanInputs(32, 8, load_device("h100")))
     looped = [("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4)]
     assert tried == [
         row

@@ -109,13 +109,13 @@ def slow_link_of_four(patch: pytest.MonkeyPatch, place: Path) -> None:
     environ(GROUP_RANK="0", LOCAL_RANK=os.environ["RANK"], LOCAL_WORLD_SIZE="4")(patch, place)
     option("--parallelism.tensor_parallel=1")(patch, place)
     patch.setattr(socket, "gethostname", lambda: "a")
-    real = network.exchange
+    real = network.ping_pong
 
-    def exchange(message: torch.Tensor, other: int, *args: object) -> None:
+    def ping_pong(message: torch.Tensor, other: int, *args: object) -> None:
         time.sleep(0.3 if other == 3 and os.environ["RANK"] == "2" else 0)
         real(message, other, *args)
 
-    patch.setattr(network, "exchange", exchange)
+    patch.setattr(network, "ping_pong", ping_pong)
 
 
 def other_file(patch: pytest.MonkeyPatch, place: Path) -> None:

@@ -340,8 +340,8 @@ def test_which_ranks_write_a_log():
 
 
 def test_launchers_tell_each_other_which_rank_is_behind(capfd):
-    """Three nodes of two ranks. Rank 3 had begun 7 exchanges, all others 9; every node says so. The
-    launcher of a fourth is gone, and is not waited for long."""
+    """Three nodes of two ranks. Rank 3 had begun 7 collectives, all others 9; every node says so.
+    The launcher of a fourth is gone, and is not waited for long."""
     store = dist.HashStore()
     store.set("members", "[0, 1, 2, 3]")
     began = {0: {0: 9, 1: 9}, 1: {2: 9, 3: 7}, 2: {4: 9, 5: 9}}
@@ -358,11 +358,7 @@ def test_launchers_tell_each_other_which_rank_is_behind(capfd):
     host = socket.gethostname()
     assert (
         said
-        == [
-            f"launch: rank 3 on {host} is behind: it had begun 7 exchanges with the others, which "
-            "had begun 9"
-        ]
-        * 3
+        == [f"launch: rank 3 on {host} is behind: it had begun 7 collectives, the others 9"] * 3
     )
     launch.say_who_is_behind({0: 9, 1: 9}, None, 0)
     launch.say_who_is_behind({}, None, 0)

@@ -284,7 +284,7 @@ def hang(how: str) -> None:
     if how == "spin":
         while True:
             pass
-    ctypes.PyDLL(None).sleep(600)  # in C, without giving Python's lock back
+    ctypes.PyDLL(None).sleep(600)  # in C, without releasing the GIL
 
 
 def hung(folder: Path, options: list[str], how: str, watched: bool = True) -> tuple[int, str]:
@@ -443,7 +443,7 @@ sys.exit(train.main([word for word in sys.argv[1:] if word != "--forget"]))
 @pytest.mark.parametrize("forgets", [False, True], ids=["counted", "not counted, the control"])
 def test_n6_the_rank_that_hung_is_named_where_all_wait_as_nccl_does(forgets, options, tmp_path):
     """NCCL throws a minute after its limit, so the rank that waits dies of its own watchdog too:
-    here it is even the first. But it has begun one exchange more than the one that hangs."""
+    here it is even the first. But it has begun one collective more than the one that hangs."""
     (tmp_path / "wrapper.py").write_text(PATIENT)
     given = [f"--run.folder={tmp_path / 'run'}", *options, step_timeout(3), *["--forget"] * forgets]
     command = [

@@ -59,10 +59,10 @@ def waits_in_steps(outcome: Outcome) -> set[str]:
     return found
 
 
-# The one place where a mixture under expert parallelism must wait: it has to know how many rows to
+# The one host-device sync of an MoE layer under expert parallelism: it has to know how many rows to
 # send.
 ROWS = "parallelisms/ep.py"
-# float32, for which no GPU has a grouped GEMM, asks for the groups' sizes
+# float32, for which no GPU has a grouped GEMM, reads the groups' sizes
 GROUPED = "models/kernels/grouped_product.py"
 THE_TEST = "tests/"  # it keeps the gradients
 ASKED = "training/optim.py"  # SGD, and weights that are offloaded (training/optim.py::step_if)
@@ -424,7 +424,7 @@ def test_negative_control_host_memory_read_too_early(run, tmp_path):
     assert early != early, "it has arrived before anybody waited"
 
 
-def test_negative_control_a_result_used_before_its_exchange(run, tmp_path):
+def test_negative_control_a_result_used_before_its_collective(run, tmp_path):
     slow = PATIENT | {"PLUMBLINE_SIMULATED_NCCL_DELAY": "100000"}
     assert run(2, simulated.uses_a_result_too_early, True, environment=slow).results == [8.0, 8.0]
     early = run(
@@ -441,7 +441,7 @@ def test_negative_control_a_result_used_before_its_exchange(run, tmp_path):
             [
                 "rank 1",
                 "never joined all-reduce of 4 float32",
-                "exchange 2 of the group of ranks 0 1",
+                "collective 2 of the group of ranks 0 1",
             ],
         ),
         (
@@ -477,8 +477,8 @@ def test_negative_control_nccl_takes_no_memory_of_the_host(run):
     )
 
 
-def test_every_kind_of_exchange(run):
-    outcome = run(3, simulated.exchanges)
+def test_every_kind_of_collective(run):
+    outcome = run(3, simulated.collectives)
     assert outcome.whole, outcome.explain()
     for rank, seen in enumerate(outcome.results):
         assert seen["sum"] == [30.0, 33.0, 36.0] and seen["max"] == [20.0, 21.0, 22.0]
@@ -508,7 +508,7 @@ def test_a_run_that_is_interrupted_leaves_the_next_one_alone(simulator, tmp_path
 
 # inductor's code for CUDA is what a simulation does not have
 COMPILES = {"compiled", "documents_compiled"}  # a simulation has no code that inductor makes
-COARSER = {"control"}  # TF32 is a property of a GPU's products
+COARSER = {"control"}  # TF32 is a property of a GPU's matmuls
 STARTS = {"error"}  # starts processes of its own; test_a_rank_that_raises_ends_with_its_error
 
 
@@ -562,7 +562,7 @@ def test_the_command_says_where_a_step_must_wait_and_where_it_should_not():
         "host-device syncs in a training step: 3",
         "    parallelisms/ep.py:86: item (6 in 3 steps), since it must",
     ]
-    assert wrong == ["a training step waits for the GPU at training/loss.py:7: item"]
+    assert wrong == ["a training step has a host-device sync at training/loss.py:7: item"]
 
 
 @pytest.mark.parametrize(

@@ -554,12 +554,12 @@ def test_a_profile_shows_the_phases_of_a_step(options):
 # host waits for
 
 
-# Operators in which the host asks for a number that a GPU has, and waits for it.
+# Operators that cause a host-device sync: the host reads a value that a GPU computes.
 ASKS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
 
 
 def asked(options: list[str], early: bool = False) -> tuple[list[str], list[str]]:
-    """What is asked of the device in a step: before the optimizer's kernel is queued, and after it."""
+    """The host-device syncs of a step: before the optimizer's kernel is queued, and after it."""
     if early:
         clip = train.clip_grad_norm
         train.clip_grad_norm = lambda *args: torch.tensor(clip(*args).item())
@@ -589,8 +589,8 @@ def asked(options: list[str], early: bool = False) -> tuple[list[str], list[str]
 )
 def test_nothing_is_asked_of_the_device_before_the_optimizer_has_its_work(ranks, options):
     """So a GPU always has work: forward, backward and the update are queued without a wait, and
-    while it updates the host reads loss and norm, which left it before (training/feed.py::read_later: a copy
-    on a CPU's own memory asks nothing)."""
+    while it updates the host reads loss and norm, which left it before (training/feed.py::read_later: a
+    copy on a CPU's own memory needs no sync)."""
     assert run_ranks(ranks, asked, options) == [([], [])] * ranks
 
 

@@ -6,7 +6,7 @@ a rank.
 `configs/load.py` reads the configuration alone, on any machine. This looks at the machine: the
 text, the tokenizer and its size, the checkpoints to start from, optional packages, and a GPU where
 an option needs one. All mistakes are reported at once, with exit code 2. Nothing is written or
-downloaded. Torch, which takes seconds to import, is imported only for a question that nothing else
+downloaded. Torch, which takes seconds to import, is imported only for a check that nothing else
 can answer.
 """
 
@@ -117,14 +117,13 @@ def torch_problems(cfg: Config) -> Iterator[str]:
 
 
 def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
-    """The same for options that need a GPU. They are asked of the code that a rank will run, so the
-    sentences are its own."""
-    kernel, recipe, overlapped = (
-        cfg.training.attention,
-        cfg.training.float8,
-        cfg.parallelism.async_tensor_parallel,
-    )
-    p, width = cfg.parallelism, check.query_width(cfg.model)
+    """The same for options that need a GPU. They are checked by the code that a rank will run, so
+    the sentences are its own."""
+    kernel = cfg.training.attention
+    recipe = cfg.training.float8
+    overlapped = cfg.parallelism.async_tensor_parallel
+    p = cfg.parallelism
+    width = check.query_width(cfg.model)
     gathers = p.context_parallel > 1 and p.context_parallel_method == "gather"
     # else every GPU of today has a kernel
     gathers &= check.no_flash(cfg.training.param_dtype, width)

@@ -22,6 +22,7 @@ import signal
 import statistics
 import sys
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import tomli
@@ -50,7 +51,11 @@ ROUNDING = 1e-5
 
 # What rounding does in float32 (tests/parity.py, on models that amplify it and others): the first
 # difference of the loss or the norm is 6e-8 to 2e-6, and a step makes it up to 20 times as large.
-JUDGED, FIRST_ROUNDING, GROWTH = ("loss", "grad_norm"), 3e-6, 100
+JUDGED = ("loss", "grad_norm")
+FIRST_ROUNDING = 3e-6
+GROWTH = 100
+
+Metrics = dict[str, dict[int, float]]  # metric -> step -> value
 
 
 @dataclass(frozen=True)
@@ -80,24 +85,30 @@ class Comparison:
 
 def compare(a: Path, b: Path, tolerance: float | None = None) -> Comparison:
     """Raises InputError where a folder is no run's, or the two have no step in common."""
-    metrics_a, metrics_b = series(a), series(b)
-    common = sorted(set().union(*metrics_a.values()) & set().union(*metrics_b.values()))
+    metrics_a = series(a)
+    metrics_b = series(b)
+    steps_a = set().union(*metrics_a.values())
+    steps_b = set().union(*metrics_b.values())
+    common = sorted(steps_a & steps_b)
     if not common:
         raise InputError(f"{a} and {b} have no logged step in common")
-    rows, limit = [], ROUNDING if tolerance is None else tolerance
+    limit = ROUNDING if tolerance is None else tolerance
+    rows = []
     for metric in dict.fromkeys([*metrics_a, *metrics_b]):
-        both = sorted(metrics_a.get(metric, {}).keys() & metrics_b.get(metric, {}).keys())
-        rows.append(_row(metric, both, metrics_a.get(metric, {}), metrics_b.get(metric, {}), limit))
+        of_a = metrics_a.get(metric, {})
+        of_b = metrics_b.get(metric, {})
+        both = sorted(of_a.keys() & of_b.keys())
+        rows.append(_row(metric, both, of_a, of_b, limit))
     weights, same_weights = checkpoints(a, b)
-    differs = sorted(
-        (row for row in rows if row.first_difference is not None),
-        key=lambda row: row.first_difference,
-    )
+    unequal = [row for row in rows if row.first_difference is not None]
+    differs = sorted(unequal, key=attrgetter("first_difference"))
     beyond = [row for row in rows if row.first_beyond is not None]
     if not differs and same_weights is not False:
-        verdict, code = "bitwise equal", 0
+        verdict = "bitwise equal"
+        code = 0
     elif not differs:
-        verdict, code = "metrics bitwise equal, checkpoints not", 1
+        verdict = "metrics bitwise equal, checkpoints not"
+        code = 1
     elif not beyond:
         worst = max(row.largest for row in rows)
         verdict = (
@@ -106,7 +117,8 @@ def compare(a: Path, b: Path, tolerance: float | None = None) -> Comparison:
         )
         code = 1 if tolerance is None else 0
     else:
-        row, first = differs[0], min(beyond, key=lambda row: row.first_beyond)
+        row = differs[0]
+        first = min(beyond, key=attrgetter("first_beyond"))
         verdict = f"they part at step {row.first_difference} ({row.metric} by {row.first_size:.1e})"
         # the smaller at first, the more it is like rounding
         if first.first_beyond > row.first_difference:
@@ -117,44 +129,42 @@ def compare(a: Path, b: Path, tolerance: float | None = None) -> Comparison:
             verdict += ": like rounding, which began small and grew step by step"
         code = 1
     steps = [common[0], common[-1]]
-    more = [
-        f"{name} goes on to {last}"
-        for name, last in (("A", _last(metrics_a)), ("B", _last(metrics_b)))
-        if last > steps[1]
-    ]
-    where = ", ".join([f"steps {steps[0]} to {steps[1]}", *more])
+    where = f"steps {steps[0]} to {steps[1]}"
+    for name, metrics in ("A", metrics_a), ("B", metrics_b):
+        if _last(metrics) > steps[1]:
+            where += f", {name} goes on to {_last(metrics)}"
     return Comparison(f"{verdict} ({where})", code, steps, rows, weights, *explanations(a, b))
 
 
-def like_rounding(
-    a: dict[str, dict[int, float]], b: dict[str, dict[int, float]], differs: list[MetricRow]
-) -> bool:
+def like_rounding(a: Metrics, b: Metrics, differs: list[MetricRow]) -> bool:
     """Whether the differences began as small as rounding, in every metric that was among the first
     to differ, and then grew by no jump in loss and norm. `differs`: the rows that are not bitwise
     equal, the earliest first."""
-    begins = [
-        row.first_size for row in differs if row.first_difference == differs[0].first_difference
-    ]
+    earliest = differs[0].first_difference
+    begins = [row.first_size for row in differs if row.first_difference == earliest]
     if max(begins) > FIRST_ROUNDING:
         return False
     for metric in JUDGED:
         # loss and norm are float32: of a difference below 1e-7 nothing is seen
         largest = ROUNDING / GROWTH
-        for step in sorted(a.get(metric, {}).keys() & b.get(metric, {}).keys()):
-            size = difference(a[metric][step], b[metric][step])
+        of_a = a.get(metric, {})
+        of_b = b.get(metric, {})
+        for step in sorted(of_a.keys() & of_b.keys()):
+            size = difference(of_a[step], of_b[step])
             if size > GROWTH * largest:
                 return False
             largest = max(largest, size)
     return True
 
 
-def _last(metrics: dict[str, dict[int, float]]) -> int:
+def _last(metrics: Metrics) -> int:
     return max(step for by_step in metrics.values() for step in by_step)
 
 
-def series(folder: Path) -> dict[str, dict[int, float]]:
-    """metric -> step -> value, of metrics.jsonl, without timings."""
-    path, metrics = folder / "metrics.jsonl", {}
+def series(folder: Path) -> Metrics:
+    """The metrics of metrics.jsonl, without timings."""
+    path = folder / "metrics.jsonl"
+    metrics: Metrics = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -180,26 +190,31 @@ def difference(a: float, b: float) -> float:
     finite."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
-    return abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a) and math.isfinite(b) else math.inf
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b))
 
 
 def _row(
-    metric: str, steps: list[int], a: dict[int, float], b: dict[int, float], limit: float
+    metric: str,
+    steps: list[int],
+    a: dict[int, float],
+    b: dict[int, float],
+    limit: float,
 ) -> MetricRow:
     by_step = {step: difference(a[step], b[step]) for step in steps}
     first = next((step for step in steps if by_step[step] > 0), None)
+    first_beyond = next((step for step in steps if by_step[step] > limit), None)
     largest = max(steps, key=by_step.get, default=None)
-    tail = [
-        b[step] - a[step]
-        for step in steps[-math.ceil(len(steps) / 10) :]
-        if math.isfinite(b[step] - a[step])
-    ]
+    last_tenth = steps[-math.ceil(len(steps) / 10) :]
+    tail = [b[step] - a[step] for step in last_tenth]
+    tail = [size for size in tail if math.isfinite(size)]
     return MetricRow(
         metric,
         len(steps),
         first,
         by_step.get(first, 0.0),
-        next((step for step in steps if by_step[step] > limit), None),
+        first_beyond,
         by_step.get(largest, 0.0),
         largest if by_step.get(largest) else None,
         statistics.fmean(tail) if tail else 0.0,
@@ -214,33 +229,34 @@ def checkpoints(a: Path, b: Path) -> tuple[str, bool | None]:
     the same mesh.
     """
     try:
-        saved = [
-            {verify.parse_name(path.name)[1]: path for path in reversed(verify.find(run))}
-            for run in (a, b)
-        ]
-        step = max(saved[0].keys() & saved[1].keys(), default=None)
+        saved_a = _saved_steps(a)
+        saved_b = _saved_steps(b)
+        step = max(saved_a.keys() & saved_b.keys(), default=None)
         if step is None:
             return "no step that both have", None
-        one, other = (verify.read_manifest(by_step[step]) for by_step in saved)
-        if one["mesh"] != other["mesh"] or one["tensors"].keys() != other["tensors"].keys():
-            return (
-                f"step {step}: the mesh or the tensors differ, so hashes cannot be compared",
-                None,
-            )
-        hashes = [
-            verify.part_hashes(by_step[step], manifest)
-            for by_step, manifest in zip(saved, (one, other), strict=True)
-        ]
+        manifest_a = verify.read_manifest(saved_a[step])
+        manifest_b = verify.read_manifest(saved_b[step])
+        names = manifest_a["tensors"].keys()
+        if manifest_a["mesh"] != manifest_b["mesh"] or names != manifest_b["tensors"].keys():
+            why = f"step {step}: the mesh or the tensors differ, so hashes cannot be compared"
+            return why, None
+        hashes_a = verify.part_hashes(saved_a[step], manifest_a)
+        hashes_b = verify.part_hashes(saved_b[step], manifest_b)
     except (InputError, verify.Damaged) as error:
         return str(error), None
-    different = [name for name in one["tensors"] if hashes[0][name] != hashes[1][name]]
+    different = [name for name in names if hashes_a[name] != hashes_b[name]]
     if not different:
-        return f"step {step}: all {len(one['tensors'])} tensors are bitwise equal", True
-    return (
-        f"step {step}: {len(different)} of {len(one['tensors'])} tensors differ, the first of them "
-        f"{different[0]}",
-        False,
-    )
+        return f"step {step}: all {len(names)} tensors are bitwise equal", True
+    count = f"{len(different)} of {len(names)} tensors differ"
+    return f"step {step}: {count}, the first of them {different[0]}", False
+
+
+def _saved_steps(run: Path) -> dict[int, Path]:
+    """Step -> its newest checkpoint."""
+    steps = {}
+    for path in reversed(verify.find(run)):
+        steps[verify.parse_name(path.name)[1]] = path
+    return steps
 
 
 def explanations(a: Path, b: Path) -> tuple[dict[str, list], dict[str, list]]:
@@ -254,12 +270,12 @@ def _options(run: Path) -> dict[str, object]:
         tables = tomli.loads((run / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    options_of_run = {
-        f"{table}.{key}": value
-        for table, options in tables.items()
-        for key, value in options.items()
-    }
-    return {key: value for key, value in options_of_run.items() if key not in PLACES}
+    found = {}
+    for table, options in tables.items():
+        for key, value in options.items():
+            if f"{table}.{key}" not in PLACES:
+                found[f"{table}.{key}"] = value
+    return found
 
 
 def _about(run: Path) -> dict[str, object]:
@@ -274,18 +290,16 @@ def _about(run: Path) -> dict[str, object]:
         facts["commit"] = last["code"]["commit"][:12] or "(no git)"
         facts |= {f"code {path}": digest for path, digest in last["code"]["files"].items()}
         facts |= {f"version of {name}": version for name, version in last["versions"].items()}
-        variables = last["environment"].items()
-        facts |= {
-            f"environment {name}": value for name, value in variables if name not in OF_THE_LAUNCHER
-        }
+        for name, value in last["environment"].items():
+            if name not in OF_THE_LAUNCHER:
+                facts[f"environment {name}"] = value
         facts["mesh"] = _counts(verify.all_dimensions(last.get("mesh", {})))
         devices: dict[str, int] = {}
         for row in last.get("hosts", []):
             devices[row["device"]] = devices.get(row["device"], 0) + len(row["ranks"])
         facts["devices"] = _counts(devices)
-        facts["versions of the code"] = len(
-            {json.dumps(start.about["code"]["files"], sort_keys=True) for start in starts}
-        )
+        files = [start.about["code"]["files"] for start in starts]
+        facts["versions of the code"] = len({json.dumps(one, sort_keys=True) for one in files})
     try:
         data = json.loads((run / "data.json").read_text(encoding="utf-8"))
         facts |= {
@@ -302,9 +316,11 @@ def _counts(numbers: dict[str, int]) -> str:
 
 
 def _unlike(a: dict, b: dict) -> dict[str, list]:
-    return {
-        key: [a.get(key), b.get(key)] for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)
-    }
+    found = {}
+    for key in dict.fromkeys([*a, *b]):
+        if a.get(key) != b.get(key):
+            found[key] = [a.get(key), b.get(key)]
+    return found
 
 
 def table(a: Path, b: Path, comparison: Comparison, tolerance: float) -> str:
@@ -320,34 +336,22 @@ def table(a: Path, b: Path, comparison: Comparison, tolerance: float) -> str:
         if not row.steps:
             lines.append(f"{row.metric:{width}}  {0:6}  in one run only")
             continue
-        first, beyond = (
-            "-" if step is None else step for step in (row.first_difference, row.first_beyond)
-        )
-        worst = (
-            f"{row.largest:8.1e}  {row.largest_at:8}  {row.last_tenth:+.3g}"
-            if row.largest
-            else f"{'-':>8}  {'-':>8}  -"
-        )
+        first = "-" if row.first_difference is None else row.first_difference
+        beyond = "-" if row.first_beyond is None else row.first_beyond
+        worst = f"{'-':>8}  {'-':>8}  -"
+        if row.largest:
+            worst = f"{row.largest:8.1e}  {row.largest_at:8}  {row.last_tenth:+.3g}"
         lines.append(f"{row.metric:{width}}  {row.steps:6}  {first:>13}  {beyond:>11}  {worst}")
     lines += ["", f"checkpoints: {comparison.checkpoint}"]
-    code = [
-        key for key in comparison.environment if key.startswith("code ") and key.endswith(".py")
-    ]
-    rest = {key: values for key, values in comparison.environment.items() if key not in code}
+    environment = comparison.environment
+    code = [key for key in environment if key.startswith("code ") and key.endswith(".py")]
+    rest = {key: values for key, values in environment.items() if key not in code}
     for title, differences in (("options", comparison.config), ("environment", rest)):
         lines.append(f"{title}: " + ("the same" if not differences else ""))
-        lines += [
-            f"  {key}: A {_shown(one)}, B {_shown(other)}"
-            for key, (one, other) in differences.items()
-        ]
-    lines.append(
-        "code: "
-        + (
-            "the same"
-            if not code
-            else "differs in " + ", ".join(key.removeprefix("code ") for key in code)
-        )
-    )
+        for key, (one, other) in differences.items():
+            lines.append(f"  {key}: A {_shown(one)}, B {_shown(other)}")
+    changed = ", ".join(key.removeprefix("code ") for key in code)
+    lines.append(f"code: differs in {changed}" if code else "code: the same")
     return "\n".join(lines)
 
 
@@ -370,8 +374,10 @@ def plot(a: Path, b: Path, comparison: Comparison, limit: float, path: Path) -> 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    one, other = series(a), series(b)
-    figure, (top, below) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 7), layout="constrained")
+    one = series(a)
+    other = series(b)
+    figure, axes = pyplot.subplots(2, 1, sharex=True, figsize=(9, 7), layout="constrained")
+    top, below = axes
     for title, run, line, dots in (
         (f"A: {a.name}", one, "C0-", "C0o"),
         (f"B: {b.name}", other, "C1--", "C1x"),
@@ -387,13 +393,16 @@ def plot(a: Path, b: Path, comparison: Comparison, limit: float, path: Path) -> 
     top.set_title(comparison.verdict, fontsize="medium", wrap=True)
     top.set_ylabel("loss, nats per token")
     top.legend()
-    shown = sorted((row for row in comparison.rows if row.largest), key=lambda row: -row.largest)[
-        :8
-    ]
+    unequal = [row for row in comparison.rows if row.largest]
+    shown = sorted(unequal, key=attrgetter("largest"), reverse=True)[:8]
     for row in shown:
-        steps = sorted(one[row.metric].keys() & other[row.metric].keys())
-        apart = {step: difference(one[row.metric][step], other[row.metric][step]) for step in steps}
-        points = [(step, value) for step, value in apart.items() if 0 < value < math.inf]
+        of_a = one[row.metric]
+        of_b = other[row.metric]
+        points = []
+        for step in sorted(of_a.keys() & of_b.keys()):
+            size = difference(of_a[step], of_b[step])
+            if 0 < size < math.inf:
+                points.append((step, size))
         if points:
             below.plot(
                 *zip(*points, strict=True), ".-", label=row.metric, linewidth=0.8, markersize=4

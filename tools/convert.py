@@ -42,7 +42,7 @@ from models import FORMATS, MODELS
 from reliability import disk
 
 META = "llama"  # the family whose weights Meta published in a format of its own
-# bytes read of mapped files before they are mapped anew: mapped pages count as this process's
+# bytes read from mapped files before they are mapped anew: mapped pages count as this process's
 # memory
 REMAP = 1 << 28
 
@@ -91,8 +91,8 @@ def meta_to_dcp(source: Path, out: Path) -> str:
 
 
 def tokenizer_of(read: Callable, source: Path | str) -> Tokenizer | None:
-    """The source's tokenizer; a model is worth having without one, so what is wrong with it is said
-    and no error."""
+    """The source's tokenizer. A model is useful without one, so a problem with it is only
+    printed."""
     try:
         return read(source)
     except InputError as error:
@@ -118,19 +118,20 @@ def publish(
     """Write a checkpoint of step 0 with the tensors that `read` returns by name, widened to
     float32, and the tokenizer.
 
-    The same writer, manifest and hashes as a run's, fed one tensor at a time. It appears when it is
-    whole.
+    The same writer, manifest and hashes as a run's, fed one tensor at a time. It is published by a
+    rename when it is complete.
     """
-    folder, name = out / "checkpoints", verify.step_name(0, 0)
+    folder = out / "checkpoints"
+    name = verify.step_name(0, 0)
     temporary = folder / f".tmp-{uuid.uuid4().hex[:8]}-0-{name}"
-    live = {
-        f"model.{n}": torch.empty(shape, device="meta") for n, shape in shapes(family, args).items()
-    }
+    live: dict[str, Tensor] = {}
+    for parameter, shape in shapes(family, args).items():
+        live[f"model.{parameter}"] = torch.empty(shape, device="meta")
     size = sum(tensor.nbytes for tensor in live.values())
-    facts: dict[str, Any] = {"family": family}
-    facts["must_match"] = {"model": asdict(args)} | (
-        {"tokenizer": tokenizer.fingerprint} if tokenizer else {}
-    )
+    must_match = {"model": asdict(args)}
+    if tokenizer:
+        must_match["tokenizer"] = tokenizer.fingerprint
+    facts: dict[str, Any] = {"family": family, "must_match": must_match}
     head = {
         "format": verify.FORMAT,
         "step": 0,
@@ -172,12 +173,17 @@ def publish(
 
 
 class ConvertedParts(storage.OneByOne):
-    """The tensors of the source, each read and widened when it is written, and then gone."""
+    """The tensors of the source. Each is read and widened when it is written, and then freed."""
 
     def __init__(
-        self, names: Iterable[str], read: Callable[[str], Tensor], progress: Callable[[int], object]
+        self,
+        names: Iterable[str],
+        read: Callable[[str], Tensor],
+        progress: Callable[[int], object],
     ):
-        self.live, self.read, self.progress = names, read, progress
+        self.live = names
+        self.read = read
+        self.progress = progress
 
     def bytes_of(self, name: str) -> memoryview:
         tensor = self.read(name.removeprefix("model.")).float()
@@ -187,7 +193,7 @@ class ConvertedParts(storage.OneByOne):
 
 
 def progress_bar(size: int, name: str) -> tqdm:
-    """Of bytes; on a terminal only."""
+    """A progress bar over bytes; on a terminal only."""
     return tqdm(total=size, unit="B", unit_scale=True, desc=name, leave=False, disable=None)
 
 
@@ -212,69 +218,74 @@ class MetaFolder:
             if piece.keys() != self.pieces[0].keys():
                 raise InputError(f"{file} does not have the tensors of {self.files[0]}")
         try:
-            self.args = FORMATS[META].args_from_meta(
-                hf.read_json(folder / "params.json"), self.pieces[0], len(self.files)
-            )
+            params = hf.read_json(folder / "params.json")
+            self.args = FORMATS[META].args_from_meta(params, self.pieces[0], len(self.files))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise InputError(
                 f"{folder / 'params.json'} does not describe a Llama: {error!r}"
             ) from None
         self.shapes = shapes(META, self.args)
         names = self.pieces[0].keys() - FORMATS[META].meta_ignored(self.args)
-        hf.check_tensors(folder, {name: self.describe(name) for name in sorted(names)}, self.shapes)
+        described = {name: self.describe(name) for name in sorted(names)}
+        hf.check_tensors(folder, described, self.shapes)
 
     def open(self) -> None:
-        """Map all files, when nothing is mapped yet or much has been read of what is."""
+        """Map all files, if none is mapped yet or REMAP bytes have been read since."""
         if self.mapped < REMAP:
             return
-        self.pieces, self.mapped = [], 0
+        self.pieces = []
+        self.mapped = 0
         for file in self.files:
             try:
                 piece = torch.load(str(file), map_location="cpu", mmap=True, weights_only=True)
-            except Exception as error:  # whatever a file that is not one makes torch raise
+            except Exception as error:  # torch raises many types for a file of another kind
                 first = str(error).strip().splitlines() or [type(error).__name__]
                 raise InputError(
                     f"{file} is not a file of tensors that can be read without running its code: "
                     f"{first[0]}"
                 ) from None
-            if not isinstance(piece, dict) or not all(
-                type(t) is Tensor and t.layout == torch.strided for t in piece.values()
-            ):
+            if not isinstance(piece, dict):
                 raise InputError(f"{file} is not a dict of tensors")
+            for tensor in piece.values():
+                if type(tensor) is not Tensor or tensor.layout != torch.strided:
+                    raise InputError(f"{file} is not a dict of tensors")
             self.pieces.append(piece)
 
     def cut(self, name: str) -> int | None:
-        """The dimension along which the files' pieces of a tensor lie side by side; None when each
-        has all of it."""
-        shape, n = list(self.pieces[0][name].shape), len(self.files)
+        """The dimension along which a tensor is sharded over the files; None when each has all of
+        it."""
+        n = len(self.files)
+        if n == 1:
+            return None
+        shape = list(self.pieces[0][name].shape)
         whole = self.shapes.get(name, shape)
-        for dim in range(len(whole)):
-            if (
-                n > 1
-                and shape == [*whole[:dim], whole[dim] // n, *whole[dim + 1 :]]
-                and whole[dim] % n == 0
-            ):
+        for dim, size in enumerate(whole):
+            sharded = [*whole[:dim], size // n, *whole[dim + 1 :]]
+            if size % n == 0 and shape == sharded:
                 return dim
         return None
 
     def describe(self, name: str) -> tuple[str, list[int]]:
         """Type and whole shape."""
-        first, dim = self.pieces[0][name], self.cut(name)
+        first = self.pieces[0][name]
+        dim = self.cut(name)
         for file, piece in zip(self.files, self.pieces, strict=True):
             if piece[name].shape != first.shape or piece[name].dtype != first.dtype:
                 raise InputError(
                     f"{name} is not the same in {file} and {self.files[0]}: "
                     f"{list(piece[name].shape)}"
                 )
-        shape = [size * len(self.files) if i == dim else size for i, size in enumerate(first.shape)]
+        shape = list(first.shape)
+        if dim is not None:
+            shape[dim] *= len(self.files)
         return CODES.get(first.dtype, str(first.dtype)), shape
 
     def read(self, name: str) -> Tensor:
         self.open()
         dim = self.cut(name)
-        pieces = (
-            [piece[name] for piece in self.pieces] if dim is not None else [self.pieces[0][name]]
-        )
+        pieces = [piece[name] for piece in self.pieces]
+        if dim is None:
+            pieces = pieces[:1]
         self.mapped += sum(piece.nbytes for piece in pieces)
         whole = torch.cat(pieces, dim=dim or 0)
         return FORMATS[META].from_meta(name, whole, self.args)
@@ -289,49 +300,53 @@ def dcp_to_hf(
 ) -> str:
     path, manifest = newest(source)
     facts = manifest["facts"]
-    given = tokenizer or path.resolve().parent.parent / "tokenizer.json"
-    saved = load_saved(str(given)) if tokenizer else tokenizer_of(load_saved, str(given))
-    files = hf_tokenizer.files(saved, facts["must_match"]["model"]["max_seq_len"]) if saved else {}
-    size = sum(
-        verify.nbytes(t["dtype"], t["shape"])
-        for t in state.select(manifest["tensors"], "model", ()).values()
-    )
+    if tokenizer:
+        saved = load_saved(str(tokenizer))
+    else:
+        of_run = path.resolve().parent.parent / "tokenizer.json"
+        saved = tokenizer_of(load_saved, str(of_run))
+    files = {}
+    if saved:
+        files = hf_tokenizer.files(saved, facts["must_match"]["model"]["max_seq_len"])
+    weights = state.select(manifest["tensors"], "model", ()).values()
+    size = sum(verify.nbytes(row["dtype"], row["shape"]) for row in weights)
     family = FORMATS[facts["family"]]
     with progress_bar(size, path.name) as bar:
         hf.export(path, out, family, getattr(torch, dtype), files, max_shard_size, bar.update)
-    return (
-        f"{out}: the model of {path} in {dtype}, {'with its' if saved else 'without a'} tokenizer"
-    )
+    words = "with its tokenizer" if saved else "without a tokenizer"
+    return f"{out}: the model of {path} in {dtype}, {words}"
 
 
 def dcp_to_torch(source: Path, out: Path, content: str) -> str:
     """{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}, "step", "progress",
     "facts"}: tensors and plain values, so that torch.load with its default, weights_only, reads it.
 
-    torch.save writes the file with its tensors left out (`skip_data`), then they are put into their
-    places one by one. The checksums in the zip archive stay 0: torch never looks at them, `unzip
-    -t` would.
+    torch.save writes the file without the tensors' data (`skip_data`). Then the data are written
+    into their places, one tensor at a time. The checksums in the zip archive stay 0: torch never
+    looks at them, `unzip -t` would.
     """
     path, manifest = newest(source)
     # where each tensor goes: "model" or its parameter -> key -> name
     tables: dict[str, dict[str, str]] = {"model": {}}
     for name in state.select(manifest["tensors"], content, ()):
         kind, _, rest = name.partition(".")
-        table, _, key = ("model", "", rest) if kind == "model" else rest.rpartition(".")
-        tables.setdefault(table, {})[key] = name
-    # as torch.save meets and numbers them
-    order = [name for table in tables.values() for name in table.values()]
-    size = sum(
-        verify.nbytes(row["dtype"], row["shape"])
-        for row in (manifest["tensors"][name] for name in order)
-    )
+        if kind == "model":
+            tables["model"][rest] = name
+        else:
+            parameter, _, key = rest.rpartition(".")
+            tables.setdefault(parameter, {})[key] = name
+    order: list[str] = []  # in which torch.save meets and numbers them
+    for table in tables.values():
+        order += table.values()
+    rows = [manifest["tensors"][name] for name in order]
+    size = sum(verify.nbytes(row["dtype"], row["shape"]) for row in rows)
+    optimizer: dict[str, dict[str, Tensor]] = {}
     with FakeTensorMode():  # shapes and types without memory
-        whole: dict = {
-            table: {key: _empty(manifest["tensors"][name]) for key, name in names.items()}
-            for table, names in tables.items()
-        }
-    model = whole.pop("model")
-    whole = {"model": model, "optimizer": whole} if content != "model" else {"model": model}
+        for table, names in tables.items():
+            optimizer[table] = {k: _empty(manifest["tensors"][name]) for k, name in names.items()}
+    whole: dict = {"model": optimizer.pop("model")}
+    if content != "model":
+        whole["optimizer"] = optimizer
     whole |= {key: manifest[key] for key in ("step", "progress", "facts")}
     temporary = out.parent / f".tmp-{uuid.uuid4().hex[:8]}-{out.name}"
     try:
@@ -376,14 +391,14 @@ def _empty(stored: dict) -> Tensor:
 
 
 def storages(path: Path) -> list[tuple[int, int]]:
-    """Where the bytes of each tensor lie in a file of torch.save, in its order, and how many: it is
-    a zip archive of records `data/0`, `data/1`, ..., not compressed."""
+    """(offset, bytes) of each tensor's data in a file of torch.save, in its order. The file is an
+    uncompressed zip archive of records `data/0`, `data/1`, ..."""
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         found = {}
         for info in archive.infolist():
             folder, _, number = info.filename.rpartition("/")
             if folder.endswith("/data"):
-                # of a local header of 30 bytes: the lengths of name and extra field
+                # the last 4 of the local header's 30 bytes: the lengths of name and extra field
                 file.seek(info.header_offset + 26)
                 name, extra = struct.unpack("<HH", file.read(4))
                 found[int(number)] = (info.header_offset + 30 + name + extra, info.file_size)

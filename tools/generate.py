@@ -113,7 +113,8 @@ def generate(
 
 def show(texts: Iterator[list[str]], count: int, live: bool) -> None:
     """Print the last texts; with `live` a single one as it grows."""
-    written, last = 0, [""] * count
+    written = 0
+    last = [""] * count
     for last in texts:
         if live:
             print(last[0][written:], end="", flush=True)

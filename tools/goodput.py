@@ -83,7 +83,9 @@ def expected(
     adds that to R: so much more work is lost with each failure.
     """
     work = interval + stall
-    return interval / mtbf * math.exp(-(restart + write + work) / mtbf) / -math.expm1(-work / mtbf)
+    no_failure = math.exp(-(restart + write + work) / mtbf)
+    failure = -math.expm1(-work / mtbf)
+    return interval / mtbf * no_failure / failure
 
 
 def best_interval(mtbf: float, stall: float) -> float:
@@ -93,7 +95,8 @@ def best_interval(mtbf: float, stall: float) -> float:
     Young (1974) gives sqrt(2 stall mtbf), which this approaches for a stall that is short against
     mtbf.
     """
-    low, high = 0.0, mtbf
+    low = 0.0
+    high = mtbf
     for _ in range(200):
         middle = (low + high) / 2
         x = (middle + stall) / mtbf
@@ -135,7 +138,8 @@ def simulate(
 
 
 def predict(options: argparse.Namespace) -> dict:
-    mtbf, back = options.mtbf_hours * 3600, options.detect + options.restart
+    mtbf = options.mtbf_hours * 3600
+    back = options.detect + options.restart
     best = best_interval(mtbf, options.stall) if options.stall else 0.0
     interval = options.interval or best
     if not interval:
@@ -178,7 +182,8 @@ def predicted(prediction: dict, options: argparse.Namespace) -> str:
         "(Daly 2006)"
     )
     if prediction["best_interval"]:
-        best, at_best = prediction["best_interval"], prediction["expected_at_best"]
+        best = prediction["best_interval"]
+        at_best = prediction["expected_at_best"]
         lines.append(
             f"the best interval is {best:,.1f} s of work between saves: {at_best:.2%} expected"
         )

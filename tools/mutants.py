@@ -65,10 +65,8 @@ FSDP, TP, PP = (
     f"parallel::test_mesh_equals_the_plain_model[{mesh}]" for mesh in ("fsdp2", "tp2", "pp2")
 )
 HSDP = "parallel::test_cpu_offload_equals_the_plain_model[hsdp2x2]"
-CP, EP = (
-    "context::test_mesh_equals_the_plain_model[cp2]",
-    "experts::test_mesh_equals_the_plain_model[ep2]",
-)
+CP = "context::test_mesh_equals_the_plain_model[cp2]"
+EP = "experts::test_mesh_equals_the_plain_model[ep2]"
 EXPERTS_TP = "experts_tp::test_mesh_equals_the_plain_model[tp2-more0]"
 ZBV, INTERLEAVED = (
     f"parallel::test_every_schedule_equals_the_plain_model[pp2-{name}]"
@@ -344,10 +342,11 @@ TESTS = {
 
 def arguments_of(tests: list[str]) -> list[str]:
     """pytest's: "loader" and "loader::test_x" are in tests/test_loader.py."""
-    return [
-        f"tests/test_{file}.py{mark}{function}"
-        for file, mark, function in (test.partition("::") for test in tests)
-    ]
+    arguments = []
+    for test in tests:
+        file, mark, function = test.partition("::")
+        arguments.append(f"tests/test_{file}.py{mark}{function}")
+    return arguments
 
 
 UNHARMED = "without a mutant"
@@ -366,7 +365,8 @@ class Mutant(NamedTuple):
 
     def difference(self) -> str:
         """The lines that changed, as a diff without its head."""
-        old, new = (ROOT / self.path).read_text(encoding="utf-8"), self.source
+        old = (ROOT / self.path).read_text(encoding="utf-8")
+        new = self.source
         lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
         return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
 
@@ -379,8 +379,12 @@ def sample(files: list[str], count: int, seed: int) -> list[Mutant]:
     for path in files:
         source = (ROOT / path).read_text(encoding="utf-8")
         for line, column, kind, make in [*left_out(source), *by_cosmic_ray(source)]:
-            places.setdefault((path, line, column, kind.split("_")[0]), []).append((kind, make))
-    generator, mutants, order = random.Random(seed), [], sorted(places)
+            operator, *_ = kind.split("_")
+            at_place = places.setdefault((path, line, column, operator), [])
+            at_place.append((kind, make))
+    generator = random.Random(seed)
+    mutants = []
+    order = sorted(places)
     generator.shuffle(order)
     for place in order:
         if len(mutants) == count:
@@ -466,7 +470,8 @@ def by_cosmic_ray(source: str) -> Iterator[tuple]:
     for name in sorted(plugins.operator_names()):
         if name.startswith("core/Variable"):  # they need arguments
             continue
-        operator, occurrence = plugins.get_operator(name)(), 0
+        operator = plugins.get_operator(name)()
+        occurrence = 0
         for node in ast_nodes(tree):
             for (line, column), _ in operator.mutation_positions(node):
                 if (line, column) not in annotations:
@@ -512,7 +517,8 @@ def outcome(
     path = place / mutant.path if mutant else None
     if path:
         path.write_text(mutant.source, encoding="utf-8")
-    began, log = time.monotonic(), place / "pytest.log"
+    began = time.monotonic()
+    log = place / "pytest.log"
     if (pid := os.fork()) == 0:
         os.setsid()
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -546,7 +552,8 @@ def tests_pass(place: Path, arguments: list[str]) -> int:
         if name.split(".")[0] in PACKAGES:
             del sys.modules[name]
     os.chdir(place)
-    sys.path[:] = [str(place), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
+    others = [entry for entry in sys.path if entry not in ("", str(ROOT))]
+    sys.path[:] = [str(place), *others]
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     return int(

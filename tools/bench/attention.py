@@ -49,7 +49,8 @@ def contender(name: str, shape: list[int], part: str) -> Callable[[], object]:
     run = pytorch if name == "pytorch" else causal_attention
     how = {"dtype": torch.bfloat16, "device": DEVICE}
     q = torch.randn(batch, heads, tokens, size, **how, requires_grad=True)
-    k, v = (torch.randn(batch, kv_heads, tokens, size, **how, requires_grad=True) for _ in range(2))
+    k = torch.randn(batch, kv_heads, tokens, size, **how, requires_grad=True)
+    v = torch.randn(batch, kv_heads, tokens, size, **how, requires_grad=True)
     if part == "forward":
         return lambda: run(q, k, v)
     out = run(q, k, v)
@@ -68,12 +69,13 @@ def measure(shape: str, rounds: int) -> tuple[list[list[str]], str]:
             "cudnn",
         ]
     batch, heads, _, tokens, size = map(int, shape.split(","))
-    rows, together = [[shape.replace(",", ", "), name] for name in names], dict.fromkeys(names, 0.0)
-    for part, products in ("forward", 2), ("backward", 5):
+    rows = [[shape.replace(",", ", "), name] for name in names]
+    together = dict.fromkeys(names, 0.0)
+    for part, matmuls in ("forward", 2), ("backward", 5):
         one = ["-m", "tools.bench.attention", f"--shapes={shape}", f"--part={part}"]
         seconds, _ = harness.in_turn({name: [*one, f"--one={name}"] for name in names}, rounds)
-        # half of 2 * T * T * E for each product: it is causal
-        flops = products * batch * heads * tokens**2 * size
+        # half of 2 * T * T * E for each matmul: it is causal
+        flops = matmuls * batch * heads * tokens**2 * size
         for row, name in zip(rows, names):
             median = statistics.median(seconds[name])
             together[name] += median
@@ -96,7 +98,8 @@ def main() -> None:
     parser.add_argument("--part", choices=("forward", "backward"))
     args = parser.parse_args()
     if args.one:
-        harness.serve(contender(args.one, [int(n) for n in args.shapes[0].split(",")], args.part))
+        shape = [int(n) for n in args.shapes[0].split(",")]
+        harness.serve(contender(args.one, shape, args.part))
         return
     measured = {shape: measure(shape, args.rounds) for shape in args.shapes}
     rows = [row for some, _ in measured.values() for row in some]

@@ -2,15 +2,15 @@
 
     python -m tools.bench.beside [--tensors 1137] [--gigabytes 1] [--rounds 10] [--folder DIR] [--json out.json]
 
-The step is bound by the host, as the step of a small model on a GPU is: one thread of Python that
-calls thousands of small operations. A save that holds Python's lock, or works in it, shows here
-first. The state has as many tensors as that of 405B (1,137 weights and their moments), so that work
-for each tensor shows too. Steps without a save, steps beside one, and steps beside another process
-that hashes and writes as many bytes alternate. What the last cost is the machine's: memory, caches,
-the kernel. A step's time is that on the clock less what it waited for a core, as Linux counts it,
-so other work on the machine shows less. The step itself never waits for anything, so its pauses
-(voluntary context switches) are waits for Python's lock. A save has to have a core that the step
-leaves free.
+The step is host-bound, as the step of a small model on a GPU is: one Python thread that calls
+thousands of small operations. A save that holds the GIL shows here first. The state has as many
+tensors as that of 405B (1,137 weights and their moments), so that overhead per tensor shows too.
+Three kinds of step alternate: without a save, during a save, and during a save-like load of a
+different process, which hashes and writes as many bytes. What the last one costs is due to the
+machine: memory, caches, the kernel. A step's time is wall-clock time minus the time that it waited
+for a core, as Linux counts it, so other work on the machine shows less. The step itself never
+blocks, so its pauses (voluntary context switches) are waits for the GIL. The save needs a core that
+the step leaves free.
 """
 
 import argparse
@@ -60,11 +60,9 @@ def waited_for_a_core() -> float:
 
 def step_seconds(x: torch.Tensor) -> tuple[float, int]:
     """Of one step: seconds without waits for a core, and pauses."""
-    began, waited, paused = (
-        time.perf_counter(),
-        waited_for_a_core(),
-        resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw,
-    )
+    began = time.perf_counter()
+    waited = waited_for_a_core()
+    paused = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     for _ in range(OPERATIONS):
         torch.add(x, 1)
     seconds = time.perf_counter() - began - (waited_for_a_core() - waited)
@@ -74,7 +72,7 @@ def step_seconds(x: torch.Tensor) -> tuple[float, int]:
 def measure(
     folder: Path, tensors: int, elements: int, rounds: int
 ) -> tuple[dict[str, list[tuple[float, int]]], list[float]]:
-    """`step_seconds` of each step, by what happened beside it, and of each save until it is
+    """`step_seconds` of each step, by what ran at the same time, and of each save until it is
     durable."""
     mesh = open_mesh(Run(device="cpu"), Parallelism(), 1)
     model = nn.ParameterList([nn.Parameter(torch.zeros(elements)) for _ in range(tensors)])
@@ -84,7 +82,8 @@ def measure(
     )
     # nothing is there yet; as in every run, this makes the buffers
     checkpoints.load(model, optimizer)
-    x, durable = torch.ones(8), []
+    x = torch.ones(8)
+    durable = []
     steps: dict[str, list[tuple[float, int]]] = {
         "without a save": [],
         "beside a save": [],
@@ -94,7 +93,9 @@ def measure(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         os.set_blocking(other.stdout.fileno(), False)
         for i in range(1, rounds + 2):
-            alone, beside, beside_other = [step_seconds(x) for _ in range(40)], [], []
+            alone = [step_seconds(x) for _ in range(40)]
+            beside = []
+            beside_other = []
             checkpoints.save(i, model, optimizer, {})
             # how long a step waits for the copy is what `tools.bench.checkpoint` measures
             checkpoints.wait_for_copy()
@@ -133,7 +134,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         elements = int(args.gigabytes * 1e9 / 12 / args.tensors)
         steps, durable = measure(Path(folder), args.tensors, elements, args.rounds)
-    quiet, table = [seconds for seconds, _ in steps["without a save"]], []
+    quiet = [seconds for seconds, _ in steps["without a save"]]
+    table = []
     for name, pairs in steps.items():
         row = [seconds for seconds, _ in pairs]
         ratios = (of(row) / of(quiet) for of in (statistics.median, statistics.mean))
@@ -155,7 +157,7 @@ def main() -> None:
         f"{args.tensors * 3:,} tensors, {args.gigabytes:g} GB; a save takes "
         f"{statistics.median(durable):.2f} s."
     )
-    harness.report("A step beside a save", columns, table, notes, args.json)
+    harness.report("A step during a save", columns, table, notes, args.json)
 
 
 if __name__ == "__main__":

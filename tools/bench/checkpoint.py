@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument(
-        "--tokens", type=int, default=256, help="of the step that trains beside the save"
+        "--tokens", type=int, default=256, help="of the step that trains during the save"
     )
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -83,7 +83,8 @@ def main() -> None:
         t.detach().copy_(torch.rand(t.shape))
     on_host = [t.detach().cpu() for t in live.values()]
     size = sum(t.nbytes for t in on_host) / 1e9
-    copies, buffers = [torch.empty_like(t) for t in on_host], state.buffers(live)
+    copies = [torch.empty_like(t) for t in on_host]
+    buffers = state.buffers(live)
     x = torch.rand(args.tokens, width, device=mesh.device)
     before = rss_gib()
 
@@ -97,7 +98,8 @@ def main() -> None:
         for layer in model:
             layer(x).sum().backward()
 
-    sync, overlapped = manager("sync", async_save=False), manager("async", async_save=True)
+    sync = manager("sync", async_save=False)
+    overlapped = manager("async", async_save=True)
     # nothing is there yet; as in every run, this makes and touches the buffers
     overlapped.load(model, optimizer)
     seconds: dict[str, list[float]] = {}
@@ -123,7 +125,7 @@ def main() -> None:
         note("ours, overlapped: blocked", blocked)
         overlapped.wait(600)
         note("ours, overlapped: durable", time.perf_counter() - began)
-        note("forward and backward beside the copy and the save", beside)
+        note("forward and backward during the copy and the save", beside)
         overlapped.poll()
         note(
             "dcp.load, verifies nothing", timed(lambda: dcp.load(live, checkpoint_id=base / "dcp"))
@@ -152,7 +154,8 @@ def main() -> None:
     )
     table = []
     for name, times in seconds.items():
-        median, baseline = statistics.median(times), load if "load" in name else save
+        median = statistics.median(times)
+        baseline = load if "load" in name else save
         rate = "" if "forward" in name or "blocked" in name else f"{size / median:.2f} GB/s"
         table.append(
             [name, f"{median:.3f} s", f"{min(times):.3f} s", rate, f"{median / baseline:.4f}"]

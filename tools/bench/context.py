@@ -31,9 +31,11 @@ def measure(rounds: int, overrides: list[str]) -> None:
     here = meshes.world()
     job = train.build(load_config(overrides, here.size, here.size))
     batch = trace.batch_of(job, 1)
-    wall, busy = [], []
+    wall = []
+    busy = []
     for _ in range(2 + rounds):
-        began, worked = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        worked = time.process_time()
         train.train_step(job, batch)
         wall.append(time.perf_counter() - began)
         busy.append(time.process_time() - worked)
@@ -41,9 +43,9 @@ def measure(rounds: int, overrides: list[str]) -> None:
         step = trace.run_step(accountant, job, batch, 1)
     live, _, kinds = step.peak()
     most = step.highest_by_kind()
-    rows = job.mesh.gather(
-        [statistics.median(wall[2:]), statistics.median(busy[2:]), live, most.get("activations", 0)]
-    )
+    wall_time = statistics.median(wall[2:])
+    processor_time = statistics.median(busy[2:])
+    rows = job.mesh.gather([wall_time, processor_time, live, most.get("activations", 0)])
     if here.rank == 0:
         print(json.dumps([max(column) for column in zip(*rows)]))
 
@@ -107,9 +109,8 @@ def main() -> None:
     args, overrides = parser.parse_known_args()
     if args.measure:
         return measure(args.measure, overrides)
-    lengths, ranks = (
-        [int(text) for text in option.split(",")] for option in (args.lengths, args.ranks)
-    )
+    lengths = [int(text) for text in args.lengths.split(",")]
+    ranks = [int(text) for text in args.ranks.split(",")]
     rows = table_of(lengths, ranks, args.rounds, overrides)
     columns = [
         "tokens",

@@ -43,7 +43,8 @@ def curve(options: list[str], seed: int, steps: int, text: np.ndarray) -> list[f
     """The loss of every step on this text (bytes)."""
     cfg = load_config([*MODEL, f"--run.seed={seed}", f"--training.steps={steps}", *options])
     job = train.build(cfg)
-    batches, losses = harness.batches(cfg, job.mesh, text), []
+    batches = harness.batches(cfg, job.mesh, text)
+    losses = []
     for step in range(steps):
         train.set_learning_rate(
             job.optimizer, train.learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule)
@@ -61,18 +62,16 @@ def compared(
 ) -> list[tuple[float, float, float]]:
     """For each window of steps: plain loss and fast - plain, means over the seeds, and the
     deviation of the plain loss over them."""
-    plain, other = (
-        [windows(curve(options, seed, steps, text)) for seed in range(seeds)]
-        for options in (["--training.param_dtype=float32"], fast)
-    )
-    return [
-        (
-            statistics.fmean(slow),
-            statistics.fmean(quick) - statistics.fmean(slow),
-            statistics.stdev(slow),
-        )
-        for slow, quick in zip(zip(*plain, strict=True), zip(*other, strict=True), strict=True)
-    ]
+    float32 = ["--training.param_dtype=float32"]
+    plain = [windows(curve(float32, seed, steps, text)) for seed in range(seeds)]
+    other = [windows(curve(fast, seed, steps, text)) for seed in range(seeds)]
+    plain_by_window = zip(*plain, strict=True)
+    other_by_window = zip(*other, strict=True)
+    rows = []
+    for slow, quick in zip(plain_by_window, other_by_window, strict=True):
+        mean = statistics.fmean(slow)
+        rows.append((mean, statistics.fmean(quick) - mean, statistics.stdev(slow)))
+    return rows
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""The loader: tokens/s, the first batch after a resume at step 10^6, and memory, beside torchdata
-and HF datasets.
+"""The loader: tokens/s, the first batch after a resume at step 10^6, and memory, compared with
+torchdata and HF datasets.
 
     python -m tools.bench.data [--batches 200] [--tokens 20_000_000] [--resume-step 1_000_000] [--step-seconds 0.1]
                                [--json out.json]
@@ -60,7 +60,8 @@ class Windows(torch.utils.data.Dataset):
     """The same windows for torchdata."""
 
     def __init__(self, tokens: Tokens, T: int) -> None:
-        self.tokens, self.T = tokens, T
+        self.tokens = tokens
+        self.T = T
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.T
@@ -116,7 +117,8 @@ def torchdata(
 def hugging_face(tokens: Tokens, T: int, folder: str) -> torch.utils.data.Dataset:
     import datasets
 
-    windows = np.stack([tokens.read(i * T, i * T + T + 1) for i in range((len(tokens) - 1) // T)])
+    starts = range(0, len(tokens) - T, T)
+    windows = np.stack([tokens.read(start, start + T + 1) for start in starts])
     datasets.Dataset.from_dict({"tokens": windows}).save_to_disk(f"{folder}/arrow-{T}")
     return datasets.load_from_disk(f"{folder}/arrow-{T}").with_format("torch")
 
@@ -132,7 +134,8 @@ def measure(
         torch.set_num_threads(1)
         before = private_mb()
         began = time.perf_counter()
-        stream, times = make()(start, count), []
+        stream = make()(start, count)
+        times = []
         for _ in range(count):
             next(stream)
             times.append(time.perf_counter() - began)

@@ -1,5 +1,5 @@
-"""What a mixture of experts costs: beside a dense layer that multiplies as much, beside a loop of
-separate experts, and with its experts on several ranks.
+"""What an MoE layer costs: compared with a dense layer of as many FLOPs, with a loop over separate
+experts, and with its experts on several ranks.
 
     python -m tools.bench.experts [--tokens 4096] [--dim 512] [--expert-dim 256] [--experts 32]
                                   [--per-token 4] [--ranks 2] [--rounds 9] [--json out.json]
@@ -7,7 +7,7 @@ separate experts, and with its experts on several ranks.
 Forward and backward of one feed-forward layer, in bfloat16 on a GPU and in float32 elsewhere. Times
 are of the processor where there is no GPU, so that work of others on the machine does not count.
 The dense layer has as many hidden units as a token's experts together, so all rows but those of
---ranks compute the same number of products.
+--ranks have the same FLOPs.
 """
 
 import argparse
@@ -60,7 +60,8 @@ def filled(module: nn.Module) -> nn.Module:
 
 def work(module: nn.Module, *inputs: Tensor) -> Callable[[], None]:
     """Forward and backward once; the gradients are dropped."""
-    first, trained = inputs[0].requires_grad_(), [p for p in module.parameters() if p.requires_grad]
+    first = inputs[0].requires_grad_()
+    trained = [p for p in module.parameters() if p.requires_grad]
 
     def run() -> None:
         out = module(first, *inputs[1:])
@@ -71,7 +72,7 @@ def work(module: nn.Module, *inputs: Tensor) -> Callable[[], None]:
 
 
 def numbers(args: argparse.Namespace) -> SimpleNamespace:
-    """Those of a mixture, as a family's `Args` has them."""
+    """The numbers of an MoE layer, as a family's `Args` has them."""
     return SimpleNamespace(
         dim=args.dim,
         n_experts=args.experts,
@@ -88,15 +89,13 @@ def numbers(args: argparse.Namespace) -> SimpleNamespace:
     )
 
 
-def mixture_of(args: argparse.Namespace, to_few: bool = False) -> nn.Module:
+def moe_layer(args: argparse.Namespace, to_few: bool = False) -> nn.Module:
     """to_few: the biases send all tokens to the same experts."""
-    mixture = filled(MixtureOfExperts(numbers(args)))
-    mixture.router.bias = nn.Parameter(
-        torch.zeros(args.experts, device=DEVICE), requires_grad=False
-    )
+    layer = filled(MixtureOfExperts(numbers(args)))
+    layer.router.bias = nn.Parameter(torch.zeros(args.experts, device=DEVICE), requires_grad=False)
     if to_few:
-        mixture.router.bias[: args.per_token] += 10.0
-    return mixture
+        layer.router.bias[: args.per_token] += 10.0
+    return layer
 
 
 def contenders(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
@@ -107,30 +106,31 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
     even[0] += len(rows) - int(even.sum())
     experts = filled(Experts(numbers(args)))
     return {
-        "a dense layer of as many products": work(
+        "a dense layer of as many FLOPs": work(
             filled(FeedForward(args.dim, args.per_token * args.expert_dim)), tokens
         ),
         "the experts alone, as separate layers in a loop": work(
             filled(Loop(experts)), rows.clone(), even
         ),
-        "the experts alone, as grouped products": work(experts, rows, even),
-        "the mixture: router, sorting, experts": work(mixture_of(args), tokens.clone()),
-        f"the mixture, all tokens to {args.per_token} experts": work(
-            mixture_of(args, to_few=True), tokens.clone()
+        "the experts alone, as grouped GEMMs": work(experts, rows, even),
+        "the MoE layer: router, sorting, experts": work(moe_layer(args), tokens.clone()),
+        f"the MoE layer, all tokens to {args.per_token} experts": work(
+            moe_layer(args, to_few=True), tokens.clone()
         ),
     }
 
 
 def measure(args: argparse.Namespace) -> None:
     """On one rank of an ep group: prints, on rank 0, the slowest rank's median times without and
-    with the exchange as JSON."""
+    with dispatch and combine as JSON."""
     here = meshes.world()
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")
     if DEVICE.type == "cuda":
         torch.cuda.set_device(here.local_rank)
     torch.manual_seed(here.rank)
     tokens = torch.randn(1, args.tokens, args.dim, device=DEVICE, dtype=DTYPE)
-    local, dealt = mixture_of(args), mixture_of(args)
+    local = moe_layer(args)
+    dealt = moe_layer(args)
     for name, weight in list(dealt.experts.named_parameters()):
         part = weight.detach().chunk(here.size)[here.rank].clone()
         setattr(dealt.experts, name, nn.Parameter(part))
@@ -187,12 +187,12 @@ def main() -> None:
         slower = f"{dealt / local:.2f} times that"
         rows += [
             [
-                f"the mixture on each of {args.ranks} ranks, all experts on each",
+                f"the MoE layer on each of {args.ranks} ranks, all experts on each",
                 f"{local * 1000:.0f} ms",
                 "",
             ],
             [
-                f"the same, the experts dealt to the {args.ranks} ranks",
+                f"the same, with expert parallelism over the {args.ranks} ranks",
                 f"{dealt * 1000:.0f} ms",
                 slower,
             ],
@@ -205,7 +205,7 @@ def main() -> None:
         )
     )
     harness.report(
-        "A mixture of experts, forward and backward",
+        "An MoE layer, forward and backward",
         ["layer", "time", "ratio"],
         rows,
         notes,

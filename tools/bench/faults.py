@@ -24,7 +24,8 @@ from tools import goodput as simulation
 from tools.bench import harness
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-STEP, STEPS = 18, 24
+STEP = 18
+STEPS = 24
 MTBF, INTERRUPTIONS = 3 * 3600.0, 1000  # seconds; Llama 3's on 16,384 GPUs
 TINY = (
     "--model.dim=32 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 "
@@ -73,7 +74,8 @@ FAULTS = {  # what is written in the table: what the wrapper does
 
 def run(place: Path, name: str, what: str, ranks: int, timeout: int) -> Account:
     """Raises RuntimeError if the run does not come to its end."""
-    folder, said = place / name, ""
+    folder = place / name
+    said = ""
     command = [
         sys.executable,
         "-m",

@@ -63,7 +63,8 @@ def options_of(axis: str, size: int, overrides: list[str]) -> tuple[list[str], i
 
 
 def measure(axis: str, rounds: int, overrides: list[str]) -> list[list[str]]:
-    rows, before = [], None
+    rows = []
+    before = None
     for size in AXES[axis][1]:
         options, ranks, fake = options_of(axis, size, overrides)
         how = [
@@ -81,7 +82,8 @@ def measure(axis: str, rounds: int, overrides: list[str]) -> list[list[str]]:
         flops = flops / fake if fake else flops
         grows = seen["seconds"] / before[0] / (flops / before[1]) if before else 1.0
         before = seen["seconds"], flops
-        memory, rate = seen.get("memory_gib"), seen.get("tokens_per_second")
+        memory = seen.get("memory_gib")
+        rate = seen.get("tokens_per_second")
         rows.append(
             [
                 axis,

@@ -88,8 +88,8 @@ def ratio(seconds: dict[str, list[float]], name: str, to: str) -> float:
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[to]))
 
 
-def product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], None], float]:
-    """A matrix product to measure the machine's rate with, between the contenders, and its FLOPs."""
+def matmul(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], None], float]:
+    """A matmul to measure the machine's rate with, between the contenders; and its FLOPs."""
     n = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
     return lambda: torch.mm(a, b), 2.0 * n**3
@@ -98,7 +98,8 @@ def product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], None
 class Held:
     """Token ids in memory, in place of data/tokens.py::Tokens."""
 
-    split, folder = "train", "memory"
+    split = "train"
+    folder = "memory"
 
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
@@ -112,7 +113,8 @@ class Held:
 
 def batches(cfg: Config, mesh: Mesh, ids: np.ndarray) -> Batches:
     """This rank's part of each global batch of a run that has these ids for a corpus."""
-    t, tokens = cfg.training, Held(ids)
+    t = cfg.training
+    tokens = Held(ids)
     order = splice.begin(
         splice.describe(
             [("", "", tokens, [[0, 1.0]])], cfg.run.seed, t.seq_len, t.global_batch_size
@@ -131,7 +133,8 @@ def batches(cfg: Config, mesh: Mesh, ids: np.ndarray) -> Batches:
 def child(module: str, *args: str, ranks: int = 1, beside: int = 1) -> dict:
     """What `python -m module args` prints as its last line of JSON, in a process of its own (so
     that its memory is its own); as torchrun would with several ranks, which share this machine's
-    threads, with as many others `beside` this one. Raises RuntimeError with rank 0's last words."""
+    threads; `beside` such processes run at the same time. Raises RuntimeError with rank 0's last
+    words."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -36,12 +36,11 @@ def kernel_times(
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    times = [
-        (e["ts"], e["ts"] + e.get("dur", 0)) for e in events if e.get("cat") in set(categories)
-    ]
-    return times, max((end for _, end in times), default=0) - min(
-        (begin for begin, _ in times), default=0
-    )
+    kernels = [event for event in events if event.get("cat") in set(categories)]
+    times = [(event["ts"], event["ts"] + event.get("dur", 0)) for event in kernels]
+    begin = min((begin for begin, _ in times), default=0)
+    end = max((end for _, end in times), default=0)
+    return times, end - begin
 
 
 def synchronise() -> None:
@@ -54,7 +53,8 @@ def idle_share(times: Times, whole: float) -> float | None:
     recorded. Kernels of several streams overlap, so their times are not just added."""
     if not whole:
         return None
-    busy, reached = 0.0, float("-inf")
+    busy = 0.0
+    reached = float("-inf")
     for begin, end in sorted(times):
         busy += max(0.0, end - max(begin, reached))
         reached = max(reached, end)

@@ -50,15 +50,19 @@ def main() -> None:
     with torch.device("meta"):
         model = family.build(numbers)
     parallelize(model, mesh, cfg, family.tp_plan(numbers))
-    build_seconds, before = time.perf_counter() - began, peak_gib()
+    build_seconds = time.perf_counter() - began
+    before = peak_gib()
 
-    began, values, largest = time.perf_counter(), 0, 0
+    began = time.perf_counter()
+    values = 0
+    largest = 0
     for name, param in model.named_parameters():
         shard = torch.empty_like(param, device="cpu")
         init.initialise(
             torch.nn.ParameterDict({name.replace(".", "/"): shard}), [("*", "normal", 0.02)], 0
         )
-        values, largest = values + shard.to_local().numel(), max(largest, shard.to_local().numel())
+        values = values + shard.to_local().numel()
+        largest = max(largest, shard.to_local().numel())
     ours = time.perf_counter() - began
     after = peak_gib()
 

@@ -63,7 +63,8 @@ def padded(q, k, v, documents):
     starts = documents.starts[:-1].long()
     lengths = documents.starts.diff().long()
     kinds = (lengths.double().clamp(min=16).log2() * 2).ceil()
-    outputs, places = [], []
+    outputs = []
+    places = []
     for kind in kinds.unique():
         mine = kinds == kind
         index = torch.arange(lengths[mine].max(), device=q.device)
@@ -139,9 +140,10 @@ def step(overrides: list[str], rows: int, seq: int, mean: int, rounds: int) -> l
     ]
     cfg = load_config([*overrides, *shape, "--data.mask_documents=true"])
     job = train.build(cfg)
-    batch = {
-        key: torch.randint(0, job.args.vocab_size, (1, rows, seq)) for key in ("tokens", "labels")
-    }
+    size = (1, rows, seq)
+    batch = {}
+    for key in "tokens", "labels":
+        batch[key] = torch.randint(0, job.args.vocab_size, size)
     masked = batch | {"positions": packed(rows, seq, mean)[None]}
     contenders = {
         "no masking": lambda: train.train_step(job, batch),
@@ -184,10 +186,8 @@ def main() -> None:
         for row in attention(job.args, job.mesh.device, dtype, *case, args.rounds)
     ]
     steps = [row for case in cases for row in step(overrides, *case, args.rounds)]
-    columns, notes = (
-        ["dtype", "windows", "contender", "median", "time / first"],
-        f"{args.rounds} alternating rounds.",
-    )
+    columns = ["dtype", "windows", "contender", "median", "time / first"]
+    notes = f"{args.rounds} alternating rounds."
     heads = (
         f"{job.args.n_heads} heads of {job.args.head_dim}, {job.args.n_kv_heads} of keys and values"
     )

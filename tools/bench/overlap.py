@@ -1,17 +1,17 @@
-"""Whether FSDP's gathers hide behind computing: steps whose all-gathers take a stated time, on a
-wire that is a sleep.
+"""Whether FSDP's all-gathers overlap with compute: steps whose all-gathers take a stated time, on a
+simulated wire, which sleeps.
 
     python -m tools.bench.overlap [--rounds 7] [--json out.json] [--table.key=value ...]
 
 Rank 0 of 8 on PyTorch's fake process group, with a real model that computes. An all-gather copies
 its result at once and is done when the wire has had the time for its bytes, one transfer after the
-other, without using a processor. The wire's speed is chosen so that all gathers of a step take a
-given share of what the step computes. `exposed` is how much longer the step is than without a wire,
-to the time that the wire was in use.
+other, without using a processor. The wire's speed is chosen so that all all-gathers of a step take
+a given share of its compute time. `exposed` is how much longer the step is than without a wire,
+relative to the time that the wire was in use.
 
-A GPU has streams, which make every gather asynchronous (FSDP2's implicit prefetch). A CPU has none:
-there FSDP2 waits for each gather unless it is asked for asynchronous ones, as it is here for the
-rows with prefetch. Its reduce-scatters always wait on a CPU, so they are not on the wire.
+A GPU has streams, which make every all-gather asynchronous (FSDP2's implicit prefetch). A CPU has
+none: there FSDP2 blocks on each all-gather unless `_set_unshard_async_op` is set, as it is here for
+the rows with prefetch. Its reduce-scatters always block on a CPU, so they are not on the wire.
 """
 
 import argparse
@@ -47,7 +47,8 @@ class Wire:
     """Transfers, one after the other."""
 
     def __init__(self) -> None:
-        self.seconds_per_byte, self.bytes = 0.0, 0
+        self.seconds_per_byte = 0.0
+        self.bytes = 0
         self.queue: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self.run, daemon=True).start()
 
@@ -60,7 +61,8 @@ class Wire:
             done.set()
 
     def send(self, size: int) -> threading.Event:
-        done, seconds = threading.Event(), size * self.seconds_per_byte
+        done = threading.Event()
+        seconds = size * self.seconds_per_byte
         self.bytes += size
         if seconds:
             self.queue.put((seconds, time.monotonic(), done))
@@ -106,17 +108,21 @@ def measure(rounds: int, overrides: list[str]) -> list[list[str]]:
     batch = batch_of(jobs[0], 1)
 
     def step(prefetch: int, wire_seconds: float) -> None:
-        """With a wire that is in use for so long, if as many bytes are gathered as in the step
-        before."""
-        wire.seconds_per_byte, wire.bytes = wire_seconds / max(1, wire.bytes), 0
+        """A step on a wire that is in use for `wire_seconds`, if the all-gathers have as many bytes
+        as in the previous step."""
+        wire.seconds_per_byte = wire_seconds / max(1, wire.bytes)
+        wire.bytes = 0
         train.train_step(jobs[prefetch], batch)
 
     computing = statistics.median(harness.alternate({"": lambda: step(0, 0.0)}, 5)[""])
-    contenders = {(p, s): partial(step, p, s * computing) for p in PREFETCH for s in (0.0, *SHARES)}
+    contenders = {}
+    for prefetch, share in product(PREFETCH, (0.0, *SHARES)):
+        contenders[prefetch, share] = partial(step, prefetch, share * computing)
     seconds = harness.alternate(contenders, rounds)
     rows = []
     for prefetch, share in product(PREFETCH, SHARES):
-        with_, without = seconds[prefetch, share], seconds[prefetch, 0.0]
+        with_ = seconds[prefetch, share]
+        without = seconds[prefetch, 0.0]
         more = statistics.median(a - b for a, b in zip(with_, without))
         times = (statistics.median(without), share * computing, statistics.median(with_))
         name = str(prefetch) if prefetch else "0: waits"

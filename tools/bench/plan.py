@@ -7,8 +7,8 @@ this machine.
 `published`: rows of TorchTitan's tables for Llama 3.1 on H100s that our parallelisms cover
 (bfloat16, FSDP and tensor parallel; not float8, pipeline parallel nor asynchronous tensor
 parallel), and their rows with context parallelism, which they published with float8 only. Their
-loss keeps whole logits and their selective checkpointing recomputes every second product, so ours
-are replaced by the like of theirs for the trace. One calibration for all: the matmul efficiency
+loss keeps whole logits and their selective checkpointing recomputes every second matmul. The trace
+uses equivalents of these instead of ours. One calibration for all: the matmul efficiency
 that makes the first row's speed right.
 
 `here`: one measured step of one configuration calibrates the matmul rate, the others are predicted;
@@ -31,7 +31,7 @@ from tools.bench import harness
 from tools.plan import trace
 from tools.plan.device import Device, load_device, measure_cpu
 from tools.plan.estimate import estimate
-from tools.plan.plan import Plan, Question, make_plan
+from tools.plan.plan import Plan, PlanInputs, make_plan
 from training.loss import plain_cross_entropy
 
 # github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1, 3) and
@@ -40,7 +40,8 @@ from training.loss import plain_cross_entropy
 # GPUs, options, tokens/s per GPU, GiB reserved.
 EIGHT = ["configs/llama_8b.toml", "--training.local_batch_size=2"]
 SELECTIVE, FULL = (f"--activation_checkpoint.mode={mode}" for mode in ("selective", "full"))
-TP8, EAGER = "--parallelism.tensor_parallel=8", "--compile.enabled=false"
+TP8 = "--parallelism.tensor_parallel=8"
+EAGER = "--compile.enabled=false"
 PUBLISHED = (
     ("8B, FSDP 8", 8, [*EIGHT, SELECTIVE, EAGER, "--training.global_batch_size=16"], 5762, 82.4),
     ("8B, FSDP 8, compiled", 8, [*EIGHT, SELECTIVE, "--training.global_batch_size=16"], 6667, 77.0),
@@ -97,7 +98,7 @@ THEIRS = {"memory_gib": 95.6, "memory_gb_per_s": 2400}  # their H100, where it i
 
 
 def whole_loss(h, weight, labels, chunk_tokens, each=None):
-    """Their loss: logits of all tokens at once. Under tensor parallelism ours, whose products are
+    """Their loss: logits of all tokens at once. Under tensor parallelism ours, whose matmuls are
     the same."""
     if isinstance(weight, DTensor):
         return train_loss(h, weight, labels, chunk_tokens, each)
@@ -107,8 +108,8 @@ def whole_loss(h, weight, labels, chunk_tokens, each=None):
 train_loss = train.linear_cross_entropy
 
 
-def every_second_product():
-    """Their selective policy: of the products every second is recomputed. Counted anew in forward
+def every_second_matmul():
+    """Their selective policy: every second matmul is recomputed. The count starts anew in forward
     and in recomputation."""
     counts: dict[bool, itertools.count] = {}
 
@@ -132,17 +133,19 @@ def like_theirs(options: list[str], gpus: int, device: Device) -> Plan:
     cfg = load_config([*options, "--training.param_dtype=bfloat16"], gpus, 8)
     with (
         mock.patch.object(train, "linear_cross_entropy", whole_loss),
-        mock.patch.object(ac, "_policy", every_second_product()),
+        mock.patch.object(ac, "_policy", every_second_matmul()),
     ):
-        return make_plan(cfg, Question(gpus, 8, device))
+        return make_plan(cfg, PlanInputs(gpus, 8, device))
 
 
 def published(device: Device) -> None:
     device = device.model_copy(update=THEIRS)
     first = PUBLISHED[0]
-    step, (low, high) = like_theirs(first[2], first[1], device).step, (0.2, 0.95)
+    step = like_theirs(first[2], first[1], device).step
+    low = 0.2
+    high = 0.95
     tokens = load_config(first[2]).training.seq_len * 2  # of a rank
-    for _ in range(20):  # bisection: the efficiency of products that makes the first row right
+    for _ in range(20):  # bisection: the matmul efficiency that makes the first row right
         device = device.model_copy(update={"matmul_efficiency": (low + high) / 2})
         speed = tokens / estimate(step, device, 8, compiled=False).seconds
         low, high = (
@@ -153,7 +156,8 @@ def published(device: Device) -> None:
     rows = []
     for name, gpus, options, speed, reserved in PUBLISHED:
         p = like_theirs(options, gpus, device)
-        ours, live = p.tokens_per_second / gpus, p.live / 2**30
+        ours = p.tokens_per_second / gpus
+        live = p.live / 2**30
         memory = (
             [f"{reserved:.1f}", f"{live:.1f}", f"{reserved / live - 1:+.0%}"]
             if reserved
@@ -171,7 +175,7 @@ def published(device: Device) -> None:
         "reserved above live",
     ]
     notes = (
-        "H100, 500 W, HBM2e. Calibrated on the first row: products at "
+        "H100, 500 W, HBM2e. Calibrated on the first row: matmuls at "
         f"{device.matmul_efficiency:.1%} of the SXM peak."
     )
     harness.report("Planned against TorchTitan's published runs", columns, rows, notes)
@@ -195,10 +199,8 @@ def context(device: Device) -> None:
             p = like_theirs(
                 [*options, f"--parallelism.context_parallel_method={method}"], 8, device
             )
-            ours, exchanged = (
-                p.tokens_per_second / 8,
-                [line for (dim, _), line in p.time.lines.items() if dim == "cp"],
-            )
+            ours = p.tokens_per_second / 8
+            collectives = [line for (dim, _), line in p.time.lines.items() if dim == "cp"]
             rows.append(
                 [
                     f"FSDP {8 // cp} x CP {cp}",
@@ -207,7 +209,7 @@ def context(device: Device) -> None:
                     f"{speed:,}",
                     f"{ours:,.0f}",
                     f"{ours / speed - 1:+.0%}",
-                    f"{sum(line.exposed for line in exchanged) / p.time.seconds:.1%}",
+                    f"{sum(line.exposed for line in collectives) / p.time.seconds:.1%}",
                     f"{reserved:.1f}",
                     f"{p.live / 2**30:.1f}",
                 ]
@@ -254,30 +256,22 @@ HERE = (  # the first calibrates: name, options
 def planned_here(options: list[str], device: Device) -> float:
     """The planned seconds of a step on this machine."""
     torch.set_num_threads(1)  # of this process, which only traces
-    return make_plan(load_config(options, 1, 1), Question(1, 1, device, on_gpu=False)).time.seconds
+    return make_plan(
+        load_config(options, 1, 1), PlanInputs(1, 1, device, on_gpu=False)
+    ).time.seconds
 
 
 def quietest(measured: list[Device]) -> Device:
-    """Of each rate the best, what the machine does when nobody disturbs it; the median of what is a
-    difference of two."""
-    peak, attention = (
-        max(d.peak_tflops * getattr(d, share) for d in measured)
-        for share in ("matmul_efficiency", "attention_efficiency")
-    )
-    return measured[0].model_copy(
-        update={
-            "peak_tflops": peak,
-            "attention_efficiency": attention / peak,
-            **{
-                name: max(getattr(d, name) for d in measured)
-                for name in ("memory_gb_per_s", "host_gb_per_s")
-            },
-            **{
-                name: statistics.median(getattr(d, name) for d in measured)
-                for name in ("attention_backward", "attention_row_ns", "overhead_us", "policy_us")
-            },
-        }
-    )
+    """The best of each rate, which is that of the undisturbed machine; the median of numbers that
+    are the difference of two measurements."""
+    peak = max(d.peak_tflops * d.matmul_efficiency for d in measured)
+    attention = max(d.peak_tflops * d.attention_efficiency for d in measured)
+    numbers = {"peak_tflops": peak, "attention_efficiency": attention / peak}
+    for name in "memory_gb_per_s", "host_gb_per_s":
+        numbers[name] = max(getattr(d, name) for d in measured)
+    for name in "attention_backward", "attention_row_ns", "overhead_us", "policy_us":
+        numbers[name] = statistics.median(getattr(d, name) for d in measured)
+    return measured[0].model_copy(update=numbers)
 
 
 def here(rounds: int) -> None:
@@ -290,7 +284,8 @@ def here(rounds: int) -> None:
         job = train.build(load_config(options, 1, 1))
         batch = trace.batch_of(job, job.cfg.training.microbatches(1))
         steps[name] = lambda job=job, batch=batch: train.train_step(job, batch)
-    times, first = harness.alternate(steps, rounds), HERE[0][0]
+    times = harness.alternate(steps, rounds)
+    first = HERE[0][0]
     # the others by their ratio to it, round by round: the machine is noisy
     calibration = statistics.median(times[first])
     factor = calibration / predicted[first]

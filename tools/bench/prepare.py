@@ -73,7 +73,8 @@ def main() -> None:
             cfg = Data(source=str(source), tokenizer=ranks)
             prepare(cfg, log=lambda line: None, out=str(folder / f"out{next(made)}"))
 
-        contenders, n = {"tiktoken alone": alone}, alone()
+        contenders = {"tiktoken alone": alone}
+        n = alone()
         contenders |= {
             f"prepare {kind}": lambda path=path: prepared(path) for kind, path in files.items()
         }
@@ -127,7 +128,8 @@ def corpus(source: str, size: float) -> list[str]:
 
 
 def batches(texts: list[str]) -> list[list[str]]:
-    groups, size = [[]], 0
+    groups = [[]]
+    size = 0
     for text in texts:
         groups[-1].append(text)
         size += len(text)

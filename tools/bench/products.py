@@ -1,11 +1,11 @@
-"""Matrix products at the sizes of a model's layers. On a CPU: float32 as PyTorch comes and as our
-runs ask for it (`configs/cpu.py::float32_products`), and bfloat16. On a GPU: float32, float32
+"""Matmuls at the sizes of a model's layers. On a CPU: float32 with PyTorch's defaults and as our
+runs set it (`configs/cpu.py::float32_products`), and bfloat16. On a GPU: float32, float32
 rounded to TF32 inside, and bfloat16.
 
     python -m tools.bench.products [--rounds 25] [--shapes 2048,256,704 ...] [--json out.json]
 
 A shape is tokens, inputs, outputs of a linear layer; forward, grad of its input and grad of its
-weight are three products of as many operations, and timed together.
+weight are three matmuls of equal FLOPs, timed together.
 """
 
 import argparse
@@ -67,7 +67,8 @@ def main() -> None:
 
         return run
 
-    kinds, rows = contenders(), []
+    kinds = contenders()
+    rows = []
     first, second, *_ = kinds
     for shape in args.shapes:
         tokens, inputs, outputs = map(int, shape.split(","))

@@ -35,9 +35,9 @@ class Collective:
     bytes: int
 
 
-# kind -> (messages that rank 0 sends and receives, their bytes, hops that wait for each other), of
-# n ranks and b bytes. gloo sums and gathers in a ring, and broadcasts along a binomial tree (its
-# allreduce.cc, allgather.cc, broadcast.cc).
+# kind -> (messages that rank 0 sends and receives, their bytes, sequential hops), of n ranks and b
+# bytes. gloo's all-reduce and all-gather are rings, its broadcast is a binomial tree (allreduce.cc,
+# allgather.cc, broadcast.cc).
 ALGORITHMS: dict[str, Callable[[int, int], tuple[int, float, int]]] = {
     "all_reduce": lambda n, b: (4 * (n - 1), 4 * b * (n - 1) / n, 2 * (n - 1)),
     "all_gather": lambda n, b: (2 * (n - 1), 2 * b * (n - 1), n - 1),
@@ -80,9 +80,16 @@ class Phase:
         """Seconds on the critical path, of messages alone."""
         if self.on_device:
             device = load_device(DEVICE)
-            rings = [(Ring.of(list(range(c.ranks)), RANKS_PER_HOST), c) for c in self.collectives]
-            return sum(ring.seconds("all-reduce", c.bytes, device) for ring, c in rings)
-        return sum(ALGORITHMS[c.kind](c.ranks, c.bytes)[2] for c in self.collectives) * hop_seconds
+            seconds = 0
+            for c in self.collectives:
+                ring = Ring.of(list(range(c.ranks)), RANKS_PER_HOST)
+                seconds += ring.seconds("all-reduce", c.bytes, device)
+            return seconds
+        hops = 0
+        for c in self.collectives:
+            _, _, sequential = ALGORITHMS[c.kind](c.ranks, c.bytes)
+            hops += sequential
+        return hops * hop_seconds
 
     @contextmanager
     def measured(self, part: str) -> Iterator[None]:
@@ -120,9 +127,10 @@ class Recorder(Watch):
 
 @contextmanager
 def everyone_is_like_rank_0() -> Iterator[None]:
-    """A fake group moves nothing, so what is gathered would be undefined: here all ranks send what
+    """A fake group moves nothing, so gathered tensors would be undefined: here all ranks send what
     rank 0 does. Objects are packed and unpacked as often as on a real group."""
-    real_all_gather, real_gather = dist.all_gather, dist.gather
+    real_all_gather = dist.all_gather
+    real_gather = dist.gather
 
     def all_gather(
         tensors: list[torch.Tensor], own: torch.Tensor, *args: object, **kwargs: object

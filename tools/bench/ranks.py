@@ -1,4 +1,4 @@
-"""What the ranks tell each other besides gradients and weights, and what it costs as their number
+"""The control traffic between ranks, gradients and weights aside, and what it costs as their number
 grows.
 
     python -m tools.bench.ranks [--ranks 8,512,4096,16384] [--hop-us 0] [--json out.json] [--table.key=value ...]
@@ -19,6 +19,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
@@ -61,7 +62,10 @@ def mesh_options(ranks: int) -> list[str]:
 
 def phases_of(options: list[str], ranks: int) -> dict[str, Phase]:
     """The phases of a run on so many ranks."""
-    started, step, logged, stopped = Phase(), Phase(on_device=True), Phase(), Phase(on_device=True)
+    started = Phase()
+    step = Phase(on_device=True)
+    logged = Phase()
+    stopped = Phase(on_device=True)
     with pretend(ranks, min(ranks, RANKS_PER_HOST)), everyone_is_like_rank_0():
         cfg = load_config(
             [*TINY, *mesh_options(ranks), *options], ranks, min(ranks, RANKS_PER_HOST)
@@ -112,7 +116,9 @@ STEPS, WARM = 24, 8  # of the loop that is measured; the first of them are left 
 def loop(options: list[str], ranks: int) -> Phase:
     """A step of the whole loop of `train.train`, with its data and everything that it does after a
     step, but for saves."""
-    began, train_step, new_group = [], train.train_step, dist.new_group
+    began = []
+    train_step = train.train_step
+    new_group = dist.new_group
 
     def noting(*args: object) -> train.StepResult:
         began.append(time.process_time())
@@ -171,7 +177,8 @@ def _sum_seconds(ranks: int, rounds: int) -> float:
                 dist.init_process_group(
                     "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
                 )
-                seconds, number = [], torch.ones(())
+                seconds = []
+                number = torch.ones(())
                 for _ in range(rounds):
                     began = time.perf_counter()
                     dist.all_reduce(number)
@@ -189,14 +196,11 @@ def _sum_seconds(ranks: int, rounds: int) -> float:
 def table(ranks: list[int], options: list[str], hop: float) -> list[list[str]]:
     rows = []
     for n in ranks:
-        for name, phase in (
-            phases_of(options, n) | {"loop, beside the step's collectives": loop(options, n)}
-        ).items():
-            kinds = [
-                f"{[c.kind for c in phase.collectives].count(kind)} {kind}"
-                for kind in ALGORITHMS
-                if kind in [c.kind for c in phase.collectives]
-            ]
+        phases = phases_of(options, n)
+        phases["loop, without the step's collectives"] = loop(options, n)
+        for name, phase in phases.items():
+            counts = Counter(c.kind for c in phase.collectives)
+            kinds = [f"{counts[kind]} {kind}" for kind in ALGORITHMS if counts[kind]]
             rows.append(
                 [
                     name,

@@ -33,7 +33,8 @@ def phases(cfg: Config, ranks: int, per_host: int = RANKS_PER_HOST) -> dict[str,
     """The phases "plan" (once in a run), "save" and "resume" of a run of `cfg` on so many ranks.
     The parallelism in `cfg` must fit that number. Writes rank 0's file into a temporary folder."""
     cfg = tracing(cfg)
-    to_empty, fake = nn.Module.to_empty, FakeTensorMode(allow_non_fake_inputs=True)
+    to_empty = nn.Module.to_empty
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake_to_empty(module: nn.Module, **how: object) -> nn.Module:
         with fake:
@@ -52,7 +53,9 @@ def phases(cfg: Config, ranks: int, per_host: int = RANKS_PER_HOST) -> dict[str,
 
 
 def _measure(job: train.Job, ranks: int, folder: Path) -> dict[str, Phase]:
-    plan, save, resume = Phase(), Phase(), Phase()
+    plan = Phase()
+    save = Phase()
+    resume = Phase()
     with plan.measured("tensors by name"):
         live = state.tensors(job.model, job.optimizer)
     with plan.measured("rows"):

@@ -1,16 +1,16 @@
-"""A training step by its sections, beside the rate at which this machine multiplies matrices, for a
-list of configurations.
+"""A training step by its sections, compared with this machine's matmul rate, for a list of
+configurations.
 
     python -m tools.bench.sections [--rounds 5] [--only NAME] [--json out.json] [--table.key=value ...]
     python -m tools.bench.sections --one [--rounds 5] [--fake-world N] --table.key=value ...  # one line of JSON
 
 Each configuration runs in a process of its own, so that peak memory is its own: `train.build`,
 `train.train_step` and the data path of a run on random tokens. Steps alternate with one large
-matrix product of the same type, so `of products` compares what was measured at the same time; `MFU`
-is against the data sheet (none for a CPU). The sections are timed in further steps, with the device
-waited for at each boundary. `idle` is the share of a step in which a GPU runs no kernel, because it
-waits for the host; `live` is the peak of its tensors, without what the allocator holds besides.
-What --table.key=value says is laid over every configuration.
+matmul of the same type, so `of products`, the step's share of the matmul rate, compares what was
+measured at the same time; `MFU` is against the data sheet (none for a CPU). The sections are timed
+in further steps, with a host-device sync at each boundary. `idle` is the share of a step in which a
+GPU runs no kernel, because it waits for the host; `live` is the peak of its tensors, without what
+the allocator holds besides. --table.key=value overrides an option in every configuration.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from tools.bench.idle import idle_share, kernel_times
 from tools.plan.trace import pretend
 from training.metrics import memory_gib, peak_flops
 
-BENCH = (  # for two cores: large enough that matrix products lead
+BENCH = (  # for two cores: large enough that matmuls dominate
     "--model.dim=512 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 "
     "--model.head_dim=64 --model.hidden_dim=1536 "
     "--model.vocab_size=8192 --training.seq_len=512 --training.local_batch_size=8 "
@@ -87,10 +87,8 @@ def sections(device: torch.device) -> Iterator[tuple[dict[str, float], Callable[
 
     The phases of a step begin and end with the `record_function` labels of `train.train_step`.
     """
-    seconds, current = (
-        dict.fromkeys((*SECTIONS, ""), 0.0),
-        {"section": "", "since": time.perf_counter()},
-    )
+    seconds = dict.fromkeys((*SECTIONS, ""), 0.0)
+    current = {"section": "", "since": time.perf_counter()}
 
     def begin(section: str) -> None:
         if device.type == "cuda":
@@ -99,7 +97,8 @@ def sections(device: torch.device) -> Iterator[tuple[dict[str, float], Callable[
         seconds[current["section"]] += now - current["since"]
         current.update(section=section, since=now)
 
-    enter, leave = record_function.__enter__, record_function.__exit__
+    enter = record_function.__enter__
+    leave = record_function.__exit__
 
     def entered(label: record_function) -> record_function:
         if label.name in SECTIONS:
@@ -122,17 +121,21 @@ def one(options: list[str], rounds: int) -> dict:
     """Medians of this process's configuration; every rank of its mesh calls it."""
     cfg = load_config(options, world().size, world().local_size)
     job = train.build(cfg)
-    device, t = job.mesh.device, cfg.training
+    device = job.mesh.device
+    t = cfg.training
     ids = np.random.default_rng(0).integers(
         0, job.args.vocab_size, 4 * t.global_batch_size * t.seq_len + 1
     )
-    dtype, data = dp.param_dtype(t, device), harness.batches(cfg, job.mesh, ids.astype(np.uint32))
+    dtype = dp.param_dtype(t, device)
+    data = harness.batches(cfg, job.mesh, ids.astype(np.uint32))
     steps = iter(range(10**9))
-    multiply, product_flops = harness.product(dtype, device)
+    multiply, matmul_flops = harness.matmul(dtype, device)
     step = lambda: train.train_step(job, data[next(steps)])  # noqa: E731
-    timed = harness.alternate({"step": step, "product": multiply}, rounds)
+    timed = harness.alternate({"step": step, "matmul": multiply}, rounds)
     # of the allocator, whose peak this call resets
-    memory, live, idle = memory_gib(device), None, None
+    memory = memory_gib(device)
+    live = None
+    idle = None
     del multiply
     with sections(device) as (seconds, begin):
         for _ in range(rounds):
@@ -154,7 +157,7 @@ def one(options: list[str], rounds: int) -> dict:
         "fastest": min(timed["step"]),
         "tokens_per_second": tokens / seconds_per_step,
         "gflops": flops / 1e9,
-        "product_gflops": product_flops / statistics.median(timed["product"]) / 1e9,
+        "product_gflops": matmul_flops / statistics.median(timed["matmul"]) / 1e9,
         "mfu": flops / peak if peak else None,
         "memory_gib": memory,
         "live_gib": live,
@@ -238,7 +241,7 @@ def main() -> None:
         "Sections of a step",
         list(COLUMNS),
         rows,
-        f"{args.rounds} rounds, step and product in turn.",
+        f"{args.rounds} rounds, step and matmul in turn.",
         args.json,
     )
 

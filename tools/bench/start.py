@@ -1,5 +1,5 @@
-"""From the command to the end of the first step: a run of the debug preset, beside the barest
-script around the same model.
+"""From the command to the end of the first step: a run of the debug preset, compared with the
+barest script around the same model.
 
     python -m tools.bench.start [--rounds 5] [--json out.json] [--table.key=value ...]
 

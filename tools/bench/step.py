@@ -89,7 +89,8 @@ def bare_bfloat16(args, cfg, tokens, labels):
         )
         (model(tokens, positions, loss_head) / labels.numel()).backward()
         for master, p in zip(masters, model.parameters()):
-            master.grad, p.grad = p.grad.float(), None
+            master.grad = p.grad.float()
+            p.grad = None
         torch.nn.utils.clip_grad_norm_(masters, CLIP)
         optimizer.step()
         with torch.no_grad():
@@ -185,7 +186,9 @@ def torchtitan(args, cfg, tokens, labels, dtype):
     from torchtitan.models import llama3
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
-    device, dim, seq_len = tokens.device, args.dim, tokens.shape[1]
+    device = tokens.device
+    dim = args.dim
+    seq_len = tokens.shape[1]
     scaling = {}
     if args.rope_scaling:
         given = {
@@ -209,7 +212,8 @@ def torchtitan(args, cfg, tokens, labels, dtype):
     if device.type == "cpu":
         for layer in layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    tied, vocab_size = args.tied_embeddings, args.vocab_size
+    tied = args.tied_embeddings
+    vocab_size = args.vocab_size
     embedding_init = llama3._EMBEDDING_SKIP_INIT if tied else llama3._EMBEDDING_INIT
     head_init = llama3._output_linear_init(dim)
     model = llama3.Llama3Model.Config(
@@ -257,14 +261,17 @@ PEERS = {"hf": hf, "accelerate": accelerate, "litgpt": litgpt, "torchtitan": tor
 
 def contender(name: str, cfg: Config) -> Callable[[], None]:
     """A step of it on random tokens."""
-    (_, args), t = train.architecture(cfg), cfg.training
+    _, args = train.architecture(cfg)
+    t = cfg.training
     device = pick_device(cfg.run, 0)
     dtype = dp.param_dtype(t, device)
     with torch.device(device):
         window = torch.randint(0, args.vocab_size, (t.local_batch_size, t.seq_len + 1))
-        tokens, labels = window[:, :-1].contiguous(), window[:, 1:].contiguous()
+        tokens = window[:, :-1].contiguous()
+        labels = window[:, 1:].contiguous()
         if name == "ours":
-            job, batch = train.build(cfg), {"tokens": tokens[None], "labels": labels[None]}
+            job = train.build(cfg)
+            batch = {"tokens": tokens[None], "labels": labels[None]}
             return lambda: train.train_step(job, batch)
         if name == "bare":
             return (bare_float32 if dtype == torch.float32 else bare_bfloat16)(

@@ -4,7 +4,7 @@ on this machine.
     python -m tools.bench.together [--rounds 3] [--steps 5] [--json out.json] [--table.key=value ...]
 
 `apart` is two runs at the same time, each of one process with half of the batch; `apart, as PP` is
-the same in microbatches of the pipeline's size, whose products are smaller. The others are one run
+the same in microbatches of the pipeline's size, whose matmuls are smaller. The others are one run
 of two ranks on all of it (`tools.bench.sections --one`), every process with half of this machine's
 threads. `bytes` are the messages of a step of one rank, traced (tools/plan/trace.py); `alone` is
 how long these messages take between two ranks that do nothing else; `expected` is the sum of that

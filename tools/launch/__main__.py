@@ -12,10 +12,10 @@ What torchrun itself does differently, and why `run_train.sh` uses this instead:
 - When torchrun itself is killed, its ranks live on and hold their GPUs. Here they die with it.
 - torchrun's store listens on every interface, without a password. Here that of one node listens on
   the loopback only, that of several on node 0's own address.
-- The last words on the console are one line for each rank that failed and the whole traceback of
-  the first of them, however much the others have said since.
-- torchrun's restarts hand the ranks the store of the start before, whose addresses gloo then tries
-  in vain. Here every start (--max-restarts) has a new store, on one node and on many.
+- The last lines on the console are one for each rank that failed and the whole traceback of the
+  first of them, however much the other ranks have printed since.
+- torchrun's restarts hand the ranks the store of the previous start, whose stale addresses gloo
+  then tries in vain. Here every start (--max-restarts) has a new store, on one node and on many.
 - A failure on one node is known on the others when their collectives time out. Here the nodes tell
   each other at once.
 """
@@ -36,6 +36,7 @@ import tempfile
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import DistError, DistStoreError, TCPStore
@@ -62,11 +63,11 @@ from configs.schema import Config, InputError
 # the ranks have --shutdown-timeout seconds to end
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PASSED_ON = (*STOP, signal.SIGUSR1, signal.SIGUSR2)
-QUIET_CODES = (2, 75, 76)  # of which the ranks have said all there is to say
-# How ranks end when the launcher passes on a signal, or, last in the order of blame, ends them
-# after others have ended.
+QUIET_CODES = (2, 75, 76)  # exit codes for which the ranks have already said why
+# Exit codes of ranks to which the launcher has passed on a signal, or which it has ended after
+# others had failed. They come last in the order of blame.
 TOLD_TO_END = (75, -signal.SIGTERM)
-BACKLOG = 4096  # connections that may wait to be accepted: all ranks come at once
+BACKLOG = 4096  # connections that may wait to be accepted: all ranks connect at once
 # seconds that the store of several nodes outlives the ranks, so that all nodes hear how they ended
 LINGER = 1.0
 # seconds in which the ranks of a node may end by themselves when those of another ended on request
@@ -86,10 +87,13 @@ class Meeting(RendezvousHandler):
     says that node N is there, `members` the nodes of this start, `end` how it ended.
     """
 
-    use_agent_store = True  # the ranks meet in this store instead of opening another one
+    use_agent_store = True  # the ranks use this store instead of opening their own
 
     def __init__(self, options: argparse.Namespace, script: list[str]) -> None:
-        self.options, self.script, self.store, self.where = options, script, None, None
+        self.options = options
+        self.script = script
+        self.store: TCPStore | None = None
+        self.where: tuple[str, int] | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Raises RendezvousError when fewer than the least number of nodes come within
@@ -116,17 +120,18 @@ class Meeting(RendezvousHandler):
         )
 
     def _collect(self, least: int, most: int, deadline: float) -> list[int]:
-        """On node 0: until all are there, or, when the least number is, nobody has come for
+        """On node 0: until all are there, or the least number is and no more have come for
         --last-call seconds."""
-        came, since = [0], time.monotonic()
+        came = [0]
+        since = time.monotonic()
         while len(came) < most:
-            there = [0] + [
-                node
-                for node in range(1, most)
-                if node in came or self.store.check([f"node/{node}"])
-            ]
+            there = [0]
+            for node in range(1, most):
+                if node in came or self.store.check([f"node/{node}"]):
+                    there.append(node)
             if len(there) > len(came):
-                came, since = there, time.monotonic()
+                came = there
+                since = time.monotonic()
             now = time.monotonic()
             if least <= len(came) < most and now > since + self.options.last_call:
                 break
@@ -141,16 +146,17 @@ class Meeting(RendezvousHandler):
         return came
 
     def _fit(self, came: int, least: int) -> int:
-        """The most of the nodes that came on which the configuration can run: 3 may not divide the
-        batch, where 2 do."""
+        """The largest number of nodes, of those that came, on which the configuration can run: 3
+        may not divide the batch, where 2 do."""
         each = self.options.nproc_per_node
-        return next(
-            (n for n in range(came, least - 1, -1) if _config(self.script, n * each, each)), came
-        )
+        for nodes in range(came, least - 1, -1):
+            if _config(self.script, nodes * each, each):
+                return nodes
+        return came
 
     def _join(self, address: str, port: int, deadline: float) -> list[int]:
-        """On the others. A store that has its members already is of a start that is over, or goes
-        on without this node: wait for the next."""
+        """On the other nodes. A store that already has its members belongs to a start that is over,
+        or that goes on without this node: wait for the next."""
         node = self.options.node_rank
         while True:
             with contextlib.suppress(DistError):  # node 0 is not there yet, or not any more
@@ -277,13 +283,15 @@ class Agent(LocalElasticAgent):
             while not self.heard:
                 with contextlib.suppress(DistStoreError):  # nothing yet
                     store.wait(["end"], timedelta(hours=1))
-                    self.told, self.heard = int(store.get("end")), time.monotonic()
+                    self.told = int(store.get("end"))
+                    self.heard = time.monotonic()
         except DistError:  # node 0's launcher is gone, and so are its ranks
-            self.told, self.heard = 1, time.monotonic()
+            self.told = 1
+            self.heard = time.monotonic()
 
     def tell(self, code: int) -> None:
-        """The other nodes how the ranks of this one ended; a rank that ended on request counts more
-        than those that then failed for want of it."""
+        """Tell the other nodes how the ranks of this one ended. A rank that ended on request counts
+        more than ranks that failed afterwards because it was missing."""
         if self.meeting.where:
             teller = threading.Thread(
                 target=self._tell, args=(self.meeting.store, str(code)), daemon=True
@@ -312,14 +320,13 @@ class Agent(LocalElasticAgent):
                         f"rank {rank} on {socket.gethostname()} is frozen (SIGSTOP, or a "
                         "debugger), so the others waited for it"
                     )
-            self._send(signal.SIGCONT)  # it would not hear that it is to end
+            self._send(signal.SIGCONT)  # a frozen rank would not get SIGTERM
         result = super()._monitor_workers(worker_group)
         for local_rank, error_file in self._pcontext.error_files.items():
             if failure := result.failures.get(worker_group.workers[local_rank].global_rank):
                 failure.begun = _read_begun(f"{error_file}.begun")
-        over = self.told and time.monotonic() > self.heard + (
-            FAREWELL if self.told in QUIET_CODES else 0
-        )
+        patience = FAREWELL if self.told in QUIET_CODES else 0
+        over = self.told and time.monotonic() > self.heard + patience
         if result.state == WorkerState.HEALTHY and over:
             return RunResult(state=WorkerState.UNHEALTHY)  # run() ends the ranks and returns
         return result
@@ -328,7 +335,7 @@ class Agent(LocalElasticAgent):
 def launch(options: argparse.Namespace, script: list[str]) -> int:
     """Run the script on every rank of this node until all are done; start it again when a rank has
     failed, at most --max-restarts times. Returns the exit code."""
-    logging.disable(logging.ERROR)  # what torchrun has to say is said better below
+    logging.disable(logging.ERROR)  # torchrun's messages are replaced by those below
     for number in range(options.max_restarts + 1):
         began = time.monotonic()
         code, worth_retrying = start(options, script)
@@ -346,7 +353,8 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         # Python's handler does not run while it waits for other nodes
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    meeting, most = Meeting(options, script), options.nnodes[1]
+    meeting = Meeting(options, script)
+    _, most = options.nnodes
     with tempfile.TemporaryDirectory(prefix="plumbline-launch-") as folder:
         spec = WorkerSpec(
             role="rank",
@@ -356,12 +364,12 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
             args=("-u", "-m", "tools.launch.rank", str(os.getpid()), *script),
             max_restarts=0,
         )
-        # The barrier: nodes that are done wait for the others, but for a node that failed only that
-        # long.
-        agent = Agent(
-            spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=options.shutdown_timeout
-        )
-        agent.grace_seconds, agent.asked, agent.meeting = options.shutdown_timeout, set(), meeting
+        # Nodes that are done wait for the others at a barrier. This is the limit where one failed.
+        barrier = options.shutdown_timeout
+        agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=barrier)
+        agent.grace_seconds = options.shutdown_timeout
+        agent.asked = set()
+        agent.meeting = meeting
         try:
             result = agent.run()
         except SignalException as stopped:  # between the start of the first rank and of the last
@@ -375,7 +383,7 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
             return 1, False
         finally:
             signal.alarm(0)
-            # our handlers hold the agent, and that the store
+            # our signal handlers refer to the agent, which refers to the store
             for number in (*PASSED_ON, signal.SIGALRM):
                 if signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, signal.SIG_DFL)
@@ -394,18 +402,16 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
     """Tell the other nodes and the person; returns the exit code."""
     if not failures:  # the ranks were well until they were ended
         if agent.told not in QUIET_CODES:
-            why = (
-                "the ranks of another node failed"
-                if agent.told
-                else "one does not answer, not even to the kernel"
-            )
+            why = "one does not answer, not even to the kernel"
+            if agent.told:
+                why = "the ranks of another node failed"
             say(f"{why}, so those of this one were ended")
         return agent.told or 1
     exit_codes = codes(failures)
     others = set(exit_codes.values()) - {agent.left, *TOLD_TO_END}
-    code = (
-        agent.left if agent.left and all(c > 0 for c in others) else exit_codes[first_of(failures)]
-    )
+    code = exit_codes[first_of(failures)]
+    if agent.left and all(c > 0 for c in others):
+        code = agent.left
     agent.tell(75 if -code in agent.asked else code if code > 0 else 128 - code)
     # and so those of this node could not go on
     if code not in QUIET_CODES and agent.told in QUIET_CODES:
@@ -414,10 +420,9 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
         say(f"a rank ended with exit code {code}, and the others could not go on without it")
         return code
     if -signal.SIGALRM in exit_codes.values():
-        where = agent.meeting.where
-        say_who_is_behind(
-            begun(failures), agent.meeting.store if where else None, agent.meeting.options.node_rank
-        )
+        meeting = agent.meeting
+        store = meeting.store if meeting.where else None
+        say_who_is_behind(begun(failures), store, meeting.options.node_rank)
     return report(failures, script, agent.asked)
 
 
@@ -425,10 +430,11 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
     """Name the ranks that failed (at most eight), then tell all about the first to fail; returns
     the exit code it stands for.
 
-    Ranks that a stop signal found before they had begun to listen for it die of it: that too is 75,
-    with nothing to save yet.
+    Ranks that got a stop signal before they had installed their handlers die of it. That is 75 too:
+    there was nothing to save yet.
     """
-    errors, exit_codes = messages(failures), codes(failures)
+    errors = messages(failures)
+    exit_codes = codes(failures)
     first = first_of(failures)
     code = exit_codes[first]
     if -code in asked:
@@ -436,15 +442,12 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
         return 75
     if code not in QUIET_CODES:
         log = _log_of(first, script)
-        others = sorted(set(failures) - {first}, key=lambda rank: blame(failures, rank))
-        for rank in [first, *(other for other in others if exit_codes[other] not in TOLD_TO_END)][
-            :8
-        ]:
-            how = (
-                f"ended with exit code {exit_codes[rank]}"
-                if exit_codes[rank] > 0
-                else f"was killed by {failures[rank].signal_name()}"
-            )
+        _, *others = by_blame(failures)
+        failed = [rank for rank in others if exit_codes[rank] not in TOLD_TO_END]
+        for rank in [first, *failed][:8]:
+            how = f"was killed by {failures[rank].signal_name()}"
+            if exit_codes[rank] > 0:
+                how = f"ended with exit code {exit_codes[rank]}"
             at = f" at {_clock(errors[rank]['time'])}" if errors[rank] else ""
             say(f"rank {rank} on {socket.gethostname()} {how}{at}{_named(_log_of(rank, script))}")
         if errors[first]:
@@ -454,36 +457,32 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
             )
         elif log and others:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-            say(
-                "\n".join(
-                    [f"the last lines of the log of rank {first}, the first to fail here:", *lines]
-                )
-            )
+            title = f"the last lines of the log of rank {first}, the first to fail here:"
+            say("\n".join([title, *lines]))
     return code if code >= 0 else 128 - code
 
 
 def begun(failures: dict[int, ProcessFailure]) -> dict[int, int]:
-    """How many exchanges with others each rank had begun; without the ranks that had not come to
-    the first."""
-    return {
-        rank: count for rank, failure in failures.items() if (count := getattr(failure, "begun", 0))
-    }
+    """How many collectives each rank had begun, without ranks that had begun none."""
+    counts = {rank: getattr(failure, "begun", 0) for rank, failure in failures.items()}
+    return {rank: count for rank, count in counts.items() if count}
 
 
 def _read_begun(path: str) -> int:
-    """What a rank has left there (parallelisms/progress.py::ProgressCounter); 0 if it did not get as far as that."""
+    """The progress counter that a rank has left in this file
+    (parallelisms/progress.py::ProgressCounter); 0 if it had not opened it yet."""
     with contextlib.suppress(OSError, struct.error):
         return struct.unpack("<q", Path(path).read_bytes())[0]
     return 0
 
 
 def say_who_is_behind(counts: dict[int, int], store: TCPStore | None, node: int) -> None:
-    """After a hang: name the ranks of all nodes that had begun fewer exchanges than others, which
+    """After a hang: name the ranks of all nodes that had begun fewer collectives than others, which
     waited for them.
 
-    counts: exchanges begun, by rank of this node; store: of several nodes, None for one. Says
-    nothing if all ranks had come equally far: then a device hangs and no process, or ranks hang
-    inside forward or backward.
+    counts: collectives begun, by rank of this node. store: shared by several nodes; None for one.
+    Says nothing if all ranks had begun equally many: then a device hangs and not a process, or
+    ranks hang inside forward or backward.
     """
     host = socket.gethostname()
     everyone = {rank: (count, host) for rank, count in counts.items()}
@@ -495,8 +494,8 @@ def say_who_is_behind(counts: dict[int, int], store: TCPStore | None, node: int)
     behind = {rank: place for rank, place in sorted(everyone.items()) if place[0] < most}
     for rank, (count, host) in list(behind.items())[:8]:
         say(
-            f"rank {rank} on {host} is behind: it had begun {count:,} exchanges with the others, "
-            f"which had begun {most:,}"
+            f"rank {rank} on {host} is behind: it had begun {count:,} collectives, the others "
+            f"{most:,}"
         )
 
 
@@ -506,51 +505,60 @@ def _compare(store: TCPStore, node: int, everyone: dict[int, tuple[int, str]]) -
     however many ranks there are."""
     ranks = sorted(everyone, key=everyone.__getitem__)
     with contextlib.suppress(DistError):
-        store.set(
-            f"begun/{node}",
-            json.dumps([[rank, *everyone[rank]] for rank in {*ranks[:8], *ranks[-1:]}]),
-        )
+        shown = {*ranks[:8], *ranks[-1:]}
+        rows = [[rank, *everyone[rank]] for rank in shown]
+        store.set(f"begun/{node}", json.dumps(rows))
         keys = [f"begun/{other}" for other in json.loads(store.get("members"))]
         deadline = time.monotonic() + COMPARED
         while time.monotonic() < deadline and not store.check(keys):
             time.sleep(0.05)
         for key in keys:
             if store.check([key]):
-                everyone |= {
-                    rank: (count, host) for rank, count, host in json.loads(store.get(key))
-                }
+                for rank, count, host in json.loads(store.get(key)):
+                    everyone[rank] = (count, host)
 
 
 def messages(failures: dict[int, ProcessFailure]) -> dict[int, dict]:
-    """What tools/launch/rank.py wrote about the exception that ended a rank; nothing where none
-    did."""
-    return {rank: f.message if isinstance(f.message, dict) else {} for rank, f in failures.items()}
+    """What tools/launch/rank.py wrote about the exception that ended a rank; {} where there was no
+    exception."""
+    texts = {}
+    for rank, failure in failures.items():
+        texts[rank] = failure.message if isinstance(failure.message, dict) else {}
+    return texts
 
 
 def codes(failures: dict[int, ProcessFailure]) -> dict[int, int]:
-    """A rank that has failed may take so long to end that it is ended because of the others: that
-    is not what it died of."""
+    """The exit codes by rank. A rank with an exception counts as 1, even if it took so long to end
+    that a signal of the launcher ended it."""
     errors = messages(failures)
-    return {
-        rank: 1 if errors[rank] and f.exitcode < 0 else f.exitcode for rank, f in failures.items()
-    }
+    by_rank = {}
+    for rank, failure in failures.items():
+        raised = errors[rank] and failure.exitcode < 0
+        by_rank[rank] = 1 if raised else failure.exitcode
+    return by_rank
 
 
 def blame(failures: dict[int, ProcessFailure], rank: int) -> tuple[int, int, float, int]:
-    """Sorts ranks by who failed first. A rank's error file has the moment of its exception; of one
-    without, only the second is known in which its end was noticed, which for one killed by a signal
-    may be the second after. Those that merely ended when the launcher told them to come last."""
+    """Sort key: who failed first. A rank's error file has the time of its exception. Without one,
+    only the second is known in which its end was noticed; for a rank killed by a signal that may be
+    the second after. Ranks that merely ended when the launcher told them to come last."""
     code = codes(failures)[rank]
     moment = messages(failures)[rank].get("time", failures[rank].timestamp)
-    # its watchdog: the others failed because they waited for it, and sooner
+    # Its watchdog killed it. The others waited for it, and may have failed sooner.
     if code == -signal.SIGALRM:
-        # under NCCL all may die so; who is behind was waited for
+        # under NCCL all ranks may die so; the rank that is behind is to blame
         return -1, begun(failures).get(rank, 0), moment, rank
-    return (0, *TOLD_TO_END).index(code) if code in TOLD_TO_END else 0, 0, moment - (code < 0), rank
+    last = (0, *TOLD_TO_END).index(code) if code in TOLD_TO_END else 0
+    return last, 0, moment - (code < 0), rank
+
+
+def by_blame(failures: dict[int, ProcessFailure]) -> list[int]:
+    """The ranks that failed, the first to fail first."""
+    return sorted(failures, key=partial(blame, failures))
 
 
 def first_of(failures: dict[int, ProcessFailure]) -> int:
-    return min(failures, key=lambda rank: blame(failures, rank))
+    return by_blame(failures)[0]
 
 
 def _is_frozen(pid: int) -> bool:
@@ -590,7 +598,7 @@ def _named(log: Path | None) -> str:
 
 
 def say(sentence: str) -> None:
-    # with its end: print writes that apart, and threads then share a line
+    # one write with the newline: print writes it separately, and threads would share a line
     sys.stderr.write(f"launch: {sentence}\n")
     sys.stderr.flush()
 

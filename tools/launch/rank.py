@@ -1,8 +1,8 @@
 """What a rank is before it becomes the script:  python -m tools.launch.rank LAUNCHER_PID [-m] SCRIPT [ARGUMENT ...]
 
-It asks Linux to be killed when the launcher dies, and if an exception ends the script, leaves the
-traceback and the moment for the launcher, which shows that of the first rank to fail after all
-others have had their say.
+It sets a parent-death signal, so that the rank dies with the launcher. If an exception ends the
+script, it leaves the traceback and the time for the launcher, which shows the traceback of the
+first rank to fail at the end.
 """
 
 import ctypes
@@ -39,19 +39,17 @@ def main(launcher: int, script: str) -> None:
 def _file_of(module: str) -> str:
     """What `python -m` would run: of a package its __main__."""
     spec = importlib.util.find_spec(module)
-    return (
-        importlib.util.find_spec(f"{module}.__main__") if spec.submodule_search_locations else spec
-    ).origin
+    if spec.submodule_search_locations:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    return spec.origin
 
 
 def _leave(traceback_text: str, failed_at: float) -> None:
     """In the file and form in which torchrun's engine looks for it, which takes whole seconds only;
     `time` is ours. failed_at: when the exception was raised (reliability/health.py::FailureTime),
     in seconds since 1970."""
-    file, extra = (
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]),
-        {"timestamp": int(failed_at), "py_callstack": traceback_text},
-    )
+    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    extra = {"timestamp": int(failed_at), "py_callstack": traceback_text}
     report = {"message": traceback_text, "time": failed_at, "extraInfo": extra}
     file.with_suffix(".tmp").write_text(json.dumps({"message": report}), encoding="utf-8")
     file.with_suffix(".tmp").rename(file)  # never half a file, which the engine would not survive
@@ -66,5 +64,6 @@ def _from_script_on(error: Exception, script: str) -> str:
 
 
 if __name__ == "__main__":
-    pid, sys.argv = int(sys.argv[1]), sys.argv[2:]
+    pid = int(sys.argv[1])
+    sys.argv = sys.argv[2:]
     main(pid, sys.argv[0])

@@ -28,7 +28,9 @@ from configs.schema import InputError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PR_SET_PDEATHSIG = 1  # prctl(2)
-WRONG_INPUT, STOPPED, CRASH_LOOP = 2, 75, 76  # exit codes of train.py
+WRONG_INPUT = 2
+STOPPED = 75
+CRASH_LOOP = 76  # exit codes of train.py
 
 
 def node(job: dict) -> None:

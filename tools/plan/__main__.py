@@ -19,7 +19,7 @@ from configs.load import dump, load_config
 from configs.schema import Config, InputError
 from tools.plan.device import load_device
 from tools.plan.page import page
-from tools.plan.plan import MARGIN, MTBF_GPU_HOURS, Question, make_plan
+from tools.plan.plan import MARGIN, MTBF_GPU_HOURS, PlanInputs, make_plan
 from tools.plan.report import report
 from tools.plan.routing import load_routing
 from tools.plan.search import search, table
@@ -70,7 +70,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--routing",
         default="balanced",
-        help="of mixtures of experts: balanced; a number, how many times the mean the fullest "
+        help="of MoE layers: balanced; a number, how many times the mean the fullest "
         "rank gets; or the "
         "folder of a run that recorded the loads of its experts (balanced)",
     )
@@ -113,11 +113,12 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, rest
 
 
-def question(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Question]:
-    """The checked configuration and the question. Raises InputError, ConfigError with every rule
-    that is broken."""
-    per_host, device = min(flags.gpus, flags.gpus_per_node), load_device(flags.device)
-    # the search chooses the mesh: what the file says about it must not stand in the way
+def read_inputs(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, PlanInputs]:
+    """The checked configuration and what else the plan depends on. Raises InputError, ConfigError
+    with every rule that is broken."""
+    per_host = min(flags.gpus, flags.gpus_per_node)
+    device = load_device(flags.device)
+    # the search chooses the mesh, so the file's mesh is not checked
     if flags.search:
         one_process = (
             "data_parallel_shard=-1",
@@ -141,10 +142,9 @@ def question(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Questi
             'or "auto"'
         )
     if on_gpu:
-        cfg = cfg.model_copy(
-            update={"training": cfg.training.model_copy(update={"param_dtype": "bfloat16"})}
-        )
-    ask = Question(
+        training = cfg.training.model_copy(update={"param_dtype": "bfloat16"})
+        cfg = cfg.model_copy(update={"training": training})
+    inputs = PlanInputs(
         flags.gpus,
         per_host,
         device,
@@ -157,24 +157,24 @@ def question(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Questi
         flags.storage_gb_per_s,
         load_routing(flags.routing),
     )
-    return cfg, ask
+    return cfg, inputs
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line in this file's first lines. Returns the exit code."""
     try:
         flags, rest = arguments(sys.argv[1:] if argv is None else argv)
-        cfg, ask = question(flags, rest)
+        cfg, inputs = read_inputs(flags, rest)
         if flags.search:
             print(
                 "searching: every choice is traced, which takes some minutes",
                 file=sys.stderr,
                 flush=True,
             )
-            ranking = search(cfg, ask)
+            ranking = search(cfg, inputs)
             print(table(ranking) + "\n\nThe first of these:\n")
             cfg = ranking[0].choice.applied_to(cfg)
-        plan = make_plan(cfg, ask)
+        plan = make_plan(cfg, inputs)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

@@ -47,16 +47,16 @@ class Device(BaseModel):
     link_latency_us: float = Field(0.6, ge=0)
     fabric_latency_us: float = Field(2.7, ge=0)
     attention_backward: float = Field(1.0, gt=0)
-    """Rate of attention's backward, to that of its forward; 1 where attention_efficiency is of both
+    """Rate of attention's backward relative to its forward; 1 where attention_efficiency is of both
     together."""
     attention_row_ns: float = Field(0.0, ge=0)
-    """What attention's forward costs for each query, head and product whatever the length; 0 on
+    """Overhead of attention's forward for each query, head and matmul, whatever the length; 0 on
     GPUs."""
     overhead_us: float = Field(0.0, ge=0)
-    """Time that each operator (views are none) takes beside its work; 0 where a queue hides it."""
+    """Launch overhead of each operator (views are none); 0 where the device's queue hides it."""
     policy_us: float = Field(0.0, ge=0)
-    """What selective checkpointing adds to each operator of a block's forward, its recomputation
-    included; as above."""
+    """Overhead that selective checkpointing's policy adds to each operator of a block's forward,
+    its recomputation included; 0 as above."""
     source: str = ""
 
     @property
@@ -115,21 +115,23 @@ def known_device(name: str) -> Device | None:
 
 
 def measure_cpu(threads: int = 0) -> Device:
-    """This machine as a device, in about a second: rates of products, attention and copies, and the
-    cost of an operator.
+    """This machine as a device, in about a second: rates of matmuls, attention and copies, and the
+    overhead of an operator.
 
-    The rates are what is attained, so the efficiencies are 1. The links are guesses: processes of
-    one machine talk by gloo.
+    The rates are attained ones, so the efficiencies are 1. The links are guesses, for gloo within
+    one machine.
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
     float32_products()  # as a run does
     dtype = param_dtype(Training(), torch.device("cpu"))
-    a, b = torch.randn(2048, 768).to(dtype), torch.randn(768, 768).to(dtype)
-    products = 2 * 2048 * 768 * 768 / _seconds(lambda: a @ b)
+    a = torch.randn(2048, 768).to(dtype)
+    b = torch.randn(768, 768).to(dtype)
+    matmul = 2 * 2048 * 768 * 768 / _seconds(lambda: a @ b)  # FLOP/s
     per_key, per_row, backward = _attention_costs(dtype)
     attention = 64 / per_key  # FLOP/s: half of the 2 x 64 of a query and a key
-    x, y = torch.randn(1 << 24), torch.empty(1 << 24)
+    x = torch.randn(1 << 24)
+    y = torch.empty(1 << 24)
     copied = 2 * x.nbytes / _seconds(lambda: y.copy_(x))
     overhead, policy = _operator_overheads(dtype)
     torch.set_num_threads(threads_before)
@@ -137,14 +139,14 @@ def measure_cpu(threads: int = 0) -> Device:
     return Device(
         name="this machine's CPU",
         kind="cpu",
-        peak_tflops=products / 1e12,
+        peak_tflops=matmul / 1e12,
         memory_gib=gib,
         memory_gb_per_s=copied / 1e9 / MEMORY_EFFICIENCY,
         link_gb_per_s=1.0,
         fabric_gb_per_s=1.0,
         host_gb_per_s=copied / 1e9,
         matmul_efficiency=1.0,
-        attention_efficiency=min(1.0, attention / products),
+        attention_efficiency=min(1.0, attention / matmul),
         link_efficiency=1.0,
         link_latency_us=50,
         fabric_latency_us=50,
@@ -157,48 +159,59 @@ def measure_cpu(threads: int = 0) -> Device:
 
 
 def _attention_costs(dtype: torch.dtype) -> tuple[float, float, float]:
-    """Seconds of forward per query and key, and per query whatever the length; the rate of
-    backward, to that of forward.
+    """Seconds of forward per query and key, and per query whatever the length; and the rate of
+    backward relative to forward.
 
     The same number of queries in short and in long sequences gives two equations.
     """
-    rows, short, long = 1 << 13, 256, 1024
+    rows = 1 << 13
+    short = 256
+    long = 1024
 
     def seconds(length: int) -> tuple[float, float]:
-        """Of a query: each of the two products of forward, and of the five of backward."""
-        q, k, v, grad = (
-            torch.randn(rows // length // 4, 4, length, 64).to(dtype).requires_grad_()
-            for _ in range(4)
-        )
+        """Per query and matmul: forward has two matmuls, backward five."""
+        shape = (rows // length // 4, 4, length, 64)
+        q, k, v, grad = (torch.randn(shape).to(dtype) for _ in range(4))
+        for tensor in (q, k, v, grad):
+            tensor.requires_grad_()
         out = causal_attention(q, k, v)
         forward = _seconds(lambda: causal_attention(q, k, v))
         backward = _seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
         return forward / rows / 2, backward / rows / 5
 
-    at_short, at_long = seconds(short), seconds(long)
-    forward, backward = (max(1e-12, (b - a) / (long - short)) for a, b in zip(at_short, at_long))
-    return forward, max(0.0, at_short[0] - forward * short), forward / backward
+    at_short = seconds(short)
+    at_long = seconds(long)
+    slopes = [(b - a) / (long - short) for a, b in zip(at_short, at_long)]
+    forward, backward = (max(1e-12, slope) for slope in slopes)
+    per_query = max(0.0, at_short[0] - forward * short)
+    return forward, per_query, forward / backward
 
 
 def _operator_overheads(dtype: torch.dtype) -> tuple[float, float]:
-    """Seconds that an operator takes beside its work; and what selective checkpointing adds to an
-    operator of forward, since its policy is Python.
+    """Overhead of an operator in seconds; and what selective checkpointing adds to an operator of
+    forward, since its policy is Python.
 
     The first has two parts. One is the views, the autograd and the Python around an operator: the
-    time of a model so small that there is no work. The other is the time until all threads have
-    woken and come together: what as many sequences on all threads take beyond one sequence on one
-    thread. (32,768 elements are the least that ATen gives a thread.)
+    time of a model so small that there is no work. The other is the threads' fork and join: the
+    time of one sequence per thread on all threads, minus that of one sequence on one thread.
+    (32,768 elements are the least that ATen gives a thread.)
     """
     threads = torch.get_num_threads()
 
     def step(dim: int, batch: int, length: int, mode: str = "none") -> Callable[..., object]:
-        # any: what an operator costs beside its work depends on no family
+        # any family will do: the overhead of an operator does not depend on it
         family = MODELS[Model().family]
-        model = ac.apply(family.build(family.small(dim)).to(dtype), ActivationCheckpoint(mode=mode))
-        tokens, positions = torch.zeros(batch, length, dtype=torch.int64), torch.arange(length)
-        return lambda backward=True: (
-            model(tokens, positions).sum().backward() if backward else model(tokens, positions)
-        )
+        model = family.build(family.small(dim)).to(dtype)
+        model = ac.apply(model, ActivationCheckpoint(mode=mode))
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+        positions = torch.arange(length)
+
+        def run(backward: bool = True) -> None:
+            out = model(tokens, positions)
+            if backward:
+                out.sum().backward()
+
+        return run
 
     def operators(run: Callable, *args: bool) -> int:
         with Trace() as trace:
@@ -207,11 +220,9 @@ def _operator_overheads(dtype: torch.dtype) -> tuple[float, float]:
 
     together = _seconds(step(64, threads, 512), 40)
     torch.set_num_threads(1)
-    alone, empty, policed = (
-        _seconds(step(64, 1, 512), 40),
-        step(16, 1, 4),
-        step(16, 1, 4, "selective"),
-    )
+    alone = _seconds(step(64, 1, 512), 40)
+    empty = step(16, 1, 4)
+    policed = step(16, 1, 4, "selective")
     per_operator = _seconds(empty) / operators(empty)
     policy = (_seconds(policed) - per_operator * operators(policed)) / operators(empty, False)
     torch.set_num_threads(threads)

@@ -19,6 +19,7 @@ from parallelisms.schedules import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    Action,
     bubble,
     least_microbatches,
     placement,
@@ -33,16 +34,17 @@ MARKS = {
 }
 
 
+def units(action: Action) -> float:
+    """The time of an action in the drawing."""
+    return 2.0 if action.kind == BACKWARD else 1.0
+
+
 def drawing(schedule: str, ranks: int, microbatches: int) -> str:
     """A title and a row for each rank. Microbatches have one digit each, so there are at most 9."""
     if microbatches < (least := least_microbatches(schedule, ranks)):
         return f"{schedule}: needs at least {least} microbatches"
     stages = placement(schedule, ranks)
-    played = timeline(
-        table(schedule, ranks, 0, microbatches),
-        stages,
-        lambda a: 2.0 if a.kind == BACKWARD else 1.0,
-    )
+    played = timeline(table(schedule, ranks, 0, microbatches), stages, units)
     width = int(max(actions[-1][2] for actions in played))
     rows = [f"{schedule}: bubble {bubble(played):.1%}"]
     for rank, actions in enumerate(played):

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from tools.plan.device import MEMORY_EFFICIENCY, Device
 from tools.plan.step import IN_BLOCKS, Op, Step, Stretch, Where, fsdp_dimension
 
-# rows of a tile of a grouped product, of which the last one of a group is half empty: assumed
+# Rows of a tile of a grouped GEMM. The last tile of a group is assumed half empty.
 GROUP_TILE = 128
 NCCL_BASE_US = 6.6  # of starting any collective: NCCL's cost model (src/graph/tuning.cc, ring, LL)
 
 
 @dataclass(frozen=True)
 class Ring:
-    """What one mesh dimension's group is made of."""
+    """The size of one mesh dimension's group: its ranks, and the hosts that they are on."""
 
     ranks: int
     hosts: int
@@ -27,9 +27,8 @@ class Ring:
         return cls(len(ranks), len({rank // per_host for rank in ranks}))
 
     def bandwidth(self, device: Device) -> float:
-        """Bytes per second that a ring moves. Between hosts every rank of the group has a card of
-        its own to the fabric, and a ring runs through all of them. Inside a host the links
-        limit."""
+        """Bytes per second that a ring moves. Between hosts each rank of the group has its own
+        network card, and a ring runs through all of them. Inside a host the links limit."""
         link = device.link_gb_per_s
         if self.hosts > 1:
             link = min(link, device.fabric_gb_per_s * self.ranks / self.hosts)
@@ -41,28 +40,32 @@ class Ring:
         (nccl-tests, doc/PERFORMANCE.md)."""
         if self.ranks == 1:
             return 0.0
+        bandwidth = self.bandwidth(device)
         if kind in ("send", "receive"):
-            latency = device.fabric_latency_us if self.hosts > 1 else device.link_latency_us
-            return message / self.bandwidth(device) + (latency + NCCL_BASE_US) * 1e-6
+            return message / bandwidth + (self.latency_us(device) + NCCL_BASE_US) * 1e-6
         if kind == "all-to-all":
-            return self.exchange_seconds(message, device)
+            return self.all_to_all_seconds(message, device)
         rounds = 2 if kind == "all-reduce" else 1
-        between = self.hosts if self.hosts > 1 else 0
-        hops = (
-            self.ranks - 1 - between
-        ) * device.link_latency_us + between * device.fabric_latency_us
+        between_hosts = self.hosts if self.hosts > 1 else 0
+        inside_hosts = self.ranks - 1 - between_hosts
+        hops_us = inside_hosts * device.link_latency_us + between_hosts * device.fabric_latency_us
         sent = message * (self.ranks - 1) / self.ranks
-        return rounds * (max(hops, 0) * 1e-6 + sent / self.bandwidth(device)) + NCCL_BASE_US * 1e-6
+        round_seconds = max(hops_us, 0) * 1e-6 + sent / bandwidth
+        return rounds * round_seconds + NCCL_BASE_US * 1e-6
 
-    def exchange_seconds(self, message: int, device: Device) -> float:
-        """Every rank sends an equal part of its message to every other directly. What goes to other
-        hosts goes through its own card, beside what goes through the links of its host."""
+    def latency_us(self, device: Device) -> float:
+        """Latency of a direct message, in microseconds: over the fabric if any hop needs it."""
+        return device.fabric_latency_us if self.hosts > 1 else device.link_latency_us
+
+    def all_to_all_seconds(self, message: int, device: Device) -> float:
+        """Every rank sends an equal part of its message to every other directly. Traffic to other
+        hosts goes through the rank's network card, at the same time as traffic inside the host."""
         on_host = self.ranks / self.hosts
-        part, efficiency = message / self.ranks, 1e9 * device.link_efficiency
+        part = message / self.ranks
+        efficiency = 1e9 * device.link_efficiency
         inside = part * (on_host - 1) / (device.link_gb_per_s * efficiency)
         outside = part * (self.ranks - on_host) / (device.fabric_gb_per_s * efficiency)
-        latency = device.fabric_latency_us if self.hosts > 1 else device.link_latency_us
-        return max(inside, outside) + (latency + NCCL_BASE_US) * 1e-6
+        return max(inside, outside) + (self.latency_us(device) + NCCL_BASE_US) * 1e-6
 
 
 @dataclass
@@ -74,7 +77,7 @@ class Line:
     smallest: int = 0  # bytes of a message
     largest: int = 0
     seconds: float = 0.0
-    exposed: float = 0.0  # seconds in which nothing is computed
+    exposed: float = 0.0  # seconds that do not overlap with computation
 
 
 @dataclass
@@ -82,10 +85,10 @@ class Estimate:
     """Seconds of a step, and what they go into."""
 
     seconds: float = 0.0
-    products: float = 0.0  # matrix products
+    matmul: float = 0.0
     attention: float = 0.0
     memory_bound: float = 0.0
-    recomputed: float = 0.0  # seconds of these three that repeat what was computed before
+    recomputed: float = 0.0  # part of the three above that is recomputation
     # (mesh dimension, kind of collective)
     lines: dict[tuple[str, str], Line] = field(default_factory=dict)
     # (stream, start, end, place) of what was traced
@@ -93,7 +96,7 @@ class Estimate:
 
     @property
     def computing(self) -> float:
-        return self.products + self.attention + self.memory_bound
+        return self.matmul + self.attention + self.memory_bound
 
     @property
     def exposed(self) -> float:
@@ -104,71 +107,75 @@ class Estimate:
 
 
 def op_seconds(op: Op, where: Where, device: Device, fused: bool) -> tuple[float, float, float]:
-    """Seconds of an operator as product, as attention, and as bound by memory. Attention is counted
-    whole in `Op`, but causal kernels do half of it."""
-    rate = device.peak
+    """Seconds of an operator: in matmuls, in attention, and bound by memory. `Op` counts attention
+    without its causal mask, but causal kernels do half of that."""
     traffic = op.fused if fused and where.block >= 0 else op.traffic
     bandwidth = device.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY
-    product = op.product_flops / (rate * device.matmul_efficiency)
+    matmul = op.matmul_flops / (device.peak * device.matmul_efficiency)
     if op.rows:
-        product = max(product * (1 + GROUP_TILE / 2 * op.groups / op.rows), op.operands / bandwidth)
-    attention = (
-        op.attention_flops / 2 / (rate * device.attention_efficiency)
-        + op.attention_rows * device.attention_row_ns * 1e-9
-    )
+        padded = matmul * (1 + GROUP_TILE / 2 * op.groups / op.rows)
+        matmul = max(padded, op.operands / bandwidth)
+    attention_rate = device.peak * device.attention_efficiency
+    row_seconds = op.attention_rows * device.attention_row_ns * 1e-9
+    attention = op.attention_flops / 2 / attention_rate + row_seconds
     if "backward" in op.name:
         attention /= device.attention_backward
     moved = traffic / bandwidth + device.overhead_us * 1e-6
-    return product, attention, moved
+    return matmul, attention, moved
 
 
 def estimate(
     step: Step, device: Device, per_host: int, compiled: bool, selective: bool = False
 ) -> Estimate:
-    """The time of a step. `compiled`: memory-bound operators are fused; `selective`:
-    checkpointing's policy is paid for."""
+    """The time of a step. `compiled`: memory-bound operators are fused. `selective`: the overhead
+    of selective checkpointing's policy is added."""
     return Playback(step, device, per_host, compiled, selective).play()
 
 
 class Playback:
-    """Plays a step through: one stream computes, one moves FSDP's data beside it, and each waits
-    where PyTorch waits.
+    """Simulates a step on two streams, compute and FSDP's communication. Each waits for the other
+    where it does in PyTorch.
 
-    - FSDP's all-gather starts when the one before has been copied out
-      (`FSDPParamGroup.wait_for_unshard`), so the gather of the next block runs while this one is
-      computed. Computing goes on when its own weights are there.
+    - FSDP's all-gather starts when the previous one has been copied out
+      (`FSDPParamGroup.wait_for_unshard`), so the next block is unsharded while this one is
+      computed. Compute waits for the all-gather of its own weights.
     - FSDP's reduce-scatter (and HSDP's all-reduce) starts when the block's gradients are there.
       Clipping waits for the last.
-    - The collectives of tensor and context parallelism, and all small ones, stand between operators
-      that need them: computing waits.
+    - The collectives of tensor and context parallelism, and all small ones, block compute: the
+      next operator needs their result.
     """
 
     def __init__(
         self, step: Step, device: Device, per_host: int, compiled: bool, selective: bool
     ) -> None:
-        self.step, self.device, self.compiled, self.selective = step, device, compiled, selective
+        self.step = step
+        self.device = device
+        self.compiled = compiled
+        self.selective = selective
         self.rings = {dim: Ring.of(ranks, per_host) for dim, ranks in step.groups.items()}
         self.result = Estimate()
-        self.now = 0.0  # seconds: the time of computing
-        self.bar_start = 0.0  # since when nothing but computing has happened
+        self.now = 0.0  # seconds: the compute stream's clock
+        self.bar_start = 0.0  # start of the present stretch of uninterrupted compute
         self.link_free = 0.0  # when FSDP's stream is free
-        self.gather_from = 0.0  # since when the next gather may run
-        # of the all-gathers that were not waited for yet, with their dimensions
-        self.gather_ends: list[tuple[float, str]] = []
-        # what clipping waits for
+        self.all_gather_from = 0.0  # earliest start of the next all-gather
+        # (end, mesh dimension) of the all-gathers in flight
+        self.all_gather_ends: list[tuple[float, str]] = []
+        # clipping waits for this one
         self.last_reduction = (fsdp_dimension(step.groups), "reduce-scatter")
 
     def play(self) -> Estimate:
         per_microbatch: dict[int, float] = {}
         for stretch in self.step.stretches:
-            micro, began = stretch.where.micro, self.now
+            micro = stretch.where.micro
+            began = self.now
             self.play_stretch(stretch)
             per_microbatch[micro] = per_microbatch.get(micro, 0.0) + self.now - began
         self.result.seconds = self.now + (self.step.repeats - 1) * per_microbatch.get(1, 0.0)
         return self.result
 
     def play_stretch(self, stretch: Stretch) -> None:
-        where, times = stretch.where, self.step.times(stretch.where)
+        where = stretch.where
+        times = self.step.times(where)
         self.bar_start = self.now
         if where.phase in ("clip", "optimizer") and self.link_free > self.now:
             self.result.line(*self.last_reduction).exposed += self.link_free - self.now
@@ -187,18 +194,18 @@ class Playback:
             self.result.bars.append(("compute", self.bar_start, self.now, place(where)))
 
     def communicate(self, op: Op, where: Where, times: int) -> None:
-        seconds = (
-            self.rings[op.dimension].seconds(op.kind, op.message, self.device)
-            if op.dimension in self.rings
-            else 0.0
-        )
+        seconds = 0.0
+        if op.dimension in self.rings:
+            ring = self.rings[op.dimension]
+            seconds = ring.seconds(op.kind, op.message, self.device)
         line = self.result.line(op.dimension, op.kind)
         line.smallest = min(line.smallest or op.message, op.message)
         line.largest = max(line.largest, op.message)
-        line.count, line.sent = line.count + times, line.sent + times * op.message
+        line.count += times
+        line.sent += times * op.message
         line.seconds += times * seconds
         if op.kind in ("send", "receive"):
-            # beside the action; tools/plan/pipeline.py lets the rank that receives wait for it
+            # overlaps with the action; tools/plan/pipeline.py makes the receiver wait for it
             return
         stream = f"{op.dimension} {op.kind}"
         if not op.background:
@@ -207,38 +214,38 @@ class Playback:
             line.exposed += times * seconds
             self.now = self.bar_start = self.now + seconds
             return
-        start = max(self.link_free, self.gather_from if op.kind == "all-gather" else self.now)
+        ready = self.all_gather_from if op.kind == "all-gather" else self.now
+        start = max(self.link_free, ready)
         self.link_free = start + seconds
         self.result.bars.append((stream, start, self.link_free, place(where)))
         if op.kind == "all-gather":
-            self.gather_ends.append((self.link_free, op.dimension))
+            self.all_gather_ends.append((self.link_free, op.dimension))
         else:
             self.last_reduction = (op.dimension, op.kind)
 
     def compute(self, op: Op, where: Where, times: int) -> None:
-        if op.wait and self.gather_ends:
-            ready, dimension = self.gather_ends.pop(0)
+        if op.wait and self.all_gather_ends:
+            ready, dimension = self.all_gather_ends.pop(0)
             if ready > self.now:
                 self.end_bar(where)
                 self.result.line(dimension, "all-gather").exposed += times * (ready - self.now)
                 self.now = self.bar_start = ready
-            self.gather_from = self.now
-        product, attention, moved = op_seconds(op, where, self.device, self.compiled)
+            self.all_gather_from = self.now
+        matmul, attention, moved = op_seconds(op, where, self.device, self.compiled)
         if self.selective and where.phase == "forward" and 0 <= where.block < self.step.layers:
             moved += self.device.policy_us * 1e-6
         result = self.result
-        result.products, result.attention = (
-            result.products + times * product,
-            result.attention + times * attention,
-        )
+        result.matmul += times * matmul
+        result.attention += times * attention
         result.memory_bound += times * moved
-        flops = op.product_flops + op.attention_flops
-        result.recomputed += times * (product + attention) * (op.recomputed / flops if flops else 0)
-        self.now += product + attention + moved
+        flops = op.matmul_flops + op.attention_flops
+        share = op.recomputed / flops if flops else 0
+        result.recomputed += times * (matmul + attention) * share
+        self.now += matmul + attention + moved
 
 
 def place(where: Where) -> str:
     """Where in the step, as a bar of the page names it."""
-    return (
-        f"{where.phase} {where.block}, {where.micro}" if where.phase in IN_BLOCKS else where.phase
-    )
+    if where.phase in IN_BLOCKS:
+        return f"{where.phase} {where.block}, {where.micro}"
+    return where.phase

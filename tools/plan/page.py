@@ -1,5 +1,5 @@
-"""A plan as one self-contained HTML page: memory over a step, what runs beside what, and the mesh
-on its hosts.
+"""A plan as one self-contained HTML page: memory over a step, the time line of compute and
+collectives, and the mesh on its hosts.
 
 The drawings are inline SVG. The page loads nothing from anywhere.
 """
@@ -7,6 +7,7 @@ The drawings are inline SVG. The page loads nothing from anywhere.
 import math
 from collections.abc import Iterator
 from html import escape
+from typing import NamedTuple
 
 from tools.plan.plan import Plan
 from tools.plan.report import model_name
@@ -40,7 +41,11 @@ ACTIONS = {  # of a pipeline, by kind (parallelisms/schedules.py)
     "backward_input": "#f4a261",
     "backward_weight": "#e9c46a",
 }
-WIDTH, LEFT, POINTS = 1100, 90, 700
+WIDTH = 1100
+LEFT = 90
+POINTS = 700
+
+Bar = tuple[float, float, str]  # start and end in seconds, place in the step
 
 STYLE = """body{font:14px/1.5 system-ui,sans-serif;max-width:1140px;margin:2em auto;padding:0 1em;color:#222;background:#fff}
 pre{font-size:12px;line-height:1.45;white-space:pre-wrap;background:#f6f6f6;padding:1em}svg{display:block;width:100%;height:auto}
@@ -49,7 +54,7 @@ text{font:12px system-ui,sans-serif;fill:#222}text.dim{fill:#777}figcaption{colo
 
 def page(plan: Plan, report: str) -> str:
     """The page as HTML."""
-    title = f"{model_name(plan.cfg)} on {plan.ask.gpus:,} x {plan.ask.device.name}"
+    title = f"{model_name(plan.cfg)} on {plan.inputs.gpus:,} x {plan.inputs.device.name}"
     rank = plan.step.number if plan.pipeline else 0
     figures = (
         (
@@ -71,10 +76,10 @@ def page(plan: Plan, report: str) -> str:
         )
         if plan.pipeline
         else (
-            "What runs beside what",
+            "Compute and communication",
             timeline(plan),
-            "The traced step on the device's numbers: computing waits where a bar of "
-            "another row has nothing below it.",
+            "The traced step on the device's numbers: communication is exposed where the row of "
+            "compute is empty.",
         ),
         (
             "The mesh on its hosts",
@@ -127,41 +132,53 @@ def _ticks(top: float) -> list[float]:
     rough = max(top, 1e-9) / 5
     power = 10 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    return [round(i * step, 9) for i in range(int(top / step * (1 + 1e-9)) + 1)]
+    count = int(top / step * (1 + 1e-9)) + 1
+    return [round(i * step, 9) for i in range(count)]
 
 
-def _samples(plan: Plan) -> tuple[list[tuple[int, dict[str, int]]], list[tuple[int, str]], int]:
-    """Samples of the memory curve, as (event, bytes by kind): the fullest moment of each of POINTS
-    equal parts of the step. Also (event, phase) where each phase begins, and the number of
-    events."""
+class Samples(NamedTuple):
+    """The memory curve as the page draws it."""
+
+    # (event, bytes by kind): the fullest moment of each of POINTS equal parts of the step
+    points: list[tuple[int, dict[str, int]]]
+    phases: list[tuple[int, str]]  # (event, phase) where each phase begins
+    events: int
+
+
+def _samples(plan: Plan) -> Samples:
     changes = list(plan.step.curve())
-    live, samples, phases = plan.step.before(), [], []
-    last_phase, last_part, fullest = None, -1, 0
+    live = plan.step.before()
+    points = []
+    phases = []
+    last_phase = None
+    last_part = -1
+    fullest = 0
     for i, (where, kind, change) in enumerate(changes):
-        if (where.micro, where.phase) != last_phase and where.phase in (
-            *IN_BLOCKS,
-            "clip",
-            "optimizer",
-        ):
-            last_phase = (where.micro, where.phase)
+        phase = (where.micro, where.phase)
+        if phase != last_phase and where.phase in (*IN_BLOCKS, "clip", "optimizer"):
+            last_phase = phase
             phases.append((i, where.phase))
         live[kind] = live.get(kind, 0) + change
-        total, part = sum(live.values()), i * POINTS // len(changes)
+        total = sum(live.values())
+        part = i * POINTS // len(changes)
         if part != last_part:
-            samples.append((i, dict(live)))
-            last_part, fullest = part, total
+            points.append((i, dict(live)))
+            last_part = part
+            fullest = total
         elif total > fullest:
-            samples[-1], fullest = (i, dict(live)), total
-    return samples, phases, len(changes)
+            points[-1] = (i, dict(live))
+            fullest = total
+    return Samples(points, phases, len(changes))
 
 
 def memory(plan: Plan) -> str:
     """Stacked areas."""
     samples, phases, events = _samples(plan)
-    room = plan.ask.device.memory_gib * GIB
+    room = plan.inputs.device.memory_gib * GIB
     usable = plan.usable
     top = 1.08 * max(plan.live, min(usable, 3 * plan.live))
-    height, bottom = 380, 340
+    height = 380
+    bottom = 340
 
     def x(i: int) -> float:
         return LEFT + (WIDTH - LEFT - 10) * i / max(events - 1, 1)
@@ -169,7 +186,8 @@ def memory(plan: Plan) -> str:
     def y(size: float) -> float:
         return bottom - (bottom - 20) * size / top
 
-    parts, floor = [], [0.0] * len(samples)
+    parts = []
+    floor = [0.0] * len(samples)
     for kind, color in COLORS.items():
         heights = [s.get(kind, 0) for _, s in samples]
         if not any(heights):
@@ -195,36 +213,37 @@ def memory(plan: Plan) -> str:
             'stroke="#c00" stroke-dasharray="6 4"/>',
             _text(LEFT + 6, y(usable) - 5, f"{usable / GIB:.1f} GiB of {room / GIB:.1f}"),
         ]
-    for (begin, phase), (end, _) in zip(phases, [*phases[1:], (events, "")]):
+    ends = [begin for begin, _ in phases[1:]] + [events]
+    for (begin, phase), end in zip(phases, ends):
         if x(end) - x(begin) > 45:
-            parts.append(_text((x(begin) + x(end)) / 2, bottom + 16, phase, "middle", "dim"))
+            middle = (x(begin) + x(end)) / 2
+            parts.append(_text(middle, bottom + 16, phase, "middle", "dim"))
         parts.append(
             f'<line x1="{x(begin):.1f}" x2="{x(begin):.1f}" y1="20" y2="{bottom + 6}" '
             'stroke="#0002"/>'
         )
-    return _svg(height, parts) + _legend(
-        [
-            (KINDS[kind], color)
-            for kind, color in COLORS.items()
-            if any(s.get(kind) for _, s in samples)
-        ]
-    )
+    seen = {kind for _, sizes in samples for kind, size in sizes.items() if size}
+    legend = [(KINDS[kind], color) for kind, color in COLORS.items() if kind in seen]
+    return _svg(height, parts) + _legend(legend)
 
 
 def _legend(rows: list[tuple[str, str]]) -> str:
-    parts, x, y = [], LEFT, 14
+    parts = []
+    x = LEFT
+    y = 14
     for label, color in rows:
         width = 30 + 7 * len(label)
         if x + width > WIDTH:
-            x, y = LEFT, y + 20
+            x = LEFT
+            y += 20
         parts += [_rect(x, y - 10, 12, 12, color), _text(x + 17, y, label)]
         x += width
     return _svg(y + 10, parts)
 
 
-def _merged(bars: list[tuple[float, float, str]], gap: float) -> Iterator[tuple[float, float, str]]:
-    """Bars that would touch on paper as one: thousands of collectives are as many rectangles
-    otherwise."""
+def _merged(bars: list[Bar], gap: float) -> Iterator[Bar]:
+    """Bars less than `gap` seconds apart as one, which would touch in the drawing: there may be
+    thousands of collectives."""
     current = None
     for start, end, label in sorted(bars):
         if current and start - current[1] < gap:
@@ -240,17 +259,14 @@ def _merged(bars: list[tuple[float, float, str]], gap: float) -> Iterator[tuple[
 def _timeline(plan: Plan, begin: float, end: float) -> str:
     """A row for computing and one for each kind of collective on each mesh dimension, from `begin`
     to `end` seconds."""
-    rows: dict[str, list[tuple[float, float, str]]] = {"compute": []}
+    rows: dict[str, list[Bar]] = {"compute": []}
     for stream, start, stop, where in plan.time.bars:
         if stop > start:
             bars = rows.setdefault(stream, [])
             if stop > begin and start < end:
                 bars.append((max(start, begin), min(stop, end), where))
-    rows = {
-        stream: rows[stream]
-        for stream in sorted(rows, key=lambda s: (s != "compute", s))
-        if rows[stream]
-    }
+    order = ["compute", *sorted(rows.keys() - {"compute"})]
+    rows = {stream: rows[stream] for stream in order if rows[stream]}
     scale = (WIDTH - 200) / max(end - begin, 1e-9)
     unit, per = ("s", 1.0) if end - begin > 2 else ("ms", 1e3)
     parts = []
@@ -259,40 +275,33 @@ def _timeline(plan: Plan, begin: float, end: float) -> str:
         parts.append(_text(170, y + 14, stream, "end"))
         for start, stop, where in _merged(bars, 0.3 / scale):
             label = f"{where}: {1e3 * start:.2f} to {1e3 * stop:.2f} ms"
-            parts.append(
-                _rect(
-                    180 + (start - begin) * scale,
-                    y,
-                    (stop - start) * scale,
-                    20,
-                    STREAMS[stream.split()[-1]],
-                    label,
-                )
-            )
+            x = 180 + (start - begin) * scale
+            color = STREAMS[stream.split()[-1]]
+            parts.append(_rect(x, y, (stop - start) * scale, 20, color, label))
     bottom = 10 + 28 * len(rows)
     for value in _ticks((end - begin) * per):
         x = 180 + value / per * scale
+        anchor = "middle" if x < WIDTH - 40 else "end"
         parts += [
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{bottom + 4}" stroke="#0002"/>',
-            _text(
-                x, bottom + 18, f"{value:g} {unit}", "middle" if x < WIDTH - 40 else "end", "dim"
-            ),
+            _text(x, bottom + 18, f"{value:g} {unit}", anchor, "dim"),
         ]
     return _svg(bottom + 26, parts)
 
 
 def timeline(plan: Plan) -> str:
     """The whole traced step, then two blocks forward and two backward of its last microbatch."""
-    bars, micro, block = plan.time.bars, plan.step.microbatches - 1, plan.step.layers // 2
-    figures = [_timeline(plan, 0.0, max((end for _, _, end, _ in bars), default=1.0))]
+    bars = plan.time.bars
+    micro = plan.step.microbatches - 1
+    block = plan.step.layers // 2
+    end_of_step = max((end for _, _, end, _ in bars), default=1.0)
+    figures = [_timeline(plan, 0.0, end_of_step)]
     for phase, blocks in ("forward", (block, block + 1)), ("backward", (block + 1, block)):
         places = {f"{phase} {b}, {micro}" for b in blocks}
-        times = [
-            t
-            for stream, *span, where in bars
-            if stream == "compute" and where in places
-            for t in span
-        ]
+        times = []
+        for stream, start, stop, where in bars:
+            if stream == "compute" and where in places:
+                times += [start, stop]
         if times:
             figures += [
                 f"<p>Blocks {blocks[0] + 1} and {blocks[1] + 1}, {phase}</p>",
@@ -303,7 +312,8 @@ def timeline(plan: Plan) -> str:
 
 def stages(plan: Plan) -> str:
     """The time line of a pipeline: a row for each rank, a bar for each action of its schedule."""
-    pipeline, row = plan.pipeline, 22
+    pipeline = plan.pipeline
+    row = 22
     end = max(stop for actions in pipeline.played for _, _, stop in actions)
     scale = (WIDTH - LEFT - 10) / end
     parts = []
@@ -316,38 +326,33 @@ def stages(plan: Plan) -> str:
                 f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}: "
                 f"{start:.3f} to {stop:.3f} s"
             )
-            pale = (
-                ""
-                if len(own) == 1
-                else f"{255 - 150 * own.index(action.stage) // (len(own) - 1):02x}"
-            )
-            parts.append(
-                _rect(
-                    LEFT + start * scale,
-                    y,
-                    (stop - start) * scale,
-                    row - 4,
-                    ACTIONS[action.kind] + pale,
-                    label,
-                    "#fff",
-                )
-            )
+            color = ACTIONS[action.kind]
+            if len(own) > 1:  # later stages are paler
+                opacity = 255 - 150 * own.index(action.stage) // (len(own) - 1)
+                color += f"{opacity:02x}"
+            x = LEFT + start * scale
+            width = (stop - start) * scale
+            parts.append(_rect(x, y, width, row - 4, color, label, "#fff"))
     bottom = 6 + row * len(pipeline.ranks)
     for value in _ticks(end):
         x = LEFT + value * scale
+        anchor = "middle" if x < WIDTH - 40 else "end"
         parts += [
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{bottom + 2}" stroke="#0002"/>',
-            _text(x, bottom + 16, f"{value:g} s", "middle" if x < WIDTH - 40 else "end", "dim"),
+            _text(x, bottom + 16, f"{value:g} s", anchor, "dim"),
         ]
-    kinds = dict.fromkeys(action.kind for actions in pipeline.played for action, _, _ in actions)
-    return _svg(bottom + 24, parts) + _legend(
-        [(kind.replace("_", " of the "), ACTIONS[kind]) for kind in ACTIONS if kind in kinds]
-    )
+    kinds = {action.kind for actions in pipeline.played for action, _, _ in actions}
+    legend = []
+    for kind, color in ACTIONS.items():
+        if kind in kinds:
+            legend.append((kind.replace("_", " of the "), color))
+    return _svg(bottom + 24, parts) + _legend(legend)
 
 
 def hosts(plan: Plan, shown: int = 32) -> str:
     """Hosts as boxes of devices; rank 0's groups in color. Of many hosts the first."""
-    groups = {dim: set(ranks) for dim, ranks in plan.ranks[0].groups.items() if len(ranks) > 1}
+    of_rank_0 = plan.ranks[0].groups
+    groups = {dim: set(ranks) for dim, ranks in of_rank_0.items() if len(ranks) > 1}
     groups.pop("dp_shard_cp", None)  # of its two dimensions each is shown
     colors = {
         "tp": "#e76f51",
@@ -356,15 +361,18 @@ def hosts(plan: Plan, shown: int = 32) -> str:
         "dp_replicate": "#e9c46a",
         "pp": "#577590",
     }
-    per_host, count = plan.ask.per_host, plan.ask.gpus // plan.ask.per_host
+    per_host = plan.inputs.per_host
+    count = plan.inputs.gpus // per_host
     across = 8 if count > 4 else max(1, count)
     columns = per_host if per_host <= 4 else -(-per_host // 2)
     cell = min(26.0, ((WIDTH - 20) / across - 22) / columns - 4)
     lines = -(-per_host // columns)
-    width, height = columns * (cell + 4) + 14, lines * (cell + 4) + 34
+    width = columns * (cell + 4) + 14
+    height = lines * (cell + 4) + 34
     parts = []
     for h in range(min(count, shown)):
-        left, top = 10 + (h % across) * (width + 8), 6 + (h // across) * (height + 8)
+        left = 10 + (h % across) * (width + 8)
+        top = 6 + (h // across) * (height + 8)
         parts += [
             _rect(left, top, width, height, "#f6f6f6", stroke="#ccc"),
             _text(left + 6, top + 15, f"host {h}", kind="dim"),
@@ -372,22 +380,15 @@ def hosts(plan: Plan, shown: int = 32) -> str:
         for g in range(per_host):
             rank = h * per_host + g
             dims = [dim for dim, ranks in groups.items() if rank in ranks]
-            color = (
-                "#264653"
-                if rank == 0
-                else next((color for dim, color in colors.items() if dim in dims), "#ddd")
-            )
-            x, y = left + 8 + (g % columns) * (cell + 4), top + 22 + (g // columns) * (cell + 4)
-            parts.append(
-                _rect(
-                    x,
-                    y,
-                    cell,
-                    cell,
-                    color,
-                    f"rank {rank}{': with rank 0 in ' + ', '.join(dims) if dims else ''}",
-                )
-            )
+            color = "#264653"
+            if rank:
+                color = next((color for dim, color in colors.items() if dim in dims), "#ddd")
+            x = left + 8 + (g % columns) * (cell + 4)
+            y = top + 22 + (g // columns) * (cell + 4)
+            label = f"rank {rank}"
+            if dims:
+                label += f": with rank 0 in {', '.join(dims)}"
+            parts.append(_rect(x, y, cell, cell, color, label))
     bottom = 6 + -(-min(count, shown) // across) * (height + 8)
     if count > shown:
         parts.append(

@@ -1,11 +1,11 @@
-"""A pipeline as a plan: each kind of stage is traced alone, and the schedule that runs is played
-with what its actions cost.
+"""The plan of a pipeline: each kind of stage is traced alone, and the schedule is simulated with
+the traced costs.
 
 A stage does the same work for every microbatch but the first and the last, so three microbatches
-show the cost of every action: its seconds, the memory that it needs while it runs, and the memory
-that it leaves more or less. Playing the table of `parallelisms/schedules.py` with these gives each
-rank's memory and the time of the step, bubbles included. The stages are traced in a pipeline of
-three, of which the first, the middle or the last one is the stage in question.
+show the cost of every action: its seconds, its peak memory, and the memory that it leaves more or
+less. Simulating the table of `parallelisms/schedules.py` with these gives each rank's memory and
+the time of the step, bubbles included. Every stage is traced in a pipeline of three stages, as the
+first, the middle or the last one.
 """
 
 import multiprocessing
@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 from unittest import mock
 
@@ -44,7 +46,7 @@ Sizes = dict[str, int]  # bytes by kind of memory
 
 @dataclass(frozen=True)
 class Machine:
-    """What a time depends on beside the step."""
+    """What the time of a step depends on, besides the step itself."""
 
     device: Device
     per_host: int
@@ -57,7 +59,7 @@ class Part:
     """One action of a stage, or one of the other phases of its step."""
 
     time: Estimate
-    tail: float  # seconds for which FSDP's transfers go on when it has ended
+    tail: float  # seconds for which FSDP's collectives go on after its end
     flops: tuple[int, int]  # needed, recomputed
     change: Sizes  # what it leaves more or less
     peak: Sizes  # more or less than at its begin, when it needs most
@@ -68,7 +70,8 @@ class Stage:
     """A traced stage and the costs of its actions."""
 
     def __init__(self, step: Step, machine: Machine) -> None:
-        self.step, self.machine = step, machine
+        self.step = step
+        self.machine = machine
         # (phase, microbatch as traced; -1 outside forward and backward)
         self.parts: dict[tuple[str, int], Part] = {}
         keys = dict.fromkeys(self.key(stretch.where) for stretch in step.stretches)
@@ -94,18 +97,16 @@ class Stage:
             most[kind] = max(most.get(kind, 0), live[kind])
             total += change
             if total > highest:
-                highest, peak = total, dict(live)
-        return Part(
-            time, max(0.0, playback.link_free - playback.now), step.flops(), live, peak, most
-        )
+                highest = total
+                peak = dict(live)
+        tail = max(0.0, playback.link_free - playback.now)
+        return Part(time, tail, step.flops(), live, peak, most)
 
     def action(self, action: Action, microbatches: int) -> Part:
         traced = self.step.microbatches
-        micro = (
-            action.microbatch
-            if microbatches <= traced
-            else {0: 0, microbatches - 1: traced - 1}.get(action.microbatch, 1)
-        )
+        micro = action.microbatch
+        if microbatches > traced:  # a middle one stands for all in between
+            micro = {0: 0, microbatches - 1: traced - 1}.get(micro, 1)
         # the first stage has no first half of a split backward
         return self.parts.get((action.kind, micro), NOTHING)
 
@@ -144,9 +145,9 @@ class Rank(Curve):
         totals = {}
         for number, stage in self.stages.items():
             blocks = stage.step.parameters.values()
-            totals[number] = Parameters(
-                sum(p.elements for p in blocks), sum(p.local_bytes for p in blocks)
-            )
+            elements = sum(p.elements for p in blocks)
+            local_bytes = sum(p.local_bytes for p in blocks)
+            totals[number] = Parameters(elements, local_bytes)
         return totals
 
     def parts(self) -> Iterator[tuple[Where, Part]]:
@@ -157,10 +158,8 @@ class Rank(Curve):
             yield Where(action.microbatch, action.kind, action.stage), self.costs[action]
         for phase in ("clip", "optimizer"):
             for number, stage in self.stages.items():
-                yield (
-                    Where(self.microbatches - 1, phase, number),
-                    stage.parts.get((phase, -1), NOTHING),
-                )
+                where = Where(self.microbatches - 1, phase, number)
+                yield where, stage.parts.get((phase, -1), NOTHING)
 
     def before(self) -> Sizes:
         total: Sizes = {}
@@ -172,14 +171,13 @@ class Rank(Curve):
 
     def curve(self) -> Iterator[tuple[Where, str, int]]:
         for where, part in self.parts():
-            rest = {
-                kind: part.change.get(kind, 0) - part.peak.get(kind, 0)
-                for kind in part.change | part.peak
-            }
+            rest: Sizes = {}
+            for kind in part.change | part.peak:
+                rest[kind] = part.change.get(kind, 0) - part.peak.get(kind, 0)
             for sizes in part.peak, rest:
-                # what becomes less comes first: it was one moment
-                for kind, size in sorted(sizes.items(), key=lambda item: item[1]):
-                    yield where, kind, size
+                # All of these happen at one moment, so decreases come first.
+                for kind in sorted(sizes, key=sizes.__getitem__):
+                    yield where, kind, sizes[kind]
 
     def highest_by_kind(self) -> Sizes:
         live = self.before()
@@ -211,18 +209,15 @@ class Rank(Curve):
         )
 
     def total(self) -> Estimate:
-        """What the seconds of its step go into, but for those in which it waits for others."""
+        """What the seconds of its step go into, without those in which it waits for other
+        stages."""
         total = Estimate()
         for _, part in self.parts():
             t = part.time
-            total.products, total.attention = (
-                total.products + t.products,
-                total.attention + t.attention,
-            )
-            total.memory_bound, total.recomputed = (
-                total.memory_bound + t.memory_bound,
-                total.recomputed + t.recomputed,
-            )
+            total.matmul += t.matmul
+            total.attention += t.attention
+            total.memory_bound += t.memory_bound
+            total.recomputed += t.recomputed
             for key, line in t.lines.items():
                 add(total.lines.setdefault(key, Line()), line)
         return total
@@ -239,8 +234,10 @@ class Rank(Curve):
 def add(total: Line, line: Line) -> None:
     total.smallest = min(total.smallest or line.smallest, line.smallest)
     total.largest = max(total.largest, line.largest)
-    total.count, total.sent = total.count + line.count, total.sent + line.sent
-    total.seconds, total.exposed = total.seconds + line.seconds, total.exposed + line.exposed
+    total.count += line.count
+    total.sent += line.sent
+    total.seconds += line.seconds
+    total.exposed += line.exposed
 
 
 @dataclass(frozen=True)
@@ -249,22 +246,22 @@ class Pipeline:
 
     ranks: list[Rank]
     played: Timeline
-    # share of the ranks' time that is spent waiting, from the first forward to the last backward
+    # share of the ranks' time that is idle, from the first forward to the last backward
     bubble: float
-    p2p: float  # seconds by which messages between stages make the step longer
-    # and by which reductions of gradients do, which go on when the last backward has ended
-    reduction: float
+    p2p: float  # seconds that sends between stages add to the step
+    reduction: float  # seconds that gradient reductions take beyond the last backward
     seconds: float  # of the whole step
 
     @property
     def worst(self) -> Rank:
         """The rank that needs the most memory."""
-        return max(self.ranks, key=lambda rank: rank.peak()[0])
+        peaks = [rank.peak()[0] for rank in self.ranks]
+        return self.ranks[peaks.index(max(peaks))]
 
     @property
     def slowest(self) -> Rank:
         """The rank that works longest on microbatches: the others wait for it."""
-        return max(self.ranks, key=lambda rank: rank.busy)
+        return max(self.ranks, key=attrgetter("busy"))
 
     def time(self, rank: Rank) -> Estimate:
         """The step as one rank sees it."""
@@ -277,7 +274,7 @@ class Pipeline:
 
 
 class Alone(NamedTuple):
-    """What the trace of a stage depends on, beside the configuration."""
+    """What the trace of a stage depends on, besides the configuration."""
 
     position: int  # among ALONE stages
     layers: int
@@ -285,38 +282,32 @@ class Alone(NamedTuple):
     data_parallel: int
     per_host: int
     on_gpu: bool
-    dense: int = 0  # of the layers, the first ones without a mixture of experts
+    dense: int = 0  # leading layers without experts, of a model that has experts
     routing: Routing = BALANCED
 
     def trace(self, cfg: Config) -> Step:
         """The step of this stage. It is put together from a few layers where that is exact."""
         few, edge, period = few_layers(cfg, self.layers, self.dense)
-        # Nothing tells in the second half of a backward to which block its operators belong.
-        if (
-            few < self.layers
-            and self.data_parallel * cfg.parallelism.context_parallel > 1
-            and not self.split
-        ):
-            if step := with_layers(
-                self._replace(layers=few).trace_whole(cfg), self.layers, edge, period
-            ):
+        sharded = self.data_parallel * cfg.parallelism.context_parallel > 1
+        # In the second half of a split backward no hook tells to which block an operator belongs.
+        if few < self.layers and sharded and not self.split:
+            shallow = self._replace(layers=few).trace_whole(cfg)
+            if step := with_layers(shallow, self.layers, edge, period):
                 return step
         return self.trace_whole(cfg)
 
     def trace_whole(self, cfg: Config) -> Step:
         torch.set_num_threads(1)
         parallelism = cfg.parallelism.model_copy(update={"pipeline_layers": (self.layers,) * ALONE})
-        dense = (
-            {"n_dense_layers": self.position * self.layers + self.dense}
-            if cfg.model.n_dense_layers is not None
-            else {}
-        )
-        model = cfg.model.model_copy(update={"n_layers": self.layers * ALONE} | dense)
+        numbers = {"n_layers": self.layers * ALONE}
+        if cfg.model.n_dense_layers is not None:
+            numbers["n_dense_layers"] = self.position * self.layers + self.dense
+        model = cfg.model.model_copy(update=numbers)
         cfg = cfg.model_copy(update={"parallelism": parallelism, "model": model})
-        ranks = (
-            self.data_parallel * cfg.parallelism.context_parallel * cfg.parallelism.tensor_parallel
-        )
-        table = one_by_one(min(3, cfg.training.microbatches(self.data_parallel)), self.split)
+        p = cfg.parallelism
+        ranks = self.data_parallel * p.context_parallel * p.tensor_parallel
+        microbatches = min(3, cfg.training.microbatches(self.data_parallel))
+        table = one_by_one(microbatches, self.split)
         with mock.patch.object(schedules, "table", lambda *_: table):
             return trace_step(
                 cfg,
@@ -345,7 +336,8 @@ class Stages:
             }
         )
         cfg = cfg.model_copy(update={"parallelism": parallelism})
-        name, wanted = cfg.model_dump_json(), set(wanted)
+        name = cfg.model_dump_json()
+        wanted = set(wanted)
         missing = [alone for alone in wanted if (name, alone) not in self.traced]
         steps = in_processes(Alone.trace, [(alone, cfg) for alone in missing])
         self.traced |= {(name, alone): step for alone, step in zip(missing, steps)}
@@ -369,10 +361,10 @@ def in_processes(function: Callable, calls: list[tuple]) -> list:
 def one_by_one(microbatches: int, split: bool) -> Table:
     """A schedule without anything at the same time, so that the cost of each action shows."""
     kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if split else (FORWARD, BACKWARD)
-    return [
-        [Action(kind, stage, m) for m in range(microbatches) for kind in kinds]
-        for stage in range(ALONE)
-    ]
+    table = []
+    for stage in range(ALONE):
+        table.append([Action(kind, stage, m) for m in range(microbatches) for kind in kinds])
+    return table
 
 
 def make_pipeline(
@@ -395,60 +387,54 @@ def make_pipeline(
     )
     layers = pp.layers_of_stages(cfg, *train.architecture(cfg))
 
-    split = {
-        (a.stage, a.microbatch) for actions in table for a in actions if a.kind == BACKWARD_INPUT
-    }
+    every_action = list(chain.from_iterable(table))
+    split = {(a.stage, a.microbatch) for a in every_action if a.kind == BACKWARD_INPUT}
+
+    def variant(action: Action) -> tuple[int, bool]:
+        """The stage of an action, and whether the backward of its microbatch is in two halves."""
+        return action.stage, (action.stage, action.microbatch) in split
+
     last = len(placement) - 1
     dense = check.architecture(cfg.model).get("n_dense_layers", 0)
-    alone = {  # (stage, whether its backward is in two halves)
-        (s, halves): Alone(
-            {0: 0, last: 2}.get(s, 1),
-            len(layers[s]),
+    alone: dict[tuple[int, bool], Alone] = {}
+    for stage, halves in {variant(action) for action in every_action}:
+        alone[stage, halves] = Alone(
+            {0: 0, last: 2}.get(stage, 1),
+            len(layers[stage]),
             halves,
             data_parallel,
             machine.per_host,
             on_gpu,
-            min(max(dense - layers[s].start, 0), len(layers[s])),
+            min(max(dense - layers[stage].start, 0), len(layers[stage])),
             routing,
         )
-        for s, halves in {
-            (a.stage, (a.stage, a.microbatch) in split) for actions in table for a in actions
-        }
-    }
     steps = stages.steps(cfg, alone.values())
-    traced = {
-        key: Stage(replace(step, groups=groups(cfg, 0, data_parallel)), machine)
-        for key, step in steps.items()
-    }
+    traced: dict[Alone, Stage] = {}
+    for key, step in steps.items():
+        traced[key] = Stage(replace(step, groups=groups(cfg, 0, data_parallel)), machine)
     ranks = []
     for number, actions in enumerate(table):
-        own = {s: traced[key] for (s, _), key in alone.items() if placement[s] == number}
-        costs = {
-            a: traced[alone[a.stage, (a.stage, a.microbatch) in split]].action(a, microbatches)
-            for a in actions
-        }
-        ranks.append(
-            Rank(
-                number,
-                own,
-                {s: layers[s] for s in own},
-                actions,
-                microbatches,
-                groups(cfg, number, data_parallel),
-                costs,
-            )
-        )
+        own: dict[int, Stage] = {}
+        for (stage, _), key in alone.items():
+            if placement[stage] == number:
+                own[stage] = traced[key]
+        own_layers = {s: layers[s] for s in own}
+        costs = {a: traced[alone[variant(a)]].action(a, microbatches) for a in actions}
+        of_rank = groups(cfg, number, data_parallel)
+        ranks.append(Rank(number, own, own_layers, actions, microbatches, of_rank, costs))
     return played(ranks, table, placement, machine, gpus // p.pipeline_parallel)
 
 
 def played(
     ranks: list[Rank], table: Table, placement: list[int], machine: Machine, ranks_of_stage: int
 ) -> Pipeline:
-    forwards = [
-        part for rank in ranks for action, part in rank.costs.items() if action.kind == FORWARD
-    ]
-    # every one between stages: hidden states, or their gradients
-    message = max(map(largest_sent, forwards), default=0)
+    """The pipeline's step in time, from the costs of its ranks' actions."""
+    # the size of every send between stages: hidden states, or their gradients
+    message = 0
+    for rank in ranks:
+        for action, part in rank.costs.items():
+            if action.kind == FORWARD:
+                message = max(message, largest_sent(part))
 
     def travel(sender: int, receiver: int, size: int = message) -> float:
         ring = Ring.of([sender * ranks_of_stage, receiver * ranks_of_stage], machine.per_host)
@@ -456,51 +442,49 @@ def played(
 
     # A tied weight goes to the last stage before the first forward, and its gradient comes back
     # after the last backward.
-    first, last = placement[0], placement[-1]
-    tied = (
-        travel(first, last, largest_sent(ranks[first].stages[0].parts["start", -1]))
-        if first != last
-        else 0.0
-    )
+    first = placement[0]
+    last = placement[-1]
+    tied = 0.0
+    if first != last:
+        weight = largest_sent(ranks[first].stages[0].parts["start", -1])
+        tied = travel(first, last, weight)
 
     def seconds(action: Action) -> float:
         return ranks[placement[action.stage]].seconds(action)
 
-    at_once, real = (
-        schedules.timeline(table, placement, seconds),
-        schedules.timeline(table, placement, seconds, travel),
-    )
-    ends = [actions[-1][2] for actions in real]
-    reduced = [
-        max([end, *(stop + rank.costs[a].tail for a, _, stop in actions)])
-        for end, rank, actions in zip(ends, ranks, real)
-    ]
+    at_once = schedules.timeline(table, placement, seconds)
+    real = schedules.timeline(table, placement, seconds, travel)
+    ends = []  # of each rank's last action
+    reduced = []  # of its last gradient reduction
     for rank, actions in zip(ranks, real):
         rank.busy = sum(stop - start for _, start, stop in actions)
+        _, _, end = actions[-1]
+        ends.append(end)
+        tails = [stop + rank.costs[action].tail for action, _, stop in actions]
+        reduced.append(max(end, *tails))
     start = max(rank.stages[rank.first].parts["start", -1].time.seconds for rank in ranks)
     rest = max(rank.clip_and_optimizer for rank in ranks)
-    p2p = max(ends) - max(actions[-1][2] for actions in at_once) + 2 * tied
-    seconds = start + max(reduced) + rest + 2 * tied
-    return Pipeline(ranks, real, schedules.bubble(real), p2p, max(reduced) - max(ends), seconds)
+    end_at_once = max(actions[-1][2] for actions in at_once)
+    p2p = max(ends) - end_at_once + 2 * tied
+    step_seconds = start + max(reduced) + rest + 2 * tied
+    reduction = max(reduced) - max(ends)
+    return Pipeline(ranks, real, schedules.bubble(real), p2p, reduction, step_seconds)
 
 
 def largest_sent(part: Part) -> int:
     """Bytes of the largest message that a part of the step sends to another stage; 0: it sends
     none."""
-    return max(
-        (line.largest for (_, kind), line in part.time.lines.items() if kind == "send"), default=0
-    )
+    sends = [line.largest for (_, kind), line in part.time.lines.items() if kind == "send"]
+    return max(sends, default=0)
 
 
 def groups(cfg: Config, number: int, data_parallel: int) -> dict[str, list[int]]:
     """Mesh dimension -> ranks of the group of the first of the ranks that work on stage `number`."""
     p = cfg.parallelism
-    cp, tp, ep, shard = (
-        p.context_parallel,
-        p.tensor_parallel,
-        p.expert_parallel,
-        data_parallel // p.data_parallel_replicate,
-    )
+    cp = p.context_parallel
+    tp = p.tensor_parallel
+    ep = p.expert_parallel
+    shard = data_parallel // p.data_parallel_replicate
     ranks_of_stage = data_parallel * cp * tp
     begin = number * ranks_of_stage
     found = {
@@ -511,8 +495,8 @@ def groups(cfg: Config, number: int, data_parallel: int) -> dict[str, list[int]]
         "tp": [begin + i for i in range(tp)],
     }
     if check.architecture(cfg.model).get("n_experts") and ep * tp > 1:
-        found |= {
-            "edp": [begin + i * ep for i in range(shard * cp * tp // ep)],
-            "ep": [begin + i for i in range(ep)],
-        }
-    return found | ({"dp_shard_cp": [begin + i * tp for i in range(shard * cp)]} if cp > 1 else {})
+        found["edp"] = [begin + i * ep for i in range(shard * cp * tp // ep)]
+        found["ep"] = [begin + i for i in range(ep)]
+    if cp > 1:
+        found["dp_shard_cp"] = [begin + i * tp for i in range(shard * cp)]
+    return found

@@ -29,8 +29,8 @@ MTBF_GPU_HOURS = 54 * 24 * 16384 / 419
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked beside the configuration."""
+class PlanInputs:
+    """What a plan depends on besides the configuration."""
 
     gpus: int
     per_host: int
@@ -40,24 +40,26 @@ class Question:
     tokens: float = 0.0  # to train on; 0: as many as training.steps makes
     usd_per_gpu_hour: float = 0.0
     mtbf_gpu_hours: float = MTBF_GPU_HOURS
-    restart_seconds: float = 600.0
-    storage_gb_per_s: float = 10.0
+    restart_seconds: float = 600.0  # from an interruption to the next step
+    storage_gb_per_s: float = 10.0  # of the checkpoint folder, all ranks together
     routing: Routing = BALANCED
 
 
 @dataclass(frozen=True)
 class Plan:
     cfg: Config
-    ask: Question
+    inputs: PlanInputs
     step: Step | Rank  # of rank 0; in a pipeline of the rank that needs the most memory
     time: Estimate  # of rank 0; in a pipeline as the slowest rank sees it
     pipeline: Pipeline | None = None
 
     @property
     def ranks(self) -> list[Step] | list[Rank]:
-        """Those that together work on the same sequences with the whole model; of tensor
-        parallelism one stands for all."""
-        return self.pipeline.ranks if self.pipeline else [self.step]
+        """The ranks of one pipeline, or the only one. Of each tensor-parallel group one rank stands
+        for all."""
+        if self.pipeline:
+            return self.pipeline.ranks
+        return [self.step]
 
     @cached_property
     def parameters(self) -> int:
@@ -77,34 +79,33 @@ class Plan:
     @property
     def needed(self) -> float:
         """Bytes of the device that the run takes, including those of the allocator and the context."""
-        return (
-            self.live * (1 + self.ask.margin) + CONTEXT_GIB * GIB if self.ask.on_gpu else self.live
-        )
+        if not self.inputs.on_gpu:
+            return self.live
+        return self.live * (1 + self.inputs.margin) + CONTEXT_GIB * GIB
 
     @property
     def usable(self) -> float:
         """Bytes of the device that may be live; the allocator and the context take the rest."""
-        capacity = self.ask.device.memory_gib * GIB
-        return (
-            (capacity - CONTEXT_GIB * GIB) / (1 + self.ask.margin) if self.ask.on_gpu else capacity
-        )
+        capacity = self.inputs.device.memory_gib * GIB
+        if not self.inputs.on_gpu:
+            return capacity
+        return (capacity - CONTEXT_GIB * GIB) / (1 + self.inputs.margin)
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.ask.device.memory_gib * GIB
+        return self.needed <= self.inputs.device.memory_gib * GIB
 
     @property
     def room_for_gathered(self) -> int:
-        """Blocks whose weights have room to stay gathered from forward to backward
+        """Blocks whose weights have room to stay unsharded from forward to backward
         (parallelism.keep_gathered)."""
-        p, layers, groups = self.cfg.parallelism, self.step.layers, self.step.groups
-        if (
-            not self.fits
-            or self.pipeline
-            or p.reshard_after_forward is False
-            or len(groups[fsdp_dimension(groups)]) == 1
-        ):
+        p = self.cfg.parallelism
+        if not self.fits or self.pipeline or p.reshard_after_forward is False:
             return 0
+        groups = self.step.groups
+        if len(groups[fsdp_dimension(groups)]) == 1:
+            return 0
+        layers = self.step.layers
         bytes_per_weight = DTYPES.get(self.cfg.training.param_dtype, torch.bfloat16).itemsize
         block = self.step.parameters[layers - 1].gathered * bytes_per_weight
         return min(layers, p.keep_gathered + int((self.usable - self.live) // block))
@@ -125,13 +126,18 @@ class Plan:
     def data_parallel(self) -> int:
         """Ranks that share the sequences of a batch."""
         p = self.cfg.parallelism
-        return self.ask.gpus // (p.context_parallel * p.tensor_parallel * p.pipeline_parallel)
+        return self.inputs.gpus // (p.context_parallel * p.tensor_parallel * p.pipeline_parallel)
 
     def flops(self) -> tuple[float, float, float]:
         """FLOPs per token: derived from the model's sizes; counted in the step; and recomputed,
-        beside the counted ones."""
-        counted, recomputed = (sum(flops) for flops in zip(*(rank.flops() for rank in self.ranks)))
-        per_token = self.ask.gpus // self.cfg.parallelism.pipeline_parallel / self.tokens_per_step
+        which the counted ones do not include."""
+        counted = recomputed = 0
+        for rank in self.ranks:
+            of_rank = rank.flops()
+            counted += of_rank[0]
+            recomputed += of_rank[1]
+        pipelines = self.inputs.gpus // self.cfg.parallelism.pipeline_parallel
+        per_token = pipelines / self.tokens_per_step
         family, args = train.architecture(self.cfg)
         derived = family.flops_per_token(args, self.cfg.training.seq_len)
         return derived, counted * per_token, recomputed * per_token
@@ -140,64 +146,55 @@ class Plan:
     def mfu(self) -> float:
         """Model FLOPs per second over the peak of all devices, as training/metrics.py computes it
         for a run."""
-        return self.flops()[0] * self.tokens_per_second / self.ask.gpus / self.ask.device.peak
+        return self.flops()[0] * self.tokens_per_second / self.inputs.gpus / self.inputs.device.peak
 
     @property
     def steps(self) -> float:
-        return (
-            self.ask.tokens / self.tokens_per_step if self.ask.tokens else self.cfg.training.steps
-        )
+        if self.inputs.tokens:
+            return self.inputs.tokens / self.tokens_per_step
+        return self.cfg.training.steps
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights and optimizer state of the whole model, float32. Of the state each rank of the
-        trace has its share."""
+        """Weights and optimizer state of the whole model, float32. Each traced rank has its shard
+        of the state."""
         weights = sum(p.local_bytes for rank in self.ranks for p in rank.parameters.values())
         moments = sum(rank.before().get("optimizer state", 0) for rank in self.ranks) / weights
         return round(self.parameters * 4 * (1 + moments))
 
     @property
+    def saved_by_rank(self) -> int:
+        """Bytes of the rank's shards of weights and optimizer state."""
+        sizes = self.step.before()
+        return sizes.get("parameters", 0) + sizes.get("optimizer state", 0)
+
+    @property
     def staging(self) -> int:
         """Bytes of host memory for the copies that one rank writes while training goes on; 0
-        without async_save. Ranks that hold the same shard share its parts."""
-        share = sum(
-            size
-            for kind, size in self.step.before().items()
-            if kind in ("parameters", "optimizer state")
-        )
-        return (
-            share // self.cfg.parallelism.data_parallel_replicate
-            if self.cfg.checkpoint.async_save
-            else 0
-        )
+        without async_save. Ranks that hold the same shard share the work."""
+        if not self.cfg.checkpoint.async_save:
+            return 0
+        return self.saved_by_rank // self.cfg.parallelism.data_parallel_replicate
 
     def saving(self) -> tuple[float, float, float]:
-        """Seconds of a save: to copy one rank's share to host memory, to write everything, and that
-        training stands still."""
-        share = sum(
-            size
-            for kind, size in self.step.before().items()
-            if kind in ("parameters", "optimizer state")
-        )
-        copy, write = (
-            share / self.ask.device.host_gb_per_s / 1e9,
-            self.checkpoint_bytes / self.ask.storage_gb_per_s / 1e9,
-        )
-        return (
-            copy,
-            write,
-            max(0.0, copy - self.time.seconds) if self.cfg.checkpoint.async_save else copy + write,
-        )
+        """Seconds of a save: to copy one rank's share to host memory, to write everything, and for
+        which training stalls."""
+        copy = self.saved_by_rank / self.inputs.device.host_gb_per_s / 1e9
+        write = self.checkpoint_bytes / self.inputs.storage_gb_per_s / 1e9
+        stall = copy + write
+        if self.cfg.checkpoint.async_save:
+            stall = max(0.0, copy - self.time.seconds)
+        return copy, write, stall
 
     @property
     def mtbf(self) -> float:
         """Seconds between interruptions of the whole job, on average."""
-        return self.ask.mtbf_gpu_hours * 3600 / self.ask.gpus
+        return self.inputs.mtbf_gpu_hours * 3600 / self.inputs.gpus
 
     def goodput(self, interval: float) -> float:
         """Share of the time that trains, with a save after every `interval` seconds of work."""
         _, write, stall = self.saving()
-        return expected(self.mtbf, stall, self.ask.restart_seconds, interval, write)
+        return expected(self.mtbf, stall, self.inputs.restart_seconds, interval, write)
 
     @property
     def best_interval(self) -> float:
@@ -206,19 +203,17 @@ class Plan:
         return max(best_interval(self.mtbf, stall), write)
 
 
-def make_plan(cfg: Config, ask: Question, stages: Stages | None = None) -> Plan:
+def make_plan(cfg: Config, inputs: PlanInputs, stages: Stages | None = None) -> Plan:
     """Trace one step of this configuration and estimate its time. `cfg` has been checked for
-    `ask.gpus` processes. stages: those of earlier plans, which are not traced again where they are
-    alike."""
-    compiled, selective = (
-        cfg.compile.enabled and ask.on_gpu,
-        cfg.activation_checkpoint.mode == "selective",
-    )
+    `inputs.gpus` processes. stages: those of earlier plans; equal ones are not traced again."""
+    compiled = cfg.compile.enabled and inputs.on_gpu
+    selective = cfg.activation_checkpoint.mode == "selective"
     if cfg.parallelism.pipeline_parallel > 1:
-        machine = Machine(ask.device, ask.per_host, compiled, selective)
+        machine = Machine(inputs.device, inputs.per_host, compiled, selective)
         pipeline = make_pipeline(
-            cfg, ask.gpus, ask.on_gpu, machine, stages or Stages(), ask.routing
+            cfg, inputs.gpus, inputs.on_gpu, machine, stages or Stages(), inputs.routing
         )
-        return Plan(cfg, ask, pipeline.worst, pipeline.time(pipeline.slowest), pipeline)
-    step = traced(cfg, ask.gpus, ask.per_host, ask.on_gpu, ask.routing)
-    return Plan(cfg, ask, step, estimate(step, ask.device, ask.per_host, compiled, selective))
+        return Plan(cfg, inputs, pipeline.worst, pipeline.time(pipeline.slowest), pipeline)
+    step = traced(cfg, inputs.gpus, inputs.per_host, inputs.on_gpu, inputs.routing)
+    time = estimate(step, inputs.device, inputs.per_host, compiled, selective)
+    return Plan(cfg, inputs, step, time)

@@ -36,14 +36,14 @@ def traced(
 
 
 def few_layers(cfg: Config, layers: int, dense: int) -> tuple[int, int, int]:
-    """With how many layers to trace what has `layers`, of which the first `dense` have no mixture
-    of experts where the others do; and the blocks at the front that stand for themselves, and the
-    period of those behind, for `with_layers`."""
+    """How many layers to trace for a model with `layers`, of which the first `dense` have no
+    experts where the others do. Also the arguments of `with_layers`: the number of blocks at the
+    front that are not repeated, and the period of those after them."""
     period = cfg.activation_checkpoint.every_n if cfg.activation_checkpoint.mode == "every_n" else 1
-    # Blocks at either end that may differ from the middle: FSDP gathers ahead, and the last blocks
-    # may stay gathered.
+    # Blocks at either end that may differ from the middle: FSDP prefetches, and the last blocks
+    # may stay unsharded.
     edge = 1 + cfg.parallelism.prefetch + cfg.parallelism.keep_gathered
-    # FSDP has two groups for a block then, so the last one reaches farther
+    # FSDP has two groups per block then, so prefetching at the end covers one block more
     several = cfg.parallelism.expert_parallel > 1
     few = dense + 2 * edge + several + 2 * period
     return few + (layers - few) % period, dense + edge, period
@@ -58,7 +58,7 @@ def with_layers(step: Step, layers: int, edge: int, period: int) -> Step | None:
     know how to enlarge.
     """
     optimizer = (op for where, _, op in step.ops() if where.phase == "optimizer")
-    if any(op.product_flops or op.groups or op.attention_flops or op.kind for op in optimizer):
+    if any(op.matmul_flops or op.groups or op.attention_flops or op.kind for op in optimizer):
         return None
     repetition = Repetition(step, layers, edge, period)
     return repetition.step() if repetition.is_exact() else None
@@ -69,13 +69,18 @@ class Repetition:
     traced one."""
 
     def __init__(self, step: Step, layers: int, edge: int, period: int) -> None:
-        self.traced, self.layers, self.edge, self.period = step, layers, edge, period
+        self.traced = step
+        self.layers = layers
+        self.edge = edge
+        self.period = period
         self.copies, self.remainder = divmod(layers - step.layers, period)
-        self.unit, self.after = range(edge, edge + period), edge + period
+        self.unit = range(edge, edge + period)
+        self.after = edge + period
         self.stretches = {stretch.where: stretch for stretch in step.stretches}
-        self.births = {
-            (m.born, m.order): n for n, m in step.memory.items() if m.born.phase != "build"
-        }
+        self.births: dict[tuple[Where, int], int] = {}
+        for number, memory in step.memory.items():
+            if memory.born.phase != "build":
+                self.births[memory.born, memory.order] = number
         # (storage as traced, copy) -> storage of the new step
         self.numbers: dict[tuple[int, int], int] = {}
 
@@ -99,9 +104,9 @@ class Repetition:
                 continue
             m = self.traced.memory[row[1]]
             in_a_block = 0 <= m.born.block < self.traced.layers
-            born = (
-                m.born._replace(block=m.born.block - stretch.where.block) if in_a_block else m.born
-            )
+            born = m.born
+            if in_a_block:
+                born = born._replace(block=born.block - stretch.where.block)
             events.append((row[0], m.size, m.kind, born, in_a_block, m.order))
         return events
 
@@ -121,30 +126,31 @@ class Repetition:
     def storages(self, number: int, where: Where, copy: int) -> list[int]:
         """The storages of the new step that storage `number` stands for, seen from a copy of the
         stretch `where`."""
-        born, order = self.traced.memory[number].born, self.traced.memory[number].order
+        memory = self.traced.memory[number]
+        born = memory.born
         if not 0 <= born.block < self.traced.layers or born.phase == "build":
             return [self.numbers[number, 0]]
         if not 0 <= where.block < self.traced.layers or where.phase not in IN_BLOCKS:
             return [self.numbers[number, c] for c in self.copies_of(born.block)]
         # in the new step; now find the traced one
         block = self.moved(where, copy).block + born.block - where.block
-        copy_of_block = (
-            min(max(0, (block - self.edge) // self.period), self.copies)
-            if block >= self.edge
-            else 0
-        )
+        copy_of_block = 0
+        if block >= self.edge:
+            copy_of_block = min((block - self.edge) // self.period, self.copies)
         traced_block = block - copy_of_block * self.period
-        traced_number = self.births[born._replace(block=traced_block), order]
-        return [self.numbers[traced_number, copy_of_block if traced_block in self.unit else 0]]
+        traced_number = self.births[born._replace(block=traced_block), memory.order]
+        if traced_block not in self.unit:
+            copy_of_block = 0
+        return [self.numbers[traced_number, copy_of_block]]
 
     def copy_of(self, stretch: Stretch, copy: int) -> Stretch:
         rows = []
         for row in stretch.rows:
-            rows += (
-                [row]
-                if isinstance(row, Op)
-                else [(row[0], n) for n in self.storages(row[1], stretch.where, copy)]
-            )
+            if isinstance(row, Op):
+                rows.append(row)
+                continue
+            event, number = row
+            rows += [(event, n) for n in self.storages(number, stretch.where, copy)]
         return Stretch(self.moved(stretch.where, copy), rows)
 
     def step(self) -> Step:
@@ -152,10 +158,10 @@ class Repetition:
         memory: dict[int, Memory] = {}
         for n, m in self.traced.memory.items():
             for copy in self.copies_of(m.born.block):
+                born = self.moved(m.born, copy)
+                died = m.died and self.moved(m.died, copy)
                 self.numbers[n, copy] = len(memory)
-                memory[len(memory)] = replace(
-                    m, born=self.moved(m.born, copy), died=m.died and self.moved(m.died, copy)
-                )
+                memory[len(memory)] = replace(m, born=born, died=died)
 
         stretches: list[Stretch] = []
         for stretch in self.traced.stretches:
@@ -166,20 +172,22 @@ class Repetition:
             forward = where.phase == "forward"
             # the last of the unit to happen: all copies are due
             if where.block == self.unit[-1 if forward else 0]:
-                pieces = [
-                    self.stretches[where._replace(block=b)]
-                    for b in (self.unit if forward else reversed(self.unit))
-                ]
-                copies = range(self.copies + 1) if forward else range(self.copies, -1, -1)
-                stretches += [self.copy_of(piece, copy) for copy in copies for piece in pieces]
+                blocks = self.unit
+                copies = range(self.copies + 1)
+                if not forward:
+                    blocks = reversed(blocks)
+                    copies = reversed(copies)
+                pieces = [self.stretches[where._replace(block=block)] for block in blocks]
+                for copy in copies:
+                    stretches += [self.copy_of(piece, copy) for piece in pieces]
 
-        parameters = {
-            self.moved(Where(-1, "build", block), copy).block: p
-            for block, p in self.traced.parameters.items()
-            for copy in range(self.copies + 1)
-        }
+        parameters = {}
+        for block, totals in self.traced.parameters.items():
+            for copy in range(self.copies + 1):
+                place = self.moved(Where(-1, "build", block), copy)
+                parameters[place.block] = totals
         t = self.traced
-        mixtures = t.mixtures + self.copies * self.period if t.mixtures else 0
+        moe_layers = t.moe_layers + self.copies * self.period if t.moe_layers else 0
         whole = Step(
             stretches,
             memory,
@@ -188,7 +196,7 @@ class Repetition:
             t.groups,
             parameters,
             t.repeats,
-            mixtures,
+            moe_layers,
         )
         _scale(whole, t)
         return whole
@@ -197,13 +205,14 @@ class Repetition:
 def _scale(step: Step, traced: Step) -> None:
     """Enlarge what grows with the layers outside of the blocks. Clipping and the optimizer work on
     all parameters in one go: their traffic grows with the number of elements. Their messages do not
-    grow: clipping sends one number for all tensors. The sum of the experts' counts has a row for
-    each mixture."""
-    before, after = (sum(p.local_bytes for p in s.parameters.values()) for s in (traced, step))
+    grow: clipping sends one number for all tensors. The all-reduce of the experts' token counts has
+    a row for each MoE layer."""
+    before = sum(p.local_bytes for p in traced.parameters.values())
+    after = sum(p.local_bytes for p in step.parameters.values())
     for stretch in step.stretches:
         for i, row in enumerate(stretch.rows):
-            if isinstance(row, Op) and row.row_of_mixture:
-                stretch.rows[i] = replace(row, message=row.row_of_mixture * step.mixtures)
+            if isinstance(row, Op) and row.bytes_per_moe_layer:
+                stretch.rows[i] = replace(row, message=row.bytes_per_moe_layer * step.moe_layers)
         if stretch.where.phase not in ("clip", "optimizer"):
             continue
         for i, row in enumerate(stretch.rows):

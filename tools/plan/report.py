@@ -87,17 +87,18 @@ def model_name(cfg: Config) -> str:
 
 def left_out(plan: Plan) -> list[str]:
     """Options of speed that change nothing in this plan."""
-    training, lines = plan.cfg.training, []
+    training = plan.cfg.training
+    lines = []
     if training.float8 != "none":
         lines.append(
-            f'  training.float8 = "{training.float8}" is left out: products are planned in '
+            f'  training.float8 = "{training.float8}" is left out: matmuls are planned in '
             "bfloat16, so the time is an "
             "upper bound."
         )
     if training.attention != "auto":
         lines.append(
             f'  training.attention = "{training.attention}" is left out: attention is planned at '
-            f"{plan.ask.device.attention_efficiency:.0%} of the peak, whatever its kernel."
+            f"{plan.inputs.device.attention_efficiency:.0%} of the peak, whatever its kernel."
         )
     if plan.cfg.parallelism.async_tensor_parallel:
         lines.append(
@@ -118,19 +119,19 @@ def recomputes_often(cfg: Config) -> bool:
 
 def heading(plan: Plan) -> list[str]:
     """The model, the machines, the mesh and the batch."""
-    cfg, ask, microbatches = plan.cfg, plan.ask, plan.microbatches
-    mesh = " x ".join(
-        f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items() if dim in MESH
-    )
-    kept = (
-        f", gradients kept {cfg.parallelism.accumulate_gradients} in between"
-        if microbatches > 1
-        else ""
-    )
+    cfg = plan.cfg
+    inputs = plan.inputs
+    microbatches = plan.microbatches
+    hosts = inputs.gpus // inputs.per_host
+    sizes = [f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items() if dim in MESH]
+    mesh = " x ".join(sizes)
+    kept = ""
+    if microbatches > 1:
+        kept = f", gradients kept {cfg.parallelism.accumulate_gradients} in between"
     return [
-        f"{model_name(cfg)}, {parameters_text(plan.parameters)} parameters, on {ask.gpus:,} x "
-        f"{ask.device.name} "
-        f"({ask.gpus // ask.per_host:,} host{'s' * (ask.gpus > ask.per_host)} of {ask.per_host})",
+        f"{model_name(cfg)}, {parameters_text(plan.parameters)} parameters, on {inputs.gpus:,} x "
+        f"{inputs.device.name} "
+        f"({hosts:,} host{'s' * (hosts > 1)} of {inputs.per_host})",
         f"mesh {mesh}; sequences {cfg.training.global_batch_size:,} x "
         f"{cfg.training.seq_len:,} tokens = {microbatches} "
         f"microbatch{'es' * (microbatches > 1)} of "
@@ -144,10 +145,11 @@ def heading(plan: Plan) -> list[str]:
 
 def context(plan: Plan) -> list[str]:
     """Where the ranks that share a sequence are, and how attention sees all of it."""
-    p, seq_len = plan.cfg.parallelism, plan.cfg.training.seq_len
+    p = plan.cfg.parallelism
+    seq_len = plan.cfg.training.seq_len
     if p.context_parallel == 1:
         return []
-    hosts = len({rank // plan.ask.per_host for rank in plan.step.groups["cp"]})
+    hosts = len({rank // plan.inputs.per_host for rank in plan.step.groups["cp"]})
     where = "on one host" if hosts == 1 else f"on {hosts} hosts"
     return [
         f"context parallel, {p.context_parallel_method}: {p.context_parallel} ranks {where} share "
@@ -157,25 +159,24 @@ def context(plan: Plan) -> list[str]:
 
 
 def experts(plan: Plan) -> list[str]:
-    """What works on a token, and how its rows find their experts."""
+    """The active parameters of a token, and how its rows are dispatched to the experts."""
     family, args = train.architecture(plan.cfg)
     if not getattr(args, "n_experts", 0):
         return []
     ep = plan.cfg.parallelism.expert_parallel
     lines = [
-        f"mixtures of {args.n_experts} experts, {args.experts_per_token} for each token: "
-        f"{family.active_parameters(args) / 1e9:,.2f}B "
-        "of the parameters work on it"
+        f"MoE layers of {args.n_experts} experts, {args.experts_per_token} for each token: "
+        f"{family.active_parameters(args) / 1e9:,.2f}B active parameters"
     ]
     if ep > 1:
-        hosts = len({rank // plan.ask.per_host for rank in plan.step.groups["ep"]})
+        hosts = len({rank // plan.inputs.per_host for rank in plan.step.groups["ep"]})
         where = "one host" if hosts == 1 else f"{hosts} hosts"
+        routing = str(plan.inputs.routing)
+        if plan.inputs.routing != BALANCED:
+            routing += " (this plan is of that rank)"
         lines.append(
-            (
-                f"expert parallel: {ep} ranks on {where} have {args.n_experts // ep} experts each; "
-                f"routing: {plan.ask.routing}"
-            )
-            + (" (this plan is of that rank)" if plan.ask.routing != BALANCED else "")
+            f"expert parallel: {ep} ranks on {where} have {args.n_experts // ep} experts each; "
+            f"routing: {routing}"
         )
     return lines
 
@@ -183,19 +184,20 @@ def experts(plan: Plan) -> list[str]:
 def stages(plan: Plan, all_stages: bool) -> list[str]:
     """The ranks of a pipeline, with the layers, the memory and the work of each; and what the
     schedule costs."""
-    pipeline, p = plan.pipeline, plan.cfg.parallelism
+    pipeline = plan.pipeline
     if not pipeline:
         return []
     ranks = pipeline.ranks
-    shown = (
-        ranks if all_stages or len(ranks) <= 4 else sorted({0, plan.step.number, len(ranks) - 1})
+    shown = ranks
+    if not all_stages and len(ranks) > 4:
+        numbers = sorted({0, plan.step.number, len(ranks) - 1})
+        shown = [ranks[i] for i in numbers]
+    per_rank = len(ranks[0].stages)
+    title = (
+        f"Pipeline {plan.cfg.parallelism.pipeline_schedule}, {len(ranks)} ranks of {per_rank} "
+        f"stage{'s' * (per_rank > 1)}"
     )
-    shown = [ranks[i] for i in shown] if shown is not ranks else ranks
-    lines = [
-        f"Pipeline {p.pipeline_schedule}, {len(ranks)} ranks of {len(ranks[0].stages)} stage"
-        f"{'s' * (len(ranks[0].stages) > 1)}".ljust(48)
-        + f"{'parameters':>14}{'live at the peak':>20}{'works for':>14}"
-    ]
+    lines = [f"{title:48}{'parameters':>14}{'live at the peak':>20}{'works for':>14}"]
     for rank in shown:
         layers = ", ".join(layers_text(rank.layers_of[stage]) for stage in sorted(rank.layers_of))
         layers = layers if len(layers) < 30 else f"{rank.layers} in all"
@@ -218,31 +220,30 @@ def stages(plan: Plan, all_stages: bool) -> list[str]:
 def memory(plan: Plan) -> list[str]:
     """Bytes by kind at the peak and at most, what they come to with the allocator's share, and
     whether they fit."""
-    ask, step = plan.ask, plan.step
+    inputs = plan.inputs
+    step = plan.step
     live, place, at_peak = plan.peak
     at_most = step.highest_by_kind()
-    which = (
-        f"rank {step.number}, which needs the most"
-        if plan.pipeline
-        else "rank 0, which has the largest shards"
-    )
-    lines = [f"Memory of {which}".ljust(48) + "at the peak".rjust(14) + "at most".rjust(14)]
-    lines += [
-        f"  {name:44}{size_text(at_peak.get(kind, 0)):>16}{size_text(at_most[kind]):>14}"
-        for kind, name in KINDS.items()
-        if at_most.get(kind)
-    ]
+    which = "rank 0, which has the largest shards"
+    if plan.pipeline:
+        which = f"rank {step.number}, which needs the most"
+    lines = [f"{f'Memory of {which}':48}{'at the peak':>14}{'at most':>14}"]
+    for kind, name in KINDS.items():
+        if at_most.get(kind):
+            then = size_text(at_peak.get(kind, 0))
+            lines.append(f"  {name:44}{then:>16}{size_text(at_most[kind]):>14}")
     lines += [f"  {'live at the peak':44}{size_text(live):>16}   in {step.place(place)}"]
-    if ask.on_gpu:
+    if inputs.on_gpu:
+        margin = f"+ {inputs.margin:.0%} that the caching allocator holds idle"
+        idle = size_text(live * inputs.margin)
+        outside = size_text(CONTEXT_GIB * GIB)
         lines += [
-            "  "
-            f"{f'+ {ask.margin:.0%} that the caching allocator holds idle':44}{size_text(live * ask.margin):>16}"
-            "   (published runs: 10 to 23 %)",
-            f"  {'+ context, cuBLAS, NCCL (assumed)':44}{size_text(CONTEXT_GIB * GIB):>16}",
+            f"  {margin:44}{idle:>16}   (published runs: 10 to 23 %)",
+            f"  {'+ context, cuBLAS, NCCL (assumed)':44}{outside:>16}",
         ]
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines += [
-        f"  {'needed':44}{size_text(plan.needed):>16}   of {ask.device.memory_gib:.1f} GiB: "
+        f"  {'needed':44}{size_text(plan.needed):>16}   of {inputs.device.memory_gib:.1f} GiB: "
         f"{verdict}",
         "",
     ]
@@ -251,7 +252,7 @@ def memory(plan: Plan) -> list[str]:
         lines += [
             f"  Room for the gathered weights of the last {blocks} blocks: "
             "parallelism.keep_gathered = "
-            f"{blocks} would save as many gathers with each microbatch (now {gathered}).",
+            f"{blocks} would save as many all-gathers with each microbatch (now {gathered}).",
             "",
         ]
     if plan.cfg.compile.enabled:
@@ -263,33 +264,33 @@ def communication(plan: Plan) -> list[str]:
     """A line for each kind of collective on each mesh dimension."""
     sizes = {dim: len(ranks) for dim, ranks in plan.step.groups.items()}
     of = f" of rank {plan.pipeline.slowest.number}" if plan.pipeline else ""
-    lines = [
-        f"Communication of a step{of}".ljust(34)
-        + f"{'count':>8}{'bytes':>14}{'a message':>26}{'time':>11}{'exposed':>11}"
-    ]
+    title = f"Communication of a step{of}"
+    columns = f"{'count':>8}{'bytes':>14}{'a message':>26}{'time':>11}{'exposed':>11}"
+    lines = [f"{title:34}{columns}"]
     for (dim, kind), line in sorted(plan.time.lines.items()):
-        if sizes.get(dim, 2) > 1:
-            message = " - ".join(dict.fromkeys((size_text(line.smallest), size_text(line.largest))))
-            lines.append(
-                f"  {dim + ' ' + kind:32}{line.count:>8,}{size_text(line.sent):>14}{message:>26}"
-                f"{time_text(line.seconds):>11}{time_text(line.exposed):>11}"
-            )
+        if sizes.get(dim, 2) == 1:
+            continue
+        name = f"{dim} {kind}"
+        message = size_text(line.smallest)
+        if size_text(line.largest) != message:
+            message += f" - {size_text(line.largest)}"
+        counts = f"{line.count:>8,}{size_text(line.sent):>14}{message:>26}"
+        times = f"{time_text(line.seconds):>11}{time_text(line.exposed):>11}"
+        lines.append(f"  {name:32}{counts}{times}")
     return lines if plan.time.lines else [*lines, "  none"]
 
 
 def speed(plan: Plan) -> list[str]:
     """FLOPs, the time of a step and what it goes into, tokens per second."""
-    t, d, args = plan.time, plan.ask.device, train.architecture(plan.cfg)[1]
+    t = plan.time
+    d = plan.inputs.device
+    _, args = train.architecture(plan.cfg)
     latent = hasattr(args, "value_dim")  # latent attention pads its values
-    formula = (
-        f"6N {'of the active ones ' if getattr(args, 'n_experts', 0) else ''}+ "
-        f"{'6LH(W+V)T' if latent else '12LHET'}"
-    )
-    fullest = (
-        ", of the fullest rank"
-        if plan.ask.routing != BALANCED and plan.cfg.parallelism.expert_parallel > 1
-        else ""
-    )
+    active = "of the active ones " if getattr(args, "n_experts", 0) else ""
+    formula = f"6N {active}+ {'6LH(W+V)T' if latent else '12LHET'}"
+    fullest = ""
+    if plan.inputs.routing != BALANCED and plan.cfg.parallelism.expert_parallel > 1:
+        fullest = ", of the fullest rank"
     derived, counted, recomputed = plan.flops()
     whose = waits = ""
     if plan.pipeline:
@@ -301,7 +302,7 @@ def speed(plan: Plan) -> list[str]:
         f"({counted / derived - 1:+.2%}{fullest}); "
         f"recomputed{' or padded' * latent} beside those {recomputed:.3g} "
         f"({recomputed / derived:.1%})",
-        f"Time of a step   {time_text(t.seconds)}{whose}: matrix products {time_text(t.products)} "
+        f"Time of a step   {time_text(t.seconds)}{whose}: matmuls {time_text(t.matmul)} "
         f"at {d.matmul_efficiency:.0%} of "
         f"{d.peak / 1e12:,.{0 if d.peak > 1e13 else 2}f} TFLOP/s, "
         f"attention {time_text(t.attention)} at {d.attention_efficiency:.0%} (causal: half), "
@@ -309,24 +310,26 @@ def speed(plan: Plan) -> list[str]:
         f"of which recomputed {time_text(t.recomputed)}; communication exposed "
         f"{time_text(t.exposed)}{waits}",
         f"Speed            {plan.tokens_per_second:,.0f} tokens/s, "
-        f"{plan.tokens_per_second / plan.ask.gpus:,.0f} per GPU; "
+        f"{plan.tokens_per_second / plan.inputs.gpus:,.0f} per GPU; "
         f"MFU {plan.mfu:.1%}",
     ]
 
 
 def run(plan: Plan) -> list[str]:
     """The whole run: its time and cost, its checkpoints, its interruptions."""
-    ask, step_seconds, configured = plan.ask, plan.time.seconds, plan.cfg.checkpoint.interval
+    inputs = plan.inputs
+    step_seconds = plan.time.seconds
+    configured = plan.cfg.checkpoint.interval
     seconds = plan.steps * step_seconds
     copy, write, stall = plan.saving()
     interval = configured * step_seconds or seconds
-    goodput, best = plan.goodput(max(interval, write)), plan.best_interval
-    hours = ask.gpus * seconds / goodput / 3600 if goodput else float("inf")
-    dollars = (
-        f"; ${hours * ask.usd_per_gpu_hour:,.0f} at ${ask.usd_per_gpu_hour:g} per GPU-hour"
-        if ask.usd_per_gpu_hour
-        else ""
-    )
+    goodput = plan.goodput(max(interval, write))
+    best = plan.best_interval
+    hours = inputs.gpus * seconds / goodput / 3600 if goodput else float("inf")
+    dollars = ""
+    if inputs.usd_per_gpu_hour:
+        cost = hours * inputs.usd_per_gpu_hour
+        dollars = f"; ${cost:,.0f} at ${inputs.usd_per_gpu_hour:g} per GPU-hour"
     steps = f"{plan.steps:,.0f} steps, {token_text(plan.steps * plan.tokens_per_step)}"
     lines = [
         f"The run          {steps}: {time_text(seconds)} of training, "
@@ -334,10 +337,10 @@ def run(plan: Plan) -> list[str]:
         f"interruptions cost; {hours:,.0f} GPU-hours{dollars}",
         f"Checkpoints      {size_text(plan.checkpoint_bytes)} each; copy to the host "
         f"{time_text(copy)}, training waits "
-        f"{time_text(stall)}; written in {time_text(write)} at {ask.storage_gb_per_s:g} GB/s",
-        f"Interruptions    {hours / ask.mtbf_gpu_hours:,.1f} expected, one in "
+        f"{time_text(stall)}; written in {time_text(write)} at {inputs.storage_gb_per_s:g} GB/s",
+        f"Interruptions    {hours / inputs.mtbf_gpu_hours:,.1f} expected, one in "
         f"{time_text(plan.mtbf)} "
-        f"({ask.mtbf_gpu_hours:,.0f} GPU-hours each); checkpoint every {time_text(interval)} as "
+        f"({inputs.mtbf_gpu_hours:,.0f} GPU-hours each); checkpoint every {time_text(interval)} as "
         f"configured: {goodput:.1%} goodput; "
         f"best: every {max(1, round(best / step_seconds)):,} steps ({time_text(best)}), "
         f"{plan.goodput(best):.1%}",
@@ -354,9 +357,10 @@ def run(plan: Plan) -> list[str]:
 
 def host_memory(plan: Plan) -> str:
     """What the copies of checkpoints take in the memory of a host. On GPUs they are pinned."""
-    size, ranks = plan.staging, plan.ask.per_host
+    size = plan.staging
+    ranks = plan.inputs.per_host
     line = f"Host memory      for copies of checkpoints {size_text(size)} of each rank"
-    if plan.ask.on_gpu:
+    if plan.inputs.on_gpu:
         size = pinned_size(size)
         line += f", pinned {size_text(size)} (CUDA rounds up to a power of two)"
     return f"{line}: {size_text(size * ranks)} on each host"
@@ -364,7 +368,8 @@ def host_memory(plan: Plan) -> str:
 
 def advice(plan: Plan) -> str:
     """What to change, by what fills the memory."""
-    hints, at_peak = [], plan.peak[2]
+    hints = []
+    _, _, at_peak = plan.peak
     if at_peak.get("whole gradients", 0) > plan.live / 4 and plan.microbatches > 1:
         hints.append(
             "accumulation keeps every gradient whole in float32 until the last microbatch: "
@@ -377,7 +382,8 @@ def advice(plan: Plan) -> str:
             "training.local_batch_size, "
             "more tensor_parallel or context_parallel"
         )
-    if sum(at_peak.get(kind, 0) for kind in ("parameters", "optimizer state")) > plan.live / 4:
+    states = at_peak.get("parameters", 0) + at_peak.get("optimizer state", 0)
+    if states > plan.live / 4:
         hints.append("weights and optimizer state fill it: more GPUs to shard them over")
     hints.append("--search tries them all")
     return "; ".join(hints)

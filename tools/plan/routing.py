@@ -1,10 +1,9 @@
 """How tokens are spread over experts, as a plan assumes it: evenly, with a stated imbalance, or as
 a run has recorded it.
 
-What a mixture of experts costs beside its share of the rows depends on no routing. With expert
-parallelism a rank computes the rows of its own experts, whoever sends them, so the rank whose
-experts are wanted most needs the most memory, and all others wait for it. The plan is of that rank,
-in every mixture.
+Only the number of rows on each rank depends on the routing. With expert parallelism a rank computes
+the rows of its own experts, whoever sends them. So the rank whose experts get the most tokens needs
+the most memory, and all others wait for it. The plan is of that rank, in every MoE layer.
 """
 
 from pathlib import Path
@@ -15,17 +14,17 @@ from training.experts import recorded
 
 
 class Routing(NamedTuple):
-    """The share of rows that every rank of an ep group gets: `factor` says how many times the mean
-    the fullest one gets; `loads` are recorded instead, of every layer the tokens of every
+    """The share of the rows that each rank of an ep group gets. The fullest rank gets `factor`
+    times the mean, unless `loads` gives recorded counts: for each layer, the tokens of each
     expert."""
 
     factor: float = 1.0
     loads: tuple[tuple[int, ...], ...] = ()
 
     def shares(self, ep: int) -> list[float]:
-        """Of all rows, those that each of the ep ranks gets: the fullest rank first. Recorded
-        shares are means over the layers, of the fullest rank of each layer, of the second, and so
-        on. Raises InputError where the record does not fit."""
+        """Each rank's share of all rows, the fullest rank first. Recorded shares are sorted within
+        each layer and then averaged over the layers. Raises InputError where the number of
+        recorded experts is no multiple of ep."""
         if not self.loads:
             most = min(self.factor, ep) / ep
             return [most] + [(1 - most) / max(1, ep - 1)] * (ep - 1)
@@ -35,16 +34,19 @@ class Routing(NamedTuple):
                 f"--routing has the loads of {experts} experts, which expert_parallel = {ep} does "
                 "not divide"
             )
-        size, ranked = experts // ep, []
+        size = experts // ep
+        ranked = []
         for load in self.loads:
-            ranks = [sum(load[i : i + size]) / sum(load) for i in range(0, experts, size)]
+            total = sum(load)
+            ranks = [sum(load[i : i + size]) / total for i in range(0, experts, size)]
             ranked.append(sorted(ranks, reverse=True))
         return [sum(column) / len(ranked) for column in zip(*ranked)]
 
-    def exchange(self, rows: int, ep: int) -> tuple[list[int], list[int]]:
-        """What `parallelisms/ep.py::rows_per_rank` returns on the fullest rank, if all ranks have
-        so many rows and send as large a share of them to each rank."""
-        total, ends = 0.0, [0]
+    def all_to_all_splits(self, rows: int, ep: int) -> tuple[list[int], list[int]]:
+        """What `parallelisms/ep.py::rows_per_rank` returns on the fullest rank: the split sizes of
+        the dispatch's all-to-all, if every rank has `rows` rows and routes them alike."""
+        total = 0.0
+        ends = [0]
         for share in self.shares(ep):
             total += share
             ends.append(round(rows * total))
@@ -54,11 +56,9 @@ class Routing(NamedTuple):
     def __str__(self) -> str:
         if self.loads:
             return f"the fullest rank gets as much as in {len(self.loads)} recorded layers"
-        return (
-            "balanced"
-            if self.factor == 1
-            else f"the fullest rank gets {self.factor:g} times the mean"
-        )
+        if self.factor == 1:
+            return "balanced"
+        return f"the fullest rank gets {self.factor:g} times the mean"
 
 
 BALANCED = Routing()

@@ -33,8 +33,8 @@ KINDS = {  # of memory, in the order in which a report lists them -> what a pers
 
 
 class Where(NamedTuple):
-    """A stretch of the step. Blocks are numbered from 0; -1 is what comes before them,
-    `Step.layers` what comes after."""
+    """A stretch of the step. Blocks are numbered from 0; -1 stands for what comes before the first
+    block, `Step.layers` for what comes after the last."""
 
     micro: int  # number of the microbatch; -1 before the first
     phase: str  # build (before the step), start, one of IN_BLOCKS, clip, optimizer
@@ -43,8 +43,7 @@ class Where(NamedTuple):
 
 @dataclass(slots=True)
 class Memory:
-    """One storage. Some kinds follow from how it is used, so they are only known when the step is
-    over."""
+    """One storage. Some kinds follow from its lifetime, which is known only after the step."""
 
     size: int  # bytes
     born: Where
@@ -59,22 +58,22 @@ class Op:
     """What one operator costs."""
 
     name: str
-    product_flops: int = 0
+    matmul_flops: int = 0
     attention_flops: int = 0
-    attention_rows: int = 0  # queries of every head, times products
-    recomputed: int = 0  # FLOPs among these that repeat what was computed before, or are of padding
-    groups: int = 0  # weights of a grouped product (models/kernels/grouped_product.py)
-    rows: int = 0  # of a grouped product
-    operands: int = 0  # bytes of a grouped product's factors and results
-    traffic: int = 0  # bytes read and written, for operators that are bound by that
+    attention_rows: int = 0  # queries of every head, times attention's matmuls
+    recomputed: int = 0  # those of the FLOPs above that are recomputation or padding
+    groups: int = 0  # weights of a grouped GEMM (models/kernels/grouped_product.py)
+    rows: int = 0  # of a grouped GEMM
+    operands: int = 0  # bytes of a grouped GEMM's inputs and outputs
+    traffic: int = 0  # bytes read and written, for memory-bound operators
     fused: int = 0  # what is left of `traffic` when neighbouring operators are compiled into one
     kind: str = ""  # of collective; "" for any other operator
     dimension: str = ""  # of the mesh, for a collective
     message: int = 0  # bytes of a collective
-    # bytes that a collective outside the blocks carries for each mixture of experts
-    row_of_mixture: int = 0
-    background: bool = False  # a collective that runs beside computation: FSDP's do
-    wait: bool = False  # the copy out of a gathered buffer, which waits for its all-gather
+    # bytes that a collective outside the blocks carries for each MoE layer
+    bytes_per_moe_layer: int = 0
+    background: bool = False  # a collective on FSDP's stream, which overlaps with compute
+    wait: bool = False  # FSDP's copy-out, which waits for its all-gather
     reads: dict[int, int] = field(default_factory=dict)  # storage -> bytes
     writes: dict[int, int] = field(default_factory=dict)
 
@@ -95,7 +94,7 @@ class Parameters:
 
     elements: int = 0
     local_bytes: int = 0
-    gathered: int = 0  # elements that a rank has while FSDP keeps them gathered
+    gathered: int = 0  # elements on a rank while FSDP has the block unsharded
 
 
 def fsdp_dimension(groups: dict[str, list[int]]) -> str:
@@ -112,12 +111,15 @@ class Curve:
         """The most bytes that live at one time, where in the step that is, and those bytes by kind."""
         live = self.before()
         total = highest = sum(live.values())
-        place, at_peak = Where(-1, "start", -1), dict(live)
+        place = Where(-1, "start", -1)
+        at_peak = dict(live)
         for where, kind, change in self.curve():
             live[kind] = live.get(kind, 0) + change
             total += change
             if total > highest:
-                highest, place, at_peak = total, where, dict(live)
+                highest = total
+                place = where
+                at_peak = dict(live)
         return highest, place, {kind: size for kind, size in at_peak.items() if size}
 
     def highest_by_kind(self) -> dict[str, int]:
@@ -143,7 +145,7 @@ class Step(Curve):
     groups: dict[str, list[int]]
     parameters: dict[int, Parameters]  # by block
     repeats: int = 1
-    mixtures: int = 0  # of experts, in this rank's part of the model
+    moe_layers: int = 0  # in this rank's part of the model
 
     def times(self, where: Where) -> int:
         """How often a stretch happens in the real step."""
@@ -170,14 +172,16 @@ class Step(Curve):
         for stretch in self.stretches:
             for row in stretch.rows:
                 if not isinstance(row, Op):
-                    memory = self.memory[row[1]]
-                    yield stretch.where, memory.kind, memory.size if row[0] == "+" else -memory.size
+                    event, number = row
+                    memory = self.memory[number]
+                    change = memory.size if event == "+" else -memory.size
+                    yield stretch.where, memory.kind, change
 
     def flops(self) -> tuple[int, int]:
-        """FLOPs of the rank: those that are needed, and those that repeat what was computed before."""
+        """FLOPs of the rank: the needed ones, and those of recomputation."""
         counted = recomputed = 0
         for _, times, op in self.ops():
-            counted += times * (op.product_flops + op.attention_flops - op.recomputed)
+            counted += times * (op.matmul_flops + op.attention_flops - op.recomputed)
             recomputed += times * op.recomputed
         return counted, recomputed
 
@@ -194,18 +198,19 @@ class Step(Curve):
             block = "the embedding" if where.block < 0 else "the output and loss"
         micro = ""
         if self.microbatches > 1:
-            last = where.micro == self.microbatches - 1
-            micro = (
-                f", {'last' if last else 'first' if where.micro == 0 else 'a middle'} microbatch"
-            )
+            micro = ", a middle microbatch"
+            if where.micro == self.microbatches - 1:
+                micro = ", last microbatch"
+            elif where.micro == 0:
+                micro = ", first microbatch"
         return f"{where.phase} of {block}{micro}"
 
 
 def fuse(step: Step) -> None:
-    """Find what a compiler saves: a run of operators bound by memory moves only what enters the run
-    and what leaves it.
+    """Find what a compiler saves: a run of memory-bound operators moves only the run's inputs and
+    outputs.
 
-    A run ends at a product, a collective, one of FSDP's copies and the end of the block. Sets
+    A run ends at a matmul, a collective, one of FSDP's copies and the end of the block. Sets
     `Op.fused`, then drops the record of what each operator read and wrote.
     """
     for stretch in step.stretches:

@@ -1,4 +1,4 @@
-"""One training step seen operator by operator: every storage that is made and freed, every product,
+"""One training step seen operator by operator: every storage that is made and freed, every matmul,
 every collective.
 
 `trace_step` runs the same `train.build` and `train.train_step` as a run does, on PyTorch's fake
@@ -49,7 +49,9 @@ from training import init
 PHASES = ("forward", "loss", "backward", "clip", "optimizer")
 # label of an action in parallelisms/pp.py::PipelineStep.play
 ACTION = re.compile(r"(\w+) of stage \d+, microbatch (\d+)")
-aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
+aten = torch.ops.aten
+c10d = torch.ops.c10d
+functional = torch.ops._c10d_functional
 
 # Operator -> kind of collective, and where its message is: the larger side, which NCCL's tests call
 # a collective's size.
@@ -74,74 +76,80 @@ COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 MOVES_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
 
 
-# -> position of the left factor
-PRODUCTS = {aten.mm.default: 0, aten.mm.out: 0, aten.bmm.default: 0, aten.addmm.default: 1}
+# operator -> position of the left operand
+MATMULS = {
+    aten.mm.default: 0,
+    aten.mm.out: 0,
+    aten.bmm.default: 0,
+    aten.addmm.default: 1,
+}
 
 
-def is_of_matrices(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether neither factor is a vector. A product with a vector, such as that of an expert's
-    result with its weight, is bound by memory and no weight of the model, so its FLOPs do not
-    count."""
+def has_no_vector(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether both operands are proper matrices. A matrix-vector product, such as that of an
+    expert's output with its routing weight, is memory-bound and involves no weight of the model, so
+    its FLOPs do not count."""
     return min(*left.shape[-2:], right.shape[-1]) > 1
 
 
-def attention_product(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
-    """FLOPs of one of attention's products of q [b, H, T, E] with k [b, K, M, E]. PaLM's convention
-    counts a causal product whole, although half of its results are masked. A product without a mask
+def attention_matmul_flops(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
+    """FLOPs of one of attention's matmuls, of q [b, H, T, E] with k [b, K, M, E]. PaLM's convention
+    counts a causal matmul whole, although half of its results are masked. A matmul without a mask
     is therefore counted twice."""
     b, h, t, e = q.shape
     return 2 * b * h * t * k.shape[-2] * e * (1 if causal else 2)
 
 
-def piece_product(q: torch.Tensor, starts: torch.Tensor, key_starts: torch.Tensor) -> int:
+def piece_matmul_flops(q: torch.Tensor, starts: torch.Tensor, key_starts: torch.Tensor) -> int:
     """The same for q [n, H, E] of models/kernels/document_attention.py::piece_attention. The t
     queries of a piece are the last of its m tokens, so a causal mask leaves t (m - t / 2) results
     of each head, and twice as many are counted."""
     with unset_fake_temporarily():  # these tables are real
-        queries, keys = starts.diff().double(), key_starts.diff().double()
-        return 2 * q.shape[1] * q.shape[2] * int((queries * (2 * keys - queries)).sum())
+        queries = starts.diff().double()
+        keys = key_starts.diff().double()
+        results = int((queries * (2 * keys - queries)).sum())
+        return 2 * q.shape[1] * q.shape[2] * results
 
 
-# Attention operator -> position of q among its arguments, FLOPs of one of its products, products
-# that are needed, products that are recomputation. Backward makes five products. The first repeats
-# the scores, which flash attention does not keep.
+# Attention operator -> position of q among its arguments, FLOPs of one of its matmuls, matmuls that
+# are needed, matmuls that are recomputation. Backward makes five matmuls. The first repeats the
+# scores, which flash attention does not keep.
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (
         0,
-        lambda q, k, v, dropout=0.0, causal=False, *_: attention_product(q, k, causal),
+        lambda q, k, v, dropout=0.0, causal=False, *_: attention_matmul_flops(q, k, causal),
         2,
         0,
     ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
         1,
-        lambda grad, q, k, v, out, lse, dropout, causal: attention_product(q, k, causal),
+        lambda grad, q, k, v, out, lse, dropout, causal: attention_matmul_flops(q, k, causal),
         4,
         1,
     ),
     torch.ops.plumbline.causal_attention_backward.default: (  # models/kernels/cpu/causal_attention.py
         1,
-        lambda grad, q, k, *_: attention_product(q, k, True),
+        lambda grad, q, k, *_: attention_matmul_flops(q, k, True),
         4,
         1,
     ),
     aten._flash_attention_forward.default: (
         0,
-        lambda q, k, v, *starts: piece_product(q, *starts[:2]),
+        lambda q, k, v, *starts: piece_matmul_flops(q, *starts[:2]),
         2,
         0,
     ),
     aten._flash_attention_backward.default: (
         1,
-        lambda grad, q, k, v, out, lse, *starts: piece_product(q, *starts[:2]),
+        lambda grad, q, k, v, out, lse, *starts: piece_matmul_flops(q, *starts[:2]),
         4,
         1,
     ),
 }
 
 
-# Products of rows with the weights of their groups (models/kernels/grouped_product.py). The
-# arguments of each are two matrices with as many rows, or one of them and the weights; then the
-# rows of each group.
+# Grouped GEMMs (models/kernels/grouped_product.py). The arguments of each are the rows and the
+# weights, or two matrices with equal numbers of rows; then the rows of each group.
 GROUPED_FORWARD = torch.ops.plumbline.grouped_product.default
 GROUPED = {
     GROUPED_FORWARD,
@@ -163,7 +171,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Trace(TorchDispatchMode):
-    """Keeps the accounts of what runs under it. The operators still run.
+    """Records what runs under it. The operators still run.
 
     The phases of the step are the `record_function` labels of `train.train_step`, which a dispatch
     mode sees as operators. Hooks on the blocks tell which block it is (`watch`).
@@ -181,17 +189,17 @@ class Trace(TorchDispatchMode):
         self.labels: list[str] = []  # labels that are open now, of whatever code
         self.phases: set[str] = set()  # labels that have been seen
         self.job: train.Job | None = None  # whose step is followed
-        # phase of the backward that runs: in a pipeline it may be half of one
+        # phase of the running backward: in a pipeline it may be half of one
         self.backward = "backward"
         self.propagating = 0  # DTensor is finding shapes, so many calls deep
         self.dimensions: dict[str, str] = {}  # name of a process group -> mesh dimension
         # names of the groups of context and of expert parallelism
         self.context_group = self.experts_group = ""
         self.inside_context = False  # an operator of context parallelism runs
-        # numbers of a value in attention, where they are padded to the width of a key; 0: they are
-        # not
+        # width of attention's values, where they are padded to the width of the keys; 0: they are
+        # not padded
         self.value_width = 0
-        self.mixtures = 0  # mixtures of experts in this rank's part of the model
+        self.moe_layers = 0  # in this rank's part of the model
         self.patches = ExitStack()
 
     # Memory.
@@ -214,14 +222,14 @@ class Trace(TorchDispatchMode):
         return number
 
     def add_birth(self, number: int, size: int) -> None:
-        order = self.births[self.where] = self.births.get(self.where, -1) + 1
-        self.memory[number] = Memory(
-            size, self.where, "logits and loss" if "loss" in self.labels else "", order
-        )
+        order = self.births.get(self.where, -1) + 1
+        self.births[self.where] = order
+        kind = "logits and loss" if "loss" in self.labels else ""
+        self.memory[number] = Memory(size, self.where, kind, order)
         self.rows().append(("+", number))
 
     def add_from_before(self, tensor: torch.Tensor) -> None:
-        """Count memory that was there before the step, but which no operator of it has made."""
+        """Count memory that existed before the step and that no operator of the step has made."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self.numbers:
@@ -237,9 +245,10 @@ class Trace(TorchDispatchMode):
             self.rows().append(("-", number))
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """FSDP frees and takes back the memory of gathered weights by resizing their storage: it
+        """FSDP frees and reallocates the memory of unsharded weights by resizing their storage: it
         dies and is born again."""
-        address, number = storage._cdata, next(self.counter)
+        address = storage._cdata
+        number = next(self.counter)
         if address in self.numbers:
             previous = self.numbers[address]
             if self.memory[previous].size == size:
@@ -268,7 +277,7 @@ class Trace(TorchDispatchMode):
             if func is functional.wait_tensor.default:
                 return args[0]
             if func is aten._local_scalar_dense.default:
-                return 1.0  # a loss, a gradient norm, and that they are fine
+                return 1.0  # a loss, a gradient norm, and that they are finite
         if func in cp.INSIDE:
             return self.look_inside(func, args)
         in_backward = torch._C._current_graph_task_id() != -1
@@ -279,7 +288,7 @@ class Trace(TorchDispatchMode):
     def look_inside(self, func, args: tuple) -> object:
         """Run what an operator of context parallelism does, so that its collectives and kernels are
         seen."""
-        # of where the pieces of sequences are: made before, and the same for every block
+        # tables of where the pieces of sequences are: made before, and shared by all blocks
         for table in args:
             if isinstance(table, torch.Tensor) and table.dtype == torch.int32:
                 self.add_from_before(table)
@@ -296,33 +305,35 @@ class Trace(TorchDispatchMode):
                     memory.kind = "gathered keys and values"
 
     def account(self, func, args: tuple, kwargs: dict, out: object, in_backward: bool) -> None:
-        source = args[0] if func.is_view else args[1] if func is aten.copy_.default else None
+        source = None
+        if func.is_view:
+            source = args[0]
+        elif func is aten.copy_.default:
+            source = args[1]
         if isinstance(source, torch.Tensor) and source.untyped_storage()._cdata not in self.numbers:
             # memory that no operator made: gloo's reduce-scatter works on a clone of its own
             return
         if func is functional._wrap_tensor_autograd.default:
             return  # AsyncCollectiveTensor: a wrapper, which has no memory
-        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
+        inputs = tensors_in((args, kwargs))
         known = {self.number(t) for t in inputs}
-        made = [t for t in outputs if self.number(t) not in known]
+        made = [t for t in tensors_in(out) if self.number(t) not in known]
         if func in COLLECTIVES:
             self.rows().append(self.collective(func, args, out))
             return
-        if (
-            func.namespace in COLLECTIVE_NAMESPACES
-            and func._schema.name.split("::")[1] not in MOVES_NOTHING
-        ):
+        _, name = func._schema.name.split("::")
+        if func.namespace in COLLECTIVE_NAMESPACES and name not in MOVES_NOTHING:
             raise NotImplementedError(f"tools/plan/trace.py does not know the collective {func}")
         if func.namespace == "fsdp":
             self.tag_fsdp(func, args, kwargs)
         if made or func._schema.is_mutable:  # otherwise it is a view
             op = self.computation(func, args, kwargs, inputs, made)
             # In backward, only recomputation records a graph, or runs the forward of attention or
-            # of a grouped product.
+            # of a grouped GEMM.
             forward = func == GROUPED_FORWARD or (func in ATTENTION and not ATTENTION[func][3])
             if in_backward and (torch.is_grad_enabled() or forward):
-                op.recomputed = op.product_flops + op.attention_flops
-            if op.product_flops or op.attention_flops or "empty" not in op.name:
+                op.recomputed = op.matmul_flops + op.attention_flops
+            if op.matmul_flops or op.attention_flops or "empty" not in op.name:
                 self.rows().append(op)
 
     def collective(self, func, args: tuple, out: object) -> Op:
@@ -331,20 +342,19 @@ class Trace(TorchDispatchMode):
         group = group_of(args).group_name
         in_blocks = self.where.phase in IN_BLOCKS and "loss" not in self.labels
         op.dimension = self.dimension(group)
-        # Groups of the same ranks are one. FSDP's calls are c10d's, and only mixtures exchange rows
-        # outside of attention.
+        # Mesh dimensions with the same ranks share a group, so the operator must tell them apart:
+        # FSDP's collectives are c10d's, and outside of attention only MoE layers call all-to-all.
         if in_blocks and func.namespace == "_c10d_functional":
-            of_experts = (
-                group == self.experts_group and kind == "all-to-all" and not self.inside_context
-            )
-            op.dimension = (
-                "ep" if of_experts else "cp" if group == self.context_group else op.dimension
-            )
-        # the sum of the loss is waited for
+            all_to_all = kind == "all-to-all" and not self.inside_context
+            if all_to_all and group == self.experts_group:
+                op.dimension = "ep"
+            elif group == self.context_group:
+                op.dimension = "cp"
+        # the all-reduce of the loss blocks
         op.background = func.namespace == "c10d" and in_blocks and op.message > 8
         shape = message(args, out).shape
-        if len(shape) > 1 and shape[0] == self.mixtures and self.outside_blocks():
-            op.row_of_mixture = op.message // self.mixtures
+        if len(shape) > 1 and shape[0] == self.moe_layers and self.outside_blocks():
+            op.bytes_per_moe_layer = op.message // self.moe_layers
         return op
 
     def outside_blocks(self) -> bool:
@@ -356,28 +366,27 @@ class Trace(TorchDispatchMode):
         op = Op(str(func))
         op.wait = func.namespace == "fsdp" and "split_with_sizes_copy" in op.name
         if func in ATTENTION:
-            q, product, needed, recomputed = ATTENTION[func]
-            one = product(*args)
+            q, flops_of_one, needed, recomputed = ATTENTION[func]
+            one = flops_of_one(*args)
             width = args[q].shape[-1]
-            # half of the products are with values
-            padding = needed * (one // width) * (width - (self.value_width or width)) // 2
-            op.attention_flops, op.recomputed = (
-                (needed + recomputed) * one,
-                recomputed * one + padding,
-            )
+            padded = width - (self.value_width or width)
+            # half of the matmuls involve the values
+            padding = needed * (one // width) * padded // 2
+            op.attention_flops = (needed + recomputed) * one
+            op.recomputed = recomputed * one + padding
             op.attention_rows = (needed + recomputed) * math.prod(args[q].shape[:-1])
-        elif func in PRODUCTS and is_of_matrices(*args[PRODUCTS[func] :][:2]):
-            left, right = args[PRODUCTS[func] :][:2]
-            op.product_flops = 2 * math.prod(left.shape) * right.shape[-1]
+        elif func in MATMULS and has_no_vector(*args[MATMULS[func] :][:2]):
+            left, right = args[MATMULS[func] :][:2]
+            op.matmul_flops = 2 * math.prod(left.shape) * right.shape[-1]
         elif func in GROUPED:
             rows, other, counts = args
-            width = other[0].numel() if other.ndim == 3 else rows.shape[1] * other.shape[1]
-            op.groups, op.rows, op.operands = (
-                len(counts),
-                len(rows),
-                sum(map(nbytes, [*inputs, *made])),
-            )
-            op.product_flops = 2 * len(rows) * width
+            width = rows.shape[1] * other.shape[1]
+            if other.ndim == 3:  # the weights of the groups
+                width = other[0].numel()
+            op.groups = len(counts)
+            op.rows = len(rows)
+            op.operands = sum(map(nbytes, [*inputs, *made]))
+            op.matmul_flops = 2 * len(rows) * width
         elif "empty" not in op.name:
             written = {id(t) for t in tensors_in(self.mutated(func, args, kwargs))}
             only_written = {id(t) for t in tensors_in(kwargs.get("out"))}
@@ -391,7 +400,8 @@ class Trace(TorchDispatchMode):
         sizes: dict[int, int] = {}
         for tensor in tensors:
             number = self.number(tensor)
-            sizes[number] = min(sizes.get(number, 0) + nbytes(tensor), self.memory[number].size)
+            size = sizes.get(number, 0) + nbytes(tensor)
+            sizes[number] = min(size, self.memory[number].size)
         return sizes
 
     @staticmethod
@@ -418,12 +428,10 @@ class Trace(TorchDispatchMode):
         return self.dimensions[group_name]
 
     def __enter__(self) -> "Trace":
-        """Watch three places of PyTorch that no operator tells of."""
+        """Patch three functions of PyTorch whose effect no operator shows."""
         trace = self
-        resize, propagate = (
-            torch.UntypedStorage.resize_,
-            ShardingPropagator._propagate_tensor_meta_non_cached,
-        )
+        resize = torch.UntypedStorage.resize_
+        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
         make_room = FSDPParam.init_all_gather_outputs
 
         def watched_resize(storage, size):
@@ -431,7 +439,7 @@ class Trace(TorchDispatchMode):
             trace.resized(storage, size)
             return out
 
-        # in the first step; on one rank no operator of FSDP's fills it
+        # called in the first step; on one rank no operator of FSDP fills the buffer
         def watched_room(param, *how, **more):
             make_room(param, *how, **more)
             trace.tag(param.all_gather_outputs, "working weights")
@@ -469,7 +477,8 @@ class Trace(TorchDispatchMode):
         if self.job is None:
             return
         if action := ACTION.fullmatch(phase):
-            phase, self.backward = action[1], action[1]
+            phase = action[1]
+            self.backward = action[1]
             block = -1 if phase == "forward" else self.where.block
             self.where = Where(int(action[2]), phase, block)
         elif any(ACTION.fullmatch(label) for label in self.labels):
@@ -489,10 +498,11 @@ class Trace(TorchDispatchMode):
     def watch(self, job: train.Job) -> None:
         """Follow the step of this job: its phases by their labels, its blocks by hooks on them."""
         self.job = job
-        mesh, layers = job.mesh, list(job.model.layers.values())
+        mesh = job.mesh
+        layers = list(job.model.layers.values())
         self.dimensions[dist.group.WORLD.group_name] = "all ranks"
         if mesh.experts_mesh:
-            # where a group has the ranks of one below, that one names it
+            # a dimension below with the same ranks overwrites the name
             for dim in "dp_replicate", "edp", "ep":
                 self.dimensions[mesh.experts_mesh.get_group(dim).group_name] = dim
             self.experts_group = mesh.experts_mesh.get_group("ep").group_name
@@ -500,7 +510,7 @@ class Trace(TorchDispatchMode):
             if dim not in ("edp", "ep"):
                 self.dimensions[group.group_name] = dim
         self.value_width = getattr(job.args, "value_dim", 0)
-        self.mixtures = sum(len(stage.mixtures()) for stage in pp.stages_of(job.model))
+        self.moe_layers = sum(len(stage.mixtures()) for stage in pp.stages_of(job.model))
         self.context_group = mesh.device_mesh.get_group("cp").group_name
         if mesh.to_lower is not None:
             self.dimensions[mesh.to_lower.group_name] = "pp"
@@ -511,15 +521,11 @@ class Trace(TorchDispatchMode):
 
             return hook
 
-        def backward_begins_at(block: int):  # when the gradient of this tensor is whole
+        def backward_begins_at(block: int):  # when the gradient of this tensor is complete
             def hook(_, inputs, outputs=None):
-                tensor = (
-                    inputs[0]
-                    if outputs is None
-                    else outputs[0]
-                    if isinstance(outputs, tuple)
-                    else outputs
-                )
+                tensor = inputs[0]
+                if outputs is not None:
+                    tensor = outputs[0] if isinstance(outputs, tuple) else outputs
                 if tensor.requires_grad:
                     tensor.register_hook(move_to("", block))
 
@@ -528,7 +534,7 @@ class Trace(TorchDispatchMode):
         layers[0].register_forward_pre_hook(backward_begins_at(-1), prepend=True)
         for i, block in enumerate(layers):
             block.register_forward_pre_hook(move_to("forward", i), prepend=True)
-            # before FSDP's, which gathers for backward
+            # before FSDP's hook, which unshards for backward
             block.register_forward_hook(backward_begins_at(i), prepend=True)
         layers[-1].register_forward_hook(move_to("forward", len(layers)))
 
@@ -543,37 +549,40 @@ class Trace(TorchDispatchMode):
         """Call before the step: what exists now is parameters and optimizer state. Forgets how it
         came to be."""
         gc.collect()
-        # Of a pipeline each stage is asked, because the copy of a tied weight is no parameter of
-        # the whole.
+        # Stage by stage, because the copy of a tied weight is no parameter of the whole pipeline.
         stages = pp.stages_of(job.model)
-        kinds = [
-            (name, p, "parameters") for stage in stages for name, p in stage.named_parameters()
-        ]
+        kinds = []
+        for stage in stages:
+            kinds += [(name, p, "parameters") for name, p in stage.named_parameters()]
         names = {id(p): name for name, p, _ in kinds}
         for p, state in job.optimizer.state.items():
             kinds += [(names[id(p)], t, "optimizer state") for t in state.values()]
         # parallelisms/masters.py::keep_masters
-        copies = [c for stage in stages for c in getattr(stage, "working_copies", {}).items()]
-        kinds += [(names[id(p)], copy, "working weights") for p, copy in copies]
-        self.stretches, self.births = [], {}
+        for stage in stages:
+            copies = getattr(stage, "working_copies", {})
+            kinds += [(names[id(p)], copy, "working weights") for p, copy in copies.items()]
+        self.stretches = []
+        self.births = {}
         alive = set(self.numbers.values())
         self.memory = {number: memory for number, memory in self.memory.items() if number in alive}
         for memory in self.memory.values():
-            memory.born, memory.kind = Where(-1, "build", -1), memory.kind or "other"
+            memory.born = Where(-1, "build", -1)
+            memory.kind = memory.kind or "other"
         for name, tensor, kind in kinds:
             self.where = Where(-1, "build", self.block_of(name, job))
             self.tag(tensor, kind)
             self.memory[self.number(local(tensor))].born = self.where
-        self.stretches, self.births = [], {}
+        self.stretches = []
+        self.births = {}
         self.where = Where(-1, "start", -1)
 
     def step(self, job: train.Job) -> Step:
         """What was traced since `settle`, with the kind of every storage. Raises InputError where a
         phase has no label."""
         has_loss = any(stage.last for stage in pp.stages_of(job.model))
-        if missing := [
-            phase for phase in PHASES if phase not in self.phases and (has_loss or phase != "loss")
-        ]:
+        expected = [phase for phase in PHASES if has_loss or phase != "loss"]
+        missing = [phase for phase in expected if phase not in self.phases]
+        if missing:
             raise InputError(
                 f"train.train_step has no record_function({missing[0]!r}): the planner finds the "
                 "phases of a step "
@@ -590,9 +599,9 @@ class Trace(TorchDispatchMode):
             block.elements += p.numel()
             block.gathered += p.numel() // shared_for_good(p)
             block.local_bytes += nbytes(local(p))
-        groups = {
-            dim: dist.get_process_group_ranks(group) for dim, group in groups_of(job.mesh).items()
-        }
+        groups = {}
+        for dim, group in groups_of(job.mesh).items():
+            groups[dim] = dist.get_process_group_ranks(group)
         microbatches = max(s.where.micro for s in self.stretches) + 1
         step = Step(
             self.stretches,
@@ -601,7 +610,7 @@ class Trace(TorchDispatchMode):
             microbatches,
             groups,
             parameters,
-            mixtures=self.mixtures,
+            moe_layers=self.moe_layers,
         )
         fuse(step)
         return step
@@ -615,40 +624,40 @@ def groups_of(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     if mesh.experts_mesh:
         groups |= {dim: mesh.experts_mesh.get_group(dim) for dim in ("edp", "ep")}
     sharded = mesh.fsdp_mesh.mesh_dim_names[-1]
-    return groups if sharded in dims else groups | {sharded: mesh.fsdp_mesh.get_group(sharded)}
+    if sharded not in dims:
+        groups[sharded] = mesh.fsdp_mesh.get_group(sharded)
+    return groups
 
 
 def shared_for_good(p: nn.Parameter) -> int:
-    """Over how many ranks a weight is spread that FSDP gathers on none of them: those of tensor and
-    expert parallelism."""
+    """The number of ranks over which a weight stays sharded while FSDP has it unsharded: those of
+    tensor and expert parallelism."""
     if not isinstance(p, DTensor):
         return 1
+    ranks = 1
     dims = zip(p.device_mesh.mesh_dim_names, p.device_mesh.shape, p.placements)
-    return math.prod(
-        size
-        for name, size, placement in dims
-        if name in ("tp", "ep") and not placement.is_replicate()
-    )
+    for name, size, placement in dims:
+        if name in ("tp", "ep") and not placement.is_replicate():
+            ranks *= size
+    return ranks
 
 
 def kind_by_life(memory: Memory) -> str:
-    """The kind of a storage that nothing has tagged, by when it is born and when it dies."""
-    kept = (
-        memory.died is None
-        or memory.died.phase != "forward"
-        or memory.died.micro != memory.born.micro
-    )
-    if memory.born.phase == "start":
+    """The kind of an untagged storage, by when it is born and when it dies."""
+    born = memory.born
+    died = memory.died
+    if born.phase == "start":
         return "batch"
-    if memory.born.phase == "forward" and kept:
+    kept = died is None or died.phase != "forward" or died.micro != born.micro
+    if born.phase == "forward" and kept:
         return "activations"
     return "backward's temporaries" if memory.born.phase in IN_BLOCKS[1:] else "temporaries"
 
 
-# A run that does not exist.
+# A simulated run.
 def slices_of_real(starts: torch.Tensor) -> list[slice]:
-    """What models/kernels/document_attention.py reads from a table of pieces, which is real where
-    all else is fake."""
+    """The slices that models/kernels/document_attention.py reads from a table of pieces. The table
+    is real, where all other tensors are fake."""
     with unset_fake_temporarily():
         return _slices(starts)
 
@@ -685,8 +694,8 @@ def pieces_backward_on_gpu(
 
 
 class AsOnGPU(TorchFunctionMode):
-    """Sends RMSNorm where CUDA sends it: to one fused operator that keeps its input and one number
-    per row. CPU tensors would take PyTorch's composite, which keeps several float32 copies."""
+    """Dispatches RMSNorm as CUDA does: to one fused operator that saves its input and one number
+    per row. CPU tensors would take PyTorch's composite, which saves several float32 copies."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.rms_norm:
@@ -696,10 +705,9 @@ class AsOnGPU(TorchFunctionMode):
 
 @contextmanager
 def pretend(world_size: int, per_host: int, rank: int = 0) -> Iterator[None]:
-    """This process as a rank of a world that does not exist: PyTorch's fake process group, and
-    torchrun's environment.
-
-    Without PyTorch's warnings about such a mesh: its groups have no time limit, for example.
+    """Make this process a rank of a simulated world: PyTorch's fake process group, and torchrun's
+    environment. PyTorch's warnings about such a mesh are silenced, for example that its groups have
+    no time limit.
     """
     names = {
         "RANK": rank,
@@ -707,9 +715,10 @@ def pretend(world_size: int, per_host: int, rank: int = 0) -> Iterator[None]:
         "LOCAL_RANK": rank % per_host,
         "LOCAL_WORLD_SIZE": per_host,
     }
+    environment = {name: str(value) for name, value in names.items()}
     log = logging.getLogger("torch.distributed")
     with (
-        mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}),
+        mock.patch.dict(os.environ, environment),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -725,16 +734,18 @@ def pretend(world_size: int, per_host: int, rank: int = 0) -> Iterator[None]:
 
 def tracing(cfg: Config) -> Config:
     """The configuration as it is traced: on CPU tensors, uncompiled, every sequence one document,
-    products as wide as weights."""
-    return cfg.model_copy(
-        update={
-            "run": cfg.run.model_copy(update={"device": "cpu", "deterministic": False}),
-            "compile": cfg.compile.model_copy(update={"enabled": False}),
-            "data": cfg.data.model_copy(update={"mask_documents": False}),
-            "training": cfg.training.model_copy(update={"float8": "none", "attention": "auto"}),
-            "parallelism": cfg.parallelism.model_copy(update={"async_tensor_parallel": False}),
-        }
-    )
+    matmuls in the weights' type."""
+    changes = {
+        "run": {"device": "cpu", "deterministic": False},
+        "compile": {"enabled": False},
+        "data": {"mask_documents": False},
+        "training": {"float8": "none", "attention": "auto"},
+        "parallelism": {"async_tensor_parallel": False},
+    }
+    tables = {}
+    for table, options in changes.items():
+        tables[table] = getattr(cfg, table).model_copy(update=options)
+    return cfg.model_copy(update=tables)
 
 
 def batch_of(job: train.Job, microbatches: int) -> dict[str, torch.Tensor]:
@@ -769,8 +780,8 @@ def trace_step(
     rank: int = 0,
     routing: Routing = BALANCED,
 ) -> Step:
-    """The step of a rank with all its layers, but with at most `most` microbatches: first, last
-    and one in between. With expert parallelism it is the rank that gets the most rows."""
+    """The step of a rank with all its layers, but with at most `most` microbatches: the first, the
+    last and one in between. With expert parallelism it is the rank that gets the most rows."""
     cfg = tracing(cfg)
     with pretend(world_size, per_host, rank), ExitStack() as stack:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -789,10 +800,10 @@ def trace_step(
         stack.enter_context(mock.patch.object(Mesh, "timeout", lambda _: timedelta(0)))
         job = train.build(cfg)
         if job.mesh.ep > 1:
-            tokens = (
-                cfg.training.local_batch_size * cfg.training.seq_len // (job.mesh.cp * job.mesh.tp)
-            )
-            sizes = routing.exchange(tokens * job.args.experts_per_token, job.mesh.ep)
+            tokens = cfg.training.local_batch_size * cfg.training.seq_len
+            tokens //= job.mesh.cp * job.mesh.tp
+            rows = tokens * job.args.experts_per_token
+            sizes = routing.all_to_all_splits(rows, job.mesh.ep)
             stack.enter_context(mock.patch.object(ep, "rows_per_rank", lambda *_: sizes))
         stack.enter_context(fake)
         if on_gpu:

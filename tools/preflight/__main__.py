@@ -11,7 +11,7 @@ limits. The run's own folder is neither made nor changed.
 
 Answers and verdicts go through the launcher's key-value store, which lives outside the ranks: so a
 rank that died, hangs or never came is a name on the page, not a page that never comes. Each check
-runs in a thread beside the one that waits for it, so a rank that hangs says where. A check that
+runs in a thread of its own, so a rank that hangs says where. A check that
 needs another that failed is left out, and says so.
 """
 
@@ -104,15 +104,20 @@ def chosen(only: str, skip: str) -> list[str]:
         for name in filter(None, names.split(",")):
             if name not in CHECKS:
                 raise InputError(f"{option}={name}: no such check; there are {', '.join(CHECKS)}")
-    wanted, without = (
-        set(filter(None, only.split(","))) or set(CHECKS),
-        set(filter(None, skip.split(","))),
-    )
-    for name in reversed(CHECKS):  # what is needed stands before
-        wanted |= set(CHECKS[name].needs) if name in wanted else set()
+    wanted = set(filter(None, only.split(","))) or set(CHECKS)
+    without = set(filter(None, skip.split(",")))
+    for name in reversed(CHECKS):  # a check stands after those that it needs
+        if name in wanted:
+            wanted |= set(CHECKS[name].needs)
     for name, check in CHECKS.items():
-        without |= {name} if without & set(check.needs) else set()
+        if without & set(check.needs):
+            without.add(name)
     return [name for name in CHECKS if name in wanted - without]
+
+
+def severity(row: ProbeRow) -> int:
+    """Sort key: failures first."""
+    return ("FAIL", "warn", "ok", "left out").index(row.result)
 
 
 class Page:
@@ -121,17 +126,18 @@ class Page:
     def __init__(self, title: str) -> None:
         self.rows: list[ProbeRow] = []
         self.answers: dict[str, list[dict]] = {}
-        self.title, self.began, self.wrong_input = redact(title), time.monotonic(), False
+        self.title = redact(title)
+        self.began = time.monotonic()
+        self.wrong_input = False
         print(f"{self.title}\n{'check':<10} {'result':<8} detail", flush=True)
 
     def add(self, check: str, rows: list[ProbeRow]) -> None:
-        order = sorted(rows, key=lambda row: ("FAIL", "warn", "ok", "left out").index(row.result))
+        margin = "\n" + " " * 20
+        order = sorted(rows, key=severity)
         for row in order:
+            row.check = check
             row.detail = redact(row.detail)
-            text = textwrap.wrap(
-                row.detail, 101, break_long_words=False, break_on_hyphens=False
-            ) or [""]
-            row.check, margin = check, "\n" + " " * 20
+            text = textwrap.wrap(row.detail, 101, break_long_words=False, break_on_hyphens=False)
             print(f"{check:<10} {row.result:<8} {margin.join(text)}", flush=True)
         self.rows += order
 
@@ -165,9 +171,12 @@ class Page:
 
 def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
     """Every check in its turn, on this rank; `page` on rank 0. Returns the exit code."""
-    worker, blocked, code = Worker(), {}, train.FAILED  # blocked: check -> the one that failed
+    worker = Worker()
+    blocked: dict[str, str] = {}  # check -> the failed check that it depends on
+    code = train.FAILED
     for name in names:
-        check, limit = CHECKS[name], probe.limit(name)
+        check = CHECKS[name]
+        limit = probe.limit(name)
         if cause := next((n for n in check.needs if n in blocked), None):
             blocked[name] = blocked[cause]
             if page:
@@ -175,9 +184,10 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
             continue
         stopped = None
         try:
-            answer = worker.ask(check.measure, probe, limit + SLACK)
+            answer = worker.call(check.measure, probe, limit + SLACK)
         except Stopped as signalled:
-            stopped, answer = signalled, {"stopped": f"was told to stop ({signalled})"}
+            stopped = signalled
+            answer = {"stopped": f"was told to stop ({signalled})"}
         desk.answer(name, answer)
         try:
             if page:
@@ -185,7 +195,8 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
             else:
                 verdict = None if stopped else desk.verdict(name, limit + 4 * SLACK)
         except Stopped as signalled:
-            stopped, verdict = signalled, _judge(probe, desk, page, name, 3) if page else None
+            stopped = signalled
+            verdict = _judge(probe, desk, page, name, 3) if page else None
         if stopped and page:
             page.add(
                 "all else",
@@ -199,7 +210,8 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
             )
         if stopped or verdict is None:
             return train.FAILED
-        probe.id, code = verdict["id"], verdict["code"]
+        probe.id = verdict["id"]
+        code = verdict["code"]
         if verdict["blocks"]:
             blocked[name] = name
         if verdict["end"]:
@@ -217,11 +229,11 @@ def _judge(probe: Probe, desk: Desk, page: Page, name: str, seconds: float) -> d
     """On rank 0: the rows of a check, and what all ranks make of it, which they are told."""
     answers = page.answers[name] = desk.collect(name, seconds)
     if name == "ranks":
-        probe.hosts = machine.host_names(
-            {r: a["value"] for r, a in enumerate(answers) if "value" in a}
-        )
+        there = {r: a["value"] for r, a in enumerate(answers) if "value" in a}
+        probe.hosts = machine.host_names(there)
     if all("value" in a for a in answers):
-        rows, end = CHECKS[name].judge(probe, [a["value"] for a in answers]), False
+        rows = CHECKS[name].judge(probe, [a["value"] for a in answers])
+        end = False
     else:
         rows = judge_trouble(probe, name, answers)
         end = any(
@@ -248,7 +260,8 @@ def clean(probe: Probe) -> None:
 def run(options: argparse.Namespace, argv: list[str], store: dist.Store | None = None) -> int:
     """The preflight of this rank. store: reaches all ranks; without one that of the launcher.
     Raises InputError."""
-    names, world = chosen(options.only, options.skip), meshes.world()
+    names = chosen(options.only, options.skip)
+    world = meshes.world()
     host = socket.gethostname()
     probe = Probe(
         argv,
@@ -327,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
         default="",
         metavar="NAME",
         help="what the machines should be, a row of tools/plan/devices.toml "
-        "or a TOML file: products, memory and what --expect leaves out must come near its rates",
+        "or a TOML file: matmuls, memory and what --expect leaves out must come near its rates",
     )
     parser.add_argument(
         "--json",
@@ -350,7 +363,8 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
         return train.WRONG_INPUT
     except dist.DistError as error:
-        who, why = spans([meshes.world().rank]), str(error).splitlines()[0]
+        who = spans([meshes.world().rank])
+        why = str(error).splitlines()[0]
         print(f"preflight: {who}: the launcher's store is out of reach: {why}", file=sys.stderr)
         return train.FAILED
 

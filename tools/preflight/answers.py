@@ -30,7 +30,9 @@ class Desk:
     password, so no pickles."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = store, rank, size
+        self.store = store
+        self.rank = rank
+        self.size = size
 
     def answer(self, check: str, text: dict) -> None:
         self.store.set(f"{check}/{self.rank}", json.dumps(text))
@@ -52,9 +54,10 @@ class Desk:
         self.store.set(f"{check}/verdict", json.dumps(verdict))
 
     def verdict(self, check: str, seconds: float) -> dict | None:
-        """Rank 0's; None if it does not come. Asked for ever more seldom, so that thousands of
-        ranks do not block it."""
-        deadline, pause = time.monotonic() + seconds, 0.005
+        """Rank 0's; None if it does not come. Polled with growing pauses, so that thousands of
+        ranks do not overload the store."""
+        deadline = time.monotonic() + seconds
+        pause = 0.005
         while time.monotonic() < deadline:
             if self.store.check([f"{check}/verdict"]):
                 return json.loads(self.store.get(f"{check}/verdict"))
@@ -64,26 +67,26 @@ class Desk:
 
 
 class Worker:
-    """The thread in which all checks of this rank run, so that the main one stays free to see that
-    one hangs."""
+    """The thread in which all checks of this rank run, so that the main thread can see that one
+    hangs."""
 
     def __init__(self) -> None:
-        self.questions: queue.SimpleQueue = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue = queue.SimpleQueue()
         self.answers: queue.SimpleQueue = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, daemon=True, name="preflight")
         self.thread.start()
 
     def _work(self) -> None:
         while True:
-            fn, argument = self.questions.get()
+            fn, argument = self.calls.get()
             try:
                 self.answers.put({"value": fn(argument)})
             except Exception as error:
                 self.answers.put(_described(error))
 
-    def ask(self, fn: Callable, argument: object, seconds: float) -> dict:
+    def call(self, fn: Callable, argument: object, seconds: float) -> dict:
         """{"value": what fn returned}, {"error": ..., "kind": ...} or {"hangs": where}."""
-        self.questions.put((fn, argument))
+        self.calls.put((fn, argument))
         try:
             return self.answers.get(timeout=seconds)
         except queue.Empty:
@@ -115,37 +118,33 @@ def _described(error: Exception) -> dict:
 
 def _in_our_code(stack: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line of ours in a stack."""
-    ours = [
-        f
-        for f in stack
-        if f.filename.startswith(f"{ROOT}{os.sep}") and f.name not in ("_work", "ask")
-    ]
+    ours = [f for f in stack if f.filename.startswith(f"{ROOT}{os.sep}")]
+    ours = [f for f in ours if f.name not in ("_work", "call")]
     if not ours:
         return "code that is not ours"
     return f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno} ({ours[-1].name})"
 
 
 def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[ProbeRow]:
-    """Rows about the ranks that have no value to give: first those at whom the others may only have
+    """Rows about the ranks without a value: first those for which the others may only have
     waited."""
     troubles: dict[str, list[int]] = {}
     waits: dict[str, list[int]] = {}
     for r, a in enumerate(answers):
         if "hangs" in a:
-            troubles.setdefault(
-                f"did not finish within {probe.limit(check)} s; it is in {a['hangs']}", []
-            ).append(r)
+            text = f"did not finish within {probe.limit(check)} s; it is in {a['hangs']}"
+            troubles.setdefault(text, []).append(r)
         elif not a:
-            troubles.setdefault(
-                "gave no answer: it died, hangs or was never started; see its log and its host", []
-            ).append(r)
+            text = "gave no answer: it died, hangs or was never started; see its log and its host"
+            troubles.setdefault(text, []).append(r)
         elif a.get("kind") in ("error", "input"):
             troubles.setdefault(a["error"], []).append(r)
         elif "error" in a or "stopped" in a:
             waits.setdefault(a.get("error", a.get("stopped")), []).append(r)
-    if len(troubles) > 1:  # of those that hang in the same place many, the odd ones first
-        troubles = dict(sorted(troubles.items(), key=lambda row: len(row[1])))
-    rows = [ProbeRow("FAIL", f"{probe.named(ranks)}: {text}") for text, ranks in troubles.items()]
+    # the troubles of the fewest ranks first: the odd ones, where many hang in the same place
+    rows = []
+    for text in sorted(troubles, key=lambda text: len(troubles[text])):
+        rows.append(ProbeRow("FAIL", f"{probe.named(troubles[text])}: {text}"))
     others = [r for ranks in waits.values() for r in ranks]
     if rows and others:
         rows.append(

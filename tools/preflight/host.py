@@ -8,6 +8,7 @@ import re
 import resource
 import socket
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -62,11 +63,12 @@ def memory_of_a_rank(probe: Probe) -> int:
 
 
 def judge_host(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
-    rows, few = [], {}
+    rows = []
+    few: dict[tuple[int, int], list[int]] = {}  # (limit, needed) -> ranks
     for rank, answer in enumerate(answers):
-        wanted = OWN_FILES + (
-            STORE_FILES * probe.world.size if probe.hosts[rank] == probe.hosts[0] else 0
-        )
+        wanted = OWN_FILES
+        if probe.hosts[rank] == probe.hosts[0]:
+            wanted += STORE_FILES * probe.world.size
         if answer["files"] < wanted:
             few.setdefault((answer["files"], wanted), []).append(rank)
     for (files, wanted), ranks in few.items():
@@ -94,7 +96,8 @@ def judge_host(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
         )
     for leader in probe.leaders:
         ranks = [r for r in range(len(answers)) if probe.hosts[r] == probe.hosts[leader]]
-        free, needed = answers[leader]["free"], sum(answers[r]["needed"] for r in ranks)
+        free = answers[leader]["free"]
+        needed = sum(answers[r]["needed"] for r in ranks)
         if free and needed > free:
             rows.append(
                 ProbeRow(
@@ -107,7 +110,7 @@ def judge_host(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
                     blocks=False,
                 )
             )
-    least = min(answers, key=lambda answer: answer["free"])
+    least = min(answers, key=itemgetter("free"))
     files = min(answer["files"] for answer in answers)
     return rows or [
         ProbeRow(

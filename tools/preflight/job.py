@@ -23,7 +23,7 @@ from data.sources import find
 from parallelisms import contract
 from tools.preflight.machine import checkpoint_bytes, device_table, synchronise
 from tools.preflight.network import limit_collectives
-from tools.preflight.probe import Probe, ProbeRow, differences, in_seconds
+from tools.preflight.probe import Probe, ProbeRow, differences, in_seconds, least, most
 from training.metrics import in_bytes, memory_gib
 from training.optim import learning_rate, set_learning_rate
 
@@ -37,7 +37,7 @@ SMALL_CORPUS = 64_000_000
 def measure_data(probe: Probe) -> dict:
     """Open the corpora as the run does and read batches of the beginning and the end. Raises
     InputError as it does."""
-    cfg, ranks = probe.cfg, probe.world.size
+    cfg = probe.cfg
     if cfg.data.stream:
         raise InputError(
             "data.stream = true: what a stream will read cannot be checked beforehand; check the "
@@ -56,8 +56,10 @@ def measure_data(probe: Probe) -> dict:
     p = cfg.parallelism
     # the ranks that read the same rows, in one stage
     shared = p.tensor_parallel * p.context_parallel
-    dp_size = ranks // (shared * p.pipeline_parallel)
-    digests, seconds, count = [], [], 0
+    dp_size = probe.world.size // (shared * p.pipeline_parallel)
+    digests = []
+    seconds = []
+    count = 0
     # what all ranks read alike, then this rank's own
     for dp_rank in (0, probe.world.rank // shared % dp_size):
         mesh = SimpleNamespace(
@@ -69,12 +71,13 @@ def measure_data(probe: Probe) -> dict:
             batch = rows[step]
             seconds.append(time.perf_counter() - began)
             count += batch["tokens"].numel()
-            digests.append(
-                hashlib.sha256(batch["tokens"].numpy().tobytes()).hexdigest()[:12]
-                if dp_rank == 0
-                else ""
-            )
-    tokenizer, sources = corpora.tokenizer, corpora.sources
+            digest = ""
+            if dp_rank == 0:
+                content = batch["tokens"].numpy().tobytes()
+                digest = hashlib.sha256(content).hexdigest()[:12]
+            digests.append(digest)
+    tokenizer = corpora.tokenizer
+    sources = corpora.sources
     return {
         "tokenizer": tokenizer.fingerprint,
         "n_vocab": tokenizer.n_vocab,
@@ -97,15 +100,15 @@ def measure_data(probe: Probe) -> dict:
 def not_tokenised(cfg: Config) -> tuple[list[str], float]:
     """Sources that this host would have to tokenise first, and their bytes."""
     trained = [row.source for row in cfg.data.mixture] or [cfg.data.source]
-    fractions = [(s, cfg.data.validation_fraction) for s in trained] + [
-        (row.source, 0.0) for row in cfg.validation.sets
-    ]
-    absent, size = [], 0.0
+    fractions = [(source, cfg.data.validation_fraction) for source in trained]
+    fractions += [(row.source, 0.0) for row in cfg.validation.sets]
+    absent = []
+    size = 0.0
     for source, fraction in fractions:
         data = cfg.data.model_copy(update={"source": source, "validation_fraction": fraction})
         if not os.path.isdir(kept_in(data)):
             absent.append(source)
-            # nobody can tell of a stream
+            # the size of a stream is unknown
             size += sum(file.size for file in find(source)) or math.inf
     return absent, size
 
@@ -146,7 +149,7 @@ def judge_data(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
         )
     if rows:
         return rows
-    low = min(range(len(answers)), key=lambda r: answers[r]["rate"])
+    low = least(a["rate"] for a in answers)
     made = f" (tokenised now: {', '.join(a['made'])})" if any(a["made"] for a in answers) else ""
     detail = f"{a['tokens']:,} tokens in {', '.join(a['folders'][:3])}{made}, the same for all, "
     detail += f"tokenizer {a['tokenizer'][:12]}; "
@@ -174,13 +177,13 @@ def measure_build(probe: Probe) -> dict:
 def judge_build(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     mesh = probe.job.mesh
     sizes = " x ".join(f"{name} {getattr(mesh, name)}" for name in mesh.device_mesh.mesh_dim_names)
-    most = max(a["weights"] for a in answers)
+    largest = max(a["weights"] for a in answers)
     return [
         ProbeRow(
             "ok",
             f"mesh {sizes}; initial weights in {in_seconds(max(a['seconds'] for a in answers))}, "
             "at most "
-            f"{in_bytes(most)} on a rank",
+            f"{in_bytes(largest)} on a rank",
         )
     ]
 
@@ -190,20 +193,22 @@ def judge_build(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 def measure_step(probe: Probe) -> dict:
     """Steps of the run on its own batches: the first, and three more to be timed."""
-    cfg, job = probe.cfg, probe.job
+    cfg = probe.cfg
+    job = probe.job
     limit_collectives(probe, probe.limit("step"))
     batches = probe.corpora.training_batches(probe.order, job.mesh, probe.args.vocab_size)
-    losses, seconds, finite, skipped = [], [], True, False
+    losses = []
+    seconds = []
+    finite = True
+    skipped = False
     if job.mesh.device.type == "cuda":
-        torch.cuda.empty_cache()  # what the checks before have left is none of the run's
+        torch.cuda.empty_cache()  # the memory of earlier checks must not count
         torch.cuda.reset_peak_memory_stats(job.mesh.device)
         torch.cuda.reset_accumulated_memory_stats(job.mesh.device)
     for step in range(min(4, cfg.training.steps)):
         batch = batches[step]
-        set_learning_rate(
-            job.optimizer,
-            learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule),
-        )
+        rate = learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule)
+        set_learning_rate(job.optimizer, rate)
         synchronise(job.mesh.device)
         began = time.perf_counter()
         result = train.train_step(job, batch)
@@ -234,7 +239,8 @@ def memory(device: torch.device) -> dict[str, float]:
             "left": free,
             "retries": stats.get("num_alloc_retries", 0),
         }
-    table, peak = device_table(device), memory_gib(device) * 2**30
+    table = device_table(device)
+    peak = memory_gib(device) * 2**30
     return {
         "total": table["total"],
         "tensors": peak,
@@ -242,6 +248,11 @@ def memory(device: torch.device) -> dict[str, float]:
         "left": table["free"],
         "retries": 0,
     }
+
+
+def numbers_text(values: list[str]) -> str:
+    """Hexadecimal floats as a person reads them."""
+    return " ".join(f"{float.fromhex(value):.9g}" for value in values)
 
 
 def judge_step(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
@@ -265,17 +276,14 @@ def judge_step(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
                 "is",
             )
         )
-    elif text := differences(
-        probe, [" ".join(f"{float.fromhex(x):.9g}" for x in a["losses"]) for a in answers]
-    ):
+    elif text := differences(probe, [numbers_text(a["losses"]) for a in answers]):
         rows.append(
             ProbeRow(
                 "FAIL", f"loss and gradient norm must be the same on all ranks, but are {text}"
             )
         )
-    first, *later_steps = (
-        max(column) for column in zip(*(a["seconds"] for a in answers), strict=True)
-    )
+    of_ranks = zip(*(a["seconds"] for a in answers), strict=True)  # by step
+    first, *later_steps = map(max, of_ranks)
     usual = statistics.median(later_steps) if later_steps else first
     t = probe.cfg.training
     rate = t.global_batch_size * t.seq_len / usual
@@ -289,19 +297,18 @@ def judge_step(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
                 f"first takes {in_seconds(first)}, then {in_seconds(usual)}: {rate:,.0f} tokens/s",
             )
         )
-    most = max(range(len(answers)), key=lambda r: answers[r]["reserved"])
-    a = answers[most]
+    fullest = most(a["reserved"] for a in answers)
+    a = answers[fullest]
     detail = (
         f"memory: at most {in_bytes(a['reserved'])} of {in_bytes(a['total'])}, on "
-        f"{probe.named([most])}"
+        f"{probe.named([fullest])}"
     )
     if probe.device.type == "cuda":
-        least = min(range(len(answers)), key=lambda r: answers[r]["left"])
+        tightest = least(a["left"] for a in answers)
         detail += (
             f" ({in_bytes(a['tensors'])} in tensors); least left "
-            f"{in_bytes(answers[least]['left'])} on "
+            f"{in_bytes(answers[tightest]['left'])} on {probe.named([tightest])}"
         )
-        detail += probe.named([least])
     tight = [r for r, a in enumerate(answers) if a["retries"]]
     if tight:
         detail += (
@@ -322,10 +329,9 @@ def measure_save(probe: Probe) -> dict:
     limit_collectives(probe, probe.limit("save"))
     fresh = {"load_step": -1, "load_path": "", "load_hf": "", "exclude_from_loading": ()}
     cfg = probe.cfg.checkpoint.model_copy(update=fresh)
-    facts, folder = (
-        {"family": probe.cfg.model.family, "must_match": {"model": asdict(probe.args)}},
-        probe.place / "checkpoints",
-    )
+    must_match = {"model": asdict(probe.args)}
+    facts = {"family": probe.cfg.model.family, "must_match": must_match}
+    folder = probe.place / "checkpoints"
     seconds = {}
     writer = CheckpointManager(cfg, folder, job.mesh, facts)
     writer.load(job.model, job.optimizer)
@@ -353,9 +359,12 @@ def measure_save(probe: Probe) -> dict:
 
 def fingerprints(job: train.Job) -> dict[str, int]:
     """A number for each of this rank's shards that changes with any bit of it."""
-    live = {name: state.local(t) for name, t in state.tensors(job.model, job.optimizer).items()}
-    kept = {name: t for name, t in live.items() if t.numel() and not name.startswith("rng.")}
-    return {name: torch.hash_tensor(t).view(torch.int64).item() for name, t in kept.items()}
+    hashes = {}
+    for name, tensor in state.tensors(job.model, job.optimizer).items():
+        shard = state.local(tensor)
+        if shard.numel() and not name.startswith("rng."):
+            hashes[name] = torch.hash_tensor(shard).view(torch.int64).item()
+    return hashes
 
 
 def judge_save(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
@@ -370,7 +379,9 @@ def judge_save(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
                 "or the memory of that host is not to be trusted",
             )
         ]
-    worst = {key: max(a[key] for a in answers) for key in ("stall", "save", "load")}
+    worst = {}
+    for key in "stall", "save", "load":
+        worst[key] = max(a[key] for a in answers)
     size = checkpoint_bytes(probe.cfg, probe.args)
     detail = (
         f"{in_bytes(size)} saved in {in_seconds(worst['save'])} "

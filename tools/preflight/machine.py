@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from models import MODELS
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from tools.plan.device import MEMORY_EFFICIENCY
-from tools.preflight.probe import SLOW, Probe, ProbeRow, differences, in_seconds
+from tools.preflight.probe import SLOW, Probe, ProbeRow, differences, in_seconds, least
 from training.metrics import in_bytes, peak_flops
 from training.optim import build_optimizer
 
@@ -52,7 +53,8 @@ NOT_SETTINGS = re.compile(
 
 
 def measure_ranks(probe: Probe) -> dict:
-    return {"host": probe.host, "node": probe.node, "pid": os.getpid(), **asdict(probe.world)}
+    who = {"host": probe.host, "node": probe.node, "pid": os.getpid()}
+    return who | asdict(probe.world)
 
 
 def host_names(answers: dict[int, dict]) -> dict[int, str]:
@@ -61,10 +63,12 @@ def host_names(answers: dict[int, dict]) -> dict[int, str]:
     nodes: dict[str, set] = {}
     for a in answers.values():
         nodes.setdefault(a["host"], set()).add(a["node"])
-    return {
-        r: a["host"] if len(nodes[a["host"]]) == 1 else f"{a['host']}/{a['node']}"
-        for r, a in answers.items()
-    }
+    names = {}
+    for r, a in answers.items():
+        names[r] = a["host"]
+        if len(nodes[a["host"]]) > 1:
+            names[r] += f"/{a['node']}"
+    return names
 
 
 def judge_ranks(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
@@ -90,12 +94,8 @@ def judge_ranks(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     if wrong:
         return [ProbeRow("FAIL", text) for text in wrong]
     each = len(answers) // len(nodes)
-    return [
-        ProbeRow(
-            "ok",
-            f"{len(answers)}, {each} on each of {len(nodes)} host{'s' if len(nodes) > 1 else ''}",
-        )
-    ]
+    hosts = f"{len(nodes)} host{'s' if len(nodes) > 1 else ''}"
+    return [ProbeRow("ok", f"{len(answers)}, {each} on each of {hosts}")]
 
 
 # config: alike on all ranks -----------------------------------------------------------------------
@@ -105,12 +105,12 @@ def measure_config(probe: Probe) -> dict:
     """Raises InputError for a configuration that the run would refuse."""
     probe.cfg = load_config(probe.argv, probe.world.size, probe.world.local_size)
     _, probe.args = train.architecture(probe.cfg)
-    values = {
-        f"{t}.{k}": v
-        for t, options in probe.cfg.model_dump(mode="json").items()
-        for k, v in options.items()
-    }
-    return {"hash": hashlib.sha256(dump(probe.cfg).encode()).hexdigest()[:12], "options": values}
+    values = {}
+    for table, options in probe.cfg.model_dump(mode="json").items():
+        for key, value in options.items():
+            values[f"{table}.{key}"] = value
+    digest = hashlib.sha256(dump(probe.cfg).encode()).hexdigest()
+    return {"hash": digest[:12], "options": values}
 
 
 def judge_config(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
@@ -134,7 +134,7 @@ def measure_devices(probe: Probe) -> dict:
 
 
 def device_table(device: torch.device) -> dict:
-    """What is known of a device: bytes, and "" for what nobody can tell."""
+    """The facts of a device; sizes in bytes, "" for what is unknown."""
     if device.type == "cpu":
         memory = dict(re.findall(r"(\w+):\s+(\d+) kB", _text("/proc/meminfo")))
         total, free = (int(memory.get(key, 0)) * 1024 for key in ("MemTotal", "MemAvailable"))
@@ -150,10 +150,8 @@ def device_table(device: torch.device) -> dict:
             "free": free,
         }
     free, total = torch.cuda.mem_get_info(device)
-    about, visible = (
-        torch.cuda.get_device_properties(device),
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-    )
+    about = torch.cuda.get_device_properties(device)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     driver, bus = nvidia_smi(device, "driver_version", "pci.bus_id")
     return {
         "name": about.name,
@@ -174,7 +172,7 @@ def _text(path: str) -> str:
 
 def nvidia_smi(device: torch.device, *fields: str) -> list[str]:
     """One value for each field of `nvidia-smi --help-query-gpu`; "" for all where it cannot be
-    asked."""
+    run."""
     uuid = torch.cuda.get_device_properties(device).uuid
     command = [
         "nvidia-smi",
@@ -191,7 +189,8 @@ def nvidia_smi(device: torch.device, *fields: str) -> list[str]:
 
 
 def judge_devices(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
-    rows, nodes = [], {}
+    rows = []
+    nodes = {}
     for uuid in sorted({a["uuid"] for a in answers} - {""}):
         users = [r for r, a in enumerate(answers) if a["uuid"] == uuid]
         if len(users) > 1:
@@ -248,11 +247,11 @@ def judge_devices(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
                     blocks=False,
                 )
             )
-    low = min(range(len(answers)), key=lambda r: answers[r]["free"])
+    low = least(a["free"] for a in answers)
     free, total = (in_bytes(answers[low][key]) for key in ("free", "total"))
-    least = f"least free memory {free} of {total} on {probe.named([low])}"
+    room = f"least free memory {free} of {total} on {probe.named([low])}"
     each = "each rank its own" if probe.device.type == "cuda" else "ranks of a host share it"
-    return rows or [ProbeRow("ok", f"{answers[0]['name']}, {each}; {least}")]
+    return rows or [ProbeRow("ok", f"{answers[0]['name']}, {each}; {room}")]
 
 
 # same: software and settings ----------------------------------------------------------------------
@@ -281,13 +280,11 @@ def versions(probe: Probe) -> dict[str, str]:
 
 
 def commit() -> str:
-    """What git says; "none" where it is not asked."""
+    """The commit that git names; "none" where git is missing or this is no repository."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
-        return (
-            subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
-            or "none"
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return done.stdout.strip() or "none"
     return "none"
 
 
@@ -296,9 +293,10 @@ def files() -> str:
     Python."""
     digest = hashlib.sha256()
     packages = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
-    for path in sorted(
-        [ROOT / "train.py", *(path for package in packages for path in package.rglob("*.py"))]
-    ):
+    paths = [ROOT / "train.py"]
+    for package in packages:
+        paths += package.rglob("*.py")
+    for path in sorted(paths):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
@@ -336,20 +334,21 @@ def judge_same(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def measure_compute(probe: Probe) -> dict:
-    """The model's largest product in its own type and shapes, and a copy of much memory; on all
+    """The model's largest matmul in its own type and shapes, and a large copy in memory; on all
     ranks at once."""
-    cuda, cfg = probe.device.type == "cuda", probe.cfg
-    tokens = min(cfg.training.local_batch_size * cfg.training.seq_len, 8192 if cuda else 512)
+    cuda = probe.device.type == "cuda"
+    cfg = probe.cfg
+    most_tokens = 8192 if cuda else 512
+    tokens = min(cfg.training.local_batch_size * cfg.training.seq_len, most_tokens)
     k, n = MODELS[cfg.model.family].largest_weight(probe.args)
     n = max(1, n // cfg.parallelism.tensor_parallel)
-    a, b = (
-        torch.ones(shape, dtype=probe.dtype, device=probe.device) for shape in ((tokens, k), (k, n))
-    )
-    seconds = best(lambda: multiply(a, b), probe.device)
-    # 1 GB, 64 MB
-    block = torch.ones((1 << 28) if cuda else (1 << 24), dtype=torch.float32, device=probe.device)
+    a = torch.ones((tokens, k), dtype=probe.dtype, device=probe.device)
+    b = torch.ones((k, n), dtype=probe.dtype, device=probe.device)
+    seconds = best(partial(multiply, a, b), probe.device)
+    copied_elements = 1 << 28 if cuda else 1 << 24  # 1 GB, 64 MB
+    block = torch.ones(copied_elements, dtype=torch.float32, device=probe.device)
     other = torch.empty_like(block)
-    copied = best(lambda: other.copy_(block), probe.device)
+    copied = best(partial(other.copy_, block), probe.device)
     hint = ""
     if cuda:
         degrees, reasons = nvidia_smi(
@@ -396,14 +395,14 @@ def synchronise(device: torch.device) -> None:
 def judge_compute(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
     shape = " x ".join(map(str, answers[0]["shape"]))
-    what = f"{str(probe.dtype).removeprefix('torch.')} product [{shape}]"
+    what = f"{str(probe.dtype).removeprefix('torch.')} matmul [{shape}]"
     for kind, key, unit, scale in (
         ("matmul", "flops", "TFLOP/s", 1e12),
         ("memory", "bytes", "GB/s copied", 1e9),
     ):
         rates = [a[key] / scale for a in answers]
         middle = statistics.median(rates)
-        low = min(range(len(rates)), key=rates.__getitem__)
+        low = least(rates)
         slow = [r for r, rate in enumerate(rates) if rate < SLOW[kind] * middle]
         for r in slow[:8]:
             hint = f", {answers[r]['hint']}" if answers[r]["hint"] else ""
@@ -449,8 +448,8 @@ def _wanted(probe: Probe, kind: str) -> float:
 
 
 def measure_folder(probe: Probe) -> dict:
-    """Write into a temporary folder beside the run's, all ranks at once, as a save does, and see
-    what others wrote."""
+    """Write into a temporary folder next to the run's, all ranks at once, as a save does, and check
+    that the others' files are visible."""
     probe.place = temporary_place(Path(probe.cfg.run.folder), probe.id)
     try:
         probe.place.mkdir(exist_ok=True)
@@ -462,14 +461,16 @@ def measure_folder(probe: Probe) -> dict:
         # before its token: who sees that one must be refused the lease
         probe.lease = Lease(probe.place / ".lease")
     share = checkpoint_bytes(probe.cfg, probe.args) / probe.world.size
-    size = int(max(1 << 22, min(share, 1 << 28, free / 20 / probe.world.size)))
+    room = free / 20 / probe.world.size
+    size = int(max(1 << 22, min(share, 1 << 28, room)))
     data = os.urandom(1 << 20) * -(-size // (1 << 20))
     began = time.perf_counter()
     write(probe.place / f"data-{probe.world.rank}", data)
     seconds = time.perf_counter() - began
     (probe.place / f"token-{probe.world.rank}").touch()
     (probe.place / f"data-{probe.world.rank}").unlink()
-    unseen, deadline = set(range(probe.world.size)), time.monotonic() + probe.limit("folder") / 2
+    unseen = set(range(probe.world.size))
+    deadline = time.monotonic() + probe.limit("folder") / 2
     while unseen and time.monotonic() < deadline:
         names = os.listdir(probe.place)
         unseen -= {int(name.removeprefix("token-")) for name in names if name.startswith("token-")}
@@ -484,8 +485,8 @@ def measure_folder(probe: Probe) -> dict:
 
 
 def temporary_place(run_folder: Path, name: str) -> Path:
-    """On the file system of the checkpoints: beside the run's folder, unless that is a file system
-    of its own."""
+    """On the file system of the checkpoints: next to the run's folder, unless that is a mount
+    point."""
     checkpoints = (run_folder / "checkpoints").resolve()
     there = [p for p in (checkpoints, *checkpoints.parents) if p.exists()]
     outside = [p for p in there if p not in (checkpoints, checkpoints.parent)]
@@ -520,20 +521,19 @@ def checkpoint_bytes(cfg: Config, args: Any) -> int:
         model = family.build(args)
         optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
         state.materialise(optimizer)
-    return sum(t.numel() * t.element_size() for t in state.tensors(model, optimizer).values())
+    tensors = state.tensors(model, optimizer).values()
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def checkpoints_kept(cfg: Config) -> int:
     """At most, with the one that is being written."""
-    c, steps = cfg.checkpoint, cfg.training.steps
+    c = cfg.checkpoint
+    steps = cfg.training.steps
     saves = -(-steps // c.interval) if c.interval else 1
-    return (
-        min(
-            saves,
-            c.keep_last + (steps // c.keep_every if c.keep_every else 0) if c.keep_last else saves,
-        )
-        + 1
-    )
+    if not c.keep_last:
+        return saves + 1
+    kept_for_good = steps // c.keep_every if c.keep_every else 0
+    return min(saves, c.keep_last + kept_for_good) + 1
 
 
 def judge_folder(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
@@ -554,7 +554,8 @@ def judge_folder(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
             )
         ]
     rows = []
-    size, kept = checkpoint_bytes(probe.cfg, probe.args), checkpoints_kept(probe.cfg)
+    size = checkpoint_bytes(probe.cfg, probe.args)
+    kept = checkpoints_kept(probe.cfg)
     free = min(a["free"] for a in answers)
     folder = Path(answers[0]["place"]).parent
     need = (
@@ -587,7 +588,8 @@ def judge_folder(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
             )
         )
     rates = [a["rate"] for a in answers]
-    middle, low = statistics.median(rates), min(range(len(rates)), key=rates.__getitem__)
+    middle = statistics.median(rates)
+    low = least(rates)
     slow = [r for r, rate in enumerate(rates) if rate < SLOW["write"] * middle]
     seconds = size / len(rates) / rates[low]
     detail = (

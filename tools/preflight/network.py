@@ -3,10 +3,13 @@ groups and links."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from tools.preflight.machine import synchronise
 from tools.preflight.probe import SLOW, Probe, ProbeRow, in_seconds
 from training.metrics import in_bytes
 
-LEAST_LINKS = 3  # of one kind: among fewer there is no telling which of them is the odd one
+LEAST_LINKS = 3  # of one kind: among fewer no link can be called slow
 # that clocks may differ: logs of several hosts can be read together, certificates hold, `make`
 # works
 CLOCK_SECONDS = 1.0
@@ -68,10 +71,11 @@ def judge_connect(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def measure_clock(probe: Probe) -> dict:
-    """Offsets of the hosts' clocks from rank 0's: the answer's time against the middle between
-    question and answer, of the fastest of ten rounds; wrong by at most half that round (Cristian's
-    estimate, doi:10.1007/BF01784024)."""
-    offsets, leaders = {}, probe.leaders if probe.world.rank == 0 else [probe.world.rank]
+    """Offsets of the hosts' clocks from rank 0's: the reply's time against the middle between
+    request and reply, of the fastest of ten round trips; wrong by at most half that round trip
+    (Cristian's estimate, doi:10.1007/BF01784024)."""
+    offsets = {}
+    leaders = probe.leaders if probe.world.rank == 0 else [probe.world.rank]
     if probe.world.rank and probe.world.local_rank:
         return {}
     now = torch.zeros(1, dtype=torch.float64)
@@ -99,20 +103,25 @@ def wall_clock() -> float:
 
 
 def judge_clock(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
-    offsets = {0: (0.0, 0.0)} | {int(r): tuple(pair) for r, pair in answers[0]["offsets"].items()}
+    offsets = {0: 0.0}  # leader -> seconds from rank 0's clock
+    round_trips = [0.0]
+    for r, (seconds, offset) in answers[0]["offsets"].items():
+        offsets[int(r)] = offset
+        round_trips.append(seconds)
     if len(offsets) == 1:
         return [ProbeRow("ok", "one host, one clock")]
-    middle = statistics.median(offset for _, offset in offsets.values())
-    odd = max(offsets, key=lambda r: abs(offsets[r][1] - middle))
-    skew = max(o for _, o in offsets.values()) - min(o for _, o in offsets.values())
-    error = max(seconds for seconds, _ in offsets.values()) / 2
+    middle = statistics.median(offsets.values())
+    from_middle = {r: abs(offset - middle) for r, offset in offsets.items()}
+    odd = max(from_middle, key=from_middle.__getitem__)
+    skew = max(offsets.values()) - min(offsets.values())
+    error = max(round_trips) / 2
     detail = (
         f"the hosts' clocks differ by {in_seconds(skew)} (known to {in_seconds(error)}; "
         f"limit {CLOCK_SECONDS:g} s)"
     )
     if skew - error <= CLOCK_SECONDS:
         return [ProbeRow("ok", detail)]
-    detail += f", most on {probe.named([odd])}: {offsets[odd][1] - middle:+.3g} s from the median"
+    detail += f", most on {probe.named([odd])}: {offsets[odd] - middle:+.3g} s from the median"
     return [ProbeRow("FAIL", f"{detail}; start its time service (chrony, NTP)", blocks=False)]
 
 
@@ -123,23 +132,26 @@ def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
     """By mesh dimension: bytes (at most 1 GiB, where any link is at its full rate) and type of its
     typical message.
 
-    FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp) gathers a block's weights,
-    of which tensor parallelism leaves a share; dp_replicate sums the shards of their gradients; cp
-    exchanges keys and values of whole sequences, which are about as large as the activations, [b,
-    T, dim / tp]; tp gathers the activations of a microbatch, [b, T / cp, dim]; pp sends the share
-    of them that each tensor-parallel rank has. With expert parallelism ep exchanges a row of dim
-    for each expert of each token, and edp gathers the weights of a rank's experts.
+    - FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp): all-gather of a block's
+      weights, of which tensor parallelism leaves a share.
+    - dp_replicate: all-reduce of the shards of their gradients.
+    - cp: keys and values of whole sequences, about as large as the activations, [b, T, dim / tp].
+    - tp: all-gather of a microbatch's activations, [b, T / cp, dim].
+    - pp: send of each tensor-parallel rank's share of them.
+    - ep: all-to-all of a row of dim for each expert of each token.
+    - edp: all-gather of the weights of a rank's experts.
     """
-    mesh, t = probe.job.mesh, probe.cfg.training
-    reduced, layers = dp.DTYPES[t.reduce_dtype], probe.job.model.layers
-    last = list(layers.values())[-1]  # the first ones may have no mixture of experts
+    mesh = probe.job.mesh
+    t = probe.cfg.training
+    reduced = dp.DTYPES[t.reduce_dtype]
+    layers = probe.job.model.layers
+    last = list(layers.values())[-1]  # the first ones may have no experts
     block = sum(p.numel() for p in last.parameters()) / mesh.tp
     activations = t.local_batch_size * t.seq_len // mesh.cp * probe.args.dim
     experts = {}
     if mesh.experts_mesh:
-        weights = sum(
-            p.numel() for p in list(probe.job.model.mixtures().values())[-1].experts.parameters()
-        )
+        *_, layer = probe.job.model.mixtures().values()
+        weights = sum(p.numel() for p in layer.experts.parameters())
         block -= weights / mesh.tp
         rows = activations / mesh.tp * probe.args.experts_per_token
         experts = {"edp": (weights / mesh.ep, probe.dtype), "ep": (rows, probe.dtype)}
@@ -161,27 +173,32 @@ def measure_bandwidth(probe: Probe) -> dict:
     """Rates of collectives by dimension, and of links between neighbours. Stages of a pipeline send
     each other messages and have no collectives that matter: of `pp` there are links alone, and the
     bytes of a message."""
-    mesh, by_dimension, links, stage_bytes = probe.job.mesh, {}, [], 0
+    mesh = probe.job.mesh
+    by_dimension = {}
+    links = []
+    stage_bytes = 0
     for dim, (size, dtype) in messages(probe).items():
-        of_experts = mesh.experts_mesh if dim in ("edp", "ep") else None
-        group = (
-            of_experts
-            or (mesh.fsdp_mesh if dim in mesh.fsdp_mesh.mesh_dim_names else mesh.device_mesh)
-        ).get_group(dim)
+        dims = mesh.device_mesh
+        if mesh.experts_mesh and dim in ("edp", "ep"):
+            dims = mesh.experts_mesh
+        elif dim in mesh.fsdp_mesh.mesh_dim_names:
+            dims = mesh.fsdp_mesh
+        group = dims.get_group(dim)
         ranks = dist.get_process_group_ranks(group)
         n = len(ranks)
         if n == 1:
             continue
         if dim == "pp":
-            hidden = torch.ones(
-                min(size, LINK_BYTES) // dtype.itemsize, dtype=dtype, device=mesh.device
-            )
-            links, stage_bytes = links + neighbours(probe, dim, group, ranks, hidden), hidden.nbytes
+            elements = min(size, LINK_BYTES) // dtype.itemsize
+            hidden = torch.ones(elements, dtype=dtype, device=mesh.device)
+            links += neighbours(probe, dim, group, ranks, hidden)
+            stage_bytes = hidden.nbytes
             continue
-        part = torch.ones(max(1, -(-size // dtype.itemsize // n)), dtype=dtype, device=mesh.device)
+        elements = max(1, -(-size // dtype.itemsize // n))
+        part = torch.ones(elements, dtype=dtype, device=mesh.device)
         whole = part.repeat(n)
 
-        def gather(
+        def all_gather(
             part: torch.Tensor = part, whole: torch.Tensor = whole, group: dist.ProcessGroup = group
         ) -> None:
             ALL_GATHER(whole, part, group=group)
@@ -189,15 +206,18 @@ def measure_bandwidth(probe: Probe) -> dict:
         def reduce(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
             dist.all_reduce(whole, group=group)
 
-        def swap(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
+        def all_to_all(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
             dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
 
         by_dimension[dim] = {"ranks": ranks, "bytes": whole.nbytes}
-        usual = [("all-gather", gather, (n - 1) / n), ("all-reduce", reduce, 2 * (n - 1) / n)]
-        for name, fn, factor in [("all-to-all", swap, (n - 1) / n)] if dim == "ep" else usual:
-            by_dimension[dim][name] = (
-                whole.nbytes * factor / collective_seconds(fn, mesh.device, group)
-            )
+        # bus bandwidth: the share of the message that each rank sends
+        share = (n - 1) / n
+        collectives = [("all-gather", all_gather, share), ("all-reduce", reduce, 2 * share)]
+        if dim == "ep":
+            collectives = [("all-to-all", all_to_all, share)]
+        for name, fn, factor in collectives:
+            seconds = collective_seconds(fn, mesh.device, group)
+            by_dimension[dim][name] = whole.nbytes * factor / seconds
         links += neighbours(probe, dim, group, ranks, part[: LINK_BYTES // dtype.itemsize])
     return {"dims": by_dimension, "links": links, "stage_bytes": stage_bytes}
 
@@ -221,25 +241,29 @@ def collective_seconds(
 def neighbours(
     probe: Probe, dim: str, group: dist.ProcessGroup, ranks: list[int], data: torch.Tensor
 ) -> list[list]:
-    """What is between neighbours of a group's ring, pair by pair: [dim, from, to, bytes per second,
-    seconds of latency], told by the first. The latency is that of a message of one element, the
-    best of four.
+    """The links between neighbours of a group's ring, pair by pair: [dim, from, to, bytes per
+    second, seconds of latency], reported by the first of the pair. The latency is that of a message
+    of one element, the best of four.
 
-    A small message goes there and back before each measurement, so none counts the time that the
-    partner spent elsewhere.
+    A small message goes there and back before each measurement, so that both ranks are ready.
     """
-    n, me, links = len(ranks), ranks.index(probe.world.rank), []
-    small, device = data[:1].clone(), probe.job.mesh.device
+    n = len(ranks)
+    me = ranks.index(probe.world.rank)
+    links = []
+    small = data[:1].clone()
+    device = probe.job.mesh.device
     pairs = [(i, (i + 1) % n) for i in range(n if n > 2 else 1)]
     for number in range(3):
         for a, b in (pair for pair in pairs if phase(pair, n) == number and me in pair):
-            other, rates, latencies = ranks[b if me == a else a], [], []
+            other = ranks[b if me == a else a]
+            rates = []
+            latencies = []
             for _ in range(4):
                 seconds = []
                 for message in small, small, data:
                     synchronise(device)
                     began = time.perf_counter()
-                    exchange(message, other, me == a, group)
+                    ping_pong(message, other, me == a, group)
                     synchronise(device)
                     seconds.append(time.perf_counter() - began)
                 latencies.append(seconds[1] / 2)
@@ -250,13 +274,16 @@ def neighbours(
 
 
 def phase(pair: tuple[int, int], n: int) -> int:
-    """When a pair of a ring of n is measured, so that no rank is in two at once: even ones, odd
-    ones, and last the one that closes a ring of odd length."""
-    return 2 if n % 2 and pair[1] == 0 else pair[0] % 2
+    """When a pair of a ring of n is measured, so that no rank is in two pairs at once: even pairs,
+    odd pairs, and last the pair that closes a ring of odd length."""
+    first, second = pair
+    if n % 2 and second == 0:
+        return 2
+    return first % 2
 
 
-def exchange(message: torch.Tensor, other: int, first: bool, group: dist.ProcessGroup) -> None:
-    """There and back."""
+def ping_pong(message: torch.Tensor, other: int, first: bool, group: dist.ProcessGroup) -> None:
+    """Send and receive, in that order if `first`."""
     for sends in (first, not first):
         if sends:
             dist.send(message, other, group=group)
@@ -269,17 +296,19 @@ def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     for dim in answers[0]["dims"]:
         groups: dict[tuple, list[dict]] = {}
         for a in answers:
-            groups.setdefault(tuple(a["dims"][dim]["ranks"]), []).append(a["dims"][dim])
-        summary, size = [], answers[0]["dims"][dim]["bytes"]
-        for name in (
-            name
-            for name in ("all-gather", "all-reduce", "all-to-all")
-            if name in answers[0]["dims"][dim]
-        ):
-            rates = {
-                ranks: min(row[name] for row in members) / 1e9 for ranks, members in groups.items()
-            }
-            middle, low = statistics.median(rates.values()), min(rates, key=rates.__getitem__)
+            of_rank = a["dims"][dim]
+            groups.setdefault(tuple(of_rank["ranks"]), []).append(of_rank)
+        of_rank_0 = answers[0]["dims"][dim]
+        summary = []
+        size = of_rank_0["bytes"]
+        for name in "all-gather", "all-reduce", "all-to-all":
+            if name not in of_rank_0:
+                continue
+            rates = {}
+            for ranks, members in groups.items():
+                rates[ranks] = min(row[name] for row in members) / 1e9
+            middle = statistics.median(rates.values())
+            low = min(rates, key=rates.__getitem__)
             slow = [ranks for ranks, rate in rates.items() if rate < SLOW["group"] * middle]
             for ranks in slow[:8]:
                 share = (
@@ -296,10 +325,8 @@ def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
                 )
             least = f" (least {rates[low]:.3g}, {probe.named(low)})" if len(rates) > 1 else ""
             summary.append(f"{name} {middle:.3g} GB/s{least}")
-        groups_of = (
-            f"{len(groups)} group{'s' if len(groups) > 1 else ''} of "
-            f"{len(answers[0]['dims'][dim]['ranks'])}"
-        )
+        word = "groups" if len(groups) > 1 else "group"
+        groups_of = f"{len(groups)} {word} of {len(of_rank_0['ranks'])}"
         rows.append(
             ProbeRow(
                 "ok",
@@ -310,40 +337,52 @@ def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     return rows + judge_links(probe, answers) or [ProbeRow("ok", "one rank: nothing is sent")]
 
 
+class Link(NamedTuple):
+    """A row of `neighbours`."""
+
+    dim: str
+    first: int  # rank
+    second: int
+    rate: float  # bytes per second
+    latency: float  # seconds
+
+
 def judge_links(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
-    rows, kinds = [], {}
-    for link in (link for a in answers for link in a["links"]):
-        kinds.setdefault((link[0], probe.hosts[link[1]] != probe.hosts[link[2]]), []).append(link)
+    rows = []
+    kinds: dict[tuple[str, bool], list[Link]] = {}
+    for a in answers:
+        for link in itertools.starmap(Link, a["links"]):
+            between = probe.hosts[link.first] != probe.hosts[link.second]
+            kinds.setdefault((link.dim, between), []).append(link)
     for (dim, between), links in kinds.items():
-        middle, latency = (statistics.median(link[i] for link in links) for i in (3, 4))
+        middle = statistics.median(link.rate for link in links)
+        latency = statistics.median(link.latency for link in links)
         kind = f"{dim} {'between' if between else 'within'} hosts"
         if dim == "pp":  # the other dimensions are judged by their collectives
-            wanted, source = probe.wanted(dim, "send", links[0][1:3], answers[0]["stage_bytes"])
+            ends = (links[0].first, links[0].second)
+            wanted, source = probe.wanted(dim, "send", ends, answers[0]["stage_bytes"])
             if middle / 1e9 < SLOW["group"] * wanted:
                 text = (
                     f"links {kind}: median {middle / 1e9:.3g} GB/s, but {source}: see with "
                     "NCCL_DEBUG=INFO"
                 )
                 rows.append(ProbeRow("FAIL", f"{text} which network is used", blocks=False))
-        slow = (
-            [link for link in links if link[3] < SLOW["link"] * middle]
-            if len(links) >= LEAST_LINKS
-            else []
-        )
-        for _, a, b, rate, _ in slow[:8]:
-            share = f"{rate / 1e9:.3g} GB/s, {rate / middle:.2f} of the median of {kind}"
+        slow = []
+        if len(links) >= LEAST_LINKS:
+            slow = [link for link in links if link.rate < SLOW["link"] * middle]
+        for link in slow[:8]:
+            share = f"{link.rate / 1e9:.3g} GB/s, {link.rate / middle:.2f} of the median of {kind}"
             text = (
-                f"link {probe.named([a])} - {probe.named([b])}: {share}; see cable, card and "
-                "NCCL_* there"
+                f"link {probe.named([link.first])} - {probe.named([link.second])}: {share}; see "
+                "cable, card and NCCL_* there"
             )
             rows.append(ProbeRow(probe.slow, text, blocks=False))
         if not slow:
-            _, a, b, least, _ = min(links, key=lambda link: link[3])
+            slowest = min(links, key=attrgetter("rate"))
             text = (
                 f"links {kind}: {len(links)}, median {middle / 1e9:.3g} GB/s, least "
-                f"{least / 1e9:.3g}"
+                f"{slowest.rate / 1e9:.3g} between ranks {slowest.first} and {slowest.second}; "
+                f"latency {in_seconds(latency)}"
             )
-            rows.append(
-                ProbeRow("ok", f"{text} between ranks {a} and {b}; latency {in_seconds(latency)}")
-            )
+            rows.append(ProbeRow("ok", text))
     return rows

@@ -79,8 +79,11 @@ class Probe:
         if not self.table:
             return 0.0, ""
         n = len(ranks)
-        # of the bytes, that each rank sends
-        share = {"send": 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+        share = (n - 1) / n  # of the bytes, that each rank sends
+        if kind == "send":
+            share = 1
+        elif kind == "all-reduce":
+            share = 2 * (n - 1) / n
         seconds = Ring.of(list(ranks), self.world.local_size).seconds(kind, size, self.table)
         rate = size * share / seconds / 1e9
         return rate, f"{self.table.name or 'the device'} should make {rate:.3g}"
@@ -94,13 +97,14 @@ class Probe:
     def named(self, ranks: Iterable[int]) -> str:
         """ "ranks 0-3, 6 (hosts a, b)" """
         ranks = sorted(ranks)
-        hosts = list(
-            dict.fromkeys(self.hosts.get(r, f"number {r // self.world.local_size}") for r in ranks)
-        )
+        hosts: list[str] = []
+        for r in ranks:
+            host = self.hosts.get(r, f"number {r // self.world.local_size}")
+            if host not in hosts:
+                hosts.append(host)
+        word = "hosts" if len(hosts) > 1 else "host"
         more = ", ..." if len(hosts) > 4 else ""
-        return (
-            f"{spans(ranks)} ({'hosts' if len(hosts) > 1 else 'host'} {', '.join(hosts[:4])}{more})"
-        )
+        return f"{spans(ranks)} ({word} {', '.join(hosts[:4])}{more})"
 
 
 def spans(ranks: Sequence[int]) -> str:
@@ -112,10 +116,9 @@ def spans(ranks: Sequence[int]) -> str:
         else:
             runs.append([r])
     texts = ["-".join(map(str, run)) for run in runs]
-    return (
-        f"rank{'s' if len(ranks) > 1 else ''} "
-        f"{', '.join(texts[:12])}{', ...' if len(texts) > 12 else ''}"
-    )
+    word = "ranks" if len(ranks) > 1 else "rank"
+    more = ", ..." if len(texts) > 12 else ""
+    return f"{word} {', '.join(texts[:12])}{more}"
 
 
 def differences(probe: Probe, values: Sequence[object]) -> str:
@@ -126,10 +129,23 @@ def differences(probe: Probe, values: Sequence[object]) -> str:
         return ""
     usual = max(counts, key=counts.__getitem__)  # of equally many ranks' the lowest rank's
     parts = []
-    for value in [usual, *(value for value, _ in counts.most_common() if value != usual)][:4]:
+    others = [value for value, _ in counts.most_common() if value != usual]
+    for value in [usual, *others][:4]:
         ranks = [r for r, v in enumerate(values) if v == value]
         parts.append(f"{'not set' if value is None else short(value)} on {probe.named(ranks)}")
     return f"{parts[0]}, but {'; '.join(parts[1:])}"
+
+
+def least(values: Iterable[float]) -> int:
+    """The rank with the smallest value. values: by rank."""
+    values = list(values)
+    return values.index(min(values))
+
+
+def most(values: Iterable[float]) -> int:
+    """The rank with the largest value. values: by rank."""
+    values = list(values)
+    return values.index(max(values))
 
 
 def short(value: object) -> str:
@@ -138,10 +154,8 @@ def short(value: object) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    return (
-        f"{seconds * 1000:.3g} ms"
-        if seconds < 1
-        else f"{seconds:.3g} s"
-        if seconds < 120
-        else f"{seconds / 60:.3g} min"
-    )
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min"

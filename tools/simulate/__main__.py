@@ -106,7 +106,7 @@ def with_options(argv: list[str], options: dict[str, str]) -> list[str]:
 def refuse(cfg: Config) -> None:
     """Raises InputError for what no simulated GPU can do."""
     if cfg.training.float8 != "none":
-        raise InputError("training.float8: a simulated GPU has no float8 products; leave it out")
+        raise InputError("training.float8: a simulated GPU has no float8 matmuls; leave it out")
     if cfg.parallelism.async_tensor_parallel:
         raise InputError(
             "parallelism.async_tensor_parallel: a simulated GPU has no symmetric memory; leave it "
@@ -148,7 +148,8 @@ def losses(
     lines = ["step   simulated GPUs   one CPU process   difference"]
     wrong = []
     for number, step in enumerate(sorted(here)):
-        loss, wanted = here[step], there.get(step, float("nan"))
+        loss = here[step]
+        wanted = there.get(step, float("nan"))
         apart = abs(loss / wanted - 1)
         lines.append(f"{step:4}   {loss:14.7f}   {wanted:15.7f}   {apart:10.1e}")
         if number == 0 and not apart <= limit:
@@ -162,7 +163,7 @@ def losses(
 
 
 def necessary(cfg: Config) -> dict[str, str]:
-    """Files in which a step of this configuration has to wait for the GPU, and why."""
+    """Files in which a step of this configuration needs a host-device sync, and why."""
     offloads = cfg.parallelism.cpu_offload
     reasons = {}
     if cfg.parallelism.expert_parallel > 1:
@@ -179,7 +180,9 @@ def necessary(cfg: Config) -> dict[str, str]:
 def waits(outcome: Outcome, steps: int, expected: dict[str, str]) -> tuple[list[str], list[str]]:
     """Host-device syncs by line of the program, of the rank that has most of them; what is wrong:
     those in a step. expected: as `necessary` makes it."""
-    in_step, outside, late = Counter(), Counter(), Counter()
+    in_step = Counter()
+    outside = Counter()
+    late = Counter()
     for record in outcome.records:
         for inside, why, where, times in record.get("waits", []):
             counter = in_step if inside and why != "an event" else outside
@@ -194,23 +197,24 @@ def waits(outcome: Outcome, steps: int, expected: dict[str, str]) -> tuple[list[
         since = f", since {reason}" if reason else ""
         lines.append(f"    {line} ({times} in {steps} steps){since}")
         if not reason:
-            wrong.append(f"a training step waits for the GPU at {line}")
+            wrong.append(f"a training step has a host-device sync at {line}")
     lines.append("outside of steps, and for an event that is read late:")
     lines += [f"    {line} ({times})" for line, times in outside.most_common(8)]
     return lines, wrong
 
 
 def collectives(outcome: Outcome) -> list[str]:
-    """What rank 0 exchanged in the whole run, by group and kind."""
+    """The collectives of rank 0 in the whole run, by group and kind."""
     groups = (outcome.results[0] or {}).get("groups", {})
-    times, sizes = Counter(), Counter()
-    for exchange in outcome.records[0].get("exchanges", []):
-        ranks = exchange["ranks"]
+    times = Counter()
+    sizes = Counter()
+    for collective in outcome.records[0].get("collectives", []):
+        ranks = collective["ranks"]
         whole = len(ranks.split()) == len(outcome.codes)
         group = groups.get(ranks, "all" if whole else "other")
-        key = f"{group} (ranks {ranks}) {exchange['kind']}"
-        times[key] += exchange["times"]
-        sizes[key] += exchange["times"] * exchange["count"] * BYTES.get(exchange["type"], 1)
+        key = f"{group} (ranks {ranks}) {collective['kind']}"
+        times[key] += collective["times"]
+        sizes[key] += collective["times"] * collective["count"] * BYTES.get(collective["type"], 1)
     lines = ["collectives of rank 0 in the whole run:"]
     lines += [
         f"    {key}: {n} times, {sizes[key] / 2**20:.2f} MiB" for key, n in sorted(times.items())

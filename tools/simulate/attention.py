@@ -1,5 +1,5 @@
 """The operators that only CUDA has, written out for tensors on a CPU: attention kernels, RMSNorm's
-backward, products with another output type. tools/simulate/kernels.py hands them aliases of the
+backward, matmuls with another output type. tools/simulate/kernels.py hands them aliases of the
 device's memory.
 
 Shapes:  B batch   H query heads   K key/value heads   T queries   S keys   E head_dim   N documents
@@ -37,7 +37,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, E], and its log-sum-exp, float32 [B, H, T]."""
     heads = q.shape[1]
-    k, v = _one_head_each(k, heads), _one_head_each(v, heads)
+    k = _one_head_each(k, heads)
+    v = _one_head_each(v, heads)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q.contiguous(), k, v, 0.0, causal, scale=scale
     )
@@ -54,8 +55,10 @@ def _attend_backward(
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    heads, groups = q.shape[1], k.shape[1]
-    k, v = _one_head_each(k, heads), _one_head_each(v, heads)
+    heads = q.shape[1]
+    groups = k.shape[1]
+    k = _one_head_each(k, heads)
+    v = _one_head_each(v, heads)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     dq, dk, dv = backward(grad.contiguous(), q, k, v, out, lse.float(), 0.0, causal, scale=scale)
     return dq, _sum_over_groups(dk, groups), _sum_over_groups(dv, groups)
@@ -169,7 +172,8 @@ def _parts(q: Tensor, cum_q: Tensor | None, cum_k: Tensor | None) -> Iterator[tu
         for row in range(len(q)):
             yield row, row
         return
-    of_queries, of_keys = cum_q.tolist(), cum_k.tolist()
+    of_queries = cum_q.tolist()
+    of_keys = cum_k.tolist()
     for i in range(len(of_queries) - 1):
         yield slice(of_queries[i], of_queries[i + 1]), slice(of_keys[i], of_keys[i + 1])
 
@@ -231,7 +235,9 @@ def packed_backward(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = k.shape[-2]
     copies = q.shape[-2] // groups
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq = torch.zeros_like(q)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
     for at, keys_at in _parts(q, cum_q, cum_k):
         if q[at].numel() == 0 or k[keys_at].numel() == 0:
             continue
@@ -271,15 +277,15 @@ def rms_norm_backward(grad, x, normalized_shape, rstd, weight, mask):
     return of_x, of_weight
 
 
-def product(a, b, out_dtype):
+def matmul(a, b, out_dtype):
     return (a.float() @ b.float()).to(out_dtype)
 
 
-def product_into(a, b, out_dtype, *, out):
-    return out.copy_(product(a, b, out_dtype))
+def matmul_into(a, b, out_dtype, *, out):
+    return out.copy_(matmul(a, b, out_dtype))
 
 
-def sum_and_product(x, a, b, out_dtype, beta=1, alpha=1):
+def sum_and_matmul(x, a, b, out_dtype, beta=1, alpha=1):
     return (beta * x.float() + alpha * (a.float() @ b.float())).to(out_dtype)
 
 
@@ -293,10 +299,10 @@ WRITTEN_OUT = {
     "aten::_flash_attention_forward": packed,
     "aten::_flash_attention_backward": packed_backward,
     "aten::_fused_rms_norm_backward": rms_norm_backward,
-    "aten::mm.dtype": product,
-    "aten::mm.dtype_out": product_into,
-    "aten::bmm.dtype": product,
-    "aten::bmm.dtype_out": product_into,
-    "aten::addmm.dtype": sum_and_product,
-    "aten::baddbmm.dtype": sum_and_product,
+    "aten::mm.dtype": matmul,
+    "aten::mm.dtype_out": matmul_into,
+    "aten::bmm.dtype": matmul,
+    "aten::bmm.dtype_out": matmul_into,
+    "aten::addmm.dtype": sum_and_matmul,
+    "aten::baddbmm.dtype": sum_and_matmul,
 }

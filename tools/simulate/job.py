@@ -13,7 +13,7 @@ from tools.simulate.kernels import RECORD
 
 
 def in_steps(train_step: Callable) -> Callable:
-    """The same, and host waits inside are recorded as those of a training step."""
+    """The same, and host-device syncs inside are recorded as those of a training step."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         RECORD.in_step = True

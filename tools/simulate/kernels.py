@@ -5,8 +5,8 @@ They are registered in PyTorch's dispatcher, below autograd, so that everything 
 runs on a GPU: autograd and its threads, DTensor, FSDP, torch.compile's traces. Memory, views,
 streams and copies stay PyTorch's own.
 
-What a GPU refuses is refused here: a tensor of the host among those of the device. What makes the
-host wait for the device is written down, with the line of the program (`HostRecord`).
+What a GPU refuses is refused here: a CPU tensor among CUDA tensors. Host-device syncs are recorded,
+with the line of the program (`HostRecord`).
 """
 
 import ctypes
@@ -52,9 +52,9 @@ NATIVE = {
     "aten::_reshape_alias",
     "aten::_local_scalar_dense",
 }
-# These may be given tensors of the host beside those of the device.
+# These may be given CPU tensors together with CUDA tensors.
 MIXED = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"}
-# The size of what these return depends on values, so the host waits for the device to tell.
+# The size of their output depends on values, so they need a host-device sync.
 WAITING = {
     "aten::nonzero",
     "aten::equal",
@@ -69,7 +69,7 @@ BY_MASK = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_"}
 
 
 class HostRecord:
-    """How often the host waited for the device: (inside a training step, why, file:line) ->
+    """Host-device syncs: (inside a training step, why, file:line) ->
     times."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class SimulatedDevice:
         self.settle_stream.argtypes = (ctypes.c_int, ctypes.c_void_p)
         self.library.simulated_is_pinned.argtypes = (ctypes.c_void_p,)
         self.library.simulated_where.argtypes = (ctypes.c_char_p,)
-        self.library.simulated_exchanges.restype = ctypes.c_char_p
+        self.library.simulated_collectives.restype = ctypes.c_char_p
         self.library.cudaStreamSynchronize.argtypes = (ctypes.c_void_p,)
 
     def settle(self, index: int) -> None:
@@ -156,7 +156,8 @@ def generator_for(given: torch.Generator | None, device: torch.device) -> torch.
     it has drawn. The numbers are not those of a GPU."""
     if given is None or given.device.type == "cpu":
         given = torch.cuda.default_generators[device.index or 0]
-    seed, offset = given.initial_seed(), given.get_offset()
+    seed = given.initial_seed()
+    offset = given.get_offset()
     given.set_offset(offset + 4)
     return torch.Generator().manual_seed((seed * 1_000_003 + offset) % 2**63)
 
@@ -354,7 +355,7 @@ class ForeachCopy:
 
 
 class Item:
-    """`x.item()`, `float(x)`, `bool(x)`: the host waits."""
+    """`x.item()`, `float(x)`, `bool(x)`: a host-device sync."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device

@@ -37,7 +37,7 @@ class Outcome:
     codes: list[int | None]  # exit code, minus a signal, or None for a rank that had to be killed
     results: list[Any]  # what the function returned
     errors: list[str]  # the traceback of what it raised, or ""
-    records: list[dict]  # host waits and exchanges, as `_record` makes them
+    records: list[dict]  # host-device syncs and collectives, as `_record` makes them
     logs: list[Path]  # what the rank printed
     findings: list[str] = field(default_factory=list)  # of all ranks, each once
 
@@ -201,7 +201,9 @@ def _become_rank(rank: int, request: Request, environment: dict[str, str]) -> No
     import torch
 
     torch.set_num_threads(1)
-    code, result, error = 0, None, ""
+    code = 0
+    result = None
+    error = ""
     try:
         function, arguments = pickle.loads(request.call)
         if request.sanitize:
@@ -211,7 +213,8 @@ def _become_rank(rank: int, request: Request, environment: dict[str, str]) -> No
             _sanitizer.enable_cuda_sanitizer()
         result = function(*arguments)
     except BaseException:
-        code, error = 1, traceback.format_exc()
+        code = 1
+        error = traceback.format_exc()
         print(error, file=sys.stderr)
     sys.stdout.flush()
     (folder / f"result-{rank}").write_bytes(pickle.dumps((result, error, _record())))
@@ -219,18 +222,18 @@ def _become_rank(rank: int, request: Request, environment: dict[str, str]) -> No
 
 
 def _record() -> dict:
-    """Host waits, copies from pageable memory, and exchanges of this rank."""
+    """Host-device syncs, copies from pageable memory, and collectives of this rank."""
     from tools.simulate import kernels
 
     device = kernels.SimulatedDevice()
     device.library.simulated_finish()
-    lines = device.library.simulated_exchanges().decode().splitlines()
+    lines = device.library.simulated_collectives().decode().splitlines()
     record = kernels.RECORD
     return {
         "waits": [(*key, times) for key, times in record.waits.items()],
         "late": [(*key, times) for key, times in record.late.items()],
         "operators": dict(record.operators),
-        "exchanges": [json.loads(line) for line in lines],
+        "collectives": [json.loads(line) for line in lines],
     }
 
 

@@ -16,7 +16,8 @@ from tools.simulate.ranks import _receive, _send, answer
 
 
 def main() -> None:
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    requests = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed must not run into the answers
     torch.set_num_threads(1)
     list(MODELS.values())  # imports every family

@@ -42,7 +42,8 @@ class Section:
     by_device: dict[str, tuple[float, str]]
 
 
-CHECKS, MEASURE = "tools.bench.device.checks", "tools.bench.device.measure"
+CHECKS = "tools.bench.device.checks"
+MEASURE = "tools.bench.device.measure"
 NUMBERS = f"{CHECKS} float32 fsdp fsdp_and_tp bfloat16 control sampling"
 DOCUMENTS = f"{CHECKS} documents documents_compiled"
 MIXTURES = f"{CHECKS} experts experts_bfloat16 offload error"
@@ -118,9 +119,11 @@ def run(part: Section, kind: str, left: float, logs: Path) -> dict:
             "state": NOT_RUN,
             "why": f"it takes about {usual:.0f} s, and {max(0, left):.0f} s were left",
         }
-    limit, began = min(PATIENCE * usual, left), time.monotonic()
+    limit = min(PATIENCE * usual, left)
+    began = time.monotonic()
     name = part.name.replace(" ", "-")
-    log, report = logs / f"{name}.log", logs / f"{name}.json"
+    log = logs / f"{name}.log"
+    report = logs / f"{name}.json"
     report.unlink(missing_ok=True)
     with open(log, "wb") as output:
         process = subprocess.Popen(

@@ -50,7 +50,10 @@ from training.optim import build_optimizer
 from training.sample import sample
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
-STEPS, ROWS, TOKENS, VOCABULARY = 3, 4, 48, 263
+STEPS = 3
+ROWS = 4
+TOKENS = 48
+VOCABULARY = 263
 # Sides are multiples of 16, as GPU kernels want them, and all different. With an eps of 1e-8 Adam
 # would amplify rounding where a gradient is near 0.
 MODEL = (
@@ -125,7 +128,8 @@ def trained(cfg: Config, has_logits: bool = True) -> Seen:
     """The same numbers from `train.build` and `train.train_step` on the device. has_logits: false
     on a mesh whose ranks share sequences or layers, where no rank has them."""
     job = train.build(cfg)
-    model, device = job.model, job.mesh.device
+    model = job.model
+    device = job.mesh.device
     contract.verify(model, job.optimizer, job.mesh, {})
     seen = {
         "initial weights": {n: whole(p) for n, p in model.named_parameters()},
@@ -135,7 +139,7 @@ def trained(cfg: Config, has_logits: bool = True) -> Seen:
         tokens = batches()[0]["tokens"][0].to(device)
         positions = torch.arange(TOKENS, device=device)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            seen["logits"] = {"": whole(model(tokens, positions, product))}
+            seen["logits"] = {"": whole(model(tokens, positions, logits))}
         dp.reshard(model)
 
     def keep_gradients(*_: object) -> None:
@@ -166,7 +170,7 @@ def share_of(batch: dict[str, Tensor], job: train.Job) -> dict[str, Tensor]:
     }
 
 
-def product(h: Tensor, weight: Tensor) -> Tensor:
+def logits(h: Tensor, weight: Tensor) -> Tensor:
     """The head that returns logits, on whole tensors."""
     h, weight = (x.full_tensor() if isinstance(x, DTensor) else x for x in (h, weight))
     return h @ weight.t()
@@ -178,12 +182,12 @@ def differences(seen: Seen, wanted: Seen) -> dict[str, float]:
     errors = {}
     for kind, tensors in wanted.items():
         assert tensors.keys() == seen[kind].keys(), f"{kind}: {tensors.keys() ^ seen[kind].keys()}"
+        pairs = [(seen[kind][name], tensor) for name, tensor in tensors.items()]
         if kind == "initial weights":
-            errors[kind] = (
-                0.0 if all(torch.equal(seen[kind][n], x) for n, x in tensors.items()) else math.inf
-            )
+            equal = all(torch.equal(x, y) for x, y in pairs)
+            errors[kind] = 0.0 if equal else math.inf
         else:
-            errors[kind] = max(relative_error(seen[kind][n], x) for n, x in tensors.items())
+            errors[kind] = max(relative_error(x, y) for x, y in pairs)
     return errors
 
 
@@ -207,14 +211,14 @@ def compiled(device: torch.device, folder: Path, backend: str = "inductor") -> d
 
 
 def fsdp(device: torch.device, folder: Path) -> dict[str, float]:
-    return exchanging_with_nobody(device)
+    return with_groups_of_one(device)
 
 
 def fsdp_and_tp(device: torch.device, folder: Path) -> dict[str, float]:
-    return exchanging_with_nobody(device, tensor_parallel=True)
+    return with_groups_of_one(device, tensor_parallel=True)
 
 
-def exchanging_with_nobody(
+def with_groups_of_one(
     device: torch.device, *options: str, tensor_parallel: bool = False
 ) -> dict[str, float]:
     """FSDP2, or FSDP2 and tensor parallelism, over groups of one rank. A run leaves them out there
@@ -226,7 +230,7 @@ def exchanging_with_nobody(
         for pattern, style in plan.items() if tensor_parallel else ():
             for name in [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]:
                 parallelize_module(model.get_submodule(name), mesh.tp_mesh, tp.STYLES[style]())
-        # it asks whether there is anybody to exchange with
+        # it checks whether the group has other ranks
         with mock.patch.object(Mesh, "size", 2):
             return dp.apply(model, mesh, cfg.training, cfg.parallelism)
 
@@ -251,7 +255,7 @@ def control(device: torch.device, folder: Path) -> dict[str, float]:
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Whether float32 products on a GPU may be rounded to TF32 inside. A run does not allow it."""
+    """Whether float32 matmuls on a GPU may use TF32 inside. A run does not allow it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if allowed else before)
     try:
@@ -279,7 +283,9 @@ def attention_errors(
     table = masked.Documents.of(positions, device)
     torch.manual_seed(0)
     how = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    q, k, v = (torch.randn(*positions.shape, heads, 64, **how) for heads in (8, 2, 2))
+    q = torch.randn(*positions.shape, 8, 64, **how)
+    k = torch.randn(*positions.shape, 2, 64, **how)
+    v = torch.randn(*positions.shape, 2, 64, **how)
     assert masked.fits_varlen(q) == (device.type == "cuda")
     attend = (
         torch.compile(masked.document_attention, fullgraph=True)
@@ -288,10 +294,14 @@ def attention_errors(
     )
     grad = torch.randn_like(q)
     got = attend(q, k, v, table)
-    want = masked.one_by_one(*(x.flatten(0, 1).float() for x in (q, k, v)), table.starts).view_as(q)
-    gots, wants = (torch.autograd.grad(out, (q, k, v), grad.to(out.dtype)) for out in (got, want))
-    errors = [relative_error(a, b) for a, b in zip((got, *gots), (want, *wants))]
-    return dict(zip(("output", "grad of q", "grad of k", "grad of v"), errors))
+    flat = [x.flatten(0, 1).float() for x in (q, k, v)]
+    want = masked.one_by_one(*flat, table.starts).view_as(q)
+    got_grads = torch.autograd.grad(got, (q, k, v), grad.to(got.dtype))
+    want_grads = torch.autograd.grad(want, (q, k, v), grad.to(want.dtype))
+    errors = {"output": relative_error(got, want)}
+    for name, a, b in zip("qkv", got_grads, want_grads):
+        errors[f"grad of {name}"] = relative_error(a, b)
+    return errors
 
 
 def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
@@ -321,7 +331,8 @@ def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
     checkpoints.close()
     checkpoints = manager()
     progress = checkpoints.load(job.model, job.optimizer)
-    loaded, drawn_again = numbers(), torch.rand(3, device=device)
+    loaded = numbers()
+    drawn_again = torch.rand(3, device=device)
     checkpoints.close()
     return {
         "tensors that differ": sum(not torch.equal(loaded[name], x) for name, x in saved.items()),
@@ -376,7 +387,7 @@ def experts_bfloat16(device: torch.device, folder: Path) -> dict[str, float]:
 
 def offload(device: torch.device, folder: Path) -> dict[str, float]:
     """Weights and optimizer on the CPU, over groups of one rank."""
-    return exchanging_with_nobody(device, "--parallelism.cpu_offload=true")
+    return with_groups_of_one(device, "--parallelism.cpu_offload=true")
 
 
 def on_a_mesh(device: torch.device, *options: str) -> dict[str, float]:
@@ -384,10 +395,12 @@ def on_a_mesh(device: torch.device, *options: str) -> dict[str, float]:
     cfg = load_config(
         [*config_words(device), *options], meshes.world().size, meshes.world().local_size
     )
-    seen, wanted = trained(cfg, has_logits=False), judge(cfg)
+    seen = trained(cfg, has_logits=False)
+    wanted = judge(cfg)
     wanted.pop("logits")
     for kind in "initial weights", "gradients", "weights":
-        wanted[kind] = {n: x for n, x in wanted[kind].items() if n in seen[kind]}
+        here = seen[kind]
+        wanted[kind] = {name: x for name, x in wanted[kind].items() if name in here}
     return differences(seen, wanted)
 
 
@@ -495,8 +508,8 @@ CHECKS = {
     "compiled": Check(compiled, ROUNDING, "float32, blocks compiled by inductor"),
     "documents": Check(documents, 0.01, "attention inside documents, bfloat16"),
     "documents_compiled": Check(documents_compiled, 0.01, "the same compiled"),
-    "checkpoint": Check(checkpoint, 0, "a save beside training, and a load"),
-    "experts": Check(experts, ROUNDING, "mixtures of experts in float32"),
+    "checkpoint": Check(checkpoint, 0, "a save during training, and a load"),
+    "experts": Check(experts, ROUNDING, "MoE layers in float32"),
     "experts_bfloat16": Check(experts_bfloat16, 0.05, "the same in bfloat16, by a grouped GEMM"),
     "offload": Check(
         offload, ROUNDING, "weights and optimizer on the CPU, under FSDP2 on one rank"
@@ -544,7 +557,9 @@ def apart(name: str) -> tuple[list[str], dict[str, float]]:
         written = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     if len(written) < ranks:
         return [f"its ranks ended with {done.returncode}: {done.stderr[-2000:]}"], {}
-    errors = {what: max(of_rank[what] for of_rank in written) for what in written[0]}
+    errors = {}
+    for what in written[0]:
+        errors[what] = max(of_rank[what] for of_rank in written)
     return failures(errors, CHECKS[name].limit), errors
 
 
@@ -569,7 +584,8 @@ def main() -> int:
     if place := os.environ.get("PLUMBLINE_ERRORS"):  # a rank of `apart`
         return as_rank(args.names[0], Path(place))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    rows, wrong = [], []
+    rows = []
+    wrong = []
     for name in args.names or CHECKS:
         check = CHECKS[name]
         lacking = device.type == "cuda" and torch.cuda.device_count() < check.ranks

@@ -6,9 +6,9 @@
   tools/plan/devices.toml.
 - step NAME: one of STEPS, through tools/bench/sections.py; 8B's layers are as many as fit, by the
   plan.
-- beside NAME: our step beside that of the bare loop (bare), or of a peer that is installed (hf,
+- beside NAME: our step compared with that of the bare loop (bare), or of an installed peer (hf,
   torchtitan): tools/bench/step.py.
-- saves: how long training waits for a save, how much longer the steps beside it take, and a load.
+- saves: how long training waits for a save, how much longer the steps during it take, and a load.
 - longest: the longest sequence of which a step fits, by doubling, each length in a process of its
   own.
 
@@ -40,7 +40,7 @@ from parallelisms.mesh import close_mesh
 from tools.bench import harness, sections
 from tools.bench import step as others
 from tools.plan.device import MEMORY_EFFICIENCY, Device, known_device, measure_cpu
-from tools.plan.plan import Question, make_plan
+from tools.plan.plan import PlanInputs, make_plan
 from tools.preflight.machine import best
 from training.metrics import memory_gib, peak_flops
 
@@ -101,7 +101,9 @@ LONGEST = {
     ),
     "cpu": ("--activation_checkpoint.mode=full", 512, 2048, 60),
 }
-FITS, TOO_LARGE, TOO_SLOW = "fits", "out of memory", "takes too long"
+FITS = "fits"
+TOO_LARGE = "out of memory"
+TOO_SLOW = "takes too long"
 OUT_OF_MEMORY = 3  # exit code of a process that tries a length
 
 
@@ -124,13 +126,15 @@ def measure_gpu() -> Device:
 
 
 def rates_of(device: torch.device, smaller: int = 1) -> tuple[float, float, float, float]:
-    """FLOP/s of a product and of attention in bfloat16, forward and backward together, at the sizes
+    """FLOP/s of a matmul and of attention in bfloat16, forward and backward together, at the sizes
     of 8B's layers for 8,192 tokens; bytes per second that a copy inside the device reads and
     writes, and of a copy to host memory (pinned, if the device is a GPU). smaller: divides the
     tokens and the copies, so that a CPU can rehearse it."""
-    how, tokens = {"device": device, "dtype": torch.bfloat16}, 8192 // smaller
-    x, w = torch.randn(tokens, 4096, **how), torch.randn(4096, 14336, **how)
-    product_rate = 2 * tokens * 4096 * 14336 / best(lambda: x @ w, device)
+    how = {"device": device, "dtype": torch.bfloat16}
+    tokens = 8192 // smaller
+    x = torch.randn(tokens, 4096, **how)
+    w = torch.randn(4096, 14336, **how)
+    matmul_rate = 2 * tokens * 4096 * 14336 / best(lambda: x @ w, device)
     q, k, v = (
         torch.randn(1, heads, tokens, 128, **how, requires_grad=True) for heads in (32, 8, 8)
     )
@@ -138,22 +142,20 @@ def rates_of(device: torch.device, smaller: int = 1) -> tuple[float, float, floa
     grad = torch.randn_like(out)
     seconds = best(lambda: causal_attention(q, k, v), device)
     seconds += best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
-    # 2 and 5 products, of which causality needs half
+    # 2 and 5 matmuls, of which causality needs half
     attention_rate = (2 + 5) * 32 * tokens**2 * 128 / seconds
     block = torch.ones((1 << 28) // smaller, device=device)  # 1 GiB
-    other, on_host = (
-        torch.empty_like(block),
-        torch.empty(len(block), pin_memory=device.type == "cuda"),
-    )
+    other = torch.empty_like(block)
+    on_host = torch.empty(len(block), pin_memory=device.type == "cuda")
     copied = 2 * block.nbytes / best(lambda: other.copy_(block), device)
     to_host = block.nbytes / best(lambda: on_host.copy_(block, non_blocking=True), device)
-    return product_rate, attention_rate, copied, to_host
+    return matmul_rate, attention_rate, copied, to_host
 
 
 def as_device(
     name: str,
     memory_gib: float,
-    product_rate: float,
+    matmul_rate: float,
     attention_rate: float,
     copied: float,
     to_host: float,
@@ -172,11 +174,11 @@ def as_device(
         **{"link_gb_per_s": 32.0, "fabric_gb_per_s": 12.5} | links,
         name=name,
         memory_gib=memory_gib,
-        peak_tflops=0.0 if peak else product_rate / 1e12,
+        peak_tflops=0.0 if peak else matmul_rate / 1e12,
         memory_gb_per_s=copied / 1e9 / MEMORY_EFFICIENCY,
         host_gb_per_s=to_host / 1e9,
-        matmul_efficiency=min(1.0, product_rate / (peak or product_rate)),
-        attention_efficiency=min(1.0, attention_rate / (peak or product_rate)),
+        matmul_efficiency=min(1.0, matmul_rate / (peak or matmul_rate)),
+        attention_efficiency=min(1.0, attention_rate / (peak or matmul_rate)),
         source="measured by tools.bench.device; links "
         f"{'of the table' if row else 'assumed: PCIe gen4, 100 Gb/s'}",
     )
@@ -218,7 +220,8 @@ def layers_that_fit(options: list[str], share: float = 1.0) -> int:
 def most_layers(room: float, needed: Callable[[int], float]) -> int:
     """From what 2 and 4 layers need, since memory grows by the same amount with each layer. Raises
     InputError."""
-    at_two, at_four = needed(2), needed(4)
+    at_two = needed(2)
+    at_four = needed(4)
     layers = int(2 + (room - at_two) / ((at_four - at_two) / 2))
     if layers < 1:
         raise InputError(
@@ -248,7 +251,7 @@ def plan(options: list[str]) -> dict:
         ("memory_gb_per_s", "link_gb_per_s", "fabric_gb_per_s", "peak_tflops"), 1.0
     )
     device = Device(memory_gib=1, **times_do_not_count)
-    made = make_plan(load_config(options, 1, 1), Question(1, 1, device, on_gpu=GPU))
+    made = make_plan(load_config(options, 1, 1), PlanInputs(1, 1, device, on_gpu=GPU))
     return {"live": made.live / 2**30, "needed": made.needed / 2**30}
 
 
@@ -263,7 +266,7 @@ def beside(name: str) -> dict:
     rows = others.measure("bfloat16", ["ours", name], options, ROUNDS[KIND])
     notes = f"{ROUNDS[KIND]} alternating rounds; {' '.join(options)}."
     return {
-        "title": "Step beside others",
+        "title": "Our step and others",
         "columns": list(others.COLUMNS),
         "rows": rows,
         "notes": notes,
@@ -273,7 +276,8 @@ def beside(name: str) -> dict:
 def saves(folder: Path) -> dict:
     """folder: on the disk to write to."""
     cfg = load_config(SAVED[KIND].split())
-    job, t = train.build(cfg), cfg.training
+    job = train.build(cfg)
+    t = cfg.training
     shape = (1, t.local_batch_size, t.seq_len)
     batch = {name: torch.randint(0, job.args.vocab_size, shape) for name in ("tokens", "labels")}
     place = Path(tempfile.mkdtemp(prefix="saves-", dir=folder))
@@ -306,10 +310,10 @@ def saves(folder: Path) -> dict:
         [
             "training waits for a save",
             f"{stall * 1e3:,.1f} ms",
-            f"{stall / steps_alone:.2%} of the steps beside it",
+            f"{stall / steps_alone:.2%} of the steps during it",
         ],
         [
-            f"steps beside a save ({count}) take longer by",
+            f"steps during a save ({count}) take longer by",
             f"{longer * 1e3:,.0f} ms",
             f"{longer / steps_alone:.1%}",
         ],
@@ -340,7 +344,8 @@ def beside_a_save(
     checkpoints.stall()
     began = time.perf_counter()
     checkpoints.save(number, job.model, job.optimizer, {"step": number})
-    blocked, seconds = time.perf_counter() - began, []
+    blocked = time.perf_counter() - began
+    seconds = []
     while checkpoints.writing() or not seconds:
         seconds.append(step())
     durable = time.perf_counter() - began
@@ -369,7 +374,8 @@ def longest() -> dict:
 def search(outcome: Callable[[int], str], first: int, most: int) -> dict[int, str]:
     """The outcome by length: lengths double until one does not fit, and then half of the last
     doubling is tried."""
-    tried, tokens = {}, first
+    tried = {}
+    tokens = first
     while tokens <= most:
         tried[tokens] = outcome(tokens)
         if not tried[tokens].startswith(FITS):

@@ -9,7 +9,9 @@ from configs.schema import InputError
 from reliability import disk
 from tools.bench import harness
 
-DONE, FAILED, NOT_RUN = "done", "failed", "not run"
+DONE = "done"
+FAILED = "failed"
+NOT_RUN = "not run"
 SAME = ("device", "torch", "python")  # parts that differ in these are no table of one machine
 CALIBRATION = "rates"  # the part whose numbers the planner reads
 
@@ -22,13 +24,16 @@ class Record:
     def __init__(self, path: Path, machine: dict[str, str], names: list[str]) -> None:
         """names: of all parts, in their order. Raises InputError if the file cannot be read, or is
         from another machine."""
-        self.path, self.machine, self.names = path, machine, names
+        self.path = path
+        self.machine = machine
+        self.names = names
         self.entries: dict[str, dict] = {}
         if not path.exists():
             return
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-            self.entries, then = dict(before["parts"]), dict(before["machine"])
+            self.entries = dict(before["parts"])
+            then = dict(before["machine"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             problem = (
                 f"{path} is not a record of this command ({error!r}): move it away, or give "

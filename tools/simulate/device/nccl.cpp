@@ -1,8 +1,8 @@
 /* A stand-in for NCCL below PyTorch's own ProcessGroupNCCL, with what matters of NCCL's semantics:
 
 - a communicator is made when PyTorch first needs it, and blocks its host thread until all its ranks join;
-- an exchange is work of a stream: the host goes on, and nothing is there before the stream is waited for;
-- the exchanges of a communicator are done in the order of its calls, on whichever streams;
+- a collective is work of a stream: the host goes on, and nothing is there before the stream is waited for;
+- the collectives of a communicator are done in the order of its calls, on whichever streams;
 - the ranks of a communicator must make the same calls in the same order. The first call that differs is named;
 - a send waits for its receive; what stands inside ncclGroupStart and ncclGroupEnd goes at once;
 - only memory of the device is taken;
@@ -279,7 +279,7 @@ struct ncclComm {
 
 void ncclComm::collective(const Call& call, const void* from, size_t bytes, void* to, double scale) {
   uint64_t number = ++calls;
-  std::string what = "joined " + describe(call) + ", exchange " + std::to_string(number) + " of the group of ranks " + members();
+  std::string what = "joined " + describe(call) + ", collective " + std::to_string(number) + " of the group of ranks " + members();
   wait([&](int r) { return slot(r).taken.load() >= number - 1; }, what);
   put("from-" + std::to_string(rank), from, bytes);
   mine().call = call;
@@ -289,7 +289,7 @@ void ncclComm::collective(const Call& call, const void* from, size_t bytes, void
   for (int r = 0; r < ranks; r++) {
     if (slot(r).call == call) continue;
     int first = std::min(r, rank), second = std::max(r, rank);
-    stuck("exchange " + std::to_string(number) + " of the group of ranks " + members() + " differs: rank " +
+    stuck("collective " + std::to_string(number) + " of the group of ranks " + members() + " differs: rank " +
             std::to_string(slot(first).world_rank) + " calls " + describe(slot(first).call) + ", rank " +
             std::to_string(slot(second).world_rank) + " " + describe(slot(second).call));
     wait([&](int) { return false; }, "agreed");
@@ -357,15 +357,15 @@ static thread_local int depth = 0;
 static thread_local std::vector<Request>& group = *new std::vector<Request>;
 
 static std::mutex& log_lock = *new std::mutex;
-static std::map<std::string, uint64_t>& exchanges = *new std::map<std::string, uint64_t>;
+static std::map<std::string, uint64_t>& collectives = *new std::map<std::string, uint64_t>;
 
-/* A line of JSON without its number, so that equal exchanges are counted together. */
+/* A line of JSON without its number, so that equal collectives are counted together. */
 static void count(const Request& request) {
   const Call& call = request.call;
   std::string key = "\"ranks\": \"" + request.comm->members() + "\", \"kind\": \"" + KINDS[call.kind] + "\", \"type\": \"" +
                     TYPES[call.type] + "\", \"count\": " + std::to_string(call.count);
   std::lock_guard<std::mutex> guard(log_lock);
-  exchanges[key] += 1;
+  collectives[key] += 1;
 }
 
 static bool overlap(const Request& request) {
@@ -505,7 +505,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int ranks, ncclUniqueId id
   comm->mine().process = getpid();
   comm->mine().joined.store(1);
   comm->ring();
-  std::string what = "joined a communicator of " + std::to_string(ranks) + " ranks, which is made at its first exchange";
+  std::string what = "joined a communicator of " + std::to_string(ranks) + " ranks, which is made at its first collective";
   comm->wait([&](int r) { return comm->slot(r).joined.load() == 1; }, what);
   *made = comm;
   return ncclSuccess;
@@ -625,12 +625,12 @@ ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t type, int peer, ncc
 ncclResult_t ncclMemAlloc(void** start, size_t bytes) { return cudaMalloc(start, bytes) ? ncclSystemError : ncclSuccess; }
 ncclResult_t ncclMemFree(void* start) { return cudaFree(start) ? ncclSystemError : ncclSuccess; }
 
-/* The exchanges that this rank has asked for, one line of JSON for each kind, size and group. */
-const char* simulated_exchanges() {
+/* The collectives that this rank has asked for, one line of JSON for each kind, size and group. */
+const char* simulated_collectives() {
   static std::string text;
   std::lock_guard<std::mutex> guard(log_lock);
   text.clear();
-  for (const auto& [key, times] : exchanges) text += "{" + key + ", \"times\": " + std::to_string(times) + "}\n";
+  for (const auto& [key, times] : collectives) text += "{" + key + ", \"times\": " + std::to_string(times) + "}\n";
   return text.c_str();
 }
 

@@ -1,7 +1,7 @@
 /* Streams of a simulated GPU: what is in order with what, and what is still under way.
 
 Kernels run at once, on the thread that launches them (tools/simulate/kernels.py). Two things take time here as they do on a
-GPU: exchanges between ranks, which a thread per stream performs, and copies between pinned memory and the device, which
+GPU: collectives between ranks, which a thread per stream performs, and copies between pinned memory and the device, which
 are not known to be done before the host has waited for them.
 
 A stream counts its work in tickets. A clock says, for each stream, up to which ticket its work lies before a point. An
