@@ -12,7 +12,7 @@ from html import escape
 import numpy as np
 
 from tools.report import numbers
-from tools.report.run import Points, Run
+from tools.report.run import Points, Run, joined
 from tools.report.thin import Series, thin
 
 PIXELS = 480  # buckets of a long series: about the pixels of a chart on a laptop
@@ -78,13 +78,7 @@ def _fold_layers(metrics: dict[str, Points]) -> dict[str, Points]:
     for key, points in metrics.items():
         layer = LAYER.fullmatch(key)
         groups.setdefault(layer[1] + BY_LAYER if layer else key, []).append(points)
-    return {
-        key: Points(
-            np.concatenate([points.steps for points in group]),
-            np.concatenate([points.values for points in group]),
-        )
-        for key, group in groups.items()
-    }
+    return {key: joined(group) for key, group in groups.items()}
 
 
 def buckets_for(count: int) -> int:
@@ -244,7 +238,7 @@ def _notes(series: Series, name: str, axis: Axis) -> list[str]:
         notes.append(f"{prefix}{hidden:,} {points} at or below 0: no place on a log scale.")
     if series.width > 1:
         notes.append(f"{prefix}mean (line) and range (band) of every {series.width:,} steps.")
-    return notes
+    return [note[0].upper() + note[1:] if not prefix else note for note in notes]
 
 
 def _numbers(run: int, series: Series) -> dict:

@@ -91,18 +91,29 @@ def _metrics(folder: Path) -> dict[str, Points]:
     """Every metric of metrics.jsonl; {} for a run that has not opened it yet."""
     if not (folder / "metrics.jsonl").exists():
         return {}
-    columns: dict[str, tuple[array, array]] = {}
+    # Lines with the same keys form a table: one append and one extend a line, as there are millions.
+    tables: dict[tuple[str, ...], tuple[array, array]] = {}
     for step, values in compare_runs.logged(folder):
-        for key, value in values.items():
-            if key not in columns:
-                columns[key] = (array("q"), array("d"))
-            steps, numbers = columns[key]
-            steps.append(step)
-            numbers.append(value)
-    return {
-        key: Points(np.array(steps, np.int64), np.array(numbers, np.float64))
-        for key, (steps, numbers) in columns.items()
-    }
+        keys = tuple(values)
+        if keys not in tables:
+            tables[keys] = (array("q"), array("d"))
+        steps, numbers = tables[keys]
+        steps.append(step)
+        numbers.extend(values.values())
+    parts: dict[str, list[Points]] = {}
+    for keys, (steps, numbers) in tables.items():
+        columns = np.array(numbers).reshape(-1, max(1, len(keys)))
+        for column, key in enumerate(keys):
+            parts.setdefault(key, []).append(Points(np.array(steps), columns[:, column]))
+    return {key: joined(group) for key, group in parts.items()}
+
+
+def joined(group: list[Points]) -> Points:
+    """All points in one, in no order."""
+    return Points(
+        np.concatenate([points.steps for points in group]),
+        np.concatenate([points.values for points in group]),
+    )
 
 
 def _experts(folder: Path) -> list[dict]:

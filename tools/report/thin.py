@@ -42,11 +42,12 @@ def thin(points: Points, buckets: int) -> Series:
         return Series(steps, values, values, values, 1, None, not_finite)
     width = 1
     at = steps
-    if len(np.unique(steps)) > 2 * buckets:
+    if len(_begins(at)) > 2 * buckets:
         span = int(steps[-1] - steps[0]) + 1
         width = -(-span // buckets)
         at = (steps - steps[0]) // width
-    _, begins, counts = np.unique(at, return_index=True, return_counts=True)
+    begins = _begins(at)
+    counts = np.diff(begins, append=len(at))
     low = np.minimum.reduceat(values, begins)
     high = np.maximum.reduceat(values, begins)
     mean = np.add.reduceat(values / np.repeat(counts, counts), begins)
@@ -55,3 +56,8 @@ def thin(points: Points, buckets: int) -> Series:
     last = values[steps == steps[-1]]
     last_value = float(np.clip((last / len(last)).sum(), last.min(), last.max()))
     return Series(middle, mean, low, high, width, (int(steps[-1]), last_value), not_finite)
+
+
+def _begins(ascending: np.ndarray) -> np.ndarray:
+    """Where each new value begins."""
+    return np.flatnonzero(np.diff(ascending, prepend=ascending[0] - 1))
