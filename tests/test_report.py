@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configs.schema import InputError
 from tests.ranks import run_ranks
 from tests.runs import ends, killed, run, said, series, tiny_run
 from tools.report import __main__ as report
@@ -242,13 +243,25 @@ def test_the_map_of_experts_has_the_last_record(runs):
     assert shown.drawn("expert_load", 0) == pytest.approx(
         series(runs["experts"], "expert_load"), rel=SEVEN_DIGITS
     )
+    assert not page(runs["plain"]).source.count("<h2>Expert load by layer")
     # the metrics of layers are one chart: their mean, and their range
     (entropy,) = shown.data["panels"]["router_entropy/layer"]["series"]
     layers = [series(runs["experts"], f"router_entropy/layer-{layer}")[6] for layer in (1, 2)]
     assert entropy["steps"] == [3, 6]
     assert entropy["low"][-1] == pytest.approx(min(layers), rel=SEVEN_DIGITS)
     assert entropy["high"][-1] == pytest.approx(max(layers), rel=SEVEN_DIGITS)
-    assert "<h2>Expert load by layer" not in page(runs["plain"]).source
+
+
+def test_a_record_of_experts_whose_last_line_is_being_written_is_read(runs, tmp_path):
+    going = copy(runs["experts"], tmp_path / "going")
+    whole = read_run(going, "going").experts
+    with (going / "experts.jsonl").open("a") as file:
+        file.write('{"step": 9, "steps": 3, "counts": {"1": [8')
+    assert len(whole) == 2 and read_run(going, "going").experts == whole
+    with (going / "experts.jsonl").open("a") as file:
+        file.write("\n")
+    with pytest.raises(InputError, match="is not a record of experts"):
+        read_run(going, "going")
 
 
 def test_values_that_are_not_finite_are_marked_and_counted(runs, tmp_path):

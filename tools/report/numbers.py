@@ -86,7 +86,7 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     powers = range(first, last + 1, stride)
     values = [factor * 10.0**power for power in powers for factor in factors]
     shown = [value for value in values if low <= value <= high]
-    plain = all(1e-3 <= value < 1e4 for value in shown)
+    plain = all(1e-3 <= value <= 1e4 for value in shown)
     return [(value, _power(value, plain)) for value in shown]
 
 
