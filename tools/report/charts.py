@@ -52,9 +52,12 @@ LAYER = re.compile(r"(.+)/layer-\d+")
 BY_LAYER = "/layer"  # ends the key of the metrics of all layers, put together
 
 
-def panels_of(runs: list[Run]) -> tuple[list[tuple[Panel, list]], list[tuple[Panel, list]]]:
-    """The charts of PANELS that any run has numbers for, and those of all other metrics. Each comes
-    with the points of every run (None: the run has none)."""
+# A chart, and the points of every run (None: the run has none).
+Chosen = tuple[Panel, list[Points | None]]
+
+
+def panels_of(runs: list[Run]) -> tuple[list[Chosen], list[Chosen]]:
+    """The charts of PANELS that any run has numbers for, and those of all other metrics."""
     tables = [_fold_layers(run.metrics) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     known = [panel for panel in PANELS if panel.key in keys]
@@ -101,7 +104,9 @@ class Axis:
             with np.errstate(divide="ignore", invalid="ignore"):
                 values = np.log10(values)
         # halves first: the range of two floats may be larger than any float
-        return np.clip((values / 2 - low / 2) / (high / 2 - low / 2), 0, 1) * SCALE
+        distance = values / 2 - low / 2
+        span = high / 2 - low / 2
+        return np.clip(distance / span, 0, 1) * SCALE
 
     def share(self, value: float) -> float:
         return float(self.place(np.array([value]))[0]) / SCALE
@@ -132,8 +137,9 @@ def value_axis(panel: Panel, drawn: list[Series]) -> Axis:
     return Axis(max(low - margin, -1e308), min(high + margin, 1e308))
 
 
-def chart(panel: Panel, points: list[Points | None], names: list[str], across: Axis, buckets: int):
+def chart(chosen: Chosen, names: list[str], across: Axis, buckets: int) -> tuple[str, dict]:
     """(HTML of one chart, what page.js needs of it). across: the axis of steps."""
+    panel, points = chosen
     drawn = {run: thin(one, buckets) for run, one in enumerate(points) if one is not None}
     axis = value_axis(panel, list(drawn.values()))
     if panel.percent:
@@ -158,7 +164,8 @@ def chart(panel: Panel, points: list[Points | None], names: list[str], across: A
         "<div class=cursor hidden></div></div>"
         f"{notes}</figure>"
     )
-    return html, {"percent": panel.percent, "series": [_numbers(r, s) for r, s in drawn.items()]}
+    carried = [_numbers(run, series) for run, series in drawn.items()]
+    return html, {"percent": panel.percent, "series": carried}
 
 
 def _svg(grid: str, inside: str) -> str:
@@ -190,24 +197,32 @@ def x_labels(across: Axis) -> str:
 def _drawing(run: int, series: Series, across: Axis, axis: Axis) -> str:
     """The band, the line and, where there are few, the dots of one run."""
     shown = np.isfinite(series.mean) & ((series.mean > 0) | (not axis.log))
-    x = np.rint(across.place(series.steps[shown])).astype(int).tolist()
-    y = np.rint(SCALE - axis.place(series.mean[shown])).astype(int).tolist()
+    x = _whole(across.place(series.steps[shown]))
+    line = _corners(x, axis, series.mean[shown])
     parts = []
     if series.spread:
-        floor = np.maximum(series.low[shown], axis.low)
-        top = np.rint(SCALE - axis.place(series.high[shown])).astype(int).tolist()
-        bottom = np.rint(SCALE - axis.place(floor)).astype(int).tolist()
-        outline = [*zip(x, top, strict=True), *zip(x[::-1], bottom[::-1], strict=True)]
-        parts.append(f'<path class=band d="{_path(outline)}Z"/>')
-    parts.append(f'<path class=line d="{_path(list(zip(x, y, strict=True)))}"/>')
-    if len(x) <= DOTS:
-        dots = "".join(f"M{at} {value}h0" for at, value in zip(x, y, strict=True))
+        top = _corners(x, axis, series.high[shown])
+        bottom = _corners(x, axis, np.maximum(series.low[shown], axis.low))
+        parts.append(f'<path class=band d="{_path(top + bottom[::-1])}Z"/>')
+    parts.append(f'<path class=line d="{_path(line)}"/>')
+    if len(line) <= DOTS:
+        dots = "".join(f"M{at} {value}h0" for at, value in line)
         parts.append(f'<path class=dots d="{dots}"/>')
     if len(series.not_finite):
-        places = np.unique(np.rint(across.place(series.not_finite)).astype(int)).tolist()
+        places = sorted(set(_whole(across.place(series.not_finite))))
         bars = "".join(f"M{at} {SCALE}v-80" for at in places)
         parts.append(f'<path class=bad d="{bars}"/>')
     return f'<g class="run r{run}">{"".join(parts)}</g>'
+
+
+def _whole(places: np.ndarray) -> list[int]:
+    return np.rint(places).astype(int).tolist()
+
+
+def _corners(x: list[int], axis: Axis, values: np.ndarray) -> list[tuple[int, int]]:
+    """SVG counts y from the top."""
+    y = _whole(SCALE - axis.place(values))
+    return list(zip(x, y, strict=True))
 
 
 def _path(corners: list[tuple[int, int]]) -> str:
@@ -220,8 +235,9 @@ def _reading(run: int, series: Series, name: str, panel: Panel) -> str:
     if series.last is None:
         value = "not finite"
     else:
-        value = numbers.percent(series.last[1]) if panel.percent else numbers.short(series.last[1])
-    return f'<li class="run r{run}"><i></i>{escape(name)} <b>{value}</b></li>'
+        shown = numbers.percent if panel.percent else numbers.short
+        value = shown(series.last[1])
+    return f'<li class="run r{run}"><i></i><span>{escape(name)}</span> <b>{value}</b></li>'
 
 
 def _notes(series: Series, name: str, axis: Axis) -> list[str]:

@@ -1,5 +1,6 @@
 """A map of the experts' load: a row per layer, a column per expert, of each run's newest record."""
 
+import bisect
 from html import escape
 
 from tools.report.run import Run
@@ -34,9 +35,9 @@ def section(runs: list[Run]) -> str:
 
 
 def level_of(load: float) -> int:
-    return next(
-        level for level, (end, _) in enumerate(LEVELS) if load < end or end == LEVELS[-1][0]
-    )
+    """The class of LEVELS."""
+    ends = [end for end, _ in LEVELS[:-1]]
+    return bisect.bisect_right(ends, load)
 
 
 def _map(number: int, run: Run, most_cells: int) -> str:
@@ -45,8 +46,9 @@ def _map(number: int, run: Run, most_cells: int) -> str:
     experts = max(map(len, loads.values()), default=0)
     if not experts:
         return ""
-    kept = sorted(loads, key=lambda layer: -max(loads[layer]))[: max(1, most_cells // experts)]
-    layers = sorted(kept)
+    busiest = {layer: max(load) for layer, load in loads.items()}
+    worst_first = sorted(busiest, key=busiest.get, reverse=True)
+    layers = sorted(worst_first[: max(1, most_cells // experts)])
     paths = [""] * len(LEVELS)
     for row, layer in enumerate(layers):
         for first, count, level in _runs_of([level_of(load) for load in loads[layer]]):

@@ -11,6 +11,7 @@ from tools.report.run import Run
 HERE = Path(__file__).resolve().parent
 # The browser itself refuses whatever would be loaded from elsewhere.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+MOST_NAMES = 4  # of more runs, a chart shows the colors only
 # The first eight of a palette that colour-blind readers can tell apart, for a light and a dark
 # page: Okabe and Ito (2008), "Color universal design"; lightened or darkened for contrast.
 COLORS = (
@@ -31,7 +32,8 @@ def build(runs: list[Run]) -> str:
     known, others = charts.panels_of(runs)
     count = sum(points is not None for _, table in known + others for points in table)
     buckets = charts.buckets_for(count)
-    across = charts.Axis(0.0, float(max([1, *(run.last_step for run in runs)])))
+    last_step = max(run.last_step for run in runs)
+    across = charts.Axis(0.0, float(max(1, last_step)))
     panels: dict[str, dict] = {}
     first = _charts(known, names, across, buckets, panels)
     more = _charts(others, names, across, buckets, panels)
@@ -52,8 +54,9 @@ def build(runs: list[Run]) -> str:
 def _charts(chosen: list, names: list[str], across: charts.Axis, buckets: int, data: dict) -> str:
     """HTML of these charts; their numbers are added to `data`."""
     html = ""
-    for panel, points in chosen:
-        figure, data[panel.key] = charts.chart(panel, points, names, across, buckets)
+    for panel_and_points in chosen:
+        figure, carried = charts.chart(panel_and_points, names, across, buckets)
+        data[panel_and_points[0].key] = carried
         html += figure
     return html
 
@@ -75,7 +78,7 @@ def _document(names: list[str], body: str, data: dict) -> str:
         f'<meta http-equiv=Content-Security-Policy content="{POLICY}">'
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         '<meta name=color-scheme content="light dark">'
-        f"<title>{title}</title><style>{style}</style></head><body>"
+        f"<title>{title}</title><style>{style}</style></head><body{' class=many' * (len(names) > MOST_NAMES)}>"
         f"<header><div class=inner><h1>Plumbline</h1>"
         f"<div class=chips>{chips}</div><span id=step></span></div></header>"
         f"<main>{body}</main>"
@@ -86,7 +89,8 @@ def _document(names: list[str], body: str, data: dict) -> str:
 
 
 def _run_colors(count: int) -> str:
-    """The color of each run, and how it is hidden. Beyond eight runs, lines are dashed."""
+    """The color of each run, and how it is hidden. Beyond eight runs lines are
+    dashed, and squares are hollow."""
     light = dark = rules = ""
     for run in range(count):
         one, other = COLORS[run % len(COLORS)]
@@ -95,4 +99,5 @@ def _run_colors(count: int) -> str:
         rules += f"body.off{run} .run.r{run}{{display:none}}"
         if run >= len(COLORS):
             rules += f".r{run} .line{{stroke-dasharray:{2 + run // len(COLORS) * 3} 3}}"
+            rules += f".r{run} i{{background:none;box-shadow:inset 0 0 0 2px var(--c)}}"
     return f"{light}@media (prefers-color-scheme:dark){{{dark}}}{rules}"

@@ -52,10 +52,12 @@ def thin(points: Points, buckets: int) -> Series:
     high = np.maximum.reduceat(values, begins)
     mean = np.add.reduceat(values / np.repeat(counts, counts), begins)
     mean = np.clip(mean, low, high)  # rounding must not leave the band
-    middle = np.rint(np.add.reduceat(steps / np.repeat(counts, counts), begins)).astype(np.int64)
+    middle = np.add.reduceat(steps / np.repeat(counts, counts), begins)
+    middle = np.rint(middle).astype(np.int64)
     last = values[steps == steps[-1]]
-    last_value = float(np.clip((last / len(last)).sum(), last.min(), last.max()))
-    return Series(middle, mean, low, high, width, (int(steps[-1]), last_value), not_finite)
+    last_mean = np.clip((last / len(last)).sum(), last.min(), last.max())
+    last_point = (int(steps[-1]), float(last_mean))
+    return Series(middle, mean, low, high, width, last_point, not_finite)
 
 
 def _begins(ascending: np.ndarray) -> np.ndarray:
