@@ -37,7 +37,8 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     for path in paths.values():
         path.mkdir()
     assert run_ranks(1, run, [*options, *SAMPLED], paths["plain"]) == [(0, "")]
-    assert run_ranks(1, run, [*options, "--optimizer.lr=0.02"], paths["faster"]) == [(0, "")]
+    with_tensorboard = [*options, "--optimizer.lr=0.02", "--metrics.tensorboard=true"]
+    assert run_ranks(1, run, with_tensorboard, paths["faster"]) == [(0, "")]
     assert run_ranks(1, run, [*options, "--training.steps=5"], paths["killed"]) == [(0, "")]
     assert ends(1, place / "ends", killed, options, paths["killed"], 3) == [-9]  # after step 7
     ((code, _),) = run_ranks(1, run, [*options, "--model.n_layers=1"], paths["killed"])
@@ -210,6 +211,17 @@ def test_options_that_differ_and_only_these_are_in_the_table(runs, tmp_path):
     assert re.findall(r"<td[^>]*><code>([^<]*)</code>", row)[:2] == ["0.01", "0.02"]
     same = copy(runs["plain"], tmp_path / "same")
     assert "Every option is the same." in page(runs["plain"], same).text
+
+
+def test_tensorboard_has_the_configuration_as_text(runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(runs["faster"] / "tensorboard")).Reload()
+    (text,) = events.Tensors("config/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    config = (runs["faster"] / "config.toml").read_text().splitlines()
+    assert shown.splitlines() == [f"    {line}" if line else "" for line in config]
+    assert "lr = 0.02" in shown and text.step == 0
 
 
 def test_the_sample_is_the_one_that_was_logged(runs):
