@@ -18,9 +18,11 @@ made a hundred times as much of it.
 import argparse
 import json
 import math
+import operator
 import signal
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -161,27 +163,36 @@ def _last(metrics: Metrics) -> int:
     return max(step for by_step in metrics.values() for step in by_step)
 
 
-def series(folder: Path) -> Metrics:
-    """The metrics of metrics.jsonl, without timings."""
+def logged(folder: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """(step, metric -> value) of each line of metrics.jsonl, oldest first. Raises InputError."""
     path = folder / "metrics.jsonl"
-    metrics: Metrics = {}
+    damaged = 0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if damaged:  # the last line may be cut: the run was killed, or is writing it
+                    raise InputError(f"{path}: line {damaged} is not an object with a step")
+                try:
+                    line = json.loads(text)
+                    step = operator.index(line.pop("step"))
+                    values = {key: float(value) for key, value in line.items()}
+                except (ValueError, KeyError, AttributeError, TypeError):
+                    damaged = number
+                    continue
+                yield step, values
     except OSError as error:
         raise InputError(
             f"{folder} is not the folder of a run: {path.name}: {error.strerror}"
         ) from None
-    for number, text in enumerate(lines, 1):
-        try:
-            line = json.loads(text)
-            step = line.pop("step")
-        except (ValueError, KeyError, AttributeError):
-            if number < len(lines):  # the last may be cut: the run was killed, or is writing it
-                raise InputError(f"{path}: line {number} is not an object with a step") from None
-            continue
-        for key, value in line.items():
+
+
+def series(folder: Path) -> dict[str, dict[int, float]]:
+    """metric -> step -> value, of metrics.jsonl, without timings."""
+    metrics: dict[str, dict[int, float]] = {}
+    for step, values in logged(folder):
+        for key, value in values.items():
             if key not in TIMINGS and not key.startswith(TIMING_PREFIXES):
-                metrics.setdefault(key, {})[step] = float(value)
+                metrics.setdefault(key, {})[step] = value
     return metrics
 
 

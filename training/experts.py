@@ -120,7 +120,9 @@ def recorded(folder: Path) -> list[dict]:
     the global batches each expert got. Raises InputError."""
     path = folder / FILE
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # a run may be writing its last line
+        lines = [json.loads(line) for line in whole.splitlines()]
         return [
             line | {"counts": {int(layer): counts for layer, counts in line["counts"].items()}}
             for line in lines

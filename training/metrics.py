@@ -15,6 +15,7 @@ import re
 import resource
 import statistics
 import sys
+import textwrap
 import time
 from collections import defaultdict
 from datetime import timedelta
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from configs import schema
-from configs.schema import InputError
+from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
 from training.experts import FILE
 
@@ -334,11 +335,16 @@ def _step_of(line: str) -> float:
 
 
 def _open_tensorboard(folder: Path, start: int):
-    """A writer that hides what an earlier process wrote from step `start` + 1 on. The import takes
-    0.15 s."""
+    """A writer that hides what an earlier process wrote from step `start` + 1 on, and holds the
+    run's configuration as text. The import takes 0.15 s."""
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder), purge_step=start + 1, flush_secs=20)
+    writer = SummaryWriter(str(folder), purge_step=start + 1, flush_secs=20)
+    config = folder.parent / "config.toml"
+    if config.exists():
+        markdown = textwrap.indent(redact(config.read_text(encoding="utf-8")), "    ")  # as code
+        writer.add_text("config", markdown, start)
+    return writer
 
 
 def _open_wandb(project: str, folder: Path):

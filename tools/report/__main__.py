@@ -1,0 +1,47 @@
+"""A run to look at: one HTML page with its curves, starts, failures, samples and configuration.
+
+    python -m tools.report runs/before runs/after --out report.html
+
+Several runs are drawn over each other. The page needs no server and no network, and reads well on
+a phone. Exit code 0: it is written; 2: a folder is no run's or is damaged, said in one sentence.
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from configs.schema import InputError
+from tools.report.page import build
+from tools.report.run import read_runs
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.report", description="Writes one HTML page about one or more runs."
+    )
+    parser.add_argument("run", type=Path, nargs="+", help="the folder of a run")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), help="the page [%(default)s]"
+    )
+    options = parser.parse_args(argv)
+    try:
+        page = build(read_runs(options.run)).encode()
+        _write(options.out, page)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{options.out}: {len(page) / 1000:,.0f} kB")
+    return 0
+
+
+def _write(path: Path, page: bytes) -> None:
+    try:
+        path.write_bytes(page)
+    except OSError as error:
+        raise InputError(f"--out={path} cannot be written: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
+    sys.exit(main())

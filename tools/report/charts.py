@@ -1,0 +1,279 @@
+"""The charts over steps: one per metric, all runs in each.
+
+A chart is an SVG that stretches to any width, with labels in HTML beside it, so text has the same
+size on a phone. `data` holds the numbers that page.js shows under the cursor.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from tools.report import numbers
+from tools.report.run import Points, Run, joined
+from tools.report.thin import Series, thin
+
+PIXELS = 480  # buckets of a long series: about the pixels of a chart on a laptop
+MOST_BUCKETS = 18_000  # of all series of a page together: about 70 bytes each
+FEWEST_BUCKETS = 30
+SCALE = 1000  # the size of an SVG's own coordinates
+DOTS = 12  # a series of so few points shows each of them
+LOG_FROM = 50  # "auto": logarithmic if the largest value is so many times the smallest
+
+
+@dataclass(frozen=True)
+class Panel:
+    key: str
+    title: str
+    unit: str
+    scale: str = "auto"  # "linear", "zero" (linear from 0), "log", or "auto" (linear or log)
+    percent: bool = False
+
+
+PANELS = (
+    Panel("loss", "Training loss", "nats per token"),
+    Panel("validation_loss", "Validation loss", "nats per token"),
+    Panel("validation_bits_per_byte", "Validation", "bits per byte"),
+    Panel("grad_norm", "Gradient norm", "before clipping", "log"),
+    Panel("lr", "Learning rate", "", "log"),
+    Panel("tokens_per_second", "Throughput", "tokens/s", "zero"),
+    Panel("mfu", "MFU", "model FLOP/s of the peak", "zero", True),
+    Panel("tflops_per_device", "Model FLOP/s", "TFLOP/s per device", "zero"),
+    Panel("memory_gib", "Memory", "GiB, peak of rank 0", "zero"),
+    Panel("data_wait", "Waiting for data", "of the time", "zero", True),
+    Panel("goodput", "Goodput so far", "productive share", "zero", True),
+    Panel("expert_load", "Expert load", "busiest expert over the mean, worst layer", "zero"),
+)
+# Shown elsewhere on the page, or the inverse of a chart that is shown.
+HIDDEN = re.compile(r"seconds/.*|step_seconds|tokens_seen")
+LAYER = re.compile(r"(.+)/layer-\d+")
+BY_LAYER = "/layer"  # ends the key of the metrics of all layers, put together
+
+
+# A chart, and the points of every run (None: the run has none).
+Chosen = tuple[Panel, list[Points | None]]
+
+
+def panels_of(runs: list[Run]) -> tuple[list[Chosen], list[Chosen]]:
+    """The charts of PANELS that any run has numbers for, and those of all other metrics."""
+    tables = [_fold_layers(run.metrics) for run in runs]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    known = [panel for panel in PANELS if panel.key in keys]
+    taken = {panel.key for panel in known}
+    others = [_unknown_panel(key) for key in keys if key not in taken and not HIDDEN.fullmatch(key)]
+    return (
+        [(panel, [table.get(panel.key) for table in tables]) for panel in known],
+        [(panel, [table.get(panel.key) for table in tables]) for panel in others],
+    )
+
+
+def _unknown_panel(key: str) -> Panel:
+    name = key.removesuffix(BY_LAYER)
+    title = name.replace("_", " ").capitalize()
+    return Panel(key, title, "mean and range of all layers" if name != key else "")
+
+
+def _fold_layers(metrics: dict[str, Points]) -> dict[str, Points]:
+    """Metrics with those of layers put together: their mean becomes a line, their range a band."""
+    groups: dict[str, list[Points]] = {}
+    for key, points in metrics.items():
+        layer = LAYER.fullmatch(key)
+        groups.setdefault(layer[1] + BY_LAYER if layer else key, []).append(points)
+    return {key: joined(group) for key, group in groups.items()}
+
+
+def buckets_for(count: int) -> int:
+    """Buckets of each of so many series."""
+    return max(FEWEST_BUCKETS, min(PIXELS, MOST_BUCKETS // max(1, count)))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values to 0 (bottom or left) ... SCALE."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def place(self, values: np.ndarray) -> np.ndarray:
+        low, high = self.low, self.high
+        if self.log:
+            low, high = math.log10(low), math.log10(high)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                values = np.log10(values)
+        # halves first: the range of two floats may be larger than any float
+        distance = values / 2 - low / 2
+        span = high / 2 - low / 2
+        return np.clip(distance / span, 0, 1) * SCALE
+
+    def share(self, value: float) -> float:
+        return float(self.place(np.array([value]))[0]) / SCALE
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        if self.log:
+            return numbers.log_ticks(self.low, self.high)
+        return numbers.ticks(self.low, self.high)
+
+
+def value_axis(panel: Panel, drawn: list[Series]) -> Axis:
+    """The vertical axis for all series of a chart."""
+    lows = np.concatenate([series.low for series in drawn])
+    highs = np.concatenate([series.high for series in drawn])
+    if not len(lows):
+        return Axis(0.0, 1.0)
+    low, high = float(lows.min()), float(highs.max())
+    positive = lows[lows > 0]
+    least = float(positive.min()) if len(positive) else 0.0
+    wide = low > 0 and high / low >= LOG_FROM
+    if least and high > least and (panel.scale == "log" or (panel.scale == "auto" and wide)):
+        margin = (high / least) ** 0.04
+        return Axis(least / margin, min(high * margin, 1e308), log=True)
+    if panel.scale == "zero" and low >= 0:
+        return Axis(0.0, high * 1.05 or 1.0)
+    margin = (high / 2 - low / 2) * 0.08 or abs(high) * 0.1 or 1.0
+    return Axis(max(low - margin, -1e308), min(high + margin, 1e308))
+
+
+def chart(chosen: Chosen, names: list[str], across: Axis, buckets: int) -> tuple[str, dict]:
+    """(HTML of one chart, what page.js needs of it). across: the axis of steps."""
+    panel, points = chosen
+    drawn = {run: thin(one, buckets) for run, one in enumerate(points) if one is not None}
+    axis = value_axis(panel, list(drawn.values()))
+    if panel.percent:
+        axis_labels = numbers.ticks(100 * axis.low, 100 * axis.high)
+        labels = [(value / 100, f"{text}%") for value, text in axis_labels]
+    else:
+        labels = axis.ticks
+    grid = "".join(f"M0 {_y(axis.share(value))}H{SCALE}" for value, _ in labels)
+    lines = "".join(_drawing(run, series, across, axis) for run, series in drawn.items())
+    rows = "".join(_reading(run, series, names[run], panel) for run, series in drawn.items())
+    unit = ", ".join(filter(None, (panel.unit, "log scale" if axis.log else "")))
+    notes = "".join(
+        f"<p class=note>{escape(note)}</p>"
+        for run, series in drawn.items()
+        for note in _notes(series, names[run] if len(names) > 1 else "", axis)
+    )
+    html = (
+        f'<figure class=panel data-panel="{escape(panel.key)}">'
+        f"<figcaption><h3>{escape(panel.title)}</h3> <small>{escape(unit)}</small></figcaption>"
+        f"<ul class=readout>{rows}</ul>"
+        f"<div class=plot>{_svg(grid, lines)}{y_labels(labels, axis)}{x_labels(across)}"
+        "<div class=cursor hidden></div></div>"
+        f"{notes}</figure>"
+    )
+    carried = [_numbers(run, series) for run, series in drawn.items()]
+    return html, {"percent": panel.percent, "series": carried}
+
+
+def _svg(grid: str, inside: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {SCALE} {SCALE}" preserveAspectRatio=none aria-hidden=true>'
+        f'<path class=grid d="{grid}"/>{inside}</svg>'
+    )
+
+
+def _y(share: float) -> int:
+    """SVG counts from the top."""
+    return round(SCALE - share * SCALE)
+
+
+def y_labels(labels: list[tuple[float, str]], axis: Axis) -> str:
+    return "".join(
+        f'<span class=y style="top:{100 - 100 * axis.share(value):.1f}%">{text}</span>'
+        for value, text in labels
+    )
+
+
+def x_labels(across: Axis) -> str:
+    return "".join(
+        f'<span class=x style="left:{100 * across.share(value):.1f}%">{text}</span>'
+        for value, text in across.ticks
+    )
+
+
+def _drawing(run: int, series: Series, across: Axis, axis: Axis) -> str:
+    """The band, the line and, where there are few, the dots of one run."""
+    shown = np.isfinite(series.mean) & ((series.mean > 0) | (not axis.log))
+    x = _whole(across.place(series.steps[shown]))
+    line = _corners(x, axis, series.mean[shown])
+    parts = []
+    if series.spread:
+        top = _corners(x, axis, series.high[shown])
+        bottom = _corners(x, axis, np.maximum(series.low[shown], axis.low))
+        parts.append(f'<path class=band d="{_path(top + bottom[::-1])}Z"/>')
+    parts.append(f'<path class=line d="{_path(line)}"/>')
+    if len(line) <= DOTS:
+        dots = "".join(f"M{at} {value}h0" for at, value in line)
+        parts.append(f'<path class=dots d="{dots}"/>')
+    if len(series.not_finite):
+        places = sorted(set(_whole(across.place(series.not_finite))))
+        bars = "".join(f"M{at} {SCALE}v-80" for at in places)
+        parts.append(f'<path class=bad d="{bars}"/>')
+    return f'<g class="run r{run}">{"".join(parts)}</g>'
+
+
+def _whole(places: np.ndarray) -> list[int]:
+    return np.rint(places).astype(int).tolist()
+
+
+def _corners(x: list[int], axis: Axis, values: np.ndarray) -> list[tuple[int, int]]:
+    """SVG counts y from the top."""
+    y = _whole(SCALE - axis.place(values))
+    return list(zip(x, y, strict=True))
+
+
+def _path(corners: list[tuple[int, int]]) -> str:
+    return "M" + "L".join(f"{x} {y}" for x, y in corners) if corners else ""
+
+
+def _reading(run: int, series: Series, name: str, panel: Panel) -> str:
+    """The run's name and its last value; page.js replaces the value while a pointer is on a
+    chart."""
+    if series.last is None:
+        value = "not finite"
+    else:
+        shown = numbers.percent if panel.percent else numbers.short
+        value = shown(series.last[1])
+    return f'<li class="run r{run}"><i></i><span>{escape(name)}</span> <b>{value}</b></li>'
+
+
+def _notes(series: Series, name: str, axis: Axis) -> list[str]:
+    """What a reader must know to trust the picture."""
+    prefix = f"{name}: " if name else ""
+    notes = []
+    if count := len(series.not_finite):
+        values = "value is" if count == 1 else "values are"
+        first = f"{int(series.not_finite[0]):,}"
+        where = f"at step {first}" if count == 1 else f"the first at step {first}"
+        notes.append(f"{prefix}{count:,} {values} not finite, {where} (red marks).")
+    if axis.log and (hidden := int((series.mean <= 0).sum())):
+        points = "point" if hidden == 1 else "points"
+        notes.append(f"{prefix}{hidden:,} {points} at or below 0: no place on a log scale.")
+    if series.width > 1:
+        notes.append(f"{prefix}mean (line) and range (band) of every {series.width:,} steps.")
+    return [note[0].upper() + note[1:] if not prefix else note for note in notes]
+
+
+def _numbers(run: int, series: Series) -> dict:
+    """For page.js and for whoever reads the page with a program: 7 digits, which is float32; 5 of a
+    thinned series."""
+    digits = 7 if series.width == 1 else 5
+    numbers_of_run = {
+        "run": run,
+        "width": series.width,
+        "steps": series.steps.tolist(),
+        "mean": _rounded(series.mean, digits),
+    }
+    if series.spread:
+        numbers_of_run |= {
+            "low": _rounded(series.low, digits),
+            "high": _rounded(series.high, digits),
+        }
+    return numbers_of_run | {"notFinite": series.not_finite[:100].tolist()}
+
+
+def _rounded(values: np.ndarray, digits: int) -> list[float]:
+    return [float(f"{value:.{digits}g}") for value in values.tolist()]

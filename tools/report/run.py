@@ -1,0 +1,144 @@
+"""What a report needs of a run's folder, read once."""
+
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tomli
+
+from configs.schema import InputError, redact
+from reliability import goodput
+from tools import compare_runs
+
+# The sample is the last thing that a run logs: no more of a long log is read.
+LOG_TAIL_BYTES = 200_000
+SAMPLE_BEGINS = "a sample from the final weights:"
+
+
+@dataclass(frozen=True)
+class Points:
+    """One logged metric. Steps need not be in order, and values need not be finite."""
+
+    steps: np.ndarray  # [N] int64
+    values: np.ndarray  # [N] float64
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str  # as short as tells it from the other runs
+    folder: Path
+    metrics: dict[str, Points]
+    starts: list[goodput.Past]
+    account: goodput.Account
+    options: dict[str, dict]  # table -> option -> value
+    config: str  # config.toml, without secrets; "" if there is none
+    experts: list[dict]  # training/experts.py::recorded
+    sample: str
+
+    @property
+    def last_step(self) -> int:
+        return max((int(points.steps.max()) for points in self.metrics.values()), default=0)
+
+
+def read_runs(folders: list[Path]) -> list[Run]:
+    """Every run, in this order. Raises InputError where a folder is no run's or is given twice."""
+    resolved = [folder.resolve() for folder in folders]
+    for folder in folders:
+        if resolved.count(folder.resolve()) > 1:
+            raise InputError(f"{folder} is given twice")
+    return [read_run(path, name) for path, name in zip(folders, names(resolved), strict=True)]
+
+
+def names(folders: list[Path]) -> list[str]:
+    """The last parts of each path: as many as make all of them different."""
+    for count in range(1, max(len(folder.parts) for folder in folders)):
+        short = ["/".join(folder.parts[-count:]) for folder in folders]
+        if len(set(short)) == len(folders):
+            return short
+    return [str(folder) for folder in folders]
+
+
+def read_run(folder: Path, name: str) -> Run:
+    starts = goodput.read(folder)
+    config = _text(folder / "config.toml")
+    try:
+        options = tomli.loads(config)
+    except ValueError:
+        options = {}
+    return Run(
+        name,
+        folder,
+        _metrics(folder),
+        starts,
+        goodput.account(starts),
+        options,
+        redact(config),
+        _experts(folder),
+        redact(_sample(folder)),
+    )
+
+
+def _text(path: Path) -> str:
+    """The content of a file, "" if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _metrics(folder: Path) -> dict[str, Points]:
+    """Every metric of metrics.jsonl; {} for a run that has not opened it yet."""
+    if not (folder / "metrics.jsonl").exists():
+        return {}
+    # Lines with the same keys form a table: one append and one extend a line, as there are millions.
+    tables: dict[tuple[str, ...], tuple[array, array]] = {}
+    for step, values in compare_runs.logged(folder):
+        keys = tuple(values)
+        if keys not in tables:
+            tables[keys] = (array("q"), array("d"))
+        steps, numbers = tables[keys]
+        steps.append(step)
+        numbers.extend(values.values())
+    parts: dict[str, list[Points]] = {}
+    for keys, (steps, numbers) in tables.items():
+        columns = np.array(numbers).reshape(-1, max(1, len(keys)))
+        for column, key in enumerate(keys):
+            parts.setdefault(key, []).append(Points(np.array(steps), columns[:, column]))
+    return {key: joined(group) for key, group in parts.items()}
+
+
+def joined(group: list[Points]) -> Points:
+    """All points in one, in no order."""
+    return Points(
+        np.concatenate([points.steps for points in group]),
+        np.concatenate([points.values for points in group]),
+    )
+
+
+def _experts(folder: Path) -> list[dict]:
+    """The experts' record; [] for a dense model. Only a run with experts needs this import: it
+    loads torch."""
+    if not (folder / "experts.jsonl").exists():
+        return []
+    from training.experts import recorded
+
+    return recorded(folder)
+
+
+def _sample(folder: Path) -> str:
+    """The text that the run sampled at its end, "" if it did not."""
+    try:
+        with (folder / "logs" / "rank-00000.log").open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LOG_TAIL_BYTES))
+            tail = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    _, found, after = tail.rpartition(SAMPLE_BEGINS + "\n")
+    lines = []
+    for line in after.splitlines() if found else []:
+        if not line.startswith("    "):
+            break
+        lines.append(line[4:])
+    return "\n".join(lines).rstrip()

@@ -1,0 +1,180 @@
+"""What is said in words and numbers: a summary of each run, and how their configurations differ."""
+
+import json
+from html import escape
+
+import numpy as np
+
+from tools import compare_runs
+from tools.report import numbers
+from tools.report.run import Points, Run
+from tools.report.timeline import ENDS, how_it_ended
+
+CODE = "code "  # compare_runs.explanations has a row for every source file that differs
+LONGEST = 120  # characters of a value in the table
+
+
+def summary(runs: list[Run]) -> str:
+    """A column per run, a row per fact that at least one run has."""
+    facts = [_facts(run) for run in runs]
+    rows = ""
+    for name in dict.fromkeys(name for table in facts for name in table):
+        cells = "".join(
+            f'<td class="run r{i}">{table.get(name, "–")}' for i, table in enumerate(facts)
+        )
+        rows += f"<tr><th scope=row>{name}{cells}"
+    return (
+        f"<section><div class=wide><table class=facts><thead><tr><th>{_heads(runs)}</thead>"
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _heads(runs: list[Run]) -> str:
+    return "".join(f'<th class="run r{i}"><i></i>{escape(run.name)}' for i, run in enumerate(runs))
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """HTML of each fact."""
+    kind, mark, text = ENDS[how_it_ended(run.starts[-1], newest=True)]
+    if kind == "open":
+        text = "running, or killed"
+    goal = run.options.get("training", {}).get("steps")
+    model = run.options.get("model", {})
+    failed = sum(row["how"] == "failed" for row in run.account.interruptions)
+    facts = {"status": f"<b class={kind}>{mark}</b> {text}"}
+    if model.get("family"):
+        facts["model"] = escape(f"{model['family']} {model.get('flavor', '')}")
+    if devices := _devices(run):
+        facts["devices"] = escape(devices)
+    facts["steps"] = f"{run.last_step:,}" + (f" of {goal:,}" if isinstance(goal, int) else "")
+    for key, label, summarise in (
+        ("tokens_seen", "tokens", _largest),
+        ("loss", "last loss", _last),
+        ("validation_loss", "best validation loss", _best),
+        ("validation_bits_per_byte", "best bits per byte", _best),
+        ("tokens_per_second", "tokens/s, median", _median),
+        ("mfu", "MFU, median", _median_percent),
+        ("memory_gib", "peak memory, GiB", _largest),
+    ):
+        if key in run.metrics:
+            facts[label] = summarise(run.metrics[key])
+    facts["goodput"] = numbers.percent(run.account.goodput)
+    facts["starts"] = f"{len(run.starts):,}, {failed:,} failed"
+    return facts
+
+
+def _devices(run: Run) -> str:
+    """As "8 x NVIDIA H100 80GB HBM3" of the newest start that knew."""
+    counts: dict[str, int] = {}
+    for start in reversed(run.starts):
+        for host in start.about.get("hosts", []):
+            counts[host["device"]] = counts.get(host["device"], 0) + len(host["ranks"])
+        if counts:
+            break
+    return ", ".join(f"{count} × {device}" for device, count in counts.items())
+
+
+def _finite(points: Points) -> Points:
+    finite = np.isfinite(points.values)
+    return Points(points.steps[finite], points.values[finite])
+
+
+def _last(points: Points) -> str:
+    return numbers.short(float(points.values[np.argmax(points.steps)]))
+
+
+def _largest(points: Points) -> str:
+    values = _finite(points).values
+    return numbers.short(float(values.max())) if len(values) else "–"
+
+
+def _median(points: Points) -> str:
+    values = _finite(points).values
+    return numbers.short(float(np.median(values))) if len(values) else "–"
+
+
+def _median_percent(points: Points) -> str:
+    values = _finite(points).values
+    return numbers.percent(float(np.median(values))) if len(values) else "–"
+
+
+def _best(points: Points) -> str:
+    points = _finite(points)
+    if not len(points.values):
+        return "–"
+    at = int(np.argmin(points.values))
+    value = numbers.short(float(points.values[at]))
+    return f"{value} <small>step {int(points.steps[at]):,}</small>"
+
+
+def differences(runs: list[Run]) -> tuple[dict[str, list], dict[str, list]]:
+    """Option -> its value in each run, and the same of code, versions, mesh and devices: what is
+    not the same in all runs."""
+    options: dict[str, list] = {}
+    surroundings: dict[str, list] = {}
+    for number, run in enumerate(runs[1:], 1):
+        found = compare_runs.explanations(runs[0].folder, run.folder)
+        for into, differing in zip((options, surroundings), found, strict=True):
+            for key, (first, value) in differing.items():
+                into.setdefault(key, [first] * len(runs))[number] = value
+    return options, surroundings
+
+
+def configuration(runs: list[Run]) -> str:
+    """The differences as a table, and each whole configuration folded away."""
+    options, surroundings = differences(runs)
+    code = sorted(key for key in surroundings if key.startswith(CODE) and key.endswith(".py"))
+    parts = []
+    if len(runs) > 1:
+        parts.append(_difference_table("option", options, runs))
+        rest = {key: values for key, values in surroundings.items() if key not in code}
+        if rest:
+            parts.append(_difference_table("surroundings", rest, runs))
+        if code:
+            files = ", ".join(key.removeprefix(CODE) for key in code)
+            parts.append(f"<p class=note>Source files that differ: {escape(files)}.</p>")
+    parts += [
+        f'<details class="run r{i}"><summary><i></i>{escape(run.name)}: config.toml</summary>'
+        f"<pre>{escape(run.config or 'There is no config.toml.')}</pre></details>"
+        for i, run in enumerate(runs)
+    ]
+    return f"<section><h2>Configuration</h2>{''.join(parts)}</section>"
+
+
+def _difference_table(title: str, rows: dict[str, list], runs: list[Run]) -> str:
+    if not rows:
+        return f"<p class=note>Every {title} is the same.</p>"
+    body = ""
+    for key, values in rows.items():
+        cells = "".join(
+            f'<td class="run r{i}"><code>{escape(_shown(value))}</code>'
+            for i, value in enumerate(values)
+        )
+        body += f"<tr><th scope=row><code>{escape(key)}</code>{cells}"
+    return (
+        f"<div class=wide><table class=facts><thead><tr><th>{title}{_heads(runs)}</thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "–"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+def samples(runs: list[Run]) -> str:
+    """The text that each run sampled at its end; "" if none did."""
+    shown = [(i, run) for i, run in enumerate(runs) if run.sample]
+    if not shown:
+        return ""
+    texts = "".join(
+        f'<figure class="panel run r{i}"><figcaption><h3><i></i>{escape(run.name)}</h3>'
+        f"</figcaption><pre>{escape(run.sample)}</pre></figure>"
+        for i, run in shown
+    )
+    return (
+        "<section><h2>Samples</h2><p class=note>From the final weights "
+        f"(debug.sample_tokens).</p><div class=grid2>{texts}</div></section>"
+    )
