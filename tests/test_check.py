@@ -256,7 +256,7 @@ def test_a_model_that_cannot_be_exported_is_a_sentence_before_it_is_trained(plac
     )
     with pytest.raises(InputError, match="transformers has no such norm"):
         job = SimpleNamespace(cfg=load_config(["--checkpoint.export_hf=float32"]), args=None)
-        train.resume(job, train.MODELS, None, "", None)
+        train.resume(job, train.FORMATS, None, "", None)
 
 
 PRESETS = sorted(
