@@ -4,6 +4,7 @@ that is forced on both."""
 import json
 import re
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from tests.steps import apart, assert_same_step, composed_and_layers, real_step
 from tools.plan import search, trace
 from tools.plan.__main__ import main
 from tools.plan.device import load_device
+from tools.plan.page import hosts
 from tools.plan.plan import PlanInputs, make_plan
 from tools.plan.repeat import traced
 from tools.plan.routing import Routing, load_routing
@@ -310,3 +312,10 @@ def test_the_report_names_the_routing(capsys):
     )
     assert main([*options[:-1], "nowhere"]) == 2
     assert "the folder of a run" in capsys.readouterr().err
+
+
+def test_the_page_shows_the_groups_of_experts():
+    rank = SimpleNamespace(groups={"edp": [0, 2], "ep": [0, 1]})
+    plan = SimpleNamespace(ranks=[rank], inputs=SimpleNamespace(per_host=4, gpus=4))
+    drawn = hosts(plan)
+    assert "its edp group of 2" in drawn and "its ep group of 2" in drawn

@@ -360,6 +360,8 @@ def hosts(plan: Plan, shown: int = 32) -> str:
         "dp_shard": "#2a9d8f",
         "dp_replicate": "#e9c46a",
         "pp": "#577590",
+        "ep": "#f4a261",
+        "edp": "#90a4c4",
     }
     per_host = plan.inputs.per_host
     count = plan.inputs.gpus // per_host
