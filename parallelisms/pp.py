@@ -2,13 +2,13 @@
 microbatches at the same time.
 
 A schedule (`parallelisms/schedules.py`) is a table of actions for each rank; this file plays it.
-The microbatches are those of gradient accumulation. Every rank computes the batch itself, so only
-hidden states and their gradients travel, and their shape is known: [b, T / tp, D] in the type of
-the weights. The loss of a microbatch is divided by the tokens of the global batch before its
+The microbatches are those of gradient accumulation. Every rank reads the batch itself, so only hidden
+states and their gradients are sent, and their shape is known: [b, T / tp, D] in the type of the
+weights. The loss of a microbatch is divided by the tokens of the global batch before its
 backward, as without a pipeline.
 
 PyTorch's own runtime (torch.distributed.pipelining) is not used: it loses gradients in silence
-where a schedule splits the backward and FSDP frees weights, ignores `accumulate_gradients =
+where a schedule splits the backward and FSDP reshards, ignores `accumulate_gradients =
 "sharded"`, needs as many microbatches as stages, runs additional forwards to learn shapes, and
 cannot be traced by the planner. Only its split of one backward into two halves is.
 
@@ -99,7 +99,9 @@ class PipelineStages(nn.Module):
         """stages: this rank's by number, sharded and with memory; layers_of_stages: of all stages,
         by number."""
         super().__init__()
-        self.stages, self.mesh, self.cfg = stages, mesh, cfg.parallelism
+        self.stages = stages
+        self.mesh = mesh
+        self.cfg = cfg.parallelism
         self.placement = schedules.placement(self.cfg.pipeline_schedule, mesh.pp, len(stages))
         self.dtype = dp.param_dtype(cfg.training, mesh.device)  # of hidden states
         self.link: Any = Link(mesh)  # or what checks it: reliability/collectives.py::CheckedLink
@@ -115,34 +117,34 @@ class PipelineStages(nn.Module):
                 if name != "layers" and not (name == "tok_embeddings" and not stage.first):
                     self.add_module(name, child)
         any_stage = next(iter(stages.values()))
-        self.documents, self.args = any_stage.documents, any_stage.args
-        ends = (
-            (stages.get(0), stages.get(len(self.placement) - 1))
-            if self.args.tied_embeddings
-            else (None, None)
-        )
-        # the weight and its copy, if they are here
-        self.tied = tuple(stage and stage.tok_embeddings.weight for stage in ends)
+        self.documents = any_stage.documents
+        self.args = any_stage.args
+        # the tied weight and its copy, if they are here
+        self.tied: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self.args.tied_embeddings:
+            first = stages.get(0)
+            last = stages.get(len(self.placement) - 1)
+            self.tied = (
+                first and first.tok_embeddings.weight,
+                last and last.tok_embeddings.weight,
+            )
 
     def table(self, microbatches: int, forward_only: bool = False) -> "RankTable":
         """The table of a step with so many microbatches, as this rank sees it. It is made once."""
         key = microbatches, forward_only
         if key not in self.rank_tables:
             ranks = self.mesh.pp
-            table = (
-                forward_table(self.placement, ranks, microbatches)
-                if forward_only
-                else schedules.table(
-                    self.cfg.pipeline_schedule, ranks, len(self.stages), microbatches
-                )
-            )
+            schedule = self.cfg.pipeline_schedule
+            if forward_only:
+                table = forward_table(self.placement, ranks, microbatches)
+            else:
+                table = schedules.table(schedule, ranks, len(self.stages), microbatches)
             self.rank_tables[key] = RankTable(table, self.placement, self.mesh.pp_rank)
         return self.rank_tables[key]
 
     def describe(self, microbatches: int) -> str:
-        """The layers of every stage, and the share of a step in which ranks wait if all stages take
-        the same time, and so do the two halves of a backward (`tools.plan` says it for the real
-        times)."""
+        """The layers of every stage, and the bubble if all stages take the same time, and so do the
+        two halves of a backward (`tools.plan` says it for the real times)."""
         seconds = {FORWARD: 1.0, BACKWARD: 2.0, BACKWARD_INPUT: 1.0, BACKWARD_WEIGHT: 1.0}
         timeline = schedules.timeline(
             self.table(microbatches).of_all_ranks, self.placement, lambda a: seconds[a.kind]
@@ -152,8 +154,7 @@ class PipelineStages(nn.Module):
             f"{schedules.layers_text(numbers)} on rank {rank}" for numbers, rank in layers
         )
         return (
-            f"pipeline: {self.cfg.pipeline_schedule} with {microbatches} microbatches, ranks "
-            "wait for "
+            f"pipeline: {self.cfg.pipeline_schedule} with {microbatches} microbatches, ranks wait for "
             f"{schedules.bubble(timeline):.0%} of the time if stages are equal; layers {parts}"
         )
 
@@ -179,12 +180,14 @@ class PipelineStages(nn.Module):
         router_statistics: None = None,
     ) -> Tensor:
         """As that of `models/layers.py::Decoder`, without a backward. Every rank of the pipeline
-        calls it, and every one returns what the head returned in the last stage. One stage works at
-        a time: this is for sampling."""
+        calls it and returns what the loss head returned in the last stage. One stage works at a
+        time: this is for sampling."""
+
+        def inputs(_: int) -> tuple:
+            return x, positions, loss_head, documents
+
         with torch.no_grad():
-            outputs = self._play(
-                1, True, lambda _: (x, positions, loss_head, documents), x.shape
-            ).outputs
+            outputs = self._play(1, True, inputs, x.shape).outputs
         answer = [outputs[0].cpu() if outputs else None]
         group = self.mesh.device_mesh.get_group("pp")
         dist.broadcast_object_list(
@@ -204,13 +207,13 @@ class PipelineStages(nn.Module):
         training/feed.py::Feed."""
         step = self._play(len(feed), False, feed, feed.tokens.shape[1:], scale)
         self._add_tied_gradient()
-        if missing := [
+        missing = [
             name for name, p in self.named_parameters() if p.requires_grad and p.grad is None
-        ]:
+        ]
+        if missing:
             raise RuntimeError(
                 f"the schedule {self.cfg.pipeline_schedule} left {len(missing)} parameters "
-                "without a gradient: "
-                f"{', '.join(missing[:3])} ..."
+                f"without a gradient: {', '.join(missing[:3])} ..."
             )
         if not step.outputs:
             feed.losses.zero_()
@@ -233,9 +236,8 @@ class PipelineStages(nn.Module):
         self._copy_tied()
         table = self.table(microbatches, forward_only)
         hidden = (shape[0], shape[1] // self.mesh.tp, self.args.dim)
-        step = PipelineStep(
-            self, table, Messages(self.link, self.mesh, table, hidden, self.dtype), inputs, scale
-        )
+        messages = Messages(self.link, self.mesh, table, hidden, self.dtype)
+        step = PipelineStep(self, table, messages, inputs, scale)
         step.play()
         self.seconds = {
             "forward": step.seconds[FORWARD],
@@ -287,8 +289,8 @@ def local(x: Tensor) -> Tensor:
 
 
 def wait(work: dist.Work, mesh: Mesh) -> None:
-    """A GPU waits by itself, and NCCL knows its limit. gloo's messages do not obey the limit of
-    their group unless told."""
+    """On a GPU this enqueues a wait, and NCCL knows its timeout. gloo's sends and receives do not
+    obey the timeout of their group unless it is given to `wait`."""
     if mesh.device.type == "cpu":
         work.wait(mesh.timeout())
     else:
@@ -311,11 +313,12 @@ def forward_table(placement: list[int], ranks: int, microbatches: int) -> Table:
 
 
 class RankTable:
-    """A table as one rank sees it: the rank's actions, and what it exchanges with others."""
+    """A table as one rank sees it: the rank's actions, and its sends and receives."""
 
     def __init__(self, table: Table, placement: list[int], rank: int) -> None:
         transfers = schedules.transfers(table, placement)
-        self.of_all_ranks, self.actions = table, table[rank]
+        self.of_all_ranks = table
+        self.actions = table[rank]
         # in the order of its rank
         self.place = {action: i for actions in table for i, action in enumerate(actions)}
         self.leaving = {result(t.made_by): t for t in transfers if t.sender == rank}
@@ -337,16 +340,14 @@ class PipelineStep:
         inputs: Inputs,
         scale: Tensor | None,
     ) -> None:
-        self.model, self.table, self.messages, self.inputs, self.scale = (
-            model,
-            table,
-            messages,
-            inputs,
-            scale,
-        )
+        self.model = model
+        self.table = table
+        self.messages = messages
+        self.inputs = inputs
+        self.scale = scale
         # without waiting for others
         self.seconds = dict.fromkeys((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), 0.0)
-        # what the head returned for every microbatch, in the last stage
+        # what the loss head returned for every microbatch, in the last stage
         self.outputs: list[Tensor] = []
         # (stage, microbatch) -> what its backward needs
         self.in_flight: dict[tuple[int, int], tuple] = {}
@@ -361,7 +362,8 @@ class PipelineStep:
         }
         stages = len(self.model.placement)
         for i, action in enumerate(self.table.actions):
-            began, waited = time.monotonic(), self.messages.waited
+            began = time.monotonic()
+            waited = self.messages.waited
             # tools/plan reads this name.
             with record_function(
                 f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
@@ -370,18 +372,18 @@ class PipelineStep:
                     for key in schedules.needs(soon, stages):
                         self.messages.ask(key)
                 play[action.kind](action, self.model.stages[action.stage])
-            self.seconds[action.kind] += time.monotonic() - began - (self.messages.waited - waited)
+            waited = self.messages.waited - waited
+            self.seconds[action.kind] += time.monotonic() - began - waited
         self.messages.release()
 
     def forward(self, action: Action, stage: nn.Module) -> None:
-        """Keeps no hidden state that backward does not need: what is computed is handed over, and
-        its place in the graph kept."""
+        """Keeps no hidden state that backward does not need: the hidden state itself is sent, and
+        only its edge in autograd's graph is kept."""
         x, *others = self.inputs(action.microbatch)
         trains = self.scale is not None
         if not stage.first:
-            x = self.messages.take((HIDDEN, action.stage - 1, action.microbatch)).requires_grad_(
-                trains
-            )
+            x = self.messages.take((HIDDEN, action.stage - 1, action.microbatch))
+            x.requires_grad_(trains)
         with record_function("forward"):
             h = stage(x, *others)
         if stage.last:
@@ -403,12 +405,10 @@ class PipelineStep:
         return action._replace(kind=BACKWARD_INPUT) in self.table.place
 
     def gradient(self, action: Action, stage: nn.Module) -> Tensor | None:
-        """Of what this stage has computed."""
-        return (
-            None
-            if stage.last
-            else self.messages.take((GRADIENT, action.stage + 1, action.microbatch))
-        )
+        """The gradient of this stage's output; None for the last stage, whose output is the loss."""
+        if stage.last:
+            return None
+        return self.messages.take((GRADIENT, action.stage + 1, action.microbatch))
 
     def backward(self, action: Action, stage: nn.Module) -> None:
         x, h = self.in_flight.pop((action.stage, action.microbatch))
@@ -426,7 +426,7 @@ class PipelineStep:
             return
         x, h = self.in_flight[action.stage, action.microbatch]
         gradient = self.gradient(action, stage)
-        self.nothing_ends(stage)
+        self.hold_post_backward(stage)
         with record_function("backward"):
             [gradient], rest = stage_backward_input(
                 [h], None if gradient is None else [gradient], [x], trained(stage)
@@ -435,28 +435,28 @@ class PipelineStep:
         self.messages.give(result(action), gradient)
 
     def backward_weight(self, action: Action, stage: nn.Module) -> None:
-        """The other half. PyTorch computes it by one backward for each group of weights. After each
-        of them FSDP would reduce all gradients and free all weights, which other groups still need:
-        a tied weight has a gradient in two groups, and full checkpointing computes forward anew in
-        each. So FSDP hears that this is the end when all have their gradients."""
+        """The other half. PyTorch computes it by one backward for each group of weights. FSDP's
+        post-backward would come after each of them, and reduce and reshard what other groups still
+        need: a tied weight has a gradient in two groups, and full checkpointing recomputes forward
+        in each. So its post-backward runs once, when all weights have their gradients."""
         if stage.first:
             return self.backward(action, stage)
         rest = self.in_flight.pop((action.stage, action.microbatch))
-        self.nothing_ends(stage)
+        self.hold_post_backward(stage)
         with record_function("backward"):
             stage_backward_weight(trained(stage), rest)
             self.synchronise(action.stage, stage)
             dp.end_backward(stage)
 
-    def nothing_ends(self, stage: nn.Module) -> None:
-        """Let FSDP reduce no gradients and free no weights in what comes now."""
+    def hold_post_backward(self, stage: nn.Module) -> None:
+        """Let FSDP reduce no gradients and reshard no weights in the backward that comes now."""
         dp.synchronise_gradients(stage, False, "whole")
         dp.keep_gathered(stage, True)
 
     def synchronise(self, number: int, stage: nn.Module) -> None:
-        """Before FSDP ends a backward. The last one of a stage reduces the gradients over the
-        data-parallel ranks, and frees the weights. They stay gathered until then, unless every
-        forward frees them too."""
+        """Before FSDP's post-backward. In the last backward of a stage it reduces the gradients over
+        the data-parallel ranks, and reshards. The weights stay unsharded until then, unless every
+        forward reshards too."""
         self.left[number] -= 1
         is_last = self.left[number] == 0
         dp.synchronise_gradients(stage, is_last, self.model.cfg.accumulate_gradients)
@@ -474,56 +474,57 @@ def trained(stage: nn.Module) -> Iterator[nn.Parameter]:
 
 
 class Link:
-    """Starts the messages between this rank of a pipeline and others. Each direction has its own
-    group (`open_mesh`)."""
+    """Starts the sends and receives between this rank of a pipeline and others. Each direction has
+    its own group (parallelisms/neighbours.py)."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.rank, self.to_higher, self.to_lower = (
-            mesh.pp_rank,
-            mesh.device_mesh.get_group("pp"),
-            mesh.to_lower,
-        )
+        self.rank = mesh.pp_rank
+        self.to_higher = mesh.device_mesh.get_group("pp")
+        self.to_lower = mesh.to_lower
 
     def send(self, name: str, tensor: Tensor, rank: int) -> dist.Work:
         """Start to send a tensor to that rank of the pipeline. name: what it is; nothing of it is
         sent."""
-        return dist.isend(
-            tensor, group=self.to_higher if rank > self.rank else self.to_lower, group_dst=rank
-        )
+        group = self.to_higher if rank > self.rank else self.to_lower
+        return dist.isend(tensor, group=group, group_dst=rank)
 
     def receive(self, name: str, tensor: Tensor, rank: int) -> dist.Work:
         """Start to receive it from that rank of the pipeline."""
-        return dist.irecv(
-            tensor, group=self.to_higher if rank < self.rank else self.to_lower, group_src=rank
-        )
+        group = self.to_higher if rank < self.rank else self.to_lower
+        return dist.irecv(tensor, group=group, group_src=rank)
 
 
 class Messages:
-    """Hidden states and gradients on their way between this rank and others, in one step.
+    """Hidden states and gradients in flight between this rank and others, in one step.
 
-    All ranks start what they exchange in one common order (`schedules.transfers`), because NCCL
-    matches messages between two ranks by their order alone. A receive is started before the action
-    that precedes the one that needs it, so that it arrives while that action computes.
+    All ranks start their sends and receives in one common order (`schedules.transfers`), because
+    NCCL matches those of two ranks by their order alone. A receive starts one action before the
+    action that needs it, so that it overlaps with computation.
     """
 
     def __init__(
         self, link: Link, mesh: Mesh, table: RankTable, shape: tuple, dtype: torch.dtype
     ) -> None:
-        self.link, self.mesh, self.table, self.shape, self.dtype = link, mesh, table, shape, dtype
-        # what each rank sends to this one and has not been asked for
+        self.link = link
+        self.mesh = mesh
+        self.table = table
+        self.shape = shape
+        self.dtype = dtype
+        # what each rank sends to this one, as far as no receive has started
         self.queues: dict[int, deque[Result]] = {}
         for key, t in table.coming.items():
             self.queues.setdefault(t.sender, deque()).append(key)
         self.arriving: dict[Result, tuple[Tensor, dist.Work]] = {}
         self.sent: list[tuple[Transfer, Tensor, dist.Work]] = []
         self.kept: dict[Result, Tensor] = {}  # for a stage of the same rank
-        self.waited = 0.0  # seconds
+        self.waited = 0.0  # seconds of the bubble so far
 
     def ask(self, key: Result) -> None:
         """Start to receive this, after everything that its sender sends before it."""
         if key not in self.table.coming:
             return
-        queue = self.queues[sender := self.table.coming[key].sender]
+        sender = self.table.coming[key].sender
+        queue = self.queues[sender]
         while queue and key not in self.arriving:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
             first = queue.popleft()
@@ -535,22 +536,24 @@ class Messages:
             return self.kept.pop(key)
         self.ask(key)
         tensor, work = self.arriving.pop(key)
-        transfer, began = self.table.coming[key], time.monotonic()
+        transfer = self.table.coming[key]
+        began = time.monotonic()
         try:
             wait(work, self.mesh)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.mesh.pp_rank} of the pipeline did not receive {name_of(key)}, from "
-                "rank "
-                f"{transfer.sender}, which has failed or hangs: see its messages"
+                f"rank {transfer.sender}, which has failed or hangs: see its messages"
             ) from error
         self.waited += time.monotonic() - began
         # Whatever its sender needed before it made this has reached it.
         place = self.table.place
         done = place[transfer.made_by]
-        self.release(
-            lambda sent: sent.receiver == transfer.sender and place[sent.needed_by] <= done
-        )
+
+        def has_arrived(sent: Transfer) -> bool:
+            return sent.receiver == transfer.sender and place[sent.needed_by] <= done
+
+        self.release(has_arrived)
         return tensor
 
     def give(self, key: Result, tensor: Tensor) -> None:
@@ -558,13 +561,15 @@ class Messages:
         if key not in self.table.leaving:
             self.kept[key] = tensor
             return
-        transfer, tensor = self.table.leaving[key], tensor.contiguous()
-        self.sent.append(
-            (transfer, tensor, self.link.send(name_of(key), tensor, transfer.receiver))
-        )
+        transfer = self.table.leaving[key]
+        tensor = tensor.contiguous()
+        work = self.link.send(name_of(key), tensor, transfer.receiver)
+        self.sent.append((transfer, tensor, work))
 
     def release(self, arrived: Callable[[Transfer], bool] = lambda _: True) -> None:
-        """Let go of what has arrived."""
-        for sent in [sent for sent in self.sent if arrived(sent[0])]:
-            wait(sent[2], self.mesh)
-            self.sent.remove(sent)
+        """Free the tensors of sends that have arrived."""
+        for sent in list(self.sent):
+            transfer, _, work = sent
+            if arrived(transfer):
+                wait(work, self.mesh)
+                self.sent.remove(sent)
