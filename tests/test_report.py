@@ -335,32 +335,52 @@ def test_what_a_run_says_is_never_read_as_html(runs, tmp_path):
 def test_a_million_steps_make_a_small_page_that_hides_no_spike(runs, tmp_path):
     count = 1_000_000
     long = copy(runs["plain"], tmp_path / "long")
-    rows = [
-        f', "loss": {2 + i / 977:.3f}, "grad_norm": {0.5 + i / 2000:.3f}}}\n' for i in range(977)
-    ]
+    rows = [f', "loss": {2 + i / 977:.3f}}}\n' for i in range(977)]
+    special = {123_456: ', "loss": 4321.5}\n', 654_321: ', "loss": 1.5}\n'}
     with (long / "metrics.jsonl").open("w") as file:
         for step in range(1, count + 1):
-            if step == 123_456:
-                file.write(f'{{"step": {step}, "loss": 1.5, "grad_norm": 4321.5}}\n')
-            else:
-                file.write(f'{{"step": {step}' + rows[step % 977])
+            file.write(f'{{"step": {step}' + special.get(step, rows[step % 977]))
     shown = page(long)
     assert len(shown.source) < 2_000_000
-    (norm,) = shown.data["panels"]["grad_norm"]["series"]
     (loss,) = shown.data["panels"]["loss"]["series"]
-    assert len(norm["steps"]) <= 2 * charts.PIXELS and norm["width"] * charts.PIXELS >= count
-    spike = int(np.argmax(norm["high"]))
-    assert norm["high"][spike] == 4321.5 and min(loss["low"]) == 1.5
-    assert abs(norm["steps"][spike] - 123_456) <= norm["width"]
-    assert max(loss["high"]) == pytest.approx(2 + 976 / 977, abs=1e-3)
-    assert f"Mean (line) and range (band) of every {norm['width']:,} steps." in shown.text
+    assert len(loss["steps"]) <= 2 * charts.PIXELS and loss["width"] * charts.PIXELS >= count
+    spike, dip = int(np.argmax(loss["high"])), int(np.argmin(loss["low"]))
+    assert loss["high"][spike] == 4321.5 and loss["low"][dip] == 1.5
+    assert abs(loss["steps"][spike] - 123_456) <= loss["width"]
+    assert abs(loss["steps"][dip] - 654_321) <= loss["width"]
+    assert sorted(loss["high"])[-2] == pytest.approx(2 + 976 / 977, abs=1e-3)
+    assert f"Mean (line) and range (band) of every {loss['width']:,} steps." in shown.text
 
 
-def test_many_runs_share_the_size_of_a_page():
-    assert charts.buckets_for(10) == charts.PIXELS
-    assert charts.buckets_for(600) == charts.FEWEST_BUCKETS
-    for series_count in (1, 50, 400):
-        assert series_count * charts.buckets_for(series_count) * 90 < 2_000_000
+def test_a_page_of_dense_series_stays_small_however_many_there_are():
+    """The bound of 2 MB, with noise in every series and numbers that take many characters."""
+    draw = np.random.default_rng(0)
+    for count in (20, 500):
+        buckets = charts.buckets_for(count)
+        points = Points(np.arange(10**5), -np.exp(draw.normal(size=10**5)) * 1e-5)
+        across = charts.Axis(0.0, 1e6)
+        html, carried = charts.chart((charts.PANELS[0], [points]), ["run"], across, buckets)
+        size = len(html) + len(json.dumps(carried, separators=(",", ":")))
+        assert count * size < 2_000_000
+
+
+EXTREMES = (0.0, 5e-324, 1e-300, 1.0, 1 + 2**-52, 61.25, 1e300, 1.7e308, np.nan, np.inf)
+
+
+@pytest.mark.parametrize("scale", ["auto", "linear", "zero", "log"])
+def test_any_two_numbers_can_be_drawn(scale):
+    numbers_and_negatives = [*EXTREMES, *(-value for value in EXTREMES)]
+    panel = charts.Panel("x", "x", "", scale)
+    across = charts.Axis(0.0, 2.0)
+    for one in numbers_and_negatives:
+        for other in numbers_and_negatives:
+            points = Points(np.array([1, 2]), np.array([one, other]))
+            html, carried = charts.chart((panel, [points]), ["run"], across, 10)
+            json.dumps(carried, allow_nan=False)
+            assert "nan" not in html and "inf" not in html.replace("not finite", ""), (one, other)
+            coordinates = re.findall(r"<path class=line d=\"([^\"]*)\"", html)[0]
+            for y in re.findall(r"[ML]\d+ (-?\d+)", coordinates):
+                assert 0 <= int(y) <= charts.SCALE
 
 
 def test_a_bucket_has_the_mean_and_the_range_of_its_steps():

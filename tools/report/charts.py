@@ -20,6 +20,8 @@ MOST_BUCKETS = 18_000  # of all series of a page together: about 70 bytes each
 FEWEST_BUCKETS = 30
 SCALE = 1000  # the size of an SVG's own coordinates
 DOTS = 12  # a series of so few points shows each of them
+LARGEST = 1e280  # what is larger, or smaller than its inverse, stands at the edge of a chart
+SAME = 1e-9  # relative: what differs by less is one value to an axis
 LOG_FROM = 50  # "auto": logarithmic if the largest value is so many times the smallest
 
 
@@ -103,10 +105,8 @@ class Axis:
             low, high = math.log10(low), math.log10(high)
             with np.errstate(divide="ignore", invalid="ignore"):
                 values = np.log10(values)
-        # halves first: the range of two floats may be larger than any float
-        distance = values / 2 - low / 2
-        span = high / 2 - low / 2
-        return np.clip(distance / span, 0, 1) * SCALE
+        distance = np.clip(values, low, high) - low
+        return distance / (high - low) * SCALE
 
     def share(self, value: float) -> float:
         return float(self.place(np.array([value]))[0]) / SCALE
@@ -124,17 +124,23 @@ def value_axis(panel: Panel, drawn: list[Series]) -> Axis:
     highs = np.concatenate([series.high for series in drawn])
     if not len(lows):
         return Axis(0.0, 1.0)
-    low, high = float(lows.min()), float(highs.max())
-    positive = lows[lows > 0]
+    low = float(np.clip(lows.min(), -LARGEST, LARGEST))
+    high = float(np.clip(highs.max(), -LARGEST, LARGEST))
+    positive = lows[(lows > 1 / LARGEST) & (lows < LARGEST)]
     least = float(positive.min()) if len(positive) else 0.0
-    wide = low > 0 and high / low >= LOG_FROM
-    if least and high > least and (panel.scale == "log" or (panel.scale == "auto" and wide)):
-        margin = (high / least) ** 0.04
-        return Axis(least / margin, min(high * margin, 1e308), log=True)
+    if least and high > least * (1 + SAME):
+        wide = panel.scale == "auto" and low > 0 and high / low >= LOG_FROM
+        if wide or panel.scale == "log":
+            margin = 10 ** (0.04 * (math.log10(high) - math.log10(least)))
+            return Axis(least / margin, high * margin, log=True)
     if panel.scale == "zero" and low >= 0:
-        return Axis(0.0, high * 1.05 or 1.0)
-    margin = (high / 2 - low / 2) * 0.08 or abs(high) * 0.1 or 1.0
-    return Axis(max(low - margin, -1e308), min(high + margin, 1e308))
+        return Axis(0.0, high * 1.05 if high > 1 / LARGEST else 1.0)
+    size = max(abs(low), abs(high))
+    margin = 0.08 * (high - low)
+    if high - low <= SAME * size:  # one value: it stands in the middle
+        margin = 0.1 * size
+    margin = max(margin, 1 / LARGEST) if size > 1 / LARGEST else 1.0
+    return Axis(low - margin, high + margin)
 
 
 def chart(chosen: Chosen, names: list[str], across: Axis, buckets: int) -> tuple[str, dict]:

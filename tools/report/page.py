@@ -11,6 +11,7 @@ from tools.report.run import Run
 HERE = Path(__file__).resolve().parent
 # The browser itself refuses whatever would be loaded from elsewhere.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+FEWEST_STEPS = 5  # of the axis of steps, so that its labels are whole numbers
 MOST_NAMES = 4  # of more runs, a chart shows the colors only
 # The first eight of a palette that colour-blind readers can tell apart, for a light and a dark
 # page: Okabe and Ito (2008), "Color universal design"; lightened or darkened for contrast.
@@ -33,7 +34,7 @@ def build(runs: list[Run]) -> str:
     count = sum(points is not None for _, table in known + others for points in table)
     buckets = charts.buckets_for(count)
     last_step = max(run.last_step for run in runs)
-    across = charts.Axis(0.0, float(max(1, last_step)))
+    across = charts.Axis(0.0, float(max(FEWEST_STEPS, last_step)))
     panels: dict[str, dict] = {}
     first = _charts(known, names, across, buckets, panels)
     more = _charts(others, names, across, buckets, panels)
