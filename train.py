@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import configs.cpu  # noqa: F401  how threads wait: it must be known before torch is loaded
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 from checkpoint import hf
@@ -80,7 +80,7 @@ class Job:
     mesh: Mesh
     # the model's numbers: `Args` of its family, a row of FLAVORS with the overrides of [model]
     args: Any
-    model: nn.Module
+    model: Any  # a models/layers.py::Decoder, or the stages of a pipeline (parallelisms/pp.py)
     optimizer: torch.optim.Optimizer
 
 
@@ -207,10 +207,10 @@ def train_step(
     optimizer_seconds = time.monotonic() - began
     job.optimizer.zero_grad(set_to_none=True)
     # The host waits here, while a GPU still has the optimizer's kernels to run.
-    loss, grad_norm, stepped, *raised = numbers()
+    loss, norm, stepped, *raised = numbers()
     return StepResult(
         loss=loss,
-        grad_norm=grad_norm,
+        grad_norm=norm,
         skipped=not stepped,
         losses=step.losses,
         expert_counts=step.expert_counts,

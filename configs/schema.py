@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -181,7 +181,7 @@ def _overrides() -> dict:
     return fields
 
 
-Model = create_model("Model", __base__=Architecture, **_overrides())
+Model: Any = create_model("Model", __base__=Architecture, **_overrides())
 
 
 def _ascending(steps: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:

@@ -24,8 +24,11 @@ say = logging.getLogger("plumbline")
 class Ranks(Protocol):
     """What the data must know about the other ranks. `parallelisms/mesh.py::Mesh` has all of it."""
 
-    dp_rank: int  # which share of each global batch is this rank's
-    dp_size: int
+    @property
+    def dp_rank(self) -> int: ...  # which share of each global batch is this rank's
+
+    @property
+    def dp_size(self) -> int: ...
 
     # the positions of a sequence whose tokens are this rank's
     def token_ranges(self, seq_len: int) -> list[range]: ...
@@ -115,7 +118,7 @@ class Corpora:
     def held_out(self, ranks: Ranks, vocab_size: int) -> dict[str, Batches]:
         """This rank's batches of each set; {} without validation. Their order is that of seed 0
         whatever run.seed is, so every run and every mesh is measured on the same sequences."""
-        held_out = {}
+        held_out: dict[str, Batches] = {}
         if not self.cfg.validation.interval:
             return held_out
         training = self.cfg.training
@@ -164,6 +167,7 @@ def rank_batches(
     cfg: Config, sources: list[Tokens], order: Order, ranks: Ranks, vocab_size: int
 ) -> Batches:
     """This rank's batches of one split of each source."""
+    assert cfg.training.local_batch_size is not None  # configs/check.py::derive
     return Batches(
         sources,
         order,

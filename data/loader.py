@@ -10,7 +10,7 @@ G: rows of the global batch; T: `training.seq_len`; A: microbatches of a rank; b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -137,7 +137,7 @@ def at(token_ranges: Sequence[range], array: np.ndarray, shift: int = 0) -> np.n
 
 def loader(
     batches: Batches, start_step: int, steps: int, cfg: Data, pin_memory: bool = False
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """The batches of steps `start_step` .. `steps - 1`: read here, or ahead of time by `cfg.workers`
     processes, which pays if the file system is slow and cannot change a batch. There is no state to
     save. Raises LoaderError if a batch cannot be read, or if its worker died or sent nothing for
@@ -152,7 +152,7 @@ def loader(
             yield pinned(batch) if pin_memory else batch
 
 
-def read_here(batches: Batches, steps: range) -> Iterator[Batch]:
+def read_here(batches: Batches, steps: range) -> Generator[Batch, None, None]:
     for step in steps:
         try:
             batch = batches[step]

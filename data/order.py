@@ -82,8 +82,8 @@ class Segment:
             owner, count = self.slots(number)
             source[inside] = owner[slot[inside]]
             before[inside] = count[slot[inside]]
-        consumed = np.array([source.consumed for source in self.sources])
-        share = np.array([source.share for source in self.sources])
+        consumed = np.array([one.consumed for one in self.sources])
+        share = np.array([one.share for one in self.sources])
         return source, consumed[source] + block * share[source] + before
 
     def slots(self, block: int) -> Pair:
@@ -98,8 +98,8 @@ class Segment:
         blocks, left = divmod(samples, BLOCK)
         partial = np.zeros(len(self.sources), np.int64)  # of the block that is not complete
         if left:
-            source, _ = self.locate(np.arange(blocks * BLOCK, samples))
-            partial = np.bincount(source, minlength=len(self.sources))
+            which, _ = self.locate(np.arange(blocks * BLOCK, samples))
+            partial = np.bincount(which, minlength=len(self.sources))
         counts = []
         for source, extra in zip(self.sources, partial.tolist(), strict=True):
             counts.append(source.consumed + blocks * source.share + extra)

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +36,7 @@ class LoaderError(Exception):
     """A batch did not come. The message names the step, its sources and the worker."""
 
 
-def read_by_workers(batches: Batches, steps: range, cfg: Data) -> Iterator[Batch]:
+def read_by_workers(batches: Batches, steps: range, cfg: Data) -> Generator[Batch, None, None]:
     """The batches of these steps. Raises LoaderError: see data/loader.py::loader."""
     workers = Workers(batches, steps, cfg)
     try:

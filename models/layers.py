@@ -136,7 +136,10 @@ class Output(nn.Linear):
     unsharded the weight.
     """
 
-    def forward(self, h: Tensor, loss_head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    # a further argument than that of nn.Linear
+    def forward(  # type: ignore[override]
+        self, h: Tensor, loss_head: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         return loss_head(h, self.weight)
 
 
@@ -174,7 +177,8 @@ class Decoder(nn.Module):
 
     def cores(self) -> list[AttentionCore]:
         """The attention of every block, in order, for those who replace it."""
-        return [layer.attention.core for layer in self.layers.values()]
+        blocks: Any = self.layers.values()
+        return [block.attention.core for block in blocks]
 
     def latents(self) -> list[nn.Module]:
         """The modules, one per block, that return what keys and values are computed from; none

@@ -8,6 +8,7 @@ activations inside it.
 """
 
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import (
@@ -56,10 +57,11 @@ def apply(model: nn.Module, cfg: ActivationCheckpoint) -> nn.Module:
     if cfg.mode == "none":
         return model
     every = cfg.every_n if cfg.mode == "every_n" else 1
-    options = {"use_reentrant": False, "preserve_rng_state": False}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if cfg.mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    for number, block in model.layers.items():
+    blocks: Any = model.layers
+    for number, block in blocks.items():
         if int(number) % every == 0:
             block.forward = partial(checkpoint, block.forward, **options)
     return model

@@ -1,6 +1,8 @@
 """torch.compile, one block at a time: identical blocks compile once, and FSDP's hooks stay outside
 the graph."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -12,6 +14,7 @@ def apply(model: nn.Module, cfg: Compile) -> nn.Module:
     is an error, not a slow run."""
     if not cfg.enabled:
         return model
-    for block in model.layers.values():
+    blocks: Any = model.layers
+    for block in blocks.values():
         block.forward = torch.compile(block.forward, backend=cfg.backend, fullgraph=True)
     return model

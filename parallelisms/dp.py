@@ -61,7 +61,7 @@ def allocate(model: nn.Module, device: torch.device, cpu_offload: bool) -> None:
                 module.register_parameter(name, nn.Parameter(there, requires_grad=False))
 
 
-def apply(model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism) -> nn.Module:
+def apply(model: Any, mesh: Mesh, training: Training, cfg: Parallelism) -> nn.Module:
     """Shard the blocks bottom-up, then the rest of the model as the root, in place.
 
     Bottom-up is FSDP2's contract: the root takes what is left, here the embedding and the last
@@ -108,7 +108,7 @@ def fsdp_options(
     }
 
 
-def reshard_of_blocks(mesh: Mesh, cfg: Parallelism) -> bool | int | str:
+def reshard_of_blocks(mesh: Mesh, cfg: Parallelism) -> Any:
     """`reshard_after_forward`, or False where resharding frees nothing or costs too much."""
     is_sharded = mesh.fsdp_mesh.size(-1) > 1
     if mesh.experts_mesh is not None and mesh.experts_mesh["edp"].size() > 1:
@@ -120,9 +120,7 @@ def reshard_of_blocks(mesh: Mesh, cfg: Parallelism) -> bool | int | str:
     return cfg.reshard_after_forward
 
 
-def shard_modules(
-    model: nn.Module, options: dict[str, Any], reshard: bool | int | str, keep_gathered: int
-) -> None:
+def shard_modules(model: Any, options: dict[str, Any], reshard: Any, keep_gathered: int) -> None:
     """Blocks, output projection, root. reshard: `reshard_after_forward`."""
     of_block = True if reshard == "default" else reshard
     of_output = False if reshard == "default" else reshard
@@ -136,7 +134,7 @@ def shard_modules(
     fully_shard(model, **options, reshard_after_forward=False)
 
 
-def prefetch(blocks: list[nn.Module], ahead: int) -> None:
+def prefetch(blocks: list[Any], ahead: int) -> None:
     """Let every block start the all-gathers of so many blocks that come after it."""
     for i, block in enumerate(blocks):
         following = blocks[i + 1 : i + 1 + ahead]

@@ -243,7 +243,9 @@ def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int, has_experts: bo
     tp = parallelism.tensor_parallel
     sizes = (pp, dp_replicate, dp_shard, cp, tp)
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
-    pp_rank, replicate, shard, cp_rank, _ = device_mesh.get_coordinate()
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None  # every rank is in the mesh
+    pp_rank, replicate, shard, cp_rank, _ = coordinate
     to_lower = group_to_lower_ranks(device_mesh)
     experts_mesh = None
     if has_experts and parallelism.expert_parallel * tp > 1:

@@ -9,6 +9,7 @@ not on every rank.
 """
 
 import fnmatch
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,7 +53,7 @@ class VocabWeight(ParallelStyle):
     (training/loss.py)."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        def shard(name: str, module: Any, mesh: DeviceMesh) -> None:
             weight = distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter("weight", nn.Parameter(weight))
 

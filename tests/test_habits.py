@@ -11,6 +11,8 @@ import pytest
 import tomli
 import yaml
 
+from tools import reading
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -117,3 +119,14 @@ def test_the_citation_and_the_badges_say_what_the_project_says():
         f"license-{project()['license'].replace('-', '--')}",
         f"python-{oldest}%2B",
     ]
+
+
+def test_the_types_of_the_reading_core_are_right():
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--no-incremental", *reading.CORE],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -22,7 +22,6 @@ CORE = (
     "data/order.py",
     "data/loader.py",
     "training/feed.py",
-    "models/family.py",
     "models/llama.py",
     "models/dense.py",
     "models/layers.py",

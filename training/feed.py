@@ -40,7 +40,7 @@ class Feed:
     ) -> None:
         """batch: as data/loader.py makes it; loss: `linear_cross_entropy` of training/loss.py, with
         its `chunk_tokens`."""
-        self.model = model
+        self.model: Any = model
         self.device = mesh.device
         self.loss = loss
         self.chunk_tokens = chunk_tokens

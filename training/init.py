@@ -17,6 +17,7 @@ import hashlib
 from fnmatch import fnmatchcase
 from functools import cache
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +101,7 @@ def _global_ids(param: Tensor) -> list[Tensor]:
         return [torch.arange(n, device=param.device) for n in param.shape]
     ids = [torch.arange(n, device=param.to_local().device) for n in param.shape]
     mesh = param.device_mesh
-    cuts = [
+    cuts: list[tuple[Any, int, int]] = [
         (p, mesh.size(d), mesh.get_local_rank(d))
         for d, p in enumerate(param.placements)
         if not p.is_replicate()

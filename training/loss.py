@@ -73,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_logits.scatter_add_(1, row, -is_local.float()[:, None])
                 if wide is not narrow:
                     d_logits = in_dtype.copy_(d_logits)
-                if need_h:
+                if grad_h is not None:
                     torch.mm(d_logits, weight, out=grad_h[first : first + chunk_tokens])
                 if need_w and one_piece:
                     grad_w = d_logits.t() @ hc
@@ -114,6 +114,7 @@ def linear_cross_entropy(
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
         group = mesh.get_group()
+        assert isinstance(h, DTensor)
         # Each rank's h gradient comes from its rows of the vocabulary only: Partial, to be summed
         # on the way back.
         h = h.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])

@@ -4,6 +4,7 @@ whole mesh."""
 import math
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,7 @@ def build_optimizer(
     if cfg.kind == "sgd":
         return torch.optim.SGD(rows, lr=cfg.lr, momentum=cfg.momentum)
     # fused: also on a CPU, where it measures several times faster than the default loop
-    adam = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps}
-    return torch.optim.AdamW(rows, **adam, fused=True)
+    return torch.optim.AdamW(rows, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
 
 
 # Schedules after the warmup: kind -> how much of the way from the peak down to min_ratio is done at
@@ -63,10 +63,11 @@ def learning_rate(step: int, steps: int, peak: float, cfg: LRSchedule) -> float:
     Warmup gives step s the rate peak * (s + 1) / warmup_steps, so that no step is wasted at 0. The
     last step (steps - 1) has exactly peak * min_ratio, except under `constant`.
     """
-    if step < cfg.warmup_steps:
-        return peak * (step + 1) / cfg.warmup_steps
-    after = steps - cfg.warmup_steps
-    progress = (step - cfg.warmup_steps + 1) / after
+    warmup = cfg.warmup_steps or 0
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    after = steps - warmup
+    progress = (step - warmup + 1) / after
     tail = cfg.decay_fraction * steps / after
     done = DECAYED[cfg.kind](progress, tail)
     return peak * (1 - (1 - cfg.min_ratio) * done)
@@ -77,7 +78,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def step_if(fine: Tensor, optimizer: torch.optim.Optimizer) -> None:
+def step_if(fine: Tensor, optimizer: Any) -> None:
     """optimizer.step() where `fine` (bool, a scalar) is true; else weights and state stay as they
     are, bit by bit.
 
@@ -116,7 +117,7 @@ def clip_grad_norm(
     # (mesh, its dimensions that split the tensor) -> this rank's shards
     split: dict[tuple, list[Tensor]] = {}
     for grad, shard in zip(grads, local):
-        key = (None, ())
+        key: tuple[Any, tuple[int, ...]] = (None, ())
         if isinstance(grad, DTensor):
             key = (grad.device_mesh, _split_over(grad))
         split.setdefault(key, []).append(shard)

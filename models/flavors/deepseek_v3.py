@@ -4,7 +4,7 @@
 # Hugging Face hub. The balance loss's factor is that of section 4.2. 16B-A3B is Moonlight
 # (arXiv:2502.16982; the config.json of moonshotai/Moonlight-16B-A3B), with its aux_loss_alpha as
 # the balance loss's factor.
-FLAVORS = {
+FLAVORS: dict[str, dict] = {
     "debug": {
         "dim": 192,
         "n_layers": 5,

@@ -4,7 +4,7 @@
 # meta-llama/Llama-3.1-8B, -70B, -405B and meta-llama/Llama-3.2-1B, -3B on the Hugging Face hub for
 # the rest. `debug` is ours, sized for two CPU cores; it has 4 key/value heads so that tensor
 # parallelism up to 4 can be tried on a laptop.
-FLAVORS = {
+FLAVORS: dict[str, dict] = {
     "debug": {
         "dim": 256,
         "n_layers": 6,

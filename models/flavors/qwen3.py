@@ -6,7 +6,7 @@
 # router_aux_loss_coef. `debug` is ours, sized for two CPU cores; it has 4 key/value heads so that
 # tensor parallelism up to 4 can be tried on a laptop, and heads of a width that is not dim /
 # n_heads. So is `debug_moe`.
-FLAVORS = {
+FLAVORS: dict[str, dict] = {
     "debug": {
         "dim": 256,
         "n_layers": 6,
