@@ -29,6 +29,7 @@ from reliability.health import mismatching_replicas
 from tests.ranks import run_ranks, step_timeout
 from tests.runs import MESHES, STEPS, ends, killed, run, said, samples, tiny_run, trained
 from tools import compare_runs
+from training.sample import sample
 from training.validate import validate
 
 MORE = (
@@ -404,7 +405,7 @@ def sample_and_step(
         meshes.meet_neighbours = lambda *_: None
     ranks = dist.get_world_size()
     job = train.build(load_config(options, ranks, ranks))
-    text = train.sample(job.model, [1, 2, 3], 2, 16, job.mesh.device)
+    text = sample(job.model, [1, 2, 3], 2, 16, job.mesh.device)
     shape = (job.cfg.training.microbatches(1), 2, 16)
     tokens = torch.randint(263, shape, generator=torch.Generator().manual_seed(0))
     return text, train.train_step(job, {"tokens": tokens, "labels": tokens}).grad_norm
