@@ -28,7 +28,7 @@ import numpy as np
 
 from configs.schema import InputError
 from data import splice
-from data.documents import Documents
+from data.documents import DocumentIndex
 from data.order import BLOCK, Order, Segment, Source
 from data.prepared import Prepared, open_prepared
 from data.shuffle import unpermute
@@ -117,7 +117,7 @@ def documents(run: Audited, segment: Segment, source: Source, window: int) -> li
         raise InputError(
             f"the tokens of source {source.name} are not known any more: a splice has ended it"
         )
-    split = Documents(run.corpora[source.fingerprint].train)
+    split = DocumentIndex(run.corpora[source.fingerprint].train)
     begin = window * segment.seq_len
     end = begin + segment.seq_len + 1
     pieces = []
@@ -213,7 +213,7 @@ def find(run: Audited, wanted: str) -> list[tuple[Source, int]]:
     name, _, number = wanted.rpartition(":")
     documents = []
     for source in sources.values():
-        split = Documents(run.corpora[source.fingerprint].train)
+        split = DocumentIndex(run.corpora[source.fingerprint].train)
         if number.isdecimal() and name == source.name:
             if int(number) >= len(split):
                 raise InputError(f"{wanted}: the source has {len(split):,} documents, from 0")
@@ -228,7 +228,7 @@ def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
     """Numbers of the documents that contain the text. They are decoded, because the tokens of a
     piece of text depend on what is around it."""
     corpus = run.corpora[source.fingerprint]
-    split = Documents(corpus.train)
+    split = DocumentIndex(corpus.train)
     for number in range(len(split)):
         start, stop = split.extent(number)
         if text in corpus.tokenizer.decode(corpus.train.read(start, stop)):
@@ -238,7 +238,7 @@ def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
 def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
     """The steps (counted from 1) and rows whose windows have a token of this document, up to the
     end of the run, in order."""
-    start, stop = Documents(run.corpora[source.fingerprint].train).extent(number)
+    start, stop = DocumentIndex(run.corpora[source.fingerprint].train).extent(number)
     rows, order = [], run.order
     ends = [segment.step for segment in order.segments[1:]] + [max(run.steps, order.last.step)]
     for segment, end in zip(order.segments, ends, strict=True):
@@ -352,7 +352,7 @@ def _print_found(run: Audited, wanted: str, as_json: bool) -> None:
         )
     for source, number in documents:
         name, rows = (
-            Documents(run.corpora[source.fingerprint].train).name(number),
+            DocumentIndex(run.corpora[source.fingerprint].train).name(number),
             occurrences(run, source, number),
         )
         if as_json:

@@ -15,7 +15,7 @@ from data.prepared import TABLES
 from data.tokens import Tokens, map_file
 
 
-class Documents:
+class DocumentIndex:
     """The documents of a split, by their number in it."""
 
     def __init__(self, tokens: Tokens) -> None:

@@ -389,7 +389,7 @@ def end_weights(
     its `Args`; `more`: the same numbers with one more layer.
 
     The embedding costs next to no time, so what counts is its memory: its parameters over those of
-    a layer. The first stage holds the most activations, too. The head counts by its products: 6
+    a layer. The first stage holds the most activations, too. The head counts by its matmuls: 6
     FLOPs per weight and token, over those of a layer.
     """
     matrix = args.vocab_size * args.dim

@@ -12,7 +12,7 @@ import pytest
 
 from configs.schema import Data, InputError
 from data import audit, splice
-from data.documents import Documents
+from data.documents import DocumentIndex
 from data.loader import Batches
 from data.order import BLOCK, Order
 from data.prepare import prepare
@@ -89,7 +89,7 @@ def test_the_rows_listed_are_those_of_the_batches(audited):
         window = sources[i].train.read(entry["window"] * T, entry["window"] * T + T + 1)
         text = b""
         for piece in entry["documents"]:
-            start, stop = Documents(sources[i].train).extent(piece["number"])
+            start, stop = DocumentIndex(sources[i].train).extent(piece["number"])
             whole = sources[i].train.read(start, stop)
             assert 0 <= piece["start"] < piece["stop"] <= stop - start
             text += whole[piece["start"] : piece["stop"]].tobytes()
@@ -120,9 +120,11 @@ def test_a_document_is_found_by_number_name_and_text(audited):
     tokens = audited.corpora[audited.order.last.sources[0].fingerprint].train
     ((source, number),) = audit.find(audited, "web:3")
     assert (source.name, number) == ("web", 3)
-    assert [(s.name, n) for s, n in audit.find(audited, Documents(tokens).name(3))] == [("web", 3)]
+    assert [(s.name, n) for s, n in audit.find(audited, DocumentIndex(tokens).name(3))] == [
+        ("web", 3)
+    ]
     decoded = audited.corpora[source.fingerprint].tokenizer.decode(
-        tokens.read(*Documents(tokens).extent(3))
+        tokens.read(*DocumentIndex(tokens).extent(3))
     )
     assert [(s.name, n) for s, n in audit.find(audited, decoded[:17])] == [("web", 3)]
     code = audited.corpora[audited.order.last.sources[1].fingerprint].train

@@ -17,7 +17,7 @@ import pytest
 
 import train
 from data import audit
-from data.documents import Documents
+from data.documents import DocumentIndex
 from data.loader import Batches
 from data.open import open_corpora
 from tests.ranks import run_ranks
@@ -124,7 +124,7 @@ def test_no_held_out_text_is_in_a_training_window_of_any_source(options, tmp_pat
     assert list(sources) == ["web", "code"] and list(sets) == ["web", "code", "further"]
 
     def texts(tokens) -> set[bytes]:
-        documents = Documents(tokens)
+        documents = DocumentIndex(tokens)
         extents = (documents.extent(i) for i in range(len(documents)))
         return {tokens.read(start, stop - 1).astype(np.uint8).tobytes() for start, stop in extents}
 

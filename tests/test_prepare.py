@@ -25,7 +25,7 @@ from pyarrow import parquet
 
 from configs.schema import Data, InputError, is_prepared
 from data import hf_tokenizer, sources, splice, stream, tokenizer
-from data.documents import Documents
+from data.documents import DocumentIndex
 from data.prepare import prepare
 from data.prepared import SPLITS, Prepared, open_prepared, verify
 from data.tokens import Tokens
@@ -61,7 +61,7 @@ def whole(tokens: Tokens) -> np.ndarray:
 
 
 def names(tokens: Tokens) -> list[str]:
-    documents = Documents(tokens)
+    documents = DocumentIndex(tokens)
     return [documents.name(i) for i in range(len(documents))]
 
 
@@ -369,7 +369,7 @@ def test_neither_split_is_empty_however_the_hashes_fall(tmp_path: Path) -> None:
 
 def test_documents_of_a_range_of_tokens(corpus: Path, tmp_path: Path) -> None:
     train = prepare(data(corpus, tmp_path)).train
-    documents = Documents(train)
+    documents = DocumentIndex(train)
     owner = np.zeros(len(train), np.int64)
     for index, start in enumerate(train.document_starts):
         owner[start:] = index
@@ -1001,7 +1001,7 @@ def test_damaged_shards_are_refused_by_name(
             found = open_prepared(str(folder))
             (
                 found.train.read(0, len(found.train)),
-                Documents(found.train).between(0, 10**9),
+                DocumentIndex(found.train).between(0, 10**9),
                 names(found.train),
             )
             assert what in (

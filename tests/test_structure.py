@@ -439,6 +439,22 @@ def test_the_training_loop_is_one_loop():
     assert sum(isinstance(node, ast.While) for node in ast.walk(tree)) == 1
 
 
+# A family's own numbers and attention: each family is a module with these members.
+OF_EVERY_FAMILY = {"Args", "Attention"}
+
+
+def test_each_name_of_a_class_means_one_thing():
+    places: dict[str, list[str]] = {}
+    for name in tracked():
+        if not name.endswith(".py") or name.startswith("tests/"):
+            continue
+        for node in ast.parse((ROOT / name).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name not in OF_EVERY_FAMILY:
+                places.setdefault(node.name, []).append(name)
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert not twice
+
+
 def test_the_loop_does_not_ask_whether_the_data_is_streamed():
     """data/open.py answers that once, for everything that differs."""
     asked = [

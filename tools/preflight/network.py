@@ -337,7 +337,7 @@ def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     return rows + judge_links(probe, answers) or [ProbeRow("ok", "one rank: nothing is sent")]
 
 
-class Link(NamedTuple):
+class NetworkLink(NamedTuple):
     """A row of `neighbours`."""
 
     dim: str
@@ -349,9 +349,9 @@ class Link(NamedTuple):
 
 def judge_links(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
-    kinds: dict[tuple[str, bool], list[Link]] = {}
+    kinds: dict[tuple[str, bool], list[NetworkLink]] = {}
     for a in answers:
-        for link in itertools.starmap(Link, a["links"]):
+        for link in itertools.starmap(NetworkLink, a["links"]):
             between = probe.hosts[link.first] != probe.hosts[link.second]
             kinds.setdefault((link.dim, between), []).append(link)
     for (dim, between), links in kinds.items():

@@ -12,7 +12,7 @@ from html import escape
 import numpy as np
 
 from tools.report import numbers
-from tools.report.run import Points, Run, joined
+from tools.report.run import LoadedRun, Points, joined
 from tools.report.thin import Series, thin
 
 PIXELS = 480  # buckets of a long series: about the pixels of a chart on a laptop
@@ -58,7 +58,7 @@ BY_LAYER = "/layer"  # ends the key of the metrics of all layers, put together
 Chosen = tuple[Panel, list[Points | None]]
 
 
-def panels_of(runs: list[Run]) -> tuple[list[Chosen], list[Chosen]]:
+def panels_of(runs: list[LoadedRun]) -> tuple[list[Chosen], list[Chosen]]:
     """The charts of PANELS that any run has numbers for, and those of all other metrics."""
     tables = [_fold_layers(run.metrics) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)

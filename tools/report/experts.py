@@ -3,7 +3,7 @@
 import bisect
 from html import escape
 
-from tools.report.run import Run
+from tools.report.run import LoadedRun
 
 # Classes of load (over the mean of the layer) and their upper ends. Below the first an expert is
 # idle, as in training/experts.py::IDLE.
@@ -19,7 +19,7 @@ LEVELS = (
 MOST_CELLS = 20_000  # of all runs together: about 15 bytes each
 
 
-def section(runs: list[Run]) -> str:
+def section(runs: list[LoadedRun]) -> str:
     """HTML; "" if no run has experts."""
     shown = [(number, run) for number, run in enumerate(runs) if run.experts]
     if not shown:
@@ -40,7 +40,7 @@ def level_of(load: float) -> int:
     return bisect.bisect_right(ends, load)
 
 
-def _map(number: int, run: Run, most_cells: int) -> str:
+def _map(number: int, run: LoadedRun, most_cells: int) -> str:
     record = run.experts[-1]
     loads = {layer: _loads(counts) for layer, counts in record["counts"].items()}
     experts = max(map(len, loads.values()), default=0)

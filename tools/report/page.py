@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from tools.report import charts, experts, tables, timeline
-from tools.report.run import Run
+from tools.report.run import LoadedRun
 
 HERE = Path(__file__).resolve().parent
 # The browser itself refuses whatever would be loaded from elsewhere.
@@ -27,7 +27,7 @@ COLORS = (
 )
 
 
-def build(runs: list[Run]) -> str:
+def build(runs: list[LoadedRun]) -> str:
     """The whole page as HTML."""
     names = [run.name for run in runs]
     known, others = charts.panels_of(runs)

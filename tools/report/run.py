@@ -25,7 +25,7 @@ class Points:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadedRun:
     name: str  # as short as tells it from the other runs
     folder: Path
     metrics: dict[str, Points]
@@ -41,7 +41,7 @@ class Run:
         return max((int(points.steps.max()) for points in self.metrics.values()), default=0)
 
 
-def read_runs(folders: list[Path]) -> list[Run]:
+def read_runs(folders: list[Path]) -> list[LoadedRun]:
     """Every run, in this order. Raises InputError where a folder is no run's or is given twice."""
     resolved = [folder.resolve() for folder in folders]
     for folder in folders:
@@ -59,14 +59,14 @@ def names(folders: list[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def read_run(folder: Path, name: str) -> Run:
+def read_run(folder: Path, name: str) -> LoadedRun:
     starts = goodput.read(folder)
     config = _text(folder / "config.toml")
     try:
         options = tomli.loads(config)
     except ValueError:
         options = {}
-    return Run(
+    return LoadedRun(
         name,
         folder,
         _metrics(folder),

@@ -7,14 +7,14 @@ import numpy as np
 
 from tools import compare_runs
 from tools.report import numbers
-from tools.report.run import Points, Run
+from tools.report.run import LoadedRun, Points
 from tools.report.timeline import ENDS, how_it_ended
 
 CODE = "code "  # compare_runs.explanations has a row for every source file that differs
 LONGEST = 120  # characters of a value in the table
 
 
-def summary(runs: list[Run]) -> str:
+def summary(runs: list[LoadedRun]) -> str:
     """A column per run, a row per fact that at least one run has."""
     facts = [_facts(run) for run in runs]
     rows = ""
@@ -29,11 +29,11 @@ def summary(runs: list[Run]) -> str:
     )
 
 
-def _heads(runs: list[Run]) -> str:
+def _heads(runs: list[LoadedRun]) -> str:
     return "".join(f'<th class="run r{i}"><i></i>{escape(run.name)}' for i, run in enumerate(runs))
 
 
-def _facts(run: Run) -> dict[str, str]:
+def _facts(run: LoadedRun) -> dict[str, str]:
     """HTML of each fact."""
     kind, mark, text = ENDS[how_it_ended(run.starts[-1], newest=True)]
     if kind == "open":
@@ -63,7 +63,7 @@ def _facts(run: Run) -> dict[str, str]:
     return facts
 
 
-def _devices(run: Run) -> str:
+def _devices(run: LoadedRun) -> str:
     """As "8 x NVIDIA H100 80GB HBM3" of the newest start that knew."""
     counts: dict[str, int] = {}
     for start in reversed(run.starts):
@@ -107,7 +107,7 @@ def _best(points: Points) -> str:
     return f"{value} <small>step {int(points.steps[at]):,}</small>"
 
 
-def differences(runs: list[Run]) -> tuple[dict[str, list], dict[str, list]]:
+def differences(runs: list[LoadedRun]) -> tuple[dict[str, list], dict[str, list]]:
     """Option -> its value in each run, and the same of code, versions, mesh and devices: what is
     not the same in all runs."""
     options: dict[str, list] = {}
@@ -120,7 +120,7 @@ def differences(runs: list[Run]) -> tuple[dict[str, list], dict[str, list]]:
     return options, surroundings
 
 
-def configuration(runs: list[Run]) -> str:
+def configuration(runs: list[LoadedRun]) -> str:
     """The differences as a table, and each whole configuration folded away."""
     options, surroundings = differences(runs)
     code = sorted(key for key in surroundings if key.startswith(CODE) and key.endswith(".py"))
@@ -141,7 +141,7 @@ def configuration(runs: list[Run]) -> str:
     return f"<section><h2>Configuration</h2>{''.join(parts)}</section>"
 
 
-def _difference_table(title: str, rows: dict[str, list], runs: list[Run]) -> str:
+def _difference_table(title: str, rows: dict[str, list], runs: list[LoadedRun]) -> str:
     if not rows:
         return f"<p class=note>Every {title} is the same.</p>"
     body = ""
@@ -164,7 +164,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
-def samples(runs: list[Run]) -> str:
+def samples(runs: list[LoadedRun]) -> str:
     """The text that each run sampled at its end; "" if none did."""
     shown = [(i, run) for i, run in enumerate(runs) if run.sample]
     if not shown:

@@ -7,7 +7,7 @@ from html import escape
 from reliability.goodput import KINDS, ORDERLY, Past
 from tools.report import numbers
 from tools.report.charts import Axis
-from tools.report.run import Run
+from tools.report.run import LoadedRun
 
 # How a start ended: class of its mark, the mark, and what a reader is told.
 ENDS = {
@@ -66,7 +66,7 @@ def how_it_ended(start: Past, newest: bool) -> str:
     return {0: "done", 75: "stopped", 76: "given up"}.get(code, "failed")
 
 
-def section(runs: list[Run]) -> str:
+def section(runs: list[LoadedRun]) -> str:
     """The time line, the bars of goodput, and the tables of both."""
     lanes = [spans(run.starts) for run in runs]
     lengths = [lane[-1].end - lane[0].begin for lane in lanes if lane]
@@ -99,7 +99,7 @@ def section(runs: list[Run]) -> str:
     )
 
 
-def _lane(number: int, run: Run, lane: list[Span], longest: float) -> str:
+def _lane(number: int, run: LoadedRun, lane: list[Span], longest: float) -> str:
     parts = []
     for i, span in enumerate(lane):
         after = lane[i + 1].begin if i + 1 < len(lane) else None
@@ -148,7 +148,7 @@ def _utc(time: float) -> str:
     return datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def starts_table(runs: list[Run], lanes: list[list[Span]]) -> str:
+def starts_table(runs: list[LoadedRun], lanes: list[list[Span]]) -> str:
     rows, left_out = "", 0
     for number, (run, lane) in enumerate(zip(runs, lanes, strict=True)):
         redone = {row["start"]: row["redone"] for row in run.account.interruptions}
@@ -186,7 +186,7 @@ def _row(number: int, name: str, span: Span, redone: int) -> str:
     )
 
 
-def goodput_section(runs: list[Run]) -> str:
+def goodput_section(runs: list[LoadedRun]) -> str:
     """A bar of shares per run, and the seconds by kind."""
     kinds = [kind for kind in KINDS if any(run.account.seconds[kind] > 0 for run in runs)]
     bars = "".join(_share_bar(number, run) for number, run in enumerate(runs))
@@ -205,7 +205,7 @@ def goodput_section(runs: list[Run]) -> str:
     )
 
 
-def _share_bar(number: int, run: Run) -> str:
+def _share_bar(number: int, run: LoadedRun) -> str:
     counted = run.account.total - run.account.seconds["paused"]
     parts = "".join(
         f'<span class=k-{kind} style="width:{100 * seconds / counted:.2f}%" '
@@ -220,7 +220,7 @@ def _share_bar(number: int, run: Run) -> str:
     )
 
 
-def _seconds(run: Run, kind: str) -> str:
+def _seconds(run: LoadedRun, kind: str) -> str:
     seconds = run.account.seconds[kind]
     counted = run.account.total - run.account.seconds["paused"]
     if kind == "paused" or not counted or not seconds:

@@ -1,7 +1,7 @@
 """Draws the mesh: which rows, which positions and which parts of some weights each rank has."""
 
 from tools.tour.run import Seen
-from tools.tour.shards import Shard
+from tools.tour.shards import OwnedShard
 from tools.tour.svg import INK, PAPER, RULE, Picture
 
 COLORS = ("#9ecae9", "#ffc37f", "#a8dba0", "#dcb3e0", "#f4a6a0", "#c5c9cf", "#f0dd85", "#9fdcd3")
@@ -85,7 +85,7 @@ def draw_row(picture: Picture, x: float, y: float, text: str, rank: Seen) -> Non
 
 
 def draw_weight(
-    picture: Picture, x: float, y: float, shards: list[Shard], dimensions: list[str]
+    picture: Picture, x: float, y: float, shards: list[OwnedShard], dimensions: list[str]
 ) -> None:
     """shards: of one weight, by rank."""
     weight = shards[0]
@@ -109,7 +109,7 @@ def draw_weight(
         picture.text(x, y + TALL + 71 + 17 * line, f"{dimension}: {cut}", "s")
 
 
-def owners_of(shards: list[Shard]) -> dict[tuple[int, ...], list[int]]:
+def owners_of(shards: list[OwnedShard]) -> dict[tuple[int, ...], list[int]]:
     """A part of a weight (first row, first column, and those behind the last) -> the ranks that
     store it."""
     owners: dict[tuple[int, ...], list[int]] = {}

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import train
-from tools.tour.shards import Shard, elements, positions, shard_of
-from tools.tour.watch import Routes, Stretch, Watch
+from tools.tour.shards import OwnedShard, elements, positions, shard_of
+from tools.tour.watch import PhaseSpan, Routes, StepWatch
 
 # Every 16 letters are one row of a batch.
 TEXT = (
@@ -58,10 +58,10 @@ class Seen:
     mesh: dict[str, tuple[int, int]]  # dimension -> this rank's coordinate, and the size
     rows: list[str]  # the text of its rows of the batch
     positions: range  # of a row, between blocks
-    shards: list[Shard]
+    shards: list[OwnedShard]
     held: int  # elements of all weights
     total: int
-    stretches: list[Stretch]
+    stretches: list[PhaseSpan]
     routes: Routes
 
 
@@ -122,7 +122,7 @@ def watch_step(job: train.Job, batch: dict[str, Tensor], step: Callable) -> tupl
     model.get_submodule("layers.0").register_forward_pre_hook(
         lambda _, inputs: first_inputs.append(inputs[0].detach())
     )
-    with Watch(model) as watch:
+    with StepWatch(model) as watch:
         result = step()
     tokens = batch["tokens"][0]  # [b, T]: the first microbatch
     seen = Seen(

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
-class Shard:
+class OwnedShard:
     """What this rank holds of one weight."""
 
     name: str
@@ -19,7 +19,7 @@ class Shard:
     end: list[int]  # behind its last one
 
 
-def shard_of(name: str, weight: DTensor) -> Shard:
+def shard_of(name: str, weight: DTensor) -> OwnedShard:
     """By an experiment: a weight of this layout, in which each rank has written its number, is
     gathered. All ranks call this. Raises ValueError for a shard that is no rectangle."""
     rank = dist.get_rank()
@@ -37,7 +37,7 @@ def shard_of(name: str, weight: DTensor) -> Shard:
     end = places.amax(0) + 1
     if (end - first).prod() != len(places):
         raise ValueError(f"the shard of {name} on rank {rank} is no rectangle")
-    return Shard(name, list(weight.shape), cuts_of(weight), first.tolist(), end.tolist())
+    return OwnedShard(name, list(weight.shape), cuts_of(weight), first.tolist(), end.tolist())
 
 
 def cuts_of(weight: DTensor) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from tools.tour.run import Seen
 from tools.tour.svg import INK, Picture
-from tools.tour.watch import Collective, Stretch
+from tools.tour.watch import PhaseSpan, SeenCollective
 
 COLORS = ("#8fd0c8", "#f4d06f", "#cdb8e6", "#f2b6a8")  # of the groups
 LETTERS = {"all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR"}
@@ -43,27 +43,27 @@ def draw(seen: list[Seen]) -> str:
     return picture.svg()
 
 
-def is_drawn(part: Stretch) -> bool:
+def is_drawn(part: PhaseSpan) -> bool:
     """Forward comes back for a moment after the loss, which is inside it."""
     return bool(part.collectives) or part.phase in ("clip", "optimizer", "loss")
 
 
-def order_of(parts: Iterable[Stretch]) -> tuple:
+def order_of(parts: Iterable[PhaseSpan]) -> tuple:
     """What must be the same on all ranks."""
     return tuple(
         (part.phase, one.kind, one.dimension) for part in parts for one in part.collectives
     )
 
 
-def columns_of(parts: Iterable[Stretch]) -> int:
+def columns_of(parts: Iterable[PhaseSpan]) -> int:
     return sum(map(columns_in, parts))
 
 
-def columns_in(part: Stretch) -> int:
+def columns_in(part: PhaseSpan) -> int:
     return max(len(part.collectives), NARROWEST if part.phase else 1)
 
 
-def colors_of(parts: Iterable[Stretch]) -> dict[str, str]:
+def colors_of(parts: Iterable[PhaseSpan]) -> dict[str, str]:
     """Dimension of the mesh -> the colour of its groups; that of all ranks comes last."""
     dimensions = {one.dimension for part in parts for one in part.collectives}
     in_order = sorted(dimensions - {"all"}) + sorted(dimensions & {"all"})
@@ -86,7 +86,7 @@ def draw_legend(picture: Picture, x: float, y: float, colors: dict[str, str]) ->
 
 
 def draw_band(
-    picture: Picture, y: float, stretches: list[list[Stretch]], colors: dict[str, str]
+    picture: Picture, y: float, stretches: list[list[PhaseSpan]], colors: dict[str, str]
 ) -> None:
     """A part of the step. stretches: by rank."""
     lanes = y + 30
@@ -104,7 +104,7 @@ def draw_band(
         x += columns_in(part) * COLUMN
 
 
-def draw_phase(picture: Picture, x: float, y: float, part: Stretch) -> None:
+def draw_phase(picture: Picture, x: float, y: float, part: PhaseSpan) -> None:
     if part.phase:
         width = columns_in(part) * COLUMN
         picture.rect(x + 1, y, width - 2, 22, PHASE, radius=3)
@@ -115,7 +115,7 @@ def draw_collective(
     picture: Picture,
     x: float,
     lanes: float,
-    by_rank: list[Collective],
+    by_rank: list[SeenCollective],
     colors: dict[str, str],
 ) -> None:
     """by_rank: the same collective, as each rank called it."""

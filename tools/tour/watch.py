@@ -35,7 +35,7 @@ MODULES_DEEP = 3  # layers.0.attention is watched, layers.0.attention.wq is not
 
 
 @dataclass(frozen=True)
-class Collective:
+class SeenCollective:
     kind: str  # a value of KINDS
     dimension: str  # of the mesh, or "all"
     ranks: tuple[int, ...]  # of the group
@@ -43,11 +43,11 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PhaseSpan:
     """A part of a step in one phase. Between phases the name is empty."""
 
     phase: str
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[SeenCollective] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Routes:
     gemms: list[list[int]] = field(default_factory=list)  # rows of each of this rank's experts
 
 
-class Watch(TorchDispatchMode):
+class StepWatch(TorchDispatchMode):
     """A context manager around a step. On a CPU backward runs in this thread, so it is seen too."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.stretches = [Stretch("")]
+        self.stretches = [PhaseSpan("")]
         self.routes = Routes()
         self.labels: list[str] = []
         self.module = ""  # the one that was entered last
@@ -97,13 +97,13 @@ class Watch(TorchDispatchMode):
         else:
             self.labels.pop()
         if self.phase() != self.stretches[-1].phase:
-            self.stretches.append(Stretch(self.phase()))
+            self.stretches.append(PhaseSpan(self.phase()))
 
     def note_collective(self, kind: str, args: tuple) -> None:
         group = group_of(args)
         dimension = self.groups[group.group_name]
         ranks = tuple(dist.get_process_group_ranks(group))
-        collective = Collective(kind, dimension, ranks, self.subject())
+        collective = SeenCollective(kind, dimension, ranks, self.subject())
         self.stretches[-1].collectives.append(collective)
 
     def subject(self) -> str:
@@ -137,14 +137,14 @@ def named_groups(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def watch_modules(model: nn.Module, watch: Watch) -> None:
+def watch_modules(model: nn.Module, watch: StepWatch) -> None:
     """Tell `watch` which module forward enters, and to which one backward comes back."""
     for name, module in model.named_modules():
         if name and name.count(".") < MODULES_DEEP:
             watch_module(name, module, watch)
 
 
-def watch_module(name: str, module: nn.Module, watch: Watch) -> None:
+def watch_module(name: str, module: nn.Module, watch: StepWatch) -> None:
     def enter(*_: Any) -> None:
         watch.module = name
 
