@@ -517,7 +517,7 @@ class Messages:
         self.arriving: dict[Result, tuple[Tensor, dist.Work]] = {}
         self.sent: list[tuple[Transfer, Tensor, dist.Work]] = []
         self.kept: dict[Result, Tensor] = {}  # for a stage of the same rank
-        self.waited = 0.0  # seconds of the bubble so far
+        self.waited = 0.0  # seconds that this rank has waited in receives
 
     def ask(self, key: Result) -> None:
         """Start to receive this, after everything that its sender sends before it."""
