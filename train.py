@@ -6,9 +6,7 @@ with ./run_train.sh, which runs it under torchrun; `python train.py configs/llam
 same thing as one process.
 """
 
-import errno
 import gc
-import json
 import logging
 import math
 import os
@@ -31,23 +29,25 @@ from configs import check
 from configs.load import as_given, dump, help_text, load_config
 from configs.schema import Config, InputError
 from data import hf_tokenizer
-from data.corpora import Corpora
+from data.loader import Corpora
 from data.open import open_corpora
 from data.tokenizer import Tokenizer
 from data.workers import LoaderError
-from models import FORMATS, MODELS
+from models import FORMATS, MODELS, lora
 from models.family import Family
-from models.moe import RouterStatistics
-from parallelisms import contract, dp, parallelize, pp, tp
+from models.terms import AuxiliaryTerms
+from parallelisms import contract, cores, dp, parallelize, pp, tp_check
 from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh
 from reliability import collectives, health
+from reliability.exit import CRASH_LOOP, DONE, STOPPED, refuse
 from reliability.guard import Guard
-from reliability.record import Start, hosts, source_hash
-from reliability.stop import STOP_SIGNALS, STOPPED, Stop  # noqa: F401  the signals are tools/preflight's too
+from reliability.record import Start, hosts, same_on_all_ranks
+from reliability.stop import Stop
 from training import attention, init, log
-from training.balance import counts_of_step, move_biases
+from training.balance import move_biases, sum_counts
 from training.conclude import last_lines
+from training.evaluate import open_tasks, run_evaluation
 from training.feed import Feed, read_later
 from training.loss import IGNORE, linear_cross_entropy
 from training.meter import open_metrics
@@ -60,16 +60,9 @@ from training.optim import (
 )
 from training.profiler import profiler
 from training.validate import run_validation
+from training.z_loss import open_z_loss
 
 say = logging.getLogger("plumbline")
-
-# Exit codes; `main` explains them. STOPPED, 75, comes from reliability/stop.py.
-DONE = 0
-FAILED = 1
-WRONG_INPUT = 2
-CRASH_LOOP = 76
-# no space left, over the quota, file too large for the file system, file system is read-only
-CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @dataclass
@@ -86,7 +79,7 @@ class Job:
 
 def architecture(cfg: Config) -> tuple[Family, Any]:
     """The family of the model and its numbers, an instance of the family's `Args`."""
-    family = MODELS[cfg.model.family]
+    family = lora.adapted(MODELS[cfg.model.family], cfg.lora)
     return family, family.Args(**check.architecture(cfg.model))
 
 
@@ -105,16 +98,18 @@ def build(cfg: Config) -> Job:
     tp_plan = family.tp_plan(args)
     if mesh.tp > 1:
         with torch.device("meta"):
-            tp.check_rows(tp_plan, family.build(args))
+            tp_check.check(tp_plan, family.build(args), mesh.tp_mesh)
     stages = {}  # this rank's; without a pipeline there is one, the model itself
     for number in pp.own_stages(cfg.parallelism, mesh.pp_rank):
         with torch.device("meta"):
-            stages[number] = family.build(args, layers[number])
+            stage = family.build(args, layers[number])
+            stages[number] = stage.to(dp.master_dtype(cfg.training))
         parallelize(stages[number], mesh, cfg, tp_plan)
         dp.allocate(stages[number], mesh.device, cfg.parallelism.cpu_offload)
     model = pp.PipelineStages(stages, layers, mesh, cfg) if mesh.pp > 1 else stages[0]
+    cores.check_flops(model, family.flops_per_token, cfg.training.seq_len)
     init.initialise(model, family.initial_values(args), cfg.run.seed)
-    optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
+    optimizer = build_optimizer(model, family.decay, cfg.optimizer, family.matrices, mesh)
     return Job(cfg, mesh, args, model, optimizer)
 
 
@@ -137,8 +132,7 @@ class Gradients(NamedTuple):
     loss: Tensor  # float32, a scalar: nats per token, mean over the global batch
     raised: Tensor  # float64 [flags]: on how many ranks each of the flags is raised
     losses: Tensor  # this and the rest as in StepResult
-    expert_counts: dict[int, Tensor]
-    router_sums: dict[int, Tensor]
+    terms: AuxiliaryTerms
     prepare_seconds: float
 
 
@@ -148,10 +142,8 @@ class StepResult:
     grad_norm: float  # of the whole unsharded gradient, before clipping
     skipped: bool  # the gradient was not finite, or a spike, so no weight changed
     losses: Tensor  # float32 [A, b, T], of this rank's tokens, 0 where a label does not count
-    # number of a layer -> int64 [X], tokens of the global batch that each expert got
-    expert_counts: dict[int, Tensor]
-    # number of a layer -> float32 [2], of this rank's tokens: see models/moe.py::RouterStatistics
-    router_sums: dict[int, Tensor]
+    # of this rank's tokens, but "expert_counts": of the global batch
+    terms: AuxiliaryTerms
     prepare_seconds: float  # this rank's, up to the first collective
     optimizer_seconds: float
     # ranks on which recomputing the gradient gave a different result; then no weight changed
@@ -203,7 +195,7 @@ def train_step(
     began = time.monotonic()
     with record_function("optimizer"):
         step_if(fine, job.optimizer)
-        move_biases(job.model, step.expert_counts, fine, job.cfg.training.expert_bias_speed)
+        move_biases(job.model, step.terms, fine, job.cfg.training.expert_bias_speed)
     optimizer_seconds = time.monotonic() - began
     job.optimizer.zero_grad(set_to_none=True)
     # The host waits here, while a GPU still has the optimizer's kernels to run.
@@ -213,8 +205,7 @@ def train_step(
         grad_norm=norm,
         skipped=not stepped,
         losses=step.losses,
-        expert_counts=step.expert_counts,
-        router_sums=step.router_sums,
+        terms=step.terms,
         prepare_seconds=step.prepare_seconds,
         optimizer_seconds=optimizer_seconds,
         mismatching_ranks=mismatching_ranks,
@@ -241,8 +232,9 @@ def gradients(
     prepare_seconds = time.monotonic() - began
     counted = mesh.sum_over_tokens(counted)
     # FSDP averages the gradient over these ranks; times their number it is the sum
-    scale = mesh.fsdp_mesh.size() / counted
-    feed.router_statistics = RouterStatistics(scale)
+    scale = mesh.fsdp_mesh.size() / counted.to(dp.master_dtype(cfg.training))
+    feed.terms = terms = AuxiliaryTerms(scale, counted)
+    feed.z_loss = open_z_loss(cfg.training.z_loss, terms, mesh)
 
     # the loss and the flags travel in one all-reduce
     sums = torch.zeros(1 + len(Flags._fields), dtype=torch.float64, device=mesh.device)
@@ -256,13 +248,13 @@ def gradients(
             # `raised[i] = 1.0` would copy the number from the host: a host-device sync
             raised[i].fill_(1.0)
     mesh.sum_over_ranks(sums)
+    sum_counts(terms, mesh)
     loss = total / (mesh.tp * counted)  # the ranks of a tp group have the same loss
     return Gradients(
-        loss=loss.float(),
+        loss=loss.to(dp.master_dtype(cfg.training)),
         raised=raised,
         losses=feed.losses,
-        expert_counts=counts_of_step(feed.router_statistics, mesh),
-        router_sums=feed.router_statistics.sums,
+        terms=terms,
         prepare_seconds=prepare_seconds,
     )
 
@@ -291,24 +283,17 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     code."""
     steps = cfg.training.steps
     clock = this_start.clock
-    corpora, job = open_run(cfg, watchdog)
-    mesh, model, optimizer = job.mesh, job.model, job.optimizer
-    vocab_size = job.args.vocab_size
-    this_start.add(mesh=mesh.sizes, hosts=hosts(mesh))
+    corpora, job = open_run(cfg, this_start, watchdog)
+    mesh = job.mesh
     if this_start.fails_again_and_again(mesh, cfg.run.max_failures_at_step):
         return CRASH_LOOP
-    corpora.check_vocabulary(vocab_size)
-    compare_ranks(job, corpora)
 
-    checkpoints, progress = resume(job, FORMATS, corpora.tokenizer, dump(cfg), watchdog)
+    checkpoints, progress, order = resume(job, FORMATS, corpora, dump(cfg), watchdog)
     start = step = progress.get("step", 0)
-    order = corpora.order(progress)
-    if mesh.rank == 0:
-        record = json.dumps(corpora.record(order), indent=1)
-        Path(cfg.run.folder, "data.json").write_text(record, encoding="utf-8")
-    held_out = corpora.held_out(mesh, vocab_size)
-    metrics, meter = open_metrics(job, MODELS[cfg.model.family], start, len(corpora.sources))
-    guard = Guard(cfg, mesh, model, optimizer, progress.get("spikes", {}))
+    held_out = corpora.held_out(mesh, job.args.vocab_size)
+    tasks = open_tasks(cfg, corpora.tokenizer)
+    metrics, meter = open_metrics(job, architecture(cfg)[0], start, len(corpora.sources))
+    guard = Guard(cfg, mesh, job.model, job.optimizer, progress.get("spikes", {}))
 
     def flags() -> Flags:
         """What this rank has to tell the others in this step."""
@@ -324,7 +309,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             "data": batches.state(),
             "spikes": guard.state(),
         }
-        checkpoints.save(step, model, optimizer, progress)
+        checkpoints.save(step, job.model, job.optimizer, progress)
 
     patience = cfg.run.init_timeout_seconds  # for a step; the first one compiles
     stopping = False
@@ -334,12 +319,12 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
         profiler(cfg.profiler, Path(cfg.run.folder), mesh.rank) as profile,
         metrics,
         checkpoints,
-        collectives.checked(model, mesh, cfg.debug.check_collectives),
+        collectives.checked(job.model, mesh, cfg.debug.check_collectives),
         health.FailureTime(),
     ):
-        batches = corpora.batches(
-            order, range(start, steps), mesh, vocab_size, pin_memory=mesh.device.type == "cuda"
-        )
+        pin_memory = mesh.device.type == "cuda"
+        wanted = range(start, steps)
+        batches = corpora.batches(order, wanted, mesh, job.args.vocab_size, pin_memory)
         while step < steps and not stopping:
             clock.lap("other")
             watchdog.arm(patience + cfg.data.timeout_seconds)
@@ -348,7 +333,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
 
             watchdog.arm(patience)
             lr = learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule)
-            set_learning_rate(optimizer, lr)
+            set_learning_rate(job.optimizer, lr)
             replay = every(step + 1, cfg.debug.replay_interval)
             result = train_step(job, batch, guard.skip_above(), replay, flags)
             if result.flags.no_data:  # the stream of some rank has ended: no weight has changed
@@ -367,17 +352,13 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
                 mesh.set_timeout(patience)
                 stop.at_once = False  # from now on there is something to save
 
-            trouble = guard.note(result.loss, result.grad_norm, result.skipped)
-            if trouble:
-                samples = mesh.gather(batch["window"].tolist())
-                say.warning(f"step {step}: {trouble}; {corpora.whereabouts(step, samples)}")
-            guard.check_skipped(step)
+            guard.judge(step, result, batch["window"], corpora.whereabouts)
             if every(step, cfg.debug.replica_check_interval):
                 guard.check_replicas(step, result.loss, result.grad_norm)
             if every(step, cfg.metrics.straggler_interval):
                 meter.reported |= guard.late_ranks(step, cfg.metrics.straggler_interval)
             if every(step, cfg.metrics.expert_interval):
-                meter.report_experts(step, model, metrics)
+                meter.report_experts(step, job.model, metrics)
             if every(step, cfg.metrics.interval) or step in (start + 1, steps) or stopping:
                 line = meter.line(step, order, result.loss, result.grad_norm, lr)
                 metrics.log(step, line | clock.metrics())
@@ -386,6 +367,9 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
                 stopping |= run_validation(
                     job, held_out, corpora.tokenizer, metrics, step, stop, watchdog
                 )
+                clock.lap("validation")
+            if every(step, cfg.evaluation.interval) or step == steps:
+                stopping |= run_evaluation(job, tasks, metrics, step, stop, watchdog)
                 clock.lap("validation")
             if every(step, cfg.checkpoint.interval) or step == steps or stopping:
                 save()
@@ -399,17 +383,13 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
         clock.lap("other")
     clock.lap("save")  # the one in flight
     watchdog.rest()
-    if batches.problem:
-        say.warning(
-            f"the stream has ended before step {step + 1}; everything up to step {step} is saved"
-        )
-        raise batches.problem
+    batches.check(step)
     last_words = last_lines(job, corpora.tokenizer, step, meter, metrics)
     return finish(job, corpora.tokenizer, this_start, step, last_words)
 
 
-def open_run(cfg: Config, watchdog: health.Watchdog) -> tuple[Corpora, Job]:
-    """The text and the job."""
+def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple[Corpora, Job]:
+    """The text and the job, which fit together and are the same on all ranks."""
     if cfg.run.deterministic:
         # cuBLAS repeats itself only with a fixed workspace
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -417,40 +397,27 @@ def open_run(cfg: Config, watchdog: health.Watchdog) -> tuple[Corpora, Job]:
     # tokenising the text may take hours, so the watchdog is armed after it
     corpora = open_corpora(cfg, say.info, verifies=meshes.world().local_rank == 0)
     watchdog.arm(cfg.run.init_timeout_seconds)
-    return corpora, build(cfg)
+    job = build(cfg)
+    this_start.add(mesh=job.mesh.sizes, hosts=hosts(job.mesh))
+    corpora.check_vocabulary(job.args.vocab_size)
+    if cfg.debug.self_check:
+        facts = same_on_all_ranks(dump(cfg), corpora)
+        contract.verify(job.model, job.optimizer, job.mesh, facts)
+    return corpora, job
 
 
 def every(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def compare_ranks(job: Job, corpora: Corpora) -> None:
-    """Check the parallelisms' contract, and that no two ranks differ in configuration, data or
-    code (debug.self_check). Called by all ranks."""
-    if not job.cfg.debug.self_check:
-        return
-    shared_by_all_ranks = {
-        "config": dump(job.cfg),
-        "torch": torch.__version__,
-        "data": json.dumps(corpora.description),
-        "code": source_hash(),
-        "tokenizer": corpora.tokenizer.fingerprint,
-    }
-    contract.verify(job.model, job.optimizer, job.mesh, shared_by_all_ranks)
-
-
 def finish(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, last_words: str) -> int:
     """Export the weights if the run is done, and say the last words. Returns the exit code."""
     cfg = job.cfg
-    folder = Path(cfg.run.folder)
     is_done = step == cfg.training.steps
     # an export reads files, so one rank can do it for any mesh
     if is_done and cfg.checkpoint.export_hf and job.mesh.rank == 0:
-        family = FORMATS[cfg.model.family]
         files = hf_tokenizer.files(tokenizer, job.args.max_seq_len)
-        hf.export_newest(
-            folder / "checkpoints", folder / "hf", family, cfg.checkpoint.export_hf, files, say.info
-        )
+        hf.export_newest(cfg, FORMATS[cfg.model.family], files, say.info)
     say.info(last_words)
     if job.mesh.rank == 0:
         say.info(this_start.summary())
@@ -487,28 +454,8 @@ def main(argv: list[str] | None = None) -> int:
                 this_start.code = train(cfg, this_start, stop, watchdog)
         meshes.close_mesh()
         return this_start.code
-    except InputError as error:
-        return refuse(str(error), WRONG_INPUT)
-    except LoaderError as error:
-        return refuse(str(error), FAILED)
-    except OSError as error:
-        if error.errno not in CANNOT_WRITE:
-            raise
-        place = error.filename or "to the run folder"
-        return refuse(
-            f"cannot write {place}: {error.strerror}. What was saved before is untouched; make room "
-            "and run the same command again",
-            FAILED,
-        )
-
-
-def refuse(sentence: str, code: int) -> int:
-    """End this rank with a sentence instead of a traceback. The others may still compute."""
-    here = meshes.world()
-    speaker = f"rank {here.rank}: " if here.size > 1 else ""
-    print(speaker + sentence, file=sys.stderr, flush=True)
-    meshes.abort_mesh()
-    return code
+    except (InputError, LoaderError, OSError) as error:
+        return refuse(error)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 In: a folder as the hub holds it, `config.json` and safetensors files. `load` fills a live model on
 any mesh, each rank reading its own slices; `python -m tools.convert hf-to-dcp` makes a checkpoint
 of it. Out: `export` makes such a folder of a checkpoint, whatever mesh saved it. The fields of
-config.json and the names of tensors come from the model's family (`models/formats/`). Layouts are
-the same, so tensors are renamed and nothing else: bfloat16 and float16 widen exactly to the float32
-that we train in, and bfloat16 narrows back to the same bytes.
+config.json and the names of tensors come from the model's family (`models/formats/`). Tensors are
+renamed, and a family may say how theirs have another shape (`models/family.py::TensorLayout`): bfloat16
+and float16 widen exactly to the float32 that we train in, and bfloat16 narrows back to the same
+bytes.
 
-One tensor is in memory at a time. A folder from elsewhere is not trusted: no pickle is read, an
+One tensor of theirs is in memory at a time. A folder from elsewhere is not trusted: no pickle is read, an
 index can only name files beside it, and the tensors must be exactly those of the model that
 `config.json` describes.
 """
@@ -18,10 +19,10 @@ import math
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,8 @@ from checkpoint import state, storage, verify
 from checkpoint.agreement import on_every_rank
 from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
-from configs.schema import InputError
+from configs.schema import Config, InputError
+from models.lora import is_adapter
 from reliability import disk
 
 ONE_FILE = "model.safetensors"
@@ -42,9 +44,18 @@ WIDENED = ("F32", "BF16", "F16")  # types of weights that float32 holds exactly
 SHARD_SIZE = 5_000_000_000  # bytes of one exported file at most, unless one tensor has more
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
-# A family is given to these functions as its module of models/formats/, which has the members of
-# models/family.py::Formats, or by its name and the modules of all families. `args` is an instance of
-# that family's Args.
+# A family is given to these functions as its models/family.py::Formats, or by its name and those of
+# all families. `args` is an instance of that family's Args.
+
+
+def formats_of(families: Mapping[str, Any], name: str) -> Any:
+    """The formats of a family. Raises InputError for one that has none."""
+    if name not in families:
+        raise InputError(
+            f"the family {name} has no models/formats/{name}.py, so its weights cannot be read from "
+            f"Hugging Face's files nor written to them; {', '.join(families)} have one"
+        )
+    return families[name]
 
 
 def read_model(
@@ -58,7 +69,7 @@ def read_model(
     """
     path = folder / "config.json"
     config = read_json(path)
-    by_type = {kind: name for name, family in families.items() for kind in family.HF_TYPES}
+    by_type = {kind: name for name, family in families.items() for kind in family.hf_types}
     kind = config.get("model_type")
     if kind is None:
         name = unnamed or next(iter(families))
@@ -78,6 +89,7 @@ def check_model(
 
     numbers: those of the family's Args. max_seq_len may differ, because no weight depends on it.
     """
+    formats_of(families, name)
     there, args = read_model(folder, families, name)
     if there != name:
         raise InputError(
@@ -96,7 +108,7 @@ def check_model(
 def _read_args(path: Path, config: dict[str, Any], family: Any) -> Any:
     """The numbers of this family from the fields of config.json; what it does not say has the
     default of transformers' class. Raises InputError."""
-    for key, value in family.HF_FIXED.items():
+    for key, value in family.hf_fixed.items():
         stored = config.get(key, value)
         if stored != value:
             raise InputError(
@@ -106,7 +118,7 @@ def _read_args(path: Path, config: dict[str, Any], family: Any) -> Any:
         return family.args_from_hf(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
-        kinds = " or ".join(family.HF_TYPES)
+        kinds = " or ".join(family.hf_types)
         raise InputError(
             f"{path} is not the configuration of a model of type {kinds}: {what}"
         ) from None
@@ -184,9 +196,14 @@ def _files(folder: Path) -> list[Path]:
 Shapes = dict[str, list[int]]  # by a tensor's name
 
 
-def check_tensors(folder: Path, found: dict[str, tuple[str, list[int]]], wanted: Shapes) -> None:
+def check_tensors(
+    folder: Path,
+    found: dict[str, tuple[str, list[int]]],
+    wanted: Shapes,
+    types: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> None:
     """Raises InputError, naming some of the differences, if these (type, shape) by name are not the
-    shapes wanted."""
+    shapes wanted. types: of the tensors that may not have the types WIDENED."""
     lines = []
     for name, wanted_shape in wanted.items():
         if name not in found:
@@ -195,8 +212,9 @@ def check_tensors(folder: Path, found: dict[str, tuple[str, list[int]]], wanted:
         dtype, shape = found[name]
         if shape != wanted_shape:
             lines.append(f"{name} has shape {shape}, not {wanted_shape}")
-        elif dtype not in WIDENED:
-            lines.append(f"{name} has type {dtype}, which is none of {', '.join(WIDENED)}")
+        elif dtype not in types.get(name, WIDENED):
+            allowed = ", ".join(types.get(name, WIDENED))
+            lines.append(f"{name} has type {dtype}, which is none of {allowed}")
     lines += [f"{name} is not a tensor of such a model" for name in found if name not in wanted]
     if lines:
         more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
@@ -223,10 +241,15 @@ class WeightFiles:
 
     parts: dict[str, Stored]  # by name of theirs, in order: one tensor, or one of each expert
     stacked: bool
+    shape: list[int]  # of the parameter
+    layout: Any = None  # a models/family.py::TensorLayout, if the family says one
 
     def read(self, box: tuple[slice, ...] = ()) -> Tensor:
         """This box of the parameter, or all of it. Raises InputError where a file has changed since
         its header was checked."""
+        if self.layout is not None:
+            whole = tuple(slice(0, size) for size in self.shape)
+            return self.layout.read(box or whole, self._read_part)
         if not self.stacked:
             ((name, stored),) = self.parts.items()
             return _read_slice(stored, name, box)
@@ -234,6 +257,9 @@ class WeightFiles:
         of_experts = list(self.parts.items())[experts]
         weights = [_read_slice(stored, name, box[1:]) for name, stored in of_experts]
         return torch.stack(weights)
+
+    def _read_part(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        return _read_slice(self.parts[name], name, box)
 
 
 def weights(
@@ -251,16 +277,24 @@ def weights(
     for name, stored in there.items():
         if not re.fullmatch(ignored, name):
             found[name] = (stored.dtype, stored.shape)
+    layouts = family.hf_layouts(args, there)
     parts_of: dict[str, Shapes] = {}  # by our name: the shapes of their tensors
     wanted: Shapes = {}
+    types: dict[str, tuple[str, ...]] = {}
     for ours, theirs in names.items():
-        parts_of[ours] = in_files(theirs, shapes[ours])
+        layout = layouts.get(ours)
+        if layout is None:
+            parts_of[ours] = in_files(theirs, shapes[ours])
+        else:
+            parts_of[ours] = layout.files(shapes[ours])
+            types |= dict.fromkeys(parts_of[ours], layout.types)
         wanted |= parts_of[ours]
-    check_tensors(folder, found, wanted)
+    check_tensors(folder, found, wanted, types)
     files = {}
     for ours, parts in parts_of.items():
         stored_parts = {name: there[name] for name in parts}
-        files[ours] = WeightFiles(stored_parts, stacked=EXPERT in names[ours])
+        stacked = EXPERT in names[ours]
+        files[ours] = WeightFiles(stored_parts, stacked, shapes[ours], layouts.get(ours))
     return files
 
 
@@ -290,7 +324,7 @@ def load(
     a folder that does not fit nothing has changed, after an unreadable byte the model is useless.
     """
     folder = Path(folder).resolve()
-    live = dict(model.state_dict())
+    live = base_of(model)
     files: dict[str, WeightFiles] = {}
     error: InputError | None = None
     if dist.get_rank(group) == 0:
@@ -309,8 +343,13 @@ def load(
         on_every_rank(group, _read_slices, folder, files, live)
     except InputError as failure:
         raise InputError(f"checkpoint.load_hf: {folder} could not be read: {failure}") from None
-    logging.getLogger("plumbline").info(f"a new run from the weights of {folder}")
+    logging.getLogger("plumbline").info(f"the weights of {folder}")
     return str(folder)
+
+
+def base_of(model: nn.Module) -> dict[str, Tensor]:
+    """The live tensors of a model, without those of its adapters (models/lora.py)."""
+    return {name: live for name, live in model.state_dict().items() if not is_adapter(name)}
 
 
 def _read_slices(folder: Path, files: dict[str, WeightFiles], live: dict[str, Tensor]) -> None:
@@ -355,7 +394,10 @@ def read_whole(path: Path, manifest: dict, names: Iterable[str]) -> Iterator[Ten
 
 
 def write_safetensors(
-    path: Path, shapes: dict[str, list[int]], dtype: torch.dtype, tensors: Iterator[Tensor]
+    path: Path,
+    shapes: dict[str, list[int]],
+    dtypes: Mapping[str, torch.dtype],
+    tensors: Iterator[Tensor],
 ) -> None:
     """A safetensors file of the next `tensors`, as many as there are shapes. They are taken one
     after the other: the library's own writer wants all of them in memory. Synced to disk. The
@@ -363,15 +405,16 @@ def write_safetensors(
     table: dict = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, shape in shapes.items():
-        end = start + math.prod(shape) * dtype.itemsize
-        table[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
+        end = start + math.prod(shape) * dtypes[name].itemsize
+        code = CODES[dtypes[name]]
+        table[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _ in shapes:
-            file.write(storage.as_bytes(next(tensors).to(dtype)))
+        for name in shapes:
+            file.write(storage.as_bytes(next(tensors).to(dtypes[name])))
         file.flush()
         os.fsync(file.fileno())
 
@@ -398,6 +441,36 @@ def config_of(family: Any, args: Any) -> dict[str, Any]:
         raise InputError(f"the model cannot be written for Hugging Face: {error}") from None
 
 
+@dataclass(frozen=True)
+class TensorSource:
+    """Where the tensors of a model are read that is written for Hugging Face; by our names."""
+
+    shapes: Shapes
+    dtypes: Mapping[str, torch.dtype]
+    """The types in which they are written."""
+    read: Callable[[Iterable[str]], Iterator[Tensor]]
+    """(names) -> these tensors, whole, in order. One is in memory at a time."""
+
+
+def source_of(path: Path, manifest: dict, dtype: torch.dtype) -> TensorSource:
+    """The model of a checkpoint, which is written in this type."""
+    rows = state.select(manifest["tensors"], "model", ())
+    shapes = {name.removeprefix("model."): row["shape"] for name, row in rows.items()}
+
+    def read(names: Iterable[str]) -> Iterator[Tensor]:
+        return read_whole(path, manifest, [f"model.{name}" for name in names])
+
+    return TensorSource(shapes, dict.fromkeys(shapes, dtype), read)
+
+
+def args_of(path: Path, manifest: dict, family: Any) -> Any:
+    """The numbers of the model in a checkpoint. Raises InputError."""
+    numbers = manifest["facts"].get("must_match", {}).get("model")
+    if not numbers:
+        raise InputError(f"{path} does not say which model it holds, so it cannot be exported")
+    return family.Args(**numbers)
+
+
 def export(
     path: Path,
     out: Path,
@@ -415,31 +488,47 @@ def export(
     left behind.
     """
     out = Path(out)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise InputError(f"{out} exists already: give the name of a new folder")
+    check_is_new(out)
     try:
         manifest = verify.read_manifest(path)
-        numbers = manifest["facts"].get("must_match", {}).get("model")
-        if not numbers:
-            raise InputError(f"{path} does not say which model it holds, so it cannot be exported")
-        args = family.Args(**numbers)
-        config = config_of(family, args)
-        theirs = {f"model.{ours}": hf for ours, hf in family.hf_names(args).items()}
-        stored = state.select(manifest["tensors"], "model", ())
-        if stored.keys() != theirs.keys():
+    except Damaged as error:
+        raise InputError(f"{path} is damaged: {error}") from None
+    args = args_of(path, manifest, family)
+    config = config_of(family, args)
+    source = source_of(path, manifest, dtype)
+    write_model(path, out, source, family, args, config, files, limit, progress)
+
+
+def check_is_new(out: Path) -> None:
+    """Raises InputError where a folder to be written is there already, and not empty."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise InputError(f"{out} exists already: give the name of a new folder")
+
+
+def write_model(
+    path: Path,
+    out: Path,
+    source: TensorSource,
+    family: Any,
+    args: Any,
+    config: dict[str, Any],
+    files: Mapping[str, dict | Path],
+    limit: int = SHARD_SIZE,
+    progress: Callable[[int], object] = lambda n: None,
+) -> None:
+    """What `export` says, of a model from any source. path: the checkpoint, for messages. config:
+    of config.json. files: a path is of one that is copied. Raises InputError, with nothing left
+    behind."""
+    try:
+        theirs = family.hf_names(args)
+        if source.shapes.keys() != theirs.keys():
             raise InputError(
                 f"{path} does not hold the tensors of its model: "
-                f"{sorted(stored.keys() ^ theirs.keys())[:4]}"
+                f"{sorted(source.shapes.keys() ^ theirs.keys())[:4]}"
             )
-        temporary = out.parent / f".tmp-{uuid.uuid4().hex[:8]}-{out.name}"
-        temporary.mkdir(parents=True)
-        try:
-            _write_folder(temporary, path, manifest, config, theirs, dtype, files, limit, progress)
-            disk.sync(temporary)
-            temporary.rename(out)
-            disk.sync(out.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        layouts = family.hf_layouts(args, ())
+        with disk.new_folder(out) as folder:
+            _write_folder(folder, source, config, theirs, layouts, files, limit, progress)
     except Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     except OSError as error:
@@ -449,62 +538,91 @@ def export(
 
 
 def export_newest(
-    checkpoints: Path,
-    out: Path,
-    family: Any,
-    dtype: str,
-    files: dict[str, dict],
-    say: Callable[[str], object],
+    cfg: Config, family: Any, files: dict[str, dict], say: Callable[[str], object]
 ) -> None:
-    """Export the newest of a run's checkpoints to a folder of its name in `out`, unless it is there
-    already: a run that has ended and is started again has nothing to do."""
-    path = verify.newest(checkpoints)
-    if (out / path.name).exists():
+    """Export the newest of a run's checkpoints to a folder of its name in hf/, unless it is there
+    already: a run that has ended and is started again has nothing to do. family and files: as in
+    `export`."""
+    folder = Path(cfg.run.folder)
+    dtype = cfg.checkpoint.export_hf
+    path = verify.newest(folder / "checkpoints")
+    out = folder / "hf" / path.name
+    if out.exists():
         return
-    export(path, out / path.name, family, getattr(torch, dtype), files)
-    say(f"the model in {dtype} for Hugging Face: {out / path.name}")
+    export(path, out, family, getattr(torch, dtype), files)
+    say(f"the model in {dtype} for Hugging Face: {out}")
 
 
 def _write_folder(
     folder: Path,
-    path: Path,
-    manifest: dict,
+    source: TensorSource,
     config: dict,
     theirs: dict[str, str],
-    dtype: torch.dtype,
-    files: dict[str, dict],
+    layouts: dict[str, Any],
+    files: Mapping[str, dict | Path],
     limit: int,
     progress: Callable[[int], object],
 ) -> None:
+    ours: dict[str, list[str]] = {}  # name of theirs -> the parameters that are in it
+    for name, hf in theirs.items():
+        ours.setdefault(hf, []).append(name)
+
     def read() -> Iterator[Tensor]:
-        tensors = read_whole(path, manifest, theirs)
-        for hf in theirs.values():
-            tensor = next(tensors)
-            progress(tensor.nbytes)
-            yield from tensor.unbind(0) if EXPERT in hf else [tensor]
-            del tensor  # the next ones are read after it is gone
+        in_order = [name for names in ours.values() for name in names]
+        tensors = source.read(in_order)
+        for hf, names in ours.items():
+            parts = []
+            for name in names:
+                tensor = next(tensors)
+                progress(tensor.nbytes)
+                parts.append(tensor.to(source.dtypes[name]))
+            layout = layouts.get(names[0])
+            if layout is not None:
+                parts = [layout.join(parts)]
+            yield from parts[0].unbind(0) if EXPERT in hf else parts
+            del tensor, parts  # the next ones are read after these are gone
 
     shapes: Shapes = {}
-    for name, hf in theirs.items():
-        shapes |= in_files(hf, manifest["tensors"][name]["shape"])
-    numbers = {name: math.prod(shape) for name, shape in shapes.items()}  # of each tensor
-    shards = split({name: count * dtype.itemsize for name, count in numbers.items()}, limit)
+    dtypes: dict[str, torch.dtype] = {}
+    for hf, names in ours.items():
+        shape = source.shapes[names[0]]
+        layout = layouts.get(names[0])
+        its_files = in_files(hf, shape) if layout is None else layout.files(shape)
+        shapes |= its_files
+        dtypes |= dict.fromkeys(its_files, source.dtypes[names[0]])
+    sizes = {}  # bytes of each tensor
+    for name, shape in shapes.items():
+        sizes[name] = math.prod(shape) * dtypes[name].itemsize
+    shards = split(sizes, limit)
     tensors = read()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = ONE_FILE
         if len(shards) > 1:
             file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / file, {name: shapes[name] for name in shard}, dtype, tensors)
+        of_shard = {name: shapes[name] for name in shard}
+        write_safetensors(folder / file, of_shard, dtypes, tensors)
         weight_map |= dict.fromkeys(shard, file)
-    documents = {"generation_config.json": NO_TOKENS} | files
-    tokens = {key: documents["generation_config.json"][key] for key in NO_TOKENS}
-    dtype_name = str(dtype).removeprefix("torch.")
+    generation: Any = files.get("generation_config.json", NO_TOKENS)
+    tokens = {key: generation[key] for key in NO_TOKENS if key in generation}
+    documents = dict(files) | {"generation_config.json": generation}
+    dtype_name = str(main_dtype(sizes, dtypes)).removeprefix("torch.")
     documents["config.json"] = config | tokens | {"dtype": dtype_name, "torch_dtype": dtype_name}
     if len(shards) > 1:
-        parameters = sum(numbers.values())
-        sizes = {"total_parameters": parameters, "total_size": parameters * dtype.itemsize}
-        documents[INDEX] = {"metadata": sizes, "weight_map": weight_map}
+        parameters = sum(math.prod(shape) for shape in shapes.values())
+        totals = {"total_parameters": parameters, "total_size": sum(sizes.values())}
+        documents[INDEX] = {"metadata": totals, "weight_map": weight_map}
     for name, document in documents.items():
-        with open(folder / name, "x", encoding="utf-8") as file:
-            json.dump(document, file, indent=2, ensure_ascii=False)
+        if isinstance(document, Path):
+            shutil.copyfile(document, folder / name)
+            continue
+        with open(folder / name, "x", encoding="utf-8") as text:
+            json.dump(document, text, indent=2, ensure_ascii=False)
+
+
+def main_dtype(sizes: dict[str, int], dtypes: dict[str, torch.dtype]) -> torch.dtype:
+    """The type in which a model has most of its bytes: the one that config.json names."""
+    by_type: dict[torch.dtype, int] = {}
+    for name, size in sizes.items():
+        by_type[dtypes[name]] = by_type.get(dtypes[name], 0) + size
+    return max(by_type, key=lambda dtype: by_type[dtype])

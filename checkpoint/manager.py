@@ -39,9 +39,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from checkpoint import state, storage, verify
+from checkpoint import adapters, state, storage, verify
 from checkpoint.agreement import NO_FILE, agree, gather_files, on_every_rank
 from checkpoint.lease import Lease, Lost
 from checkpoint.retention import Retention
@@ -52,6 +52,7 @@ from configs import schema
 from configs.schema import InputError
 from parallelisms.mesh import Mesh, world
 from reliability import disk
+from training.optimizers import materialise
 
 # for the slowest rank to write its part; a dead process is noticed at once
 PATIENCE = datetime.timedelta(minutes=30)
@@ -433,7 +434,7 @@ class CheckpointManager:
         Raises InputError where a fresh start would hide a mistake: the step is missing, none of the
         checkpoints can be read, or the checkpoint is of a different model, data or seed.
         """
-        state.materialise(optimizer)
+        materialise(optimizer)
         live = state.tensors(model, optimizer)
         size = sum(tensor.numel() * tensor.element_size() for tensor in live.values())
         names = self._on_rank_0(self._choose, size)
@@ -519,7 +520,7 @@ class CheckpointManager:
     def _start_from(self, live: dict) -> None:
         """A new run from the weights of another: its newest checkpoint, or the one that load_path
         names."""
-        if not self.cfg.load_path:
+        if not self.cfg.load_path or "base" in self.facts:  # adapters begin anew, beside their base
             return
         for pattern in self.cfg.exclude_from_loading:
             if not fnmatch.filter(live, pattern):
@@ -529,6 +530,7 @@ class CheckpointManager:
         path = self._on_rank_0(verify.newest, Path(self.cfg.load_path))
         try:
             manifest = self._on_rank_0(verify.read_manifest, path)
+            adapters.check_whole(path, manifest)
             exclude = self.cfg.exclude_from_loading
             self._read(path, manifest, live, self.cfg.load_path_content, exclude)
         except Damaged as error:
@@ -537,6 +539,26 @@ class CheckpointManager:
         self._say(logging.INFO, f"a new run from the {self.cfg.load_path_content} of {path}")
         for line in self._mismatches(manifest):
             self._say(logging.WARNING, f"checkpoint.load_path: {line}")
+
+    def load_base(self, folder: Path, base: dict[str, Tensor]) -> str:
+        """Fill the weights beside which adapters are trained (adapters.py) from another run's
+        checkpoint, in their own types, and return its path. base: by the names of the parameters.
+        Raises InputError."""
+        path = self._on_rank_0(verify.newest, folder)
+        try:
+            manifest = self._on_rank_0(verify.read_manifest, path)
+            adapters.check_whole(path, manifest)
+            live = {f"model.{name}": tensor for name, tensor in base.items()}
+            wanted = adapters.in_stored_types(live, manifest)
+            state.check_fits(path, manifest, wanted, "model", (), self.group)
+            buffers = state.buffers(live)
+            state.read(path, manifest, live, buffers, self.cfg.verify_on_load, self.group)
+        except Damaged as error:
+            raise InputError(f"checkpoint.load_path: {path} is damaged: {error}") from None
+        self._say(logging.INFO, f"adapters of the model of {path}")
+        for line in self._mismatches(manifest):
+            self._say(logging.WARNING, f"checkpoint.load_path: {line}")
+        return str(path.resolve())
 
     def _mismatches(self, manifest: dict) -> list[str]:
         saved = manifest["facts"].get("must_match", {})
@@ -551,6 +573,7 @@ class CheckpointManager:
     def _check_same_run(self, name: str, manifest: dict, optimizer: torch.optim.Optimizer) -> None:
         lines = self._mismatches(manifest)
         lines += state.mismatches(manifest["optimizer"], type(optimizer).__name__, "optimizer")
+        lines += adapters.other_base(manifest["facts"], self.facts)
         if lines:
             raise InputError(
                 f"{self.folder / name} is of another run: {'; '.join(lines)}. Restore those "

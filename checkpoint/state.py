@@ -25,40 +25,7 @@ from checkpoint.agreement import on_every_rank
 from checkpoint.storage import CODES, GENERATOR, local
 from checkpoint.verify import Damaged
 from configs.schema import InputError
-
-LIKE, SCALAR = "like the parameter", "one float32"
-
-# What each optimizer keeps per parameter, all of it zero before its first step: key -> LIKE or
-# SCALAR.
-KEPT = {
-    "AdamW": {"exp_avg": LIKE, "exp_avg_sq": LIKE, "step": SCALAR},
-    "SGD": {"momentum_buffer": LIKE},
-}
-
-
-def materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the optimizer state that its first step would give it. A run then has
-    all its memory from the start, and a checkpoint of step 0 has the same names as any other.
-
-    A step with zero gradients, as `get_optimizer_state_dict` does it, would leave AdamW's `step` at
-    1 (pytorch#164929). Raises KeyError for an optimizer without a row in KEPT.
-    """
-    for group in optimizer.param_groups:
-        if group.get("momentum") == 0:
-            continue  # SGD without momentum keeps nothing
-        for param in group["params"]:
-            state = optimizer.state[param]
-            # a fused optimizer reads a scalar on its parameter's device, the others on the CPU
-            device = torch.device("cpu")
-            if group.get("fused") or group.get("capturable"):
-                device = local(param).device
-            for key, form in KEPT[type(optimizer).__name__].items():
-                if key in state:
-                    continue
-                if form == LIKE:
-                    state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                elif form == SCALAR:
-                    state[key] = torch.zeros((), dtype=torch.float32, device=device)
+from models.lora import is_adapter
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
@@ -66,10 +33,12 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     those of the model.
 
     `state_dict` comes first: it makes FSDP re-shard what a forward without backward left gathered.
-    Tied weights appear under each of their names. Persistent buffers are included.
+    Tied weights appear under each of their names. Persistent buffers are included. Frozen weights
+    beside adapters are not.
     """
     # keep_vars: to detach DTensors takes long
-    live = {f"model.{name}": t for name, t in model.state_dict(keep_vars=True).items()}
+    saved = only_adapters(model.state_dict(keep_vars=True))
+    live = {f"model.{name}": t for name, t in saved.items()}
     if optimizer is None:
         return live
     names = {id(param): name for name, param in model.named_parameters()}
@@ -81,6 +50,12 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     for device, generator in _rng().items():
         live[f"{GENERATOR}{device}"] = generator[None]  # [n] -> [1, n]
     return live
+
+
+def only_adapters(by_name: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is saved of a model's tensors: where it has adapters (models/lora.py), these alone."""
+    adapters = {name: tensor for name, tensor in by_name.items() if is_adapter(name)}
+    return adapters or by_name
 
 
 def _rng() -> dict[str, Tensor]:

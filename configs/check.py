@@ -7,8 +7,9 @@ whether data.source is a prepared folder, which all hosts share): every rank fin
 and no rank is left waiting for one that gave up. What concerns one option alone is a bound in
 `configs/schema.py`.
 
-Like all of `configs/` this never imports torch. What a family of models demands stands in its own
-table RULES, which `models/__init__.py::tables` reads without torch.
+Like all of `configs/` this never imports torch. What a family of models demands of its own numbers
+stands in models/flavors/, and what a mesh demands of them here: a family says which number is which
+(`models/options.py::Numbers`).
 """
 
 import glob
@@ -16,45 +17,48 @@ import json
 import math
 import os
 from difflib import get_close_matches
-from pathlib import Path
 from types import SimpleNamespace
 
-import models
 from configs.schema import (
     SCHEDULES,
     Config,
     Data,
     Derived,
     InputError,
+    Lora,
     Model,
+    Optimizer,
     Parallelism,
     is_prepared,
 )
+from models import NUMBERS
+from models.options import Numbers
 
 
-def architecture(model: Model, folder: Path = models.HERE) -> dict:
+def architecture(model: Model) -> dict:
     """The numbers of the family's Args: its flavor's row, with the overrides of [model] laid on
-    top, and what follows from these (the family's FOLLOWS). Raises InputError for an unknown flavor
+    top, and what follows from these (the family's `follows`). Raises InputError for an unknown flavor
     and for an option that the family does not have."""
     given = {key: value for key, value in vars(model).items() if value is not None}
     family = given.pop("family")
     flavor = given.pop("flavor")
-    tables = models.tables(family, folder)
-    if flavor not in tables.FLAVORS:
-        near = get_close_matches(flavor.lower(), [name.lower() for name in tables.FLAVORS], n=1)
-        hints = [f'; did you mean "{name}"?' for name in tables.FLAVORS if name.lower() in near]
-        allowed = ", ".join(tables.FLAVORS)
+    of_family = NUMBERS[family]
+    flavors = of_family.flavors
+    if flavor not in flavors:
+        near = get_close_matches(flavor.lower(), [name.lower() for name in flavors], n=1)
+        hints = [f'; did you mean "{name}"?' for name in flavors if name.lower() in near]
+        allowed = ", ".join(flavors)
         raise InputError(
             f"model.flavor = {json.dumps(flavor)}: models/{family}.py has {allowed}{''.join(hints)}"
         )
-    if foreign := [key for key in given if key not in tables.OPTIONS]:
-        allowed = ", ".join(tables.OPTIONS)
+    if foreign := [key for key in given if key not in of_family.options]:
+        allowed = ", ".join(of_family.options)
         raise InputError(
             f"model.{foreign[0]}: the family {family} has no such number; remove it (there are "
             f"{allowed})"
         )
-    numbers = tables.FLAVORS[flavor] | given
-    for key, (sources, follow) in tables.FOLLOWS.items():
+    numbers = flavors[flavor] | given
+    for key, (sources, follow) in of_family.follows.items():
         if key not in given and any(source in given for source in sources):
             numbers[key] = follow(numbers)
     return numbers
@@ -63,12 +67,12 @@ def architecture(model: Model, folder: Path = models.HERE) -> dict:
 def query_width(model: Model) -> int:
     """The numbers of one head of a query. Raises InputError where `architecture` does."""
     numbers = architecture(model)
-    return sum(numbers[name] for name in models.tables(model.family).QUERY_WIDTH)
+    return sum(numbers[name] for name in NUMBERS[model.family].query_width)
 
 
-def rules(family: str, folder: Path = models.HERE) -> dict:
+def rules(family: str) -> dict:
     """All rules for a run of this family: name -> (what breaks it, the sentence)."""
-    return RULES | models.tables(family, folder).RULES
+    return RULES | NUMBERS[family].rules
 
 
 def data_parallel_shard(cfg: Config, world_size: int | None) -> int:
@@ -157,11 +161,26 @@ def _is_number(value: object) -> bool:
 def no_flash(param_dtype: str, width: int) -> bool:
     """Whether FlashAttention and cuDNN do not take this type, or heads of `width` numbers
     (models/kernels/document_attention.py::kernel_exists)."""
-    return param_dtype == "float32" or width % 8 != 0 or width > 256
+    return param_dtype in ("float32", "float64") or width % 8 != 0 or width > 256
 
 
 def _no_flash(c: SimpleNamespace) -> bool:
     return no_flash(c.training.param_dtype, c.query_width)
+
+
+def _splits_heads(c: SimpleNamespace, heads: int) -> bool:
+    """Whether ranks that swap heads for tokens would get parts of heads."""
+    p = c.parallelism
+    is_swapped = p.context_parallel > 1 and p.context_parallel_method == "ulysses"
+    return is_swapped and heads % (p.context_parallel * p.tensor_parallel) != 0
+
+
+WHOLE_HEADS = (
+    "{{parallelism.context_parallel}} times {{parallelism.tensor_parallel}} does not divide "
+    "{{split.{number}}}: with {{parallelism.context_parallel_method}} each rank computes whole "
+    "{heads}. Use fewer ranks, or "
+    'context_parallel_method = "gather", which any number of heads suits'
+)
 
 
 def _sequence_unit(p: Parallelism) -> int:
@@ -173,12 +192,24 @@ def _sequence_unit(p: Parallelism) -> int:
     return math.lcm(parts, p.context_parallel * p.tensor_parallel)
 
 
+OF_MUON = ("nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn", "adamw_lr_scale")
+
+
+def _options_of_muon(optimizer: Optimizer) -> str:
+    """Those that are not as they are by default, as a sentence shows them."""
+    shown = vars(_named("optimizer", optimizer))
+    defaults = {name: Optimizer.model_fields[name].default for name in OF_MUON}
+    return " and ".join(
+        shown[name] for name, default in defaults.items() if getattr(optimizer, name) != default
+    )
+
+
 # Numbers that rules share. One whose inputs are unknown is unknown too, and the rules that need it
 # are left out.
 DERIVED = {
     "shard": lambda c: data_parallel_shard(c, getattr(c, "world", None)),
     "dp": lambda c: c.parallelism.data_parallel_replicate * c.shard,
-    "query_width": lambda c: sum(getattr(c.model, name) for name in c.query_names),
+    "query_width": lambda c: sum(getattr(c.model, name) for name in c.family.query_width),
     "besides_shard": lambda c: _besides_shard(c.parallelism),
     "product": lambda c: c.shard * c.besides_shard,
     "sequence_unit": lambda c: _sequence_unit(c.parallelism),
@@ -196,13 +227,20 @@ DERIVED = {
         c.training.global_batch_size, c.dp, c.training.local_batch_size
     ),
     "warmup": lambda c: _warmup_steps(c),
+    "options_of_muon": lambda c: _options_of_muon(c.optimizer),
+    "layers": lambda c: ", ".join(c.family.layers),
+    "unknown_layers": lambda c: ", ".join(
+        name for name in c.lora.targets if name not in c.family.layers
+    ),
     "decay": lambda c: int(c.lr_schedule.decay_fraction * c.training.steps),
 }
 
 # In a rule `c` is the configuration, but c.model has the numbers of the architecture; c.world and
 # c.local_world are the processes of the run and of each host, and the numbers above are there too.
 # In a sentence {table.key} becomes "table.key = value", {numbers.key} is a number of the
-# architecture alone, and {query_numbers} those of QUERY_WIDTH. A family's RULES have the same form.
+# architecture alone, and {query_numbers} those of the family's query_width. c.family is its
+# `models/options.py::Numbers`; c.split and {split} have what a mesh splits of the model, under the
+# same names. A family's rules have the same form.
 RULES = {
     # The mesh.
     "mesh_product": (
@@ -540,6 +578,38 @@ RULES = {
         "{validation.sets} and the held-out documents of data.mixture (or of data.source, called "
         "held_out) share a name: give the set another",
     ),
+    "evaluation_interval": (
+        lambda c: c.evaluation.interval > 0 and not c.evaluation.tasks,
+        "{evaluation.interval} has no effect without tasks: add a table [[evaluation.tasks]] with "
+        "name and file (docs/evaluation.md), or remove it",
+    ),
+    # Conversations and completions.
+    "answers_masked": (
+        lambda c: c.data.format != "text" and not c.data.mask_documents,
+        "{data.format} packs several conversations into a window, and attention must stay inside "
+        "each: set data.mask_documents = true",
+    ),
+    "answers_tokenizer": (
+        lambda c: c.data.format != "text" and trains_bpe(c.data),
+        "{data.format}, but {data.tokenizer} would be trained on the lines of that file: give the "
+        "path of a tokenizer, such as the tokenizer.json in the folder of the run that is "
+        'continued, or "bytes"',
+    ),
+    "answers_stream": (
+        lambda c: c.data.format != "text" and c.data.stream,
+        "{data.format} with {data.stream} is not supported: windows of whole conversations are "
+        "packed from a prepared corpus. Set data.stream = false",
+    ),
+    "answers_field": (
+        lambda c: c.data.format != "text" and c.data.text_field != Data().text_field,
+        "{data.text_field} has no effect with {data.format}, which reads messages, or prompt and "
+        "completion: remove it",
+    ),
+    "chat_template": (
+        lambda c: c.data.chat_template and c.data.format != "chat",
+        '{data.chat_template} has no effect with {data.format}: set data.format = "chat", or '
+        "remove it (a prepared folder keeps its own)",
+    ),
     # Streaming.
     "stream_tokenizer": (
         lambda c: c.data.stream and c.data.tokenizer == "bpe",
@@ -637,7 +707,7 @@ RULES = {
         "of the two",
     ),
     "float8_dtype": (  # auto is bfloat16 on every GPU that has float8
-        lambda c: c.training.float8 != "none" and c.training.param_dtype == "float32",
+        lambda c: c.training.float8 != "none" and c.training.param_dtype in ("float32", "float64"),
         "{training.float8} rounds what {training.param_dtype} would keep: set param_dtype = "
         '"bfloat16", or float8 = "none"',
     ),
@@ -647,9 +717,70 @@ RULES = {
         "recipe",
     ),
     "momentum": (
-        lambda c: c.optimizer.kind == "adamw" and c.optimizer.momentum > 0,
+        lambda c: c.optimizer.kind == "adamw" and (c.optimizer.momentum or 0) > 0,
         "{optimizer.momentum} has no effect with {optimizer.kind}, which has betas: remove it, or "
         'use kind = "sgd"',
+    ),
+    "muon_options": (
+        lambda c: c.optimizer.kind != "muon" and c.options_of_muon != "",
+        '{optimizer.kind} does not read {options_of_muon}: leave that out, or use kind = "muon"',
+    ),
+    "muon_offload": (
+        lambda c: c.optimizer.kind == "muon" and c.parallelism.cpu_offload,
+        "{optimizer.kind} together with {parallelism.cpu_offload} is not supported, because the "
+        "matrices would be orthogonalised on the CPU: set cpu_offload = false, or use kind = "
+        '"adamw"',
+    ),
+    # Adapters.
+    "lora_unused": (
+        lambda c: (
+            c.lora.rank == 0 and (c.lora.alpha, c.lora.targets) != (Lora().alpha, Lora().targets)
+        ),
+        "{lora.alpha} and {lora.targets} have no effect with {lora.rank}: set it, or remove them",
+    ),
+    "lora_quantization": (
+        lambda c: c.lora.quantization != "none",
+        "{lora.quantization} (QLoRA, arXiv:2305.14314) is not supported: frozen weights are kept in "
+        'training.param_dtype and sharded over the mesh. Set it to "none", and use more ranks for a '
+        "larger model",
+    ),
+    "lora_targets": (
+        lambda c: c.lora.rank > 0 and (c.unknown_layers or not c.lora.targets),
+        "{lora.targets} must name layers that get adapters of {lora.rank}, and this model.family has "
+        'none called "{unknown_layers}": it has {layers}',
+    ),
+    "lora_base": (
+        lambda c: c.lora.rank > 0 and not (c.checkpoint.load_hf or c.checkpoint.load_path),
+        "{lora.rank} trains adapters beside the weights of a model, and none is named: set "
+        "checkpoint.load_hf or checkpoint.load_path",
+    ),
+    "lora_load": (
+        lambda c: (
+            c.lora.rank > 0
+            and (c.checkpoint.load_path_content != "model" or c.checkpoint.exclude_from_loading)
+        ),
+        "{lora.rank} trains adapters beside all weights of checkpoint.load_path and nothing else "
+        "that is there: remove {checkpoint.load_path_content} and "
+        "{checkpoint.exclude_from_loading}",
+    ),
+    "lora_export": (
+        lambda c: c.lora.rank > 0 and c.checkpoint.export_hf,
+        "{checkpoint.export_hf} with {lora.rank} is not supported: remove it, and write the "
+        "adapters or the merged model with `python -m tools.convert` afterwards",
+    ),
+    "lora_muon": (
+        lambda c: c.lora.rank > 0 and c.optimizer.kind == "muon",
+        "{optimizer.kind} orthogonalises the hidden matrices, which are frozen with {lora.rank}: "
+        'use kind = "adamw"',
+    ),
+    "lora_float8": (
+        lambda c: c.lora.rank > 0 and c.training.float8 != "none",
+        "{training.float8} together with {lora.rank} is not supported: use one of the two",
+    ),
+    "lora_async": (
+        lambda c: c.lora.rank > 0 and c.parallelism.async_tensor_parallel,
+        "{parallelism.async_tensor_parallel} together with {lora.rank} is not supported, since "
+        "nobody has tried the two: use one of them",
     ),
     "load_path": (
         lambda c: c.checkpoint.exclude_from_loading and not c.checkpoint.load_path,
@@ -668,6 +799,49 @@ RULES = {
         "{validation.interval} needs held-out documents, but {data.validation_fraction}: hold some "
         "out, name some validation.sets, or set interval = 0",
     ),
+    # What a mesh splits of the model.
+    "tp_heads": (
+        lambda c: c.split.heads % c.parallelism.tensor_parallel != 0,
+        "{parallelism.tensor_parallel} does not divide {split.heads}: each rank computes whole "
+        "query heads",
+    ),
+    "tp_kv_heads": (
+        lambda c: c.split.kv_heads % c.parallelism.tensor_parallel != 0,
+        "{parallelism.tensor_parallel} does not divide {split.kv_heads}: each rank computes "
+        "whole key/value heads, which are not duplicated, so tensor_parallel is at most "
+        "{family.kv_heads} and divides it",
+    ),
+    "tp_hidden": (
+        lambda c: c.split.hidden_units % c.parallelism.tensor_parallel != 0,
+        "{parallelism.tensor_parallel} does not divide {split.hidden_units}: each rank computes an "
+        "equal share of the hidden units",
+    ),
+    "tp_shared": (
+        lambda c: (
+            c.model.n_shared_experts * c.model.expert_dim % c.parallelism.tensor_parallel != 0
+        ),
+        "{parallelism.tensor_parallel} does not divide {model.n_shared_experts} times "
+        "{model.expert_dim}, the hidden units of the shared experts, of which each rank computes "
+        "an equal share",
+    ),
+    "cp_heads": (
+        lambda c: _splits_heads(c, c.split.kv_heads),
+        WHOLE_HEADS.format(number="kv_heads", heads="key/value heads"),
+    ),
+    "cp_latent_heads": (
+        lambda c: not c.family.kv_heads and _splits_heads(c, c.split.heads),
+        WHOLE_HEADS.format(number="heads", heads="heads"),
+    ),
+    "experts_ep": (
+        lambda c: c.model.n_experts % c.parallelism.expert_parallel != 0,
+        "{parallelism.expert_parallel} does not divide {model.n_experts}: each rank has equally "
+        "many experts",
+    ),
+    "experts_async": (
+        lambda c: c.model.n_experts and c.parallelism.async_tensor_parallel,
+        "{parallelism.async_tensor_parallel} together with experts ({model.n_experts}) is not "
+        "supported, since nobody has tried the two: set it to false",
+    ),
 }
 
 
@@ -675,7 +849,6 @@ def broken_rules(
     cfg: Config | SimpleNamespace,
     world_size: int | None = None,
     local_world_size: int | None = None,
-    folder: Path = models.HERE,
 ) -> list[str]:
     """The sentences of all rules that the configuration breaks; empty when it is sound.
 
@@ -688,8 +861,8 @@ def broken_rules(
     )
     words = {table: _named(table, options) for table, options in vars(c).items()}
     try:
-        numbers = architecture(cfg.model, folder)
-        applicable = rules(cfg.model.family, folder)
+        numbers = architecture(cfg.model)
+        applicable = rules(cfg.model.family)
         wrong = {key for key in Model.model_fields if not hasattr(cfg.model, key)}
         c.model = SimpleNamespace(
             **{key: value for key, value in numbers.items() if key not in wrong}
@@ -698,8 +871,10 @@ def broken_rules(
         for key in vars(c.model):
             if getattr(cfg.model, key, None) is None:
                 vars(words["model"])[key] += f" (of flavor {cfg.model.flavor})"
-        c.query_names = models.tables(cfg.model.family, folder).QUERY_WIDTH
-        words["query_numbers"] = " plus ".join(vars(words["model"])[name] for name in c.query_names)
+        c.family = words["family"] = NUMBERS[cfg.model.family]
+        c.split, words["split"] = _split(c.family, c.model), _split(c.family, words["model"])
+        query_numbers = [vars(words["model"])[name] for name in c.family.query_width]
+        words["query_numbers"] = " plus ".join(query_numbers)
     except InputError as error:
         problems.append(str(error))
     except (AttributeError, KeyError):  # no table, family or flavor to start from
@@ -720,6 +895,13 @@ def broken_rules(
         except AttributeError:
             continue
     return problems
+
+
+def _split(family: Numbers, model: SimpleNamespace) -> SimpleNamespace:
+    """What a mesh splits of a model, as far as the family has it and it is known."""
+    keys = {name: getattr(family, name) for name in ("heads", "kv_heads", "hidden_units")}
+    known = {name: getattr(model, key) for name, key in keys.items() if key in vars(model)}
+    return SimpleNamespace(**known)
 
 
 def _named(table: str, options: object) -> SimpleNamespace:

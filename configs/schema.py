@@ -24,9 +24,9 @@ from pydantic import (
     field_validator,
 )
 
-from models import FAMILIES, tables
+from models import FAMILIES, NUMBERS
 
-DType = Literal["auto", "float32", "bfloat16"]
+DType = Literal["auto", "float32", "bfloat16", "float64"]
 
 
 class InputError(Exception):
@@ -172,7 +172,7 @@ def _overrides() -> dict:
     where their types or bounds differ."""
     fields: dict = {}
     for family in FAMILIES:
-        for name, (kind, bounds, explanation) in tables(family).OPTIONS.items():
+        for name, (kind, bounds, explanation) in NUMBERS[family].options.items():
             field = (kind | None, Field(None, description=explanation, **bounds))
             if repr(fields.setdefault(name, field)) != repr(field):
                 raise ValueError(
@@ -236,6 +236,17 @@ class ValidationSet(Table):
     are used."""
 
 
+class EvaluationTask(Table):
+    name: Name
+    """Name of this task in metrics: evaluation/NAME/acc."""
+    file: PathText = Field(min_length=1)
+    """JSON lines: context, choices and answer; with perplexity text (docs/evaluation.md)."""
+    kind: Literal["multiple_choice", "perplexity"] = "multiple_choice"
+    """The likeliest choice is the model's answer, or: perplexity of whole texts."""
+    delimiter: str = Field(" ", max_length=20)
+    """Stands between the context and each choice; it does not count to a choice's length."""
+
+
 def is_prepared(source: str) -> bool:
     """Whether a source is a folder that `python -m data.prepare` made. One of these files may be
     missing: the code that opens the folder says so."""
@@ -253,6 +264,10 @@ class Data(Table):
     source: PathText = Field("stdlib", min_length=1)
     """What to train on: stdlib (Python's own library), a file, folder or glob, hf:NAME, or a
     prepared folder."""
+    format: Literal["text", "chat", "completion"] = "text"
+    """What documents are: text, chat (messages) or completion (prompt and completion)."""
+    chat_template: PathText = ""
+    """With chat: plain, chatml or the path of a Jinja template; empty: the tokenizer's own."""
     mixture: Annotated[
         tuple[MixtureRow, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)
     ] = ()
@@ -330,8 +345,8 @@ class Training(Table):
     """Sequences per data-parallel rank and microbatch; the rest accumulates. Not set: all of them;
     1 in a pipeline."""
     param_dtype: DType = "auto"
-    """Dtype of weights in forward and backward (float32 in the optimizer); auto: bfloat16 if the
-    hardware has it."""
+    """Dtype of weights in forward and backward; auto: bfloat16 if the hardware has it; float64: for
+    checks on a CPU."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over data-parallel ranks."""
     float8: Literal["none", "tensorwise", "rowwise"] = "none"
@@ -344,6 +359,8 @@ class Training(Table):
     """Clip the global gradient norm to this value; 0: no clipping."""
     loss_chunk_tokens: int = Field(1024, ge=1)
     """Tokens for which the loss holds float32 logits at the same time."""
+    z_loss: float = Field(0.0, ge=0)
+    """Factor of the z-loss, log^2 of the softmax's denominator (PaLM: 1e-4); logged beside the loss."""
     max_skipped_steps: int = Field(3, ge=0)
     """Steps in a row that may be skipped (a non-finite loss or gradient, a spike) before the run
     fails."""
@@ -362,18 +379,41 @@ class Training(Table):
 
 
 class Optimizer(Table):
-    kind: Literal["adamw", "sgd"] = "adamw"
-    """The update rule."""
+    kind: Literal["adamw", "sgd", "muon"] = "adamw"
+    """The update rule; muon: hidden matrices by Muon, all other parameters by AdamW."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(_as_tuple)] = (0.9, 0.95)
-    """Decay rates of AdamW's two moments."""
+    """Decay rates of AdamW's averages of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
     """Added to AdamW's denominator."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled weight decay of matrices; norms are never decayed."""
-    momentum: float = Field(0.0, ge=0, lt=1)
-    """Momentum of SGD."""
+    momentum: float | None = Field(None, ge=0, lt=1)
+    """Momentum of SGD (not set: 0) and of Muon (not set: 0.95)."""
+    nesterov: bool = True
+    """Of Muon: whether the newest gradient counts once more beside the momentum."""
+    ns_steps: int = Field(5, ge=1, lt=100)
+    """Of Muon: Newton-Schulz iterations that orthogonalise a matrix."""
+    ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Of Muon: type of these iterations; float32: the same update on every mesh, to rounding."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Of Muon: how a matrix's shape scales lr; match_rms_adamw: to AdamW's size of updates."""
+    adamw_lr_scale: float = Field(1.0, gt=0)
+    """With muon: the learning rate of AdamW's parameters, as a multiple of lr."""
+
+
+class Lora(Table):
+    rank: int = Field(0, ge=0)
+    """Train adapters of this rank beside frozen weights (LoRA, arXiv:2106.09685); 0: train the whole
+    model."""
+    alpha: float = Field(16.0, gt=0)
+    """An adapter's output is multiplied by alpha / rank."""
+    targets: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """Layers that get an adapter, by the last word of their name (wq, w1, ...); w1, w2 and w3 of
+    experts too."""
+    quantization: Literal["none", "int8", "nf4"] = "none"
+    """Of the frozen weights; only none is supported: they are kept in training.param_dtype, sharded."""
 
 
 class LRSchedule(Table):
@@ -565,6 +605,15 @@ class Validation(Table):
     """Sets besides the held-out documents: tables [[validation.sets]] with name and source."""
 
 
+class Evaluation(Table):
+    interval: int = Field(0, ge=0)
+    """Steps between evaluations of all tasks; there is one at the end as well; 0: at the end alone."""
+    tasks: Annotated[
+        tuple[EvaluationTask, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)
+    ] = ()
+    """What to score the model on: tables [[evaluation.tasks]] with name, file, kind, delimiter."""
+
+
 class Debug(Table):
     self_check: bool = True
     """Before step 1, check that blocks are sharded, the optimizer has all parameters and all ranks
@@ -594,6 +643,7 @@ class Config(Table):
     model: Model = Model()
     data: Data = Data()
     training: Training = Training()
+    lora: Lora = Lora()
     optimizer: Optimizer = Optimizer()
     lr_schedule: LRSchedule = LRSchedule()
     parallelism: Parallelism = Parallelism()
@@ -603,4 +653,5 @@ class Config(Table):
     metrics: Metrics = Metrics()
     profiler: Profiler = Profiler()
     validation: Validation = Validation()
+    evaluation: Evaluation = Evaluation()
     debug: Debug = Debug()

@@ -3,6 +3,8 @@ from a log.
 
     python -m data.audit runs/mine --steps 1:10        what the rows of steps 1 to 10 were made of
                                                        (--json: as JSON)
+    python -m data.audit runs/mine --show 3:0          row 0 of step 3 as text, with the labels that
+                                                       count in colour
     python -m data.audit runs/mine --prove             prove that no epoch has repeated or skipped
                                                        a sample so far
     python -m data.audit runs/mine --find web:1234     the steps in which a document is seen
@@ -30,6 +32,7 @@ from configs.schema import InputError
 from data import splice
 from data.documents import DocumentIndex
 from data.order import BLOCK, Order, Segment, Source
+from data.packing import extents, holding
 from data.prepared import Prepared, open_prepared
 from data.shuffle import unpermute
 
@@ -42,6 +45,8 @@ class Audited:
     done: int  # steps up to the newest checkpoint
     steps: int  # of the whole run
     corpora: dict[str, Prepared]  # by fingerprint
+    mask_documents: bool = False
+    left_out: tuple[str, ...] = ()  # of documents that are in no window, a sentence each
 
 
 def open_run(folder: str) -> Audited:
@@ -84,7 +89,12 @@ def open_run(folder: str) -> Audited:
         for p in glob.glob(f"{folder}/checkpoints/step-*")
     ]
     return Audited(
-        order, max((int(match[1]) for match in saved if match), default=0), steps, corpora
+        order,
+        max((int(match[1]) for match in saved if match), default=0),
+        steps,
+        corpora,
+        record.get("mask_documents", False),
+        tuple(record.get("left_out", ())),
     )
 
 
@@ -117,9 +127,10 @@ def documents(run: Audited, segment: Segment, source: Source, window: int) -> li
         raise InputError(
             f"the tokens of source {source.name} are not known any more: a splice has ended it"
         )
-    split = DocumentIndex(run.corpora[source.fingerprint].train)
-    begin = window * segment.seq_len
-    end = begin + segment.seq_len + 1
+    tokens = run.corpora[source.fingerprint].train
+    split = DocumentIndex(tokens)
+    starts, stops = extents([tokens], np.array([0]), np.array([window]), segment.seq_len)
+    begin, end = int(starts[0]), int(stops[0])
     pieces = []
     for number in split.between(begin, end).tolist():
         start, stop = split.extent(number)
@@ -238,15 +249,16 @@ def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
 def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
     """The steps (counted from 1) and rows whose windows have a token of this document, up to the
     end of the run, in order."""
-    start, stop = DocumentIndex(run.corpora[source.fingerprint].train).extent(number)
+    tokens = run.corpora[source.fingerprint].train
+    start, stop = DocumentIndex(tokens).extent(number)
     rows, order = [], run.order
     ends = [segment.step for segment in order.segments[1:]] + [max(run.steps, order.last.step)]
     for segment, end in zip(order.segments, ends, strict=True):
         for i, s in enumerate(segment.sources):
             if s.fingerprint != source.fingerprint:
                 continue
-            last = min((stop - 1) // segment.seq_len, s.windows - 1)
-            windows = np.arange(max(start - 1, 0) // segment.seq_len, last + 1)
+            windows = holding(tokens, start, stop, segment.seq_len)
+            windows = windows[windows < s.windows]
             consumed = segment.consumed((end - segment.step) * segment.global_batch_size)[i]
             for epoch in range(s.consumed // s.windows, -(-consumed // s.windows)):
                 sample = epoch * s.windows + unpermute(windows, epoch, s.windows, s.key)
@@ -300,6 +312,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", help="a run's folder")
     parser.add_argument("--steps", help="FIRST:LAST, both included: list what they saw")
     parser.add_argument(
+        "--show", metavar="STEP[:ROW]", help="show a row as text, with the labels that count marked"
+    )
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="of --show; otherwise labels are in [[ ]] (default: on a terminal)",
+    )
+    parser.add_argument(
         "--prove", action="store_true", help="check all samples so far (the default)"
     )
     parser.add_argument(
@@ -313,9 +334,12 @@ def main(argv: list[str] | None = None) -> int:
         run = open_run(args.run)
         if args.steps:
             _print_steps(run, *_steps(args.steps, run), args.json)
+        if args.show:
+            _print_row(run, args.show, args.color, args.json)
         if args.find is not None:
             _print_found(run, args.find, args.json)
-        return _print_proof(run) if args.prove or not (args.steps or args.find is not None) else 0
+        asked = args.steps or args.show or args.find is not None
+        return _print_proof(run) if args.prove or not asked else 0
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -341,6 +365,21 @@ def _print_steps(run: Audited, first: int, last: int, as_json: bool) -> None:
                 f"[{piece['start']}:{piece['stop']}] {piece['name']}"
             )
             head = " " * len(head)
+
+
+def _print_row(run: Audited, which: str, color: str, as_json: bool) -> None:
+    from data import show  # it reads as training does, and so imports torch
+
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", which)
+    if not match:
+        raise InputError(f"--show {which}: write STEP or STEP:ROW, as in --show 3:0")
+    step, _ = _steps(match[1], run)
+    shown = show.row(run, step, int(match[2] or 0))
+    if as_json:
+        print(show.as_json(shown))
+        return
+    tokenizer = next(iter(run.corpora.values())).tokenizer
+    print(show.as_text(shown, tokenizer, show.colours(color)))
 
 
 def _print_found(run: Audited, wanted: str, as_json: bool) -> None:
@@ -385,6 +424,8 @@ def _print_proof(run: Audited) -> int:
         else f"steps 1 to {run.done}, {run.order.samples(run.done):,} samples: none is "
         "repeated or skipped within an epoch of its source, and every block has its exact shares"
     )
+    for line in run.left_out:
+        print(f"in no window: {line}")
     segment = run.order.segment(run.done)
     for source, consumed in zip(segment.sources, run.order.consumed(run.done), strict=True):
         tokens, epochs = consumed * segment.seq_len, consumed / source.windows

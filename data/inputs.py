@@ -10,7 +10,8 @@ import importlib.util
 from collections.abc import Iterator
 
 from configs.schema import Config, InputError, is_prepared
-from data import sources
+from data import formats, sources, tasks
+from data.packing import PackedTokens
 from data.prepare import prepare
 from data.prepare.encoding import open_tokenizer
 from data.tokenizer import Tokenizer
@@ -46,6 +47,16 @@ def check_vocabulary(tokenizer: Tokenizer, cfg: Config, vocab_size: int) -> None
         )
 
 
+def check_masking(corpus: object, cfg: Config) -> None:
+    """Raises InputError if attention would go from one conversation of a prepared corpus to the
+    next."""
+    if isinstance(getattr(corpus, "train", None), PackedTokens) and not cfg.data.mask_documents:
+        raise InputError(
+            f"{corpus.folder} has conversations, of which a window holds several: set "
+            "data.mask_documents = true, so that attention stays inside each"
+        )
+
+
 def problems(cfg: Config, vocab_size: int) -> Iterator[str]:
     """One sentence for each thing that is wrong with the text of a run or with its tokenizer, as
     seen from this machine.
@@ -56,11 +67,12 @@ def problems(cfg: Config, vocab_size: int) -> Iterator[str]:
     rows, further = sources_of(cfg)
     checks = [lambda: check_bpe(cfg)]
     if cfg.data.tokenizer != "bpe":
-        checks.append(lambda: check_vocabulary(open_tokenizer(cfg.data.tokenizer), cfg, vocab_size))
+        checks.append(lambda: _check_tokenizer(cfg, vocab_size))
     checks += [
         lambda source=source: _check_source(cfg, source, vocab_size)
         for source in {**rows, **further}.values()
     ]
+    checks += [lambda task=task: tasks.read(task) for task in cfg.evaluation.tasks]
     for check in checks:
         try:
             check()
@@ -68,14 +80,21 @@ def problems(cfg: Config, vocab_size: int) -> Iterator[str]:
             yield str(error)
 
 
+def _check_tokenizer(cfg: Config, vocab_size: int) -> None:
+    tokenizer = open_tokenizer(cfg.data.tokenizer)
+    check_vocabulary(tokenizer, cfg, vocab_size)
+    formats.describe(cfg.data, tokenizer)  # is there a template?
+
+
 def _check_source(cfg: Config, source: str, vocab_size: int) -> None:
     if is_prepared(source):  # then `prepare` opens it, and makes nothing
         prepared = prepare(cfg.data.model_copy(update={"source": source}))
+        check_masking(prepared, cfg)
         # otherwise the tokenizer is the one that is named, which is looked at by itself
         if cfg.data.tokenizer == "bpe":
             check_vocabulary(prepared.tokenizer, cfg, vocab_size)
-    elif not source.startswith(sources.HUGGING_FACE):
-        sources.find(source)
+    elif cfg.data.format != "text" or not source.startswith(sources.HUGGING_FACE):
+        formats.find(cfg.data.model_copy(update={"source": source}))
     elif importlib.util.find_spec("datasets") is None:
         raise InputError(
             f'data.source = "{source}" needs the package datasets: pip install datasets'

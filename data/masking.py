@@ -11,18 +11,25 @@ from data.tokens import Tokens
 
 
 def document_begins(
-    sources: Sequence[Tokens], source: np.ndarray, start: np.ndarray, length: int
+    sources: Sequence[Tokens],
+    source: np.ndarray,
+    start: np.ndarray,
+    stop: np.ndarray,
+    length: int,
 ) -> np.ndarray:
     """Whether a token of a window is the first of a document, bool [rows, length]. The window of
-    each row has the tokens from `start` on of its `source` (int64 [rows] each)."""
+    each row has the tokens [start, stop) of its `source` (int64 [rows] each), at most `length`. If
+    it has fewer, the padding after them is a document too."""
     begins = np.zeros((len(start), length), bool)
     for i in np.unique(source):
         rows = np.flatnonzero(source == i)
         starts = sources[i].document_starts
         low = np.searchsorted(starts, start[rows])
-        high = np.searchsorted(starts, start[rows] + length)
-        for row, first, stop in zip(rows, low, high, strict=True):
-            begins[row, starts[first:stop] - start[row]] = True
+        high = np.searchsorted(starts, stop[rows])
+        for row, first, last in zip(rows, low, high, strict=True):
+            begins[row, starts[first:last] - start[row]] = True
+    padded = np.flatnonzero(stop - start < length)
+    begins[padded, (stop - start)[padded]] = True
     return begins
 
 

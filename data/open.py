@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from configs.schema import Config, InputError
-from data import inputs, prepared, splice, stream
-from data.corpora import Corpora
+from data import fit, inputs, prepared, splice, stream
+from data.loader import Corpora
 from data.prepare import prepare
 from data.prepared import Prepared
 from data.tokens import Tokens
@@ -31,12 +31,13 @@ def open_corpora(cfg: Config, log: Log, verifies: bool = True) -> Corpora:
         sources = {name: _prepare(cfg, at, fraction, log) for name, at in trained_on.items()}
     further = {name: _prepare(cfg, at, 0.0, log) for name, at in validated_on.items()}
     opened = [*sources.values(), *further.values()]
-    if cfg.data.verify and verifies:
-        for corpus in opened:
-            if isinstance(corpus, Prepared):
-                prepared.verify(corpus.folder)
+    for corpus in opened:
+        if cfg.data.verify and verifies and isinstance(corpus, Prepared):
+            prepared.verify(corpus.folder)
+        inputs.check_masking(corpus, cfg)
     _check_tokenizers(opened)
     sets = _sets(sources, further)
+    _check_fit(cfg, sources, sets, log)
     if cfg.validation.interval and not sets:
         raise InputError(
             f"validation.interval = {cfg.validation.interval}, but {opened[0].folder} was prepared "
@@ -68,6 +69,16 @@ def describe_run(cfg: Config, sources: dict[str, Prepared]) -> dict:
 def _prepare(cfg: Config, source: str, validation_fraction: float, log: Log) -> Prepared:
     changed = {"source": source, "validation_fraction": validation_fraction}
     return prepare(cfg.data.model_copy(update=changed), log=log)
+
+
+def _check_fit(cfg: Config, sources: dict, sets: dict[str, Tokens], log: Log) -> None:
+    """Say how full windows of whole conversations are. Raises InputError if more than
+    data.skip_failed conversations of a split are longer than a window."""
+    splits = [(name or "data.source", corpus.train) for name, corpus in sources.items()]
+    if cfg.validation.interval:
+        splits += [(name or "held_out", tokens) for name, tokens in sets.items()]
+    for name, tokens in splits:
+        fit.check_fit(name, tokens, cfg.training.seq_len, cfg.data.skip_failed, log)
 
 
 def _check_tokenizers(opened: list) -> None:

@@ -1,14 +1,16 @@
 """Opens and checks a prepared folder: a tokenised corpus that `data/prepare/` has made.
 
-All numbers in it are little-endian, and no file has a header. Each of the first four exists once
+All numbers in it are little-endian, and no file has a header. Each of the first five exists once
 for `train` and once for `validation`:
 
     train-00000.bin ...  shards: the documents' tokens one after another, uint16 or uint32
     train.starts         int64 [documents]: where each document begins, counted over all shards
     train.files          int32 [documents]: the index of the file that it came from
     train.numbers        int64 [documents]: its line or row in that file; -1 if it is the whole file
+    train.answers        int64 [2 * answers]: where each answer begins and ends, counted over all shards; not of text
     names, names.starts  the files' names in UTF-8, one after another, and int64 [files + 1]: where each name begins
     tokenizer.json       the tokenizer (data/tokenizer.py), so that the folder explains itself
+    format.json          what made tokens of conversations (data/formats.py::describe); not of text
     manifest.json        the report, counts, size and SHA-256 of each file, fingerprints of tokenizer and corpus
 
 Nothing in these files is ever executed or unpickled.
@@ -25,12 +27,16 @@ import numpy as np
 
 from configs.schema import InputError
 from data import tokenizer
+from data.packing import PackedTokens
 from data.tokens import Tokens
 
 # raise it when the files, the split into train and validation, or the tokenizers' definition change
 FORMAT = 2
+# with answers: older code would read such a folder as text, and train on the questions too
+FORMAT_OF_ANSWERS = 3
 SPLITS = ("train", "validation")
 TABLES = {"starts": np.dtype("<i8"), "files": np.dtype("<i4"), "numbers": np.dtype("<i8")}
+OF_ANSWERS = {"answers": np.dtype("<i8")}
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,12 @@ class Prepared:
     train: Tokens
     validation: Tokens
     fingerprint: str
+    format: str = "text"  # as data.format
+
+
+def tables(described: dict) -> dict[str, np.dtype]:
+    """The tables of a split, in a format that data/formats.py::describe has described."""
+    return TABLES | OF_ANSWERS if described else TABLES
 
 
 def open_prepared(folder: str) -> Prepared:
@@ -65,8 +77,9 @@ def open_prepared(folder: str) -> Prepared:
             "anew"
         )
     try:
-        train = Tokens(folder, "train", saved.dtype)
-        validation = Tokens(folder, "validation", saved.dtype, " (tail)" if manifest["cut"] else "")
+        kind = PackedTokens if manifest["format"] == FORMAT_OF_ANSWERS else Tokens
+        train = kind(folder, "train", saved.dtype)
+        validation = kind(folder, "validation", saved.dtype, " (tail)" if manifest["cut"] else "")
     except OSError as error:
         raise InputError(
             f"{folder} cannot be read: {error.strerror}; give another cache with "
@@ -79,7 +92,8 @@ def open_prepared(folder: str) -> Prepared:
                 f"{folder} has {len(tokens)} {tokens.split} tokens instead of {written}: a shard "
                 "in it does not belong there"
             )
-    return Prepared(folder, saved, train, validation, manifest["fingerprint"])
+    written_as = manifest.get("data_format", "text")
+    return Prepared(folder, saved, train, validation, manifest["fingerprint"], written_as)
 
 
 def verify(folder: str) -> Prepared:
@@ -117,9 +131,10 @@ def read_manifest(folder: str) -> dict:
         raise InputError(
             f"{path} is missing or damaged ({error!r}): remove {folder} and run again"
         ) from error
-    if written != FORMAT:
+    if written not in (FORMAT, FORMAT_OF_ANSWERS):
         raise InputError(
-            f"{folder} is of format {written}, this code reads {FORMAT}: remove it and run again"
+            f"{folder} is of format {written}, this code reads {FORMAT} and {FORMAT_OF_ANSWERS}: "
+            "remove it and run again"
         )
     return manifest
 

@@ -303,6 +303,12 @@ def _has_json_lines(file: File) -> bool:
         return False
 
 
+def has_lines(file: File) -> bool:
+    """Whether a file is JSON lines by its name, compressed or not."""
+    lines = [kind + packed for kind in (*JSON_LINES, ".json") for packed in COMPRESSED]
+    return _is(file, (*JSON_LINES, *lines))
+
+
 def _is(file: File, suffixes: tuple[str, ...]) -> bool:
     return file.path.lower().endswith(suffixes)
 
@@ -331,8 +337,9 @@ def pieces(file: File, size: int = 1 << 62) -> list[Piece]:
 
 def read(piece: Piece, field: str = "text", longest: int = 0) -> Generator[Document, None, int]:
     """The documents of a piece; a document with a problem has no text. A problem of the file itself
-    comes last, as WHOLE. longest: a text file of more bytes is TOO_LONG and not read further; 0: no
-    limit. Returns the number of lines read."""
+    comes last, as WHOLE. field: "" for whole lines, as they are (data/answers.py reads them).
+    longest: a text file of more bytes is TOO_LONG and not read further; 0: no limit. Returns the
+    number of lines read."""
     path = piece.file.path.lower()
     inner, packed = os.path.splitext(path)
     try:
@@ -398,10 +405,10 @@ def _json_lines(
             continue
         done = position - piece.start if divided else raw.tell()
         try:
-            row = json.loads(
-                line.decode("utf-8-sig" if number == 1 and not piece.start else "utf-8")
-            )
-            text = row[field]
+            text = line.decode("utf-8-sig" if number == 1 and not piece.start else "utf-8")
+            if field:
+                row = json.loads(text)
+                text = row[field]
             # refuses what is not a string, and escapes of half a character (lone surrogates)
             text.encode("utf-8")
         except KeyError:
@@ -409,10 +416,10 @@ def _json_lines(
             problem = f'has nothing under "{field}" (data.text_field), but {keys or "no keys"}'
             yield Document(number, "", problem, done)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            problem = (
-                f'is not a JSON object with a string under "{field}" (data.text_field) '
-                f"({error!r:.200})"
-            )
+            wanted = f'a JSON object with a string under "{field}" (data.text_field)'
+            if not field:
+                wanted = "UTF-8 text"
+            problem = f"is not {wanted} ({error!r:.200})"
             yield Document(number, "", problem, done)
         else:
             yield Document(number, text, "", done)

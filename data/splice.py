@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from configs.schema import InputError
+from data import packing
 from data.order import BLOCK, Order, Segment, Source, derived_key
 
 OPTIONS = {
@@ -35,7 +36,7 @@ def describe(
     described = []
     names_of_text: dict[str, list[str]] = {}
     for name, fingerprint, tokens, weights in sources:
-        windows = (len(tokens) - 1) // seq_len
+        windows = packing.count(tokens, seq_len)
         if windows < 1:
             raise InputError(
                 f"training.seq_len = {seq_len} needs {seq_len + 1} tokens for one sequence, but "

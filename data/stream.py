@@ -44,15 +44,15 @@ import numpy as np
 
 from configs.schema import Config, Data, InputError, is_prepared
 from data import sources
-from data.corpora import Corpora, Ranks
-from data.loader import IGNORE, Batch, as_batch, pinned
+from data.loader import IGNORE, Batch, Corpora, Ranks, as_batch, pinned
 from data.prepare.encoding import encode, open_tokenizer
 from data.shuffle import permute
 from data.tokenizer import Tokenizer
 from data.workers import LoaderError
 
 # bytes of a unit, about: it is cheap to open, and takes seconds to read again
-LEAST, MOST = 1 << 18, 64_000_000
+LEAST = 1 << 18
+MOST = 64_000_000
 UNITS = 8  # for each stream, if there is enough text: the more units, the more even the streams
 # after so many epochs' worth of units without a token, a stream concludes that there is no text
 BARREN = 16
@@ -207,7 +207,8 @@ def resume(
     """The order of a run that goes on from a checkpoint's progress, and an empty list of changes
     (as data/splice.py::resume). Raises InputError for any change, since a stream cannot go on with
     different data."""
-    step, saved = progress["step"], progress.get("data")
+    step = progress["step"]
+    saved = progress.get("data")
     if not step and saved is None:
         return begin(description), []
     instead = (
@@ -257,8 +258,13 @@ class Stream:
     def __init__(
         self, source: StreamSource, order: StreamOrder, number: int, stop: threading.Event
     ) -> None:
-        self.source, self.cfg, self.number, self.stop = source, source.cfg, number, stop
-        self.streams, self.seed, self.seq_len = len(order.places), order.seed, order.seq_len
+        self.source = source
+        self.cfg = source.cfg
+        self.number = number
+        self.stop = stop
+        self.streams = len(order.places)
+        self.seed = order.seed
+        self.seq_len = order.seq_len
         self.place = order.places[number]  # of the next window's first token
         # documents with tokens that are in no window yet
         self.waiting: deque[tuple[Place, np.ndarray]] = deque()
@@ -273,12 +279,14 @@ class Stream:
             place, ids = next(self.documents)
             self.waiting.append((place, ids))
             self.held += len(ids)
-        tokens, begins = np.empty(T + 1, np.int64), np.zeros(T + 1, bool)
+        tokens = np.empty(T + 1, np.int64)
+        begins = np.zeros(T + 1, bool)
         start = -self.place.token  # of the document, counted from the window's first token
         for _, ids in self.waiting:  # only the last of them may reach beyond the window
             if start >= 0:
                 begins[start] = True
-            tokens[max(start, 0) : start + len(ids)] = ids[max(-start, 0) : T + 1 - start]
+            inside = ids[max(-start, 0) : T + 1 - start]
+            tokens[max(start, 0) : start + len(ids)] = inside
             start += len(ids)
         self.held -= T
         token = self.place.token + T
@@ -290,7 +298,8 @@ class Stream:
     def _documents(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
         """(place, tokens) of each document to train on, from `place` on. Documents without a token
         are passed over."""
-        units, cfg = self.source.units, self.cfg
+        units = self.source.units
+        cfg = self.cfg
         allowed = math.inf if cfg.source == "stdlib" else cfg.skip_failed
         barren = 0  # units in a row without a token to train on
         while True:
@@ -301,14 +310,12 @@ class Stream:
                     f"data stream {self.number} has no text left: data.stream_epochs = "
                     f"{cfg.stream_epochs} is reached; raise it, give more text or train fewer steps"
                 )
-            unit = units[int(permute(np.array([index]), epoch, len(units), self.seed)[0])]
+            (chosen,) = permute(np.array([index]), epoch, len(units), self.seed)
+            unit = units[int(chosen)]
             for number, document, checksum in self._read(unit, place):
                 place = replace(place, document=number)
-                problem, rows = document.problem, []
-                if document.text and not problem:
-                    _, _, rows = encode(cfg, self.source.tokenizer, document.text, {})
-                    problem, rows = (rows, []) if isinstance(rows, str) else ("", rows)
-                for split, ids in rows:  # a single row
+                problem, rows = self._encode(document)
+                for split, ids, _ in rows:  # a single row
                     if split == "train" and len(ids):
                         barren = 0
                         yield place, ids
@@ -331,18 +338,27 @@ class Stream:
                     f"data.source: {cfg.source} has no text to train on (data stream {self.number})"
                 )
 
+    def _encode(self, document: sources.Document) -> tuple[str, list]:
+        """The document's problem, or "", and its (split, tokens)."""
+        if document.problem or not document.text:
+            return document.problem, []
+        _, _, rows = encode(self.cfg, self.source.tokenizer, document.text, {})
+        if isinstance(rows, str):  # what is wrong with it
+            return rows, []
+        return "", rows
+
     def _read(self, unit: Unit, place: Place) -> Iterator[tuple[int, sources.Document, int]]:
         """(number in its piece, document, checksum after it) of a unit's documents, from `place`
         on. If the piece cannot be read, it is opened again up to `data.retries` times, and reading
         goes on after the last document that came."""
-        done, checksum, attempt = place.document, place.checksum, 0
+        done = place.document
+        checksum = place.checksum
+        attempt = 0
         while True:
             try:
-                # the checksum of the documents so far; the number of the last one
-                passed, number = 0, -1
-                for number, document in enumerate(
-                    sources.read(unit.piece, self.cfg.text_field, self.cfg.max_document_bytes)
-                ):
+                passed = 0  # the checksum of the documents so far
+                number = -1  # of the last one
+                for number, document in enumerate(self._open(unit)):
                     if document.problem.startswith(sources.UNREADABLE):
                         raise OSError(document.problem.removeprefix(sources.UNREADABLE))
                     if number == done and passed != checksum:
@@ -352,9 +368,11 @@ class Stream:
                     if number < done:
                         passed = zlib.crc32(document.text.encode(), passed)
                         continue
-                    checksum = passed = zlib.crc32(document.text.encode(), checksum)
+                    checksum = zlib.crc32(document.text.encode(), checksum)
+                    passed = checksum
                     yield number, document, checksum
-                    done, attempt = number + 1, 0
+                    done = number + 1
+                    attempt = 0
                 if passed != checksum or number + 1 < done:
                     raise Changed(
                         f"data.source: the text of {unit.piece.file.path} is not what data stream "
@@ -366,21 +384,28 @@ class Stream:
                 raise
             except Exception as error:  # the many libraries below raise all kinds
                 attempt += 1
-                failure = (
-                    f"data stream {self.number}: {unit.piece.file.path}, after document {done}, "
-                    f"cannot be read: {type(error).__name__}: {error}"
-                )
-                if attempt > self.cfg.retries:
-                    raise LoaderError(
-                        f"{failure} (attempt {attempt} of {attempt}: data.retries)"
-                    ) from error
-                pause = min(self.cfg.retry_seconds * 2 ** (attempt - 1), LONGEST_PAUSE)
-                say.warning(
-                    f"{failure} (attempt {attempt} of {self.cfg.retries + 1}; the next in "
-                    f"{pause:g} s)"
-                )
-                if self.stop.wait(pause):
+                where = f"{unit.piece.file.path}, after document {done},"
+                if self._stopped_in_pause(attempt, where, error):
                     raise
+
+    def _open(self, unit: Unit) -> Iterator[sources.Document]:
+        return sources.read(unit.piece, self.cfg.text_field, self.cfg.max_document_bytes)
+
+    def _stopped_in_pause(self, attempt: int, where: str, error: Exception) -> bool:
+        """Warns of a read that failed, and waits before the next attempt. Returns whether the run
+        stopped meanwhile. Raises LoaderError after the last attempt."""
+        failure = (
+            f"data stream {self.number}: {where} cannot be read: {type(error).__name__}: {error}"
+        )
+        if attempt > self.cfg.retries:
+            raise LoaderError(
+                f"{failure} (attempt {attempt} of {attempt}: data.retries)"
+            ) from error
+        pause = min(self.cfg.retry_seconds * 2 ** (attempt - 1), LONGEST_PAUSE)
+        say.warning(
+            f"{failure} (attempt {attempt} of {self.cfg.retries + 1}; the next in {pause:g} s)"
+        )
+        return self.stop.wait(pause)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -468,6 +493,15 @@ class StreamedBatches:
         problems = [problem for problem in self.gather(self.problem) if problem]
         self.problem = next((p for p in problems if not isinstance(p, Exhausted)), problems[0])
         self.close()
+
+    def check(self, step: int) -> None:
+        """Raises `problem`, if the stream has ended after `step`."""
+        if self.problem:
+            say.warning(
+                f"the stream has ended before step {step + 1}; everything up to step {step} is "
+                "saved"
+            )
+            raise self.problem
 
     def state(self) -> dict:
         """JSON for a checkpoint: the places of all streams. All ranks call it."""

@@ -248,6 +248,16 @@ def load_saved(path: str) -> Tokenizer:
         raise InputError(f"{path} is not a saved tokenizer ({error!r})") from error
 
 
+def is_saved(path: str) -> bool:
+    """Whether a file is what `Tokenizer.save` writes, as a run's folder has it. It begins with what
+    no other tokenizer.json begins with."""
+    try:
+        with open(path, "rb") as file:
+            return b'"split"' in file.read(20)
+    except OSError:
+        return False
+
+
 def byte_tokenizer() -> Tokenizer:
     """256 bytes and the end of text: 257 ids, nothing to train, and the longest sequences."""
     return Tokenizer([bytes([i]) for i in range(256)], NO_SPLIT, [END_OF_TEXT], END_OF_TEXT)

@@ -1,76 +1,53 @@
-"""The registry of model families. `models/family.py` says what a family has.
+"""The registry of model families. `models/family.py` says what a family is.
 
 `configs/` checks a configuration in a fraction of a second, which is less than the import of torch
-takes. So this file, models/options.py and models/flavors/ import no torch, a family is imported
-when it is first asked for, and `tables` reads what a check needs.
+takes. So this file, models/options.py and models/flavors/ import no torch, and what does is
+imported when it is first asked for.
 """
 
-import ast
 from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from models.family import Family, Formats
+    from models.options import Numbers
 
-FAMILIES = ("llama", "qwen3", "deepseek_v3")
-HERE = Path(__file__).resolve().parent
+FAMILIES = ("llama", "qwen3", "deepseek_v3", "olmo2", "gpt_oss")
 
 
 class Registry(Mapping):
-    """Family name -> its module in one package, which is imported when it is asked for."""
+    """Family name -> the value of this name in its module of one package, which is imported when it
+    is asked for."""
 
-    def __init__(self, package: str):
+    def __init__(self, package: str, value: str, names: tuple[str, ...] = FAMILIES):
         self.package = package
+        self.value = value
+        self.names = names
 
     def __getitem__(self, name: str):
-        if name not in FAMILIES:
+        if name not in self.names:
             raise KeyError(name)
-        return import_module(f"{self.package}.{name}")
+        return getattr(import_module(f"{self.package}.{name}"), self.value)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(FAMILIES)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(FAMILIES)
+        return len(self.names)
 
 
-MODELS: Mapping[str, "Family"] = Registry("models")
-FORMATS: Mapping[str, "Formats"] = Registry("models.formats")
-
-# models/family.py explains them
-WITHOUT_TORCH = ("FLAVORS", "OPTIONS", "FOLLOWS", "QUERY_WIDTH", "RULES")
-TABLES_MAY_IMPORT = ("models.options", "models.flavors")  # and the modules of these
+def _has_formats(name: str) -> bool:
+    return (Path(__file__).parent / "formats" / f"{name}.py").exists()
 
 
-@cache
-def tables(family: str, folder: Path = HERE) -> SimpleNamespace:
-    """The tables WITHOUT_TORCH of a family, evaluated without the rest of its file.
-
-    So a family's file may have its network beside these tables. The price: they may use Python's
-    builtins and what the file imports from TABLES_MAY_IMPORT, and nothing else. Raises ValueError
-    for a family that lacks one of them.
-    """
-    source = folder / f"{family}.py"
-    statements = ast.parse(source.read_text(encoding="utf-8")).body
-    wanted = [statement for statement in statements if _is_needed(statement)]
-    names: dict = {}
-    exec(compile(ast.Module(wanted, []), str(source), "exec"), names)
-    missing = [name for name in WITHOUT_TORCH if name not in names]
-    if missing:
-        raise ValueError(f"{source} has no table {missing[0]}")
-    return SimpleNamespace(**{name: names[name] for name in WITHOUT_TORCH})
-
-
-def _is_needed(statement: ast.stmt) -> bool:
-    """Whether a statement of a family's file makes one of the tables."""
-    if isinstance(statement, ast.ImportFrom):
-        module = statement.module or ""
-        return any(f"{module}.".startswith(f"{allowed}.") for allowed in TABLES_MAY_IMPORT)
-    if isinstance(statement, ast.Assign):
-        targets = {getattr(target, "id", "") for target in statement.targets}
-        return not targets.isdisjoint(WITHOUT_TORCH)
-    return False
+MODELS: "Mapping[str, Family]" = Registry("models", "FAMILY")
+NUMBERS: "Mapping[str, Numbers]" = Registry("models.flavors", "NUMBERS")  # without torch
+# of the families whose weights are published in a format that somebody reads
+FORMATS: "Mapping[str, Formats]" = Registry(
+    "models.formats", "FORMATS", tuple(filter(_has_formats, FAMILIES))
+)

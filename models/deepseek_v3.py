@@ -10,7 +10,6 @@ Shapes:  B batch   T sequence   H heads   P rotated part of a head   U the part 
          W = U + P   V width of a value
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,13 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import dense, layers, moe
-from models.dense import DECAY, initial_values  # noqa: F401  as in all decoders
-from models.flavors.deepseek_v3 import FLAVORS
+from models import layers, moe
+from models.family import Family
+from models.flavors.deepseek_v3 import NUMBERS
 from models.layers import Documents
-from models.options import OPTIONS as DENSE_OPTIONS
-from models.options import OPTIONS_OF_EXPERTS, RULES_OF_EXPERTS, ulysses_rule
-from models.options import RULES as DENSE_RULES
+from models.yarn import mscale, yarn
 
 
 @dataclass(frozen=True)
@@ -87,10 +84,19 @@ class Core(layers.AttentionCore):
     """Values are narrower than keys, and fast kernels want them as wide. They are padded here, so
     that those who replace `forward` to exchange keys and values between ranks send no zeros."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+    follows_rule = True
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q and k [B, T, H, W], v [B, T, H, V] -> [B, T, H, V]."""
         padded = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
-        return super().forward(q, k, padded, documents)[..., : v.shape[-1]]
+        return super().forward(q, k, padded, documents, sinks)[..., : v.shape[-1]]
 
 
 class Attention(nn.Module):
@@ -144,11 +150,7 @@ def score_scale(args: Args) -> float:
     """YaRN's factor of the attention scores (arXiv:2309.00071, section 3.4, in DeepSeek-V2's form:
     mscale_all_dim)."""
     scaling = args.rope_scaling
-    return _mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2 if scaling else 1.0
-
-
-def _mscale(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2 if scaling else 1.0
 
 
 class DeepSeekV3(moe.SparseDecoder):
@@ -169,157 +171,10 @@ class DeepSeekV3(moe.SparseDecoder):
             return layers.rope_tables(frequencies, positions)
         scaling = args.rope_scaling
         cos, sin = layers.rope_tables(yarn(frequencies, args.rope_theta, **scaling), positions)
-        length = _mscale(scaling["factor"], scaling["mscale"]) / _mscale(
+        length = mscale(scaling["factor"], scaling["mscale"]) / mscale(
             scaling["factor"], scaling["mscale_all_dim"]
         )
         return cos * length, sin * length
-
-
-def yarn(
-    frequencies: Tensor,
-    theta: float,
-    factor: float,
-    original_max_seq_len: float,
-    beta_fast: float,
-    beta_slow: float,
-    **_: float,
-) -> Tensor:
-    """Radians per position, float32 [P/2], with the slow ones divided by `factor` (Peng et al.,
-    arXiv:2309.00071, section 3.2).
-
-    A pair that turns more than beta_fast times within the original length keeps its frequency, one
-    that turns less than beta_slow times is slowed down, and those in between are mixed in a
-    straight line.
-    """
-
-    def pair_that_turns(times: float) -> float:
-        """The number of the pair that turns so often, as a real number."""
-        return (
-            len(frequencies)
-            * math.log(original_max_seq_len / (times * 2 * math.pi))
-            / math.log(theta)
-        )
-
-    low = max(math.floor(pair_that_turns(beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(beta_slow)), 2 * len(frequencies) - 1)
-    pairs = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
-    # 0.001: as in the authors' code, for low = high
-    slowed = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
-    return frequencies / factor * slowed + frequencies * (1 - slowed)
-
-
-def build(args: Args, layers: range | None = None) -> DeepSeekV3:
-    return DeepSeekV3(args, layers)
-
-
-OPTIONS = (
-    {key: row for key, row in DENSE_OPTIONS.items() if key not in ("n_kv_heads", "head_dim")}
-    | OPTIONS_OF_EXPERTS
-    | {
-        "n_dense_layers": (
-            int,
-            {"ge": 0},
-            "Number of first layers that have no mixture of experts.",
-        ),
-        "q_rank": (
-            int,
-            {"ge": 0},
-            "Width of the vector that a token's queries are computed from; 0: directly.",
-        ),
-        "kv_rank": (
-            int,
-            {"ge": 1},
-            "Width of the vector that a token's keys and values are computed from.",
-        ),
-        "nope_dim": (
-            int,
-            {"ge": 1},
-            "Width of the part of a head of queries and keys that is not rotated.",
-        ),
-        "rope_dim": (int, {"ge": 2}, "Width of the part that is rotated."),
-        "value_dim": (int, {"ge": 1}, "Width of a head of values."),
-        "n_shared_experts": (
-            int,
-            {"ge": 0},
-            "Number of experts of each mixture that work on every token.",
-        ),
-        "expert_groups": (
-            int,
-            {"ge": 1},
-            "Number of equal groups that the experts of a mixture form; 1: no groups.",
-        ),
-        "groups_per_token": (
-            int,
-            {"ge": 1},
-            "Number of groups among whose experts a token's are chosen.",
-        ),
-        "routed_scale": (
-            float,
-            {"gt": 0},
-            "Factor of the output of the experts that are not shared.",
-        ),
-    }
-)
-FOLLOWS = {}
-QUERY_WIDTH = ("nope_dim", "rope_dim")
-RULES = (
-    {key: DENSE_RULES[key] for key in ("tp_heads", "tp_hidden")}
-    | RULES_OF_EXPERTS
-    | {
-        "tp_shared": (
-            lambda c: (
-                c.model.n_shared_experts * c.model.expert_dim % c.parallelism.tensor_parallel != 0
-            ),
-            "{parallelism.tensor_parallel} does not divide {model.n_shared_experts} times "
-            "{model.expert_dim}, the hidden units of "
-            "the shared experts, of which each rank computes an equal share",
-        ),
-        "cp_latent_heads": ulysses_rule("n_heads", "heads"),
-        "dense_layers": (
-            lambda c: c.model.n_dense_layers > c.model.n_layers,
-            "{model.n_dense_layers} is above {model.n_layers}: lower the one or raise the other",
-        ),
-        "no_experts": (
-            lambda c: c.model.n_experts == 0 and c.model.n_dense_layers < c.model.n_layers,
-            "{model.n_experts}, but all of {model.n_layers} but the first ones, "
-            "{model.n_dense_layers}, are mixtures of experts: set "
-            "n_experts to 1 or more, or n_dense_layers to n_layers",
-        ),
-        "rope_dim": (
-            lambda c: c.model.rope_dim % 2 != 0,
-            "{model.rope_dim} must be even, since rotary positions turn pairs",
-        ),
-        "value_dim": (
-            lambda c: c.model.value_dim > c.model.nope_dim + c.model.rope_dim,
-            "{model.value_dim} is above {model.nope_dim} plus {model.rope_dim}: values are padded "
-            "to the width of a query, and cannot "
-            "be wider",
-        ),
-        "expert_groups": (  # a group is as good as the sum of its two best experts
-            lambda c: (
-                c.model.n_experts
-                and c.model.expert_groups > 1
-                and (
-                    c.model.n_experts % c.model.expert_groups != 0
-                    or c.model.n_experts < 2 * c.model.expert_groups
-                )
-            ),
-            "{model.expert_groups} must divide {model.n_experts} into groups of two experts or "
-            "more",
-        ),
-        "groups_per_token": (
-            lambda c: (
-                c.model.groups_per_token > c.model.expert_groups
-                or 0
-                < c.model.n_experts // c.model.expert_groups * c.model.groups_per_token
-                < c.model.experts_per_token
-            ),
-            "{model.experts_per_token} cannot be chosen within {model.groups_per_token} of "
-            "{model.expert_groups} with {model.n_experts} "
-            "in all: raise groups_per_token (up to expert_groups), or lower experts_per_token",
-        ),
-    }
-)
 
 
 def tp_plan(args: Args) -> dict[str, str]:
@@ -340,9 +195,9 @@ def tp_plan(args: Args) -> dict[str, str]:
         del attention["layers.*.attention.wq_a"], attention["layers.*.attention.q_norm"]
     first = {}
     for layer in range(args.n_dense_layers):
-        first |= dense.tp_plan_of_feed_forward(str(layer))
+        first |= layers.tp_plan_of_feed_forward(str(layer))
     return (
-        dense.TP_PLAN
+        layers.TP_PLAN
         | attention
         | first
         | (moe.tp_plan(args) if args.n_dense_layers < args.n_layers else {})
@@ -392,7 +247,7 @@ def active_parameters(args: Args) -> int:
 
 
 def flops_per_token(args: Args, seq_len: int) -> float:
-    """As `models/dense.py::flops_per_token`; a score takes the W numbers of a query, and its use
+    """As `models/arithmetic.py::flops_per_token`; a score takes the W numbers of a query, and its use
     the V of a value."""
     attention = (
         6.0
@@ -408,9 +263,8 @@ def describe(args: Args) -> str:
     return (
         f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads, vocabulary "
         f"{args.vocab_size:,}"
-        f"{' (tied)' if args.tied_embeddings else ''}; {active_parameters(args):,} of the "
-        "parameters for each token: "
-        f"{args.experts_per_token} of {args.n_experts} experts and {args.n_shared_experts} shared"
+        f"{' (tied)' if args.tied_embeddings else ''}; {moe.describe(args, active_parameters(args))} "
+        f"and {args.n_shared_experts} shared"
     )
 
 
@@ -418,18 +272,17 @@ def largest_weight(args: Args) -> tuple[int, int]:
     return args.dim, max(args.hidden_dim, args.n_heads * (args.nope_dim + args.rope_dim))
 
 
-def small(dim: int) -> Args:
-    sizes = {
-        "dim": dim,
-        "n_layers": 4,
-        "n_dense_layers": 1,
-        "n_heads": 2,
-        "kv_rank": dim // 2,
-        "nope_dim": dim // 4,
-        "rope_dim": dim // 4,
-        "value_dim": dim // 2,
-        "hidden_dim": dim,
-        "expert_dim": dim // 2,
-        "vocab_size": 16,
-    }
-    return Args(**FLAVORS["debug"] | sizes)
+FAMILY = Family(
+    name="deepseek_v3",
+    numbers=NUMBERS,
+    Args=Args,
+    build=DeepSeekV3,
+    initial_values=layers.initial_values,
+    decay=layers.DECAY,
+    tp_plan=tp_plan,
+    parameters=parameters,
+    flops_per_token=flops_per_token,
+    describe=describe,
+    largest_weight=largest_weight,
+    active_parameters=active_parameters,
+)

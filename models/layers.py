@@ -1,5 +1,5 @@
 """The layers that the model families of this folder share, as single-device code that knows nothing
-of meshes.
+of meshes. At the end: a dense decoder's numbers, initial values, and plan of tensor parallelism.
 
 Shapes:  B batch   T sequence   D = dim   V = vocab_size   F = hidden_dim
          H query heads   K key/value heads   E = head_dim
@@ -11,8 +11,10 @@ Hugging Face's layout: rotary positions use the rotate-half convention, so excha
 Hugging Face renames tensors and permutes nothing.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 
 from models.kernels.causal_attention import causal_attention
 from models.kernels.document_attention import Documents, document_attention
+from models.kernels.ruled_attention import PLAIN, AttentionRule, ruled_attention
+from models.terms import AuxiliaryTerms
 
 
 def rope_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
@@ -52,11 +56,28 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class AttentionCore(nn.Module):
-    """The part of attention that has no parameters. Its `forward` is replaced from outside
-    (parallelisms/__init__.py says by whom)."""
+    """The part of attention that has no parameters: causal attention by a rule, which all who
+    replace `forward` from outside honour (parallelisms/__init__.py says who)."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        """Causal attention. q [B, T, H, E], k and v [B, T, K, E], rotated already -> [B, T, H, E]."""
+    # A class that overrides `forward` says it anew (parallelisms/cores.py).
+    follows_rule: ClassVar[bool] = True
+
+    def __init__(self, rule: AttentionRule = PLAIN):
+        super().__init__()
+        self.rule = rule
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [B, T, H, E], k and v [B, T, K, E], rotated already; sinks [H], if the rule has them ->
+        [B, T, H, E]."""
+        if self.rule != PLAIN or sinks is not None:
+            return ruled_attention(q, k, v, self.rule, documents, sinks)
         if documents is not None:
             return document_attention(q, k, v, documents)
         q = q.transpose(1, 2)  # [B, H, T, E]
@@ -68,14 +89,15 @@ class AttentionCore(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al., arXiv:2305.13245)."""
 
-    def __init__(self, args: Any):
+    def __init__(self, args: Any, rule: AttentionRule = PLAIN):
         super().__init__()
         self.head_dim = args.head_dim
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.core = AttentionCore()
+        self.sinks = nn.Parameter(torch.empty(args.n_heads)) if rule.sinks else None
+        self.core = AttentionCore(rule)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D] -> q [B, T, H, E], k and v [B, T, K, E]. The view has -1, because a rank may
@@ -92,7 +114,8 @@ class Attention(nn.Module):
         q, k, v = self.heads(x)
         q = apply_rope(q, cos, sin)
         k = apply_rope(k, cos, sin)
-        o = self.core(q, k, v, documents)  # [B, T, H, E]
+        sinks = [] if self.sinks is None else [self.sinks]
+        o = self.core(q, k, v, documents, *sinks)  # [B, T, H, E]
         return self.wo(o.flatten(2))  # [B, T, D]
 
 
@@ -172,7 +195,7 @@ class Decoder(nn.Module):
 
     def block(self, args: Any, number: int) -> nn.Module:
         """A new block for this layer; its `forward` takes (h [B, T, D], cos, sin, documents) and
-        returns [B, T, D]."""
+        returns [B, T, D], or that and {name: models/terms.py::Term}."""
         return Block(args, Attention(args), FeedForward(args.dim, args.hidden_dim))
 
     def cores(self) -> list[AttentionCore]:
@@ -194,17 +217,13 @@ class Decoder(nn.Module):
         frequencies = rope_frequencies(self.args.head_dim, self.args.rope_theta, positions.device)
         return rope_tables(frequencies, positions)
 
-    def run_block(self, number: str, *inputs: Any, router_statistics: Any = None) -> Tensor:
-        """What the block returns for (h, cos, sin, documents): [B, T, D]."""
-        return self.layers[number](*inputs)
-
     def forward(
         self,
         x: Tensor,
         positions: Tensor,
         loss_head: Callable[[Tensor, Tensor], Tensor] = F.linear,
         documents: Documents | None = None,
-        router_statistics: Any = None,
+        terms: AuxiliaryTerms | None = None,
     ) -> Tensor:
         """x: tokens, int64 [B, T]; for a stage that is not the first, hidden states [B, T, D] of
         the one before. positions: of these tokens, int64 [T] or [B, T], within the sequence or,
@@ -212,16 +231,96 @@ class Decoder(nn.Module):
 
         Returns loss_head(hidden states [B, T, D], output weight [V, D]), by default logits [B, T,
         V]; a stage that is not the last returns its hidden states. With `documents` attention does
-        not cross from one document to the next. Mixtures of experts add their statistics of this
-        batch to `router_statistics` (models/moe.py::RouterStatistics), if it is given.
+        not cross from one document to the next. What blocks report (models/terms.py) is added to
+        `terms`, if it is given.
         """
         cos, sin = self.rope(positions)  # [T, E], or [B, T, E]
         h = self.tok_embeddings(x) if self.first else x  # [B, T, D]
-        for number in self.layers:
-            h = self.run_block(number, h, cos, sin, documents, router_statistics=router_statistics)
+        for number, block in self.layers.items():
+            h = block(h, cos, sin, documents)
+            if isinstance(h, tuple):
+                h, reported = h
+                if terms is not None:
+                    h = terms.add(h, reported, int(number))
         if not self.last:
             return h
         h = self.norm(h)
         if self.args.tied_embeddings:
             return loss_head(h, self.tok_embeddings.weight)
         return self.output(h, loss_head)
+
+
+# What a family says of a decoder made of these layers ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class Args:
+    """The numbers that define a dense decoder: a row of FLAVORS, with the overrides of the [model]
+    table laid on top."""
+
+    dim: int  # width of the residual stream
+    n_layers: int
+    n_heads: int  # query heads
+    n_kv_heads: int  # key and value heads
+    head_dim: int
+    hidden_dim: int  # of the SwiGLU layer
+    vocab_size: int
+    rope_theta: float
+    norm_eps: float
+    max_seq_len: int
+    tied_embeddings: bool
+
+
+def initial_values(args: Args) -> list[tuple[str, str, float]]:
+    """Normal values of deviation 0.02, and projections back into the residual stream scaled by
+    1/sqrt(2 * n_layers) so that its variance does not grow with depth (GPT-2; Radford et al. 2019,
+    section 2.3)."""
+    residual = 0.02 / math.sqrt(2 * args.n_layers)
+    return [
+        ("*norm.weight", "ones", 0.0),
+        ("*.wo.weight", "normal", residual),
+        ("*.w2.weight", "normal", residual),
+        ("*.experts.w2", "normal", residual),
+        ("*.router.bias", "zeros", 0.0),
+        ("*", "normal", 0.02),
+    ]
+
+
+# decaying a norm's gain towards 0 would shrink the signal itself
+DECAY = [("*norm.weight", False), ("*", True)]
+
+# The projections of attention and feed-forward layers, experts included. Not embeddings, the output
+# projection, norms, routers and biases.
+MATRICES = (("layers.*.w*.weight", True), ("layers.*.experts.w?", True), ("*", False))
+
+# Tensor parallelism: pattern of a module's name -> its style (parallelisms/tp.py)
+TP_PLAN = {  # what every decoder has
+    # rows of the vocabulary split; output: this rank's slice of the sequence
+    "tok_embeddings": "vocab_embedding",
+    "layers.*.attention_norm": "sequence",  # works on this rank's slice of the sequence
+    "layers.*.ffn_norm": "sequence",
+    "norm": "sequence",
+    # rows of the vocabulary split; the loss in training/loss.py works on its share of the logits
+    "output": "vocab_weight",
+}
+TP_PLAN_OF_ATTENTION = {
+    "layers.*.attention": "gather_sequence",  # its input: the whole sequence
+    "layers.*.attention.wq": "columns",  # heads split
+    "layers.*.attention.wk": "columns",
+    "layers.*.attention.wv": "columns",
+    "layers.*.attention.wo": "rows",  # sums over heads; output: a slice of the sequence again
+}
+
+
+def tp_plan_of_feed_forward(layer: str = "*") -> dict[str, str]:
+    """layer: the number of the layer, or * for all."""
+    return {
+        f"layers.{layer}.feed_forward": "gather_sequence",
+        f"layers.{layer}.feed_forward.w1": "columns",  # hidden units split
+        f"layers.{layer}.feed_forward.w3": "columns",
+        f"layers.{layer}.feed_forward.w2": "rows",
+    }
+
+
+def tp_plan(args: Any) -> dict[str, str]:
+    return TP_PLAN | TP_PLAN_OF_ATTENTION | tp_plan_of_feed_forward()

@@ -2,7 +2,7 @@
 
 The model is written for whole tensors, from the layers in `models/layers.py`. Tensor parallelism,
 sharding and checkpointing are applied to it from outside (`parallelisms/`). `models/family.py` says
-what a family's module has; `models/formats/llama.py` reads and writes its published weights.
+what a family is; `models/formats/llama.py` reads and writes its published weights.
 """
 
 import math
@@ -11,27 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models import dense
-from models.dense import (  # noqa: F401  the members that all dense decoders share
-    DECAY,
-    describe,
-    flops_per_token,
-    initial_values,
-    largest_weight,
-    parameters,
-    tp_plan,
-)
-from models.flavors import toy
-from models.flavors.llama import FLAVORS
+from models import arithmetic, layers
+from models.family import Family
+from models.flavors.llama import NUMBERS
 from models.layers import Decoder, rope_frequencies, rope_tables
-from models.options import LLAMA_RULES as RULES  # noqa: F401
-from models.options import OPTIONS, QUERY_WIDTH, width_of_head  # noqa: F401
-
-FOLLOWS = {"head_dim": (("dim", "n_heads"), width_of_head)}
 
 
 @dataclass(frozen=True)
-class Args(dense.Args):
+class Args(layers.Args):
     """The numbers that define one Llama."""
 
     # factor, low_freq_factor, high_freq_factor, original_max_seq_len; None before Llama 3.1
@@ -70,9 +57,14 @@ class Llama(Decoder):
         return rope_tables(frequencies, positions)
 
 
-def build(args: Args, layers: range | None = None) -> Llama:
-    return Llama(args, layers)
-
-
-def small(dim: int) -> Args:
-    return Args(**toy(FLAVORS["debug"], dim))
+FAMILY = Family(
+    name="llama",
+    numbers=NUMBERS,
+    Args=Args,
+    build=Llama,
+    initial_values=layers.initial_values,
+    decay=layers.DECAY,
+    tp_plan=layers.tp_plan,
+    parameters=arithmetic.parameters,
+    flops_per_token=arithmetic.flops_per_token,
+)

@@ -18,53 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.kernels.grouped_product import grouped_product
+from models.kernels.precision import wide
 from models.layers import Block, Decoder, Documents, FeedForward
-
-
-class MixtureStatistics(NamedTuple):
-    """What a mixture of experts reports of one microbatch, besides its output."""
-
-    counts: Tensor  # int64 [X]: how many tokens each expert got
-    balance: Tensor  # float32, a scalar: the auxiliary loss, summed over the tokens
-    # float32, a scalar, in nats: the entropy of each token's affinities, summed over the tokens
-    entropy: Tensor
-
-
-class RouterStatistics:
-    """The sums over the microbatches of a step that the mixtures of a model report. Given to the
-    forwards that train, and to no other."""
-
-    def __init__(self, scale: Tensor):
-        """scale: the gradient of the auxiliary loss, a scalar; that of the model's loss is the
-        same."""
-        self.scale = scale
-        self.counts: dict[int, Tensor] = {}  # number of the layer -> int64 [X]
-        # number of the layer -> float32 [2]: the balance loss and the entropy of all tokens
-        self.sums: dict[int, Tensor] = {}
-
-    def add(self, layer: int, h: Tensor, statistics: MixtureStatistics) -> Tensor:
-        """Add those of one microbatch. Returns h, whose backward also injects the auxiliary loss's
-        gradient: so no stage of a pipeline has to hand that loss to the next one."""
-        sums = torch.stack((statistics.balance.detach(), statistics.entropy))
-        self.counts[layer] = self.counts.get(layer, 0) + statistics.counts
-        self.sums[layer] = self.sums.get(layer, 0) + sums
-        return InjectAuxiliaryLoss.apply(h, statistics.balance, self.scale)
-
-
-class InjectAuxiliaryLoss(torch.autograd.Function):
-    """The identity of h; backward also injects the auxiliary loss's gradient, `scale`, as if that
-    loss had been added to the model's."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(scale)
-        # unlike h.view_as(h), it is no view: FSDP warns of views that leave a stage of a pipeline
-        return h.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (scale,) = ctx.saved_tensors
-        return grad, scale.float(), None
+from models.terms import Term
 
 
 class ExpertChoice(NamedTuple):
@@ -99,10 +55,14 @@ class Router(nn.Module):
         """The weight [X, D] as forward multiplies with it. Tensor parallelism replaces this."""
         return self.weight
 
+    def logits(self, x: Tensor) -> Tensor:
+        """x [N, D] -> float32 [N, X]. A family may add to it (models/gpt_oss.py)."""
+        return F.linear(wide(x), wide(self.weight_for_forward()))
+
     def forward(self, x: Tensor) -> ExpertChoice:
         """x [N, D]."""
         args = self.args
-        logits = F.linear(x.float(), self.weight_for_forward().float())  # [N, X]
+        logits = self.logits(x)  # [N, X]
         scores = logits.softmax(-1) if args.router_score == "softmax" else logits.sigmoid()
         wanted = scores.detach() + self.bias if args.balancing_bias else scores.detach()
         if args.expert_groups > 1:
@@ -138,8 +98,8 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(args.n_experts, args.expert_dim, args.dim))  # up
 
     def weights_for_forward(self) -> list[Tensor]:
-        """w1, w2 and w3 as forward multiplies with them. Expert parallelism replaces this and
-        `forward`."""
+        """w1, w2 and w3 as forward multiplies with them, and what else a subclass computes with.
+        Expert parallelism replaces this and `forward`."""
         return [self.w1, self.w2, self.w3]
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -152,13 +112,13 @@ class Experts(nn.Module):
 
 class MixtureOfExperts(nn.Module):
     """In the place of a block's feed-forward layer. args.n_shared_experts experts work on every
-    token, as one layer."""
+    token, as one layer. router and experts: those of a family that has its own."""
 
-    def __init__(self, args: Any):
+    def __init__(self, args: Any, router: Router | None = None, experts: Experts | None = None):
         super().__init__()
         self.args = args
-        self.router = Router(args)
-        self.experts = Experts(args)
+        self.router = router or Router(args)
+        self.experts = experts or Experts(args)
         if args.n_shared_experts:
             self.shared_experts = FeedForward(args.dim, args.n_shared_experts * args.expert_dim)
 
@@ -167,8 +127,10 @@ class MixtureOfExperts(nn.Module):
         ranks share a sequence: it sums over them."""
         return counts
 
-    def forward(self, x: Tensor) -> tuple[Tensor, MixtureStatistics]:
-        """x [B, T, D] -> [B, T, D]."""
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Term]]:
+        """x [B, T, D] -> [B, T, D], and what is reported of these tokens: int64 [X] how many each
+        expert got; the entropy of each token's affinities, in nats, and the balance loss, both
+        summed over the tokens."""
         B, T, _ = x.shape
         tokens = x.flatten(0, 1)  # [N, D]
         choice = self.router(tokens)
@@ -186,9 +148,14 @@ class MixtureOfExperts(nn.Module):
         out = torch.bmm(weights, rows[back].view(B * T, k, -1)).view_as(x)
         if self.args.n_shared_experts:
             out = out + self.shared_experts(x)
-        balance = self.balance(choice.affinities.view(B, T, -1), counts)
+        terms = {}
+        if self.args.balance_loss:
+            balance = self.balance(choice.affinities.view(B, T, -1), counts)
+            terms["balance_loss"] = Term(balance, weight=1.0)  # its factor is in it
         entropy = torch.special.entr(choice.affinities.detach()).sum()
-        return out, MixtureStatistics(counts.sum(0), balance, entropy)
+        terms["router_entropy"] = Term(entropy)
+        terms["expert_counts"] = Term(counts.sum(0))
+        return out, terms
 
     def balance(self, affinities: Tensor, counts: Tensor) -> Tensor:
         """The auxiliary loss: DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations
@@ -199,10 +166,7 @@ class MixtureOfExperts(nn.Module):
         the loss of a sequence is the sum over the ranks that share it, and is divided by the tokens
         of the global batch like every other loss.
         """
-        if not self.args.balance_loss:
-            return affinities.new_zeros(())
-        # not earlier: a sum that nobody reads is waited for by nobody
-        counts = self.counts_of_whole_sequences(counts)
+        counts = self.counts_of_whole_sequences(counts).to(affinities.dtype)
         # [B, X], 1 where all experts get as many
         share = counts / counts.sum(-1, keepdim=True) * self.args.n_experts
         return self.args.balance_loss * torch.einsum("btx,bx->", affinities, share)
@@ -213,10 +177,10 @@ class MixtureBlock(Block):
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
-    ) -> tuple[Tensor, MixtureStatistics]:
+    ) -> tuple[Tensor, dict[str, Term]]:
         h = x + self.attention(self.attention_norm(x), cos, sin, documents)  # [B, T, D]
-        out, statistics = self.feed_forward(self.ffn_norm(h))
-        return h + out, statistics
+        out, terms = self.feed_forward(self.ffn_norm(h))
+        return h + out, terms
 
 
 class SparseDecoder(Decoder):
@@ -230,17 +194,6 @@ class SparseDecoder(Decoder):
             if isinstance(layer.feed_forward, MixtureOfExperts)
         }
 
-    def run_block(
-        self, number: str, *inputs: Any, router_statistics: RouterStatistics | None = None
-    ) -> Tensor:
-        result = super().run_block(number, *inputs)
-        if isinstance(result, Tensor):
-            return result
-        h, statistics = result
-        if router_statistics is None:
-            return h
-        return router_statistics.add(int(number), h, statistics)
-
 
 def tp_plan(args: Any) -> dict[str, str]:
     """A mixture works on this rank's slice of the sequence. Only shared experts, which get all
@@ -253,6 +206,14 @@ def tp_plan(args: Any) -> dict[str, str]:
     }
     mixture = {"layers.*.feed_forward": "slice", "layers.*.feed_forward.router": "router"}
     return mixture | (shared if args.n_shared_experts else {})
+
+
+def describe(args: Any, active: int) -> str:
+    """active: how many of the parameters work on a token."""
+    return (
+        f"{active:,} of the parameters for each token: "
+        f"{args.experts_per_token} of {args.n_experts} experts"
+    )
 
 
 def weights(args: Any, experts: int) -> int:

@@ -1,12 +1,71 @@
-"""The numbers that the [model] table may override, and the rules between them and the options of a
-run: those of dense decoders, and those of mixtures of experts. `models/family.py::Family` explains
-each table.
+"""The numbers of a family: the sizes that it is published in, those that the [model] table may
+override, and the rules between them. Below stand those of dense decoders and of mixtures of experts.
 
-No torch: `configs/` evaluates what a family takes from here (`models/__init__.py::tables`).
+No torch: `configs/` imports this file and models/flavors/, and checks a configuration in less time
+than the import of torch takes.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
+
+
+def dense_toy(flavor: dict[str, Any], dim: int) -> dict[str, Any]:
+    """The numbers of a dense decoder of this width, for measurements; flavor: gives all others."""
+    return flavor | {
+        "dim": dim,
+        "n_layers": 4,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "head_dim": dim // 2,
+        "hidden_dim": dim,
+        "vocab_size": 16,
+    }
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What can be said of a family without torch: `NUMBERS` in models/flavors/<name>.py."""
+
+    flavors: dict[str, dict[str, Any]]
+    """Flavor -> the numbers of the family's `Args`. Each row names its source. `debug` is small
+    enough for two CPU cores."""
+    options: dict[str, tuple[type, dict[str, Any], str]]
+    """Number that the [model] table may override -> its type, its bounds in pydantic's words, one
+    line that explains it."""
+    rules: dict[str, tuple[Callable[[Any], bool], str]]
+    """Rules between these numbers and the options of a run, in the form of
+    `configs/check.py::RULES`. What a mesh can split follows from the members below: no rule here
+    asks for it."""
+    follows: dict[str, tuple[tuple[str, ...], Callable[[dict], Any]]] = field(default_factory=dict)
+    """Number -> the numbers that it follows from, and how: it is computed where one of those is
+    overridden and it is not."""
+    query_width: tuple[str, ...] = ("head_dim",)
+    """The numbers whose sum is the width of a query's head, which decides what kernels of attention
+    there are."""
+    heads: str = "n_heads"
+    """The number of query heads: tensor parallelism gives each rank whole ones."""
+    kv_heads: str = "n_kv_heads"
+    """The number of key/value heads, of which each rank has whole ones too. Empty for a family whose
+    query heads have keys and values of their own."""
+    hidden_units: str = "hidden_dim"
+    """The number of hidden units of a feed-forward layer, which tensor parallelism splits. Empty for
+    a family that has no such layer."""
+    layers: tuple[str, ...] = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
+    """The linear layers of a block, by the last word of their names: those that lora.targets may
+    name. Experts have w1, w2 and w3."""
+    toy: Callable[[dict[str, Any], int], dict[str, Any]] = dense_toy
+    """(a flavor's numbers, a width) -> those of a toy of this width, which measures what an operator
+    costs beside its work."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a number that is none of the options: the rules about it would be
+        left out without a word."""
+        for name in (*self.query_width, self.heads, self.kv_heads, self.hidden_units):
+            if name and name not in self.options:
+                known = ", ".join(self.options)
+                raise ValueError(f"a family's Numbers name {name!r}, which is none of its {known}")
+
 
 OPTIONS = {
     "dim": (
@@ -33,48 +92,16 @@ OPTIONS = {
     ),
 }
 
-
-QUERY_WIDTH = ("head_dim",)
-
-
-def ulysses_rule(number: str, heads: str) -> tuple[Callable[[Any], bool], str]:
-    """The rule that ranks which swap heads for tokens get whole ones. number: how many heads there
-    are to deal out."""
-    return (
-        lambda c: (
-            c.parallelism.context_parallel > 1
-            and c.parallelism.context_parallel_method == "ulysses"
-            and getattr(c.model, number)
-            % (c.parallelism.context_parallel * c.parallelism.tensor_parallel)
-            != 0
-        ),
-        f"{{parallelism.context_parallel}} times {{parallelism.tensor_parallel}} does not divide "
-        f"{{model.{number}}}: with "
-        f"{{parallelism.context_parallel_method}} each rank computes whole {heads}. Use fewer "
-        "ranks, or "
-        'context_parallel_method = "gather", which any number of heads suits',
-    )
+OPTIONS_OF_WINDOWS = {
+    "window": (
+        int,
+        {"ge": 0},
+        "Tokens that a layer with a sliding window attends to; 0: no layer has one.",
+    ),
+}
 
 
 RULES = {
-    "tp_heads": (
-        lambda c: c.model.n_heads % c.parallelism.tensor_parallel != 0,
-        "{parallelism.tensor_parallel} does not divide {model.n_heads}: each rank computes whole "
-        "query heads",
-    ),
-    "tp_kv_heads": (
-        lambda c: c.model.n_kv_heads % c.parallelism.tensor_parallel != 0,
-        "{parallelism.tensor_parallel} does not divide {model.n_kv_heads}: each rank computes "
-        "whole key/value heads, "
-        "which are not duplicated, so tensor_parallel is at most n_kv_heads and divides it",
-    ),
-    "tp_hidden": (
-        lambda c: c.model.hidden_dim % c.parallelism.tensor_parallel != 0,
-        "{parallelism.tensor_parallel} does not divide {model.hidden_dim}: each rank computes an "
-        "equal share of the "
-        "hidden units",
-    ),
-    "cp_heads": ulysses_rule("n_kv_heads", "key/value heads"),
     "kv_heads": (
         lambda c: c.model.n_heads % c.model.n_kv_heads != 0,
         "{model.n_kv_heads} does not divide {model.n_heads}: each key/value head serves an equal "
@@ -87,24 +114,6 @@ RULES = {
         "pairs: set it, or change {model.dim} or {model.n_heads}, whose quotient it is otherwise",
     ),
 }
-
-
-LLAMA_RULES = RULES | {
-    "export_hf": (
-        lambda c: c.checkpoint.export_hf and c.model.dim % c.model.n_heads != 0,
-        "{checkpoint.export_hf}, but transformers refuses a Llama whose {model.dim} is not a "
-        "multiple of "
-        "{model.n_heads}: change one of them, or remove export_hf",
-    ),
-}
-
-
-def width_of_head(numbers: dict[str, Any]) -> float:
-    """head_dim after a change of dim or n_heads. Where the two do not fit, it is a fraction, which
-    the rule "head_dim" refuses."""
-    dim = numbers["dim"]
-    n_heads = numbers["n_heads"]
-    return dim / n_heads if dim % n_heads else dim // n_heads
 
 
 # Models with mixtures of experts (models/moe.py) ---------------------------------------------------
@@ -132,16 +141,5 @@ RULES_OF_EXPERTS = {
         lambda c: c.model.n_experts and c.model.experts_per_token > c.model.n_experts,
         "{model.experts_per_token} is above {model.n_experts}: a token cannot be sent to more "
         "experts than there are",
-    ),
-    "experts_ep": (
-        lambda c: c.model.n_experts % c.parallelism.expert_parallel != 0,
-        "{parallelism.expert_parallel} does not divide {model.n_experts}: each rank has equally "
-        "many experts",
-    ),
-    "experts_async": (
-        lambda c: c.model.n_experts and c.parallelism.async_tensor_parallel,
-        "{parallelism.async_tensor_parallel} together with experts ({model.n_experts}) is not "
-        "supported, since nobody has tried the "
-        "two: set it to false",
     ),
 }

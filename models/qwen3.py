@@ -13,21 +13,13 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from models import dense, layers, moe
-from models.dense import DECAY, initial_values, largest_weight  # noqa: F401  as in all decoders
-from models.flavors import toy
-from models.flavors.qwen3 import FLAVORS
-from models.options import OPTIONS as DENSE_OPTIONS
-from models.options import OPTIONS_OF_EXPERTS, QUERY_WIDTH, RULES_OF_EXPERTS  # noqa: F401
-from models.options import RULES as DENSE_RULES
-
-OPTIONS = DENSE_OPTIONS | OPTIONS_OF_EXPERTS
-RULES = DENSE_RULES | RULES_OF_EXPERTS
-FOLLOWS = {}  # the width of a head stays what it is
+from models import arithmetic, layers, moe
+from models.family import Family
+from models.flavors.qwen3 import NUMBERS
 
 
 @dataclass(frozen=True)
-class Args(dense.Args):
+class Args(layers.Args):
     """The numbers of a dense decoder, and those of the mixtures. Without experts `hidden_dim` is
     that of every feed-forward layer; with experts it is written to config.json and used by no
     layer."""
@@ -63,16 +55,12 @@ class Qwen3(moe.SparseDecoder):
         return layers.Block(args, Attention(args), layers.FeedForward(args.dim, args.hidden_dim))
 
 
-def build(args: Args, layers: range | None = None) -> Qwen3:
-    return Qwen3(args, layers)
-
-
 def tp_plan(args: Args) -> dict[str, str]:
     """Heads are split over the ranks and all use the same gain, whose gradient is therefore a sum
     over ranks."""
     norms = {"layers.*.attention.q_norm": "heads", "layers.*.attention.k_norm": "heads"}
-    feed_forward = moe.tp_plan(args) if args.n_experts else dense.tp_plan_of_feed_forward()
-    return dense.TP_PLAN | dense.TP_PLAN_OF_ATTENTION | norms | feed_forward
+    feed_forward = moe.tp_plan(args) if args.n_experts else layers.tp_plan_of_feed_forward()
+    return layers.TP_PLAN | layers.TP_PLAN_OF_ATTENTION | norms | feed_forward
 
 
 def feed_forward_weights(args: Args, experts: int) -> int | None:
@@ -81,7 +69,7 @@ def feed_forward_weights(args: Args, experts: int) -> int | None:
 
 def parameters(args: Args) -> int:
     return (
-        dense.parameters(args, feed_forward_weights(args, args.n_experts))
+        arithmetic.parameters(args, feed_forward_weights(args, args.n_experts))
         + args.n_layers * 2 * args.head_dim
     )
 
@@ -89,23 +77,33 @@ def parameters(args: Args) -> int:
 def active_parameters(args: Args) -> int:
     """Those that work on a token."""
     return (
-        dense.parameters(args, feed_forward_weights(args, args.experts_per_token))
+        arithmetic.parameters(args, feed_forward_weights(args, args.experts_per_token))
         + args.n_layers * 2 * args.head_dim
     )
 
 
 def flops_per_token(args: Args, seq_len: int) -> float:
-    return dense.flops_per_token(args, seq_len, feed_forward_weights(args, args.experts_per_token))
+    return arithmetic.flops_per_token(
+        args, seq_len, feed_forward_weights(args, args.experts_per_token)
+    )
 
 
 def describe(args: Args) -> str:
     if not args.n_experts:
-        return dense.describe(args)
-    return (
-        f"{dense.describe(args)}; {active_parameters(args):,} of the parameters for each token: "
-        f"{args.experts_per_token} of {args.n_experts} experts"
-    )
+        return arithmetic.describe(args)
+    return f"{arithmetic.describe(args)}; {moe.describe(args, active_parameters(args))}"
 
 
-def small(dim: int) -> Args:
-    return Args(**toy(FLAVORS["debug"], dim))
+FAMILY = Family(
+    name="qwen3",
+    numbers=NUMBERS,
+    Args=Args,
+    build=Qwen3,
+    initial_values=layers.initial_values,
+    decay=layers.DECAY,
+    tp_plan=tp_plan,
+    parameters=parameters,
+    flops_per_token=flops_per_token,
+    describe=describe,
+    active_parameters=active_parameters,
+)

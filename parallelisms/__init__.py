@@ -5,25 +5,29 @@ hooks, and it replaces methods on instances. This is the whole list of the metho
 
 | Method | Replaced by | Why |
 | --- | --- | --- |
-| `forward` of a block | ac.py, compile.py | recompute it in backward; compile it |
-| `AttentionCore.forward` | cp.py | ranks exchange keys and values, or heads |
-| | training/sample.py | attend to the keys and values of earlier tokens |
+| `forward` of a block | blocks.py | recompute it in backward; compile it |
+| `AttentionCore.forward` | cp.py | ranks exchange keys and values, or heads, by each core's rule |
+| | training/sample.py | attend to the keys and values of earlier tokens, by the same rule |
 | `Decoder.documents` | cp.py | a rank has a part of each document |
 | `Linear.forward` in a block | tp_plain.py | a plain tensor in and out |
+| `RMSNorm.forward` in attention | tp_plain.py | a mean square over the heads of all ranks |
 | `Router.weight_for_forward` | tp_plain.py | this rank's part of a DTensor |
 | `Experts.weights_for_forward` | ep.py | this rank's part of the DTensors |
+| | models/lora.py | adapters beside them |
+| `Linear.forward` in a block | models/lora.py | adds what the adapters give |
 | `Experts.forward` | ep.py | all-to-alls for dispatch and combine |
 | `MixtureOfExperts.counts_of_whole_sequences` | ep.py | several ranks share a sequence |
 
-Each is declared on its class (models/layers.py, models/moe.py) and keeps its signature. Float8
-replaces whole linear layers, and masters.py shows modules other weights while they compute.
+Each is declared on its class (models/layers.py, models/moe.py) and keeps its signature. A core that
+follows no rule is refused by name (cores.py). Float8 replaces whole linear layers, and masters.py
+shows modules other weights while they compute.
 """
 
 import torch
 from torch import nn
 
 from configs.schema import SCHEDULES, Config, InputError
-from parallelisms import ac, async_tp, compile, cp, dp, ep, float8, tp
+from parallelisms import async_tp, blocks, cores, cp, dp, ep, float8, lora, tp
 from parallelisms.mesh import Mesh
 
 MAJOR, MINOR, *_ = torch.__version__.split(".")
@@ -54,7 +58,8 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
 
     1. Expert parallelism and tensor parallelism first: they replace the weights by DTensors, and
        all that follows must see those. Tensor parallelism checks that no weight is left over, so
-       the experts leave before it.
+       the experts leave before it. Adapters, if there are any, are then split as their weights
+       are.
     2. Context parallelism replaces the attention of the heads that tensor parallelism leaves on a
        rank.
     3. Float8 replaces linear layers, so it comes before what wraps them.
@@ -63,22 +68,25 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
        because compiled regions that checkpoint DTensor code as a whole fail on torch 2.13.
     5. Data parallelism last: it shards what tensor parallelism left on each rank (so a weight is
        sharded over both), and its hooks unshard the weights before, and outside of, everything
-       above.
+       above. What is frozen beside adapters is so from then on.
 
     The optimizer is built afterwards, on the sharded parameters (`train.build`).
     """
     check_torch(cfg, mesh.experts_mesh is not None)
+    cores.check(model, mesh, cfg.training.attention)
     ep.apply(model, mesh)
     tp.apply(model, mesh.tp_mesh, tp_plan)
+    lora.apply(model, mesh, cfg, tp_plan)
     if cfg.parallelism.async_tensor_parallel:
         async_tp.overlap(mesh.tp_mesh)
     cp.apply(model, mesh, cfg)
     float8.apply(model, mesh, cfg.training.float8, cfg.debug.emulate_float8)
     if cfg.activation_checkpoint.mode == "selective":
-        ac.apply(model, cfg.activation_checkpoint)
-        compile.apply(model, cfg.compile)
+        blocks.checkpoint_blocks(model, cfg.activation_checkpoint)
+        blocks.compile_blocks(model, cfg.compile)
     else:
-        compile.apply(model, cfg.compile)
-        ac.apply(model, cfg.activation_checkpoint)
+        blocks.compile_blocks(model, cfg.compile)
+        blocks.checkpoint_blocks(model, cfg.activation_checkpoint)
     dp.apply(model, mesh, cfg.training, cfg.parallelism)
+    lora.freeze(model, cfg.lora)
     return model

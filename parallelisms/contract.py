@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from configs.schema import InputError
 from parallelisms.mesh import Mesh
 from parallelisms.pp import stages_of
+from training.optimizers import wrong_rows
 
 
 def verify(
@@ -31,44 +32,29 @@ def verify(
     texts, and of equal ones only the first.
     """
     problems = _broken_here(model, optimizer, mesh)
-    device = (
-        f"{mesh.device}"
-        if mesh.device.type == "cpu"
-        else str(torch.cuda.get_device_properties(mesh.device).uuid)
-    )
-    own_digests = torch.tensor(
-        [_digest([problems, sorted(same_on_all_ranks.items())]), _digest(device)]
-    )
-    all_digests = (
-        [own_digests]
-        if mesh.size == 1
-        else [torch.empty_like(own_digests) for _ in range(mesh.size)]
-    )
+    on_cpu = mesh.device.type == "cpu"
+    if on_cpu:
+        device = f"{mesh.device}"
+    else:
+        device = str(torch.cuda.get_device_properties(mesh.device).uuid)
+    own_text = _digest([problems, sorted(same_on_all_ranks.items())])
+    own_digests = torch.tensor([own_text, _digest(device)])
+    all_digests = [own_digests]
     if mesh.size > 1:
+        all_digests = [torch.empty_like(own_digests) for _ in range(mesh.size)]
         dist.all_gather(all_digests, own_digests)
     texts, devices = torch.stack(all_digests).T.tolist()
-    if (
-        not problems
-        and len(set(texts)) == 1
-        and (mesh.device.type == "cpu" or len(set(devices)) == mesh.size)
-    ):
+    all_alike = len(set(texts)) == 1
+    a_device_each = on_cpu or len(set(devices)) == mesh.size
+    if not problems and all_alike and a_device_each:
         return
     first_with = {digest: rank for rank, digest in reversed(list(enumerate(texts)))}
     is_first = first_with[texts[mesh.rank]] == mesh.rank
     reports = mesh.gather((problems, device, same_on_all_ranks if is_first else None))
-    values = [reports[first_with[digest]][2] for digest in texts]
     sentences = _problems_by_rank([problems for problems, _, _ in reports])
     if mesh.device.type == "cuda":
         sentences += _shared_devices([device for _, device, _ in reports])
-    for name, value in values[0].items():
-        if odd := {
-            rank: same.get(name) for rank, same in enumerate(values) if same.get(name) != value
-        }:
-            rank, other = next(iter(odd.items()))
-            sentences.append(
-                f"{name} differs: rank 0 has {value!r}, ranks {sorted(odd)} do not (rank {rank}: "
-                f"{other!r})"
-            )
+    sentences += _differences([reports[first_with[digest]][2] for digest in texts])
     raise InputError("the parallel contract is broken before step 1:\n  " + "\n  ".join(sentences))
 
 
@@ -104,43 +90,80 @@ def _shared_devices(devices: list[str]) -> list[str]:
     ]
 
 
+def _differences(values: list[dict[str, str]]) -> list[str]:
+    """values: `same_on_all_ranks` of each rank. Returns a sentence for each that is not the same."""
+    sentences = []
+    for name, value in values[0].items():
+        found = [same.get(name) for same in values]
+        odd = {rank: other for rank, other in enumerate(found) if other != value}
+        if odd:
+            rank, other = next(iter(odd.items()))
+            sentences.append(
+                f"{name} differs: rank 0 has {value!r}, ranks {sorted(odd)} do not (rank {rank}: "
+                f"{other!r})"
+            )
+    return sentences
+
+
 def _broken_here(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> list[str]:
-    problems = []
-    params = dict(model.named_parameters())
+    """The rules that are broken on this rank, a sentence each."""
+    return [
+        *_wrong_modules(model, mesh),
+        *_wrong_parameters(model, mesh),
+        *_wrong_optimizer(model, optimizer),
+    ]
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer updates. All others, a router's bias say, are their owner's
+    matter."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def _wrong_modules(model: nn.Module, mesh: Mesh) -> list[str]:
+    ranks = mesh.fsdp_mesh.size()
     if all(isinstance(stage, FSDPModule) for stage in stages_of(model)):
         bare = [int(i) for i, block in model.layers.items() if not isinstance(block, FSDPModule)]
         if bare:
-            problems.append(
+            return [
                 f"layers {bare} are no FSDPModule: their weights are gathered for the whole step "
                 "with the root's"
-            )
-    elif mesh.fsdp_mesh.size() > 1:
-        problems.append(
-            f"{mesh.fsdp_mesh.size()} data-parallel ranks, but the model is no FSDPModule: "
-            "gradients are never reduced"
-        )
-    # all others, a router's bias say, are their owner's matter
-    trained = {n: p for n, p in params.items() if p.requires_grad}
-    plain = [n for n, p in trained.items() if not isinstance(p, DTensor)]
+            ]
+    elif ranks > 1:
+        return [
+            f"{ranks} data-parallel ranks, but the model is no FSDPModule: gradients are never "
+            "reduced"
+        ]
+    return []
+
+
+def _wrong_parameters(model: nn.Module, mesh: Mesh) -> list[str]:
+    problems = []
+    plain = [name for name, param in _trained(model).items() if not isinstance(param, DTensor)]
     if mesh.size > 1 and plain:
         problems.append(
             f"{len(plain)} parameters are plain tensors on a mesh of {mesh.size}: {plain[0]} ..."
         )
-    meta = [n for n, p in params.items() if p.is_meta]
+    meta = [name for name, param in model.named_parameters() if param.is_meta]
     if meta:
         problems.append(f"{len(meta)} parameters are still on meta, without values: {meta[0]} ...")
-    mine = {id(p) for p in params.values()}
-    theirs = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(id(p) not in mine for p in theirs):
+    return problems
+
+
+def _wrong_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    problems = []
+    of_the_model = {id(param) for param in model.parameters()}
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if not held <= of_the_model:
         problems.append(
             "the optimizer holds tensors that are not the model's parameters: build it after "
             "parallelize()"
         )
-    held = {id(p) for p in theirs}
-    missing = [n for n, p in trained.items() if id(p) not in held]
+    trained = _trained(model)
+    missing = [name for name, param in trained.items() if id(param) not in held]
     if missing:
         problems.append(
             f"the optimizer misses {len(missing)} of the model's {len(trained)} parameters: "
             f"{missing[0]} ..."
         )
-    return problems
+    return problems + wrong_rows(optimizer)

@@ -12,7 +12,8 @@ ulysses: an all-to-all gives each rank all tokens for some of the heads, and a s
     (DeepSpeed-Ulysses, arXiv:2309.14509). In between, attention is that of one process. There must
     be a key/value head for every rank.
 
-docs/parallelism.md compares them.
+Either way every layer keeps its own rule (`models/layers.py::AttentionCore`). docs/parallelism.md
+compares them.
 
 Shapes:  b sequences of a microbatch   T their length   t = T / cp, the tokens of a rank in each   n = b t
          H query heads   K key/value heads   (under tensor parallelism: this rank's)
@@ -21,7 +22,6 @@ Shapes:  b sequences of a microbatch   T their length   t = T / cp, the tokens o
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +31,14 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from configs.schema import Config, InputError
+from models.kernels import ruled_attention
 from models.kernels.document_attention import (
     kernel_exists,
     piece_attention,
     piece_attention_backward,
 )
+from models.kernels.precision import wide_type
+from models.kernels.ruled_attention import PLAIN, AttentionRule
 from parallelisms.mesh import Mesh
 
 
@@ -44,17 +47,46 @@ def apply(model: nn.Module, mesh: Mesh, cfg: Config) -> nn.Module:
     documents."""
     if mesh.cp == 1:
         return model
-    cores, group = model.cores(), mesh.device_mesh.get_group("cp")
+    cores = model.cores()
+    # one function for all cores of a kind, so that torch.compile compiles one block for them
+    forwards: dict[tuple, Callable] = {}
+    for core in cores:
+        kind = type(core), core.rule
+        if kind not in forwards:
+            forwards[kind] = _forward_of(core, mesh, cfg)
+        core.forward = forwards[kind]
     if mesh.head_and_tail:
-        b, T = cfg.training.local_batch_size, cfg.training.seq_len
-        whole_windows = Pieces.of(torch.arange(T).expand(b, -1), mesh.device, mesh)
-        model.documents = partial(Pieces.of, mesh=mesh)
-        forward = gathered(whole_windows, (b, T // mesh.cp), group.group_name)
-    else:
-        forward = swapped(cores[0].forward, group)
-    for core in cores:  # the same function, so that torch.compile compiles one block for all
-        core.forward = forward
+        model.documents = documents_of(cores, mesh)
     return model
+
+
+def _forward_of(core: Any, mesh: Mesh, cfg: Config) -> Callable:
+    """What replaces the forward of this core, and of all that are alike."""
+    group = mesh.device_mesh.get_group("cp")
+    if not mesh.head_and_tail:
+        return swapped(core.forward, group)
+    b = cfg.training.local_batch_size
+    T = cfg.training.seq_len
+    window = window_of(core.rule, T)
+    whole_windows = Pieces.of(torch.arange(T).expand(b, -1), mesh.device, mesh, window)
+    return gathered(whole_windows, (b, T // mesh.cp), group.group_name, core.rule)
+
+
+def window_of(rule: AttentionRule, T: int) -> int:
+    """The window of a rule in sequences of T tokens; 0: it hides nothing."""
+    return 0 if rule.window is None or rule.window >= T else rule.window
+
+
+def documents_of(cores: list, mesh: Mesh) -> Callable:
+    """With "gather", what a model says about documents: positions of whole sequences within their
+    documents, int64 [b, T] on the CPU, and a device -> the pieces for each window of these cores."""
+    rules = {core.rule for core in cores}
+
+    def documents(positions: Tensor, device: torch.device) -> dict[int, Pieces]:
+        windows = {window_of(rule, positions.shape[1]) for rule in rules}
+        return {window: Pieces.of(positions, device, mesh, window) for window in windows}
+
+    return documents
 
 
 def check_kernel(device: torch.device, dtype: torch.dtype, width: int) -> None:
@@ -77,7 +109,7 @@ def check_kernel(device: torch.device, dtype: torch.dtype, width: int) -> None:
 class Pieces:
     """The documents of a microbatch as one rank needs them: a piece is what it has of a document
     in one of its parts of a sequence. The keys that a piece needs are those from the beginning of
-    its document to its own end."""
+    its document, or of its first query's window, to its own end."""
 
     # int32 [m]: where each piece's keys are among the gathered ones, piece after piece
     keys: Tensor
@@ -88,10 +120,10 @@ class Pieces:
     longest_keys: int  # the most keys of a piece
 
     @classmethod
-    def of(cls, positions: Tensor, device: torch.device, mesh: Mesh) -> "Pieces":
+    def of(cls, positions: Tensor, device: torch.device, mesh: Mesh, window: int = 0) -> "Pieces":
         """From the positions of whole sequences within their documents, int64 [b, T] on the CPU: 0
         at every document's first token and at each sequence's. Without documents, the whole
-        sequence is one."""
+        sequence is one. window: the keys that a query sees; 0: all of its document."""
         b, T = positions.shape
         token_ranges = mesh.token_ranges(T)
         # [b, parts, t / parts]
@@ -104,6 +136,8 @@ class Pieces:
         first = begins.flatten().nonzero().flatten()  # [pieces]
         ends = torch.cat((first[1:], torch.tensor([within.numel()])))
         earlier = within.flatten()[first]  # keys before a piece's first token
+        if window:
+            earlier = earlier.clamp(max=window - 1)
         lengths, counts = ends - first, ends - first + earlier
         starts, key_starts = (nn.functional.pad(x.cumsum(0), (1, 0)) for x in (lengths, counts))
         # The keys of a piece are neighbours in their sequence.
@@ -130,20 +164,43 @@ def _gathered_index(row: Tensor, position: Tensor, T: int, b: int, cp: int) -> T
     return ((rank * b + row) * 2 + (part >= cp)) * length + offset
 
 
-def gathered(whole_windows: Pieces, shape: tuple[int, int], group: str) -> Callable:
+def gathered(
+    whole_windows: Pieces, shape: tuple[int, int], group: str, rule: AttentionRule = PLAIN
+) -> Callable:
     """A forward for attention. whole_windows: for microbatches without documents, which must have
     this shape (b, t); group: the name of the cp group."""
+    size = _resolve_process_group(group).size()
+    window = window_of(rule, shape[1] * size)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, documents: Pieces | None) -> Tensor:
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: dict[int, Pieces] | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if documents is None and q.shape[:2] != shape:
             given = tuple(q.shape[:2])
             raise ValueError(
                 f"attention to gathered keys was prepared for {shape} sequences and tokens, not "
                 f"{given}"
             )
-        p = whole_windows if documents is None else documents
+        rule.check(sinks)
+        p = whole_windows if documents is None else documents[window]
         out, _ = gathered_attention(
-            q, k, v, p.keys, p.starts, p.key_starts, p.longest, p.longest_keys, group
+            q,
+            k,
+            v,
+            p.keys,
+            p.starts,
+            p.key_starts,
+            p.longest,
+            p.longest_keys,
+            group,
+            sinks,
+            window,
+            rule.scale,
+            rule.soft_cap,
         )
         return out
 
@@ -160,16 +217,25 @@ def attend(
     longest: int,
     longest_keys: int,
     group: str,
+    sinks: Tensor | None = None,
+    window: int = 0,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """This rank's q [b, t, H, E], k [b, t, K, E] and v [b, t, K, V] -> attention [b, t, H, V] to
-    the keys of all ranks of the group, and its log-sum-exp, float32 [n, H]. For the other arguments
-    see `Pieces`. Raises InputError where `check_kernel` does."""
+    the keys of all ranks of the group, and its log-sum-exp, float32 [n, H]. For the tables and
+    numbers of pieces see `Pieces`; the last four arguments are those of an `AttentionRule`, and the
+    sinks are this rank's, [H]. Raises InputError where `check_kernel` does."""
     check_kernel(q.device, q.dtype, q.shape[-1])
     all_k, all_v = _gather(k, v, keys, group)
-    padded = _as_wide(q, all_v)
-    out, lse = piece_attention(
-        q.flatten(0, 1), all_k, padded, starts, key_starts, longest, longest_keys
-    )
+    tensors = q.flatten(0, 1), all_k, _as_wide(q, all_v)
+    pieces = starts, key_starts, longest, longest_keys
+    rule = AttentionRule(window or None, scale, soft_cap, sinks is not None)
+    if rule == PLAIN:
+        out, lse = piece_attention(*tensors, *pieces)
+    else:
+        numbers = rule.numbers(q.shape[-1])
+        out, lse = ruled_attention.attend(*tensors, sinks, *pieces, *numbers)
     return out[..., : v.shape[3]].contiguous().view(*q.shape[:3], -1), lse
 
 
@@ -186,14 +252,25 @@ def attend_backward(
     longest: int,
     longest_keys: int,
     group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Grad of q, k, v of `attend`."""
+    sinks: Tensor | None = None,
+    window: int = 0,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Grad of q, k, v and the sinks of `attend`; of no sinks, an empty tensor."""
     all_k, all_v = _gather(k, v, keys, group)
     grad, q_, out = (_as_wide(q, x.flatten(0, 1)) for x in (grad, q, out))
-    padded = _as_wide(q, all_v)
-    dq, all_dk, all_dv = piece_attention_backward(
-        grad, q_, all_k, padded, out, lse, starts, key_starts, longest, longest_keys
-    )
+    tensors = grad, q_, all_k, _as_wide(q, all_v), out, lse
+    pieces = starts, key_starts, longest, longest_keys
+    rule = AttentionRule(window or None, scale, soft_cap, sinks is not None)
+    if rule == PLAIN:
+        dq, all_dk, all_dv = piece_attention_backward(*tensors, *pieces)
+        of_sinks = q.new_empty(0)
+    else:
+        numbers = rule.numbers(q.shape[-1])
+        dq, all_dk, all_dv, of_sinks = ruled_attention.attend_backward(
+            *tensors, sinks, *pieces, *numbers
+        )
     pair = all_dk, all_dv[..., : v.shape[3]]
     size = _resolve_process_group(group).size()
     whole = grad.new_zeros(size * q_.shape[0], k.shape[2], k.shape[3] + v.shape[3])
@@ -203,7 +280,7 @@ def attend_backward(
         torch.ops._c10d_functional.reduce_scatter_tensor(whole, "sum", size, group)
     )
     dk, dv = own.view(*k.shape[:3], -1).split((k.shape[3], v.shape[3]), -1)
-    return dq.view(q.shape), dk.contiguous(), dv.contiguous()
+    return dq.view(q.shape), dk.contiguous(), dv.contiguous(), of_sinks
 
 
 def _gather(k: Tensor, v: Tensor, keys: Tensor, group: str) -> tuple[Tensor, Tensor]:
@@ -243,24 +320,32 @@ INSIDE = {
 @gathered_attention.register_fake
 def _(q, k, v, *_):
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(
-        q.shape[0] * q.shape[1], q.shape[2], dtype=torch.float32
+        q.shape[0] * q.shape[1], q.shape[2], dtype=wide_type(q.dtype)
     )
 
 
 @gathered_attention_backward.register_fake
-def _(grad, q, k, v, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(grad, q, k, v, out, lse, keys, starts, key_starts, longest, longest_keys, group, *rule):
+    sinks = rule[0] if rule else None  # defaults at the end do not arrive here
+    of_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.longest, ctx.longest_keys, ctx.group = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, longest, longest_keys, group, sinks, window, scale, soft_cap = inputs
+    ctx.pieces = longest, longest_keys, group
+    ctx.rule = window, scale, soft_cap
+    ctx.save_for_backward(*tensors, sinks, *output)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
-    q, k, v, keys, starts, key_starts, out, lse = ctx.saved_tensors
-    tables = keys, starts, key_starts, ctx.longest, ctx.longest_keys, ctx.group
-    return *gathered_attention_backward(grad, q, k, v, out, lse, *tables), *[None] * len(tables)
+    q, k, v, keys, starts, key_starts, sinks, out, lse = ctx.saved_tensors
+    tables = keys, starts, key_starts, *ctx.pieces
+    dq, dk, dv, of_sinks = gathered_attention_backward(
+        grad, q, k, v, out, lse, *tables, sinks, *ctx.rule
+    )
+    no_grad = [None] * len(tables)
+    return dq, dk, dv, *no_grad, None if sinks is None else of_sinks, None, None, None
 
 
 gathered_attention.register_autograd(_backward, setup_context=_keep_for_backward)
@@ -270,11 +355,14 @@ gathered_attention.register_autograd(_backward, setup_context=_keep_for_backward
 
 
 def swapped(attention: Callable, group: dist.ProcessGroup) -> Callable:
-    """A forward for attention. attention: that of one process; it gets some of the heads, and the
-    tokens of all ranks."""
+    """A forward for attention. attention: that of one process; it gets some of the heads and their
+    sinks, and the tokens of all ranks."""
     cp = group.size()
+    rank = group.rank()
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, documents: Any) -> Tensor:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, documents: Any, sinks: Tensor | None = None
+    ) -> Tensor:
         b, t = q.shape[:2]
         widths = [x.shape[2] // cp * x.shape[3] for x in (q, k, v)]
         # [b, t, ranks that get them, their heads]
@@ -286,7 +374,8 @@ def swapped(attention: Callable, group: dist.ProcessGroup) -> Callable:
             part.unflatten(-1, (-1, of.shape[3]))
             for part, of in zip(x.split(widths, -1), (q, k, v), strict=True)
         ]
-        out = attention(*heads, documents)  # [b, T, H / cp, V]
+        own_sinks = [] if sinks is None else [sinks.unflatten(0, (cp, -1))[rank]]
+        out = attention(*heads, documents, *own_sinks)  # [b, T, H / cp, V]
         out = out.reshape(b, cp, t, -1).transpose(0, 1).contiguous()
         # [ranks whose heads, b, t, .]
         out = funcol.all_to_all_single_autograd(out, None, None, group)

@@ -20,19 +20,25 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
-from configs.schema import Parallelism, Training
+from configs.schema import InputError, Parallelism, Training
 from parallelisms.fsdp_details import shard_experts, shared_groups
 from parallelisms.masters import keep_masters
 from parallelisms.mesh import Mesh
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def param_dtype(cfg: Training, device: torch.device) -> torch.dtype:
     """The type of the weights in forward and backward. `auto` is bfloat16 on hardware that
     multiplies it faster than float32: GPUs since Ampere, CPUs with AMX or AVX512-BF16 (there 2.2x
     on matmuls of 2048^3, `docs/performance.md`)."""
+    if cfg.param_dtype == "float64" and device.type != "cpu":
+        raise InputError(
+            f'training.param_dtype = "float64" is for checks on a CPU, this is a {device.type}: '
+            'set run.device to "cpu"'
+        )
     if cfg.param_dtype != "auto":
         return DTYPES[cfg.param_dtype]
     if device.type == "cuda":
@@ -43,20 +49,25 @@ def param_dtype(cfg: Training, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def master_dtype(cfg: Training) -> torch.dtype:
+    """The type of the weights that the optimizer updates."""
+    return torch.float64 if cfg.param_dtype == "float64" else torch.float32
+
+
 def allocate(model: nn.Module, device: torch.device, cpu_offload: bool) -> None:
     """Give the parameters of a model on `meta` memory without values. device: where forward
     computes.
 
     With `cpu_offload` they live on the CPU, and FSDP copies them to the device for forward and
-    backward. It knows the trained ones alone. Whatever is fixed, a router's bias, is read as it
-    lies, so it lies on the device.
+    backward. Whatever is fixed, a router's bias, is no DTensor and is read as it lies, so it lies on
+    the device.
     """
     model.to_empty(device="cpu" if cpu_offload else device)
     if not cpu_offload:
         return
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False)):
-            if not param.requires_grad:
+            if not param.requires_grad and not isinstance(param, DTensor):
                 there = torch.empty_like(param, device=device)
                 module.register_parameter(name, nn.Parameter(there, requires_grad=False))
 
@@ -71,7 +82,7 @@ def apply(model: Any, mesh: Mesh, training: Training, cfg: Parallelism) -> nn.Mo
     """
     dtype = param_dtype(training, mesh.device)
     if mesh.size == 1 and not cfg.cpu_offload:
-        return model if dtype == torch.float32 else keep_masters(model, dtype)
+        return model if dtype == master_dtype(training) else keep_masters(model, dtype)
     options = fsdp_options(model, mesh, training, cfg)
     reshard = reshard_of_blocks(mesh, cfg)
     if mesh.experts_mesh is not None:
@@ -89,9 +100,10 @@ def fsdp_options(
     """The arguments of `fully_shard` that all modules share."""
     # Inputs are not cast: activations start at the embedding, in its type, and the rotary tables
     # stay float32.
+    dtype = param_dtype(training, mesh.device)
     policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype(training, mesh.device),
-        reduce_dtype=DTYPES[training.reduce_dtype],
+        param_dtype=dtype,
+        reduce_dtype=DTYPES[training.reduce_dtype] if dtype != torch.float64 else dtype,
         cast_forward_inputs=False,
     )
     offload = OffloadPolicy()

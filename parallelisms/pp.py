@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from configs.schema import Config, Parallelism
-from parallelisms import dp, schedules
+from parallelisms import cp, dp, schedules
 from parallelisms.mesh import Mesh
 from parallelisms.schedules import (
     BACKWARD,
@@ -118,6 +118,8 @@ class PipelineStages(nn.Module):
                     self.add_module(name, child)
         any_stage = next(iter(stages.values()))
         self.documents = any_stage.documents
+        if mesh.cp > 1 and mesh.head_and_tail:
+            self.documents = cp.documents_of(self.cores(), mesh)
         self.args = any_stage.args
         # the tied weight and its copy, if they are here
         self.tied: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -177,7 +179,7 @@ class PipelineStages(nn.Module):
         positions: Tensor,
         loss_head: Callable,
         documents: Any = None,
-        router_statistics: None = None,
+        terms: None = None,
     ) -> Tensor:
         """As that of `models/layers.py::Decoder`, without a backward. Every rank of the pipeline
         calls it and returns what the loss head returned in the last stage. One stage works at a
@@ -263,6 +265,9 @@ class PipelineStages(nn.Module):
     def _add_tied_gradient(self) -> None:
         """Add the gradient of the last stage's copy to that of the first stage's weight."""
         original, copy = self.tied
+        weights = [weight for weight in self.tied if weight is not None]
+        if not any(weight.requires_grad for weight in weights):
+            return  # it is not here, or frozen
         if original is not None:
             gradient = local(original.grad)
             other = local(copy.grad) if copy is not None else torch.empty_like(gradient)

@@ -18,20 +18,16 @@ from typing import Any, NamedTuple
 
 from configs.schema import SCHEDULES
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = (
-    "forward",
-    "backward",
-    "backward_input",
-    "backward_weight",
-)
+FORWARD = "forward"
+BACKWARD = "backward"  # whole
+BACKWARD_INPUT = "backward_input"  # the two halves of a split backward
+BACKWARD_WEIGHT = "backward_weight"
 
 
 class Action(NamedTuple):
     """What a rank does with one microbatch of one of its stages."""
 
-    # forward, backward (whole), backward_input or backward_weight (the two halves of a split
-    # backward)
-    kind: str
+    kind: str  # FORWARD, BACKWARD, BACKWARD_INPUT or BACKWARD_WEIGHT
     stage: int  # from 0, over all ranks
     microbatch: int
 
@@ -42,13 +38,15 @@ Timeline = list[list[tuple[Action, float, float]]]  # the same with begin and en
 
 def placement(schedule: str, ranks: int, stages_per_rank: int = 0) -> list[int]:
     """The rank of every stage. stages_per_rank 0: the schedule's own number."""
-    rounds = range(stages_per_rank or SCHEDULES[schedule].default_stages)
+    rounds = stages_per_rank or SCHEDULES[schedule].default_stages
     turns_back = SCHEDULES[schedule].shape == "v"
-    return [
-        rank
-        for i in rounds
-        for rank in (reversed(range(ranks)) if turns_back and i % 2 else range(ranks))
-    ]
+    rank_of: list[int] = []
+    for i in range(rounds):
+        one_round = list(range(ranks))
+        if turns_back and i % 2:
+            one_round.reverse()
+        rank_of += one_round
+    return rank_of
 
 
 def least_microbatches(schedule: str, ranks: int) -> int:
@@ -62,7 +60,8 @@ def table(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) ->
 
     Raises ValueError for fewer microbatches than the schedule needs.
     """
-    if microbatches < (least := least_microbatches(schedule, ranks)):
+    least = least_microbatches(schedule, ranks)
+    if microbatches < least:
         raise ValueError(
             f"{schedule} on {ranks} ranks needs at least {least} microbatches, not {microbatches}"
         )
@@ -114,14 +113,16 @@ class _Scheduler:
     """
 
     def __init__(self, schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> None:
-        self.row, self.ranks, self.microbatches = SCHEDULES[schedule], ranks, microbatches
+        self.row = SCHEDULES[schedule]
+        self.ranks = ranks
+        self.microbatches = microbatches
         self.rank_of = placement(schedule, ranks, stages_per_rank)
         self.stages = len(self.rank_of)
         # microbatches that pass one stage before any passes the next
         self.round = 1 if self.row.shape == "v" else ranks
-        self.own = [
-            [s for s in range(self.stages) if self.rank_of[s] == rank] for rank in range(ranks)
-        ]
+        self.own: list[list[int]] = [[] for _ in range(ranks)]  # the stages of each rank
+        for stage, rank in enumerate(self.rank_of):
+            self.own[rank].append(stage)
         self.orders = [self.order(stage) for stage in range(self.stages)]
         self.begun = {kind: [0] * self.stages for kind in RESULTS}  # microbatches of every stage
         self.ready_at: dict[Result, int] = {}  # tick
@@ -137,8 +138,10 @@ class _Scheduler:
 
     def table(self) -> Table:
         actions: Table = [[] for _ in range(self.ranks)]
-        busy_until, tick = [0] * self.ranks, 0
-        left = self.microbatches * sum(kind != "" for kinds in self.orders for kind in kinds)
+        busy_until = [0] * self.ranks
+        tick = 0
+        kinds_of_all_stages = [kind for kinds in self.orders for kind in kinds if kind]
+        left = self.microbatches * len(kinds_of_all_stages)
         while left:
             free = [rank for rank in range(self.ranks) if busy_until[rank] <= tick]
             taken = 0
@@ -154,7 +157,8 @@ class _Scheduler:
                     f"a pipeline of {self.ranks} ranks and {self.stages} stages stands still at "
                     f"tick {tick}"
                 )
-            left, tick = left - taken, tick + 1
+            left -= taken
+            tick += 1
         return actions
 
     def choose(self, rank: int, tick: int) -> Action | None:
@@ -172,23 +176,21 @@ class _Scheduler:
         actions = []
         for stage in self.own[rank]:
             kind = self.orders[stage][urgency]
-            if not kind or (microbatch := self.begun[kind][stage]) == self.microbatches:
+            if not kind or self.begun[kind][stage] == self.microbatches:
                 continue
-            action = Action(kind, stage, microbatch)
-            if all(
-                self.ready_at.get(needed, tick + 1) <= tick for needed in needs(action, self.stages)
-            ):
+            action = Action(kind, stage, self.begun[kind][stage])
+            never = tick + 1
+            ready = [self.ready_at.get(needed, never) for needed in needs(action, self.stages)]
+            if all(at <= tick for at in ready):
                 actions.append(action)
         return actions
 
     def forward_order(self, action: Action) -> tuple[int, int]:
         """Loop: as many microbatches as there are ranks go through one stage, then through the
         next. V: back home first."""
-        return (
-            (0, -action.stage)
-            if self.row.shape == "v"
-            else (action.microbatch // self.round, action.stage)
-        )
+        if self.row.shape == "v":
+            return 0, -action.stage
+        return action.microbatch // self.round, action.stage
 
     def has_room(self, rank: int, stage: int) -> bool:
         """Whether the rank may hold the activations of one more microbatch of this stage.
@@ -199,28 +201,28 @@ class _Scheduler:
         until its second half has ended. V: as many in all as 1F1B holds on its first rank, and one
         place stays free for the second stage, without which the pipeline would stand still.
         """
-        own, ranks, each = self.own[rank], self.ranks, len(self.own[rank])
-        if self.row.splits_backward and sum(self.held(s) for s in own) >= each * ranks:
+        own = self.own[rank]
+        most = len(own) * self.ranks
+        splits = self.row.splits_backward
+        if splits and sum(self.held(s) for s in own) >= most:
             return False
         if self.row.shape == "v":
-            return stage != own[0] or self.held(stage) < each * ranks - 1
-        hops = (ranks - 1 - rank) * (1 if each == 1 or self.row.splits_backward else 2)
-        return sum(self.ahead(s) for s in own) < (each - 1) * ranks + 1 + hops
+            return stage != own[0] or self.held(stage) < most - 1
+        hops = self.ranks - 1 - rank
+        if len(own) > 1 and not splits:
+            hops *= 2
+        return sum(self.ahead(s) for s in own) < most - self.ranks + 1 + hops
 
     def held(self, stage: int) -> int:
         """Microbatches of a stage whose activations are held: from the begin of forward to that of
         the end of backward."""
-        return (
-            self.begun[FORWARD][stage]
-            - self.begun[BACKWARD_WEIGHT if self.splits(stage) else BACKWARD][stage]
-        )
+        last = BACKWARD_WEIGHT if self.splits(stage) else BACKWARD
+        return self.begun[FORWARD][stage] - self.begun[last][stage]
 
     def ahead(self, stage: int) -> int:
         """Microbatches of a stage that have begun forward and not yet backward."""
-        return (
-            self.begun[FORWARD][stage]
-            - self.begun[BACKWARD_INPUT if self.splits(stage) else BACKWARD][stage]
-        )
+        first = BACKWARD_INPUT if self.splits(stage) else BACKWARD
+        return self.begun[FORWARD][stage] - self.begun[first][stage]
 
 
 def _dualpipe_v(ranks: int, rank: int, microbatches: int) -> list[Action]:
@@ -248,18 +250,24 @@ def _dualpipe_v(ranks: int, rank: int, microbatches: int) -> list[Action]:
     count = {"f0": 0, "f1": 0, "b0": 0, "b1": 0}
     actions: list[Action] = []
     split: list[Action] = []  # first halves whose second half is still to come
-    for name in (name for times, names in phases for _ in range(times) for name in names):
+    in_order: list[str] = []
+    for times, names in phases:
+        in_order += names * times
+    for name in in_order:
         if name == "w":
             if split:
                 actions.append(split.pop(0)._replace(kind=BACKWARD_WEIGHT))
             continue
         if name == "i0" and rank == 0:
             name = "b0"  # the first stage of all
+        kind = kinds[name[0]]
+        stage = stages[int(name[1])]
         counter = name.replace("i", "b")
-        actions.append(Action(kinds[name[0]], stages[int(name[1])], count[counter]))
+        action = Action(kind, stage, count[counter])
+        actions.append(action)
         count[counter] += 1
-        if name[0] == "i":
-            split.append(actions[-1])
+        if kind == BACKWARD_INPUT:
+            split.append(action)
     return actions
 
 
@@ -285,14 +293,14 @@ def timeline(
                 needed = needs(action, len(placement))
                 if any(r not in ended for r in needed):
                     break
-                senders = [placement[stage] for _, stage, _ in needed]
-                arrived = [
-                    ended[r] + (travel(sender, rank) if sender != rank else 0.0)
-                    for r, sender in zip(needed, senders)
-                ]
-                begin = max([played[rank][-1][2] if played[rank] else 0.0, *arrived])
-                played[rank].append((action, begin, begin + seconds(action)))
-                ended[result(action)] = played[rank][-1][2]
+                begin = played[rank][-1][2] if played[rank] else 0.0
+                for r in needed:
+                    sender = placement[r[1]]
+                    on_the_way = travel(sender, rank) if sender != rank else 0.0
+                    begin = max(begin, ended[r] + on_the_way)
+                end = begin + seconds(action)
+                played[rank].append((action, begin, end))
+                ended[result(action)] = end
                 left -= 1
         if left == before:
             waiting = [
@@ -307,11 +315,11 @@ def timeline(
 def bubble(played: Timeline) -> float:
     """The share of the ranks' time in which they do nothing, from the first begin to the last end
     of the step."""
-    busy = sum(end - begin for actions in played for _, begin, end in actions)
-    begin, end = (
-        chosen(e[i] for actions in played for e in actions) for chosen, i in ((min, 1), (max, 2))
-    )
-    return 1 - busy / (len(played) * (end - begin))
+    entries = [entry for actions in played for entry in actions]
+    busy = sum(end - begin for _, begin, end in entries)
+    first = min(begin for _, begin, _ in entries)
+    last = max(end for _, _, end in entries)
+    return 1 - busy / (len(played) * (last - first))
 
 
 class Transfer(NamedTuple):
@@ -331,23 +339,22 @@ def transfers(table: Table, placement: list[int]) -> list[Transfer]:
     own up to what its next action needs, and those among them that are sends belong to actions that
     it has done already.
     """
-    stages = len(placement)
-    wanted = {
-        r: a
-        for actions in table
-        for a in actions
-        for r in needs(a, stages)
-        if placement[r[1]] != placement[a.stage]
-    }
+    wanted: dict[Result, Action] = {}  # what travels -> the action that needs it
+    for rank, actions in enumerate(table):
+        for action in actions:
+            for needed in needs(action, len(placement)):
+                if placement[needed[1]] != rank:
+                    wanted[needed] = action
     played = timeline(table, placement, lambda a: 2.0 if a.kind == BACKWARD else 1.0)
-    made = sorted(
+    made = [
         (end, rank, action) for rank, actions in enumerate(played) for action, _, end in actions
-    )
-    return [
-        Transfer(rank, placement[wanted[result(action)].stage], action, wanted[result(action)])
-        for _, rank, action in made
-        if result(action) in wanted
     ]
+    found = []
+    for _, sender, action in sorted(made):
+        needed_by = wanted.get(result(action))
+        if needed_by:
+            found.append(Transfer(sender, placement[needed_by.stage], action, needed_by))
+    return found
 
 
 # The layers of a stage ----------------------------------------------------------------------------
@@ -393,4 +400,6 @@ def end_weights(
     FLOPs per weight and token, over those of a layer.
     """
     matrix = args.vocab_size * args.dim
-    return matrix / (parameters(more) - parameters(args)), 6 * matrix / (flops(more) - flops(args))
+    parameters_of_a_layer = parameters(more) - parameters(args)
+    flops_of_a_layer = flops(more) - flops(args)
+    return matrix / parameters_of_a_layer, 6 * matrix / flops_of_a_layer

@@ -6,6 +6,29 @@ Between blocks a hidden state is split over the *sequence*, inside attention and
 and *hidden units*. So a block costs two all-gathers and two reduce-scatters in forward: the same
 bytes as the two all-reduces of plain tensor parallelism. And norms and residuals are computed once,
 not on every rank.
+
+What a rank has of a hidden state before and after a module with a style (parallelisms/tp_check.py
+compares every plan with this before a run begins). `whole` or `slice`: of the sequence; `any`: plain
+or DTensor. A container has no parameters, and gives this to the modules inside it; so does `other`,
+which has some of its own.
+
+    style                       module    takes                        gives
+    vocab_embedding             embedding whole, all features, plain   slice, all features, plain
+    vocab_weight                linear    slice, all features, any     no logits (training/loss.py)
+    sequence                    norm      slice, all features, any     slice, all features, DTensor
+    sequence_plain              norm      slice, all features, any     slice, all features, plain
+    gather_sequence             container slice, all features, any     whole, all features, DTensor
+    gather_sequence_split_sinks other     slice, all features, any     whole, all features, DTensor
+    gather_plain                container slice, all features, plain   whole, all features, plain
+    slice                       container slice, all features, any     slice, all features, plain
+    slice_linear                linear    slice, all features, any     slice, all features, plain
+    router                      router    slice, all features, plain   choice of experts
+    heads                       norm      whole, own heads, any        whole, own heads, plain
+    columns                     linear    whole, all features, any     whole, own columns, plain
+    norm_of_columns             norm      whole, own columns, plain    whole, own columns, plain
+    gather_columns              linear    slice, all features, any     whole, own columns, plain
+    columns_plain               linear    whole, all features, plain   whole, own columns, plain
+    rows                        linear    whole, own columns, any      slice, all features, plain
 """
 
 import fnmatch
@@ -28,7 +51,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from parallelisms.tp_plain import GatherPlain, PlainLinear, RouterOfSlice, SequenceSlice
+from parallelisms.tp_plain import (
+    GatherPlain,
+    NormOfColumns,
+    PlainLinear,
+    RouterOfSlice,
+    SequenceSlice,
+    SplitSinks,
+)
 
 
 class VocabEmbedding(RowwiseParallel):
@@ -76,12 +106,20 @@ class GatherSequence(ParallelStyle):
         return module
 
 
+class GatherSequenceSplitSinks(GatherSequence):
+    """The same for attention with a sink for each of its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return SplitSinks()._apply(super()._apply(module, device_mesh), device_mesh)
+
+
 STYLES = {
     "vocab_embedding": VocabEmbedding,
     "vocab_weight": VocabWeight,
     "sequence": SequenceParallel,
     "sequence_plain": lambda: SequenceParallel(use_local_output=True),
     "gather_sequence": GatherSequence,
+    "gather_sequence_split_sinks": GatherSequenceSplitSinks,
     "gather_plain": GatherPlain,
     "slice": SequenceSlice,
     "slice_linear": lambda: PlainLinear(Replicate()),
@@ -90,6 +128,8 @@ STYLES = {
     # all: the style keeps the gain whole and sums its gradient, as for a sequence that is split.
     "heads": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     "columns": ColwiseParallel,
+    # a norm over the heads of all ranks
+    "norm_of_columns": NormOfColumns,
     # gathers its input by itself
     "gather_columns": lambda: ColwiseParallel(input_layouts=Shard(1)),
     "columns_plain": lambda: PlainLinear(Shard(0)),
@@ -120,18 +160,3 @@ def apply(model: nn.Module, tp_mesh: DeviceMesh, plan: dict[str, str]) -> nn.Mod
             f"optimizer cannot mix with others: {plain}"
         )
     return model
-
-
-def check_rows(plan: dict[str, str], whole_model: nn.Module) -> None:
-    """Raise ValueError if a row of `plan` matches no module: a misspelt row would leave a module
-    whole on every rank. Only `output` may be missing, as in a tied model. A stage of a pipeline has
-    some of the modules, so the whole model is asked."""
-    names = [name for name, _ in whole_model.named_modules()]
-    unused = [pattern for pattern in plan if not fnmatch.filter(names, pattern)]
-    if "output" in unused:
-        unused.remove("output")
-    if unused:
-        raise ValueError(
-            f"the plan of tensor parallelism has a row for {min(unused)}, and the model has no "
-            "such module"
-        )

@@ -1,13 +1,20 @@
 """Styles of tensor parallelism whose modules work on plain tensors: for multi-head latent attention
-(models/deepseek_v3.py) and mixtures of experts. Llama and dense Qwen3 use none of them."""
+(models/deepseek_v3.py), mixtures of experts, norms over all heads (models/olmo2.py) and attention sinks
+(models/gpt_oss.py). Llama and dense Qwen3 use none of them."""
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
+
+from models.kernels.precision import wide as as_wide
 
 
 class SequenceSlice(ParallelStyle):
@@ -49,7 +56,7 @@ class PlainLinear(ParallelStyle):
         self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        weight_for_forward = _weight_for_forward(module, device_mesh, self.placement)
+        weight_for_forward = for_forward(module, "weight", device_mesh, self.placement)
 
         def forward(x: Tensor) -> Tensor:
             return F.linear(_plain(x), weight_for_forward())
@@ -60,21 +67,79 @@ class PlainLinear(ParallelStyle):
 
 class RouterOfSlice(ParallelStyle):
     """Lets a router (models/moe.py) work on this rank's slice of the sequence, as PlainLinear with
-    Replicate()."""
+    Replicate(): its weight, and a bias if that is trained."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.weight_for_forward = _weight_for_forward(module, device_mesh, Replicate())
+        for name, parameter in list(module.named_parameters()):
+            if parameter.requires_grad:
+                part = for_forward(module, name, device_mesh, Replicate())
+                setattr(module, f"{name}_for_forward", part)
         return module
 
 
-def _weight_for_forward(
-    module: nn.Module, device_mesh: DeviceMesh, placement: Shard | Replicate
+class NormOfColumns(ParallelStyle):
+    """An RMSNorm over all columns of a projection whose columns the ranks share, float [B, T, columns
+    of this rank] in and out (OLMo 2's QK-norm, models/olmo2.py).
+
+    The sum of squares of a token goes over all columns, so it is all-reduced: one float32 per token
+    in forward, and its gradient in backward. A rank has the gains of its own columns. It sees the
+    whole sequence, so their gradient is whole too.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        columns = module.weight.numel()  # of all ranks
+        gain_for_forward = for_forward(module, "weight", device_mesh, Shard(0))
+        group = device_mesh.get_group()
+
+        def forward(x: Tensor) -> Tensor:
+            wide = as_wide(x)
+            own_squares = wide.square().sum(-1, keepdim=True)  # [B, T, 1]
+            mean_square = SumOverRanks.apply(own_squares, group) / columns
+            normalised = wide * torch.rsqrt(mean_square + module.eps)
+            return (normalised * gain_for_forward()).type_as(x)
+
+        module.forward = forward
+        return module
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks of a group. Each rank uses it for columns of its own, so
+    its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return funcol.wait_tensor(funcol.all_reduce(grad.contiguous(), "sum", ctx.group)), None
+
+
+class SplitSinks(ParallelStyle):
+    """Splits `sinks` [H], a number for each head of an attention module, as its heads are split, and
+    gives the attention core this rank's part as a plain tensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        sinks_for_forward = for_forward(module, "sinks", device_mesh, Shard(0))
+
+        def unwrap(_: nn.Module, inputs: tuple) -> tuple:
+            *others, _ = inputs
+            return *others, sinks_for_forward()
+
+        module.core.register_forward_pre_hook(unwrap)
+        return module
+
+
+def for_forward(
+    module: nn.Module, name: str, device_mesh: DeviceMesh, placement: Shard | Replicate
 ) -> Callable[[], Tensor]:
-    """Distributes the weight of the module. Returns a function that returns this rank's part of it."""
-    weight = distribute_tensor(module.weight, device_mesh, [placement], src_data_rank=None)
-    module.register_parameter("weight", nn.Parameter(weight))
+    """Distributes this parameter of the module. Returns a function that returns this rank's part of
+    it."""
+    part = distribute_tensor(getattr(module, name), device_mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(part))
     gradient = [Partial()] if placement.is_replicate() else [placement]
-    return lambda: module.weight.to_local(grad_placements=gradient)
+    return lambda: getattr(module, name).to_local(grad_placements=gradient)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ NAMESPACES = ("c10d", "_c10d_functional")
 # CheckedLink compares.
 SILENT = ("wait_tensor", "_wrap_tensor_autograd", "send", "recv_", "recv_any_source_")
 TO_OR_FROM_ONE = ("gather_", "scatter_")  # the other ranks call these without the list
+# Of parallelisms/whole_matrices.py: each rank sends and gets a length of its own.
+UNEVEN = "alltoall_base_"
 # the others of c10d take the result first
 IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")
 HERE, TORCH = Path(__file__).resolve().parent.parent, Path(torch.__file__).parent
@@ -138,7 +140,7 @@ class Checked(Watch):
     @staticmethod
     def describe(name: str, args: tuple) -> str:
         tensors = []
-        if name not in TO_OR_FROM_ONE:
+        if name not in (*TO_OR_FROM_ONE, UNEVEN):
             tensors = [t for t in tree_iter(args) if isinstance(t, Tensor)]
         kind, caller = _call()
         return f"{name} {' '.join(map(_type_and_shape, tensors))}{kind} at {caller}"

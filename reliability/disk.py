@@ -3,7 +3,12 @@ Imports no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
 
 
 def sync(path: str | os.PathLike) -> None:
@@ -25,3 +30,18 @@ def write_whole(path: str, content: bytes) -> None:
         os.fsync(file.fileno())
     os.rename(temporary, path)
     sync(os.path.dirname(path))
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out`. At the end it is synced and becomes `out`; after an exception
+    nothing of it is left."""
+    temporary = out.parent / f".tmp-{uuid.uuid4().hex[:8]}-{out.name}"
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync(temporary)
+        temporary.rename(out)
+        sync(out.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

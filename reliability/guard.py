@@ -6,17 +6,19 @@ The numbers that are judged are global, so all ranks come to the same verdict at
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from configs.schema import Config
 from parallelisms.mesh import Mesh
 from reliability.health import Spikes, Stragglers, mismatching_replicas, named
 
 say = logging.getLogger("plumbline")
+
+Where = Callable[[int, list[list[int]]], str]
 
 
 class Diverged(RuntimeError):
@@ -69,6 +71,19 @@ class Guard:
             return spike
         trouble = spike or f"loss {loss}, gradient norm {grad_norm}"
         return f"{trouble}, skipped: no weight changed"
+
+    def judge(self, step: int, result: Any, windows: Tensor, where: Where) -> None:
+        """Warn of a spike or of a step that changed no weight, and say where its text is. Raises
+        Diverged after too many such steps in a row. Called by all ranks.
+
+        result: a train.StepResult; windows: of this rank's batch; where: what
+        data/loader.py::Corpora.whereabouts does.
+        """
+        trouble = self.note(result.loss, result.grad_norm, result.skipped)
+        if trouble:
+            of_all_ranks = self.mesh.gather(windows.tolist())
+            say.warning(f"step {step}: {trouble}; {where(step, of_all_ranks)}")
+        self.check_skipped(step)
 
     def check_skipped(self, step: int) -> None:
         """Raises Diverged after more than training.max_skipped_steps steps in a row that changed no

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -292,6 +293,18 @@ def source_files() -> dict[str, str]:
 def source_hash() -> str:
     """One hash over all source files, which must be the same on every rank of a run."""
     return hashlib.sha256(json.dumps(source_files()).encode()).hexdigest()[:12]
+
+
+def same_on_all_ranks(options: str, corpora: Any) -> dict[str, str]:
+    """What no two ranks of a run may differ in: configuration, data and code. options: the resolved
+    configuration, as TOML; corpora: a data/loader.py::Corpora."""
+    return {
+        "config": options,
+        "torch": torch.__version__,
+        "data": json.dumps(corpora.description),
+        "code": source_hash(),
+        "tokenizer": corpora.tokenizer.fingerprint,
+    }
 
 
 def changes() -> str:

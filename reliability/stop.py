@@ -18,7 +18,8 @@ import threading
 import time
 from collections.abc import Callable
 
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again to go on
+from reliability.exit import STOPPED
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # seconds in which a repeated signal is the same request: Slurm's srun and the launcher both send it
 ECHO = 2.0
@@ -36,7 +37,9 @@ class Stop:
         """born: when the process was born, on the monotonic clock; max_minutes: its time limit
         since then, 0 for none; end(exit code, reason): called before the process ends without
         unwinding its stack."""
-        self.at_once, self.end, self.heard = True, end, False
+        self.at_once = True
+        self.end = end
+        self.heard = False
         self.deadline = born + 60 * max_minutes if max_minutes else math.inf
 
     def asked(self) -> bool:
@@ -80,7 +83,8 @@ class Stop:
                 if 0 in numbers:
                     return
                 for number in sorted(set(numbers) & set(STOP_SIGNALS)):
-                    name, now = signal.Signals(number).name, time.monotonic()
+                    name = signal.Signals(number).name
+                    now = time.monotonic()
                     if now - first_heard.setdefault(number, now) > ECHO:
                         self._leave(
                             128 + number,

@@ -25,6 +25,7 @@ from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
+from training.optimizers import materialise
 
 MODEL = (
     "--model.dim=50 --model.n_layers=2 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=6 "
@@ -44,7 +45,7 @@ def build(*options: str) -> train.Job:
     """The job of this rank's world, with its optimizer's state."""
     here = meshes.world()
     job = train.build(load_config([*MODEL, *options], here.size, here.local_size))
-    state.materialise(job.optimizer)
+    materialise(job.optimizer)
     return job
 
 

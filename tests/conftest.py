@@ -8,12 +8,15 @@ repository of its own.
 import fcntl
 import functools
 import json
+import os
 import signal
 import sys
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -63,7 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
 
     items.sort(key=place)
-    (config._tmp_path_factory.getbasetemp() / "groups.json").write_text(json.dumps(groups))
+    waits = {groups.get(item.nodeid, item.nodeid) for item in items if marked(item, "waits")}
+    plan = {"groups": groups, "waits": sorted(waits)}
+    (config._tmp_path_factory.getbasetemp() / "plan.json").write_text(json.dumps(plan))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,7 +82,8 @@ def _server() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """In the process that hands out the tests: a group goes to one worker, any other test to the
-    next that is free.
+    next that is free. A third of the workers begin with what is marked `waits`, the others with
+    what computes, so that all the way some tests compute while others wait.
 
     pytest-xdist's own `--dist loadgroup` does nothing with pytest 9.2: it writes the group into a
     name that is not read."""
@@ -88,11 +94,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class Groups(LoadScopeScheduling):
         @functools.cached_property
-        def groups(self) -> dict[str, str]:
-            return json.loads(next(place.glob("*/groups.json")).read_text())
+        def plan(self) -> dict:
+            return json.loads(next(place.glob("*/plan.json")).read_text())
 
         def _split_scope(self, nodeid: str) -> str:
-            return self.groups.get(nodeid, nodeid)
+            return self.plan["groups"].get(nodeid, nodeid)
+
+        def _assign_work_unit(self, node: object) -> None:
+            likes_to_wait = self.nodes.index(node) < len(self.nodes) // 3
+            for scope in self.workqueue:
+                if (scope in self.plan["waits"]) == likes_to_wait:
+                    self.workqueue.move_to_end(scope, last=False)
+                    break
+            super()._assign_work_unit(node)
 
     return Groups(config, log)
 
@@ -102,6 +116,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test marked `alone` waits for the tests of the other workers, and they wait for it. Every
     test holds a lock together with the others, or, if it must be alone, for itself; whoever waits
     for the lock holds the gate before it, so that a test that must be alone gets its turn."""
+    item.stash[COST] = (_processor_seconds(), time.monotonic())
     if not hasattr(item.config, "workerinput"):
         return (yield)
     alone = item.get_closest_marker("alone") is not None
@@ -111,6 +126,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(gate, fcntl.LOCK_UN)
+        item.stash[COST] = (_processor_seconds(), time.monotonic())
         try:
             return (yield)
         finally:
@@ -160,3 +176,96 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     with _capped(item, "teardown"):
         return (yield)
+
+
+# What the tests cost -------------------------------------------------------------------------------
+
+COST = pytest.StashKey[tuple[float, float]]()  # processor and wall clock as a test begins
+COSTLIEST = 25  # tests that the report names
+
+
+def _processor_seconds() -> float:
+    """User and system time of this process, of its children, and of those that these have waited
+    for, such as the ranks that a fork server has started (Linux; elsewhere of the children that
+    have ended).
+
+    What nobody waits for is not in it: Slurm's jobs, Ray's daemons, the ranks of a launcher that
+    was killed."""
+    seconds = sum(os.times()[:4])
+    for stat in _stats_of_children():
+        with suppress(OSError):  # it has just ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid():
+                seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return seconds
+
+
+def _stats_of_children() -> Iterator[Path]:
+    """The files that may belong to children of this process. A kernel that has a list of them is
+    asked for it: to look at every process of the machine takes milliseconds, for every test."""
+    lists = list(Path("/proc/self/task").glob("*/children"))
+    if not lists:
+        yield from Path("/proc").glob("[0-9]*/stat")
+    for of_thread in lists:
+        with suppress(OSError):  # the thread has just ended
+            for child in of_thread.read_text().split():
+                yield Path("/proc", child, "stat")
+
+
+def _machine() -> tuple[float, float]:
+    """Processor seconds since the machine started, of all programs: worked and idle. Linux only."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    except OSError:
+        return 0.0, 0.0
+    ticks = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields]
+    idle = ticks[3] + ticks[4]
+    return sum(ticks[:8]) - idle, idle
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """The report of a test's teardown carries what the whole test has cost, fixtures that were made
+    for it included, to the process that prints."""
+    if call.when == "teardown":
+        processor, clock = item.stash[COST]
+        cost = (_processor_seconds() - processor, time.monotonic() - clock)
+        item.user_properties.append(("cost", cost))
+    return (yield)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[COST] = _machine()
+
+
+def pytest_terminal_summary(terminalreporter: object, config: pytest.Config) -> None:
+    """Where the time goes: processor seconds per file, and the costliest tests. Printed by a run of
+    several processes and for --durations."""
+    if config.getoption("dist", "no") == "no" and config.getoption("durations") is None:
+        return
+    costs = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, cost in getattr(report, "user_properties", ()):
+                if name == "cost":
+                    costs[report.nodeid] = cost
+    if not costs:
+        return
+    files = {}
+    for test, cost in costs.items():
+        files.setdefault(test.partition("::")[0], []).append(cost)
+    write = terminalreporter.write_line
+    terminalreporter.section("processor seconds")
+    for title, rows in ("file", files), ("test", {test: [cost] for test, cost in costs.items()}):
+        total = {name: [sum(column) for column in zip(*row)] for name, row in rows.items()}
+        write(f"{'processor':>9} {'clock':>9} {'tests':>6}  {title}")
+        for name in sorted(total, key=total.get, reverse=True)[
+            : COSTLIEST if title == "test" else None
+        ]:
+            processor, clock = total[name]
+            write(f"{processor:9.1f} {clock:9.1f} {len(rows[name]):6}  {name}")
+    worked, idle = (now - then for now, then in zip(_machine(), config.stash[COST]))
+    write(
+        f"{sum(cost[0] for cost in costs.values()):9.1f} in all; the machine worked {worked:.0f} s and "
+        f"was idle for {idle:.0f} s, of all its processors"
+    )

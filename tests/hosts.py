@@ -4,17 +4,21 @@
 Needs root and iproute2; a test that asks for `hosts` is skipped without them.
 """
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.launched import Launcher
 from tests.runs import ROOT, environment, free_port
+from tools.launch import __main__ as launch
 
 ADDRESSES = ("10.123.45.1", "10.123.45.2")
 
@@ -28,7 +32,7 @@ class Hosts:
 
     def __init__(self) -> None:
         self.names = [f"plumbline-{os.getpid()}-{node}" for node in range(2)]
-        self.running: list[subprocess.Popen] = []
+        self.running: list[subprocess.Popen | Launcher] = []
         for name in self.names:
             ip("netns", "add", name)
         ip(
@@ -63,6 +67,11 @@ class Hosts:
             )
             subprocess.run(words.split(), check=True, capture_output=True, timeout=20)
 
+    def unlimited(self) -> None:
+        for name in self.names:
+            words = f"tc -n {name} qdisc delete dev cable root"
+            subprocess.run(words.split(), check=True, capture_output=True, timeout=20)
+
     def start(self, options: list[str], said: Path, **settings: str) -> list[subprocess.Popen]:
         """The same command on both; what node n says goes to said-n."""
         port = str(free_port())
@@ -86,6 +95,30 @@ class Hosts:
                         command, env=here, stdout=file, stderr=file, stdin=subprocess.DEVNULL
                     )
                 )
+        return self.running
+
+    def launch(
+        self, script: Path, options: list[str], said: Path, *flags: str, **settings: str
+    ) -> list[Launcher]:
+        """The same script on both, by launchers that are forked; what node n says goes to
+        said-n."""
+        port = free_port()
+        self.running = []
+        for node, name in enumerate(self.names):
+            words = [
+                "--nproc-per-node=2",
+                "--nnodes=2",
+                f"--node-rank={node}",
+                f"--master-addr={ADDRESSES[0]}",
+                f"--master-port={port}",
+                "--shutdown-timeout=10",
+                *flags,
+                script,
+                *options,
+            ]
+            program = partial(_in_namespace, name)
+            here = settings | {"GLOO_SOCKET_IFNAME": "cable"}
+            self.running.append(Launcher(words, Path(f"{said}-{node}"), program, **here))
         return self.running
 
     def kill(self, node: int) -> None:
@@ -113,6 +146,14 @@ class Hosts:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
         for process in self.running:
             process.wait()
+
+
+def _in_namespace(name: str, words: list[str]) -> int:
+    """tools.launch, by a process that goes there before it has any thread."""
+    with open(f"/run/netns/{name}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter {name}")
+    return launch.main(words)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,9 @@ def child(
     (folder / f"{rank}.tmp").write_bytes(pickle.dumps((ok, value)))
     (folder / f"{rank}.tmp").rename(folder / f"{rank}")
     deadline = time.monotonic() + (10 if waits and ok and dist.is_initialized() else 0)
-    while time.monotonic() < deadline and len(list(folder.glob("[0-9]"))) < world_size:
+    while time.monotonic() < deadline and sum(map(str.isdigit, os.listdir(folder))) < world_size:
         # a rank that leaves at once breaks the connections that a slower one is still opening
-        time.sleep(0.002)
+        time.sleep(0.01)
     os._exit(0 if ok else 1)
 
 
@@ -102,7 +103,8 @@ def _wait(ranks: list[ForkServerProcess], timeout: float) -> list[str]:
     running = dict(enumerate(ranks))
     problems = []
     while running and time.monotonic() < deadline:
-        time.sleep(0.005)
+        # asleep until one ends
+        wait([process.sentinel for process in running.values()], deadline - time.monotonic())
         for rank, process in list(running.items()):
             if process.exitcode is None:
                 continue

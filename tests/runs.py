@@ -192,7 +192,7 @@ def killed_at(step: int, options: list[str], folder: Path) -> None:
     try:
         deadline = time.monotonic() + 60 * ranks.NEIGHBOURS
         while time.monotonic() < deadline and not logged(folder, step):
-            time.sleep(0.002)
+            time.sleep(0.005)
     finally:
         forks.end(process)
 
@@ -261,8 +261,7 @@ def ends(
         for rank, process in enumerate(processes):
             if last_hangs and rank == n - 1:
                 deadline = time.monotonic() + ranks.NEIGHBOURS
-            while process.exitcode is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+            process.join(max(deadline - time.monotonic(), 0))
             codes.append(process.exitcode)
     finally:
         for process in processes:

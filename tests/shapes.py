@@ -2,12 +2,13 @@
 and a model beside transformers' own, with the same weights."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from models import FORMATS, deepseek_v3, llama, qwen3
+from models import FORMATS, deepseek_v3, gpt_oss, llama, olmo2, qwen3
+from models.family import Family, Formats, TensorLayout
 
 # Of the seven wavelengths at a head of 14 and a base of 500,000, two are short for 512 tokens, one
 # is between, four are long.
@@ -78,30 +79,94 @@ DEEPSEEK = deepseek_v3.Args(
     max_seq_len=1024,
     tied_embeddings=False,
 )
+# Four layers of OLMo 3 have a window, one has not.
+OLMO2 = olmo2.Args(
+    dim=42,
+    n_layers=5,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=10,
+    hidden_dim=53,
+    vocab_size=97,
+    rope_theta=20000.0,
+    norm_eps=1e-5,
+    max_seq_len=64,
+    tied_embeddings=False,
+    window=0,
+    rope_scaling=None,
+)
+YARN = {
+    "factor": 4.0,
+    "original_max_seq_len": 16.0,
+    "beta_fast": 3.0,
+    "beta_slow": 0.5,
+    "attention_factor": 1.25,
+}
+GPT_OSS = gpt_oss.Args(
+    dim=42,
+    n_layers=3,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=10,
+    window=7,
+    n_experts=5,
+    experts_per_token=3,
+    expert_dim=11,
+    balance_loss=0.0,
+    vocab_size=97,
+    rope_theta=10000.0,
+    rope_scaling={
+        "factor": 4.0,
+        "original_max_seq_len": 256.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    norm_eps=1e-5,
+    max_seq_len=1024,
+    tied_embeddings=False,
+)
 SHAPES = {  # name -> the family and its numbers
-    "llama2": (llama, LLAMA),
-    "llama3": (llama, LLAMA3),
-    "llama3.1": (llama, replace(LLAMA3, n_kv_heads=3, max_seq_len=1024, rope_scaling=ROPE_31)),
+    "llama2": (llama.FAMILY, LLAMA),
+    "llama3": (llama.FAMILY, LLAMA3),
+    "llama3.1": (
+        llama.FAMILY,
+        replace(LLAMA3, n_kv_heads=3, max_seq_len=1024, rope_scaling=ROPE_31),
+    ),
     "llama3.2": (
-        llama,
+        llama.FAMILY,
         replace(
             LLAMA3, max_seq_len=1024, rope_scaling=ROPE_31 | {"factor": 32.0}, tied_embeddings=True
         ),
     ),
-    "qwen3": (qwen3, QWEN3),
-    "qwen3 tied": (qwen3, replace(QWEN3, tied_embeddings=True)),
-    "qwen3 experts": (qwen3, replace(QWEN3, n_experts=7, experts_per_token=3, expert_dim=11)),
-    "deepseek_v3": (deepseek_v3, DEEPSEEK),
+    "qwen3": (qwen3.FAMILY, QWEN3),
+    "qwen3 tied": (qwen3.FAMILY, replace(QWEN3, tied_embeddings=True)),
+    "qwen3 experts": (
+        qwen3.FAMILY,
+        replace(QWEN3, n_experts=7, experts_per_token=3, expert_dim=11),
+    ),
+    "deepseek_v3": (deepseek_v3.FAMILY, DEEPSEEK),
     "deepseek_v3 lite": (
-        deepseek_v3,
+        deepseek_v3.FAMILY,
         replace(DEEPSEEK, q_rank=0, expert_groups=1, groups_per_token=1, rope_scaling=None),
+    ),
+    "olmo2": (olmo2.FAMILY, OLMO2),
+    "olmo2 tied": (
+        olmo2.FAMILY,
+        replace(OLMO2, n_layers=2, tied_embeddings=True, rope_scaling=YARN),
+    ),
+    "olmo3": (olmo2.FAMILY, replace(OLMO2, window=7)),
+    "olmo3 long": (olmo2.FAMILY, replace(OLMO2, window=7, rope_scaling=YARN)),
+    "gpt_oss": (gpt_oss.FAMILY, GPT_OSS),
+    "gpt_oss tied": (
+        gpt_oss.FAMILY,
+        replace(GPT_OSS, rope_scaling=None, tied_embeddings=True),
     ),
 }
 
 
-def formats(family: Any) -> Any:
-    """The module of models/formats/ of a family's module."""
-    return FORMATS[family.__name__.removeprefix("models.")]
+def formats(family: Family) -> Formats:
+    return FORMATS[family.name]
 
 
 def hugging_face(family: Any, args: Any) -> nn.Module:
@@ -113,9 +178,20 @@ def hugging_face(family: Any, args: Any) -> nn.Module:
     return AutoModelForCausalLM.from_config(config, experts_implementation="eager")
 
 
-def as_ours(tensors: dict[str, torch.Tensor], hf: str) -> torch.Tensor:
-    """The tensor that a name of `hf_names` means, among those of transformers' model: in memory it
-    has the experts' weights in one tensor, w1 and w3 one after the other."""
+class Part(NamedTuple):
+    """What a parameter of ours is of a tensor of theirs, by its layout."""
+
+    layout: TensorLayout
+    shape: torch.Size  # of ours
+
+
+def as_ours(tensors: dict[str, torch.Tensor], hf: str | Part) -> torch.Tensor:
+    """The tensor that a name of `hf_names` or a part means, among those of transformers' model: in
+    memory it has the experts' weights of Qwen3 and DeepSeek-V3 in one tensor, w1 and w3 one after
+    the other."""
+    if isinstance(hf, Part):
+        whole = tuple(slice(0, size) for size in hf.shape)
+        return hf.layout.read(whole, lambda name, box: tensors[name][box])
     if "#" not in hf:
         return tensors[hf]
     stem, _, kind = hf.partition(".#.")
@@ -124,9 +200,11 @@ def as_ours(tensors: dict[str, torch.Tensor], hf: str) -> torch.Tensor:
     return tensors[stem + ".gate_up_proj"].chunk(2, 1)[kind.startswith("up")]
 
 
-def random_pair(family: Any, args: Any) -> tuple[nn.Module, nn.Module, list[tuple[str, str]]]:
-    """transformers' model and ours with the same random weights, and the names of these in ours and
-    in theirs."""
+def random_pair(
+    family: Any, args: Any
+) -> tuple[nn.Module, nn.Module, list[tuple[str, str | Part]]]:
+    """transformers' model and ours with the same random weights, and for each name in ours what
+    `as_ours` finds it by in theirs."""
     torch.manual_seed(1)
     theirs, ours = hugging_face(family, args), family.build(args)
     with torch.no_grad():
@@ -135,6 +213,9 @@ def random_pair(family: Any, args: Any) -> tuple[nn.Module, nn.Module, list[tupl
         for name, buffer in theirs.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.1)
-    pairs = list(formats(family).hf_names(args).items())
+    found: dict[str, str | Part] = dict(formats(family).hf_names(args))
+    for name, layout in formats(family).hf_layouts(args, ()).items():
+        found[name] = Part(layout, ours.get_parameter(name).shape)
+    pairs = list(found.items())
     ours.load_state_dict({mine: as_ours(theirs.state_dict(), hf) for mine, hf in pairs})
     return theirs, ours, pairs

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 import train
-from tests import parity
+from models.kernels.ruled_attention import AttentionRule
+from models.layers import AttentionCore, Documents
+from tests import parity, ruled
 from tools.bench.device import checks
 from tools.simulate.job import in_steps, train_here
 
@@ -278,3 +280,34 @@ def collectives() -> dict[str, list[float]]:
 
 def numbered(number: int) -> int:
     return number
+
+
+def ruled_attention(dtype: torch.dtype) -> dict[str, float]:
+    """Attention with a window, a scale and sinks on this rank's GPU, in whole windows and in
+    documents: how far output and gradients are from those of the CPU in float64, relative to the
+    largest number of each."""
+    rule = AttentionRule(window=5, scale=0.6, sinks=True)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 20, 4, 8), (2, 20, 2, 8), (2, 20, 2, 8), (4,), (2, 20, 4, 8)]
+    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    positions = torch.arange(20).remainder(torch.tensor([[7], [20]]))
+    found = {}
+    for masked in False, True:
+        seen = []
+        for place, kind in ((device(), dtype), ("cpu", torch.float64)):
+            documents = Documents.of(positions, torch.device(place)) if masked else None
+            *tensors, grad = (x.to(place, kind) for x in given)
+            q, k, v, sinks = (x.requires_grad_() for x in tensors)
+            out = AttentionCore(rule)(q, k, v, documents, sinks)
+            grads = torch.autograd.grad(out, (q, k, v, sinks), grad)
+            seen.append([x.detach().cpu().double() for x in (out, *grads)])
+        for name, mine, right in zip(("out", "q", "k", "v", "sinks"), *seen, strict=True):
+            error = (mine - right).abs().max() / right.abs().max()
+            found[f"{name}{' in documents' * masked}"] = error.item()
+    return found
+
+
+def of_rules(options: list[str]) -> dict:
+    """Of the model of tests/ruled.py, without the soft cap, which has no kernel."""
+    ruled.use(ruled.without_cap)
+    return trajectories([options], 1)[0]

@@ -7,19 +7,21 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import models
 import train
 from configs.load import load_config
 from configs.schema import InputError
 from data import sources
 from data.prepare import prepare
 from data.tokenizer import train_bpe, write_rank_file
-from models import llama, qwen3
+from models import Registry, llama, qwen3
 from models.formats import llama as llama_formats
 from models.formats import qwen3 as qwen3_formats
 from parallelisms import mesh
@@ -81,7 +83,7 @@ LACKING = {
         'checkpoint.load_hf = "PLACE/nowhere" does not exist',
     ),
 }
-CONFIG = llama_formats.hf_config(llama.Args(**llama.FLAVORS["debug"]))
+CONFIG = llama_formats.FORMATS.hf_config(llama.Args(**llama.NUMBERS.flavors["debug"]))
 OTHER_MODELS = {  # config.json -> the words of the one problem
     "granite": (
         CONFIG | {"model_type": "granite"},
@@ -92,7 +94,7 @@ OTHER_MODELS = {  # config.json -> the words of the one problem
         'model_type is "mistral"',
     ),
     "a family that we have": (
-        qwen3_formats.hf_config(qwen3.Args(**qwen3.FLAVORS["0.6B"])),
+        qwen3_formats.FORMATS.hf_config(qwen3.Args(**qwen3.NUMBERS.flavors["0.6B"])),
         'holds a model of the family "qwen3"|set model.family = "qwen3"',
     ),
     "biases": (
@@ -248,7 +250,8 @@ def test_a_model_that_cannot_be_exported_is_a_sentence_before_it_is_trained(plac
     def refuse(args):
         raise ValueError("transformers has no such norm")
 
-    monkeypatch.setattr(llama_formats, "hf_config", refuse)
+    refusing = replace(llama_formats.FORMATS, hf_config=refuse)
+    monkeypatch.setattr(llama_formats, "FORMATS", refusing)
     assert not problems(place, "")
     (problem,) = problems(place, "checkpoint.export_hf=float32")
     assert problem.startswith('checkpoint.export_hf = "float32": ') and problem.endswith(
@@ -259,9 +262,29 @@ def test_a_model_that_cannot_be_exported_is_a_sentence_before_it_is_trained(plac
         train.resume(job, train.FORMATS, None, "", None)
 
 
+def test_a_family_without_formats_is_neither_loaded_nor_exported(place, monkeypatch):
+    """A fork's family needs no models/formats/."""
+    monkeypatch.setattr(models, "FORMATS", Registry("models.formats", "FORMATS", ("qwen3",)))
+    assert not problems(place, "")
+    said = problems(place, "checkpoint.export_hf=float32 checkpoint.load_hf=PLACE")
+    assert len(said) == 2
+    for problem in said:
+        assert "the family llama has no models/formats/llama.py" in problem
+
+
 PRESETS = sorted(
-    path.stem for path in (ROOT / "configs").glob("*.toml") if "debug" not in path.stem
+    path.stem
+    for path in (ROOT / "configs").glob("*.toml")
+    if "debug" not in path.stem and "lora" not in path.stem
 )
+
+
+def test_a_preset_of_adapters_asks_for_its_base(monkeypatch, capsys):
+    monkeypatch.setattr(check, "gpu_problems", lambda cfg, local: iter(()))
+    sizes = ["--world-size=8", "--local-world-size=8"]
+    assert check.main(["configs/llama_70b_lora.toml", *sizes]) == 2
+    said = capsys.readouterr().err
+    assert "checkpoint.load_hf" in said and "--data.source=stdlib" not in said
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -62,6 +62,7 @@ from tests.checkpoints import (
     zeros,
 )
 from tests.ranks import run_ranks
+from training.optimizers import materialise
 
 # What is saved comes back
 
@@ -197,7 +198,7 @@ def test_every_rank_may_have_tensors_of_its_own(tmp_path):
 def _train_with(materialised: bool) -> dict[str, torch.Tensor]:
     job = train.build(load_config([*MODEL, "--optimizer.lr=0.1"]))
     if materialised:
-        state.materialise(job.optimizer)
+        materialise(job.optimizer)
     torch.manual_seed(0)
     for _ in range(3):
         for param in job.model.parameters():

@@ -25,7 +25,9 @@ from configs.load import (
     main,
 )
 from configs.schema import Config, InputError, Model, Parallelism
-from models import FAMILIES, tables
+from models import FAMILIES, NUMBERS
+from models import options as numbers_of_dense
+from models.options import Numbers
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = sorted((ROOT / "configs").glob("*.toml"))
@@ -243,7 +245,7 @@ BAD_FILES = {
     ),
     "unknown dtype": (
         '[training]\nparam_dtype = "float16"',
-        '"float16": must be "auto" or "float32" or "bfloat16"; did you',
+        '"float16": must be "auto" or "float32" or "bfloat16" or "float64"; did you',
     ),
     "no auto in sums": (
         '[training]\nreduce_dtype = "auto"',
@@ -251,7 +253,7 @@ BAD_FILES = {
     ),
     "unknown word": (
         '[optimizer]\nkind = "adam"',
-        'optimizer.kind = "adam": must be "adamw" or "sgd"; did you mean "adamw"?',
+        'optimizer.kind = "adam": must be "adamw" or "sgd" or "muon"; did you mean "adamw"?',
     ),
     "every block": (
         "[activation_checkpoint]\nevery_n = 1",
@@ -603,6 +605,13 @@ RULE_CASES = {
         "model.n_dense_layers = 1",
         "model.n_dense_layers=5",
     ),
+    "gpt_oss_experts": (
+        "model.family=gpt_oss model.n_experts=0",
+        1,
+        1,
+        "model.n_experts = 0, but every layer is a mixture of experts",
+        "model.n_experts=4",
+    ),
     "dense_layers": (
         "model.family=deepseek_v3 model.n_dense_layers=6",
         1,
@@ -876,6 +885,49 @@ RULE_CASES = {
         "validation.sets = |share a name",
         'validation.sets=[{name="b",source="x"}]',
     ),
+    "evaluation_interval": (
+        "evaluation.interval=10",
+        1,
+        1,
+        "evaluation.interval = 10 has no effect without tasks",
+        'evaluation.tasks=[{name="a",file="x.jsonl"}]',
+    ),
+    "answers_masked": (
+        "data.format=chat data.tokenizer=bytes",
+        1,
+        1,
+        'data.format = "chat" packs several conversations into a window|data.mask_documents = true',
+        "data.mask_documents=true",
+    ),
+    "answers_tokenizer": (
+        "data.format=completion data.mask_documents=true",
+        1,
+        1,
+        'data.format = "completion", but data.tokenizer = "bpe" would be trained|tokenizer.json',
+        "data.tokenizer=bytes",
+    ),
+    "answers_stream": (
+        "data.format=chat data.mask_documents=true data.tokenizer=bytes data.stream=true "
+        "validation.interval=0",
+        1,
+        1,
+        'data.format = "chat" with data.stream = true is not supported',
+        "data.stream=false",
+    ),
+    "answers_field": (
+        "data.format=chat data.mask_documents=true data.tokenizer=bytes data.text_field=talk",
+        1,
+        1,
+        'data.text_field = "talk" has no effect with data.format = "chat"',
+        "data.text_field=text",
+    ),
+    "chat_template": (
+        "data.chat_template=plain",
+        1,
+        1,
+        'data.chat_template = "plain" has no effect with data.format = "text"',
+        "data.chat_template=",
+    ),
     "stream_tokenizer": (
         "data.stream=true",
         1,
@@ -1060,6 +1112,96 @@ RULE_CASES = {
         1,
         'optimizer.momentum = 0.9 has no effect with optimizer.kind = "adamw"|sgd',
         "optimizer.kind=sgd",
+    ),
+    "muon_options": (
+        "optimizer.ns_steps=6 optimizer.nesterov=false",
+        1,
+        1,
+        'optimizer.kind = "adamw" does not read optimizer.nesterov = false and '
+        'optimizer.ns_steps = 6|kind = "muon"',
+        "optimizer.kind=muon",
+    ),
+    "muon_offload": (
+        "optimizer.kind=muon parallelism.cpu_offload=true",
+        1,
+        1,
+        'optimizer.kind = "muon" together with parallelism.cpu_offload = true is not supported',
+        "parallelism.cpu_offload=false",
+    ),
+    "lora_unused": (
+        'lora.targets=["wq"]',
+        1,
+        1,
+        'lora.alpha = 16.0 and lora.targets = ["wq"] have no effect with lora.rank = 0',
+        "lora.rank=4 checkpoint.load_hf=x",
+    ),
+    "lora_quantization": (
+        'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x lora.quantization=nf4',
+        1,
+        1,
+        'lora.quantization = "nf4" (QLoRA|is not supported|Set it to "none"',
+        "lora.quantization=none",
+    ),
+    "lora_targets": (
+        'lora.rank=4 lora.targets=["wq","q_proj"] checkpoint.load_hf=x',
+        1,
+        1,
+        'lora.targets = ["wq", "q_proj"] must name|lora.rank = 4|none called "q_proj": it has wq, '
+        "wk, wv, wo, w1, w2, w3",
+        'lora.targets=["wq"]',
+    ),
+    "lora_base": (
+        'lora.rank=4 lora.targets=["wq"]',
+        1,
+        1,
+        "lora.rank = 4 trains adapters|none is named: set checkpoint.load_hf or "
+        "checkpoint.load_path",
+        "checkpoint.load_hf=x",
+    ),
+    "lora_load": (
+        'lora.rank=4 lora.targets=["wq"] checkpoint.load_path=x '
+        "checkpoint.load_path_content=model+optimizer",
+        1,
+        1,
+        'lora.rank = 4|remove checkpoint.load_path_content = "model+optimizer"',
+        "checkpoint.load_path_content=model",
+    ),
+    "lora_export": (
+        'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x checkpoint.export_hf=bfloat16',
+        1,
+        1,
+        'checkpoint.export_hf = "bfloat16" with lora.rank = 4 is not supported: remove it',
+        "checkpoint.export_hf=",
+    ),
+    "lora_muon": (
+        'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x optimizer.kind=muon',
+        1,
+        1,
+        'optimizer.kind = "muon"|frozen with lora.rank = 4',
+        "optimizer.kind=adamw",
+    ),
+    "lora_float8": (
+        'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x training.float8=rowwise '
+        "training.param_dtype=bfloat16",
+        1,
+        1,
+        'training.float8 = "rowwise" together with lora.rank = 4 is not supported',
+        "training.float8=none",
+    ),
+    "lora_async": (
+        'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x compile.enabled=true '
+        "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2",
+        2,
+        2,
+        "parallelism.async_tensor_parallel = true together with lora.rank = 4 is not supported",
+        "parallelism.async_tensor_parallel=false",
+    ),
+    "lora_queries": (
+        'model.family=deepseek_v3 lora.rank=4 lora.targets=["wq_a"] checkpoint.load_hf=x',
+        1,
+        1,
+        'lora.targets = ["wq_a"] names wq_a|model.q_rank = 0 (of flavor debug)',
+        'lora.targets=["wq_b"]',
     ),
     "load_path": (
         'checkpoint.exclude_from_loading=["output.*"]',
@@ -1689,49 +1831,41 @@ def test_dump_reads_back(preset, folder):
 # architecture
 
 
-def test_architecture_of_a_flavor_with_overrides(folder, monkeypatch):
+def test_architecture_of_a_flavor_with_overrides(monkeypatch):
     rows = {
         "tiny": {"dim": 64, "n_heads": 4, "head_dim": 20, "n_layers": 2},
         "big": {"dim": 128, "n_heads": 2},
     }
-    models = folder / "folder"
-    models.mkdir()
-    source = models / "y.toml"  # any name will do: it is read, never imported
-    source.write_text(
-        "raise SystemExit('imported')\nfrom models.options import OPTIONS, QUERY_WIDTH, "
-        f"RULES\nOTHER = FLAVORS = 1\nFLAVORS = {rows!r}\n"
-        "OPTIONS = {name: row for name, row in OPTIONS.items() if name != 'rope_theta'}\n"
-        'FOLLOWS = {"head_dim": (("dim", "n_heads"), lambda m: m["dim"] / m["n_heads"])}\n'
+    numbers = Numbers(
+        flavors=rows,
+        options={
+            name: row for name, row in numbers_of_dense.OPTIONS.items() if name != "rope_theta"
+        },
+        rules={},
+        follows={"head_dim": (("dim", "n_heads"), lambda m: m["dim"] / m["n_heads"])},
     )
-    source.rename(models / "llama.py")
-    try:
-        read = lambda **given: check.architecture(Model(**given), models)  # noqa: E731
-        assert read(flavor="tiny") == rows["tiny"]
-        assert read(flavor="tiny", n_layers=5) == rows["tiny"] | {"n_layers": 5}
-        assert read(flavor="tiny", dim=96) == rows["tiny"] | {"dim": 96, "head_dim": 24}
-        assert read(flavor="tiny", n_heads=8) == rows["tiny"] | {"n_heads": 8, "head_dim": 8}
-        assert read(flavor="tiny", n_heads=8, head_dim=6)["head_dim"] == 6
-        assert read(flavor="tiny", dim=66)["head_dim"] == 16.5
-        with pytest.raises(InputError, match='tiny, big; did you mean "big"'):
-            read(flavor="bgi")
-        with pytest.raises(
-            InputError, match="model.rope_theta: the family llama has no such number; remove it"
-        ):
-            read(flavor="tiny", rope_theta=5.0)
-        (models / "other.py").write_text("FLAVORS = {}\n")
-        with pytest.raises(ValueError, match="other.py has no table OPTIONS"):
-            tables("other", models)
-    finally:
-        for path in models.iterdir():
-            path.unlink()
+    monkeypatch.setattr(check, "NUMBERS", {"llama": numbers})
+    read = lambda **given: check.architecture(Model(**given))  # noqa: E731
+    assert read(flavor="tiny") == rows["tiny"]
+    assert read(flavor="tiny", n_layers=5) == rows["tiny"] | {"n_layers": 5}
+    assert read(flavor="tiny", dim=96) == rows["tiny"] | {"dim": 96, "head_dim": 24}
+    assert read(flavor="tiny", n_heads=8) == rows["tiny"] | {"n_heads": 8, "head_dim": 8}
+    assert read(flavor="tiny", n_heads=8, head_dim=6)["head_dim"] == 6
+    assert read(flavor="tiny", dim=66)["head_dim"] == 16.5
+    with pytest.raises(InputError, match='tiny, big; did you mean "big"'):
+        read(flavor="bgi")
+    with pytest.raises(
+        InputError, match="model.rope_theta: the family llama has no such number; remove it"
+    ):
+        read(flavor="tiny", rope_theta=5.0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_number_of_a_model_but_two_is_an_option(family):
     """rope_scaling is a table that comes with published weights, and norm_eps has no bearing on
     what a run can do."""
-    for flavor, numbers in tables(family).FLAVORS.items():
-        assert set(numbers) - {"rope_scaling", "norm_eps"} <= set(tables(family).OPTIONS), flavor
+    for flavor, numbers in NUMBERS[family].flavors.items():
+        assert set(numbers) - {"rope_scaling", "norm_eps"} <= set(NUMBERS[family].options), flavor
 
 
 @pytest.mark.parametrize("dim, heads, width", [(252, 6, 42), (256, 8, 32), (300, 8, 37.5)])

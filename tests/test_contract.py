@@ -82,7 +82,7 @@ def broken_rules() -> None:
     refused(train.Job(good.cfg, good.mesh, good.args, top_only, stale), "still on meta")
 
     whole_model = family.build(good.args)  # never sharded
-    optimizer = build_optimizer(whole_model, family.DECAY, good.cfg.optimizer)
+    optimizer = build_optimizer(whole_model, family.decay, good.cfg.optimizer)
     never_sharded = train.Job(good.cfg, good.mesh, good.args, whole_model, optimizer)
     refused(
         never_sharded,

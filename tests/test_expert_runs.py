@@ -20,6 +20,7 @@ from configs import schema
 from configs.load import load_config
 from configs.schema import InputError
 from models import FORMATS, deepseek_v3
+from models.terms import AuxiliaryTerms
 from parallelisms.mesh import world
 from reliability.health import mismatching_replicas
 from tests import checkpoints
@@ -91,15 +92,18 @@ def load_of(
     )
     load = ExpertLoad(mesh, args)
     for part in 1, 0:
-        step = {
-            layer: torch.tensor(row) // 2 + torch.tensor(row) % 2 * part
-            for layer, row in counts.items()
-        }
-        load.add(step, {layer: torch.tensor([3.0, 7.0]) for layer in counts})
+        terms = AuxiliaryTerms(torch.ones(()), torch.ones(()))
+        for layer, row in counts.items():
+            terms.report(
+                "expert_counts", torch.tensor(row) // 2 + torch.tensor(row) % 2 * part, layer
+            )
+            terms.report("balance_loss", torch.tensor(3.0), layer)
+            terms.report("router_entropy", torch.tensor(7.0), layer)
+        load.add(terms)
     warnings: list[str] = []
     monkeypatch.setattr(experts, "say", SimpleNamespace(warning=warnings.append))
     values, line = load.report(50, model)
-    assert load.steps == 0 and not load.counts, "the next report begins anew"
+    assert load.steps == 0 and not any(load.sums.values()), "the next report begins anew"
     return values, line, warnings
 
 
@@ -406,7 +410,10 @@ def logits_of_both(folder: Path, exported: Path) -> float:
     args = deepseek_v3.Args(
         **verify.read_manifest(verify.newest(folder))["facts"]["must_match"]["model"]
     )
-    ours, tokens = deepseek_v3.build(args), torch.randint(0, 263, (2, 16))
+    ours = deepseek_v3.FAMILY.build(args)
+    # Seeded: in one of fifteen draws some token's hidden state is so small that the next norm turns
+    # the rounding of 1e-7, in which kernels of attention differ, into 1e-5 to 1e-4.
+    tokens = torch.randint(0, 263, (2, 16), generator=torch.Generator().manual_seed(0))
     state.load_model(folder, ours)
     theirs = AutoModelForCausalLM.from_pretrained(
         exported, dtype=torch.float32, experts_implementation="eager"

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-import data.corpora
+import data.loader
 import train
 from checkpoint import storage
 from configs.load import load_config
 from data import splice
+from reliability import record
 from reliability.guard import Diverged, Guard
 from reliability.health import Spikes, Stragglers, mismatching_replicas, odd_ones
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
@@ -127,9 +128,9 @@ def equals_oracle(folder: Path, oracle: Path) -> bool:
         (in_gradient_alone, math.inf),
         pytest.param(in_loss_alone, math.nan, marks=pytest.mark.torture),
         pytest.param(in_both, math.nan, marks=pytest.mark.torture),
-        pytest.param(in_loss_alone, math.inf, marks=pytest.mark.torture),
-        pytest.param(in_gradient_alone, math.nan, marks=pytest.mark.torture),
-        pytest.param(in_both, math.inf, marks=pytest.mark.torture),
+        pytest.param(in_loss_alone, math.inf, marks=pytest.mark.exhaustive),
+        pytest.param(in_gradient_alone, math.nan, marks=pytest.mark.exhaustive),
+        pytest.param(in_both, math.inf, marks=pytest.mark.exhaustive),
     ],
 )
 def test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights(
@@ -235,7 +236,7 @@ def mismatching_ranks(options: list[str], folder: Path, what: str) -> tuple[int,
     """Rank 1 has other code, another torch, other data, another tokenizer or another option."""
     if dist.get_rank() == 1:
         if what == "code":
-            train.source_hash = lambda: "another"
+            record.source_hash = lambda: "another"
         elif what == "torch":
             train.torch.__version__ = "2.0.0"
         elif what == "data":
@@ -488,7 +489,7 @@ LATE = 0.3 * NEIGHBOURS  # seconds, which other tests on the machine do not outw
 
 def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
     """Rank 1 sleeps in one part of its steps."""
-    real_loader, real_step = data.corpora.loader, train.train_step
+    real_loader, real_step = data.loader.loader, train.train_step
 
     def loader(*args):
         for batch in real_loader(*args):
@@ -503,7 +504,7 @@ def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
         return result
 
     if dist.get_rank() == 1 and what == "data":
-        data.corpora.loader = loader
+        data.loader.loader = loader
     if dist.get_rank() == 1 and what == "optimizer":
         train.train_step = step
     return run(options, folder)

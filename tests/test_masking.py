@@ -23,7 +23,7 @@ from configs.load import load_config
 from models import llama
 from models.kernels import document_attention as masked
 from models.kernels.cpu import document_attention as cpu
-from parallelisms import ac
+from parallelisms import blocks
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import Count, series, tiny_run, whole
@@ -57,13 +57,13 @@ VARIANTS = {
 }
 MESHES = {  # name: (ranks, options, data-parallel ranks, variants)
     "one": (1, [], 1, ["eager", "accumulation", "ac-full", "ac-selective", "compile"]),
-    "fsdp2": (2, [], 2, ["eager", "accumulation", "ac-full", "ac-selective", "compile-full"]),
+    "fsdp2": (2, [], 2, ["ac-full", "ac-selective", "compile-full"]),
     "tp2": (2, ["--parallelism.tensor_parallel=2"], 1, ["eager", "ac-full", "ac-selective"]),
     "fsdp2xtp2": (
         4,
         ["--parallelism.tensor_parallel=2"],
         2,
-        ["eager", "ac-full", "ac-selective", "compile-selective"],
+        ["ac-full", "compile-selective"],
     ),
     "pp2": (2, ["--parallelism.pipeline_parallel=2"], 1, ["accumulation", "ac-selective"]),
 }
@@ -421,7 +421,7 @@ def test_selective_checkpointing_keeps_attention_and_full_recomputes_it():
 
 
 def test_the_names_that_selective_checkpointing_keeps_exist():
-    for name in ac.KEEP:
+    for name in blocks.KEEP:
         namespace, operator, overload = name.split(".")
         assert str(getattr(getattr(getattr(torch.ops, namespace), operator), overload)) == name
 

@@ -22,6 +22,7 @@ from configs import schema
 from configs.schema import InputError, Parallelism, Run
 from data import splice
 from models import llama
+from models.terms import AuxiliaryTerms
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
 from training import log
@@ -38,7 +39,7 @@ from training.metrics import (
 from training.profiler import profiler
 
 SMALL = {"dim": 22, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "head_dim": 10, "hidden_dim": 26}
-ARGS = llama.Args(**llama.FLAVORS["debug"] | SMALL)
+ARGS = llama.Args(**llama.NUMBERS.flavors["debug"] | SMALL)
 QUIET = schema.Metrics(tensorboard=False, progress="off")
 
 
@@ -72,11 +73,13 @@ def test_the_formula_is_what_torch_counts(tied: bool) -> None:
     args = replace(ARGS, vocab_size=37, tied_embeddings=tied)
     batch, seq_len = 3, 14
     with torch.device("meta"):
-        model = llama.build(args)
+        model = llama.FAMILY.build(args)
         tokens, positions = torch.zeros(batch, seq_len, dtype=torch.int64), torch.arange(seq_len)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, positions).sum().backward()
-    assert counter.get_total_flops() == llama.flops_per_token(args, seq_len) * batch * seq_len
+    assert (
+        counter.get_total_flops() == llama.FAMILY.flops_per_token(args, seq_len) * batch * seq_len
+    )
 
 
 def test_the_formula_for_the_published_model() -> None:
@@ -84,7 +87,7 @@ def test_the_formula_for_the_published_model() -> None:
     4096 the norms."""
     multiplied = 8_030_261_248 - 128256 * 4096 - 65 * 4096
     assert (
-        llama.flops_per_token(llama.Args(**llama.FLAVORS["8B"]), 8192)
+        llama.FAMILY.flops_per_token(llama.Args(**llama.NUMBERS.flavors["8B"]), 8192)
         == 6 * multiplied + 12 * 32 * 4096 * 8192
     )
 
@@ -303,7 +306,7 @@ def summary_on_this_rank() -> str:
     ]
     rows = zip(batches, optimizers, strict=True)
     return "\n".join(
-        model_summary(llama, ARGS, model, mesh, torch.bfloat16, batch, optimizer)
+        model_summary(llama.FAMILY, ARGS, model, mesh, torch.bfloat16, batch, optimizer)
         for batch, optimizer in rows
     )
 
@@ -311,12 +314,12 @@ def summary_on_this_rank() -> str:
 def test_the_summary_counts_what_is_sharded() -> None:
     adamw, sgd = run_ranks(2, summary_on_this_rank)[1].split("\nmodel: ")
     assert (
-        f"{llama.parameters(ARGS):,} parameters; 3 layers of width 22, 6 heads on 2 key/value heads"
+        f"{llama.FAMILY.parameters(ARGS):,} parameters; 3 layers of width 22, 6 heads on 2 key/value heads"
         in adamw
     )
     assert "dp_replicate 1 x dp_shard 2 x tp 1 = 2 processes on cpu, computing in bfloat16" in adamw
     # bytes of the whole model's weights: in a pipeline a rank's own are only a part of them
-    whole = 4 * llama.parameters(ARGS)
+    whole = 4 * llama.FAMILY.parameters(ARGS)
     assert (
         f"2 optimizer moments take {in_bytes(4 * whole, 1024)} in all, 2 MiB on this rank" in adamw
     )
@@ -384,7 +387,12 @@ def test_a_memory_snapshot_without_cuda_is_declined(tmp_path: Path, say: logging
 def test_a_line_is_about_the_steps_since_the_line_before():
     """Two sources with windows of 4 tokens, two of them in a batch; this rank has all of it."""
     mesh = SimpleNamespace(
-        size=2, device=torch.device("cpu"), sum_over_tokens=lambda x: x, sum_over_pp=lambda x: x
+        size=2,
+        device=torch.device("cpu"),
+        sum_over_tokens=lambda x: x,
+        sum_over_pp=lambda x: x,
+        sum_over_ranks=lambda x: x,
+        gather=lambda x: [x],
     )
     corpora = [(name, name, range(101), [[0, 1.0]]) for name in ("web", "code")]
     order = splice.begin(splice.describe(corpora, seed=0, seq_len=4, global_batch_size=2))
@@ -396,7 +404,10 @@ def test_a_line_is_about_the_steps_since_the_line_before():
         losses = torch.tensor([losses])  # [1, 2, 4]
         labels = torch.where(losses == 0, IGNORE, 1)
         batch = {"labels": labels, "source": torch.tensor(source)}
-        result = SimpleNamespace(losses=losses, loss=losses.mean().item(), skipped=skipped)
+        terms = AuxiliaryTerms(scale=torch.tensor(1.0), tokens=torch.tensor(8))
+        terms.report("z_loss", losses.sum())
+        mean = losses.mean().item()
+        result = SimpleNamespace(losses=losses, loss=mean, skipped=skipped, terms=terms)
         meter.add(batch, result, data_seconds=seconds / 4, step_seconds=seconds * 3 / 4)
 
     step([[1.0, 2.0, 3.0, 0.0], [5.0, 5.0, 5.0, 5.0]], [0, 1], seconds=1.0)
@@ -415,6 +426,7 @@ def test_a_line_is_about_the_steps_since_the_line_before():
         and line["tokens_seen"] == 24
         and line["late/data/rank-1"] == 0.5
     )
+    assert line["z_loss"] == pytest.approx((26 + 40) / 8 / 2)
     assert (line["loss/web"], line["loss/code"]) == (3.0, 6.0)  # 18 nats of 6 tokens, 48 of 8
     assert (
         line["tokens_seen/web"] + line["tokens_seen/code"] == 24

@@ -3,14 +3,14 @@ and, to those who place it on machines, stages of a pipeline and a core that can
 
 import importlib
 import math
+from dataclasses import FrozenInstanceError, replace
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from models import FORMATS, MODELS, layers, llama
-from models import family as families
+from models import FORMATS, MODELS, NUMBERS, layers, llama
 from training import init
 
 SIZES = {
@@ -27,7 +27,7 @@ TOKENS, POSITIONS = torch.arange(22).view(2, 11), torch.arange(11)
 
 def numbers(name: str, **changes: object):
     """`Args` of the family's debug flavor at these sizes, as far as it has them."""
-    flavor = MODELS[name].FLAVORS["debug"]
+    flavor = MODELS[name].numbers.flavors["debug"]
     return MODELS[name].Args(
         **flavor | {key: size for key, size in SIZES.items() if key in flavor} | changes
     )
@@ -45,16 +45,22 @@ every_family = pytest.mark.parametrize("name", MODELS)
 
 
 @every_family
-def test_a_family_has_every_member(name):
-    pairs = [(families.Family, MODELS[name], 12), (families.Formats, FORMATS[name], 6)]
-    for protocol, module, least in pairs:
-        wanted = {
-            *protocol.__annotations__,
-            *(member for member in vars(protocol) if not member.startswith("_")),
-        }
-        assert len(wanted) > least and not {
-            member for member in wanted if not hasattr(module, member)
-        }
+def test_a_family_has_the_name_and_the_numbers_of_its_files(name):
+    family = MODELS[name]
+    assert family.name == name and family.numbers is NUMBERS[name]
+    assert FORMATS[name].Args is family.Args
+    with pytest.raises(FrozenInstanceError):
+        family.name = "another"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"heads": "n_head"}, {"kv_heads": "kv"}, {"hidden_units": "w"}, {"query_width": "e"}]
+)
+def test_a_number_that_a_family_does_not_have_is_refused(wrong):
+    """Otherwise the rules about it would be left out without a word."""
+    [name] = wrong.values()
+    with pytest.raises(ValueError, match=f"name '{name}', which is none of its dim, n_layers"):
+        replace(NUMBERS["llama"], **wrong)
 
 
 @every_family
@@ -85,7 +91,7 @@ def test_what_metas_files_leave_out_is_that_of_the_published_models(params, tied
         "output.weight": embedding if tied else embedding + 1,
         "layers.0.feed_forward.w1.weight": torch.zeros(10, 8),
     }
-    args = FORMATS["llama"].args_from_meta(
+    args = FORMATS["llama"].meta.args_from_meta(
         {"dim": 8, "n_layers": 1, "n_heads": 2, "norm_eps": 1e-5} | params, weights, files=2
     )
     scaling = (
@@ -153,7 +159,31 @@ PUBLISHED = {
         "Qwen/Qwen3-14B": (5120, 40, 40, 17408, 128, False),
         "Qwen/Qwen3-32B": (5120, 64, 64, 25600, 128, False),
     },
+    # as litgpt and fairseq2 repeat these files, and OLMo-core makes them
+    "olmo2": {
+        "allenai/OLMo-2-0425-1B": (2048, 16, 16, 8192, None, False),
+        "allenai/OLMo-2-1124-7B": (4096, 32, 32, 11008, None, False),
+        "allenai/OLMo-2-1124-13B": (5120, 40, 40, 13824, None, False),
+        "allenai/OLMo-2-0325-32B": (5120, 64, 40, 27648, None, False),
+        "allenai/Olmo-3-1025-7B": (4096, 32, 32, 11008, None, False),
+        "allenai/Olmo-3-1125-32B": (5120, 64, 40, 27648, None, False),
+    },
 }
+OLMO3 = {
+    "model_type": "olmo3",
+    "vocab_size": 100278,
+    "max_position_embeddings": 65536,
+    "sliding_window": 4096,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+}
+BEFORE_EXTENSION = {"rope_scaling": None, "max_position_embeddings": 8192}
 WITH_EXPERTS = {  # repository -> family and flavor, and what config.json says
     "Qwen/Qwen3-30B-A3B": (
         "qwen3",
@@ -254,6 +284,45 @@ WITH_EXPERTS = {  # repository -> family and flavor, and what config.json says
             "aux_loss_alpha": 0.0001,
         },
     ),  # the report's, section 4.2; config.json has 0.001
+    **{
+        f"openai/gpt-oss-{flavor.lower()}": (
+            "gpt_oss",
+            flavor,
+            {
+                "model_type": "gpt_oss",
+                "hidden_act": "silu",
+                "hidden_size": 2880,
+                "num_hidden_layers": layers_,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "intermediate_size": 2880,
+                "num_local_experts": experts,
+                "num_experts_per_tok": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * (layers_ // 2),
+                "sliding_window": 128,
+                "swiglu_limit": 7.0,
+                "attention_bias": True,
+                "output_router_logits": False,
+                "router_aux_loss_coef": 0.9,
+                "vocab_size": 201088,
+                "rope_theta": 150000,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
+                "rms_norm_eps": 1e-05,
+                "max_position_embeddings": 131072,
+                "tie_word_embeddings": False,
+                "quantization_config": {"quant_method": "mxfp4"},
+            },
+        )
+        for flavor, layers_, experts in (("20B", 24, 32), ("120B", 36, 128))
+    },
 }
 COMMON = {
     "llama": {
@@ -271,6 +340,14 @@ COMMON = {
         "max_position_embeddings": 40960,
         "rope_scaling": None,
     },
+    "olmo2": {
+        "model_type": "olmo2",
+        "vocab_size": 100352,
+        "rope_theta": 500000,
+        "rms_norm_eps": 1e-06,
+        "max_position_embeddings": 4096,
+        "rope_scaling": None,
+    },
 }
 STRETCHED = {
     "rope_type": "llama3",
@@ -278,6 +355,26 @@ STRETCHED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+
+def olmo(repository: str, config: dict) -> list:
+    """The rows of `published` for an OLMo. config: what all of them have in common, and its sizes.
+    The extension of OLMo 3's context makes two flavors of a repository."""
+    size = repository.split("-")[-1]
+    if size == "32B":
+        config["num_key_value_heads"] = 8
+    if "OLMo-2" in repository:
+        return [pytest.param("olmo2", size, config, id=repository)]
+    config |= OLMO3
+    config["layer_types"] = [
+        "full_attention" if number % 4 == 3 else "sliding_attention"
+        for number in range(config["num_hidden_layers"])
+    ]
+    short = config | BEFORE_EXTENSION
+    return [
+        pytest.param("olmo2", f"3-{size}", config, id=repository),
+        pytest.param("olmo2", f"3-{size}-8k", short, id=f"{repository} before its extension"),
+    ]
 
 
 def published() -> list:
@@ -292,6 +389,9 @@ def published() -> list:
                 config["rope_scaling"] = STRETCHED | {
                     "factor": 32.0 if "3.2" in repository else 8.0
                 }
+            if name == "olmo2":
+                rows += olmo(repository, config)
+                continue
             rows.append(pytest.param(name, repository.split("-")[-1], config, id=repository))
     for repository, (name, flavor, config) in WITH_EXPERTS.items():
         if name == "qwen3":
@@ -317,7 +417,7 @@ def published() -> list:
 @pytest.mark.parametrize("name, flavor, config", published())
 def test_every_number_of_a_flavor_is_the_published_one(name, flavor, config):
     family = MODELS[name]
-    assert family.Args(**family.FLAVORS[flavor]) == FORMATS[name].args_from_hf(config)
+    assert family.Args(**family.numbers.flavors[flavor]) == FORMATS[name].args_from_hf(config)
 
 
 def test_every_flavor_is_compared_with_what_was_published():
@@ -325,21 +425,30 @@ def test_every_flavor_is_compared_with_what_was_published():
     assert compared == {
         (name, flavor)
         for name in MODELS
-        for flavor in MODELS[name].FLAVORS
+        for flavor in MODELS[name].numbers.flavors
         if "debug" not in flavor
     }
 
 
 @pytest.mark.parametrize(
     "name, flavor",
-    [(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS if "debug" in flavor],
+    [
+        (name, flavor)
+        for name in MODELS
+        for flavor in MODELS[name].numbers.flavors
+        if "debug" in flavor
+    ],
 )
 def test_debug_flavors_are_small_and_otherwise_alike(name, flavor):
     """Runs of two families are compared on the same tokens. What has nothing to do with size is as
     published."""
     numbers, large = (
-        MODELS[name].FLAVORS[flavor],
-        [MODELS[name].FLAVORS[row.values[1]] for row in published() if row.values[0] == name],
+        MODELS[name].numbers.flavors[flavor],
+        [
+            MODELS[name].numbers.flavors[row.values[1]]
+            for row in published()
+            if row.values[0] == name
+        ],
     )
     same = {
         "vocab_size": 4096,
@@ -353,14 +462,14 @@ def test_debug_flavors_are_small_and_otherwise_alike(name, flavor):
 
 
 @pytest.mark.parametrize(
-    "name, flavor", [(name, flavor) for name in MODELS for flavor in MODELS[name].FLAVORS]
+    "name, flavor", [(name, flavor) for name in MODELS for flavor in MODELS[name].numbers.flavors]
 )
 def test_rotary_positions_are_those_of_transformers(name, flavor):
     """At position 1 the sines are nearly the frequencies themselves, so each frequency is compared
     to 1e-5 of its size."""
     transformers = pytest.importorskip("transformers")
     family = MODELS[name]
-    args = family.Args(**family.FLAVORS[flavor])
+    args = family.Args(**family.numbers.flavors[flavor])
     config = transformers.AutoConfig.for_model(**FORMATS[name].hf_config(args))
     module = importlib.import_module(
         f"transformers.models.{config.model_type}.modeling_{config.model_type}"
@@ -369,10 +478,16 @@ def test_rotary_positions_are_those_of_transformers(name, flavor):
     with torch.device("meta"):
         model = family.build(args)
     positions = torch.tensor([0, 1, 2, 77, 1000])
-    theirs = rotary(config)(torch.zeros(1), positions[None])
-    for ours, want in zip(model.rope(positions), theirs, strict=True):
-        torch.testing.assert_close(ours, want[0], rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(ours[:2], want[0, :2], rtol=1e-5, atol=0)
+    # OLMo 3 has two tables, if its positions are scaled
+    kinds = ["sliding_attention", "full_attention"] if config.model_type == "olmo3" else [None]
+    for number, kind in enumerate(kinds):
+        theirs = rotary(config)(torch.zeros(1), positions[None], *([kind] if kind else []))
+        for ours, want in zip(model.rope(positions), theirs, strict=True):
+            ours = ours[number] if ours.ndim == 3 else ours
+            if name == "gpt_oss":  # whose code has each frequency once
+                want = torch.cat((want, want), -1)
+            torch.testing.assert_close(ours, want[0], rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(ours[:2], want[0, :2], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("low, high, factor", list(product([1.0, 2.0], [4.0, 8.0], [8.0, 32.0])))
@@ -414,12 +529,23 @@ def test_long_wavelengths_are_stretched_and_short_ones_are_not(low, high, factor
         # 15.29 without embedding and output (arXiv:2502.16982)
         ("deepseek_v3", "671B", 671.026),
         ("deepseek_v3", "16B-A3B", 15.960),
+        ("olmo2", "1B", 1.485),
+        ("olmo2", "7B", 7.299),
+        ("olmo2", "13B", 13.716),
+        ("olmo2", "32B", 32.234),
+        ("olmo2", "3-7B", 7.298),
+        ("olmo2", "3-32B", 32.234),
+        # arXiv:2508.10925, table 1
+        ("gpt_oss", "20B", 20.915),
+        ("gpt_oss", "120B", 116.829),
     ],
 )
 def test_published_totals(name, flavor, billions):
     """As model.safetensors.index.json and the model cards on the Hugging Face hub count them."""
     family = MODELS[name]
-    assert round(family.parameters(family.Args(**family.FLAVORS[flavor])) / 1e9, 3) == billions
+    assert (
+        round(family.parameters(family.Args(**family.numbers.flavors[flavor])) / 1e9, 3) == billions
+    )
 
 
 @pytest.mark.parametrize(
@@ -429,22 +555,30 @@ def test_published_totals(name, flavor, billions):
         ("qwen3", "30B-A3B", 3.3),
         ("qwen3", "235B-A22B", 22),
         ("deepseek_v3", "671B", 37),
+        ("gpt_oss", "20B", 3.61),
+        ("gpt_oss", "120B", 5.13),
     ],
 )
 def test_published_totals_of_active_parameters(name, flavor, billions):
-    """The card of DeepSeek-V3 leaves out the embedding, 0.9 billion."""
+    """The cards of DeepSeek-V3 and gpt-oss leave out the embedding, 0.9 and 0.6 billion."""
     family = MODELS[name]
-    args = family.Args(**family.FLAVORS[flavor])
-    embedding = args.dim * args.vocab_size if name == "deepseek_v3" else 0
+    args = family.Args(**family.numbers.flavors[flavor])
+    embedding = 0 if name == "qwen3" else args.dim * args.vocab_size
     assert family.active_parameters(args) - embedding == pytest.approx(billions * 1e9, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    "name, flavor", [("qwen3", "debug_moe"), ("deepseek_v3", "debug"), ("deepseek_v3", "16B-A3B")]
+    "name, flavor",
+    [
+        ("qwen3", "debug_moe"),
+        ("deepseek_v3", "debug"),
+        ("deepseek_v3", "16B-A3B"),
+        ("gpt_oss", "20B"),
+    ],
 )
 def test_active_parameters_are_all_but_those_of_experts_that_a_token_is_not_sent_to(name, flavor):
     family = MODELS[name]
-    args = family.Args(**family.FLAVORS[flavor])
+    args = family.Args(**family.numbers.flavors[flavor])
     with torch.device("meta"):
         model = family.build(args)
     every = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -460,7 +594,7 @@ def test_active_parameters_are_all_but_those_of_experts_that_a_token_is_not_sent
 def test_experts_whose_weights_do_not_add_up_to_1_are_refused():
     """As transformers has it where config.json does not say."""
     family, formats = MODELS["qwen3"], FORMATS["qwen3"]
-    config = formats.hf_config(family.Args(**family.FLAVORS["debug_moe"]))
+    config = formats.hf_config(family.Args(**family.numbers.flavors["debug_moe"]))
     formats.args_from_hf(config)
     del config["norm_topk_prob"]
     with pytest.raises(ValueError, match="norm_topk_prob is false"):
@@ -509,9 +643,9 @@ def test_the_core_of_attention_can_be_replaced_from_outside(name):
     core, seen = model.layers["1"].attention.core, []
     assert not list(core.parameters())
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, documents: object) -> Tensor:
+    def forward(q: Tensor, k: Tensor, v: Tensor, documents: object, sinks: object = None) -> Tensor:
         seen.append((q.shape, k.shape, v.shape))
-        return 2 * type(core).forward(core, q, k, v, documents)
+        return 2 * type(core).forward(core, q, k, v, documents, sinks)
 
     core.forward = forward
     with torch.no_grad():

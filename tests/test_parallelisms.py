@@ -4,6 +4,7 @@ can see, because an option that does nothing computes the same numbers."""
 import gc
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parallelisms
 import train
 from configs.load import load_config
-from configs.schema import Compile, Training
+from configs.schema import Compile, InputError, Training
 from models import MODELS, layers, llama
-from parallelisms import compile, dp, progress
+from models.yarn import mscale, yarn
+from parallelisms import blocks, dp, progress
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL, run, tiny_run
 from tools.plan import trace
@@ -67,10 +69,15 @@ def errors_of_rotations(family: str) -> list[float]:
         """x [B, T, heads, E]."""
         out, half = real(x, cos, sin), x.shape[-1] // 2
         frequencies = theta ** -(torch.arange(half).double() / half)
+        length = 1.0
+        scaling = getattr(job.args, "rope_scaling", None)
+        if scaling is not None:
+            frequencies = yarn(frequencies, theta, **scaling)
+            length = mscale(scaling["factor"])
         angles = (torch.arange(x.shape[1]).double()[:, None] * frequencies)[:, None]  # [T, 1, E/2]
         a, b = x.detach().double().chunk(2, -1)
         turned = a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()
-        exact = torch.cat(turned, -1)
+        exact = length * torch.cat(turned, -1)
         exponent = torch.frexp(exact)[1]
         rounding = torch.ldexp(torch.ones_like(exact), exponent - 9)  # half a unit of 8 bits
         # Where the two products nearly cancel, what the tables' own rounding to float32 leaves
@@ -101,7 +108,7 @@ def compiled_graphs(enabled: bool, backend: str) -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     args = llama.Args(
-        **llama.FLAVORS["debug"]
+        **llama.NUMBERS.flavors["debug"]
         | {
             "dim": 16,
             "n_layers": 2,
@@ -112,8 +119,8 @@ def compiled_graphs(enabled: bool, backend: str) -> tuple[int, int]:
             "vocab_size": 11,
         }
     )
-    model = llama.build(args)
-    assert compile.apply(model, Compile(enabled=enabled, backend=backend)) is model
+    model = llama.FAMILY.build(args)
+    assert blocks.compile_blocks(model, Compile(enabled=enabled, backend=backend)) is model
     counters.clear()
     model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)).sum().backward()
     return counters["stats"]["unique_graphs"], counters["aot_autograd"]["ok"]
@@ -139,7 +146,7 @@ def graph_break() -> str:
 
     model = nn.Module()
     model.layers = nn.ModuleDict({"0": Block()})
-    compile.apply(model, Compile(enabled=True, backend="eager"))
+    blocks.compile_blocks(model, Compile(enabled=True, backend="eager"))
     try:
         model.layers["0"](torch.zeros(2))
     except torch._dynamo.exc.Unsupported:
@@ -324,7 +331,7 @@ def overlaps() -> list[str]:
     parallelisms.async_tp.overlap = lambda tp_mesh: happened.append(
         f"overlap of {tp_mesh.size()} ranks"
     )
-    parallelisms.compile.apply = lambda model, cfg: happened.append("compile")
+    parallelisms.blocks.compile_blocks = lambda model, cfg: happened.append("compile")
     for options in [], ["--parallelism.async_tensor_parallel=true", "--compile.enabled=true"]:
         train.build(load_config([*SMALL_MODEL, "--parallelism.tensor_parallel=2", *options], 2, 2))
     return happened
@@ -409,13 +416,14 @@ def plans_with_a_misspelt_row() -> list[str]:
     """What train.build says of each such plan, on rank 0 of four that do not exist, with a pipeline
     and without."""
     dist.destroy_process_group()
-    said, right = [], llama.tp_plan
+    said, family = [], llama.FAMILY
     for stages, row in [
         (1, None),
         (2, None),
         *((stages, row) for stages in (1, 2) for row in MISSPELT),
     ]:
-        llama.tp_plan = lambda args: right(args) | ({row: MISSPELT[row]} if row else {})
+        more = {row: MISSPELT[row]} if row else {}
+        llama.FAMILY = replace(family, tp_plan=lambda args: family.tp_plan(args) | more)
         with trace.pretend(4, 4):
             options = [
                 "--parallelism.tensor_parallel=2",
@@ -425,7 +433,7 @@ def plans_with_a_misspelt_row() -> list[str]:
             try:
                 train.build(load_config([*SMALL_MODEL, *options], 4, 4))
                 said.append("")
-            except ValueError as error:
+            except InputError as error:
                 said.append(str(error))
     return said
 

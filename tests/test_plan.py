@@ -2,15 +2,17 @@
 in a sentence."""
 
 import importlib
+import io
 import json
 import re
-import subprocess
 import sys
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 from xml.etree import ElementTree
 
@@ -57,30 +59,51 @@ NONE, FULL, SELECTIVE = (
     f"--activation_checkpoint.mode={mode}" for mode in ("none", "full", "selective")
 )
 TP2, SHARDED = "--parallelism.tensor_parallel=2", "--parallelism.accumulate_gradients=sharded"
-CASES = {  # name: (ranks, options)
-    "single": (1, [NONE, "--training.param_dtype=float32", "--training.local_batch_size=8"]),
-    "single-bf16": (1, [SELECTIVE]),
-    "fsdp2": (2, [NONE, "--training.local_batch_size=4"]),
-    "fsdp2-full-accumulate": (2, [FULL]),
-    "fsdp2-full-accumulate-sharded": (2, [FULL, SHARDED, "--training.local_batch_size=1"]),
-    "fsdp2-keep-gathered": (2, [SELECTIVE, "--parallelism.keep_gathered=2"]),
-    "fsdp2-float32": (2, [SELECTIVE, "--training.param_dtype=float32"]),
-    "tp2": (2, [NONE, TP2, "--training.param_dtype=float32", "--training.local_batch_size=8"]),
-    "tp2-selective-accumulate": (2, [SELECTIVE, TP2, "--training.local_batch_size=4"]),
-    "ddp2": (2, [FULL, "--parallelism.data_parallel_replicate=2", "--training.local_batch_size=4"]),
-    "fsdp2xtp2": (4, [NONE, TP2, "--training.local_batch_size=4"]),
-    "fsdp2xtp2-full": (4, [FULL, TP2, "--training.local_batch_size=4"]),
-    "hsdp2x2-selective": (4, [SELECTIVE, "--parallelism.data_parallel_replicate=2"]),
-    "hsdp2x2-accumulate-sharded": (
-        4,
+FSDP2 = [NONE, "--training.local_batch_size=4"]
+HSDP = "--parallelism.data_parallel_replicate=2"
+LORA = [
+    "--lora.rank=8",
+    '--lora.targets=["wq", "wv", "w1", "w2", "w3"]',
+    "--checkpoint.load_hf=anywhere",
+]
+CASES = {  # name: (ranks, the options of each case)
+    "single": (1, [[NONE, "--training.param_dtype=float32", "--training.local_batch_size=8"]]),
+    "single-bf16": (1, [[SELECTIVE]]),
+    "fsdp2": (
+        2,
         [
-            SELECTIVE,
-            SHARDED,
-            "--parallelism.data_parallel_replicate=2",
-            "--training.local_batch_size=1",
+            FSDP2,
+            [FULL, SHARDED, "--training.local_batch_size=1"],
+            [SELECTIVE, "--parallelism.keep_gathered=2"],
+            [SELECTIVE, "--training.param_dtype=float32"],
+            [FULL, *LORA, "--training.local_batch_size=1"],
         ],
     ),
+    "fsdp2-full-accumulate": (2, [[FULL]]),
+    # apart: PyTorch keeps the groups of a first mesh of two dimensions for a second
+    "tp2": (2, [[NONE, TP2, "--training.param_dtype=float32", "--training.local_batch_size=8"]]),
+    "tp2-selective-accumulate": (2, [[SELECTIVE, TP2, "--training.local_batch_size=4"]]),
+    "tp2-lora": (2, [[NONE, TP2, *LORA, "--training.local_batch_size=8"]]),
+    "ddp2": (2, [[FULL, HSDP, "--training.local_batch_size=4"]]),
+    "fsdp2xtp2": (4, [[NONE, TP2, "--training.local_batch_size=4"]]),
+    "fsdp2xtp2-full": (4, [[FULL, TP2, "--training.local_batch_size=4"]]),
+    "hsdp2x2-selective": (4, [[SELECTIVE, HSDP]]),
+    "hsdp2x2-accumulate-sharded": (
+        4,
+        [[SELECTIVE, SHARDED, HSDP, "--training.local_batch_size=1"]],
+    ),
 }
+QUICK = ("single-bf16", "ddp2")
+# every option of these stands in another case
+REPEATED = ("fsdp2-full-accumulate", "fsdp2xtp2")
+
+
+def marked(name: str, quick: tuple[str, ...], repeated: tuple[str, ...]):
+    """A case as pytest's parameter: of the default suite, of the exhaustive one or slow."""
+    if name in quick:
+        return name
+    mark = pytest.mark.exhaustive if name in repeated else pytest.mark.slow
+    return pytest.param(name, marks=mark)
 
 
 def config(options: list[str], ranks: int):
@@ -91,31 +114,31 @@ def real(options: list[str]) -> tuple[int, Where, dict[str, int], Counter, Count
     return real_step(config(options, meshes.world().size))
 
 
-QUICK = ("single-bf16", "ddp2")
+def real_steps(cases: list[list[str]]) -> list[tuple]:
+    return [real(options) for options in cases]
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.cap(240)
+@pytest.mark.parametrize("name", [marked(name, QUICK, REPEATED) for name in CASES])
 def test_memory_and_collectives_are_those_of_a_real_step(name):
-    ranks, options = CASES[name]
-    predicted = apart(traced, config(options, ranks), ranks, ranks, False)
-    assert_same_step(predicted, run_ranks(ranks, real, options))
+    ranks, cases = CASES[name]
+    of_ranks = run_ranks(ranks, real_steps, cases, timeout=200)
+    for options, *outcomes in zip(cases, *of_ranks):
+        assert_same_step(apart(traced, config(options, ranks), ranks, ranks, False), outcomes)
 
 
-def real_without_seeing_fsdp_free() -> int:
+def peaks_with_and_without_what_fsdp_frees() -> tuple[int, int]:
+    seen = real(FSDP2)[0]
     with mock.patch.object(trace.Trace, "resized", lambda *_: None):
-        return real(CASES["fsdp2"][1])[0]
+        return seen, real(FSDP2)[0]
 
 
 @pytest.mark.slow
 def test_the_accountant_must_see_what_fsdp_frees():
     """Negative control: FSDP frees gathered weights by resizing their storage, which no operator
     tells."""
-    assert (
-        run_ranks(2, real_without_seeing_fsdp_free)[0]
-        != run_ranks(2, real, CASES["fsdp2"][1])[0][0]
-    )
+    seen, unseen = run_ranks(2, peaks_with_and_without_what_fsdp_frees)[0]
+    assert seen != unseen
 
 
 WHOLE = {  # the same step with all layers traced, and put together from a few: ranks, options
@@ -335,6 +358,14 @@ def test_counted_flops_are_the_derived_ones(ranks, options, recomputed):
     assert recomputed[0] <= repeated / derived <= recomputed[1]
 
 
+def test_counted_flops_of_adapters_have_no_gradients_of_weights():
+    """Nothing is trained in front of the first block, so its first layers and their adapters need no
+    gradient of their input. The formula does not leave that out."""
+    derived, in_step, _ = apart(counted, [NONE, *LORA, "--training.local_batch_size=4"], 2)
+    first = 120 * (8 + 2 * 4) * 14 + 2 * 8 * 120  # wq, wk, wv; A of wq and wv
+    assert in_step == pytest.approx(derived - 2 * first, rel=1e-9)
+
+
 H100 = load_device("h100")
 
 
@@ -536,72 +567,59 @@ def test_a_device_of_ones_own(tmp_path, capsys):
         load_device(str(two))
 
 
-def measured(program: str, *argv: str, cap: float = 60) -> tuple[int, str, str, float]:
-    """(exit code, output, errors, peak memory in GiB) of a Python program that leaves its exit code
-    in `code`.
-
-    The peak is that of the program or of the largest process that it started. The program's own
-    peak is VmHWM and not ru_maxrss, because ru_maxrss survives exec: a program that a large test
-    process starts begins with that process's."""
-    ending = (
-        "import re, resource, sys; own = int(re.search(r'VmHWM:\\s+(\\d+)', "
-        "open('/proc/self/status').read())[1]); "
-        "print('GIB', max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 2**20); "
-        "sys.exit(code)"
-    )
-    line = [sys.executable, "-c", f"{program}\n{ending}", *argv]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=cap)
-    peak = re.search(r"^GIB (\S+)$", done.stdout, re.M)
-    return done.returncode, done.stdout, done.stderr, float(peak[1]) if peak else 0.0
+class Planned(NamedTuple):
+    code: int  # what `main` returned
+    said: str
+    errors: str
+    gib: float  # peak memory of the process
 
 
-def command(*argv: str, cap: float = 60) -> tuple[int, str, str, float]:
-    """The same of `python -m tools.plan`."""
-    return measured(
-        "import sys; from tools.plan.__main__ import main; code = main(sys.argv[1:])",
-        *argv,
-        cap=cap,
-    )
+def observed(run: Callable, argument: object) -> Planned:
+    said = io.StringIO()
+    errors = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(errors):
+        code = run(argument)
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    # not ru_maxrss, which survives exec
+    peak = re.search(r"VmHWM:\s+(\d+)", status)
+    return Planned(code, said.getvalue(), errors.getvalue(), int(peak[1]) / 2**20)
 
 
-def test_the_memory_measured_is_that_of_the_command_alone():
-    """It must not be the peak of this process, which depends on the tests that ran before. Children
-    of the command count."""
+def measured(run: Callable, argument: object) -> Planned:
+    """run(argument) in a forked process. An import of PyTorch would take as long as the plan."""
+    return apart(observed, run, argument)
+
+
+def allocate(size: int) -> int:
+    return len(b"1" * size)
+
+
+def test_the_memory_measured_is_that_of_the_plan_alone():
+    """It must not be the peak of this process, which depends on the tests that ran before."""
+    before = measured(allocate, 1).gib
     large = b"1" * (1 << 29)
-    assert 0 < measured("code = 0")[3] < 0.1 < len(large) / 2**30
-    child = (
-        "import subprocess, sys; code = subprocess.run([sys.executable, '-c', 'b\"1\" * (1 << "
-        "28)']).returncode"
-    )
-    assert 0.25 <= measured(child)[3] < 0.4
+    after = measured(allocate, 1).gib
+    assert 0 < before
+    assert abs(after - before) < 0.1 < len(large) / 2**30
+    assert 0.2 <= measured(allocate, 1 << 28).gib - before < 0.4
 
 
 @pytest.mark.slow
 @pytest.mark.cap(240)
 def test_what_fits_nowhere_is_told_with_what_would_work(tmp_path):
     device = own_device(tmp_path, peak_tflops=10, memory_gib=1.52)
-    code, _, said, _ = command(
-        *DEBUG,
-        "--gpus",
-        "2",
-        "--device",
-        device,
-        "--search",
-        "--training.global_batch_size=2",
-        cap=200,
-    )
-    assert code == 2 and "nothing fits 1.5 GiB on 2 GPUs; the nearest is tensor_parallel" in said, (
-        said
-    )
+    argv = [*DEBUG, "--gpus", "2", "--device", device, "--search"]
+    code, _, said, _ = measured(main, [*argv, "--training.global_batch_size=2"])
+    assert code == 2
+    assert "nothing fits 1.5 GiB on 2 GPUs; the nearest is tensor_parallel" in said, said
 
 
 @pytest.mark.slow
 @pytest.mark.cap(240)
 def test_the_best_of_a_search_is_written_and_runs(tmp_path):
     out = str(tmp_path / "best.toml")
-    code, said, errors, _ = command(
-        *DEBUG, "--gpus", "2", "--search", "--write", out, "--training.global_batch_size=2", cap=200
-    )
+    argv = [*DEBUG, "--gpus", "2", "--search", "--write", out]
+    code, said, errors, _ = measured(main, [*argv, "--training.global_batch_size=2"])
     assert code == 0 and "tokens/s" in said, errors
     best = load_config([out], 2, 2)
     assert best.training.seq_len == 64
@@ -611,15 +629,9 @@ def test_the_best_of_a_search_is_written_and_runs(tmp_path):
 
 def test_the_page_is_whole_and_alone(tmp_path):
     out = tmp_path / "plan.html"
-    code, _, errors, _ = command(
-        *DEBUG,
-        "--gpus",
-        "16",
-        "--parallelism.tensor_parallel=2",
-        "--training.local_batch_size=1",
-        "--html",
-        str(out),
-    )
+    options = ["--parallelism.tensor_parallel=2", "--training.local_batch_size=1"]
+    argv = [*DEBUG, "--gpus", "16", *options, "--html", str(out)]
+    code, _, errors, _ = measured(main, argv)
     assert code == 0, errors
     text = out.read_text(encoding="utf-8")
     assert set(re.findall(r"(?:https?:)?//[^\s\"'<]+", text)) == {"http://www.w3.org/2000/svg"}
@@ -633,23 +645,28 @@ def test_the_page_is_whole_and_alone(tmp_path):
 PRESETS = sorted(
     path.stem for path in (ROOT / "configs").glob("*.toml") if path.stem != "llama_405b"
 )
-EXPERTS = [name for name in PRESETS if name.startswith(("deepseek", "moonlight")) or "_a" in name]
+EXPERTS = [
+    name
+    for name in PRESETS
+    if name.startswith(("deepseek", "moonlight", "gpt_oss")) or "_a" in name
+]
 OTHERS = [name for name in PRESETS if name not in EXPERTS]
-SEVERAL = (
-    "import json, sys; from tools.plan.__main__ import main; code = max(main(argv) for argv "
-    "in json.loads(sys.argv[1]))"
-)
+
+
+def several(commands: list[list[str]]) -> int:
+    return max(main(argv) for argv in commands)
 
 
 @pytest.mark.cap(400)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "names", [["llama_405b"], OTHERS, EXPERTS], ids=["llama_405b", "the others", "experts"]
+    "names",
+    [["llama_405b"], OTHERS, EXPERTS[::2], EXPERTS[1::2]],
+    ids=["llama_405b", "the others", "experts", "more experts"],
 )
 def test_presets_fit_where_they_say(names):
     """On the GPUs that its file states a preset fits; the plan takes seconds and little memory (60
-    s and 4 GB are promised). One process plans several presets, because the import of PyTorch takes
-    as long as a plan."""
+    s and 4 GB are promised)."""
     commands = []
     for name in names:
         text = (ROOT / "configs" / f"{name}.toml").read_text(encoding="utf-8")
@@ -665,7 +682,7 @@ def test_presets_fit_where_they_say(names):
                 "h100",
             ]
         )
-    code, said, errors, gib = measured(SEVERAL, json.dumps(commands), cap=350)
+    code, said, errors, gib = measured(several, commands)
     assert code == 0 and said.count(": fits") == len(names), said + errors
     assert gib < 4 / 1.074
 
@@ -676,9 +693,10 @@ def test_blocks_that_are_said_to_have_room_have_it():
     """What the plan says of parallelism.keep_gathered: followed, the run still fits, and has so
     many all-gathers less."""
     argv = ["configs/llama_8b.toml", "--gpus", "64", "--device", "h100"]
-    before = command(*argv, cap=200)[1]
+    before = measured(main, argv).said
     blocks = int(re.search(r"parallelism.keep_gathered = (\d+) would save", before)[1])
-    code, after, errors, _ = command(*argv, f"--parallelism.keep_gathered={blocks}", cap=200)
+    argv = [*argv, f"--parallelism.keep_gathered={blocks}"]
+    code, after, errors, _ = measured(main, argv)
     assert code == 0 and ": fits" in after, after + errors
     gathers = [
         int(re.search(r"dp_shard all-gather +([\d,]+)", said)[1].replace(",", ""))
@@ -698,7 +716,7 @@ def test_16384_ranks():
         "--parallelism.tensor_parallel=8",
         "--training.local_batch_size=1",
     ]
-    code, said, errors, gib = command(*argv, cap=200)
+    code, said, errors, gib = measured(main, argv)
     assert code == 0 and "16,384" in said, said + errors
     assert gib < 4 / 1.074
 
@@ -716,40 +734,30 @@ CONTEXT_CASES = {  # name: (ranks, the options of each case)
         [
             [FULL, CP2, *TWO, ULYSSES, DOCUMENTS],
             [NONE, CP2, *TWO, DOCUMENTS],
-            [FULL, CP2],
             [SELECTIVE, CP2, *TWO, ULYSSES],
         ],
     ),
     "4 ranks": (
         4,
-        [
-            [SELECTIVE, CP4, *TWO],
-            [FULL, CP4, *TWO, ULYSSES],
-            [FULL, CP2, *TWO],
-            [SELECTIVE, CP2, TP2, *TWO],
-        ],
+        [[FULL, CP4, *TWO, ULYSSES], [FULL, CP2, *TWO], [SELECTIVE, CP2, TP2, *TWO]],
     ),
     # apart: PyTorch keeps the groups of a first mesh with tp for a second
     "ulysses and tp": (4, [[NONE, CP2, TP2, *TWO, ULYSSES]]),
+    "five layers": (2, [[FULL, CP2]]),
+    "gather on 4 ranks": (4, [[SELECTIVE, CP4, *TWO]]),
 }
-
-
-def real_steps(cases: list[list[str]]) -> list[tuple]:
-    return [real(options) for options in cases]
+REPEATED_CONTEXT = ("five layers", "gather on 4 ranks")
 
 
 @pytest.mark.cap(240)
 @pytest.mark.parametrize(
-    "name",
-    [
-        "2 ranks",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in CONTEXT_CASES if n != "2 ranks"),
-    ],
+    "name", [marked(name, ("2 ranks",), REPEATED_CONTEXT) for name in CONTEXT_CASES]
 )
 def test_memory_and_collectives_with_context_parallelism(name):
     """The plan has no documents, and the real steps of some cases have."""
     ranks, cases = CONTEXT_CASES[name]
-    for options, *outcomes in zip(cases, *run_ranks(ranks, real_steps, cases, timeout=200)):
+    of_ranks = run_ranks(ranks, real_steps, cases, timeout=200)
+    for options, *outcomes in zip(cases, *of_ranks):
         assert_same_step(apart(traced, config(options, ranks), ranks, ranks, False), outcomes)
 
 

@@ -38,6 +38,7 @@ BASE = (
 ).split()
 QWEN3 = [*BASE, "--model.family=qwen3", "--model.flavor=debug_moe"]
 DEEPSEEK = [*BASE, "--model.family=deepseek_v3", "--model.flavor=debug"]
+GPT_OSS = [*BASE, "--model.family=gpt_oss", "--model.flavor=debug"]
 CP2 = "--parallelism.context_parallel=2"
 EP2, EP4 = (f"--parallelism.expert_parallel={ranks}" for ranks in (2, 4))
 
@@ -112,10 +113,20 @@ CASES = {  # name: (ranks, (routing, options) of each case)
 }
 
 
+# every dimension of these stands in another case
+REPEATED = ("ep2xfsdp2", "ep4", "ep2xtp2")
+
+
+def marked(name: str):
+    """A case as pytest's parameter: of the default suite, of the exhaustive one or slow."""
+    if name == "2 ranks":
+        return name
+    mark = pytest.mark.exhaustive if name in REPEATED else pytest.mark.slow
+    return pytest.param(name, marks=mark)
+
+
 @pytest.mark.cap(240)
-@pytest.mark.parametrize(
-    "name", ["2 ranks", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "2 ranks")]
-)
+@pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_memory_and_collectives_are_those_of_a_real_step(name):
     """Negative control: the plan of another routing is not within 1%."""
     ranks, cases = CASES[name]
@@ -173,16 +184,20 @@ def test_memory_and_collectives_of_every_stage_are_those_of_a_real_step():
 
 
 @pytest.mark.slow
-def test_a_step_put_together_from_few_layers_is_the_whole_step():
-    """With dense layers in front, and counts of experts that are summed in one message of a row for
-    each MoE layer."""
-    few, whole, traces = apart(
-        composed_and_layers,
-        config([*DEEPSEEK, EP2, "--model.n_layers=9", "--model.n_dense_layers=2"], 4),
-        4,
-    )
+@pytest.mark.parametrize(
+    "options, layers",
+    [
+        # dense layers in front, and counts of experts that are summed in one message of a row for
+        # each MoE layer
+        ([*DEEPSEEK, EP2, "--model.n_layers=9", "--model.n_dense_layers=2"], 7),
+        # every other layer has a window
+        ([*GPT_OSS, "--model.n_layers=10", "--model.window=16"], 6),
+    ],
+)
+def test_a_step_put_together_from_few_layers_is_the_whole_step(options, layers):
+    few, whole, traces = apart(composed_and_layers, config(options, 4), 4)
     assert few == whole
-    assert traces == [7]  # the layers of what the first was made from
+    assert traces == [layers]  # of what the first was made from
 
 
 def counted(options: list[str], ranks: int) -> tuple[float, float, float, int]:

@@ -52,10 +52,8 @@ CASES = {  # name: (ranks, (schedule, options) of each case)
         2,
         [("zero_bubble",), ("1f1b", FULL), ("interleaved_1f1b",), ("zbv", TIED), ("dualpipe_v",)],
     ),
-    "cp2": (
-        4,
-        [("1f1b", CP2), ("zero_bubble", CP2, "--parallelism.context_parallel_method=ulysses")],
-    ),
+    "cp2": (4, [("zero_bubble", CP2, "--parallelism.context_parallel_method=ulysses")]),
+    "cp2, gather": (4, [("1f1b", CP2)]),
     "4 ranks": (4, [("1f1b", SHARDED), ("interleaved_1f1b", TP2)]),
 }
 
@@ -95,6 +93,7 @@ def real_peaks(cases: list[tuple[str, ...]]) -> list[int]:
         "2 ranks",
         pytest.param("other schedules", marks=pytest.mark.slow),
         pytest.param("cp2", marks=pytest.mark.slow),
+        pytest.param("cp2, gather", marks=pytest.mark.exhaustive),
         pytest.param("4 ranks", marks=pytest.mark.exhaustive),
     ],
 )

@@ -32,7 +32,7 @@ from configs.load import load_config
 from configs.schema import InputError
 from parallelisms.mesh import World
 from tests.hosts import hosts  # noqa: F401  a fixture
-from tests.ranks import run_ranks
+from tests.ranks import NEIGHBOURS, run_ranks
 from tests.runs import environment
 from tools.plan.device import load_device
 from tools.preflight import __main__ as preflight
@@ -968,7 +968,7 @@ def test_kill_9_of_a_rank_is_named_on_the_page_at_once(place, tmp_path):
     assert "ranks" in said[2], said
     began = time.monotonic()
     os.kill(ranks_of(str(tmp_path))[1], signal.SIGKILL)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60 * NEIGHBOURS)
     assert time.monotonic() - began < 30
     # Rank 2 is missing too where the launcher's SIGTERM reaches it before its first answer.
     assert re.search(
@@ -987,7 +987,9 @@ def test_two_hosts(hosts, place, tmp_path):
     """Two network namespaces, two ranks in each; then with a cable of 20 Mbit/s, which --expect
     does not take for fast."""
     options = ["--preflight", *in_place(place), f"--run.folder={tmp_path}/runs/x"]
-    assert [process.wait(90) for process in hosts.start(options, tmp_path / "well")] == [0, 0]
+    assert [
+        process.wait(90 * NEIGHBOURS) for process in hosts.start(options, tmp_path / "well")
+    ] == [0, 0]
     page = (tmp_path / "well-0").read_text()
     assert "4, 2 on each of 2 hosts" in page and "the hosts' clocks differ by" in page
     assert "links dp_shard between hosts: 2" in page
@@ -995,7 +997,7 @@ def test_two_hosts(hosts, place, tmp_path):
     hosts.limit("20mbit")
     try:
         slow = hosts.start([*options, "--only=bandwidth", "--expect=dp_shard:1"], tmp_path / "slow")
-        assert [process.wait(90) for process in slow] == [1, 1]
+        assert [process.wait(90 * NEIGHBOURS) for process in slow] == [1, 1]
     finally:
         hosts.cable("down"), hosts.cable("up")
     assert "but --expect=dp_shard:1" in (tmp_path / "slow-0").read_text()

@@ -29,6 +29,7 @@ from data.documents import DocumentIndex
 from data.prepare import prepare
 from data.prepared import SPLITS, Prepared, open_prepared, verify
 from data.tokens import Tokens
+from tests.ranks import NEIGHBOURS
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]
@@ -236,7 +237,6 @@ def test_the_standard_library_is_read_without_its_tables() -> None:
 # ---- the tokenised corpus
 
 
-@pytest.mark.alone
 def test_every_document_of_the_standard_library_survives(tmp_path: Path) -> None:
     """The default corpus and tokenizer, once, for real."""
     cfg = Data(cache=str(tmp_path))
@@ -253,9 +253,10 @@ def test_every_document_of_the_standard_library_survives(tmp_path: Path) -> None
     # bytes per token; 3.71 measured
     assert size / (len(prepared.train) + len(prepared.validation)) > 3.4
     assert verify(prepared.folder).fingerprint == prepared.fingerprint
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     prepare(cfg)
-    assert time.perf_counter() - began < 0.5, "9 ms measured"
+    assert time.process_time() - worked < 0.5, "9 ms measured"
+    assert time.perf_counter() - began < 0.5 * NEIGHBOURS
 
 
 def test_second_call_opens_what_the_first_made(corpus: Path, tmp_path: Path) -> None:
@@ -526,7 +527,7 @@ print(kills, verify(folder).fingerprint)
     "part_bytes, every",
     [
         (10**9, 8),
-        pytest.param(10**9, 1, marks=pytest.mark.slow),
+        pytest.param(10**9, 1, marks=pytest.mark.exhaustive),
         pytest.param(3000, 1, marks=pytest.mark.slow),
     ],
 )
@@ -1041,18 +1042,17 @@ def test_ranges_that_cross_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.cap(600)
 def test_a_line_of_50_mb(tmp_path: Path) -> None:
+    """In bytes, within a part; and a shorter one that is longer than several parts, for whose tokens
+    pairs are merged."""
     text = words(0, 9_000_000).strip()
     assert len(text) > 45_000_000
-    (tmp_path / "a.jsonl").write_text(
-        json.dumps({"text": "first"})
-        + "\n"
-        + json.dumps({"text": text})
-        + "\n"
-        + json.dumps({"text": "last"})
-    )
-    for part_bytes, kind in ((64_000_000, "bytes"), (5_000_000, "bpe")):
+    for kind, characters, part_bytes in ("bytes", len(text), 64_000_000), ("bpe", 9 * 10**6, 10**6):
+        lines = ["first", text[:characters], "last"]
+        (tmp_path / f"{kind}.jsonl").write_text(
+            "\n".join(json.dumps({"text": line}) for line in lines)
+        )
         cfg = data(
-            tmp_path / "a.jsonl",
+            tmp_path / f"{kind}.jsonl",
             tmp_path,
             tokenizer=kind,
             bpe_vocab_size=400,
@@ -1060,5 +1060,5 @@ def test_a_line_of_50_mb(tmp_path: Path) -> None:
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("data.prepare.job.PART_BYTES", part_bytes)
-            prepared = prepare(cfg, out=str(tmp_path / f"out{part_bytes}"), workers=2)
-        assert list(texts(prepared).values()) == ["first", text, "last"]
+            prepared = prepare(cfg, out=str(tmp_path / f"out-{kind}"), workers=2)
+        assert list(texts(prepared).values()) == lines

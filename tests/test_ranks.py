@@ -90,12 +90,14 @@ def test_a_step_costs_no_collective_for_what_the_ranks_agree_on(mesh, tmp_path):
         assert mesh == "tp2" or inside[0]["allreduce_"] == 3, (
             "the count of tokens, the loss with the flags, the norm"
         )
-        # for the checkpoint of step 4; when it is written
-        gathered, reported = between[4], sum(between[5:], Counter())
+        # the names of auxiliary terms, once, at the first line; for the checkpoint of step 4; when
+        # it is written
+        named, gathered, reported = between[1], between[4], sum(between[5:], Counter())
         assert (
-            gathered == {"allgather_": 2}
+            named == {"allgather_": 2}
+            and gathered == {"allgather_": 2}
             and reported == {"allreduce_": 1}
-            and not sum(between[1:4], Counter())
+            and not sum(between[2:4], Counter())
         ), between
 
 

@@ -5,21 +5,31 @@ an illegal one legal. Whoever adds a command to a document need not touch this f
 command takes a machine or a download that a test does not have: then NEEDS lists it with what it
 takes. Every `run_train.sh` command is checked as a configuration, for the number of processes it
 would have, wherever it can run.
+
+A process that imports torch costs seconds before it does anything. So a shell runs one command of
+each kind (TYPED). Of the others it is forked processes that run the program, with the same
+arguments.
 """
 
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
 import pytest
 
+import train
 from configs.load import load_config
+from tests import forks
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,10 +38,11 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # counts.
 NEEDS = (
     (r"^\./run_tests\.sh", "the time of this whole suite"),
+    (r"^git apply ", "a tree that may change (tests/test_forking.py applies each diff to a copy)"),
     (r"^tensorboard ", "somebody who stops it: it serves for ever"),
     (r"^(srun|sbatch) ", "Slurm (tests/test_launchers.py runs the real thing)"),
     (r"\bNNODES=", "several hosts (tests/test_restarts.py, tests/test_two_hosts.py)"),
-    (r"run_train\.sh .*configs/(?!\w*_debug\.)\w+\.toml", "GPUs and a corpus"),
+    (r"run_train\.sh .*configs/(?!\w*_debug(_lora)?\.)\w+\.toml", "GPUs and a corpus"),
     (
         r"^(export .*; )?python -m tools\.bench\.",
         "an idle machine for minutes, or GPUs: it measures",
@@ -48,6 +59,12 @@ NEEDS = (
     (
         r"^python -m tools\.plan .*--search",
         "minutes of processor time (tests/test_plan.py searches fewer meshes)",
+    ),
+    (r"^python -m tools\.fetch_task ", "a download (tests/test_evaluation.py)"),
+    (r"^python -m tools\.simulate ", "the CUDA build of torch (tests/test_simulate.py)"),
+    (
+        r"^python -m tools\.parity CONFIG",
+        "a configuration of one's own (tests/test_parity_tool.py)",
     ),
     (r"^export \w+=", "a shell that goes on"),
     (r"^pip ", "a download"),
@@ -69,10 +86,11 @@ SAYS = (
     (
         r"^\./run_train\.sh configs/llama_debug\.toml --training\.steps=400$",
         0,
-        "resumed after step 24 of 40",
+        "resumed after step 12 of 20",
     ),
-    (r"--checkpoint\.load_step=200", 0, "resumed after step 20 of 24"),
+    (r"--checkpoint\.load_step=200", 0, "resumed after step 10 of 12"),
     (r"^python -m tools\.generate .*--prompt \"class \"", 0, "class "),
+    (r"^python -m tools\.evaluate runs/llama_debug", 0, "acc_norm"),
     (r"^python -m checkpoint\.verify ", 0, "  ok"),
     (r"^python -m data\.audit runs/llama_debug --steps", 0, ".py"),
     (r"^python -m tools\.goodput runs/llama_debug$", 0, "goodput"),
@@ -81,16 +99,30 @@ SAYS = (
     (r"^python -m tools\.plan ", 0, "tokens/s"),
 )
 
-# A shortened run has a tenth of the steps, and so of everything that is counted in steps, of a
+# Patterns of commands that a shell runs: `run_train.sh` by itself, with its launcher, and without a
+# run; a tool by its module's name; one that forks ranks of its own; and whatever a shell has to
+# read.
+TYPED = (
+    r"^\./run_train\.sh$",
+    r"^NGPU=2 .*pipeline_parallel=2",
+    r"^\./run_train\.sh --help",
+    r"^python -m checkpoint\.verify ",
+    r"^python -m tools\.parity ",
+    r"[$`|<>&;~]",
+)
+
+# A shortened run has a twentieth of the steps, and so of everything that is counted in steps, of a
 # smaller model.
 STEPS = 240  # of configs/llama_debug.toml
-PER_TEN = ("training.steps", "checkpoint.load_step", "checkpoint.interval", "validation.interval")
+SHARE = 20
+COUNTED = ("training.steps", "checkpoint.load_step", "checkpoint.interval", "validation.interval")
+CORPUS = "--data.source='corpus/*.py'"
 SMALLER = [
     "--model.n_layers=2",
     "--training.seq_len=64",
     "--validation.steps=1",
     "--debug.sample_tokens=8",
-    "--checkpoint.interval=10",
+    "--checkpoint.interval=5",
 ]
 
 
@@ -117,15 +149,20 @@ def shortened(command: str) -> str:
     processor time; the whole library is prepared by
     tests/test_prepare.py::test_every_document_of_the_standard_library_survives."""
     command = re.sub(r"--vocab-size \d+", "--vocab-size 2000", command)  # as small as the corpus
+    if "tools.parity " in command:
+        return " ".join([command, *SMALLER[:2]])
     if "run_train.sh" not in command or "--help" in command or "--preflight" in command:
         return command
     short = re.sub(
-        rf"--({'|'.join(PER_TEN)})=(\d+)",
-        lambda option: f"--{option[1]}={int(option[2]) // 10}",
+        rf"--({'|'.join(COUNTED)})=(\d+)",
+        lambda option: f"--{option[1]}={int(option[2]) // SHARE}",
         command,
     )
-    steps = [] if "--training.steps=" in short else [f"--training.steps={STEPS // 10}"]
-    source = ["--data.source='corpus/*.py'"] if "--data." not in short else []
+    steps = [] if "--training.steps=" in short else [f"--training.steps={STEPS // SHARE}"]
+    if "_lora.toml" in short:  # its conversations come with it, and do not fit shorter windows
+        smaller = [option for option in SMALLER if "seq_len" not in option]
+        return " ".join([short, *steps, *smaller])
+    source = [CORPUS] if "--data." not in short else []
     return " ".join([short, *steps, *source, *SMALLER])
 
 
@@ -145,7 +182,7 @@ def test_a_command_is_run_or_listed(command):
     )
 
 
-@pytest.mark.parametrize("pattern", [row[0] for row in (*NEEDS, *SAYS)])
+@pytest.mark.parametrize("pattern", [*(row[0] for row in (*NEEDS, *SAYS)), *TYPED[:-1]])
 def test_a_row_has_a_command(pattern):
     assert any(re.search(pattern, command) for _, command in ALL), (
         f"no document has such a command: delete the row {pattern!r}"
@@ -154,12 +191,17 @@ def test_a_row_has_a_command(pattern):
 
 @pytest.mark.parametrize(
     "command",
-    dict.fromkeys(command for _, command in ALL if re.search(r"run_train\.sh|slurm\.sh", command)),
+    dict.fromkeys(
+        command
+        for _, command in ALL
+        if re.search(r"run_train\.sh|slurm\.sh|tools\.simulate", command)
+    ),
 )
 def test_the_configuration_of_a_command_is_legal(command, monkeypatch):
     """On as many processes as it asks for; on the preset's own number of GPUs where it does not
     say."""
     monkeypatch.chdir(ROOT)
+    command = re.sub(r"^python -m tools\.simulate --gpus (\d+)", r"NGPU=\1 ./run_train.sh", command)
     words = shlex.split(re.sub(r"\[--.*?\]", "", command))
     start = next(i for i, word in enumerate(words) if word.endswith(("run_train.sh", "slurm.sh")))
     arguments = [word for word in words[start + 1 :] if word not in ("--help", "--preflight")]
@@ -202,17 +244,28 @@ def trained(tmp_path_factory) -> Path:
 
 
 def type_in(house: Path, command: str) -> None:
-    """Run it as a person would; `python` is this environment's, and what goes to the home folder
+    """Run it as a person would, in a shell or in forked processes. What goes to the home folder
     goes into the copy."""
+    pattern, expected, words = next(
+        (row for row in SAYS if re.search(row[0], command)), ("", 0, "")
+    )
+    line = shortened(command)
+    typed = any(re.search(pattern, command) for pattern in TYPED)
+    code, said = in_a_shell(house, line) if typed else in_forks(house, line)
+    assert code == expected, (
+        f"`{line}` ended with {code}\n{said}\n"
+        "Mend the command in the document, or list in NEEDS what it takes"
+    )
+    assert words in said, f"`{line}`:\n{said}\nwhich lacks {words!r}"
+
+
+def in_a_shell(house: Path, line: str) -> tuple[int, str]:
+    """The exit code, and what was printed. `python` is this environment's."""
     places = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(house),
         "PYTHONPATH": "",
     }
-    pattern, expected, words = next(
-        (row for row in SAYS if re.search(row[0], command)), ("", 0, "")
-    )
-    line = shortened(command)
     done = subprocess.run(
         line,
         shell=True,
@@ -222,11 +275,59 @@ def type_in(house: Path, command: str) -> None:
         text=True,
         timeout=300,
     )
-    said = f"`{line}` ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert done.returncode == expected, (
-        f"{said}\nMend the command in the document, or list in NEEDS what it takes"
-    )
-    assert words in done.stdout, f"{said}\nwhich lacks {words!r}"
+    return done.returncode, f"{done.stdout}\n{done.stderr}"
+
+
+def in_forks(house: Path, line: str) -> tuple[int, str]:
+    """As in_a_shell: the program that the line names, with the same arguments, in as many forked
+    processes as it asks for."""
+    words = shlex.split(line)
+    ranks = int(words.pop(0).removeprefix("NGPU=")) if words[0].startswith("NGPU=") else 1
+    if words[:2] == ["python", "-m"]:
+        return forks.call(module, house, *words[2:])
+    program, *arguments = words
+    assert program == "./run_train.sh", f"`{line}` needs a row in TYPED"
+    sizes = [f"--world-size={ranks}", f"--local-world-size={ranks}"]
+    code, said = forks.call(module, house, "tools.check", *arguments, *sizes)
+    if code:
+        return code, said
+    if ranks == 1:
+        return forks.call(trains, house, *arguments)
+    results = run_ranks(ranks, trains, house, *arguments, timeout=200)
+    return max(code for code, _ in results), "\n".join(said for _, said in results)
+
+
+def module(house: Path, name: str, *arguments: str) -> tuple[int, str]:
+    """`python -m name arguments` in this process."""
+
+    def run() -> int:
+        sys.argv = [name, *arguments]
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return 0
+
+    return printed(house, run)
+
+
+def trains(house: Path, *arguments: str) -> tuple[int, str]:
+    """`train.py arguments` in this process."""
+    return printed(house, lambda: train.main(list(arguments)))
+
+
+def printed(house: Path, run: Callable[[], int]) -> tuple[int, str]:
+    """The exit code of a program that this process runs in the copy, and what it prints."""
+    os.chdir(house)
+    os.environ["HOME"] = str(house)
+    with tempfile.TemporaryFile("w+") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        try:
+            code = run()
+        except SystemExit as end:
+            code = end.code or 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        output.seek(0)
+        return code, output.read()
 
 
 @pytest.mark.slow
@@ -246,7 +347,11 @@ def test_commands_of_the_readme(trained, tmp_path):
 @pytest.mark.cap(900)
 def test_commands_of_the_docs(trained, tmp_path):
     """After the README's first command, which several of them build on."""
-    house, known = Path(shutil.copytree(trained, tmp_path / "house")), commands(ROOT / "README.md")
+    house = Path(shutil.copytree(trained, tmp_path / "house"))
+    known = commands(ROOT / "README.md")
+    known.remove(
+        "./run_train.sh configs/llama_debug_lora.toml"
+    )  # docs/finetuning.md goes on with it
     for copy in "before", "after":
         shutil.copytree(house / "runs" / "llama_debug", house / "runs" / copy)
     for command in dict.fromkeys(command for _, command in ALL if command not in known):

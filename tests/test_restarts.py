@@ -1,22 +1,39 @@
 """Coming back without a scheduler: the launcher starts the ranks again, and the run is the one that
 nobody disturbed.
 
-The ranks are processes of their own under tools.launch; a fault is put into them by a script around
-train.py (tools/bench/faults.py, which measures what each costs): FAULT is "RANK WHAT STEP STARTS".
+The ranks are processes of their own under tools.launch (tests/launched.py); faults are put into them
+by a script around train.py (tools/bench/faults.py, which measures what each costs): FAULT is "RANK
+WHAT STEP STARTS", or several with ";" between them.
 """
 
+import itertools
+import re
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from reliability.goodput import account, read
+from tests.launched import Launcher, ended
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
-from tests.runs import ROOT, STEPS, environment, free_port, logged, run, samples, series, tiny_run
+from tests.runs import (
+    STEPS,
+    free_port,
+    run,
+    samples,
+    series,
+    tiny_run,
+)
 from tools.bench.faults import WRAPPER
+from tools.launch import __main__ as launch
+
+pytestmark = pytest.mark.waits
+# rank 1 waits until these are published, which other steps do not wait for
+AFTER_5, AFTER_10 = (f"1 wait:checkpoints/step-{step:08d}" for step in (5, 10))
+NUMBER = itertools.count()  # of what a launcher says
 
 
 @pytest.fixture(scope="module")
@@ -40,47 +57,27 @@ def nodes(
     *flags: str,
     each: int = 2,
     script: str = "wrapper.py",
-) -> list[subprocess.Popen]:
+    program: Callable[[list[str]], int] = launch.main,
+) -> list[Launcher]:
     """The launchers, one for each `--node-rank` in flags, or the only one."""
     ranks = [flag for flag in flags if flag.startswith("--node-rank")] or ["--node-rank=0"]
     flags = [flag for flag in flags if flag not in ranks]
-    here = environment(
-        FAULT=fault, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"
-    )
     return [
-        subprocess.Popen(
+        Launcher(
             [
-                sys.executable,
-                "-m",
-                "tools.launch",
                 f"--nproc-per-node={each}",
                 *flags,
                 rank,
-                str(place(options) / script),
+                place(options) / script,
                 f"--run.folder={folder}",
                 *options,
             ],
-            cwd=ROOT,
-            env=here,
-            text=True,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            folder.parent / f"said-{next(NUMBER)}",
+            program,
+            FAULT=fault,
         )
         for rank in ranks
     ]
-
-
-def ended(launchers: list[subprocess.Popen], seconds: float = 150) -> tuple[list[int], str]:
-    """Exit codes, and what was said."""
-    said = []
-    for launcher in launchers:
-        try:
-            said.append(launcher.communicate(timeout=seconds * NEIGHBOURS)[1])
-        except subprocess.TimeoutExpired:
-            for other in launchers:
-                other.kill()
-            said.append("--- had to be killed ---" + launcher.communicate()[1])
-    return [launcher.returncode for launcher in launchers], "\n".join(said)
 
 
 def how_it_went(folder: Path) -> str:
@@ -89,40 +86,41 @@ def how_it_went(folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.cap(200)
-def test_k6_the_launcher_restarts_a_killed_rank_and_the_run_is_the_unbroken_one(options, tmp_path):
-    """... bitwise. Prints (-s) the seconds of stall, detection and restart, and the steps that were
-    redone."""
-    codes, said = ended(nodes(options, tmp_path / "run", "1 SIGKILL 8 1", "--max-restarts=2"))
+@pytest.mark.cap(400)
+def test_k6_s4_after_a_kill_a_freeze_and_a_hang_the_run_is_the_unbroken_one(options, tmp_path):
+    """... bitwise, and the launcher names the rank each time. Prints (-s) the seconds of stall,
+    detection and restart, and the steps that were redone."""
+    faults = f"{AFTER_5} 8 1; 1 SIGKILL 8 1; 1 SIGSTOP 9 2; {AFTER_10} 13 3; 1 hang 13 3"
+    more = [*options, step_timeout(5)]
+    codes, said = ended(nodes(more, tmp_path / "run", faults, "--max-restarts=3"), 250)
     assert codes == [0], said
-    assert (
-        "launch: rank 1 on" in said
-        and "was killed by SIGKILL" in said
-        and "launch: restart 1 of 2" in said
-    )
+    assert re.findall("launch: restart (.) of 3", said) == ["1", "2", "3"], said
+    kill, freeze, hang, _ = re.split("launch: restart . of 3", said)
+    for words, how in (kill, "was killed by SIGKILL"), (freeze, "is frozen"), (hang, "is behind"):
+        first = next(line for line in words.splitlines() if line.startswith("launch: rank"))
+        assert first.startswith("launch: rank 1 on") and how in first, said
+    assert re.search("rank 1 on .* was killed by SIGALRM", hang), said
     for key in "loss", "grad_norm", "tokens_seen":
         assert series(tmp_path / "run", key) == series(place(options) / "whole", key)
     found = account(read(tmp_path / "run"))
-    # of 7 done, 5 were saved
-    assert [row["redone"] for row in found.interruptions] == [2] and found.steps == STEPS
+    # of 7, 8 and 12 steps done, 5, 5 and 10 were saved
+    assert [row["redone"] for row in found.interruptions] == [2, 3, 2] and found.steps == STEPS
     print("\n" + how_it_went(tmp_path / "run"))
 
 
 @pytest.mark.slow
 def test_without_restarts_it_ends(options, tmp_path):
     """The control: --max-restarts=0, the default."""
-    codes, said = ended(nodes(options, tmp_path / "run", "1 SIGKILL 8 1"))
-    assert (
-        codes == [128 + signal.SIGKILL]
-        and "launch: restart" not in said
-        and max(series(tmp_path / "run")) == 7
-    )
+    codes, said = ended(nodes(options, tmp_path / "run", "0 SIGKILL 8 1", each=1))
+    assert codes == [128 + signal.SIGKILL] and "launch: restart" not in said, said
+    assert max(series(tmp_path / "run")) == 7
 
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_what_fails_at_one_step_again_and_again_is_not_restarted_for_ever(options, tmp_path):
-    codes, said = ended(nodes(options, tmp_path / "run", "1 SIGKILL 8 99", "--max-restarts=9"), 250)
+    launchers = nodes(options, tmp_path / "run", "0 SIGKILL 8 99", "--max-restarts=9", each=1)
+    codes, said = ended(launchers, 250)
     assert codes == [76] and "restart 3 of 9" in said and "restart 4" not in said, said
     assert len(list((tmp_path / "run" / "starts").iterdir())) == 4
 
@@ -153,18 +151,36 @@ def two(port: int, least: int = 2) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("fault", ["1 SIGKILL 8 1", "0 SIGKILL 8 1", "1 SIGTERM 1 9"])
-def test_two_nodes_restart_together(fault, options, tmp_path):
-    launchers = nodes(
-        options, tmp_path / "run", fault, "--max-restarts=1", *two(free_port()), each=1
-    )
-    codes, said = ended(launchers, 200)
-    if "SIGTERM" in fault:
-        assert codes == [75, 75] and "launch: restart" not in said, said
-        return
-    assert codes == [0, 0] and said.count("launch: restart 1 of 1") == 2, said
+def test_two_nodes_restart_together(options, tmp_path):
+    """... whichever of them fails."""
+    faults = "1 SIGKILL 8 1; 0 SIGKILL 9 2"
+    flags = ["--max-restarts=2", *two(free_port())]
+    codes, said = ended(nodes(options, tmp_path / "run", faults, *flags, each=1), 200)
+    assert codes == [0, 0], said
+    assert said.count("launch: restart 1 of 2") == said.count("launch: restart 2 of 2") == 2, said
     assert series(tmp_path / "run") == series(place(options) / "whole")
     print("\n" + how_it_went(tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_two_nodes_stop_together_before_the_first_step(options, tmp_path):
+    flags = ["--max-restarts=1", *two(free_port())]
+    codes, said = ended(nodes(options, tmp_path / "run", "1 SIGTERM 1 9", *flags, each=1))
+    assert codes == [75, 75] and "launch: restart" not in said, said
+
+
+def patient(returned: Path, words: list[str]) -> int:
+    """tools.launch, but when the file `returned` is there, node 0 waits for more nodes for ten
+    minutes and not for --last-call seconds: how soon a node comes is then no matter."""
+    collect = launch.Meeting._collect
+
+    def collect_patiently(meeting: launch.Meeting, *rest: object) -> list[int]:
+        if returned.exists():
+            meeting.options.last_call = 600
+        return collect(meeting, *rest)
+
+    launch.Meeting._collect = collect_patiently
+    return launch.main(words)
 
 
 @pytest.mark.slow
@@ -172,45 +188,38 @@ def test_two_nodes_restart_together(fault, options, tmp_path):
 def test_a_node_that_does_not_come_back_leaves_a_smaller_run_and_a_returned_one_joins_the_next(
     options, tmp_path
 ):
-    """1:2 nodes of two ranks each: two, then node 0 alone, and after the next failure two again.
-    The same batches: equal to rounding."""
-    folder, port = tmp_path / "run", free_port()
-    # With Adam's default epsilon, rounding alone grows to 1.4e-3 in 60 steps between meshes; with
-    # this one to 7e-5.
-    longer = [
-        *options,
-        "--training.steps=60",
-        "--lr_schedule.kind=constant",
-        "--training.local_batch_size=1",
-        "--optimizer.eps=1e-3",
-    ]
-    flags = [
-        "--max-restarts=2",
-        "--last-call=5",
-        f"--join-timeout={60 * NEIGHBOURS}",
-        *two(port, least=1),
-    ]
-    first = nodes(longer, folder, "0 SIGKILL 40 2", *flags)
+    """1:2 nodes of a rank each: two, then node 0 alone, and after the next failure two again. The
+    same batches: equal to rounding. Rank 0 waits until node 1 is dead, and then until it is back:
+    nothing here must be done in time."""
+    folder, returned = tmp_path / "run", tmp_path / "returned"
+    lone, pair = folder / "lone", folder / "pair"  # what rank 0 waits for
+    flags = ["--max-restarts=2", "--last-call=2", f"--join-timeout={120 * NEIGHBOURS}"]
+    flags += two(free_port(), least=1)
+    fault = "0 hold:lone 8 1; 0 hold:pair 13 2; 0 SIGKILL 13 2"
+    program = partial(patient, returned)
+    first, second = nodes(options, folder, fault, *flags, each=1, program=program)
 
-    def reached(step: int) -> None:
+    def until(true: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 90 * NEIGHBOURS
-        while not logged(folder, step):
-            assert time.monotonic() < deadline and first[0].poll() is None, ended(first)
+        while not true():
+            assert time.monotonic() < deadline and first.poll() is None, ended([first], 0)
             time.sleep(0.05)
 
-    reached(12)
-    first[1].kill()  # its ranks die with it
-    first[1].communicate()
-    reached(25)
-    second = nodes(longer, folder, "0 SIGKILL 40 2", *[f for f in flags if f != "--node-rank=0"])
-    codes, said = ended([first[0], *second], 200)
+    until(lone.exists)
+    second.kill()
+    lone.unlink()
+    until(pair.exists)
+    again = [flag for flag in flags if flag != "--node-rank=0"]
+    (third,) = nodes(options, folder, fault, *again, each=1)
+    waits = "launch: node 1 waits: the run goes on without it until its next start"
+    until(lambda: waits in third.said.read_text())
+    returned.touch()
+    pair.unlink()
+    codes, said = ended([first, third], 200)
     assert codes == [0, 0], said
     sizes = [start.about["mesh"]["dp_shard"] for start in read(folder)]
-    assert sizes == [4, 2, 4], sizes
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    assert run_ranks(2, run, longer, whole) == [(0, "")] * 2
-    want, got = series(whole), series(folder)
+    assert sizes == [2, 1, 2], sizes
+    want, got = series(place(options) / "whole"), series(folder)
     assert want.keys() == got.keys() and max(abs(got[s] / want[s] - 1) for s in want) < 3e-4
     print("\n" + how_it_went(folder))
 
@@ -259,23 +268,7 @@ def test_going_back_and_around_bad_batches_is_a_run_that_never_met_them(options,
     ), "bitwise"
 
 
-# What the launcher makes of a rank that does not end by itself
-
-
-@pytest.mark.slow
-@pytest.mark.cap(200)
-@pytest.mark.parametrize("what", ["SIGSTOP", "spin"])
-def test_s4_a_rank_that_is_frozen_or_hangs_is_named_and_the_run_goes_on(what, options, tmp_path):
-    more = [*options, step_timeout(5)]
-    codes, said = ended(nodes(more, tmp_path / "run", f"1 {what} 8 1", "--max-restarts=1"))
-    assert codes == [0] and "launch: restart 1 of 1" in said, said
-    first = next(line for line in said.splitlines() if line.startswith("launch: rank"))
-    assert (
-        first.startswith("launch: rank 1 on")
-        and ("is frozen" if what == "SIGSTOP" else "is behind") in first
-    ), said
-    assert what == "SIGSTOP" or "rank 1 on" in said and "was killed by SIGALRM" in said, said
-    assert series(tmp_path / "run") == series(place(options) / "whole")
+# A stop that the launcher cannot wait for
 
 
 SLOW_SAVES = """
@@ -294,13 +287,12 @@ verify.write_manifest = slow
 def test_s3_a_save_that_takes_longer_than_the_grace_leaves_the_one_before(options, tmp_path):
     (place(options) / "slow.py").write_text(SLOW_SAVES + WRAPPER)
     flags = ("--shutdown-timeout=2", "--max-restarts=2")
-    codes, said = ended(
-        nodes(options, tmp_path / "run", "1 launcher:SIGTERM 8 1", *flags, script="slow.py")
-    )
+    fault = f"{AFTER_5} 8 1; 1 launcher:SIGTERM 8 1"
+    codes, said = ended(nodes(options, tmp_path / "run", fault, *flags, script="slow.py"))
     assert (
         codes == [128 + signal.SIGKILL] and "not stopped after 2 s: the ranks are killed" in said
     ), said
     assert "launch: restart" not in said, "it was asked to stop"
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000005"]
-    assert ended(nodes(options, tmp_path / "run", "1 launcher:SIGTERM 8 1"))[0] == [0]
+    assert ended(nodes(options, tmp_path / "run", fault))[0] == [0]
     assert series(tmp_path / "run") == series(place(options) / "whole")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import data.corpora
+import data.loader
 import train
 from checkpoint.manager import CheckpointManager
 from configs import schema
@@ -462,8 +462,8 @@ def stalls(where: str, options: list[str], folder: Path) -> dict[str, float]:
     """A run whose copy of the state takes 0.3 s (at steps 5, 10, 15 and 16), or whose reading of
     data 0.05 s (at each)."""
     if where == "data":
-        real_loader = data.corpora.loader
-        data.corpora.loader = lambda *arguments, **options: (
+        real_loader = data.loader.loader
+        data.loader.loader = lambda *arguments, **options: (
             time.sleep(0.05) or batch for batch in real_loader(*arguments, **options)
         )
     else:

@@ -7,6 +7,7 @@ how it ends.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -639,6 +640,40 @@ def test_tests_run_beside_each_other_except_those_that_must_be_alone(repository:
     assert overlap and not [pair for pair in overlap if pair[0] % 4 == 0]
     assert (repository / "made").read_text() == "once ", (
         "the tests that share a fixture run on one worker"
+    )
+
+
+SIDE_BY_SIDE = """
+import os, time
+import pytest
+
+def note(name, seconds):
+    time.sleep(seconds)
+    with open(f"{name}.worker", "w") as file:
+        file.write(os.environ["PYTEST_XDIST_WORKER"])
+
+@pytest.mark.parametrize("i", range(20))
+def test_computes(i):
+    note(f"computes-{i}", 0.3)
+
+@pytest.mark.waits
+@pytest.mark.parametrize("i", range(4))
+def test_waits(i):
+    note(f"waits-{i}", 0.1)
+"""
+
+
+def test_tests_that_wait_run_beside_tests_that_compute(repository: Path) -> None:
+    """One worker of three takes all that wait, although these come last in the file."""
+    (repository / "tests" / "test_it.py").write_text(SIDE_BY_SIDE)
+    done = run(repository / "run_tests.sh", "-n", "3")
+    assert done.returncode == 0 and "24 passed" in done.stdout, done.stdout
+    workers = {kind: set() for kind in ("computes", "waits")}
+    for path in repository.glob("*.worker"):
+        workers[path.stem.partition("-")[0]].add(path.read_text())
+    assert len(workers["waits"]) == 1 and len(workers["computes"]) >= 2, workers
+    assert re.search(r"^ +\d+\.\d +\d+\.\d +24  tests/test_it.py$", done.stdout, re.M), (
+        "the table of what each file cost"
     )
 
 

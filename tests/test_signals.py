@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,12 +16,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import data.corpora
+import data.loader
 import train
 from checkpoint import manager, state
 from reliability import health, stop
+from tests.launched import Launcher, ended
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
-from tests.runs import MESHES, ROOT, ends, run, samples, series, tiny_run
+from tests.runs import MESHES, ends, run, samples, series, tiny_run
 from training import validate
 
 STEPS, TWO = 12, MESHES["fsdp2"][1]
@@ -104,7 +104,7 @@ def in_validation() -> None:
 
 
 def waiting_for_data() -> None:
-    real = data.corpora.loader
+    real = data.loader.loader
 
     def slow(*args):
         for i, batch in enumerate(real(*args)):
@@ -113,7 +113,7 @@ def waiting_for_data() -> None:
                 time.sleep(0.6)
             yield batch
 
-    data.corpora.loader = slow
+    data.loader.loader = slow
 
 
 def while_a_save_is_written() -> None:
@@ -122,8 +122,18 @@ def while_a_save_is_written() -> None:
 
 
 def while_an_old_checkpoint_is_removed() -> None:
-    """When step 8 is published and 4 goes."""
-    manager.shutil.rmtree = once(manager.shutil.rmtree, lambda: (kill(), time.sleep(0.5)), 1)
+    """When step 8 is published and 4 goes. Step 10 waits for that: on a busy machine the thread that
+    publishes could be any number of steps late."""
+    removing = threading.Event()
+
+    def signalled():
+        kill()
+        removing.set()
+        time.sleep(0.5)
+
+    manager.shutil.rmtree = once(manager.shutil.rmtree, signalled, 1)
+    if dist.get_rank() == 0:  # the one that removes
+        train.train_step = once(train.train_step, lambda: removing.wait(60 * NEIGHBOURS), 10)
 
 
 # where, and how many steps the run may have done; a removal begins when all ranks know that the
@@ -281,9 +291,9 @@ def test_the_time_limit_stops_as_a_signal_does(options, tmp_path):
 
 
 def hang(how: str) -> None:
-    if how == "spin":
+    if how == "loop":
         while True:
-            pass
+            time.sleep(0.01)
     ctypes.PyDLL(None).sleep(600)  # in C, without releasing the GIL
 
 
@@ -296,7 +306,7 @@ def hung(folder: Path, options: list[str], how: str, watched: bool = True) -> tu
     return run(options, folder)
 
 
-@pytest.mark.parametrize("how", ["spin", pytest.param("holds the GIL", marks=pytest.mark.torture)])
+@pytest.mark.parametrize("how", ["loop", pytest.param("holds the GIL", marks=pytest.mark.torture)])
 def test_n6_a_hung_rank_ends_and_leaves_its_stacks(how, options, tmp_path):
     """N6: it dies of its watchdog, and the one that waited for it of the collective; both leave the
     stacks of all threads."""
@@ -369,7 +379,7 @@ def test_n6_which_kills_faulthandler(tmp_path):
 def test_n6_without_the_watchdog_it_hangs_on(options, tmp_path):
     """The negative control."""
     given = [*options, step_timeout(1)]
-    assert ends(2, tmp_path / "ranks", hung, tmp_path, given, "spin", False, seconds=10) == [
+    assert ends(2, tmp_path / "ranks", hung, tmp_path, given, "loop", False, seconds=10) == [
         1,
         None,
     ]
@@ -382,7 +392,7 @@ real = train.train_step
 def step(job, batch, *options, count=[0]):
     count[0] += 1
     if count[0] == 3 and job.mesh.rank == 1:
-        test_signals.hang("spin")
+        test_signals.hang("loop")
     return real(job, batch, *options)
 train.train_step = step
 sys.exit(train.main())
@@ -394,20 +404,10 @@ def test_n6_the_launcher_names_the_rank_that_hung(options, tmp_path):
     """... although the other one failed before it, of the wait."""
     (tmp_path / "wrapper.py").write_text(WRAPPER)
     given = [f"--run.folder={tmp_path / 'run'}", *options, step_timeout(3)]
-    command = [
-        sys.executable,
-        "-m",
-        "tools.launch",
-        "--nproc-per-node=2",
-        str(tmp_path / "wrapper.py"),
-        *given,
-    ]
-    here = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=100, check=False
-    )
-    said = [line for line in done.stderr.splitlines() if line.startswith("launch: rank")]
-    assert done.returncode == 128 + signal.SIGALRM and len(said) == 3, done.stderr
+    words = ["--nproc-per-node=2", tmp_path / "wrapper.py", *given]
+    (code,), errors = ended([Launcher(words, tmp_path / "said")], 100)
+    said = [line for line in errors.splitlines() if line.startswith("launch: rank")]
+    assert code == 128 + signal.SIGALRM and len(said) == 3, errors
     assert "launch: rank 1 on" in said[0] and "is behind" in said[0], said
     assert (
         "launch: rank 1 on" in said[1]
@@ -428,7 +428,7 @@ real_step, real_limit = train.train_step, dist.distributed_c10d._set_pg_timeout
 def step(job, batch, *options, count=[0]):
     count[0] += 1
     if count[0] == 3 and job.mesh.rank == 1:
-        test_signals.hang("spin")
+        test_signals.hang("loop")
     return real_step(job, batch, *options)
 train.train_step = step
 dist.distributed_c10d._set_pg_timeout = lambda limit, group: real_limit(limit + timedelta(seconds=60), group)
@@ -446,20 +446,10 @@ def test_n6_the_rank_that_hung_is_named_where_all_wait_as_nccl_does(forgets, opt
     here it is even the first. But it has begun one collective more than the one that hangs."""
     (tmp_path / "wrapper.py").write_text(PATIENT)
     given = [f"--run.folder={tmp_path / 'run'}", *options, step_timeout(3), *["--forget"] * forgets]
-    command = [
-        sys.executable,
-        "-m",
-        "tools.launch",
-        "--nproc-per-node=2",
-        str(tmp_path / "wrapper.py"),
-        *given,
-    ]
-    here = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=100, check=False
-    )
-    said = [line for line in done.stderr.splitlines() if line.startswith("launch: rank")]
-    assert done.returncode == 128 + signal.SIGALRM, done.stderr
+    words = ["--nproc-per-node=2", tmp_path / "wrapper.py", *given]
+    (code,), errors = ended([Launcher(words, tmp_path / "said")], 100)
+    said = [line for line in errors.splitlines() if line.startswith("launch: rank")]
+    assert code == 128 + signal.SIGALRM, errors
     if forgets:
         assert "launch: rank 0 on" in said[0] and not any("is behind" in line for line in said), (
             said

@@ -447,7 +447,7 @@ def test_training_on_the_command_line(tmp_path: Path) -> None:
         "-m",
         "data.train_tokenizer",
         "--source",
-        "data",
+        "training",
         "--vocab-size",
         "900",
         "--out",
@@ -473,7 +473,7 @@ def test_training_on_the_command_line(tmp_path: Path) -> None:
 def test_training_verifies_what_it_wrote(code_bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:
     """Put wrong on purpose: ranks that are swapped in the file, a merge less for `tokenizers`."""
     out = tmp_path / "out"
-    train_tokenizer.train("data", 900, out)
+    train_tokenizer.train("training", 900, out)
     ranks = tokenizer.from_rank_file(str(out / train_tokenizer.RANKS)).ranks
     made = tokenizer.from_rank_file(str(out / train_tokenizer.RANKS))
     train_tokenizer.verify(made, out, ["def f(x):"])

@@ -1,10 +1,10 @@
 """Checkpoints under kill -9, full disks and flipped bits: the numbers that must be passed, and bugs
 that must be caught.
 
-    python -m pytest tests/test_torture_checkpoint.py -m torture         about 10 minutes on two cores
+    python -m pytest tests/test_torture_checkpoint.py -m torture
 
-Without `-m torture` each test runs its short form. A trial forks its ranks, so it takes about a
-second; its seed is in its name and in its assertions.
+Without `-m torture` each test runs its short form, and with `-m exhaustive` its longest. A trial
+forks its ranks, so it takes about a second; its seed is in its name and in its assertions.
 """
 
 import errno
@@ -63,17 +63,20 @@ from tests.checkpoints import (
     values_on_disk,
     zeros,
 )
+from tests.launched import Launcher
+from tests.launched import ended as launchers_ended
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.runs import ROOT, run, series, stopped_at, tiny_run
 from tools import convert, generate
 
 
-def short_and_long(name: str, short: list, long: list) -> Callable:
-    """The test with each of these values; those of `long` only with -m torture."""
-    marks = [pytest.mark.torture, pytest.mark.cap(300)]
-    return pytest.mark.parametrize(
-        name, [*short, *(pytest.param(value, marks=marks) for value in long)]
-    )
+def short_and_long(name: str, short: list, long: list, longest: list = ()) -> Callable:
+    """The test with each of these values; those of `long` only with -m torture, and of `longest`
+    with -m exhaustive."""
+    cases = list(short)
+    for mark, more in (pytest.mark.torture, long), (pytest.mark.exhaustive, longest):
+        cases += [pytest.param(value, marks=[mark, pytest.mark.cap(300)]) for value in more]
+    return pytest.mark.parametrize(name, cases)
 
 
 # Killed ranks
@@ -169,7 +172,7 @@ def check_whole(folder: Path, expected: Callable[[int, int], float]) -> tuple[in
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-@short_and_long("trials", [4], [50])
+@short_and_long("trials", [4], [16], [50])
 def test_k1_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_save, tmp_path):
     """One folder, many deaths: each trial resumes what the one before left, lease and half-written
     folder included."""
@@ -187,7 +190,7 @@ def test_k1_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_sav
     assert newest >= least and least > trials / 6  # it did save in between
 
 
-@short_and_long("trials", [3], [50])
+@short_and_long("trials", [3], [16], [50])
 def test_k2_a_step_saved_again_is_old_or_new_and_never_both(trials, tmp_path):
     """Going back to step 1, whose future was saved already, and killed while saving that again with
     other values."""
@@ -285,11 +288,18 @@ def die_at(place: Path, folder: Path, point: str, victim: int) -> None:
         checkpoints.thread.shutdown()
 
 
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory) -> Path:
+    """The folder of a run of two ranks with checkpoints of steps 1 and 2. Copy it."""
+    folder = tmp_path_factory.mktemp("two") / "checkpoints"
+    run_ranks(2, save_all, folder, [1, 2])
+    return folder
+
+
 @short_and_long("point", SHORT, [point for point in POINTS if point not in SHORT])
-def test_k3_killed_at_every_point_of_a_save(point, tmp_path):
-    run_ranks(2, save_all, tmp_path / "first" / "checkpoints", [1, 2])
+def test_k3_killed_at_every_point_of_a_save(point, two_saved, tmp_path):
     for victim in (0,) if point in REMOVAL else (0, 1):
-        folder = copy_of(tmp_path / "first" / "checkpoints", tmp_path / f"copy{victim}")
+        folder = copy_of(two_saved, tmp_path / f"copy{victim}")
         killed_run(tmp_path / f"trial{victim}", victim, None, die_at, folder, point, victim)
         _, newest = check_whole(folder, lambda attempt, step: step)
         assert newest in (2, 3)
@@ -324,9 +334,8 @@ def save_in_place(place: Path, folder: Path) -> None:
     checkpoints.close()
 
 
-def test_control_saving_in_place_is_caught(tmp_path):
-    folder = tmp_path / "c"
-    run_ranks(2, save_all, folder, [1, 2])
+def test_control_saving_in_place_is_caught(two_saved, tmp_path):
+    folder = copy_of(two_saved, tmp_path)
     killed_run(tmp_path / "trial", 1, None, save_in_place, folder)
     with pytest.raises(Damaged):
         check_whole(folder, lambda attempt, step: step)
@@ -335,7 +344,7 @@ def test_control_saving_in_place_is_caught(tmp_path):
     assert run_ranks(1, resume, folder)[0][:2] == (1, [1.0])
 
 
-@short_and_long("trials", [2], [10])
+@short_and_long("trials", [2], [4], [10])
 def test_k4_killed_while_loading_changes_no_byte(trials, saved, tmp_path):
     def contents(folder: Path) -> dict[str, str]:
         files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lease"]
@@ -349,15 +358,24 @@ def test_k4_killed_while_loading_changes_no_byte(trials, saved, tmp_path):
     assert run_ranks(2, resume, folder)[0][:2] == (30, [30.0])
 
 
-def as_launched(folder: Path, options: list[str]) -> None:
-    """A rank of test_k6, started by the launcher. A step takes 50 ms at least: kills fall between
-    saves too."""
-    (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
-    step = train.train_step
-    train.train_step = lambda *arguments: (time.sleep(0.05), step(*arguments))[1]
-    code, error = run(options, folder)
-    print(error, end="", file=sys.stderr)
-    sys.exit(code)
+# Around train.py, for test_k6. A step takes 50 ms at least: kills fall between saves too. After LAST
+# steps a rank waits for its end, however late that comes.
+AS_LAUNCHED = """
+import os, sys, time, train
+from pathlib import Path
+from tests.runs import run
+folder = Path(sys.argv[1])
+(folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+real, done = train.train_step, []
+def step(*arguments):
+    done.append(1)
+    time.sleep(0.05 if len(done) <= int(os.environ["LAST"]) else 600)
+    return real(*arguments)
+train.train_step = step
+code, error = run(sys.argv[2:], folder)
+print(error, end="", file=sys.stderr)
+sys.exit(code)
+"""
 
 
 def trained(folder: Path) -> list[list[int]]:
@@ -376,7 +394,7 @@ def trained(folder: Path) -> list[list[int]]:
 def test_k6_a_job_killed_three_times_and_started_again_is_the_unbroken_one(tmp_path):
     """Processes of their own under the launcher, started again by a loop, as a cluster requeues a
     job. The short form is in tests/test_train.py."""
-    steps, interval, rng = 60, 10, random.Random(6)
+    steps, interval, rng = 30, 10, random.Random(6)
     options = [
         *tiny_run(tmp_path),
         f"--training.steps={steps}",
@@ -388,33 +406,30 @@ def test_k6_a_job_killed_three_times_and_started_again_is_the_unbroken_one(tmp_p
     assert run_ranks(2, run, options, whole) == [(0, "")] * 2
     expected = trained(whole)
     script = tmp_path / "rank.py"
-    script.write_text(
-        f"import sys\nfrom pathlib import Path\nsys.path.insert(0, {str(ROOT)!r})\n"
-        "from tests.test_torture_checkpoint import as_launched\nas_launched(Path(sys.argv[1]), "
-        "sys.argv[2:])\n"
-    )
-    command = [sys.executable, "-m", "tools.launch", "--nproc-per-node=2", script, broken, *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    script.write_text(AS_LAUNCHED)
+    command = ["--nproc-per-node=2", script, broken, *options]
     done, ends = 0, []
     for kill_at in [*sorted(rng.sample(range(1, steps), 3)), None]:
         names = (
             verify.published(broken / "checkpoints") if (broken / "checkpoints").exists() else []
         )
         start = verify.parse_name(names[0])[1] if names else 0
-        job = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
+        wanted = max(1, (kill_at or steps) - start)
+        job = Launcher(command, tmp_path / f"said-{len(ends)}", LAST=str(wanted + 2))
         try:
             if kill_at:
-                wanted = max(1, kill_at - start)
-                wait_until(lambda: len(trained(broken)) >= wanted, 90, "the job does not train")
+                wait_until(
+                    lambda: len(trained(broken)) >= wanted,
+                    90 * NEIGHBOURS,
+                    "the job does not train",
+                )
                 os.kill(int((broken / f"pid-{rng.randrange(2)}").read_text()), signal.SIGKILL)
             began = time.monotonic()
-            said = job.communicate(timeout=90)[1].decode()
+            (code,), said = launchers_ended([job], 90)
             ends.append(round(time.monotonic() - began, 1))
         finally:
             job.kill()
-        assert job.returncode == (128 + signal.SIGKILL if kill_at else 0), said
+        assert code == (128 + signal.SIGKILL if kill_at else 0), said
         log = (broken / "logs" / "rank-00000.log").read_text()
         assert log.count("a fresh start") + log.count("resumed after step") == len(ends)
         assert not start or f"resumed after step {start} of {steps}" in log
@@ -570,20 +585,23 @@ def check_failed_save(results: list, folder: Path, words: str = "No space left o
     ) == [3]
 
 
+PLACES = [("shard", 0), ("shard", 1), ("manifest", 0)]  # what cannot be written, and whose it is
+SHAPES = [(), ("--parallelism.tensor_parallel=2",), ("--model.dim=6",), ("--model.dim=400",)]
 D1 = [
     (place, rank, async_save, options)
-    for place, rank in [("shard", 0), ("shard", 1), ("manifest", 0)]
+    for place, rank in PLACES
     for async_save in (True, False)
-    for options in [
-        (),
-        ("--parallelism.tensor_parallel=2",),
-        ("--model.dim=6",),
-        ("--model.dim=400",),
-    ]
+    for options in SHAPES
+]
+# Every place with every shape, and each of them saved in both ways.
+D1_PAIRS = [
+    (*place, (i + j) % 2 == 0, options)
+    for i, place in enumerate(PLACES)
+    for j, options in enumerate(SHAPES)
 ]
 
 
-@short_and_long("cases", [[D1[9], D1[16]]], [D1])
+@short_and_long("cases", [[D1[9], D1[16]]], [D1_PAIRS], [D1])
 def test_d1_a_full_disk_is_never_a_success(cases, tmp_path):
     for i, (place, rank, async_save, options) in enumerate(cases):
         sabotage = partial(full_disk, place, rank)
@@ -605,6 +623,7 @@ def file_size_limit(size: int):
 @short_and_long(
     "sizes",
     [[100_000]],
+    [[300, 8192, 65_536, 320_000]],
     [[300, 4096, 8192, 10_000, 30_000, 65_536, 100_000, 200_000, 300_000, 320_000]],
 )
 def test_d2_files_that_cannot_grow(sizes, tmp_path):
@@ -649,6 +668,7 @@ def trains_while_it_saves(folder: Path, seconds: float) -> tuple[list[float], li
 
     def step() -> float:
         began = time.monotonic()
+        time.sleep(0.1)  # as a GPU takes: else this would compute as long as the files are slow
         train.train_step(job, {"tokens": tokens[..., :-1], "labels": tokens[..., 1:]})
         checkpoints.poll()
         return time.monotonic() - began
@@ -666,7 +686,7 @@ def trains_while_it_saves(folder: Path, seconds: float) -> tuple[list[float], li
     return quiet, during, waited
 
 
-@short_and_long("seconds", [0.3], [0.5, 5.0])
+@short_and_long("seconds", [0.3], [5.0])
 def test_d10_training_goes_on_while_slow_files_are_written(seconds, tmp_path):
     for quiet, during, waited in run_ranks(2, trains_while_it_saves, tmp_path, seconds):
         assert len(during) >= 2 and sum(during) > 2 * seconds  # steps while one save was written
@@ -790,11 +810,12 @@ def test_d11_without_a_folder_for_temporary_files(launched, tmp_path):
     nothing behind."""
     (tmp_path / "file").write_text("")
     options = [*tiny_run(tmp_path), "--training.steps=3"]
-    found = {}
-    for place in (tmp_path, Path("/proc"), tmp_path / "file"):
+    places = [tmp_path, tmp_path / "file"] if launched else [tmp_path, Path("/proc")]
+    found = []
+    for place in places:
         folder = tmp_path / f"run-{place.name}"
         folder.mkdir()
-        if launched:
+        if launched and place != tmp_path:
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
             settings = os.environ | {"TMPDIR": str(place), "NGPU": "2", "PATH": path}
             command = [ROOT / "run_train.sh", f"--run.folder={folder}", *options]
@@ -805,8 +826,8 @@ def test_d11_without_a_folder_for_temporary_files(launched, tmp_path):
         else:
             assert run_ranks(2, run_with_temporary, place, options, folder) == [(0, "")] * 2
         verify.verify(folder / "checkpoints" / "step-00000003")
-        found[place] = [name for name in files(folder) if not name.startswith("samples-")]
-    assert found[tmp_path] == found[Path("/proc")] == found[tmp_path / "file"]
+        found.append([name for name in files(folder) if not name.startswith("samples-")])
+    assert found[0] == found[1]
     assert (tmp_path / "file").read_text() == "" and not list(ROOT.glob("tmp*")) + list(
         ROOT.glob("plumbline-*")
     )
@@ -1005,16 +1026,24 @@ def test_d9_of_two_runs_one_gets_the_folder(trials, tmp_path):
 
 @pytest.mark.torture
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("more", [[], ["--model.tied_embeddings=true"]])
-def test_r2_every_mesh_loads_what_every_mesh_saved(more, tmp_path):
+@pytest.mark.parametrize(
+    ("more", "meshes"),
+    [
+        ([], list(MESHES)),
+        (["--model.tied_embeddings=true"], ["1x1", "2x1", "2x2"]),
+        pytest.param(["--model.tied_embeddings=true"], list(MESHES), marks=pytest.mark.exhaustive),
+    ],
+    ids=["all", "tied embeddings", "tied embeddings, all"],
+)
+def test_r2_every_mesh_loads_what_every_mesh_saved(more, meshes, tmp_path):
     """6 x 6 pairs, weights and optimizer bitwise; sizes that no mesh divides."""
-    for source in MESHES:
+    for source in meshes:
         n, options = mesh_options(source, *more)
         run_ranks(n, save_pattern, tmp_path / source, options)
-    folders = [tmp_path / source for source in MESHES]
-    for target in MESHES:
+    folders = [tmp_path / source for source in meshes]
+    for target in meshes:
         n, options = mesh_options(target, *more)
-        assert run_ranks(n, load_pattern, folders, options) == [[[]] * 6] * n, target
+        assert run_ranks(n, load_pattern, folders, options) == [[[]] * len(meshes)] * n, target
 
 
 def load_unchecked(folders: list[Path], options: list[str]) -> list:

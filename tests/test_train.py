@@ -6,8 +6,7 @@ import io
 import json
 import math
 import resource
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,25 +16,41 @@ import torch
 import train
 from checkpoint.lease import Lease
 from configs.load import load_config
+from tests import forks
 from tests.ranks import run_ranks
-from tests.runs import MESHES, ROOT, STEPS, killed_at, run, samples, series, stopped_at, tiny_run
+from tests.runs import MESHES, STEPS, killed_at, run, samples, series, stopped_at, tiny_run
+from tools import generate
 
 
-@pytest.fixture
-def options(tmp_path: Path) -> list[str]:
-    return tiny_run(tmp_path)
-
-
-@pytest.fixture
-def oracle(options, tmp_path) -> Path:
-    """The run that nobody interrupts, on one process."""
-    folder = tmp_path / "oracle"
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The run that nobody interrupts, on one process: its folder and its options. Read it only; what
+    is beside the folder is its corpus and its cache."""
+    place = tmp_path_factory.mktemp("uninterrupted")
+    options = tiny_run(place)
+    folder = place / "oracle"
     folder.mkdir()
     assert run_ranks(1, run, options, folder) == [(0, "")]
-    return folder
+    return folder, options
 
 
-def test_a_run_leaves_what_the_readme_says(oracle, options):
+@pytest.fixture
+def options(uninterrupted, tmp_path: Path) -> list[str]:
+    """The same corpus, and a copy of the cache."""
+    folder, made = uninterrupted
+    shutil.copytree(folder.parent / "cache", tmp_path / "cache")
+    kept = [option for option in made if not option.startswith("--data.cache=")]
+    return [*kept, f"--data.cache={tmp_path / 'cache'}"]
+
+
+@pytest.fixture
+def oracle(uninterrupted, tmp_path: Path) -> Path:
+    """A copy of the run that nobody interrupts."""
+    return Path(shutil.copytree(uninterrupted[0], tmp_path / "oracle"))
+
+
+def test_a_run_leaves_what_the_readme_says(uninterrupted):
+    oracle, options = uninterrupted
     assert (oracle / "config.toml").exists() and (oracle / "tokenizer.json").exists()
     assert "step 16/16" in (oracle / "logs" / "rank-00000.log").read_text()
     assert [p.name for p in sorted((oracle / "checkpoints").glob("step-*"))] == [
@@ -184,28 +199,19 @@ def test_sample_and_generated_text_are_the_same_on_every_mesh(options, tmp_path)
         texts[name] = log[log.index("a sample from") :].split("tensorboard --logdir")[0]
     assert texts["one"] == texts["fsdp2xtp2"]
     assert "document 3: 1" in texts["one"]
-    command = [
-        sys.executable,
-        "-m",
-        "tools.generate",
-        str(folder),
-        "--prompt",
-        "document 1",
-        "--tokens",
-        "8",
-        "--temperature",
-        "0",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.startswith("document 1"), done.stderr
-    missing = subprocess.run(
-        [*command[:3], str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert (
-        missing.returncode == 2
-        and "no checkpoint" in missing.stderr
-        and "Traceback" not in missing.stderr
-    )
+    more = ["--tokens", "8", "--temperature", "0"]
+    code, text, said = forks.call(generated, str(folder), "--prompt", "document 1", *more)
+    assert code == 0 and text.startswith("document 1"), said
+    code, _, said = forks.call(generated, str(tmp_path / "none"))
+    assert code == 2 and "no checkpoint" in said and "Traceback" not in said
+
+
+def generated(*arguments: str) -> tuple[int, str, str]:
+    """The exit code of tools.generate, its text, and what it says."""
+    text, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(said):
+        code = generate.main(list(arguments))
+    return code, text.getvalue(), said.getvalue()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

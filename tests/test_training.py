@@ -24,8 +24,8 @@ from tools.bench import harness
 from training import init
 from training.feed import Feed
 from training.loss import linear_cross_entropy, plain_cross_entropy
-from training.metrics import moments
 from training.optim import build_optimizer, clip_grad_norm, learning_rate
+from training.optimizers import kept_after_a_step
 
 
 class Copies(TorchFunctionMode):
@@ -103,11 +103,12 @@ class OneMoment(torch.optim.Optimizer):
         (OneMoment, {}, 1),
     ],
 )
-def test_moments_are_counted_in_any_optimizer_and_nothing_of_it_changes(kind, options, number):
+def test_what_any_optimizer_keeps_is_found_and_nothing_of_it_changes(kind, options, number):
     weight = nn.Parameter(torch.ones(3, 5))
     optimizer = kind([weight], **options)
     before = len(optimizer.state[weight])
-    assert moments(optimizer) == number
+    kept = kept_after_a_step(optimizer, optimizer.param_groups[0])
+    assert sum(form.like_parameter for form in kept.values()) == number
     assert (
         torch.equal(weight, torch.ones(3, 5))
         and weight.grad is None
@@ -195,11 +196,11 @@ def test_a_parameter_that_no_row_matches_is_an_error():
 
 
 def test_every_parameter_of_llama_is_filled_and_norms_are_ones():
-    args = llama.Args(**llama.FLAVORS["debug"] | {"n_layers": 2})
-    model = llama.build(args)
+    args = llama.Args(**llama.NUMBERS.flavors["debug"] | {"n_layers": 2})
+    model = llama.FAMILY.build(args)
     for p in model.parameters():
         nn.init.constant_(p, math.nan)
-    init.initialise(model, llama.initial_values(args), 0)
+    init.initialise(model, llama.FAMILY.initial_values(args), 0)
     for name, p in model.named_parameters():
         assert torch.equal(p, torch.ones_like(p)) if "norm" in name else 0.005 < p.std() < 0.021, (
             name
@@ -223,7 +224,7 @@ def test_what_returns_to_the_residual_stream_begins_smaller_by_its_depth(name, f
     """By 1 / sqrt(2 n_layers), the same for attention, feed-forward layers, shared experts and
     experts."""
     family = MODELS[name]
-    args = family.Args(**family.FLAVORS[flavor] | {"n_layers": 8, "vocab_size": 64})
+    args = family.Args(**family.numbers.flavors[flavor] | {"n_layers": 8, "vocab_size": 64})
     model = family.build(args)
     init.initialise(model, family.initial_values(args), 0)
     matrices = {n: p for n, p in model.named_parameters() if p.ndim > 1}
@@ -508,8 +509,8 @@ def test_a_gradient_that_is_still_to_be_summed_is_an_error():
 REAL_SIZES = (
     "--model.flavor=debug --data.tokenizer=bytes --training.param_dtype=float32 "
     "--training.seq_len=16 "
-    "--training.global_batch_size=24 --training.steps=8 --optimizer.lr=3e-3 --optimizer.eps=1e-3 "
-    "--lr_schedule.warmup_steps=8"
+    "--training.global_batch_size=24 --training.steps=3 --optimizer.lr=3e-3 --optimizer.eps=1e-3 "
+    "--lr_schedule.warmup_steps=3"
 ).split()
 
 
@@ -584,17 +585,20 @@ def test_loss_and_norm_of_the_whole_debug_preset_do_not_depend_on_the_mesh():
         ("qwen3", "debug"),
         ("qwen3", "debug_moe"),
         ("deepseek_v3", "debug"),
+        ("gpt_oss", "debug"),
     ],
 )
 def test_norms_are_not_decayed(name, flavor):
-    """Those of queries, keys and narrow vectors among them; all else is decayed."""
+    """Those of queries, keys and narrow vectors among them, and sinks and biases; all else is
+    decayed."""
     family = MODELS[name]
     sizes = {"n_layers": 2, "vocab_size": 11} | ({"q_rank": 8} if name == "deepseek_v3" else {})
-    model = family.build(family.Args(**family.FLAVORS[flavor] | sizes))
+    model = family.build(family.Args(**family.numbers.flavors[flavor] | sizes))
     names = {p: n for n, p in model.named_parameters()}
-    groups = build_optimizer(model, family.DECAY, Optimizer(weight_decay=0.3)).param_groups
+    groups = build_optimizer(model, family.decay, Optimizer(weight_decay=0.3)).param_groups
     decay = {names[p]: group["weight_decay"] for group in groups for p in group["params"]}
-    gains = {n for n, p in model.named_parameters() if p.ndim == 1 and p.requires_grad}
+    biases = {n for n, p in model.named_parameters() if re.search(r"\.experts\.b[123]$", n)}
+    gains = biases | {n for n, p in model.named_parameters() if p.ndim == 1 and p.requires_grad}
     assert {n.split(".")[-2] for n in gains} >= NORMS[name]
     assert decay == {
         n: 0.0 if n in gains else 0.3 for n, p in model.named_parameters() if p.requires_grad
@@ -605,7 +609,32 @@ NORMS = {
     "llama": {"attention_norm", "ffn_norm", "norm"},
     "qwen3": {"attention_norm", "ffn_norm", "norm", "q_norm", "k_norm"},
     "deepseek_v3": {"attention_norm", "ffn_norm", "norm", "q_norm", "kv_norm"},
+    "gpt_oss": {"attention_norm", "ffn_norm", "norm", "attention", "router", "experts"},
 }
+
+
+def test_an_olmo_decays_all_but_its_embedding():
+    """As OLMo-core does."""
+    family = MODELS["olmo2"]
+    model = family.build(
+        family.Args(**family.numbers.flavors["debug"] | {"n_layers": 2, "vocab_size": 11})
+    )
+    names = {p: n for n, p in model.named_parameters()}
+    groups = build_optimizer(model, family.decay, Optimizer(weight_decay=0.3)).param_groups
+    plain = [names[p] for group in groups if not group["weight_decay"] for p in group["params"]]
+    assert plain == ["tok_embeddings.weight"]
+
+
+def test_an_olmo_begins_with_one_deviation_at_every_depth():
+    family = MODELS["olmo2"]
+    args = family.Args(**family.numbers.flavors["debug"] | {"vocab_size": 64})
+    model = family.build(args)
+    init.initialise(model, family.initial_values(args), 0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == 1).all(), name
+        else:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
 
 
 def test_sgd_keeps_its_momentum():

@@ -61,6 +61,8 @@ def without_files(cfg: Config, argv: list[str]) -> str:
     _, given = as_given(argv)
     if cfg.data.mixture or cfg.validation.sets or {"data.source", "data.tokenizer"} & given.keys():
         return ""
+    if cfg.lora.rank:  # adapters are nothing without their base
+        return ""
     if not any(inputs.problems(cfg, check.architecture(cfg.model)["vocab_size"])):
         return ""
     words = [
@@ -90,8 +92,8 @@ def export_problems(cfg: Config) -> Iterator[str]:
     from checkpoint import hf  # here, because it imports torch, as the families do
     from models import FORMATS
 
-    family = FORMATS[cfg.model.family]
     try:
+        family = hf.formats_of(FORMATS, cfg.model.family)
         hf.config_of(family, family.Args(**check.architecture(cfg.model)))
     except InputError as error:
         yield f'checkpoint.export_hf = "{cfg.checkpoint.export_hf}": {error}'
@@ -133,6 +135,7 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         and recipe == "none"
         and not overlapped
         and not gathers
+        and cfg.training.param_dtype != "float64"
     ):
         return
     from parallelisms import async_tp, cp, dp, float8, mesh  # here, because they import torch
@@ -144,6 +147,7 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         yield str(error)
         return
     checks = [lambda: attention.choose(kernel, device)]
+    checks += [lambda: dp.param_dtype(cfg.training, device)]
     checks += (
         [lambda: float8.check(recipe, device, cfg.debug.emulate_float8)] if recipe != "none" else []
     )

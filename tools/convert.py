@@ -5,11 +5,13 @@ memory at a time.
     python -m tools.convert meta-to-dcp  META_FOLDER OUT       Meta's params.json and consolidated.*.pth (Llama 2 and 3)
     python -m tools.convert dcp-to-hf    CHECKPOINT OUT        a folder for transformers' from_pretrained
     python -m tools.convert dcp-to-torch CHECKPOINT OUT.pt     one file for torch.load
+    python -m tools.convert lora-to-peft RUN OUT               a folder for peft's PeftModel.from_pretrained
+    python -m tools.convert lora-merge   RUN OUT               base and adapters in one, for from_pretrained
 
 The first two make `OUT/checkpoints/step-00000000`, which `checkpoint.load_path` starts a run from
 and `tools.generate` reads, and `OUT/tokenizer.json` if the tokenizer is of Llama 3's kind.
-CHECKPOINT is a run's folder (its newest checkpoint) or one checkpoint, of any mesh. Exit codes: 0
-done; 2 what cannot be converted, in a sentence, and nothing is written.
+CHECKPOINT is a run's folder (its newest checkpoint) or one checkpoint, of any mesh; RUN is one that
+holds adapters. Exit codes: 0 done; 2 what cannot be converted, in a sentence, and nothing is written.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import struct
 import sys
 import uuid
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -40,6 +42,8 @@ from data import hf_tokenizer
 from data.tokenizer import Tokenizer, from_rank_file, load_saved
 from models import FORMATS, MODELS
 from reliability import disk
+from tools import adapters
+from tools import lora_to_peft as peft
 
 META = "llama"  # the family whose weights Meta published in a format of its own
 # bytes read from mapped files before they are mapped anew: mapped pages count as this process's
@@ -74,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def hf_to_dcp(source: Path, out: Path) -> str:
-    """Returns what was done, in a sentence; so do the other three. Raises InputError."""
+    """Returns what was done, in a sentence; so do the others. Raises InputError."""
     name, args = hf.read_model(source, FORMATS)
     stored = hf.weights(source, FORMATS[name], args, shapes(name, args))
 
@@ -219,13 +223,13 @@ class MetaFolder:
                 raise InputError(f"{file} does not have the tensors of {self.files[0]}")
         try:
             params = hf.read_json(folder / "params.json")
-            self.args = FORMATS[META].args_from_meta(params, self.pieces[0], len(self.files))
+            self.args = FORMATS[META].meta.args_from_meta(params, self.pieces[0], len(self.files))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise InputError(
                 f"{folder / 'params.json'} does not describe a Llama: {error!r}"
             ) from None
         self.shapes = shapes(META, self.args)
-        names = self.pieces[0].keys() - FORMATS[META].meta_ignored(self.args)
+        names = self.pieces[0].keys() - FORMATS[META].meta.ignored(self.args)
         described = {name: self.describe(name) for name in sorted(names)}
         hf.check_tensors(folder, described, self.shapes)
 
@@ -288,7 +292,7 @@ class MetaFolder:
             pieces = pieces[:1]
         self.mapped += sum(piece.nbytes for piece in pieces)
         whole = torch.cat(pieces, dim=dim or 0)
-        return FORMATS[META].from_meta(name, whole, self.args)
+        return FORMATS[META].meta.from_meta(name, whole, self.args)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -300,6 +304,11 @@ def dcp_to_hf(
 ) -> str:
     path, manifest = newest(source)
     facts = manifest["facts"]
+    if adapters.has_adapters(manifest):
+        raise InputError(
+            f"{path} holds adapters and no model: lora-merge writes them with their base, "
+            "lora-to-peft alone"
+        )
     if tokenizer:
         saved = load_saved(str(tokenizer))
     else:
@@ -310,11 +319,55 @@ def dcp_to_hf(
         files = hf_tokenizer.files(saved, facts["must_match"]["model"]["max_seq_len"])
     weights = state.select(manifest["tensors"], "model", ()).values()
     size = sum(verify.nbytes(row["dtype"], row["shape"]) for row in weights)
-    family = FORMATS[facts["family"]]
+    family = hf.formats_of(FORMATS, facts["family"])
     with progress_bar(size, path.name) as bar:
         hf.export(path, out, family, getattr(torch, dtype), files, max_shard_size, bar.update)
     words = "with its tokenizer" if saved else "without a tokenizer"
     return f"{out}: the model of {path} in {dtype}, {words}"
+
+
+def lora_to_peft(source: Path, out: Path) -> str:
+    run = adapters.open_run(source)
+    base = Path(run.base["folder"])
+    of_hugging_face = (base / "config.json").is_file()
+    named = str(base) if of_hugging_face else None
+    peft.write(out, run.tensors, run.formats, run.args, run.rank, run.alpha, named)
+    words = f"{base} is their base"
+    if not of_hugging_face:
+        words += ", which dcp-to-hf makes a folder for transformers of"
+    return f"{out}: the adapters of {run.path}; {words}"
+
+
+def lora_merge(source: Path, out: Path, base: Path | None, max_shard_size: int) -> str:
+    run = adapters.open_run(source)
+    base = base or Path(run.base["folder"])
+    hf.check_is_new(out)
+    model = run.merged(base)
+    files: Mapping[str, dict | Path]
+    if (base / "config.json").is_file():
+        config, files = adapters.files_of_base(base)
+    else:
+        config = hf.config_of(run.formats, run.args)
+        files = files_of_run(run.path, run.args.max_seq_len)
+    with progress_bar(run.size, run.path.name) as bar:
+        hf.write_model(
+            run.path,
+            out,
+            model,
+            run.formats,
+            run.args,
+            config,
+            files,
+            max_shard_size,
+            bar.update,
+        )
+    return f"{out}: the weights of {base} with the adapters of {run.path}"
+
+
+def files_of_run(path: Path, longest: int) -> dict[str, dict]:
+    """The tokenizer's files for a checkpoint of a run, none without a tokenizer."""
+    saved = tokenizer_of(load_saved, str(path.resolve().parent.parent / "tokenizer.json"))
+    return hf_tokenizer.files(saved, longest) if saved else {}
 
 
 def dcp_to_torch(source: Path, out: Path, content: str) -> str:
@@ -425,6 +478,7 @@ def byte_size(text: str) -> int:
 
 
 CHECKPOINT = ("CHECKPOINT", "a run's folder, a folder of checkpoints, or one checkpoint")
+ADAPTERS = ("RUN", "the folder of a run with adapters, or one of its checkpoints")
 RUN = ("OUT", "a new folder; in it appear checkpoints/step-00000000 and tokenizer.json")
 
 # command -> (its function, its source and target: name and help, its description)
@@ -448,19 +502,36 @@ COMMANDS = {
         "A folder for transformers' from_pretrained.",
     ),
     "dcp-to-torch": (dcp_to_torch, CHECKPOINT, ("OUT", "a new file"), "One file for torch.load."),
+    "lora-to-peft": (
+        lora_to_peft,
+        ADAPTERS,
+        ("OUT", "a new folder"),
+        "Adapters for peft's PeftModel.from_pretrained.",
+    ),
+    "lora-merge": (
+        lora_merge,
+        ADAPTERS,
+        ("OUT", "a new folder"),
+        "The base of a run with its adapters added to its weights, for transformers' from_pretrained.",
+    ),
+}
+MAX_SHARD_SIZE = {
+    "type": byte_size,
+    "default": "5GB",
+    "help": "size of a file at most [%(default)s]",
 }
 OPTIONS = {  # command -> option -> its settings, argparse's
+    "lora-merge": {
+        "--base": {"type": Path, "help": "where the base is now, if it was moved"},
+        "--max-shard-size": MAX_SHARD_SIZE,
+    },
     "dcp-to-hf": {
         "--dtype": {
             "choices": ["float32", "bfloat16"],
             "default": "float32",
             "help": "type of the weights; float32 is what the checkpoint holds [%(default)s]",
         },
-        "--max-shard-size": {
-            "type": byte_size,
-            "default": "5GB",
-            "help": "size of a file at most [%(default)s]",
-        },
+        "--max-shard-size": MAX_SHARD_SIZE,
         "--tokenizer": {
             "type": Path,
             "help": "a saved tokenizer.json, when it is not in the run's folder",

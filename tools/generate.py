@@ -4,7 +4,8 @@
     python -m tools.generate runs/hf --prompt "def " --prompt "class "
 
 The first argument is a run's folder (its newest checkpoint is taken), one checkpoint in it, or a
-folder with config.json, safetensors and tokenizer.json. A checkpoint has the model's numbers, and
+folder with config.json, safetensors and tokenizer.json. Adapters are sampled from with their base,
+where the run has read it. A checkpoint has the model's numbers, and
 `tokenizer.json` is in the run's folder. Several prompts are continued side by side, each as it
 would be alone. On a terminal the text of a single prompt appears token by token.
 """
@@ -24,6 +25,7 @@ from configs.schema import InputError
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer, load_saved
 from models import FORMATS, MODELS
+from tools import adapters
 from training.sample import sample_stream
 
 
@@ -47,7 +49,14 @@ def load(folder: Path, tokenizer: str = "") -> Loaded:
     family, args = state.model_of(path, manifest, MODELS)
     words = load_saved(tokenizer or str(path.resolve().parent.parent / "tokenizer.json"))
     model = family.build(args)
-    state.load_model(path, model)
+    if adapters.has_adapters(manifest):
+        run = adapters.open_run(path)
+        merged = run.merged(Path(run.base["folder"]))
+        live = model.state_dict()
+        for name, tensor in zip(live, merged.read(live), strict=True):
+            live[name].copy_(tensor)
+    else:
+        state.load_model(path, model)
     # a converted checkpoint has no seq_len
     return Loaded(model, words, manifest["facts"].get("seq_len", _context(args)))
 

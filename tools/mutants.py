@@ -67,7 +67,7 @@ FSDP, TP, PP = (
 HSDP = "parallel::test_cpu_offload_equals_the_plain_model[hsdp2x2]"
 CP = "context::test_mesh_equals_the_plain_model[cp2]"
 EP = "experts::test_mesh_equals_the_plain_model[ep2]"
-EXPERTS_TP = "experts_tp::test_mesh_equals_the_plain_model[tp2-more0]"
+EXPERTS_TP = "experts_tp::test_mesh_equals_the_plain_model[tp2]"
 ZBV, INTERLEAVED = (
     f"parallel::test_every_schedule_equals_the_plain_model[pp2-{name}]"
     for name in ("zbv", "interleaved_1f1b")
@@ -112,10 +112,15 @@ TESTS = {
     "models/flavors/llama.py": RULES,
     "models/flavors/qwen3.py": RULES,
     "models/flavors/deepseek_v3.py": RULES,
+    "models/flavors/olmo2.py": RULES,
+    "models/flavors/gpt_oss.py": RULES,
     "models/formats/dense.py": [*MODEL, *FILES_OF_OTHERS],
     "models/formats/llama.py": [*MODEL, *FILES_OF_OTHERS],
     "models/formats/qwen3.py": [*MODEL, *FILES_OF_OTHERS],
     "models/formats/deepseek_v3.py": [*MODEL, *FILES_OF_OTHERS],
+    "models/formats/gpt_oss.py": ["gpt_oss", *MODEL, *FILES_OF_OTHERS],
+    "models/formats/layouts.py": ["gpt_oss", *FILES_OF_OTHERS],
+    "models/formats/olmo2.py": ["olmo2", *MODEL, *FILES_OF_OTHERS],
     "models/family.py": [
         "models",
         *RULES,
@@ -136,18 +141,25 @@ TESTS = {
         EP,
         EXPERTS_TP,
     ],
-    "models/dense.py": [
+    "models/arithmetic.py": [*MODEL, "metrics::test_the_formula_is_what_torch_counts"],
+    "models/layers.py": [
         *MODEL,
         *RULES,
+        "masking::test_equals_hugging_face_on_each_document",
+        TP,
         "training::test_every_parameter_of_llama_is_filled_and_norms_are_ones",
         "training::test_what_returns_to_the_residual_stream_begins_smaller_by_its_depth",
         "training::test_norms_are_not_decayed",
-        "metrics::test_the_formula_is_what_torch_counts",
         *FILES_OF_OTHERS,
     ],
-    "models/layers.py": [*MODEL, "masking::test_equals_hugging_face_on_each_document", TP],
     "models/llama.py": [*MODEL, *RULES, *FILES_OF_OTHERS],
     "models/qwen3.py": [*MODEL, *RULES, *FILES_OF_OTHERS],
+    "models/olmo2.py": ["olmo2", *MODEL, *RULES, *FILES_OF_OTHERS],
+    "models/yarn.py": MODEL,
+    "models/gpt_oss.py": ["gpt_oss", *MODEL, *RULES, *FILES_OF_OTHERS],
+    "models/terms.py": ["terms"],
+    "models/lora.py": ["lora"],
+    "parallelisms/lora.py": ["lora"],
     "models/kernels/causal_attention.py": ["hf_parity::test_equals_hugging_face"],
     "models/kernels/cpu/causal_attention.py": [
         "speed::test_attention_on_cpu_is_as_near_to_float64_as_pytorchs",
@@ -155,6 +167,8 @@ TESTS = {
         "speed::test_attention_compiles_whole",
         "hf_parity::test_equals_hugging_face",
     ],
+    "models/kernels/ruled_attention.py": ["attention_rules"],
+    "models/kernels/precision.py": ["float64", FSDP],
     "models/kernels/grouped_product.py": [
         "experts::test_the_kernel_of_gpus_needs_bfloat16_and_widths_of_16_bytes",
         "experts::test_the_kernel_of_gpus_computes_what_the_loop_does",
@@ -187,15 +201,15 @@ TESTS = {
         FSDP,
         "speed::test_float8_learns_what_bfloat16_learns",
     ],
-    "parallelisms/ac.py": [
+    "parallelisms/blocks.py": [
+        "parallelisms",
         "parallel::test_checkpointing_recomputes_what_it_says_and_keeps_less",
         "masking::test_the_names_that_selective_checkpointing_keeps_exist",
         FSDP,
     ],
     "training/attention.py": ["parallelisms", "parallel::test_what_needs_a_gpu_says_so"],
-    "parallelisms/compile.py": ["parallelisms"],
     "parallelisms/fsdp_details.py": ["parallelisms", EP],
-    "parallelisms/tp_plain.py": [EXPERTS_TP, "experts_tp"],
+    "parallelisms/tp_plain.py": [EXPERTS_TP, "experts_tp", "olmo2"],
     "parallelisms/async_tp.py": ["parallel::test_what_needs_a_gpu_says_so"],
     "parallelisms/masters.py": [
         "parallelisms",
@@ -207,7 +221,11 @@ TESTS = {
         "contract",
         "health::test_c3_ranks_that_are_not_alike_do_not_start",
     ],
+    "parallelisms/cores.py": ["attention_rules"],
+    "parallelisms/tp_check.py": ["tp_check"],
+    "parallelisms/whole_matrices.py": ["muon"],
     "parallelisms/cp.py": [
+        "attention_rules::test_a_mesh_equals_one_process",
         "check::test_what_needs_a_gpu_is_a_sentence_also_with_device_auto",
         "check::test_keys_that_no_gpu_kernel_takes_are_refused_on_a_machine_with_a_gpu",
         "context::test_the_width_of_a_head_is_what_the_kernel_is_asked_about",
@@ -307,6 +325,8 @@ TESTS = {
     "data/shuffle.py": ["loader", "audit"],
     "data/splice.py": ["loader", "audit"],
     "data/masking.py": ["loader"],
+    "data/chat.py": ["chat"],
+    "data/packing.py": ["chat"],
     "data/workers.py": ["loader"],
     "data/loader.py": [
         "loader",

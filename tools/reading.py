@@ -17,13 +17,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 CORE = (
     "train.py",
-    "data/corpora.py",
     "data/tokens.py",
     "data/order.py",
     "data/loader.py",
     "training/feed.py",
     "models/llama.py",
-    "models/dense.py",
     "models/layers.py",
     "training/loss.py",
     "training/optim.py",
@@ -31,8 +29,7 @@ CORE = (
     "parallelisms/__init__.py",
     "parallelisms/mesh.py",
     "parallelisms/tp.py",
-    "parallelisms/ac.py",
-    "parallelisms/compile.py",
+    "parallelisms/blocks.py",
     "parallelisms/dp.py",
 )
 DENSE = 30

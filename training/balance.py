@@ -9,7 +9,7 @@ summed over all microbatches and ranks, so the biases are the same on every mesh
 import torch
 from torch import Tensor, nn
 
-from models.moe import RouterStatistics
+from models.terms import AuxiliaryTerms
 from parallelisms.mesh import Mesh
 
 
@@ -19,24 +19,27 @@ def sum_over_routed(x: Tensor, mesh: Mesh) -> Tensor:
     return mesh.sum_over_tp(mesh.sum_over_tokens(x))
 
 
-def counts_of_step(router_statistics: RouterStatistics, mesh: Mesh) -> dict[int, Tensor]:
-    """By the number of the layer, how many tokens of the global batch each of its experts got,
-    int64 [X]. Every rank calls it; a stage of a pipeline has its own layers."""
-    if not router_statistics.counts:
+def sum_counts(terms: AuxiliaryTerms, mesh: Mesh) -> None:
+    """Make "expert_counts" of `terms` those of the global batch: int64 [X] per layer, how many
+    tokens each of its experts got. Every rank calls it; a stage of a pipeline has its own
+    layers."""
+    counts = terms.sums["expert_counts"]
+    if not counts:
         # a stage with mixtures begins two collectives here, and is not ahead for that
         mesh.progress_counter.advance(by=2)
-        return {}
-    together = sum_over_routed(torch.stack(list(router_statistics.counts.values())), mesh)
-    return dict(zip(router_statistics.counts, together, strict=True))
+        return
+    together = sum_over_routed(torch.stack(list(counts.values())), mesh)
+    counts.update(zip(counts, together, strict=True))
 
 
 @torch.no_grad()
-def move_biases(model: nn.Module, counts: dict[int, Tensor], fine: Tensor, speed: float) -> None:
+def move_biases(model: nn.Module, terms: AuxiliaryTerms, fine: Tensor, speed: float) -> None:
     """fine: bool, a scalar: whether the step counts; if not, no bias changes. speed: by how much a
     bias moves."""
+    counts = terms.sums["expert_counts"]
     mixtures = model.mixtures() if counts else {}
     for layer, tokens in counts.items():
-        if mixtures[layer].args.balancing_bias:
-            mixtures[layer].router.bias += (
-                speed * fine * torch.sign(tokens.sum() - tokens * len(tokens))
-            )
+        router = mixtures[layer].router
+        # where only adapters are trained, a router is frozen with its bias
+        if mixtures[layer].args.balancing_bias and router.weight.requires_grad:
+            router.bias += speed * fine * torch.sign(tokens.sum() - tokens * len(tokens))

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import InputError
+from models.terms import AuxiliaryTerms
 from parallelisms.mesh import Mesh
 from training.balance import sum_over_routed
 
 say = logging.getLogger("plumbline")
 
 IDLE = 0.1  # an expert is idle if it gets less than this times the mean load of its layer
+# Auxiliary terms (models/terms.py) that are reported here, by layer
+TERMS = ("expert_counts", "balance_loss", "router_entropy")
 COLLAPSED = 0.5  # routing collapses in a layer of whose experts this share is idle
 FILE = "experts.jsonl"
 
@@ -28,8 +31,8 @@ class ExpertLoad:
     """What the mixtures of a model have told since the last report, of the steps that changed
     weights.
 
-    counts, sums: those of StepResult added up, by the number of the layer. A stage of a pipeline
-    has its own layers.
+    sums: name of TERMS -> number of the layer -> the sum: counts of the global batches, the others
+    of this rank's tokens. A stage of a pipeline has its own layers.
     """
 
     def __init__(self, mesh: Mesh, args: Any) -> None:
@@ -39,15 +42,14 @@ class ExpertLoad:
 
     def reset(self) -> None:
         self.steps = 0
-        self.counts: dict[int, Tensor] = {}
-        self.sums: dict[int, Tensor] = {}
+        self.sums: dict[str, dict[int, Tensor]] = {name: {} for name in TERMS}
 
-    def add(self, counts: dict[int, Tensor], sums: dict[int, Tensor]) -> None:
+    def add(self, terms: AuxiliaryTerms) -> None:
         """A step has changed weights. Nobody waits for a GPU here."""
         self.steps += 1
-        for layer in counts:
-            self.counts[layer] = self.counts.get(layer, 0) + counts[layer]
-            self.sums[layer] = self.sums.get(layer, 0) + sums[layer].double()
+        for name, sums in self.sums.items():
+            for layer, value in terms.sums[name].items():
+                sums[layer] = sums.get(layer, 0) + value.double()
 
     def report(self, step: int, model: nn.Module) -> tuple[dict[str, float], dict]:
         """The metrics of the steps since the last report, and their line of `experts.jsonl`; then a
@@ -55,10 +57,14 @@ class ExpertLoad:
         X, layers = self.args.n_experts, self.args.n_layers
         # counts, two sums, range of the biases
         table = torch.zeros(layers, X + 3, dtype=torch.float64, device=self.mesh.device)
+        counts = self.sums["expert_counts"]
+        balance = self.sums["balance_loss"]
+        entropy = self.sums["router_entropy"]
         for layer, mixture in model.mixtures().items():
-            if layer in self.counts:
-                table[layer, :X] = self.counts[layer]
-                table[layer, X : X + 2] = self.sums[layer]
+            if layer in counts:
+                table[layer, :X] = counts[layer]
+                table[layer, X] = balance.get(layer, 0)
+                table[layer, X + 1] = entropy[layer]
             if self.args.balancing_bias:
                 table[layer, X + 2] = mixture.router.bias.max() - mixture.router.bias.min()
         sums = table[:, X : X + 2].contiguous()
@@ -68,11 +74,11 @@ class ExpertLoad:
             for layer, row in enumerate(self.mesh.sum_over_pp(table).tolist())
             if sum(row[:X])
         }
-        counts = {layer: list(map(int, row[:X])) for layer, row in rows.items()}
-        values = self.metrics(rows, counts)
-        line = {"step": step, "steps": self.steps, "counts": counts}
+        loads = {layer: list(map(int, row[:X])) for layer, row in rows.items()}
+        values = self.metrics(rows, loads)
+        line = {"step": step, "steps": self.steps, "counts": loads}
         if collapsed := [
-            str(layer) for layer in counts if values[f"idle_experts/layer-{layer}"] >= COLLAPSED * X
+            str(layer) for layer in loads if values[f"idle_experts/layer-{layer}"] >= COLLAPSED * X
         ]:
             where = f"layer{'s' * (len(collapsed) > 1)} {', '.join(collapsed)}"
             option = (

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from models.terms import AuxiliaryTerms
 from parallelisms.mesh import Mesh
+from training.z_loss import ZLoss
 
 
 class Inputs(NamedTuple):
@@ -18,7 +20,7 @@ class Inputs(NamedTuple):
     positions: Tensor  # int64 [t], or [b, t] with data.mask_documents
     loss_head: Callable[[Tensor, Tensor], Tensor]  # (hidden states, output weight) -> summed loss
     documents: Any  # what attention must keep apart; None without data.mask_documents
-    router_statistics: Any  # a models/moe.py::RouterStatistics in training, else None
+    terms: AuxiliaryTerms | None  # None where nobody trains: in validation
 
 
 class Feed:
@@ -27,7 +29,7 @@ class Feed:
     tokens, labels: int64 [A, b, t], A microbatches of b sequences; t: this rank's tokens of a
     sequence of length T, all of them without context parallelism. losses: float32 [A, b, t], the
     loss of each token whose microbatch the model has seen; 0 where a label does not count.
-    router_statistics: as in `Inputs`.
+    terms: as in `Inputs`; z_loss: None where nobody trains, or without it.
     """
 
     def __init__(
@@ -58,7 +60,8 @@ class Feed:
             whole = self.within_documents.to(mesh.device, non_blocking=True)
             own = [whole[..., p.start : p.stop] for p in token_ranges]
         self.positions = torch.cat(own, -1)  # [t], of every sequence, or [A, b, t]
-        self.router_statistics: Any = None
+        self.terms: AuxiliaryTerms | None = None
+        self.z_loss: ZLoss | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -67,14 +70,21 @@ class Feed:
         def loss_head(h: Tensor, weight: Tensor) -> Tensor:
             """The model calls it inside its forward, where FSDP has gathered `weight`."""
             with record_function("loss"):
-                return self.loss(h, weight, self.labels[a], self.chunk_tokens, each=self.losses[a])
+                return self.loss(
+                    h,
+                    weight,
+                    self.labels[a],
+                    self.chunk_tokens,
+                    each=self.losses[a],
+                    z_loss=self.z_loss,
+                )
 
         positions = self.positions
         documents = None
         if self.within_documents is not None:
             positions = positions[a]
             documents = self.model.documents(self.within_documents[a], self.device)
-        return Inputs(self.tokens[a], positions, loss_head, documents, self.router_statistics)
+        return Inputs(self.tokens[a], positions, loss_head, documents, self.terms)
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:

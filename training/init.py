@@ -14,6 +14,7 @@ give every rank of a CPU mesh the same numbers, and `trunc_normal_` changed betw
 """
 
 import hashlib
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 from statistics import NormalDist
@@ -113,15 +114,10 @@ def _global_ids(param: Tensor) -> list[Tensor]:
     return ids
 
 
-@torch.no_grad()
-def fill(param: Tensor, name: str, kind: str, std: float, seed: int) -> None:
-    """Write the initial values of one (sharded or plain) parameter in place."""
+def global_indices(param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of this rank's shard of a (sharded or plain) tensor, views of it, each with the global
+    indices of its elements: int64 [rows, elements of a row], in the contiguous whole tensor."""
     local = param.to_local() if isinstance(param, DTensor) else param
-    if kind in CONSTANTS:
-        local.fill_(CONSTANTS[kind])
-        return
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    key = _signed(int.from_bytes(digest[:8], "little"))
     ids = _global_ids(param)
     strides = [1]
     for n in reversed(param.shape[1:]):
@@ -133,7 +129,19 @@ def fill(param: Tensor, name: str, kind: str, std: float, seed: int) -> None:
         inside = (inside[:, None] + offsets).flatten()
     rows_at_a_time = max(1, CHUNK // max(1, len(inside)))
     for part, rows in zip(local.split(rows_at_a_time), ids[0].split(rows_at_a_time), strict=True):
-        index = rows[:, None] * strides[0] + inside
+        yield part, rows[:, None] * strides[0] + inside
+
+
+@torch.no_grad()
+def fill(param: Tensor, name: str, kind: str, std: float, seed: int) -> None:
+    """Write the initial values of one (sharded or plain) parameter in place."""
+    local = param.to_local() if isinstance(param, DTensor) else param
+    if kind in CONSTANTS:
+        local.fill_(CONSTANTS[kind])
+        return
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    key = _signed(int.from_bytes(digest[:8], "little"))
+    for part, index in global_indices(param):
         part.copy_(normal_values(index, key, std).view(part.shape))
 
 

@@ -16,17 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from models.kernels import precision
+from training.z_loss import ZLoss
+
 IGNORE = -100  # a label that does not count; torch's own convention
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, labels, chunk_tokens, group, first_row, each):
-        """h [N, D], weight [V, D] of one dtype, labels int64 [N] -> sum of the losses, float32
-        scalar.
+    def forward(ctx, h, weight, labels, chunk_tokens, group, first_row, each, z_loss):
+        """h [N, D], weight [V, D] of one dtype, labels int64 [N] -> sum of the losses, a
+        scalar in float32, or in float64 if that is their type.
 
         group: ranks that hold the other rows of the vocabulary, or None; first_row: global number
-        of weight's row 0; each: float32 [N] that receives the tokens' losses, or None.
+        of weight's row 0; each: float32 [N] that receives the tokens' losses, or None;
+        z_loss: as in `linear_cross_entropy`.
         """
         need_h, need_w = ctx.needs_input_grad[:2]
         # a float32 total of many pieces is off by 1e-6
@@ -37,7 +41,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # a piece's logits, then their gradient
         narrow = h.new_empty(min(len(h), chunk_tokens), len(weight))
         # the same if h is float32. Both are reused: fresh pages cost a CPU a tenth of the loss
-        wide = narrow.float()
+        wide = precision.wide(narrow)
         for first in range(0, len(h), chunk_tokens):
             hc = h[first : first + chunk_tokens]
             label = labels[first : first + chunk_tokens]
@@ -61,7 +65,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 sums_and_logits = torch.stack((sums, at_label))
                 dist.all_reduce(sums_and_logits, dist.ReduceOp.SUM, group)
                 sums, at_label = sums_and_logits
-            losses = (sums.log() - at_label).where(counts, 0)  # [C]
+            log_sums = sums.log()
+            losses = (log_sums - at_label).where(counts, 0)  # [C]
             total += losses.sum()
             if each is not None:
                 each[first : first + chunk_tokens] = losses
@@ -69,8 +74,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # d loss / d logits = softmax - one_hot(label), 0 where the label does not count
             if need_h or need_w:
                 scale = counts / sums
+                if z_loss is not None:
+                    scale *= z_loss.add((log_sums + top).where(counts, 0))
                 d_logits = probs.mul_(scale[:, None])
-                d_logits.scatter_add_(1, row, -is_local.float()[:, None])
+                d_logits.scatter_add_(1, row, -is_local.to(wide.dtype)[:, None])
                 if wide is not narrow:
                     d_logits = in_dtype.copy_(d_logits)
                 if grad_h is not None:
@@ -79,23 +86,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_w = d_logits.t() @ hc
                 elif need_w:  # summed over pieces in float32
                     if grad_w is None:
-                        grad_w = torch.zeros_like(weight, dtype=torch.float32)
+                        grad_w = torch.zeros_like(weight, dtype=wide.dtype)
                     grad_w += d_logits.t() @ hc
         ctx.save_for_backward(*(g for g in (grad_h, grad_w) if g is not None))
         ctx.needs = (need_h, need_w)
         ctx.weight_dtype = weight.dtype
-        return total.float()
+        return total.to(wide.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         saved = list(ctx.saved_tensors)
         grad_h = saved.pop(0) * grad if ctx.needs[0] else None
         grad_w = (saved.pop(0) * grad).to(ctx.weight_dtype) if ctx.needs[1] else None
-        return grad_h, grad_w, None, None, None, None, None
+        return grad_h, grad_w, *[None] * 6
 
 
 def linear_cross_entropy(
-    h: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, each: Tensor | None = None
+    h: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int,
+    each: Tensor | None = None,
+    z_loss: ZLoss | None = None,
 ) -> Tensor:
     """Sum over tokens of -log softmax(h @ weight.T)[label], float32 scalar, equal on all
     tensor-parallel ranks.
@@ -108,6 +120,8 @@ def linear_cross_entropy(
 
     each: contiguous float32 [B, T] that receives every token's loss (0 where it does not count),
     for statistics.
+
+    z_loss: its gradient is added, and the returned sum is without it.
     """
     group = None
     first_row = 0
@@ -125,7 +139,14 @@ def linear_cross_entropy(
     if each is not None:
         each = each.view(-1)
     return _LinearCrossEntropy.apply(
-        h.flatten(0, 1), weight, labels.flatten(), chunk_tokens, group, first_row, each
+        h.flatten(0, 1),
+        weight,
+        labels.flatten(),
+        chunk_tokens,
+        group,
+        first_row,
+        each,
+        z_loss,
     )
 
 
@@ -133,5 +154,5 @@ def plain_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """What `linear_cross_entropy` must equal, computed from whole logits [B, T, V]. Tests and
     benchmarks compare with it."""
     return F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+        precision.wide(logits.flatten(0, 1)), labels.flatten(), ignore_index=IGNORE, reduction="sum"
     )

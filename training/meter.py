@@ -1,5 +1,5 @@
-"""What a log line needs to know about the steps since the line before: rates, loss by source, and
-the load of experts."""
+"""What a log line needs to know about the steps since the line before: rates, loss by source,
+auxiliary terms, and the load of experts."""
 
 import logging
 from pathlib import Path
@@ -13,6 +13,7 @@ from parallelisms.mesh import Mesh
 from training.experts import ExpertLoad
 from training.loss import IGNORE
 from training.metrics import MetricsWriter, memory_gib, model_summary, peak_flops
+from training.terms import TermLog
 
 say = logging.getLogger("plumbline")
 
@@ -21,7 +22,7 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
     """Where a run that goes on after step `start` reports its numbers, and what counts them. Says
     what is about to be trained, and how large it is.
 
-    job: a train.Job; family: as models/family.py::Family; sources: how many the run trains on.
+    job: a train.Job; family: a models/family.py::Family; sources: how many the run trains on.
     """
     cfg, mesh, args = job.cfg, job.mesh, job.args
     dtype = dp.param_dtype(cfg.training, mesh.device)
@@ -61,6 +62,7 @@ class Meter:
         self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
         self.experts = experts
+        self.terms = TermLog(mesh)
         self.first_loss = self.last_loss = None  # of this process
         # nats and tokens of this rank
         self.by_source = torch.zeros(2, sources, dtype=torch.float64, device=mesh.device)
@@ -84,7 +86,8 @@ class Meter:
         if self.first_loss is None:
             self.first_loss = result.loss
         if self.experts and not result.skipped:
-            self.experts.add(result.expert_counts, result.router_sums)
+            self.experts.add(result.terms)
+        self.terms.add(result.terms, result.skipped)
         if self.by_source.shape[1] > 1 and not result.skipped:
             device = self.by_source.device
             counted = batch["labels"].to(device, non_blocking=True) != IGNORE
@@ -114,7 +117,10 @@ class Meter:
         }
         if self.by_source.shape[1] > 1:
             values |= self._sources(step, order)
-        values |= self.reported
+        terms = self.terms.line()
+        if taken := sorted(values.keys() & terms.keys()):
+            raise ValueError(f"an auxiliary term is called {taken[0]}, as a metric is: rename it")
+        values |= terms | self.reported
         self.reset()
         return values
 

@@ -6,7 +6,6 @@ restart: what a killed run wrote after the checkpoint it resumes from is dropped
 floats so that they read back bitwise equal.
 """
 
-import copy
 import json
 import logging
 import math
@@ -17,13 +16,12 @@ import statistics
 import sys
 import textwrap
 import time
-from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
@@ -31,6 +29,7 @@ from configs import schema
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
 from training.experts import FILE
+from training.optimizers import tensors_like_parameter
 
 # Rows: a regular expression, dense bfloat16 TFLOP/s of one device, source. The expression must
 # match the whole of torch.cuda.get_device_name(), so that a slice of a GPU (MIG) or a laptop's
@@ -107,19 +106,34 @@ def memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def moments(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors of a weight's size the optimizer keeps for each weight: those that it has
-    after a step on a weight of its own. So nobody has to know which kinds of optimizers there
-    are."""
-    weight = nn.Parameter(torch.zeros(2, 2))
-    weight.grad = torch.zeros_like(weight)
-    alike = copy.copy(optimizer)
-    alike.state = defaultdict(dict)
-    alike.param_groups = [optimizer.param_groups[0] | {"params": [weight]}]
-    alike.step()
-    return sum(
-        isinstance(t, Tensor) and t.shape == weight.shape for t in alike.state[weight].values()
-    )
+def frozen_weights(model: nn.Module) -> int:
+    """Bytes of this rank's shards of what is not trained."""
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    shards = [param.to_local() if isinstance(param, DTensor) else param for param in frozen]
+    return sum(shard.nbytes for shard in shards)
+
+
+def state_of_training(optimizer: torch.optim.Optimizer) -> tuple[str, int, float]:
+    """What is kept of this rank's weights: how many tensors the optimizer has for each ("2", or "1
+    to 2"); bytes of the shards of weights, gradients and these; bytes of all of this for a number
+    of the model, on average."""
+    kept: dict[nn.Parameter, int] = {}
+    for group in optimizer.param_groups:
+        number = tensors_like_parameter(optimizer, group)
+        kept |= dict.fromkeys(group["params"], number)
+    share = 0
+    whole = 0
+    elements = 0
+    for param in kept:
+        # weight, gradient and what the optimizer keeps: all in the type of the weight
+        size = (2 + kept[param]) * param.element_size()
+        shard = param.to_local() if isinstance(param, DTensor) else param
+        share += size * shard.numel()
+        whole += size * param.numel()
+        elements += param.numel()
+    numbers = sorted(set(kept.values()))
+    shown = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    return shown, share, whole / elements
 
 
 def model_summary(
@@ -134,14 +148,16 @@ def model_summary(
     """What is about to be trained, in four lines: sizes of the model, of the mesh, of the training
     state, of a step.
 
-    family: the module, with the members of `models/family.py::Family`; args: the model's numbers,
+    family: a `models/family.py::Family`; args: the model's numbers,
     its `Args`."""
-    shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    kept = moments(optimizer)
-    copies = 2 + kept  # weight, gradient, moments: all in the type of the weight
-    share = copies * sum(p.numel() * p.element_size() for p in shards)
+    kept, share, mean = state_of_training(optimizer)
     # In a pipeline `model` is a part of the whole.
-    whole = copies * family.parameters(args) * shards[0].element_size()
+    trained = family.parameters(args)
+    frozen = ""
+    if family.trained_parameters:
+        trained = family.trained_parameters(args)
+        frozen = f", frozen weights {in_bytes(frozen_weights(model), 1024)}"
+    whole = round(mean * trained)
     shown = {
         name: size
         for name, size in mesh.sizes.items()
@@ -156,7 +172,7 @@ def model_summary(
         f"{ep}computing in {str(dtype).removeprefix('torch.')}\n"
         f"state: weights, gradients and {kept} optimizer moments take {in_bytes(whole, 1024)} in "
         "all, "
-        f"{in_bytes(share, 1024)} on this rank\n"
+        f"{in_bytes(share, 1024)} on this rank{frozen}\n"
         f"{_step_summary(training, mesh.dp_size)}"
     )
 
@@ -236,14 +252,14 @@ class MetricsWriter:
                 total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr
             )
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Report values measured at the end of `step`: every key to the writers, the keys in LINE
-        to the person."""
+    def log(self, step: int, values: dict[str, float], line: str = "") -> None:
+        """Report values measured at the end of `step`: every key to the writers, and to the person
+        `line`, or else the keys in LINE."""
         if self.peak and "tflops_per_device" in values:
             values = values | {"mfu": values["tflops_per_device"] * 1e12 / self.peak}
         if "tokens_per_second" in values:
             self.rates.append(values["tokens_per_second"])
-        line = self._line(step, values)
+        line = line or self._line(step, values)
         logging.getLogger("plumbline").info(
             f"step {step}/{self.steps}  {line}", extra={"console": self.bar is None}
         )

@@ -2,47 +2,67 @@
 whole mesh."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from configs.schema import LRSchedule, Optimizer
+from parallelisms.mesh import Mesh
+from training.optimizers import OPTIMIZERS
 
 
 def build_optimizer(
-    model: nn.Module, decay_rows: list[tuple[str, bool]], cfg: Optimizer
+    model: nn.Module,
+    decay_rows: list[tuple[str, bool]],
+    cfg: Optimizer,
+    matrix_rows: Sequence[tuple[str, bool]] = (),
+    mesh: Mesh | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over the model's own (sharded) parameters: call it after
     `parallelisms.parallelize`, never before, or it would update tensors that the model no longer
     uses. Parameters that require no gradient are left out.
 
     decay_rows: (pattern of a parameter's name, weight decay applies); the first that matches
-    counts.
+    counts. matrix_rows: in the same form, whether it is a hidden matrix. mesh: None for a model
+    that is not sharded.
     """
-    # By mesh: one fused kernel updates many parameters, if they are on one mesh.
-    decayed: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    not_decayed: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    kind = OPTIMIZERS[cfg.kind]
+    # One fused kernel updates many parameters, if they are on one mesh.
+    groups: dict[tuple, dict[str, Any]] = {}
     for name, param in model.named_parameters():
-        if param.requires_grad:
-            decays = next(decays for pattern, decays in decay_rows if fnmatchcase(name, pattern))
-            groups = decayed if decays else not_decayed
-            mesh = param.device_mesh if isinstance(param, DTensor) else None
-            groups.setdefault(mesh, []).append(param)
-    rows = []
-    for params in decayed.values():
-        rows.append({"params": params, "weight_decay": cfg.weight_decay})
-    for params in not_decayed.values():
-        rows.append({"params": params, "weight_decay": 0.0})
-    if cfg.kind == "sgd":
-        return torch.optim.SGD(rows, lr=cfg.lr, momentum=cfg.momentum)
-    # fused: also on a CPU, where it measures several times faster than the default loop
-    return torch.optim.AdamW(rows, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+        if not param.requires_grad:
+            continue
+        decays = first_match(decay_rows, name)
+        is_matrix = kind.matrices is not kind.others and first_match(matrix_rows, name)
+        rule = kind.matrices if is_matrix else kind.others
+        place = param.device_mesh if isinstance(param, DTensor) else None
+        key = (not decays, rule.name, place)
+        if key not in groups:
+            scale = rule.lr_scale(cfg)
+            groups[key] = {
+                "params": [],
+                "rule": rule.name,
+                "lr": cfg.lr * scale,
+                "lr_scale": scale,
+                "weight_decay": cfg.weight_decay if decays else 0.0,
+                **rule.options(cfg),
+            }
+        groups[key]["params"].append(param)
+    in_order = sorted(groups, key=lambda key: key[0])  # those that decay come first
+    return kind.build([groups[key] for key in in_order], cfg, mesh)
+
+
+def first_match(rows: Sequence[tuple[str, bool]], name: str) -> bool:
+    """The value of the first row whose pattern matches. Raises ValueError if none does."""
+    for pattern, value in rows:
+        if fnmatchcase(name, pattern):
+            return value
+    raise ValueError(f"no row of {list(rows)} matches the parameter {name}")
 
 
 # Schedules after the warmup: kind -> how much of the way from the peak down to min_ratio is done at
@@ -74,20 +94,22 @@ def learning_rate(step: int, steps: int, peak: float, cfg: LRSchedule) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """lr: of the run; a group has `lr_scale` times as much."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
 
 
 def step_if(fine: Tensor, optimizer: Any) -> None:
     """optimizer.step() where `fine` (bool, a scalar) is true; else weights and state stay as they
     are, bit by bit.
 
-    No host-device sync: fused AdamW reads `found_inf` on the device, as torch.amp.GradScaler makes
-    it skip a step. SGD has no fused kernel for DTensors, and offloaded weights are on the CPU: there
-    the host reads `fine`.
+    No host-device sync: fused AdamW and Muon read `found_inf` on the device, as torch.amp.GradScaler
+    makes them skip a step. SGD has no fused kernel for DTensors, and offloaded weights are on the
+    CPU: there the host reads `fine`.
     """
     weight = optimizer.param_groups[0]["params"][0]
-    if optimizer.defaults.get("fused") and weight.device == fine.device:
+    reads_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if reads_found_inf and weight.device == fine.device:
         optimizer.found_inf = (~fine).float()
         optimizer.step()
         del optimizer.found_inf
@@ -127,7 +149,7 @@ def clip_grad_norm(
         for dim in dims:
             dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares
-    norm = sum_over_stages(total).sqrt().float()
+    norm = sum_over_stages(total).sqrt().to(local[0].dtype if local else torch.float32)
     if max_norm > 0 and local:
         # The formula of torch.nn.utils.clip_grads_with_norm_, whose arithmetic would mix Tensor and
         # DTensor.

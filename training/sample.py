@@ -21,6 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from configs.schema import InputError
+from models.kernels.ruled_attention import PLAIN, AttentionRule, masked_attention
+from parallelisms import cores
+
 # A forward of one new token has a mask, and FlashAttention has no masks. So `training.attention`,
 # which is set for the whole process, does not hold where text is sampled: PyTorch chooses among all
 # kernels.
@@ -42,7 +46,11 @@ class KeyValueCache:
     """
 
     def __init__(self, model: nn.Module, capacity: int):
-        """capacity: positions to keep of each prompt, S."""
+        """capacity: positions to keep of each prompt, S. Raises InputError for a model whose
+        attention follows no rule (parallelisms/cores.py)."""
+        own = cores.stranger(model)
+        if own is not None:
+            raise InputError(f"keys and values cannot be kept while sampling, since {own}")
         self.model, self.capacity = model, capacity
         self.kept: list[tuple[Tensor, ...]] = []  # of each attention
 
@@ -52,19 +60,23 @@ class KeyValueCache:
         """The model's forward of tokens int64 [B, T]. positions: int64 [T] from 0 on in the first
         forward, which fills the cache, and int64 [B, T] afterwards: what was kept at these
         positions is replaced."""
-        cores, latents = self.model.cores(), self.model.latents()
-        keep, attend = self._begin, None
+        attention = self.model.cores()
+        latents = self.model.latents()
+        keep = self._begin
+        attends = [core.forward for core in attention]
         if self.kept:
             length = int(positions.max()) + 1
-            keep, attend = partial(self._go_on, positions, length), to_all_before(positions, length)
-        for i, core in enumerate(cores):
-            core.forward = attending(keep, i, attend or core.forward, keeps=not latents)
+            keep = partial(self._go_on, positions, length)
+            by_rule = {core.rule: to_all_before(positions, length, core.rule) for core in attention}
+            attends = [by_rule[core.rule] for core in attention]
+        for i, core in enumerate(attention):
+            core.forward = attending(keep, i, attends[i], keeps=not latents)
         for i, module in enumerate(latents):
             module.forward = keeping(keep, i, module.forward)
         try:
             return self.model(tokens, positions, loss_head)
         finally:
-            for module in [*cores, *latents]:
+            for module in [*attention, *latents]:
                 del module.forward  # the class's again
 
     def _begin(self, number: int, *first: Tensor) -> tuple[Tensor, ...]:
@@ -92,8 +104,13 @@ def attending(keep: Callable, number: int, attend: Callable, keeps: bool) -> Cal
     """A forward for the core of attention `number`: `attend` to keys and values, which it keeps if
     `keeps`."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
-        return attend(q, *(keep(number, k, v) if keeps else (k, v)), documents)
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, documents: None, sinks: Tensor | None = None
+    ) -> Tensor:
+        if keeps:
+            k, v = keep(number, k, v)
+        own_sinks = [] if sinks is None else [sinks]
+        return attend(q, k, v, documents, *own_sinks)
 
     return forward
 
@@ -104,12 +121,20 @@ def keeping(keep: Callable, number: int, compute: Callable) -> Callable:
     return lambda *inputs: keep(number, compute(*inputs))[0]
 
 
-def to_all_before(positions: Tensor, length: int) -> Callable:
-    """Attention of a few positions, int64 [B, T], to those of `length` that are not after them."""
-    # [B, 1, T, length]
-    mask = torch.arange(length, device=positions.device) <= positions[:, None, :, None]
+def to_all_before(positions: Tensor, length: int, rule: AttentionRule = PLAIN) -> Callable:
+    """Attention by `rule` of a few positions, int64 [B, T], to those of `length` that are not after
+    them."""
+    of_keys = torch.arange(length, device=positions.device)
+    of_queries = positions[:, None, :, None]  # [B, 1, T, 1]
+    mask = of_keys <= of_queries  # [B, 1, T, length]
+    if rule.window is not None:
+        mask &= of_keys > of_queries - rule.window
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, documents: None, sinks: Tensor | None = None
+    ) -> Tensor:
+        if rule != PLAIN:
+            return masked_attention(q, k, v, mask, rule, sinks)
         width = v.shape[-1]
         # not every kernel takes values that are narrower than keys
         v = F.pad(v, (0, k.shape[-1] - width))
@@ -174,7 +199,7 @@ def sample_stream(
     multiple: the length of every forward is a multiple of this; tensor parallelism needs its size
     here, since it splits the sequence. Inputs are padded on the right, where causal attention does
     not look. cache: False computes everything anew for every token, which is what tests compare
-    with.
+    with, and what happens where attention follows no rule (parallelisms/cores.py).
     """
     # on the CPU, the same on every rank
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
@@ -182,7 +207,7 @@ def sample_stream(
     longest = max(map(len, texts))
     memory = (
         KeyValueCache(model, min(context, longest + new_tokens) + multiple)
-        if cache and longest <= context
+        if cache and longest <= context and cores.stranger(model) is None
         else None
     )
     for _ in range(new_tokens):

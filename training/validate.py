@@ -38,30 +38,42 @@ def run_validation(
         return False
     patience = cfg.run.step_timeout_seconds + cfg.data.timeout_seconds
 
-    def until_stopped(batches: Iterator[Batch]) -> Iterator[Batch]:
-        answer = any_rank_stops(job.mesh, stop.asked())
-        for batch in batches:
-            if answer():
-                return
-            # read after the next batch, so that a GPU works on this one meanwhile
-            answer = any_rank_stops(job.mesh, stop.asked())
-            watchdog.arm(patience)
-            yield batch
-
     sums = {}
     token_bytes = torch.tensor(tokenizer.byte_lengths)
     for name, rows in held_out.items():
-        batches = until_stopped(loader(rows, 0, cfg.validation.steps, cfg.data))
+        read = loader(rows, 0, cfg.validation.steps, cfg.data)
+        batches = until_stopped(read, job.mesh, stop, watchdog, patience)
         sums[name] = validate(
             job.model, job.mesh, batches, cfg.training.loss_chunk_tokens, token_bytes
         )
+    stopping = ended_by_stop(job, step, stop, "validation")
+    if not stopping:
+        metrics.log(step, scores(sums))
+    return stopping
+
+
+def until_stopped(
+    batches: Iterator[Batch], mesh: Mesh, stop: Any, watchdog: Any, patience: float
+) -> Iterator[Batch]:
+    """The batches, until a rank is asked to stop. Each may take `patience` seconds."""
+    answer = any_rank_stops(mesh, stop.asked())
+    for batch in batches:
+        if answer():
+            return
+        # read after the next batch, so that a GPU works on this one meanwhile
+        answer = any_rank_stops(mesh, stop.asked())
+        watchdog.arm(patience)
+        yield batch
+
+
+def ended_by_stop(job: Any, step: int, stop: Any, what: str) -> bool:
+    """Free the weights that the forwards of `what` have left unsharded, and say so where a rank is
+    asked to stop: then batches may be missing, and nothing is logged. All ranks call it."""
     for stage in pp.stages_of(job.model):
         dp.reshard(stage)
     stopping = any_rank_stops(job.mesh, stop.asked())()
     if stopping:
-        say.warning(f"step {step}: no validation, since the run is to stop")
-    else:
-        metrics.log(step, scores(sums))
+        say.warning(f"step {step}: no {what}, since the run is to stop")
     return stopping
 
 

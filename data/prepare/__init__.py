@@ -37,10 +37,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from configs.schema import Data, InputError, is_prepared
-from data import sources, tokenizer
+from data import formats, sources, tokenizer
 from data.prepare.encoding import open_tokenizer
 from data.prepare.job import BPE_CHARACTERS, PrepareJob
-from data.prepared import FORMAT, Prepared, open_prepared, read_manifest
+from data.prepared import (
+    FORMAT,
+    FORMAT_OF_ANSWERS,
+    Prepared,
+    open_prepared,
+    read_manifest,
+)
 from reliability.disk import sync
 
 Log = Callable[[str], object]
@@ -57,7 +63,7 @@ def prepare(cfg: Data, log: Log = print, out: str = "", workers: int = 0) -> Pre
         if out:
             raise InputError(f"data.source: {cfg.source} is prepared already")
         return _open_source(cfg)
-    files = sources.find(cfg.source)
+    files = formats.find(cfg)
     key = _key(cfg, files)
     folder = os.path.abspath(os.path.expanduser(out or _cached(cfg, key)))
     parent = os.path.dirname(folder)
@@ -87,7 +93,7 @@ def kept_in(cfg: Data) -> str:
     """The folder that `prepare(cfg)` would open. Nothing is made. InputError as in `prepare`."""
     if is_prepared(cfg.source):
         return os.path.abspath(os.path.expanduser(cfg.source))
-    return os.path.abspath(os.path.expanduser(_cached(cfg, _key(cfg, sources.find(cfg.source)))))
+    return os.path.abspath(os.path.expanduser(_cached(cfg, _key(cfg, formats.find(cfg)))))
 
 
 def _cached(cfg: Data, key: str) -> str:
@@ -100,9 +106,14 @@ def _is_there(folder: str) -> bool:
 
 
 def _open_source(cfg: Data) -> Prepared:
-    """A source that is a prepared folder. InputError: data.tokenizer names a tokenizer that did not
-    make its tokens."""
+    """A source that is a prepared folder. InputError: data.tokenizer or data.format names something
+    that did not make its tokens."""
     prepared = open_prepared(os.path.abspath(os.path.expanduser(cfg.source)))
+    if cfg.format not in ("text", prepared.format):  # the default accepts the folder's format
+        raise InputError(
+            f"data.format = {cfg.format}: {prepared.folder} was prepared as {prepared.format}, and "
+            "keeps its format: leave the option out"
+        )
     if cfg.tokenizer != "bpe":  # the default, which accepts the folder's tokenizer
         named = open_tokenizer(cfg.tokenizer)
         if named.fingerprint != prepared.tokenizer.fingerprint:
@@ -135,6 +146,9 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
         cfg.add_eos,
         cfg.max_document_bytes,
     ]
+    described = formats.describe(cfg, open_tokenizer(cfg.tokenizer)) if cfg.format != "text" else {}
+    if described:
+        options += [FORMAT_OF_ANSWERS, described]
     decides = json.dumps([FORMAT, cfg.source == "stdlib", files, kind, BPE_CHARACTERS, options])
     readable = re.sub(
         r"[^A-Za-z0-9]+", "-", f"{os.path.basename(cfg.source.rstrip('/'))}-{kind[:8]}"

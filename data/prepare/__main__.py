@@ -14,6 +14,8 @@ from data.prepared import Prepared, read_manifest, verify
 
 OPTIONS = (
     "source",
+    "format",
+    "chat_template",
     "tokenizer",
     "bpe_vocab_size",
     "text_field",

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from configs.schema import Data, InputError
-from data import hf_tokenizer, sources, tokenizer
+from data import answers, hf_tokenizer, sources, tokenizer
 from data.prepared import SPLITS
 
 # text that a thread gets at a time; at this size handing it over costs nothing measurable
@@ -25,27 +25,31 @@ def open_tokenizer(name: str) -> tokenizer.Tokenizer:
     if name == "bytes":
         return tokenizer.byte_tokenizer()
     path = os.path.expanduser(name)
-    return (
-        hf_tokenizer.read_file(Path(path))
-        if path.endswith(".json")
-        else tokenizer.from_rank_file(path)
-    )
+    if not path.endswith(".json"):
+        return tokenizer.from_rank_file(path)
+    if tokenizer.is_saved(path):
+        return tokenizer.load_saved(path)
+    return hf_tokenizer.read_file(Path(path))
 
 
 def encode(
-    cfg: Data, tok: tokenizer.Tokenizer, text: str, change: dict
+    cfg: Data,
+    tok: tokenizer.Tokenizer,
+    text: str,
+    change: dict,
+    form: answers.Format | None = None,
 ) -> tuple[int, float, list | str]:
-    """(bytes of the document, its score in [0, 1), [(split, token ids), ...]). A document that
-    cannot be used has, in place of the list, a problem as in sources.Document. `change`: see
-    job.change_of_sides."""
+    """(bytes of the document, its score in [0, 1), [(split, token ids, answers), ...]). A document
+    that cannot be used has, in place of the list, a problem as in sources.Document. answers: bool,
+    which tokens are of one; None for text. `change`: see job.change_of_sides. form: None for text;
+    otherwise `text` is a line in that format."""
+    if form is not None:
+        return _encode_answers(cfg, text, change, form)
     data = text.encode()
     if cfg.max_document_bytes and len(data) > cfg.max_document_bytes:
         return len(data), 0.0, sources.TOO_LONG
-    score = int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / 2**48
-    split = SPLITS[
-        (score < cfg.validation_fraction or score == change.get("low"))
-        and score != change.get("high")
-    ]
+    score = _score(data)
+    split = _side(cfg, score, change)
     texts = (
         [(split, text)]
         if not change.get("cut")
@@ -54,12 +58,43 @@ def encode(
     begin = np.array([tok.bos_id] if cfg.add_bos else [], tok.dtype)
     end = np.array([tok.eot_id] if cfg.add_eos else [], tok.dtype)
     try:
-        rows = [(split, np.concatenate([begin, tok.encode(text), end])) for split, text in texts]
+        rows = [
+            (split, np.concatenate([begin, tok.encode(text), end]), None) for split, text in texts
+        ]
     except BaseException as error:  # a panic of tiktoken is not an Exception
         if type(error).__name__ != "PanicException":
             raise
         return len(data), score, f"cannot be tokenised: {error}"
     return len(data), score, rows
+
+
+def _encode_answers(
+    cfg: Data, line: str, change: dict, form: answers.Format
+) -> tuple[int, float, list | str]:
+    """`encode` of a line of conversations."""
+    made = answers.example(form, line)
+    if isinstance(made, str):
+        return len(line), 0.0, made
+    if cfg.max_document_bytes and made.bytes > cfg.max_document_bytes:
+        return made.bytes, 0.0, sources.TOO_LONG
+    if change.get("cut"):
+        raise InputError(
+            "data.source: all its conversations are the same, so none can be held out: set "
+            "data.validation_fraction = 0"
+        )
+    score = _score(made.text.encode())
+    return made.bytes, score, [(_side(cfg, score, change), made.ids, made.answers)]
+
+
+def _score(data: bytes) -> float:
+    """A number in [0, 1) that follows from the text of a document alone."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / 2**48
+
+
+def _side(cfg: Data, score: float, change: dict) -> str:
+    """The split of a document."""
+    held_out = score < cfg.validation_fraction or score == change.get("low")
+    return SPLITS[held_out and score != change.get("high")]
 
 
 def _cut(text: str, fraction: float) -> tuple[str, str]:
@@ -78,6 +113,7 @@ def encode_all(
     documents: Iterator[tuple[int, sources.Document]],
     change: dict,
     threads: int,
+    form: answers.Format | None = None,
 ) -> Iterator[tuple]:
     """(file, document, *encode(document)) for each (file, document), in order. Encoding releases
     the GIL, so `threads` threads share the work. Few documents are in memory at a time."""
@@ -85,7 +121,8 @@ def encode_all(
 
     def encoded(batch: list) -> list[tuple]:
         return [
-            (file, document, *encode(cfg, tok, document.text, change)) for file, document in batch
+            (file, document, *encode(cfg, tok, document.text, change, form))
+            for file, document in batch
         ]
 
     if threads <= 1:

@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from configs.schema import Data, InputError
-from data import sources, tokenizer
+from data import formats, sources, tokenizer
 from data.prepare import workers
 from data.prepare.encoding import open_tokenizer
 from data.prepare.part import PartMaker
-from data.prepared import FORMAT, SPLITS, TABLES, file_sha256
+from data.prepared import FORMAT, FORMAT_OF_ANSWERS, SPLITS, file_sha256, tables
 from reliability.disk import sync, write_whole
 
 # a BPE is trained on the first documents, up to here: more text hardly changes its merges
@@ -48,6 +48,7 @@ class PrepareJob:
     files: list[sources.File]
     parts: list[list]  # the pieces of each part: [index of the file, start, stop, bytes]
     tokenizer: tokenizer.Tokenizer
+    format: dict  # data/formats.py::describe; {} for text
 
     @staticmethod
     def open(folder: str, key: str, cfg: Data, files: list[sources.File], log: Log) -> PrepareJob:
@@ -70,9 +71,12 @@ class PrepareJob:
         parts = _divide(files, max(PART_BYTES, total // MOST_PARTS))
         log(f"{cfg.source}: {len(files):,} files, {total / 1e6:,.1f} MB, {len(parts):,} parts")
         sources.warn_of_lines(files, log)
-        job = PrepareJob(folder, cfg, files, parts, _make_tokenizer(cfg, files, log))
-        job.tokenizer.save(os.path.join(folder, "tokenizer.json"))
+        tok = _make_tokenizer(cfg, files, log)
+        job = PrepareJob(folder, cfg, files, parts, tok, formats.describe(cfg, tok))
+        tok.save(os.path.join(folder, "tokenizer.json"))
         sync(os.path.join(folder, "tokenizer.json"))
+        if job.format:
+            write_whole(os.path.join(folder, formats.FILE), json.dumps(job.format).encode("ascii"))
         job.save(key)
         return job
 
@@ -91,9 +95,8 @@ class PrepareJob:
             plan = json.load(file)
         files = [sources.File(*row) for row in plan["files"]]
         tok = tokenizer.load_saved(os.path.join(folder, "tokenizer.json"))
-        return PrepareJob(
-            folder, Data.model_validate_json(json.dumps(plan["cfg"])), files, plan["parts"], tok
-        )
+        cfg = Data.model_validate_json(json.dumps(plan["cfg"]))
+        return PrepareJob(folder, cfg, files, plan["parts"], tok, formats.load(folder))
 
     # ----------------------------------------------------------------------------------------------
     # making the parts
@@ -243,7 +246,7 @@ class PrepareJob:
         {bytes, sha256}} of all files."""
         files = {}
         for split in SPLITS:
-            for table in TABLES:
+            for table in tables(self.format):
                 self._merge(split, table, records, continued)
             for part, record in enumerate(records):
                 row = record["splits"][split]
@@ -256,8 +259,10 @@ class PrepareJob:
         write_whole(os.path.join(self.folder, "names"), b"".join(names))
         starts = np.cumsum([0, *map(len, names)]).astype("<i8")
         write_whole(os.path.join(self.folder, "names.starts"), starts.tobytes())
-        tables = [f"{split}.{table}" for split in SPLITS for table in TABLES]
-        for name in (*tables, "names", "names.starts", "tokenizer.json"):
+        written = [f"{split}.{table}" for split in SPLITS for table in tables(self.format)]
+        if self.format:
+            written.append(formats.FILE)
+        for name in (*written, "names", "names.starts", "tokenizer.json"):
             path = os.path.join(self.folder, name)
             files[name] = {"bytes": os.path.getsize(path), "sha256": file_sha256(path)}
         return files
@@ -265,15 +270,15 @@ class PrepareJob:
     def _merge(
         self, split: str, table: str, records: list[dict], continued: list[tuple[int, int]]
     ) -> None:
-        """Merge one table of all parts. Starts then count from the split's first token, lines from
-        the first of the file."""
+        """Merge one table of all parts. Starts and answers then count from the split's first token,
+        lines from the first of the file."""
         path = os.path.join(self.folder, f"{split}.{table}")
         tokens = 0
         with open(f"{path}.tmp", "wb") as out:
             for part, record in enumerate(records):
                 file, lines = continued[part]
                 column = self._part_table(split, part, table)
-                if table == "starts":
+                if table in ("starts", "answers"):
                     column += tokens
                     tokens += record["splits"][split]["tokens"]
                 elif table == "numbers" and lines:
@@ -284,9 +289,8 @@ class PrepareJob:
         os.rename(f"{path}.tmp", path)
 
     def _part_table(self, split: str, part: int, table: str) -> np.ndarray:
-        return np.fromfile(
-            os.path.join(self.folder, "parts", f"{split}-{part:05}.{table}"), TABLES[table]
-        )
+        path = os.path.join(self.folder, "parts", f"{split}-{part:05}.{table}")
+        return np.fromfile(path, tables(self.format)[table])
 
     def _failures(self, records: list[dict], continued: list[tuple[int, int]]) -> list[str]:
         """A line for each document that was left out because it cannot be read."""
@@ -305,8 +309,12 @@ class PrepareJob:
         content += [
             f"{name[:5]}{file['sha256']}" for name, file in files.items() if name.endswith(".bin")
         ]
+        of_answers = {}
+        if self.format:
+            content += [files[f"{split}.answers"]["sha256"] for split in SPLITS]
+            of_answers = {"data_format": self.format["format"]}
         return {
-            "format": FORMAT,
+            "format": FORMAT_OF_ANSWERS if self.format else FORMAT,
             "key": key,
             "source": cfg.source,
             "tokenizer": cfg.tokenizer,
@@ -322,6 +330,7 @@ class PrepareJob:
             "report": report,
             "splits": splits,
             "files": files,
+            **of_answers,
         }
 
 

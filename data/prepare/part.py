@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data import sources
+from data import formats, sources
 from data.prepare.encoding import encode_all
-from data.prepared import SPLITS, TABLES
+from data.prepared import SPLITS, tables
 from reliability.disk import sync
 
 if TYPE_CHECKING:
@@ -33,14 +33,16 @@ class PartMaker:
         self.failures: list[list] = []  # [piece, number of the document in it, problem]
         self.lines: list[int] = []  # how many lines each piece has; 0 unless it is JSON lines
         self.lowest, self.highest = 2.0, -1.0  # scores of the documents that are kept
-        self.writers = {split: SplitWriter(job.folder, split, part) for split in SPLITS}
+        columns = tables(job.format)
+        self.writers = {split: SplitWriter(job.folder, split, part, columns) for split in SPLITS}
 
     def make(self, threads: int) -> dict:
         """Write the part's files. Raises InputError if more documents than allowed cannot be read."""
         job = self.job
+        form = formats.build(job.format, job.tokenizer)
         try:
             for file, document, size, score, rows in encode_all(
-                job.cfg, job.tokenizer, self._documents(), self.change, threads
+                job.cfg, job.tokenizer, self._documents(), self.change, threads, form
             ):
                 if isinstance(rows, str):
                     self._leave_out(
@@ -51,8 +53,8 @@ class PartMaker:
                     continue
                 self.counts["kept"] += 1
                 self.lowest, self.highest = min(self.lowest, score), max(self.highest, score)
-                for split, ids in rows:
-                    self.writers[split].add(file, document.number, size, ids)
+                for split, ids, of_answers in rows:
+                    self.writers[split].add(file, document.number, size, ids, of_answers)
         finally:
             splits = {split: writer.close() for split, writer in self.writers.items()}
         for writer in self.writers.values():
@@ -70,12 +72,11 @@ class PartMaker:
 
     def _documents(self) -> Iterator[tuple[int, sources.Document]]:
         """(index of the file, document) for each document that has a text."""
+        field = "" if self.job.format else self.job.cfg.text_field
         for piece in self.pieces:
             file, *extent = piece
             source_piece = sources.Piece(self.job.files[file], *extent)
-            reader = sources.read(
-                source_piece, self.job.cfg.text_field, self.job.cfg.max_document_bytes
-            )
+            reader = sources.read(source_piece, field, self.job.cfg.max_document_bytes)
             done = 0  # bytes of the piece
             while True:
                 try:
@@ -108,30 +109,37 @@ class PartMaker:
 class SplitWriter:
     """The files of one split of one part, under temporary names until `publish`."""
 
-    def __init__(self, folder: str, split: str, part: int) -> None:
+    def __init__(self, folder: str, split: str, part: int, columns: dict[str, np.dtype]) -> None:
+        """columns: as data/prepared.py::tables returns them."""
         self.shard = os.path.join(folder, f"{split}-{part:05}.bin")
-        tables = {
-            table: os.path.join(folder, "parts", f"{split}-{part:05}.{table}") for table in TABLES
-        }
-        self.paths = {"tokens": self.shard, **tables}
+        self.paths = {"tokens": self.shard}
+        for table in columns:
+            self.paths[table] = os.path.join(folder, "parts", f"{split}-{part:05}.{table}")
         # on a network file system another host may write the same part
         self.suffix = f".tmp{os.getpid()}"
         self.files = {
             name: open(f"{path}{self.suffix}", "wb", 1 << 20) for name, path in self.paths.items()
         }
         # in machine order: little-endian
-        self.columns = {table: array(dtype.char) for table, dtype in TABLES.items()}
+        self.columns = {table: array(dtype.char) for table, dtype in columns.items()}
         self.sha256 = hashlib.sha256()
         self.documents = self.tokens = self.bytes = self.token_bytes = 0
 
-    def add(self, file: int, number: int, size: int, ids: np.ndarray) -> None:
+    def add(
+        self, file: int, number: int, size: int, ids: np.ndarray, of_answers: np.ndarray | None
+    ) -> None:
         """Add a document. file: the index of its file; number: its number in there; size: its bytes
-        of text; ids: its tokens."""
+        of text; ids: its tokens; of_answers: which of them are, bool, or None for text."""
         data = ids.tobytes()
         self.files["tokens"].write(data)
         self.sha256.update(data)
-        for table, value in zip(TABLES, (self.tokens, file, number), strict=True):
-            self.columns[table].append(value)
+        self.columns["starts"].append(self.tokens)
+        self.columns["files"].append(file)
+        self.columns["numbers"].append(number)
+        if of_answers is not None:
+            # where the mask changes: the beginning and the end of each answer
+            changes = np.flatnonzero(np.diff(of_answers, prepend=False, append=False))
+            self.columns["answers"].extend((changes + self.tokens).tolist())
         self.documents += 1
         self.tokens += len(ids)
         self.bytes += size

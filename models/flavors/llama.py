@@ -1,4 +1,9 @@
-"""Published sizes of Llama 3.1, 3.2 and 3.3, and a small one of ours. No torch: `configs/` reads them."""
+"""Published sizes of Llama 3.1, 3.2 and 3.3, and a small one of ours. No torch: `configs/` imports
+this file."""
+
+from typing import Any
+
+from models.options import OPTIONS, RULES, Numbers
 
 # Sources: Llama 3 paper (arXiv:2407.21783) table 3 for 8B, 70B, 405B; config.json of
 # meta-llama/Llama-3.1-8B, -70B, -405B and meta-llama/Llama-3.2-1B, -3B on the Hugging Face hub for
@@ -115,3 +120,27 @@ FLAVORS: dict[str, dict] = {
         },
     },
 }
+
+
+def width_of_head(numbers: dict[str, Any]) -> float:
+    """head_dim after a change of dim or n_heads. Where the two do not fit, it is a fraction, which
+    the rule "head_dim" refuses."""
+    dim = numbers["dim"]
+    n_heads = numbers["n_heads"]
+    return dim / n_heads if dim % n_heads else dim // n_heads
+
+
+HUGGING_FACE = {
+    "export_hf": (
+        lambda c: c.checkpoint.export_hf and c.model.dim % c.model.n_heads != 0,
+        "{checkpoint.export_hf}, but transformers refuses a Llama whose {model.dim} is not a "
+        "multiple of "
+        "{model.n_heads}: change one of them, or remove export_hf",
+    ),
+}
+NUMBERS = Numbers(
+    flavors=FLAVORS,
+    options=OPTIONS,
+    rules=RULES | HUGGING_FACE,
+    follows={"head_dim": (("dim", "n_heads"), width_of_head)},
+)

@@ -1,4 +1,7 @@
-"""Published sizes of Qwen3, and small ones of ours. No torch: `configs/` reads them."""
+"""Published sizes of Qwen3, and small ones of ours. No torch: `configs/` imports
+this file."""
+
+from models.options import OPTIONS, OPTIONS_OF_EXPERTS, RULES, RULES_OF_EXPERTS, Numbers
 
 # Sources: arXiv:2505.09388, table 1 (layers, heads, tied embeddings), and the config.json of
 # Qwen/Qwen3-0.6B, -1.7B, -4B, -8B, -14B and -32B on the Hugging Face hub; table 2 and the
@@ -150,3 +153,9 @@ FLAVORS: dict[str, dict] = {
         "tied_embeddings": False,
     },
 }
+
+NUMBERS = Numbers(
+    flavors=FLAVORS,
+    options=OPTIONS | OPTIONS_OF_EXPERTS,
+    rules=RULES | RULES_OF_EXPERTS,
+)

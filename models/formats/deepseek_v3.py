@@ -3,9 +3,9 @@
 from typing import Any
 
 from models.deepseek_v3 import Args
+from models.family import Formats
 from models.formats import dense
 
-HF_TYPES = ("deepseek_v3",)
 HF_FIXED = dense.HF_FIXED | {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -166,3 +166,14 @@ def args_from_hf(config: dict[str, Any]) -> Args:
         max_seq_len=whole(config, "max_position_embeddings", 4096),
         tied_embeddings=config.get("tie_word_embeddings", False) is True,
     )
+
+
+FORMATS = Formats(
+    Args=Args,
+    hf_types=("deepseek_v3",),
+    hf_fixed=HF_FIXED,
+    hf_config=hf_config,
+    args_from_hf=args_from_hf,
+    hf_names=hf_names,
+    hf_ignored=hf_ignored,
+)

@@ -1,13 +1,13 @@
 """Hugging Face's files of dense decoders with grouped-query attention: the names of tensors, the
 fields of config.json, and how numbers are read from a file that may say anything.
 
-`models/family.py::Formats` explains the names that a family's file takes from here.
+`models/family.py::Formats` explains what a family's file takes from here.
 """
 
 import math
 from typing import Any
 
-from models.dense import Args
+from models.layers import Args
 
 HF_FIXED = {"hidden_act": "silu", "attention_bias": False, "quantization_config": None}
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.family import Formats, MetaFormats
 from models.formats import dense
-from models.formats.dense import hf_ignored, hf_names, real_number, whole_number  # noqa: F401
+from models.formats.dense import real_number, whole_number
 from models.llama import Args
 
-HF_TYPES = ("llama",)
 HF_FIXED = dense.HF_FIXED | {"mlp_bias": False, "partial_rotary_factor": 1.0}
 
 
@@ -109,3 +109,15 @@ def half_rotation(weight: Tensor, heads: int) -> Tensor:
     """weight [heads * E, D]"""
     pairs = weight.view(heads, -1, 2, weight.shape[1])  # [heads, E/2, 2, D]
     return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+FORMATS = Formats(
+    Args=Args,
+    hf_types=("llama",),
+    hf_fixed=HF_FIXED,
+    hf_config=hf_config,
+    args_from_hf=args_from_hf,
+    hf_names=dense.hf_names,
+    hf_ignored=dense.hf_ignored,
+    meta=MetaFormats(args_from_meta, meta_ignored, from_meta),
+)

@@ -2,11 +2,10 @@
 
 from typing import Any
 
+from models.family import Formats
 from models.formats import dense
-from models.formats.dense import hf_ignored  # noqa: F401
 from models.qwen3 import Args
 
-HF_TYPES = ("qwen3", "qwen3_moe")
 HF_FIXED = dense.HF_FIXED | {"use_sliding_window": False}
 
 QK_NORMS = {
@@ -73,3 +72,14 @@ def args_from_hf(config: dict[str, Any]) -> Args:
         expert_dim=dense.whole_number(config, "moe_intermediate_size", 768),
         balance_loss=float(config.get("router_aux_loss_coef", 0.001)),
     )
+
+
+FORMATS = Formats(
+    Args=Args,
+    hf_types=("qwen3", "qwen3_moe"),
+    hf_fixed=HF_FIXED,
+    hf_config=hf_config,
+    args_from_hf=args_from_hf,
+    hf_names=hf_names,
+    hf_ignored=dense.hf_ignored,
+)

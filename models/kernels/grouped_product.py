@@ -8,9 +8,23 @@ loop, and selective checkpointing knows its name.
 Shapes:  M rows   X groups   D width of a row   F width of a result
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+ONES = 8  # columns of ones: the narrowest rows of 16 bits that the kernel takes
+
+
+class AdaptedWeight(NamedTuple):
+    """A weight with an adapter of low rank beside it (models/lora.py). On a GPU the kernel wants a
+    rank that is a multiple of 8."""
+
+    weight: Tensor  # [X, F, D]
+    a: Tensor  # [X, rank, D]
+    b: Tensor  # [X, F, rank]
+    scale: float
 
 
 def fits_grouped_mm(rows: Tensor, width: int) -> bool:
@@ -18,7 +32,7 @@ def fits_grouped_mm(rows: Tensor, width: int) -> bool:
     return rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == width % 8 == 0
 
 
-def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_product(rows: Tensor, weight: Tensor | AdaptedWeight, counts: Tensor) -> Tensor:
     """rows [M, D], group after group; weight [X, F, D]; counts int64 [X], the rows of each group, M
     in sum -> [M, F]: each row times the transposed weight of its group.
 
@@ -26,6 +40,10 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     GEMMs. A node with both would compute both whenever a backward needs one of them: twice in a
     pipeline that splits the backward (parallelisms/pp.py).
     """
+    if isinstance(weight, AdaptedWeight):
+        narrow = weight.scale * grouped_product(rows, weight.a, counts)  # [M, rank]
+        of_adapter = grouped_product(narrow, weight.b, counts)
+        return grouped_product(rows, weight.weight, counts) + of_adapter
     product = _grouped_product(rows, weight.detach(), counts)
     return _Joined.apply(product, _OfWeight.apply(weight, rows.detach(), counts))
 
@@ -55,6 +73,28 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad
+
+
+def add_bias_of_group(rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    """rows [M, F], group after group, each plus the bias of its group, bias [X, F]; counts as above
+    -> [M, F]. No host-device sync."""
+    return _AddBias.apply(rows, bias, counts)
+
+
+class _AddBias(torch.autograd.Function):
+    """The gradient of a bias is a sum over its rows. It is computed as a grouped GEMM with ones,
+    whose result does not depend on the order of threads, as that of atomic additions would."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return rows + bias.repeat_interleave(counts, 0, output_size=rows.shape[0])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (counts,) = ctx.saved_tensors
+        ones = grad.new_ones(grad.shape[0], ONES)
+        return grad, grouped_product_backward_weight(grad, ones, counts)[..., 0], None
 
 
 @torch.library.custom_op("plumbline::grouped_product", mutates_args=())

@@ -30,6 +30,7 @@ from checkpoint.manager import CheckpointManager
 from configs.schema import Checkpoint, Parallelism, Run
 from parallelisms.mesh import close_mesh, open_mesh
 from tools.bench import harness
+from training.optimizers import materialise
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -77,7 +78,7 @@ def main() -> None:
         nn.Linear(width, rows, bias=False, device=mesh.device) for _ in range(layers)
     )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    state.materialise(optimizer)
+    materialise(optimizer)
     live = state.tensors(model, optimizer)
     for t in live.values():
         t.detach().copy_(torch.rand(t.shape))

@@ -29,6 +29,7 @@ MODEL = (
     "--training.local_batch_size=8 "
     "--optimizer.lr=2e-3 --lr_schedule.warmup_steps=20"
 ).split()
+PLAIN = ["--training.param_dtype=float32"]
 FAST = ["--training.param_dtype=bfloat16", "--compile.enabled=true"]
 WINDOW = 25
 
@@ -57,18 +58,18 @@ def windows(losses: list[float]) -> list[float]:
     return [statistics.fmean(losses[a : a + WINDOW]) for a in range(0, len(losses), WINDOW)]
 
 
+def curves(options: list[str], steps: int, seeds: int, text: np.ndarray) -> list[list[float]]:
+    """For each seed the mean loss of each window of steps."""
+    return [windows(curve(options, seed, steps, text)) for seed in range(seeds)]
+
+
 def compared(
-    fast: list[str], steps: int, seeds: int, text: np.ndarray
+    plain: list[list[float]], other: list[list[float]]
 ) -> list[tuple[float, float, float]]:
-    """For each window of steps: plain loss and fast - plain, means over the seeds, and the
+    """For each window of steps: plain loss and other - plain, means over the seeds, and the
     deviation of the plain loss over them."""
-    float32 = ["--training.param_dtype=float32"]
-    plain = [windows(curve(float32, seed, steps, text)) for seed in range(seeds)]
-    other = [windows(curve(fast, seed, steps, text)) for seed in range(seeds)]
-    plain_by_window = zip(*plain, strict=True)
-    other_by_window = zip(*other, strict=True)
     rows = []
-    for slow, quick in zip(plain_by_window, other_by_window, strict=True):
+    for slow, quick in zip(zip(*plain, strict=True), zip(*other, strict=True), strict=True):
         mean = statistics.fmean(slow)
         rows.append((mean, statistics.fmean(quick) - mean, statistics.stdev(slow)))
     return rows
@@ -83,7 +84,9 @@ def main() -> None:
     parser.add_argument("--json")
     args, overrides = parser.parse_known_args()
     torch.manual_seed(0)
-    seen = compared([*FAST, *overrides], args.steps, args.seeds, source())
+    text = source()
+    plain = curves(PLAIN, args.steps, args.seeds, text)
+    seen = compared(plain, curves([*FAST, *overrides], args.steps, args.seeds, text))
     rows = [
         [
             f"{i * WINDOW + 1} to {(i + 1) * WINDOW}",

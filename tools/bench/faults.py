@@ -38,26 +38,40 @@ TINY = (
     "--debug.sample_tokens=0 --metrics.progress=off"
 ).split()
 
-# Around train.py. FAULT is "RANK WHAT STEP STARTS": in the first so many starts of the run that
-# rank does that when that step begins: a signal to itself, a spin without end, an exception, or a
-# signal to the launcher.
+# Around train.py. FAULT is "RANK WHAT STEP STARTS", or several of these with ";" between them: in the
+# first so many starts of the run that rank does that when that step begins. WHAT: a signal to
+# itself, a loop without end, an exception, a signal to the launcher, wait:FILE, until that file is
+# there, or hold:FILE, which makes that file and waits until it is gone (relative paths: in the
+# run's folder).
 WRAPPER = """
-import os, signal, sys, train
+import os, signal, sys, time, train
 from pathlib import Path
-rank, what, step, starts = os.environ["FAULT"].split()
+faults = [fault.split() for fault in os.environ["FAULT"].split(";")]
 real_step, real_rate, at = train.train_step, train.learning_rate, []
 def learning_rate(step, *rest):
     at.append(step)
     return real_rate(step, *rest)
+def fail(what, folder):
+    while what == "hang":
+        time.sleep(0.02)
+    if what == "raise":
+        raise ValueError("a fault of the benchmark")
+    kind, _, file = what.partition(":")
+    if kind == "hold":
+        Path(folder, file).touch()
+    if kind in ("hold", "wait"):
+        while Path(folder, file).exists() == (kind == "hold"):
+            time.sleep(0.02)
+        return
+    victim = os.getppid() if what.startswith("launcher:") else os.getpid()
+    os.kill(victim, getattr(signal, what.removeprefix("launcher:")))
 def train_step(job, batch, *options):
-    now = len(list(Path(job.cfg.run.folder, "starts").iterdir())) <= int(starts)
-    if now and job.mesh.rank == int(rank) and at[-1] == int(step) - 1:
-        while what == "spin":
-            pass
-        if what == "raise":
-            raise ValueError("a fault of the benchmark")
-        victim = os.getppid() if what.startswith("launcher:") else os.getpid()
-        os.kill(victim, getattr(signal, what.removeprefix("launcher:")))
+    folder = job.cfg.run.folder
+    started = len(list(Path(folder, "starts").iterdir()))
+    for rank, what, step, starts in faults:
+        now = started <= int(starts) and at[-1] == int(step) - 1
+        if now and job.mesh.rank == int(rank):
+            fail(what, folder)
     return real_step(job, batch, *options)
 train.train_step, train.learning_rate = train_step, learning_rate
 sys.exit(train.main())
@@ -65,7 +79,7 @@ sys.exit(train.main())
 FAULTS = {  # what is written in the table: what the wrapper does
     "a rank is killed": "SIGKILL",
     "a rank raises an exception": "raise",
-    "a rank hangs": "spin",
+    "a rank hangs": "hang",
     "a rank is frozen (SIGSTOP)": "SIGSTOP",
     "the launcher is killed, and started again": "launcher:SIGKILL",
     "the launcher gets SIGTERM, and is started again": "launcher:SIGTERM",

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import train
 from configs.load import load_config
-from parallelisms import ac
+from parallelisms import blocks
 from tools.bench import harness
 from tools.plan import trace
 from tools.plan.device import Device, load_device, measure_cpu
@@ -117,23 +117,23 @@ def every_second_matmul():
         if op is torch.ops.aten.mm.default:
             number = next(counts.setdefault(ctx.is_recompute, itertools.count()))
             return (
-                ac.CheckpointPolicy.MUST_SAVE
+                blocks.CheckpointPolicy.MUST_SAVE
                 if number % 2 == 0
-                else ac.CheckpointPolicy.PREFER_RECOMPUTE
+                else blocks.CheckpointPolicy.PREFER_RECOMPUTE
             )
         return ac_policy(ctx, op, *args, **kwargs)
 
     return policy
 
 
-ac_policy = ac._policy
+ac_policy = blocks._policy
 
 
 def like_theirs(options: list[str], gpus: int, device: Device) -> Plan:
     cfg = load_config([*options, "--training.param_dtype=bfloat16"], gpus, 8)
     with (
         mock.patch.object(train, "linear_cross_entropy", whole_loss),
-        mock.patch.object(ac, "_policy", every_second_matmul()),
+        mock.patch.object(blocks, "_policy", every_second_matmul()),
     ):
         return make_plan(cfg, PlanInputs(gpus, 8, device))
 

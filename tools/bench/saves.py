@@ -27,6 +27,7 @@ from tools.bench import harness
 from tools.bench.rank_zero import RANKS_PER_HOST, Collective, Phase, everyone_is_like_rank_0
 from tools.plan.trace import pretend, tracing
 from training import init
+from training.optimizers import materialise
 
 
 def phases(cfg: Config, ranks: int, per_host: int = RANKS_PER_HOST) -> dict[str, Phase]:
@@ -48,7 +49,7 @@ def phases(cfg: Config, ranks: int, per_host: int = RANKS_PER_HOST) -> dict[str,
         tempfile.TemporaryDirectory() as folder,
     ):
         job = train.build(cfg)
-        state.materialise(job.optimizer)
+        materialise(job.optimizer)
         return _measure(job, ranks, Path(folder))
 
 

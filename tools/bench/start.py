@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BARE = """
 import torch
 from models import llama
-model = llama.build(llama.Args(**llama.FLAVORS["debug"])).to(torch.{dtype})
+model = llama.FAMILY.build(llama.Args(**llama.NUMBERS.flavors["debug"])).to(torch.{dtype})
 masters = [p.detach().float().requires_grad_() for p in model.parameters()]
 optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
 window = torch.randint(0, 4096, (8, 257))

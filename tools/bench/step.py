@@ -37,7 +37,7 @@ import train
 from configs.load import load_config
 from configs.schema import Config
 from models import FORMATS, llama
-from parallelisms import compile, dp
+from parallelisms import blocks, dp
 from parallelisms.mesh import pick_device
 from tools.bench import harness
 from training.loss import linear_cross_entropy
@@ -69,7 +69,7 @@ def loop(model, loss_of):
 
 
 def bare_float32(args, cfg, tokens, labels):
-    model = compile.apply(llama.build(args), cfg.compile)
+    model = blocks.compile_blocks(llama.FAMILY.build(args), cfg.compile)
     loss_head = partial(
         linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens
     )
@@ -78,7 +78,7 @@ def bare_float32(args, cfg, tokens, labels):
 
 
 def bare_bfloat16(args, cfg, tokens, labels):
-    model = compile.apply(llama.build(args).to(torch.bfloat16), cfg.compile)
+    model = blocks.compile_blocks(llama.FAMILY.build(args).to(torch.bfloat16), cfg.compile)
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
     positions = torch.arange(tokens.shape[1], device=tokens.device)

@@ -158,6 +158,7 @@ class Meeting(RendezvousHandler):
         """On the other nodes. A store that already has its members belongs to a start that is over,
         or that goes on without this node: wait for the next."""
         node = self.options.node_rank
+        waits = False
         while True:
             with contextlib.suppress(DistError):  # node 0 is not there yet, or not any more
                 left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
@@ -171,6 +172,9 @@ class Meeting(RendezvousHandler):
                     self.store.set(f"taken/{node}", "")
                     return members
                 deadline = time.monotonic() + self.options.join_timeout  # node 0 lives
+                if node not in members and not waits:
+                    waits = True
+                    say(f"node {node} waits: the run goes on without it until its next start")
                 with contextlib.suppress(DistStoreError):
                     self.store.wait(["end"], timedelta(seconds=1))
                     if (code := int(self.store.get("end"))) in (0, *QUIET_CODES):

@@ -135,9 +135,10 @@ def read_inputs(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Pla
     else:
         cfg = load_config(rest, flags.gpus, per_host)
     on_gpu = device.kind == "gpu"
-    if on_gpu and cfg.training.param_dtype == "float32":
+    dtype = cfg.training.param_dtype
+    if on_gpu and dtype in ("float32", "float64"):
         raise InputError(
-            'training.param_dtype = "float32": the device table has peaks for bfloat16 only; plan '
+            f'training.param_dtype = "{dtype}": the device table has peaks for bfloat16 only; plan '
             'with "bfloat16" '
             'or "auto"'
         )

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from configs.schema import ActivationCheckpoint, InputError, Model, Training
 from models import MODELS
 from models.kernels.causal_attention import causal_attention
-from parallelisms import ac
+from parallelisms import blocks
 from parallelisms.dp import param_dtype
 from tools.plan.step import Op
 from tools.plan.trace import Trace
@@ -202,7 +202,7 @@ def _operator_overheads(dtype: torch.dtype) -> tuple[float, float]:
         # any family will do: the overhead of an operator does not depend on it
         family = MODELS[Model().family]
         model = family.build(family.small(dim)).to(dtype)
-        model = ac.apply(model, ActivationCheckpoint(mode=mode))
+        model = blocks.checkpoint_blocks(model, ActivationCheckpoint(mode=mode))
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         positions = torch.arange(length)
 

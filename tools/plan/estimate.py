@@ -8,7 +8,16 @@ Nothing is fitted to a configuration. `docs/planning.md` has the formulas and ho
 from dataclasses import dataclass, field
 
 from tools.plan.device import MEMORY_EFFICIENCY, Device
-from tools.plan.step import IN_BLOCKS, Op, Step, Stretch, Where, fsdp_dimension
+from tools.plan.step import (
+    IN_BLOCKS,
+    STAGE,
+    Op,
+    Step,
+    Stretch,
+    Where,
+    fsdp_dimension,
+    ranks_of_stage,
+)
 
 # Rows of a tile of a grouped GEMM. The last tile of a group is assumed half empty.
 GROUP_TILE = 128
@@ -108,7 +117,7 @@ class Estimate:
 
 def op_seconds(op: Op, where: Where, device: Device, fused: bool) -> tuple[float, float, float]:
     """Seconds of an operator: in matmuls, in attention, and bound by memory. `Op` counts attention
-    without its causal mask, but causal kernels do half of that."""
+    without its causal mask, but causal kernels do half of that, and more inside a window."""
     traffic = op.fused if fused and where.block >= 0 else op.traffic
     bandwidth = device.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY
     matmul = op.matmul_flops / (device.peak * device.matmul_efficiency)
@@ -117,7 +126,8 @@ def op_seconds(op: Op, where: Where, device: Device, fused: bool) -> tuple[float
         matmul = max(padded, op.operands / bandwidth)
     attention_rate = device.peak * device.attention_efficiency
     row_seconds = op.attention_rows * device.attention_row_ns * 1e-9
-    attention = op.attention_flops / 2 / attention_rate + row_seconds
+    attention_flops = op.attention_flops / 2 + op.attention_unmasked
+    attention = attention_flops / attention_rate + row_seconds
     if "backward" in op.name:
         attention /= device.attention_backward
     moved = traffic / bandwidth + device.overhead_us * 1e-6
@@ -153,6 +163,7 @@ class Playback:
         self.compiled = compiled
         self.selective = selective
         self.rings = {dim: Ring.of(ranks, per_host) for dim, ranks in step.groups.items()}
+        self.rings[STAGE] = Ring.of(ranks_of_stage(step.groups), per_host)
         self.result = Estimate()
         self.now = 0.0  # seconds: the compute stream's clock
         self.bar_start = 0.0  # start of the present stretch of uninterrupted compute

@@ -15,6 +15,7 @@ from tools.plan.step import GIB, IN_BLOCKS, KINDS
 
 COLORS = {  # by kind of memory, from the bottom up: all kinds of tools/plan/step.py::KINDS
     "parameters": "#264653",
+    "frozen weights": "#7a8b99",
     "optimizer state": "#2a6f7f",
     "gradients": "#2a9d8f",
     "whole gradients": "#74c69d",

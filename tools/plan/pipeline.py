@@ -147,7 +147,8 @@ class Rank(Curve):
             blocks = stage.step.parameters.values()
             elements = sum(p.elements for p in blocks)
             local_bytes = sum(p.local_bytes for p in blocks)
-            totals[number] = Parameters(elements, local_bytes)
+            frozen = sum(p.frozen for p in blocks)
+            totals[number] = Parameters(elements, local_bytes, frozen=frozen)
         return totals
 
     def parts(self) -> Iterator[tuple[Where, Part]]:

@@ -67,6 +67,11 @@ class Plan:
         return sum(p.elements for rank in self.ranks for p in rank.parameters.values())
 
     @cached_property
+    def frozen(self) -> int:
+        """Numbers of the weights that only adapters are trained beside."""
+        return sum(p.frozen for rank in self.ranks for p in rank.parameters.values())
+
+    @cached_property
     def peak(self) -> tuple[int, Where, dict[str, int]]:
         """`Step.peak` of the step, computed once."""
         return self.step.peak()
@@ -156,11 +161,24 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights and optimizer state of the whole model, float32. Each traced rank has its shard
-        of the state."""
+        """What is trained of the whole model, and its optimizer state, float32. Each traced rank
+        has its shard of the state."""
+        return round(self.parameters * 4 * (1 + self.moments))
+
+    @property
+    def moments(self) -> float:
+        """Bytes of optimizer state for each byte of a trained weight."""
         weights = sum(p.local_bytes for rank in self.ranks for p in rank.parameters.values())
-        moments = sum(rank.before().get("optimizer state", 0) for rank in self.ranks) / weights
-        return round(self.parameters * 4 * (1 + moments))
+        return sum(rank.before().get("optimizer state", 0) for rank in self.ranks) / weights
+
+    @property
+    def saved_by_freezing(self) -> float:
+        """Bytes that training the frozen weights too would take beyond what they take now, on each
+        rank on average: float32 masters, gradients and optimizer state of their numbers."""
+        as_masters = 4 * (2 + self.moments)
+        now = DTYPES.get(self.cfg.training.param_dtype, torch.bfloat16).itemsize
+        copies = self.cfg.parallelism.data_parallel_replicate
+        return self.frozen * (as_masters - now) * copies / self.inputs.gpus
 
     @property
     def saved_by_rank(self) -> int:

@@ -5,26 +5,33 @@ reference to a block's memory is shifted with them. That is exact where neighbou
 do the same thing, which is compared event by event. Where they do not, all layers are traced.
 """
 
+import math
 from dataclasses import replace
 
+import torch
+
+import train
 from configs import check
 from configs.schema import Config
 from tools.plan.routing import BALANCED, Routing
 from tools.plan.step import IN_BLOCKS, Memory, Op, Step, Stretch, Where
 from tools.plan.trace import trace_step
+from training.optimizers import OPTIMIZERS
 
 
 def traced(
     cfg: Config, world_size: int, per_host: int, on_gpu: bool, routing: Routing = BALANCED
 ) -> Step:
     """The step of rank 0, which has the largest shards. It is put together from a few layers where
-    that is exact."""
+    that is exact. An optimizer that works matrix by matrix is traced with all layers: which of its
+    matrices a rank gets does not follow from a part of them."""
     numbers = check.architecture(cfg.model)
     layers = numbers["n_layers"]
     few, edge, period = few_layers(cfg, layers, numbers.get("n_dense_layers", 0))
     # without FSDP the two ways were never compared
     data_parallel = world_size > cfg.parallelism.tensor_parallel
-    if few < layers and data_parallel:
+    grows_with_elements = all(rule.is_one_kernel for rule in OPTIMIZERS[cfg.optimizer.kind].rules)
+    if few < layers and data_parallel and grows_with_elements:
         model = cfg.model.model_copy(update={"n_layers": few})
         shallow = trace_step(
             cfg.model_copy(update={"model": model}), world_size, per_host, on_gpu, routing=routing
@@ -39,7 +46,9 @@ def few_layers(cfg: Config, layers: int, dense: int) -> tuple[int, int, int]:
     """How many layers to trace for a model with `layers`, of which the first `dense` have no
     experts where the others do. Also the arguments of `with_layers`: the number of blocks at the
     front that are not repeated, and the period of those after them."""
-    period = cfg.activation_checkpoint.every_n if cfg.activation_checkpoint.mode == "every_n" else 1
+    period = period_of_attention(cfg, dense)
+    if cfg.activation_checkpoint.mode == "every_n":
+        period = math.lcm(period, cfg.activation_checkpoint.every_n)
     # Blocks at either end that may differ from the middle: FSDP prefetches, and the last blocks
     # may stay unsharded.
     edge = 1 + cfg.parallelism.prefetch + cfg.parallelism.keep_gathered
@@ -47,6 +56,19 @@ def few_layers(cfg: Config, layers: int, dense: int) -> tuple[int, int, int]:
     several = cfg.parallelism.expert_parallel > 1
     few = dense + 2 * edge + several + 2 * period
     return few + (layers - few) % period, dense + edge, period
+
+
+def period_of_attention(cfg: Config, first: int) -> int:
+    """After how many blocks the rules of attention repeat, from block `first` on; 1 where all are
+    the same. Sliding windows alternate with whole attention, for example."""
+    family, args = train.architecture(cfg)
+    with torch.device("meta"):
+        cores = family.build(args).cores()
+    rules = [core.rule for core in cores][first:]
+    for period in range(1, len(rules)):
+        if rules[period:] == rules[:-period]:
+            return period
+    return max(1, len(rules))
 
 
 def with_layers(step: Step, layers: int, edge: int, period: int) -> Step | None:

@@ -1,13 +1,20 @@
 """A plan as text for a person."""
 
+from collections import Counter
+
+import torch
+
 import train
 from checkpoint.state import pinned_size
 from configs.schema import SCHEDULES, Config
+from models.kernels.ruled_attention import PLAIN, why_slow
+from parallelisms.cores import follows_rule
 from parallelisms.schedules import layers_text
 from tools.plan.plan import CONTEXT_GIB, Plan
 from tools.plan.routing import BALANCED
 from tools.plan.step import GIB, KINDS
 
+STATES = ("parameters", "frozen weights", "optimizer state")  # kinds of memory between steps
 # the dimensions of which every rank has exactly one place
 MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -129,7 +136,8 @@ def heading(plan: Plan) -> list[str]:
     if microbatches > 1:
         kept = f", gradients kept {cfg.parallelism.accumulate_gradients} in between"
     return [
-        f"{model_name(cfg)}, {parameters_text(plan.parameters)} parameters, on {inputs.gpus:,} x "
+        f"{model_name(cfg)}, {parameters_text(plan.parameters + plan.frozen)} parameters, on "
+        f"{inputs.gpus:,} x "
         f"{inputs.device.name} "
         f"({hosts:,} host{'s' * (hosts > 1)} of {inputs.per_host})",
         f"mesh {mesh}; sequences {cfg.training.global_batch_size:,} x "
@@ -138,9 +146,41 @@ def heading(plan: Plan) -> list[str]:
         f"{cfg.training.local_batch_size} per data-parallel rank{kept}; checkpointing "
         f"{cfg.activation_checkpoint.mode}; "
         f"compile {'on' if cfg.compile.enabled else 'off'}",
+        *adapters(plan),
+        *attention(plan),
         *context(plan),
         *experts(plan),
     ]
+
+
+def adapters(plan: Plan) -> list[str]:
+    """What is trained where the model is frozen, and what that saves."""
+    lora = plan.cfg.lora
+    if not lora.rank:
+        return []
+    return [
+        f"adapters of rank {lora.rank} of {', '.join(lora.targets)}: "
+        f"{parameters_text(plan.parameters)} trained, {parameters_text(plan.frozen)} frozen in "
+        f"{plan.cfg.training.param_dtype}; to train all would take "
+        f"{size_text(plan.saved_by_freezing)} more on each rank"
+    ]
+
+
+def attention(plan: Plan) -> list[str]:
+    """The rules of attention (models/layers.py::AttentionCore), if they are not all plain."""
+    family, args = train.architecture(plan.cfg)
+    with torch.device("meta"):
+        cores = family.build(args).cores()
+    counts = Counter(core.rule for core in cores if follows_rule(core))
+    if set(counts) <= {PLAIN}:
+        return []
+    device = torch.device("cuda" if plan.inputs.on_gpu else "cpu")
+    parts = []
+    for rule, count in counts.items():
+        slow = "" if why_slow(device, rule) is None else " (without a kernel: slower than planned)"
+        layers = f"{count} layer{'s' * (count > 1)}"
+        parts.append(f"{layers} with {rule.describe()}{slow}")
+    return [f"attention: {'; '.join(parts)}"]
 
 
 def context(plan: Plan) -> list[str]:
@@ -164,9 +204,10 @@ def experts(plan: Plan) -> list[str]:
     if not getattr(args, "n_experts", 0):
         return []
     ep = plan.cfg.parallelism.expert_parallel
+    active_parameters = family.active_parameters or family.parameters
     lines = [
         f"MoE layers of {args.n_experts} experts, {args.experts_per_token} for each token: "
-        f"{family.active_parameters(args) / 1e9:,.2f}B active parameters"
+        f"{active_parameters(args) / 1e9:,.2f}B active parameters"
     ]
     if ep > 1:
         hosts = len({rank // plan.inputs.per_host for rank in plan.step.groups["ep"]})
@@ -287,7 +328,11 @@ def speed(plan: Plan) -> list[str]:
     _, args = train.architecture(plan.cfg)
     latent = hasattr(args, "value_dim")  # latent attention pads its values
     active = "of the active ones " if getattr(args, "n_experts", 0) else ""
-    formula = f"6N {active}+ {'6LH(W+V)T' if latent else '12LHET'}"
+    weights = "4N" if plan.cfg.lora.rank else "6N"
+    of_adapters = "+ 6n of adapters " if plan.cfg.lora.rank else ""
+    formula = f"{weights} {active}{of_adapters}+ {'6LH(W+V)T' if latent else '12LHET'}"
+    if attention(plan):
+        formula += ", of the keys that windows leave"
     fullest = ""
     if plan.inputs.routing != BALANCED and plan.cfg.parallelism.expert_parallel > 1:
         fullest = ", of the fullest rank"
@@ -382,7 +427,7 @@ def advice(plan: Plan) -> str:
             "training.local_batch_size, "
             "more tensor_parallel or context_parallel"
         )
-    states = at_peak.get("parameters", 0) + at_peak.get("optimizer state", 0)
+    states = sum(at_peak.get(kind, 0) for kind in STATES)
     if states > plan.live / 4:
         hints.append("weights and optimizer state fill it: more GPUs to shard them over")
     hints.append("--search tries them all")

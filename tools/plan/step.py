@@ -17,6 +17,7 @@ IN_BLOCKS = ("forward", "backward", "backward_input", "backward_weight")
 
 KINDS = {  # of memory, in the order in which a report lists them -> what a person reads
     "parameters": "parameters (float32 shards)",
+    "frozen weights": "frozen weights (shards)",
     "optimizer state": "optimizer state",
     "gradients": "gradients (shards)",
     "whole gradients": "gradients not yet reduced",
@@ -60,6 +61,8 @@ class Op:
     name: str
     matmul_flops: int = 0
     attention_flops: int = 0
+    # what kernels do beyond half of these, where a window leaves no triangle of a causal mask
+    attention_unmasked: int = 0
     attention_rows: int = 0  # queries of every head, times attention's matmuls
     recomputed: int = 0  # those of the FLOPs above that are recomputation or padding
     groups: int = 0  # weights of a grouped GEMM (models/kernels/grouped_product.py)
@@ -90,17 +93,31 @@ class Stretch:
 
 @dataclass
 class Parameters:
-    """Totals of one block, or (block -1) of everything outside the blocks."""
+    """Totals of one block, or (block -1) of everything outside the blocks. The first two are of
+    what is trained."""
 
     elements: int = 0
     local_bytes: int = 0
     gathered: int = 0  # elements on a rank while FSDP has the block unsharded
+    frozen: int = 0  # elements of weights that only adapters are trained beside
 
 
 def fsdp_dimension(groups: dict[str, list[int]]) -> str:
     """The name of the group that FSDP shards over. With context parallelism it is dp_shard and cp
     as one."""
     return "dp_shard_cp" if "dp_shard_cp" in groups else "dp_shard"
+
+
+STAGE = "stage"  # the ranks that have the same layers, as a dimension of collectives
+
+
+def ranks_of_stage(groups: dict[str, list[int]]) -> list[int]:
+    """The ranks of STAGE: the mesh numbers them one after another."""
+    size = 1
+    for dim in "dp_replicate", "dp_shard", "cp", "tp":
+        size *= len(groups.get(dim, [0]))
+    first = min(groups.get("dp_replicate", [0]))
+    return list(range(first, first + size))
 
 
 class Curve:

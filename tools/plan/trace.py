@@ -33,17 +33,28 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 import train
 from configs.schema import Config, InputError
+from models.kernels import grouped_product  # noqa: F401  registers the operators that are counted
 from models.kernels.cpu import causal_attention, document_attention
 from parallelisms import cp, ep, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
 from tools.plan.routing import BALANCED, Routing
-from tools.plan.step import IN_BLOCKS, Memory, Op, Parameters, Step, Stretch, Where, fuse
+from tools.plan.step import (
+    IN_BLOCKS,
+    STAGE,
+    Memory,
+    Op,
+    Parameters,
+    Step,
+    Stretch,
+    Where,
+    fuse,
+)
 from training import init
+from training.optimizers import materialise
 
 # labels in train.train_step; the loss is inside forward
 PHASES = ("forward", "loss", "backward", "clip", "optimizer")
@@ -52,6 +63,7 @@ ACTION = re.compile(r"(\w+) of stage \d+, microbatch (\d+)")
 aten = torch.ops.aten
 c10d = torch.ops.c10d
 functional = torch.ops._c10d_functional
+DEVICE_OF = torch.ops.prim.device.default  # a fake tensor is asked for its device
 
 # Operator -> kind of collective, and where its message is: the larger side, which NCCL's tests call
 # a collective's size.
@@ -59,6 +71,7 @@ COLLECTIVES = {
     c10d._allgather_base_.default: ("all-gather", lambda args, out: args[0]),
     c10d._reduce_scatter_base_.default: ("reduce-scatter", lambda args, out: args[1]),
     c10d.allreduce_.default: ("all-reduce", lambda args, out: args[0][0]),
+    c10d.alltoall_base_.default: ("all-to-all", lambda args, out: max(*args[:2], key=nbytes)),
     c10d.send.default: ("send", lambda args, out: args[0][0]),
     c10d.recv_.default: ("receive", lambda args, out: args[0][0]),
     functional.all_gather_into_tensor.default: ("all-gather", lambda args, out: out),
@@ -82,6 +95,7 @@ MATMULS = {
     aten.mm.out: 0,
     aten.bmm.default: 0,
     aten.addmm.default: 1,
+    aten.baddbmm.default: 1,
 }
 
 
@@ -109,6 +123,37 @@ def piece_matmul_flops(q: torch.Tensor, starts: torch.Tensor, key_starts: torch.
         keys = key_starts.diff().double()
         results = int((queries * (2 * keys - queries)).sum())
         return 2 * q.shape[1] * q.shape[2] * results
+
+
+def ruled_matmul_flops(
+    q: torch.Tensor,
+    starts: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
+    longest: int,
+    window: int,
+) -> tuple[int, int]:
+    """The same for q [n, H, E] of models/kernels/ruled_attention.py::attend. With a window, every
+    query counts as many keys as that has. The second number is what kernels do beyond half of the
+    first: a query sees its whole window, unless it is among the first of a sequence."""
+    n, heads, width = q.shape
+    of_one = 2 * heads * width
+    with unset_fake_temporarily():  # tables are real
+        if starts is None or key_starts is None:
+            queries = torch.full((n // longest,), longest, dtype=torch.float64)
+            keys = queries
+            window = 0 if window >= longest else window
+        else:
+            queries = starts.diff().double()
+            keys = key_starts.diff().double()
+        if not window:
+            return of_one * int((queries * (2 * keys - queries)).sum()), 0
+        before = keys - queries  # keys before a piece's first query
+        # queries that see less than a window, and the keys that they miss
+        few = (window - 1 - before).clamp(min=0).minimum(queries)
+        missing = few * (window - before) - few * (few + 1) / 2
+        counted = of_one * int((queries * window).sum())
+        done = counted - of_one * int(missing.sum())
+        return counted, done - counted // 2
 
 
 # Attention operator -> position of q among its arguments, FLOPs of one of its matmuls, matmuls that
@@ -145,7 +190,30 @@ ATTENTION = {
         4,
         1,
     ),
+    # models/kernels/ruled_attention.py: after the sinks, its tables and numbers
+    torch.ops.plumbline.ruled_attention.default: (
+        0,
+        lambda q, k, v, sinks, *rest: of_rule(q, *rest)[0],
+        2,
+        0,
+    ),
+    torch.ops.plumbline.ruled_attention_backward.default: (
+        1,
+        lambda grad, q, k, v, out, lse, sinks, *rest: of_rule(q, *rest)[0],
+        4,
+        1,
+    ),
 }
+# Operator -> position of the sinks.
+RULED = {
+    torch.ops.plumbline.ruled_attention.default: 3,
+    torch.ops.plumbline.ruled_attention_backward.default: 6,
+}
+
+
+def of_rule(q: torch.Tensor, *rest) -> tuple[int, int]:
+    starts, key_starts, longest, _, window, *_ = rest
+    return ruled_matmul_flops(q, starts, key_starts, longest, window)
 
 
 # Grouped GEMMs (models/kernels/grouped_product.py). The arguments of each are the rows and the
@@ -159,7 +227,19 @@ GROUPED = {
 
 
 def tensors_in(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
+    """The tensors among an operator's arguments or results. PyTorch's pytree finds the same, but took
+    a tenth of the time of a plan."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    found = []
+    for part in tree:
+        if part is not None:
+            found += tensors_in(part)
+    return found
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -264,7 +344,18 @@ class Trace(TorchDispatchMode):
             self.memory[self.number(local(tensor))].kind = kind
 
     # Operators.
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch's wrapper, which turns the compiler off in a mode, costs time at every operator.
+        What is traced is never compiled."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
+            # More than half of all calls, and they neither compute nor allocate. A kernel that is
+            # being run is told another device.
+            asked = args[0]
+            return func(asked) if asked.fake_mode.in_kernel_invocation else asked.fake_device
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
             return NotImplemented  # their own dispatch brings it back with plain tensors
         kwargs = kwargs or {}
@@ -352,6 +443,8 @@ class Trace(TorchDispatchMode):
                 op.dimension = "cp"
         # the all-reduce of the loss blocks
         op.background = func.namespace == "c10d" and in_blocks and op.message > 8
+        if kind == "all-to-all" and self.where.phase == "optimizer":
+            op.dimension = STAGE  # parallelisms/whole_matrices.py
         shape = message(args, out).shape
         if len(shape) > 1 and shape[0] == self.moe_layers and self.outside_blocks():
             op.bytes_per_moe_layer = op.message // self.moe_layers
@@ -375,6 +468,9 @@ class Trace(TorchDispatchMode):
             op.attention_flops = (needed + recomputed) * one
             op.recomputed = recomputed * one + padding
             op.attention_rows = (needed + recomputed) * math.prod(args[q].shape[:-1])
+            if func in RULED:
+                _, unmasked = of_rule(args[q], *args[RULED[func] + 1 :])
+                op.attention_unmasked = (needed + recomputed) * unmasked
         elif func in MATMULS and has_no_vector(*args[MATMULS[func] :][:2]):
             left, right = args[MATMULS[func] :][:2]
             op.matmul_flops = 2 * math.prod(left.shape) * right.shape[-1]
@@ -415,12 +511,17 @@ class Trace(TorchDispatchMode):
         name = func._schema.name
         if name == "fsdp::all_gather_copy_in":
             self.tag(args[1], "collective buffers")
-            self.tag(args[0], "collective buffers")
+            # Weights that are kept in forward's type are gathered from where they lie.
+            self.tag([t for t in args[0] if not self.is_state(t)], "collective buffers")
         elif name == "fsdp::split_with_sizes_copy":
             self.tag(kwargs["out"], "working weights")
         elif name == "fsdp::chunk_cat":
             self.tag(args[0], "whole gradients")
             self.tag(kwargs["out"], "collective buffers")
+
+    def is_state(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lives between steps."""
+        return self.memory[self.number(local(tensor))].born.phase == "build"
 
     def dimension(self, group_name: str) -> str:
         if group_name not in self.dimensions:
@@ -553,7 +654,9 @@ class Trace(TorchDispatchMode):
         stages = pp.stages_of(job.model)
         kinds = []
         for stage in stages:
-            kinds += [(name, p, "parameters") for name, p in stage.named_parameters()]
+            for name, p in stage.named_parameters():
+                is_frozen = job.cfg.lora.rank and not p.requires_grad
+                kinds.append((name, p, "frozen weights" if is_frozen else "parameters"))
         names = {id(p): name for name, p, _ in kinds}
         for p, state in job.optimizer.state.items():
             kinds += [(names[id(p)], t, "optimizer state") for t in state.values()]
@@ -593,11 +696,15 @@ class Trace(TorchDispatchMode):
             memory.kind = memory.kind or kind_by_life(memory)
         parameters: dict[int, Parameters] = {}
         for name, p in job.model.named_parameters():
-            if not p.requires_grad:  # a router's bias, which no optimizer moves
-                continue
             block = parameters.setdefault(self.block_of(name, job), Parameters())
+            if p.requires_grad or job.cfg.lora.rank:
+                block.gathered += p.numel() // shared_for_good(p)
+            if not p.requires_grad:
+                # else it is a router's bias, which no optimizer moves
+                if job.cfg.lora.rank:
+                    block.frozen += p.numel()
+                continue
             block.elements += p.numel()
-            block.gathered += p.numel() // shared_for_good(p)
             block.local_bytes += nbytes(local(p))
         groups = {}
         for dim, group in groups_of(job.mesh).items():
@@ -765,10 +872,7 @@ def prepare(job: train.Job) -> None:
         else:
             for hook in stage._forward_pre_hooks.values():
                 hook(stage, ())
-    for p in job.model.parameters():
-        p.grad = torch.zeros_like(p) if p.requires_grad else None
-    job.optimizer.step()
-    job.optimizer.zero_grad(set_to_none=True)
+    materialise(job.optimizer)
 
 
 def trace_step(

@@ -35,9 +35,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import train
 from configs.schema import InputError, redact
 from parallelisms import mesh as meshes
+from reliability.exit import DONE, FAILED, WRONG_INPUT
+from reliability.stop import STOP_SIGNALS
 from tools.plan.device import Device, load_device
 from tools.preflight import host, job, machine, network
 from tools.preflight.answers import Desk, Stopped, Worker, judge_trouble
@@ -144,8 +145,8 @@ class Page:
     @property
     def code(self) -> int:
         if self.wrong_input:
-            return train.WRONG_INPUT
-        return train.FAILED if any(row.result == "FAIL" for row in self.rows) else train.DONE
+            return WRONG_INPUT
+        return FAILED if any(row.result == "FAIL" for row in self.rows) else DONE
 
     def close(self, json_path: str) -> None:
         counts = Counter(row.result for row in self.rows)
@@ -173,7 +174,7 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
     """Every check in its turn, on this rank; `page` on rank 0. Returns the exit code."""
     worker = Worker()
     blocked: dict[str, str] = {}  # check -> the failed check that it depends on
-    code = train.FAILED
+    code = FAILED
     for name in names:
         check = CHECKS[name]
         limit = probe.limit(name)
@@ -209,7 +210,7 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
                 file=sys.stderr,
             )
         if stopped or verdict is None:
-            return train.FAILED
+            return FAILED
         probe.id = verdict["id"]
         code = verdict["code"]
         if verdict["blocks"]:
@@ -278,7 +279,7 @@ def run(options: argparse.Namespace, argv: list[str], store: dist.Store | None =
         page = Page(
             f"preflight of {' '.join(argv) or 'configs/llama_debug.toml'}, world size {world.size}"
         )
-    for number in train.STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, _stop)
     log.leave_out_harmless()
     desk = Desk(store or launcher_store(world, probe.limit("ranks")), world.rank, world.size)
@@ -287,14 +288,14 @@ def run(options: argparse.Namespace, argv: list[str], store: dist.Store | None =
         if page:
             page.close(options.json)
     except Stopped:  # between two checks
-        code = train.FAILED
+        code = FAILED
     finally:
         clean(probe)
     return code
 
 
 def _stop(number: int, frame: object) -> None:
-    for other in train.STOP_SIGNALS:
+    for other in STOP_SIGNALS:
         signal.signal(other, signal.SIG_IGN)  # told once is enough: there is an answer to give
     raise Stopped(signal.Signals(number).name)
 
@@ -361,12 +362,12 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         if meshes.world().local_rank == 0:
             print(error, file=sys.stderr)
-        return train.WRONG_INPUT
+        return WRONG_INPUT
     except dist.DistError as error:
         who = spans([meshes.world().rank])
         why = str(error).splitlines()[0]
         print(f"preflight: {who}: the launcher's store is out of reach: {why}", file=sys.stderr)
-        return train.FAILED
+        return FAILED
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from tools.plan.device import MEMORY_EFFICIENCY
 from tools.preflight.probe import SLOW, Probe, ProbeRow, differences, in_seconds, least
 from training.metrics import in_bytes, peak_flops
 from training.optim import build_optimizer
+from training.optimizers import materialise
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # that may be taken of a GPU before we start: contexts of the driver, not someone's process
@@ -519,8 +520,8 @@ def checkpoint_bytes(cfg: Config, args: Any) -> int:
     family = MODELS[cfg.model.family]
     with torch.device("meta"):
         model = family.build(args)
-        optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
-        state.materialise(optimizer)
+        optimizer = build_optimizer(model, family.decay, cfg.optimizer, family.matrices)
+        materialise(optimizer)
     tensors = state.tensors(model, optimizer).values()
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -14,7 +14,7 @@ import torch
 import train
 from checkpoint.lease import Lease
 from configs.schema import Config
-from data.corpora import Corpora
+from data.loader import Corpora
 from data.order import Order
 from parallelisms.mesh import World
 from tools.plan.device import Device

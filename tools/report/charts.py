@@ -46,13 +46,17 @@ PANELS = (
     Panel("memory_gib", "Memory", "GiB, peak of rank 0", "zero"),
     Panel("data_wait", "Waiting for data", "of the time", "zero", True),
     Panel("goodput", "Goodput so far", "productive share", "zero", True),
+    Panel("z_loss", "z-loss", "nats per token, with its factor", "zero"),
     Panel("expert_load", "Expert load", "busiest expert over the mean, worst layer", "zero"),
 )
 # Shown elsewhere on the page, or the inverse of a chart that is shown.
-HIDDEN = re.compile(r"seconds/.*|step_seconds|tokens_seen")
+HIDDEN = re.compile(r"seconds/.*|step_seconds|tokens_seen|evaluation/.*/truncated")
 LAYER = re.compile(r"(.+)/layer-\d+")
+ERROR = "_stderr"  # as training/scores.py ends the key of a standard error
 BY_LAYER = "/layer"  # ends the key of the metrics of all layers, put together
 
+
+EVALUATION = "evaluation/"  # begins the key of a task's score
 
 # A chart, and the points of every run (None: the run has none).
 Chosen = tuple[Panel, list[Points | None]]
@@ -60,7 +64,7 @@ Chosen = tuple[Panel, list[Points | None]]
 
 def panels_of(runs: list[LoadedRun]) -> tuple[list[Chosen], list[Chosen]]:
     """The charts of PANELS that any run has numbers for, and those of all other metrics."""
-    tables = [_fold_layers(run.metrics) for run in runs]
+    tables = [_fold_layers(_with_errors(run.metrics)) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     known = [panel for panel in PANELS if panel.key in keys]
     taken = {panel.key for panel in known}
@@ -72,9 +76,29 @@ def panels_of(runs: list[LoadedRun]) -> tuple[list[Chosen], list[Chosen]]:
 
 
 def _unknown_panel(key: str) -> Panel:
+    if key.startswith(EVALUATION):
+        task, _, score = key.removeprefix(EVALUATION).rpartition("/")
+        return Panel(key, f"Evaluation: {task}", f"{score}, ± standard error", "linear")
     name = key.removesuffix(BY_LAYER)
     title = name.replace("_", " ").capitalize()
     return Panel(key, title, "mean and range of all layers" if name != key else "")
+
+
+def _with_errors(metrics: dict[str, Points]) -> dict[str, Points]:
+    """Metrics with standard errors put to what they are of: the value stays the line, and the band
+    reaches one standard error up and down."""
+    table = dict(metrics)
+    for key, errors in metrics.items():
+        of = key.removesuffix(ERROR)
+        if of == key or of not in metrics:
+            continue
+        del table[key]
+        values = metrics[of]
+        error_at = dict(zip(errors.steps.tolist(), errors.values.tolist(), strict=True))
+        each = np.array([error_at.get(step, 0.0) for step in values.steps.tolist()])
+        bounds = [Points(values.steps, values.values + sign * each) for sign in (-1, 1)]
+        table[of] = joined(bounds)
+    return table
 
 
 def _fold_layers(metrics: dict[str, Points]) -> dict[str, Points]:

@@ -6,7 +6,7 @@ from html import escape
 import numpy as np
 
 from tools import compare_runs
-from tools.report import numbers
+from tools.report import charts, numbers
 from tools.report.run import LoadedRun, Points
 from tools.report.timeline import ENDS, how_it_ended
 
@@ -58,8 +58,22 @@ def _facts(run: LoadedRun) -> dict[str, str]:
     ):
         if key in run.metrics:
             facts[label] = summarise(run.metrics[key])
+    facts |= _scores(run)
     facts["goodput"] = numbers.percent(run.account.goodput)
     facts["starts"] = f"{len(run.starts):,}, {failed:,} failed"
+    return facts
+
+
+def _scores(run: LoadedRun) -> dict[str, str]:
+    """The last score of each task, with its standard error."""
+    facts = {}
+    for key, points in run.metrics.items():
+        task, _, score = key.removeprefix(charts.EVALUATION).rpartition("/")
+        if not key.startswith(charts.EVALUATION) or score not in ("acc", "bits_per_byte"):
+            continue
+        error = run.metrics.get(key + charts.ERROR)
+        margin = f" ± {_last(error)}" if error else ""
+        facts[f"{escape(task)}, {score}"] = _last(points) + margin
     return facts
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 
-from configs import check
+import train
 from configs.load import as_given, load_config
 from configs.schema import Config, InputError
-from models import MODELS
+from tools.overrides import with_options
 from tools.simulate import build
 from tools.simulate.job import train_here
 from tools.simulate.ranks import Outcome, Simulator
@@ -95,14 +95,6 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, rest
 
 
-def with_options(argv: list[str], options: dict[str, str]) -> list[str]:
-    """argv with these options, in the place of its own."""
-    kept = [
-        argument for argument in argv if argument.split("=")[0].removeprefix("--") not in options
-    ]
-    return kept + [f"--{option}={value}" for option, value in options.items()]
-
-
 def refuse(cfg: Config) -> None:
     """Raises InputError for what no simulated GPU can do."""
     if cfg.training.float8 != "none":
@@ -121,10 +113,8 @@ def refuse(cfg: Config) -> None:
             'training.attention = "flash3" is a package that calls CUDA itself; take "flash" or '
             '"auto"'
         )
-    family = MODELS[cfg.model.family]
-    with torch.device("meta"):
-        model = family.build(family.Args(**check.architecture(cfg.model)))
-    size = sum(p.numel() for p in model.parameters())
+    family, args = train.architecture(cfg)
+    size = family.parameters(args)
     if size > MOST_PARAMETERS:
         raise InputError(
             f"the model has {size:,} parameters, and this machine's processor would compute for "

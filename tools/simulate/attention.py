@@ -178,29 +178,52 @@ def _parts(q: Tensor, cum_q: Tensor | None, cum_k: Tensor | None) -> Iterator[tu
         yield slice(of_queries[i], of_queries[i + 1]), slice(of_keys[i], of_keys[i + 1])
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, left: int, right: int) -> Tensor:
     """q [T, H, E], k [S, K, E] -> float32 [H, T, S]. A causal mask is aligned to the last query and
-    the last key."""
+    the last key. left, right: how many keys before and after its own a query sees; -1: all."""
     keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)  # [S, H, E]
     scores = torch.einsum("the,she->hts", q.float(), keys) * scale
     if causal:
-        seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-        scores = scores.masked_fill(~seen, -torch.inf)
-    return scores
+        right = 0
+    seen = torch.ones(len(q), len(k), dtype=torch.bool)
+    if right >= 0:
+        seen = seen.tril(len(k) - len(q) + right)
+    if left >= 0:
+        seen = seen.triu(len(k) - len(q) - left)
+    return scores.masked_fill(~seen, -torch.inf)
+
+
+def _window(left: int | None, right: int | None) -> tuple[int, int]:
+    return -1 if left is None else left, -1 if right is None else right
 
 
 def packed(
-    q, k, v, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None, **_
+    q,
+    k,
+    v,
+    cum_q,
+    cum_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    return_debug_mask,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+    **_,
 ):
     """q [n, H, E] or [B, T, H, E] -> output of that shape, log-sum-exp [H, n] or [B, H, T]"""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     heads = q.shape[-2]
+    window = _window(window_size_left, window_size_right)
     out = torch.zeros_like(q)
     lse = torch.zeros((heads, len(q)) if cum_q is not None else (len(q), heads, q.shape[1]))
     for at, keys_at in _parts(q, cum_q, cum_k):
         if q[at].numel() == 0 or k[keys_at].numel() == 0:
             continue
-        scores = _scores(q[at], k[keys_at], is_causal, scale)
+        scores = _scores(q[at], k[keys_at], is_causal, scale, *window)
         total = scores.logsumexp(-1)  # [H, T]
         values = v[keys_at].float().repeat_interleave(heads // v.shape[-2], 1)
         weights = (scores - total[..., None]).exp().nan_to_num()
@@ -229,10 +252,13 @@ def packed_backward(
     unused,
     *,
     scale=None,
+    window_size_left=None,
+    window_size_right=None,
     **_,
 ):
     """The gradients of q, k, v; formulas of Dao et al., arXiv:2205.14135, appendix B.2."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    window = _window(window_size_left, window_size_right)
     groups = k.shape[-2]
     copies = q.shape[-2] // groups
     dq = torch.zeros_like(q)
@@ -243,9 +269,8 @@ def packed_backward(
             continue
         total = lse[at] if cum_q is None else lse[:, at]
         # [H, T, S]
-        weights = (
-            (_scores(q[at], k[keys_at], is_causal, scale) - total[..., None]).exp().nan_to_num()
-        )
+        scores = _scores(q[at], k[keys_at], is_causal, scale, *window)
+        weights = (scores - total[..., None]).exp().nan_to_num()
         upstream = grad[at].float()  # [T, H, E]
         keys = k[keys_at].float().repeat_interleave(copies, 1)
         values = v[keys_at].float().repeat_interleave(copies, 1)

@@ -208,9 +208,9 @@ def _become_rank(rank: int, request: Request, environment: dict[str, str]) -> No
         function, arguments = pickle.loads(request.call)
         if request.sanitize:
             torch.cuda.init()
-            from torch.cuda import _sanitizer
+            from tools.simulate import sanitizer
 
-            _sanitizer.enable_cuda_sanitizer()
+            sanitizer.enable()
         result = function(*arguments)
     except BaseException:
         code = 1

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from models.kernels.cpu.causal_attention import causal_attention_backward
+from models.kernels.precision import wide, wide_type
 
 # tokens of a document from which on matmuls take 0.3 to 1 of the kernel's time; at 64 they take 1
 # to 4 times of it
@@ -21,7 +22,7 @@ def pieces(
     """What models/kernels/document_attention.py::piece_attention says, by PyTorch's CPU kernel,
     piece by piece."""
     out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=wide_type(q.dtype))
     for one, keys in zip(slices(starts), slices(key_starts)):
         piece, lse_of_piece = _attend(*heads_first(one, q), *heads_first(keys, k, v))
         out[one] = piece[0].transpose(0, 1)
@@ -63,12 +64,12 @@ def pieces_backward(
     dk = torch.empty_like(k)
     dv = torch.empty_like(v)
     given = [grad, q, k, v, out]
-    wide = [x.float() for x in given]
+    in_wide = [wide(x) for x in given]
     for one, keys in zip(slices(starts), slices(key_starts)):
         length = one.stop - one.start
         is_whole = keys.stop - keys.start == length
         backward = _attend_backward
-        inputs = wide
+        inputs = in_wide
         if q.dtype == torch.bfloat16 and is_whole and length >= LONG:
             backward = causal_attention_backward
             inputs = given
@@ -131,7 +132,7 @@ def heads_first(one: slice, *tensors: Tensor) -> list[Tensor]:
 
 @document_attention.register_fake
 def _(q, k, v, starts):
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide_type(q.dtype))
 
 
 @document_attention_backward.register_fake

@@ -47,6 +47,7 @@ from tools.bench import harness
 from training import init
 from training.loss import IGNORE
 from training.optim import build_optimizer
+from training.optimizers import materialise
 from training.sample import sample
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -106,7 +107,7 @@ def judge(cfg: Config) -> Seen:
     init.initialise(model, family.initial_values(args), cfg.run.seed)
     seen = {"initial weights": {n: whole(p) for n, p in model.named_parameters()}}
     model.double()
-    optimizer = build_optimizer(model, family.DECAY, cfg.optimizer)
+    optimizer = build_optimizer(model, family.decay, cfg.optimizer, family.matrices)
     seen["loss and norm"] = {}
     for step, batch in enumerate(batches()):
         logits = model(batch["tokens"][0], torch.arange(TOKENS))  # [ROWS, TOKENS, VOCABULARY]
@@ -308,7 +309,7 @@ def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
     """A save holds the state of its call although training goes on meanwhile, and comes back bit by
     bit, with the state of the generators. On a GPU the copies go into pinned memory."""
     job = train.build(config(device))
-    state.materialise(job.optimizer)
+    materialise(job.optimizer)
 
     def manager() -> CheckpointManager:
         return CheckpointManager(Checkpoint(), folder, job.mesh, {"must_match": {}})

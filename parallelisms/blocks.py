@@ -1,15 +1,16 @@
-"""Activation checkpointing (Chen et al., arXiv:1604.06174): what backward recomputes instead of
-keeping.
+"""What is done to each block: activation checkpointing (Chen et al., arXiv:1604.06174), which
+recomputes in backward instead of keeping, and torch.compile, which compiles identical blocks once.
 
-A block's `forward` is replaced by a checkpointed version of it. Unlike a wrapper module this
-changes no parameter's name, and hooks stay where they belong: those of FSDP (on the block) gather
-weights outside the recomputed region, those of tensor parallelism (on the modules inside) move
-activations inside it.
+A block's `forward` is replaced by a checkpointed or compiled version of it. Unlike a wrapper module
+this changes no parameter's name, and hooks stay where they belong: those of FSDP (on the block)
+gather weights outside the recomputed region and the graph, those of tensor parallelism (on the
+modules inside) move activations inside it.
 """
 
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from configs.schema import ActivationCheckpoint
+from configs.schema import ActivationCheckpoint, Compile
 
 # Mode "selective" keeps the results of these operators and recomputes everything else (norms,
 # rotary positions, SiLU, casts), which is large to keep and cheap to redo. These are the operators
@@ -38,6 +39,7 @@ KEEP = {
     "torch_attn._varlen_attn.default",  # document masking on CUDA
     # the same on a CPU (models/kernels/cpu/document_attention.py)
     "plumbline.document_attention.default",
+    "plumbline.ruled_attention.default",  # attention with a window, sinks, a cap or a scale
     # context parallelism: what it gathers is not gathered again
     "plumbline.gathered_attention.default",
     "_c10d_functional.all_to_all_single.default",
@@ -51,7 +53,7 @@ def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if str(op) in KEEP else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply(model: nn.Module, cfg: ActivationCheckpoint) -> nn.Module:
+def checkpoint_blocks(model: nn.Module, cfg: ActivationCheckpoint) -> nn.Module:
     """Checkpoint the blocks of `model.layers`, in place. Nothing in the model draws random numbers,
     so no RNG is saved."""
     if cfg.mode == "none":
@@ -64,4 +66,15 @@ def apply(model: nn.Module, cfg: ActivationCheckpoint) -> nn.Module:
     for number, block in blocks.items():
         if int(number) % every == 0:
             block.forward = partial(checkpoint, block.forward, **options)
+    return model
+
+
+def compile_blocks(model: nn.Module, cfg: Compile) -> nn.Module:
+    """Compile the blocks of `model.layers`, in place. With fullgraph a graph break is an error, not a
+    slow run."""
+    if not cfg.enabled:
+        return model
+    blocks: Any = model.layers
+    for block in blocks.values():
+        block.forward = torch.compile(block.forward, backend=cfg.backend, fullgraph=True)
     return model

@@ -1,0 +1,75 @@
+"""A line as tokens of which only answers are trained on: an `Example`, made by a `Format`.
+
+Completions are here, conversations in data/chat.py. data/formats.py says which one a run reads.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from data.tokenizer import Tokenizer
+
+
+class Unfit(ValueError):
+    """A record that cannot be trained on. The message goes on after "FILE, line N "."""
+
+
+class Example(NamedTuple):
+    """A record as tokens."""
+
+    text: str  # what decides whether it is held out: the record without what is not read
+    bytes: int  # of the text that became tokens
+    ids: np.ndarray  # [n], of the tokenizer's dtype
+    answers: np.ndarray  # bool [n]: the tokens of answers
+
+
+class Format(Protocol):
+    """How the record of a line becomes tokens."""
+
+    def encode(self, record: dict) -> Example: ...  # raises Unfit
+
+
+class Completions:
+    """`prompt` and `completion`. Both are tokenised by themselves, so the prompt has the tokens that
+    it has when the model is asked."""
+
+    def __init__(self, tok: Tokenizer, add_bos: bool, add_eos: bool) -> None:
+        self.tok = tok
+        self.begin = [tok.bos_id] if add_bos else []
+        self.end = [tok.eot_id] if add_eos else []
+
+    def encode(self, record: dict) -> Example:
+        prompt, completion = record.get("prompt"), record.get("completion")
+        if not isinstance(prompt, str) or not isinstance(completion, str):
+            raise Unfit('has no text under "prompt" and "completion"')
+        if not completion.strip():
+            raise Unfit("has an empty completion")
+        if not prompt:
+            raise Unfit('has an empty prompt: data.format = "text" is for text without one')
+        question = [*self.begin, *self.tok.encode(prompt).tolist()]
+        answer = [*self.tok.encode(completion).tolist(), *self.end]
+        ids = np.array(question + answer, self.tok.dtype)
+        plain = json.dumps([prompt, completion], ensure_ascii=False)
+        size = len((prompt + completion).encode())
+        return Example(plain, size, ids, np.arange(len(ids)) >= len(question))
+
+
+def example(form: Format, line: str) -> Example | str:
+    """A line as tokens, or why it cannot be used, as in data/sources.py::Document."""
+    try:
+        record = json.loads(line)
+        if not isinstance(record, dict):
+            return "is not a JSON object"
+        made = form.encode(record)
+    except Unfit as error:
+        return str(error)
+    except (ValueError, RecursionError) as error:
+        # not JSON, or half a character (a lone surrogate), which is no text
+        return f"is not JSON of text ({error!r:.200})"
+    # the first token of a document is nobody's label
+    if not made.answers[1:].any():
+        return "has an answer without a token to learn"
+    return made

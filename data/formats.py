@@ -1,0 +1,79 @@
+"""What `data.format` says about the lines of a source: text, conversations, or prompts with their
+completions. Of the last two, only answers are trained on (data/answers.py).
+
+A format is described as JSON and written into the prepared folder (`format.json`), so that the
+folder explains itself and every process that makes a part does the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from configs.schema import Data, InputError
+from data import sources
+from data.answers import Completions, Format
+from data.tokenizer import Tokenizer
+
+FILE = "format.json"
+
+
+def describe(cfg: Data, tok: Tokenizer) -> dict:
+    """All that decides how `cfg` turns lines into tokens, beside the tokenizer, as JSON; {} for
+    text. Raises InputError if a conversation cannot be rendered at all."""
+    if cfg.format == "text":
+        return {}
+    if cfg.format == "completion":
+        return {"format": cfg.format, "add_bos": cfg.add_bos, "add_eos": cfg.add_eos}
+    if cfg.add_bos or not cfg.add_eos:
+        raise InputError(
+            'data.add_bos and data.add_eos have no effect with data.format = "chat": its template '
+            "says how a conversation begins and ends. Remove them"
+        )
+    from data import chat  # jinja2 is imported for conversations alone
+
+    template = chat.find_template(cfg, tok)
+    chat.Chat(tok, template)  # raises InputError for what is no template
+    return {"format": cfg.format} | template._asdict()
+
+
+def build(described: dict, tok: Tokenizer) -> Format | None:
+    """The format that `describe` has described; None for text."""
+    if not described:
+        return None
+    if described["format"] == "completion":
+        return Completions(tok, described["add_bos"], described["add_eos"])
+    from data import chat
+
+    fields = [described[name] for name in chat.Template._fields]
+    return chat.Chat(tok, chat.Template(*fields))
+
+
+def load(folder: str) -> dict:
+    """The description that lies in a folder; {} for text."""
+    try:
+        with open(os.path.join(folder, FILE), encoding="ascii") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return {}
+
+
+def find(cfg: Data) -> list[sources.File]:
+    """The files of `cfg.source`, as data/sources.py::find returns them. Raises InputError if one of
+    them is not JSON lines, where the format needs these."""
+    if cfg.format == "text":
+        return sources.find(cfg.source)
+    if cfg.tokenizer == "bpe":
+        raise InputError(
+            f'data.format = "{cfg.format}" needs a tokenizer that is there already, since a BPE '
+            "would be trained on the lines of this source: give data.tokenizer the path of one, "
+            'such as the tokenizer.json of the run that is continued, or "bytes"'
+        )
+    lines = f'data.format = "{cfg.format}" reads JSON lines (.jsonl)'
+    if cfg.source.startswith(sources.HUGGING_FACE):
+        raise InputError(f"data.source: {lines}, not {cfg.source}: export the dataset to them")
+    files = sources.find(cfg.source)
+    others = [file.path for file in files if not sources.has_lines(file)]
+    if others:
+        raise InputError(f"data.source: {lines}, not {others[0]}: name the files that are")
+    return files

@@ -1,0 +1,113 @@
+"""Shows a row of a step as training saw it, with the labels that count in colour.
+
+`python -m data.audit RUN --show STEP[:ROW]`. The row is read by what training reads it with
+(data/loader.py::Batches), so what is shown is what the loss was computed of. A token that counts as
+a label is green, on a terminal, or in double brackets; all others are context.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from configs.schema import InputError
+from data.documents import DocumentIndex
+from data.loader import IGNORE, Batches
+from data.order import Order
+from data.packing import extents
+from data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from data.audit import Audited
+
+GREEN, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
+BRACKETS = ("[[", "]]")
+
+
+def colours(when: str) -> bool:
+    """Whether to write in colour. when: auto, always or never."""
+    if when == "auto":
+        return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return when == "always"
+
+
+def row(run: Audited, step: int, number: int) -> dict:
+    """A row of a step (counted from 1) of a run: step, row, source, window; tokens (int64 [n]);
+    counts (bool [n]): which of them count as labels; names: by position, of the documents that begin
+    there (what goes on from before the window begins at 0); padding: positions that have none.
+    Raises InputError if there is no such row, or if its text is not known any more."""
+    segment = run.order.segment(step - 1)
+    size = segment.global_batch_size
+    if not 0 <= number < size:
+        raise InputError(f"--show: step {step} has rows 0 to {size - 1}")
+    splits = []
+    for source in segment.sources:
+        if source.fingerprint not in run.corpora:
+            raise InputError(f"the tokens of source {source.name} are not known any more")
+        splits.append(run.corpora[source.fingerprint].train)
+    batches = Batches(splits, Order([segment]), 1, number, size, run.mask_documents)
+    batch = batches[step - 1]
+    tokens = batch["tokens"].flatten().numpy()
+    labels = batch["labels"].flatten().numpy()
+    source, window = batch["source"].numpy(), batch["window"].numpy()
+    start, stop = extents(splits, source, window, segment.seq_len)
+    begin, end = int(start[0]), int(stop[0])
+    split = splits[int(source[0])]
+    documents = DocumentIndex(split)
+    names = {}
+    for document in documents.between(begin, end).tolist():
+        first, _ = documents.extent(document)
+        names[max(first - begin, 0)] = documents.name(document)
+    kept = end - begin
+    # the last label is no input, and the first input no label
+    last = split.read(end - 1, end).astype(np.int64)
+    return {
+        "step": step,
+        "row": number,
+        "source": segment.sources[int(source[0])].name,
+        "window": int(window[0]),
+        "tokens": np.append(tokens, last)[:kept] if kept > len(tokens) else tokens[:kept],
+        "counts": np.concatenate(([False], labels != IGNORE))[:kept],
+        "names": names,
+        "padding": segment.seq_len + 1 - kept,
+    }
+
+
+def as_text(shown: dict, tokenizer: Tokenizer, coloured: bool) -> str:
+    """What `row` returns, for a person."""
+    tokens, counts = shown["tokens"], shown["counts"]
+    source = f"source {shown['source']}, " if shown["source"] else ""
+    lines = [
+        f"step {shown['step']}, row {shown['row']}: {source}window {shown['window']}, "
+        f"{int(counts.sum())} of {len(tokens)} tokens count as labels"
+    ]
+    borders = set(shown["names"]) | {len(tokens)}
+    borders |= set((np.flatnonzero(np.diff(counts)) + 1).tolist())
+    places = sorted(borders)
+    text = ""
+    for first, stop in zip(places, places[1:]):
+        if first in shown["names"]:
+            lines += [text] if text else []
+            lines.append(f"--- {shown['names'][first]}")
+            text = ""
+        piece = tokenizer.decode(tokens[first:stop])
+        if coloured:
+            text += f"{GREEN if counts[first] else DIM}{piece}{PLAIN}"
+        elif counts[first]:
+            text += f"{BRACKETS[0]}{piece}{BRACKETS[1]}"
+        else:
+            text += piece
+    lines.append(text)
+    if shown["padding"]:
+        lines.append(f"--- {shown['padding']} positions of padding")
+    return "\n".join(lines)
+
+
+def as_json(shown: dict) -> str:
+    """What `row` returns, as one line of JSON."""
+    lists = {key: shown[key].tolist() for key in ("tokens", "counts")}
+    return json.dumps(shown | lists)

@@ -1,0 +1,91 @@
+"""Published sizes of gpt-oss, and a small one of ours. No torch: `configs/` imports this
+file."""
+
+from typing import Any
+
+from models.options import OPTIONS as DENSE_OPTIONS
+from models.options import (
+    OPTIONS_OF_EXPERTS,
+    OPTIONS_OF_WINDOWS,
+    RULES_OF_EXPERTS,
+    Numbers,
+    dense_toy,
+)
+from models.options import RULES as DENSE_RULES
+
+# Sources: arXiv:2508.10925, section 2 (layers, experts, window, YaRN), and the config.json of
+# openai/gpt-oss-20b and openai/gpt-oss-120b on the Hugging Face hub. Nothing is published on how
+# their experts were balanced. transformers adds its balance loss only where config.json says
+# output_router_logits; both files say false, so the factor is 0 here. `debug` is ours, sized for
+# two CPU cores: its 4 key/value heads allow tensor parallelism up to 4, and its window is shorter
+# than the sequences of its preset.
+YARN = {
+    "factor": 32.0,
+    "original_max_seq_len": 4096.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+_PUBLISHED = {
+    "dim": 2880,
+    "n_heads": 64,
+    "n_kv_heads": 8,
+    "head_dim": 64,
+    "window": 128,
+    "experts_per_token": 4,
+    "expert_dim": 2880,
+    "balance_loss": 0.0,
+    "vocab_size": 201088,
+    "rope_theta": 150000.0,
+    "rope_scaling": YARN,
+    "norm_eps": 1e-5,
+    "max_seq_len": 131072,
+    "tied_embeddings": False,
+}
+FLAVORS: dict[str, dict] = {
+    "debug": {
+        "dim": 192,
+        "n_layers": 6,
+        "n_heads": 8,
+        "n_kv_heads": 4,
+        "head_dim": 32,
+        "window": 64,
+        "n_experts": 16,
+        "experts_per_token": 4,
+        "expert_dim": 96,
+        "balance_loss": 0.0,
+        "vocab_size": 4096,
+        "rope_theta": 10000.0,
+        "rope_scaling": YARN | {"factor": 8.0, "original_max_seq_len": 1024.0},
+        "norm_eps": 1e-5,
+        "max_seq_len": 8192,
+        "tied_embeddings": False,
+    },
+    "20B": _PUBLISHED | {"n_layers": 24, "n_experts": 32},
+    "120B": _PUBLISHED | {"n_layers": 36, "n_experts": 128},
+}
+
+OPTIONS = (
+    {key: row for key, row in DENSE_OPTIONS.items() if key != "hidden_dim"}
+    | OPTIONS_OF_EXPERTS
+    | OPTIONS_OF_WINDOWS
+)
+RULES = (
+    DENSE_RULES
+    | RULES_OF_EXPERTS
+    | {
+        "gpt_oss_experts": (
+            lambda c: c.model.n_experts == 0,
+            "{model.n_experts}, but every layer is a mixture of experts: set n_experts to 1 or more",
+        )
+    }
+)
+
+
+def toy(flavor: dict[str, Any], dim: int) -> dict[str, Any]:
+    numbers = dense_toy(flavor, dim)
+    del numbers["hidden_dim"]
+    return numbers
+
+
+NUMBERS = Numbers(flavors=FLAVORS, options=OPTIONS, rules=RULES, hidden_units="", toy=toy)

@@ -1,0 +1,108 @@
+"""Tensors of theirs that are not tensors of ours: several parameters in one, transposed, or in
+MXFP4. `models/family.py::TensorLayout` says what a layout has; `checkpoint/hf.py` reads and writes by it.
+
+Shapes:  X experts   R = n rows of theirs   C columns   G = C / 32 groups of columns
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ReadSlice = Callable[[str, tuple[slice, ...]], Tensor]  # (name of theirs, box) -> this box of it
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """One of n parameters of ours that take turns in the last dimension of one tensor of theirs.
+    That tensor has the last two dimensions the other way round, if `transposed`.
+
+    Of three tensors [X, R, C], transposed, theirs is [X, C, 3 R]; the second of ours has its columns
+    1, 4, 7, ... A slice of ours is read with its neighbours.
+    """
+
+    name: str  # of their tensor
+    transposed: bool = False
+    turn: int = 0
+    n: int = 1
+
+    types = ("F32", "BF16", "F16")
+
+    def files(self, shape: Sequence[int]) -> dict[str, list[int]]:
+        """Their tensors and the shapes of these. shape: that of ours."""
+        *others, last = _exchanged(shape) if self.transposed else shape
+        return {self.name: [*others, last * self.n]}
+
+    def read(self, box: tuple[slice, ...], read_slice: ReadSlice) -> Tensor:
+        """This box of ours."""
+        *others, last = _exchanged(box) if self.transposed else box
+        neighbours = slice(last.start * self.n, last.stop * self.n)
+        part = read_slice(self.name, (*others, neighbours))[..., self.turn :: self.n]
+        return (part.mT if self.transposed else part).contiguous()
+
+    def join(self, parameters: list[Tensor]) -> Tensor:
+        """Their tensor, from all n parameters of ours in order."""
+        parts = [x.mT if self.transposed else x for x in parameters]
+        return torch.stack(parts, -1).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """One of n parameters of ours [X, R, C] that take turns in the rows of a tensor in MXFP4, which
+    is two: blocks uint8 [X, n R, G, 16], scales uint8 [X, n R, G]. It can be read only."""
+
+    name: str  # of their tensor, which has _blocks and _scales behind it
+    turn: int = 0
+    n: int = 1
+
+    types = ("U8",)
+
+    def files(self, shape: Sequence[int]) -> dict[str, list[int]]:
+        experts, rows, columns = shape
+        groups = math.ceil(columns / GROUP)
+        scales = [experts, rows * self.n, groups]
+        return {f"{self.name}_blocks": [*scales, GROUP // 2], f"{self.name}_scales": scales}
+
+    def read(self, box: tuple[slice, ...], read_slice: ReadSlice) -> Tensor:
+        """This box of ours, float32. Expert by expert, for dequantising takes memory."""
+        experts, rows, columns = box
+        neighbours = slice(rows.start * self.n, rows.stop * self.n)
+        groups = slice(columns.start // GROUP, math.ceil(columns.stop / GROUP))
+        blocks = read_slice(f"{self.name}_blocks", (experts, neighbours, groups, slice(0, 16)))
+        scales = read_slice(f"{self.name}_scales", (experts, neighbours, groups))
+        first = columns.start - groups.start * GROUP
+        within = slice(first, first + columns.stop - columns.start)
+        sizes = [part.stop - part.start for part in box]
+        values = torch.empty(sizes)
+        for i in range(sizes[0]):
+            of_rows = blocks[i, self.turn :: self.n], scales[i, self.turn :: self.n]
+            values[i] = dequantise(*of_rows)[:, within]
+        return values
+
+
+# OCP Microscaling Formats (MX) 1.0, table 5 and section 5.3.3: the positive values of E2M1 by their
+# three bits; the fourth is the sign. 32 values share a scale of E8M0, a power of 2 (section 5.4.1).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+GROUP = 32
+BIAS = 127  # of the exponent
+NAN = 255  # the only scale that is no number
+
+
+def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks uint8 [..., G, 16], two values in each byte, the first in its lower half; scales uint8
+    [..., G] -> float32 [..., G * 32]. The values are exact, in bfloat16 too."""
+    negative = tuple(-value for value in E2M1)
+    table = torch.tensor(E2M1 + negative, device=blocks.device)
+    pairs = torch.stack((blocks & 15, blocks >> 4), -1)  # [..., G, 16, 2]
+    values = table[pairs.flatten(-2).int()]  # [..., G, 32]
+    # in float64, where 2^-127 is no subnormal number
+    factors = torch.exp2(scales.double() - BIAS).float()
+    factors = factors.masked_fill(scales == NAN, math.nan)
+    return (values * factors[..., None]).flatten(-2)
+
+
+def _exchanged(dimensions: Sequence) -> tuple:
+    *others, rows, columns = dimensions
+    return *others, columns, rows

@@ -1,0 +1,117 @@
+"""Hugging Face's files of OLMo 2 and OLMo 3: Olmo2ForCausalLM and Olmo3ForCausalLM."""
+
+from typing import Any
+
+from models.family import Formats
+from models.formats import dense
+from models.olmo2 import Args, has_window
+from models.yarn import mscale
+
+HF_NAMES = dense.HF_NAMES | {
+    "layers.*.attention_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_feedforward_layernorm.weight",
+    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+}
+
+# By default, transformers would never update row 1 of the embedding, the padding of OLMo 1.
+NO_PADDING = {"pad_token_id": None}
+
+# Key of a rope_scaling -> the default of transformers. The length of queries and keys follows from
+# the factor.
+YARN = {"factor": None, "beta_fast": 32.0, "beta_slow": 1.0}
+IGNORED_BY_YARN = {"rope_type", "type", "rope_theta", "truncate"}
+
+
+def hf_names(args: Args) -> dict[str, str]:
+    return dense.hf_names(args, HF_NAMES)
+
+
+def hf_config(args: Args) -> dict[str, Any]:
+    scaling = None
+    if args.rope_scaling:
+        scaling = {"rope_type": "yarn"} | args.rope_scaling
+        scaling["original_max_position_embeddings"] = int(scaling.pop("original_max_seq_len"))
+    fields = dense.hf_fields(args, scaling) | NO_PADDING
+    if not args.window:
+        return {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"} | fields
+    unscaled = {"rope_type": "default", "rope_theta": args.rope_theta}
+    rope = {"full_attention": fields["rope_parameters"], "sliding_attention": unscaled}
+    windows = {
+        "sliding_window": args.window,
+        "layer_types": layer_types(args),
+        "rope_parameters": rope,
+    }
+    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"} | fields | windows
+
+
+def layer_types(args: Args) -> list[str]:
+    """Of every layer, in transformers' words."""
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    return [kinds[has_window(args, number)] for number in range(args.n_layers)]
+
+
+def args_from_hf(config: dict[str, Any]) -> Args:
+    """What config.json does not say has the default of Olmo2Config or Olmo3Config."""
+    is_olmo3 = config.get("model_type") == "olmo3"
+    theta = 500000.0 if is_olmo3 else 10000.0
+    rope = rope_of_olmo3(config, theta) if is_olmo3 else dense.hf_rope(config, theta)
+    known = config | {"rope_scaling": {"rope_theta": rope["rope_theta"]}}
+    known["rms_norm_eps"] = config.get("rms_norm_eps") or 1e-5
+    numbers = dense.numbers_from_hf(known, head_dim=None, kv_heads=0, context=2048)
+    window = dense.whole_number(config, "sliding_window", 4096) if is_olmo3 else 0
+    args = Args(**numbers, window=window, rope_scaling=scaling_from_hf(rope))
+    if is_olmo3 and config.get("layer_types") not in (None, layer_types(args)):
+        raise ValueError(
+            f"layer_types is {config['layer_types']}, only three layers of sliding_attention and "
+            "one of full_attention, over and over, are supported"
+        )
+    return args
+
+
+def rope_of_olmo3(config: dict[str, Any], theta: float) -> dict[str, Any]:
+    """The rotary numbers of the layers of full attention. The others have the same base, and
+    nothing is scaled in them. transformers 5 writes both, everything older one `rope_scaling`."""
+    by_kind = config.get("rope_parameters") or {}
+    if "rope_type" in by_kind:
+        raise ValueError(
+            f"rope_parameters is {by_kind}, and must say what holds in full_attention and what in "
+            "sliding_attention"
+        )
+    base = {"rope_theta": config.get("rope_theta") or theta, "rope_type": "default"}
+    sliding = base | (by_kind.get("sliding_attention") or {})
+    full = base | (by_kind.get("full_attention") or {}) | (config.get("rope_scaling") or {})
+    if sliding != base | {"rope_theta": full["rope_theta"]}:
+        raise ValueError(
+            f"rotary positions of sliding_attention are {sliding}, only those of full_attention "
+            "without scaling are supported"
+        )
+    return full
+
+
+def scaling_from_hf(rope: dict[str, Any]) -> dict[str, float] | None:
+    """`Args.rope_scaling` from the rotary numbers of a config.json."""
+    if rope["rope_type"] == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0:
+        return None
+    known = {*YARN, *IGNORED_BY_YARN, "original_max_position_embeddings", "attention_factor"}
+    if rope["rope_type"] != "yarn" or not set(rope) <= known or rope.get("truncate") is False:
+        raise ValueError(
+            f"rotary positions of type {rope['rope_type']!r} ({rope}) are not supported, only "
+            "default, and yarn with factor, original_max_position_embeddings, beta_fast, beta_slow "
+            "and attention_factor"
+        )
+    scaling = {key: dense.real_number(rope, key, default) for key, default in YARN.items()}
+    original = dense.real_number(rope, "original_max_position_embeddings")
+    length = dense.real_number(rope, "attention_factor", mscale(scaling["factor"]))
+    return scaling | {"original_max_seq_len": original, "attention_factor": length}
+
+
+FORMATS = Formats(
+    Args=Args,
+    hf_types=("olmo2", "olmo3"),
+    hf_fixed=dense.HF_FIXED,
+    hf_config=hf_config,
+    args_from_hf=args_from_hf,
+    hf_names=hf_names,
+    hf_ignored=dense.hf_ignored,
+)

@@ -1,0 +1,71 @@
+"""Auxiliary terms: numbers that the forwards of a step report beside the loss, by name.
+
+A block reports by returning `h, {"name": Term(value, weight)}` in place of h. A term with a weight
+is also trained on. Examples: the balance loss of a mixture of experts (models/moe.py), the z-loss
+(training/loss.py).
+
+`AuxiliaryTerms` is called outside of blocks alone, by the decoder and by the loss. So what is
+compiled has no side effect, and a forward that activation checkpointing recomputes reports nothing.
+"""
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Term(NamedTuple):
+    """What a block reports of one microbatch."""
+
+    # A scalar: the sum over the tokens that this rank has. All ranks' values are added, so ranks of
+    # tensor parallelism that see the same tokens report parts of their sum.
+    value: Tensor
+    weight: float = 0.0  # factor in the loss, which is a mean over tokens; 0: only logged
+
+
+class AuxiliaryTerms:
+    """The terms of one step, summed over this rank's microbatches. Given to the forwards that train,
+    and to no other."""
+
+    def __init__(self, scale: Tensor, tokens: Tensor) -> None:
+        """scale: the gradient of a token's loss, a scalar, and so that of a term of weight 1;
+        tokens: how many labels of the global batch count. Terms are divided by them, as the loss
+        is."""
+        self.scale = scale
+        self.tokens = tokens
+        # name -> number of the layer (None: of the whole model) -> the sum
+        self.sums: dict[str, dict[int | None, Tensor]] = defaultdict(dict)
+
+    def add(self, h: Tensor, terms: dict[str, Term], layer: int | None = None) -> Tensor:
+        """Report terms of one microbatch. Returns h, whose backward also adds their gradient: so no
+        stage of a pipeline has to hand them to the next one."""
+        for name, term in terms.items():
+            self.report(name, term.value, layer)
+            if term.weight:
+                h = InjectGradient.apply(h, term.value, self.scale, term.weight)
+        return h
+
+    def report(self, name: str, value: Tensor, layer: int | None = None) -> None:
+        """Report a term without a gradient, or one whose gradient the caller adds."""
+        of_layers = self.sums[name]
+        value = value.detach()
+        of_layers[layer] = of_layers[layer] + value if layer in of_layers else value
+
+
+class InjectGradient(torch.autograd.Function):
+    """The identity of h. Backward also gives `value` the gradient scale times weight, as if weight
+    times value had been added to the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, value: Tensor, scale: Tensor, weight: float) -> Tensor:
+        ctx.save_for_backward(scale)
+        ctx.weight = weight
+        ctx.dtype = value.dtype
+        # unlike h.view_as(h), it is no view: FSDP warns of views that leave a stage of a pipeline
+        return h.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (scale,) = ctx.saved_tensors
+        return grad, (scale * ctx.weight).to(ctx.dtype), None, None

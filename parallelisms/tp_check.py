@@ -1,0 +1,368 @@
+"""Asks before a run begins whether a plan of tensor parallelism fits the model, so that a mistake is
+a sentence that names a module and its style, and not an exception from inside DTensor.
+
+`TABLE` says of each style (parallelisms/tp.py::STYLES) what a module with it takes and gives. First
+the rows are compared with the modules. Then one layer of each kind computes once on `meta`: shapes
+without memory, values or messages. What every module gets there is compared with its row.
+"""
+
+import difflib
+import fnmatch
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from configs.schema import InputError
+from parallelisms import tp
+
+# Which tokens a rank has, which features of these, and as what kind of tensor.
+WHOLE = "whole"
+SLICE = "slice"
+ALL = "all features"
+COLUMNS = "own columns"
+HEADS = "own heads"
+PLAIN = "plain"
+DTENSOR = "DTensor"
+EITHER = "any"
+# Kinds of module.
+LINEAR = "linear"
+NORM = "norm"
+EMBEDDING = "embedding"
+ROUTER = "router"
+CONTAINER = "container"
+OTHER = "other"
+WORDS = {  # in a sentence
+    WHOLE: "the whole sequence",
+    SLICE: "a slice of the sequence",
+    COLUMNS: "this rank's columns",
+    HEADS: "this rank's heads",
+    PLAIN: "as a plain tensor",
+    DTENSOR: "as a DTensor",
+    EITHER: "plain or as a DTensor",
+    LINEAR: "a linear layer",
+    NORM: "a norm",
+    EMBEDDING: "an embedding",
+    ROUTER: "a router",
+    CONTAINER: "a module without parameters of its own",
+    OTHER: "a module with parameters of its own",
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a rank has of a hidden state."""
+
+    tokens: str
+    features: str
+    tensor: str
+
+    def words(self) -> str:
+        features = WORDS.get(self.features, self.features)
+        return f"{WORDS.get(self.tokens, self.tokens)} with {features} {WORDS[self.tensor]}"
+
+    def __str__(self) -> str:
+        return f"{self.tokens}, {self.features}, {self.tensor}"
+
+
+@dataclass(frozen=True)
+class StyleRow:
+    """One style: which kind of module it fits, what that takes, and what it gives. A container gives
+    this to the modules inside it. A string: no hidden state."""
+
+    kind: str
+    takes: Form
+    gives: Form | str
+
+
+# The same table stands in parallelisms/tp.py, for those who read.
+TABLE = {
+    "vocab_embedding": StyleRow(EMBEDDING, Form(WHOLE, ALL, PLAIN), Form(SLICE, ALL, PLAIN)),
+    "vocab_weight": StyleRow(LINEAR, Form(SLICE, ALL, EITHER), "no logits (training/loss.py)"),
+    "sequence": StyleRow(NORM, Form(SLICE, ALL, EITHER), Form(SLICE, ALL, DTENSOR)),
+    "sequence_plain": StyleRow(NORM, Form(SLICE, ALL, EITHER), Form(SLICE, ALL, PLAIN)),
+    "gather_sequence": StyleRow(CONTAINER, Form(SLICE, ALL, EITHER), Form(WHOLE, ALL, DTENSOR)),
+    "gather_sequence_split_sinks": StyleRow(
+        OTHER, Form(SLICE, ALL, EITHER), Form(WHOLE, ALL, DTENSOR)
+    ),
+    "gather_plain": StyleRow(CONTAINER, Form(SLICE, ALL, PLAIN), Form(WHOLE, ALL, PLAIN)),
+    "slice": StyleRow(CONTAINER, Form(SLICE, ALL, EITHER), Form(SLICE, ALL, PLAIN)),
+    "slice_linear": StyleRow(LINEAR, Form(SLICE, ALL, EITHER), Form(SLICE, ALL, PLAIN)),
+    "router": StyleRow(ROUTER, Form(SLICE, ALL, PLAIN), "choice of experts"),
+    "heads": StyleRow(NORM, Form(WHOLE, HEADS, EITHER), Form(WHOLE, HEADS, PLAIN)),
+    "columns": StyleRow(LINEAR, Form(WHOLE, ALL, EITHER), Form(WHOLE, COLUMNS, PLAIN)),
+    "norm_of_columns": StyleRow(NORM, Form(WHOLE, COLUMNS, PLAIN), Form(WHOLE, COLUMNS, PLAIN)),
+    "gather_columns": StyleRow(LINEAR, Form(SLICE, ALL, EITHER), Form(WHOLE, COLUMNS, PLAIN)),
+    "columns_plain": StyleRow(LINEAR, Form(WHOLE, ALL, PLAIN), Form(WHOLE, COLUMNS, PLAIN)),
+    "rows": StyleRow(LINEAR, Form(WHOLE, COLUMNS, EITHER), Form(SLICE, ALL, PLAIN)),
+}
+
+
+def check(plan: dict[str, str], whole_model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Raises InputError for a plan that does not fit. whole_model: on `meta`, and not a stage of a
+    pipeline, which has some of the modules; it is used up. All ranks find the same."""
+    check_names(plan, whole_model)
+    styles = styles_of(plan, whole_model)
+    check_kinds(styles, whole_model)
+    keep_one_layer_of_each_kind(styles, whole_model)
+    check_forms(plan, styles, whole_model, tp_mesh)
+
+
+def wrong(sentence: str) -> InputError:
+    return InputError(f"the plan of tensor parallelism {sentence}")
+
+
+def drawn() -> str:
+    """The table as it stands in parallelisms/tp.py."""
+    head = ["style", "module", "takes", "gives"]
+    rows = [[style, row.kind, str(row.takes), str(row.gives)] for style, row in TABLE.items()]
+    lines = []
+    for style, kind, takes, gives in [head, *rows]:
+        lines.append(f"{style:28}{kind:10}{takes:28} {gives}")
+    return "\n".join(lines)
+
+
+def check_names(plan: dict[str, str], whole_model: nn.Module) -> None:
+    """A misspelt row would leave a module whole on every rank. Only `output` may be missing, as in a
+    tied model."""
+    names = [name for name, _ in whole_model.named_modules()]
+    for pattern, style in plan.items():
+        if style not in tp.STYLES:
+            nearest = near(style, list(tp.STYLES))
+            raise wrong(f"gives {pattern} the style {style}, which does not exist{nearest}")
+        if style not in TABLE:
+            raise wrong(
+                f"gives {pattern} the style {style}, which has no row in "
+                "parallelisms/tp_check.py::TABLE: write what it takes and gives"
+            )
+        if pattern != "output" and not fnmatch.filter(names, pattern):
+            patterns = {re.sub(r"\b\d+\b", "*", name) for name in names}
+            nearest = near(pattern, sorted(patterns))
+            raise wrong(f"has a row for {pattern}, and the model has no such module{nearest}")
+
+
+def near(word: str, words: list[str]) -> str:
+    found = difflib.get_close_matches(word, words, 1)
+    return f" (is it {found[0]}?)" if found else ""
+
+
+def styles_of(plan: dict[str, str], whole_model: nn.Module) -> dict[str, str]:
+    """Name of a module -> its style. The first row that matches counts."""
+    names = [name for name, _ in whole_model.named_modules()]
+    styles: dict[str, str] = {}
+    for pattern, style in plan.items():
+        for name in fnmatch.filter(names, pattern):
+            styles.setdefault(name, style)
+    return styles
+
+
+def check_kinds(styles: dict[str, str], whole_model: nn.Module) -> None:
+    """Each module has a style for its kind, and each with parameters that are trained has one. The
+    experts are expert parallelism's."""
+    for mixture in whole_model.mixtures().values():
+        mixture.experts.requires_grad_(False)
+    for name, module in whole_model.named_modules():
+        kind = kind_of(module)
+        style = styles.get(name)
+        if style is None:
+            own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            if own:
+                raise wrong(f"has no row for {name}, {WORDS[kind]}: {fitting(kind)}")
+        elif TABLE[style].kind != kind:
+            raise wrong(
+                f"gives {name} the style {style}, which is for {WORDS[TABLE[style].kind]}, and it "
+                f"is {WORDS[kind]}: {fitting(kind)}"
+            )
+
+
+def kind_of(module: nn.Module) -> str:
+    own = list(module.parameters(recurse=False))
+    if isinstance(module, nn.Embedding):
+        return EMBEDDING
+    if isinstance(module, nn.Linear):
+        return LINEAR
+    if hasattr(module, "weight_for_forward"):
+        return ROUTER
+    if not own:
+        return CONTAINER
+    has_children = any(True for _ in module.children())
+    if not has_children and all(p.dim() == 1 for p in own):
+        return NORM
+    return OTHER
+
+
+def fitting(kind: str, form: Form | None = None) -> str:
+    """Which styles fit a module of this kind, or one that gets this."""
+    found = [
+        style
+        for style, row in TABLE.items()
+        if row.kind == kind and (form is None or fits(form, row.takes))
+    ]
+    what = WORDS[kind] if form is None else f"{WORDS[kind]} that gets this"
+    if not found:
+        return f"no style fits {what}"
+    return f"{' or '.join(found)} would fit {what}"
+
+
+def fits(form: Form, takes: Form) -> bool:
+    same_part = (form.tokens, form.features) == (takes.tokens, takes.features)
+    return same_part and takes.tensor in (form.tensor, EITHER)
+
+
+def keep_one_layer_of_each_kind(styles: dict[str, str], whole_model: Any) -> None:
+    """Two layers are of one kind if their modules have the same classes, shapes and styles."""
+    seen = set()
+    for number, layer in list(whole_model.layers.items()):
+        modules = []
+        for name, module in layer.named_modules():
+            shapes = tuple(p.shape for p in module.parameters(recurse=False))
+            style = styles.get(f"layers.{number}.{name}".rstrip("."))
+            modules.append((name, type(module), shapes, style))
+        kind = tuple(modules)
+        if kind in seen:
+            del whole_model.layers[number]
+        seen.add(kind)
+
+
+def check_forms(
+    plan: dict[str, str], styles: dict[str, str], model: Any, tp_mesh: DeviceMesh
+) -> None:
+    """One forward pass on `meta`. What a module with a style gets is what its style takes, and each
+    block returns a slice."""
+    watch = PlanWatch(styles, model, tp_mesh.size())
+    try:
+        tp.apply(model, tp_mesh, plan)
+    except ValueError as error:  # a style leaves a parameter whole
+        raise InputError(str(error)) from None
+    watch.all_modules(model)
+    tokens = torch.zeros(1, watch.T, dtype=torch.int64, device="meta")
+    positions = torch.arange(watch.T, device="meta")
+    try:
+        with torch.no_grad():
+            model(tokens, positions, hidden_states)
+    except InputError:
+        raise
+    except Exception as error:
+        raise watch.cannot_compute(error) from None
+
+
+def hidden_states(h: Tensor, weight: Tensor) -> Tensor:
+    """In the place of a loss head."""
+    return h
+
+
+class PlanWatch:
+    """Hooks that compare what the modules of a model get with their styles. model: before any style
+    is applied."""
+
+    def __init__(self, styles: dict[str, str], model: Any, ranks: int):
+        self.styles = styles
+        self.ranks = ranks
+        # so long that a slice of a slice has several tokens too: one would be broadcast
+        self.T = 2 * ranks * ranks
+        self.dim = model.args.dim
+        self.widths = {name: widths(module) for name, module in model.named_modules()}
+        self.inside: list[str] = []  # the modules that have begun and not ended
+        self.gave_dtensors: list[str] = []
+
+    def all_modules(self, model: Any) -> None:
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(partial(self.begin, name), prepend=True)
+            module.register_forward_hook(partial(self.end, name))
+        for number, block in model.layers.items():
+            block.register_forward_hook(partial(self.end_of_block, f"layers.{number}"))
+
+    def begin(self, name: str, module: nn.Module, inputs: tuple) -> None:
+        self.inside.append(name)
+        style = self.styles.get(name)
+        if style is None:
+            return
+        row = TABLE[style]
+        form = self.form_of(inputs[0], self.widths[name][0])
+        if not fits(form, row.takes):
+            raise wrong(
+                f"gives {name} the style {style}, which takes {row.takes.words()}, and it gets "
+                f"{form.words()} {shape_of(inputs[0])}: {fitting(row.kind, form)}"
+                f"{self.around(name)}"
+            )
+
+    def end(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
+        self.inside.pop()
+        style = self.styles.get(name)
+        if style is None:
+            return
+        if isinstance(output, DTensor):
+            self.gave_dtensors.append(name)
+        row = TABLE[style]
+        if row.kind in (CONTAINER, OTHER) or isinstance(row.gives, str):
+            return
+        form = self.form_of(output, self.widths[name][1])
+        if form != row.gives:
+            raise wrong(
+                f"gives {name} the style {style}, which is to return {row.gives.words()}, and it "
+                f"returns {form.words()} {shape_of(output)}: correct the style, or its row of "
+                "parallelisms/tp_check.py::TABLE"
+            )
+
+    def end_of_block(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
+        h = output[0] if isinstance(output, tuple) else output
+        form = self.form_of(h, self.dim)
+        expected = Form(SLICE, ALL, PLAIN)
+        if form != expected:
+            raise wrong(
+                f"makes {name} return {form.words()} {shape_of(h)}, where the next block takes "
+                f"{expected.words()}: what attention and the feed-forward layer return last has the "
+                "style rows"
+            )
+
+    def form_of(self, x: Tensor, width: int | None) -> Form:
+        """What this rank has. x: [1, T], [1, T, features], [1, T, heads, E], or without the 1; width:
+        features in one process."""
+        shape = shape_of(x)
+        count = shape[1] if shape[0] == 1 else shape[0]
+        tokens = {self.T: WHOLE, self.T // self.ranks: SLICE}.get(count, f"{count} tokens")
+        features = f"{shape[-1]} features"
+        if width is None or (len(shape) < 4 and shape[-1] == width):
+            features = ALL
+        elif shape[-1] == width:
+            features = HEADS
+        elif shape[-1] == width // self.ranks:
+            features = COLUMNS
+        return Form(tokens, features, DTENSOR if isinstance(x, DTensor) else PLAIN)
+
+    def around(self, name: str) -> str:
+        """The module around this one, if it has no row: it could have gathered the sequence."""
+        parent = name.rpartition(".")[0]
+        is_block = parent.count(".") < 2
+        return "" if is_block or parent in self.styles else f" ({parent} has no row)"
+
+    def cannot_compute(self, error: Exception) -> InputError:
+        name = self.inside[-1]
+        style = self.styles.get(name)
+        has = f"the style {style}" if style else "no row"
+        mixed = ""
+        if self.gave_dtensors and self.gave_dtensors[-1].rpartition(".")[0] == name:
+            last = self.gave_dtensors[-1]
+            mixed = f"; {last} with the style {self.styles[last]} gave it a DTensor"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return wrong(f"cannot compute {name or 'the model'}, which has {has}{mixed}: {reason}")
+
+
+def widths(module: nn.Module) -> tuple[int | None, int | None]:
+    """How many features a module takes and gives in one process; None: it does not say."""
+    weight = getattr(module, "weight", None)
+    if weight is None:
+        return None, None
+    if isinstance(module, nn.Embedding):
+        return None, weight.shape[1]
+    return weight.shape[-1], weight.shape[0]
+
+
+def shape_of(x: Tensor) -> list[int]:
+    """Of what this rank has."""
+    return list(x.to_local().shape if isinstance(x, DTensor) else x.shape)

@@ -1,0 +1,38 @@
+"""The exit codes of train.py, and how a rank that cannot go on ends with a sentence."""
+
+import errno
+import sys
+
+from configs.schema import InputError
+from parallelisms import mesh as meshes
+
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again to go on
+CRASH_LOOP = 76
+# no space left, over the quota, file too large for the file system, file system is read-only
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def refuse(error: Exception) -> int:
+    """End this rank with a sentence instead of a traceback. Returns the exit code. The other ranks
+    may still compute, so nothing waits for them.
+
+    Raises `error` if it is an OSError of a different kind than a disk that cannot be written: only
+    its traceback says where it came from.
+    """
+    sentence = str(error)
+    if isinstance(error, OSError):
+        if error.errno not in CANNOT_WRITE:
+            raise error
+        place = error.filename or "to the run folder"
+        sentence = (
+            f"cannot write {place}: {error.strerror}. What was saved before is untouched; make room "
+            "and run the same command again"
+        )
+    here = meshes.world()
+    speaker = f"rank {here.rank}: " if here.size > 1 else ""
+    print(speaker + sentence, file=sys.stderr, flush=True)
+    meshes.abort_mesh()
+    return WRONG_INPUT if isinstance(error, InputError) else FAILED

@@ -1,0 +1,154 @@
+"""`python -m tools.launch` without the 5 s of processor time that each of its processes takes to
+import torch: the server of tests/forks.py forks the launcher, and the launcher forks its ranks.
+
+They are processes as real ones are, each rank in a session of its own: they are killed, stopped and
+waited for in the same way. What a program of its own would change is tested elsewhere: with ranks
+that are started in tests/test_scripts.py and tests/test_launchers.py.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from tests import forks
+from tests.ranks import NEIGHBOURS
+from tests.runs import environment
+from tools.launch import __main__ as launch
+from tools.launch import rank as ranks_of
+
+
+class Launcher:
+    """A launcher with these arguments, which is polled and waited for as subprocess.Popen is.
+
+    `settings` are for its environment. What it and its ranks write to the error stream is in the
+    file `said`. `main` is called in the launcher's place.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        said: Path,
+        main: Callable[[list[str]], int] = launch.main,
+        **settings: str,
+    ) -> None:
+        said.parent.mkdir(exist_ok=True)
+        said.touch()
+        self.said = said
+        here = environment(**{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | settings)
+        words = [str(argument) for argument in arguments]
+        self.process = forks.start(_become_launcher, main, words, said, here)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.process.join(timeout)
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """Its ranks die with it."""
+        self.process.kill()
+        self.process.join()
+
+
+def ended(launchers: Sequence[Launcher], seconds: float = 150) -> tuple[list[int], str]:
+    """The exit codes, and what was said. `seconds`: until they are killed, on a machine of its
+    own."""
+    deadline = time.monotonic() + seconds * NEIGHBOURS
+    codes, said = [], []
+    for launcher in launchers:
+        if launcher.wait(max(0.0, deadline - time.monotonic())) is None:
+            said.append("--- had to be killed ---")
+            launcher.kill()
+        codes.append(launcher.returncode)
+        said.append(launcher.said.read_text())
+    return codes, "\n".join(said)
+
+
+def _become_launcher(
+    main: Callable[[list[str]], int], words: list[str], said: Path, settings: dict[str, str]
+) -> None:
+    _become(settings)
+    errors = os.open(said, os.O_WRONLY | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream, file in enumerate((nothing, nothing, errors)):
+        os.dup2(file, stream)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    SubprocessHandler._popen = lambda handler, args, env: Forked(args, env)
+    launch.leave(main(words))
+
+
+class Forked:
+    """What the launcher needs of subprocess.Popen: a rank that is forked from it."""
+
+    def __init__(self, args: tuple[str, ...], settings: dict[str, str]) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os._exit(_rank(args, settings))
+        while os.getpgid(self.pid) != self.pid:  # the launcher signals the group
+            time.sleep(0.001)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+
+def _rank(args: tuple[str, ...], settings: dict[str, str]) -> int:
+    """tools/launch/rank.py, as a program of its own: its exit code. args: as agents start it."""
+    os.setsid()
+    for number in (*launch.PASSED_ON, signal.SIGALRM):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.disable(logging.NOTSET)  # which the launcher has raised
+    _become(settings)
+    module = args.index("tools.launch.rank")
+    launcher, *sys.argv = args[module + 1 :]
+    try:
+        ranks_of.main(int(launcher), sys.argv[0])
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    else:
+        code = 0
+    threading._shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if isinstance(code, str):
+        print(code, file=sys.stderr, flush=True)
+        return 1
+    return code or 0
+
+
+def _become(settings: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(settings)
+    torch.set_num_threads(1)

@@ -1,0 +1,543 @@
+"""Attention by a rule (models/kernels/ruled_attention.py): windows, scales, soft caps and sinks,
+against a softmax that is written out."""
+
+import dataclasses
+from collections.abc import Sequence
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import train
+from configs.load import load_config
+from configs.schema import InputError
+from models import arithmetic, layers, llama, olmo2
+from models.kernels import ruled_attention
+from models.kernels.ruled_attention import AttentionRule
+from models.layers import AttentionCore, Documents
+from parallelisms import cores, cp
+from tests import parity, simulated
+from tests.parity import DOCUMENTS
+from tests.ranks import run_ranks
+from tests.ruled import RULES_OF_LAYERS, Alternating, use
+from tests.runs import ADAMW, CONTEXT_MESHES, CP2, SMALL_MODEL, ULYSSES
+from tools.plan import report, trace
+from tools.simulate import build
+from tools.simulate.ranks import Simulator
+from training import sample
+from training.sample import KeyValueCache
+
+B, T, H, K, E = 2, 300, 4, 2, 8
+
+RULES = {
+    "window": AttentionRule(window=5),
+    "window of several blocks": AttentionRule(window=150),
+    "window as long as the sequence": AttentionRule(window=T),
+    "window of one": AttentionRule(window=1),
+    "scale": AttentionRule(scale=0.7),
+    "soft cap": AttentionRule(soft_cap=1.5),
+    "sinks": AttentionRule(sinks=True),
+    "all": AttentionRule(window=7, scale=0.9, soft_cap=2.0, sinks=True),
+}
+
+
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, within: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """The whole matrix of scores. within: int64 [B, T], each token's position in its document."""
+    groups = q.shape[2] // k.shape[2]
+    k = k.repeat_interleave(groups, 2)
+    v = v.repeat_interleave(groups, 2)
+    scores = torch.einsum("bthe,bshe->bhts", q, k)
+    scores = scores * (q.shape[-1] ** -0.5 if rule.scale is None else rule.scale)
+    if rule.soft_cap is not None:
+        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+    at = torch.arange(q.shape[1])
+    behind = at[:, None] - at  # [T, T]: how far a key is behind a query
+    seen = (behind >= 0) & (behind <= within[:, :, None])  # [B, T, T]
+    if rule.window is not None:
+        seen &= behind < rule.window
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    if rule.sinks:
+        column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+    weights = scores.softmax(-1)[..., : q.shape[1]]
+    return torch.einsum("bhts,bshe->bthe", weights, v)
+
+
+def inputs(dtype: torch.dtype, rule: AttentionRule) -> list[Tensor]:
+    """q, k, v, and the sinks if there are any."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(B, T, H, E), (B, T, K, E), (B, T, K, E), (H,)]
+    made = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return made if rule.sinks else made[:3]
+
+
+def positions(with_documents: bool) -> Tensor:
+    """Documents of 1, 4, 140 and more tokens."""
+    at = torch.arange(T)
+    if not with_documents:
+        return at.expand(B, -1)
+    rows = []
+    for starts in ([0, 1, 5, 145], [0, 131, 132, 290]):
+        first = torch.zeros(T, dtype=torch.int64)
+        first[starts] = torch.tensor(starts)
+        rows.append(at - first.cummax(0).values)
+    return torch.stack(rows)
+
+
+def compare(rule: AttentionRule, with_documents: bool, dtype: torch.dtype, core=None) -> float:
+    """The largest difference of output and gradients from the naive ones in float64, relative to
+    the largest number, or 1."""
+    within = positions(with_documents)
+    given = inputs(dtype, rule)
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(B, T, H, E, generator=generator).to(dtype)
+    documents = Documents.of(within, torch.device("cpu")) if with_documents else None
+    ours = [x.clone().requires_grad_() for x in given]
+    q, k, v, *sinks = ours
+    out = (core or AttentionCore(rule))(q, k, v, documents, *sinks)
+    theirs = [x.double().requires_grad_() for x in given]
+    expected = naive(*theirs[:3], rule, within, theirs[3] if rule.sinks else None)
+    found = [out, *torch.autograd.grad(out, ours, grad)]
+    wanted = [expected, *torch.autograd.grad(expected, theirs, grad.double())]
+    errors = []
+    for x, y in zip(found, wanted, strict=True):
+        assert x.dtype == dtype
+        # a query that sees one key alone has no gradient
+        errors.append(((x.double() - y).abs().max() / y.abs().max().clamp_min(1)).item())
+    return max(errors)
+
+
+@pytest.mark.parametrize("with_documents", [False, True], ids=["windows", "documents"])
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_what_the_softmax_says(name, with_documents):
+    assert compare(RULES[name], with_documents, torch.float64) < 1e-12
+    assert compare(RULES[name], with_documents, torch.float32) < 1e-5
+
+
+def test_in_bfloat16():
+    assert compare(RULES["all"], True, torch.bfloat16) < 0.02
+
+
+@pytest.mark.parametrize("dropped", ["window", "scale", "soft_cap", "sinks"])
+def test_the_comparison_sees_what_is_dropped(dropped):
+    rule = RULES["all"]
+    if dropped != "sinks":
+        rule = dataclasses.replace(rule, **{dropped: None})
+
+    def without(q, k, v, documents, sinks):
+        sinks = sinks * 0 - 1e9 if dropped == "sinks" else sinks
+        return AttentionCore(rule)(q, k, v, documents, sinks)
+
+    assert compare(RULES["all"], True, torch.float32, without) > 0.01
+
+
+@pytest.mark.parametrize("with_documents", [False, True], ids=["windows", "documents"])
+def test_the_operator_is_a_good_one(with_documents):
+    """PyTorch's own checks: shapes and gradients under autograd, fake tensors and torch.compile."""
+    rule = RULES["all"]
+    q, k, v, sinks = (x.requires_grad_() for x in inputs(torch.float32, rule))
+    table = Documents.of(positions(with_documents), torch.device("cpu"))
+    starts = table.starts if with_documents else None
+    longest = table.longest if with_documents else T
+    tokens = [x.flatten(0, 1) for x in (q, k, v)]
+    arguments = (*tokens, sinks, starts, starts, longest, longest, *rule.numbers(E))
+    torch.library.opcheck(ruled_attention.attend, arguments)
+
+
+def test_scores_exist_for_one_block_at_a_time():
+    """And only for the keys that the block's window reaches."""
+    pieces = [(slice(0, 1000), slice(0, 1000))]
+    blocks = list(ruled_attention._blocks(pieces, 10, torch.device("cpu")))
+    assert {len(hidden) for *_, hidden in blocks} == {128, 1000 % 128}
+    assert max(hidden.shape[1] for *_, hidden in blocks) == 128 + 10 - 1
+
+
+# On a mesh ----------------------------------------------------------------------------------------
+
+
+def of_first_layer(core, mesh, cfg):
+    """As if the first layer's rule were that of all."""
+    core.rule = RULES_OF_LAYERS[True]
+    return forward_of(core, mesh, cfg)
+
+
+def without_window(core, mesh, cfg):
+    core.rule = dataclasses.replace(core.rule, window=None)
+    return forward_of(core, mesh, cfg)
+
+
+def without_sinks(core, mesh, cfg):
+    own = core.rule
+    attend = forward_of(core, mesh, cfg)
+
+    def forward(q, k, v, documents, sinks):
+        return attend(q, k, v, documents, sinks * 0 - 1e9)
+
+    core.rule = own
+    return forward
+
+
+forward_of = cp._forward_of
+MISTAKES = {f.__name__: f for f in (of_first_layer, without_window, without_sinks)}
+
+
+def on_ranks(runs: list[list[str]], dp_size: int, mistakes: Sequence[str] = ()) -> list[dict]:
+    """Trajectories on this rank: of each run, and with each of the mistakes of the first run."""
+    use()
+    seen = [parity.trajectory(run, dp_size) for run in runs]
+    for mistake in mistakes:
+        with mock.patch.object(cp, "_forward_of", MISTAKES[mistake]):
+            seen.append(parity.trajectory(runs[0], dp_size))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def oracles() -> dict[bool, dict]:
+    """One process, without and with documents."""
+    whole, in_documents = run_ranks(1, on_ranks, [ADAMW, [*ADAMW, DOCUMENTS]], 1)[0]
+    return {False: whole, True: in_documents}
+
+
+GATHER = ["--parallelism.context_parallel_method=gather"]
+SELECTIVE = ["--activation_checkpoint.mode=selective"]
+RUNS = [  # options, whether there are documents
+    (GATHER, False),
+    ([ULYSSES], True),
+    ([*GATHER, *SELECTIVE], True),
+    ([ULYSSES, *SELECTIVE], False),
+]
+
+
+@pytest.mark.parametrize(
+    "mesh, runs",
+    [
+        ("cp2", RUNS),
+        ("cp2xtp2", RUNS[1:3]),
+        pytest.param("pp2xcp2", RUNS[2:], marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_equals_one_process(mesh, runs, oracles):
+    ranks, options, dp_size = CONTEXT_MESHES[mesh]
+    given = [[*ADAMW, *options, *more, *[DOCUMENTS] * masked] for more, masked in runs]
+    mistakes = list(MISTAKES) if mesh == "cp2" else []
+    seen = run_ranks(ranks, on_ranks, given, dp_size, mistakes)
+    for number, (more, masked) in enumerate(runs):
+        whole = parity.whole_model([of_rank[number] for of_rank in seen])
+        assert not parity.compare(f"{more} {masked}", whole, oracles[masked])
+    for number, mistake in enumerate(mistakes, len(runs)):
+        assert parity.compare(mistake, seen[0][number], oracles[False], 1e-3), (
+            f"nobody would notice {mistake}"
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("method", [GATHER, [ULYSSES]], ids=["gather", "ulysses"])
+def test_a_compiled_mesh_equals_one_process(method, oracles):
+    compiled = ["--compile.enabled=true", "--compile.backend=aot_eager"]
+    run = [*ADAMW, CP2, *method, *compiled, *SELECTIVE, DOCUMENTS]
+    [seen] = run_ranks(2, on_ranks, [run], 1, timeout=250)[0]
+    assert not parity.compare(f"{run}", seen, oracles[True])
+
+
+def test_checkpointing_on_one_rank(oracles):
+    seen = run_ranks(1, on_ranks, [[*ADAMW, *SELECTIVE]], 1)[0]
+    assert not parity.compare("selective", seen[0], oracles[False])
+
+
+@pytest.mark.simulated
+@pytest.mark.skipif(build.missing() is not None, reason=build.missing() or "")
+def test_on_a_simulated_gpu(tmp_path):
+    """By FlashAttention's operators in 16 bits, in blocks of matmuls in float32."""
+    with Simulator() as simulator:
+        how = {"environment": {"PLUMBLINE_SIMULATED_NCCL_SECONDS": "60"}}
+        for dtype, limit in (torch.float32, 1e-5), (torch.bfloat16, 0.02):
+            place = tmp_path / str(dtype)
+            outcome = simulator.run(1, simulated.ruled_attention, dtype, folder=place, **how)
+            assert outcome.whole, outcome.explain()
+            assert max(outcome.results[0].values()) < limit
+            used = outcome.records[0]["operators"]
+            assert ("aten::_flash_attention_backward" in used) == (dtype == torch.bfloat16)
+        options = [*ADAMW, "--training.param_dtype=bfloat16", "--model.head_dim=8", DOCUMENTS]
+        seen = []
+        for gpus, more in (1, []), (2, [CP2, *GATHER]):
+            place = tmp_path / f"{gpus} GPUs"
+            outcome = simulator.run(
+                gpus, simulated.of_rules, [*options, *more], folder=place, **how
+            )
+            assert outcome.whole, outcome.explain()
+            assert not outcome.findings
+            seen.append(outcome.results[0])
+        equal_weights, _ = parity.apart(seen[1], seen[0])
+        assert max(equal_weights.values()) < 0.03
+
+
+def compiled_graphs(rules: list[AttentionRule]) -> int:
+    """How often torch.compile compiles blocks with these rules."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    args = llama.Args(**llama.NUMBERS.flavors["debug"])
+    at = torch.arange(12)
+    cos, sin = layers.rope_tables(layers.rope_frequencies(args.head_dim, 1e4, at.device), at)
+    h = torch.randn(2, 12, args.dim, requires_grad=True)
+    for rule in rules:
+        attention = layers.Attention(args, rule)
+        block = layers.Block(args, attention, layers.FeedForward(args.dim, args.hidden_dim))
+        for weight in block.parameters():
+            torch.nn.init.normal_(weight, std=0.02)
+        plain = block(h, cos, sin)
+        out = torch.compile(block.forward, backend=counter, fullgraph=True)(h, cos, sin)
+        torch.testing.assert_close(out, plain)
+    return counter.frame_count
+
+
+def test_torch_compile_compiles_one_block_for_each_rule():
+    first = AttentionRule(window=5, scale=0.6, sinks=True)
+    second = AttentionRule(window=7, scale=0.7, sinks=True)
+    assert compiled_graphs([AttentionRule()] * 4) == 1
+    assert compiled_graphs([first, AttentionRule(), second] * 3) == 3
+
+
+# Sampling -----------------------------------------------------------------------------------------
+
+
+def restless() -> Alternating:
+    sizes = {"dim": 48, "n_heads": 8, "n_kv_heads": 2, "head_dim": 6, "vocab_size": 263}
+    torch.manual_seed(5)
+    model = Alternating(llama.Args(**llama.NUMBERS.flavors["debug"] | sizes | {"n_layers": 3}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def logits_of_last(model, length: int, cached: bool) -> Tensor:
+    """Of the last of so many tokens, of which the cache has all the others, one by one."""
+    tokens = torch.arange(2 * length).view(2, length) * 7 % 263
+    at = torch.arange(length)
+    if not cached:
+        return model(tokens, at)[:, -1]
+    cache = KeyValueCache(model, length)
+    cache.forward(tokens[:, :3], at[:3], torch.nn.functional.linear)
+    for n in range(3, length):
+        logits = cache.forward(
+            tokens[:, n : n + 1], at[n : n + 1].expand(2, -1), torch.nn.functional.linear
+        )
+    return logits[:, -1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mistake", [None, "window", "scale", "soft_cap", "sinks", "first layer's"])
+def test_the_cache_keeps_every_rule(mistake):
+    model = restless()
+    want = logits_of_last(model, 14, cached=False)
+    real = sample.to_all_before
+
+    def wrong(positions, length, rule):
+        if mistake == "first layer's":
+            return real(positions, length, RULES_OF_LAYERS[True])
+        if mistake == "sinks":
+            attend = real(positions, length, rule)
+            return lambda q, k, v, documents, sinks: attend(q, k, v, documents, sinks * 0 - 1e9)
+        if mistake is not None:
+            rule = dataclasses.replace(rule, **{mistake: None})
+        return real(positions, length, rule)
+
+    with mock.patch.object(sample, "to_all_before", wrong):
+        error = (logits_of_last(model, 14, cached=True) - want).norm() / want.norm()
+    assert error < 1e-5 if mistake is None else error > 1e-3
+
+
+def test_sampling_gives_the_tokens_that_it_gives_without_the_cache():
+    model = restless()
+    options = {"temperature": 1.5, "top_k": 200, "multiple": 4}
+    prompt = [7, 3, 1]
+    cached = sample.sample(model, prompt, 15, 64, torch.device("cpu"), **options)
+    whole = sample.sample(model, prompt, 15, 64, torch.device("cpu"), cache=False, **options)
+    assert cached == whole
+
+
+# Who says nothing, and who is alone ---------------------------------------------------------------
+
+
+class Silent(AttentionCore):
+    def forward(self, q, k, v, documents, sinks=None):
+        return super().forward(2 * q, k, v, documents, sinks)
+
+
+class Own(Silent):
+    follows_rule = False
+
+    def forward(self, q, k, v, documents, sinks=None):
+        return super().forward(2 * q, k, v, documents, sinks)
+
+
+class WithSilent(llama.Llama):
+    core = Silent
+
+    def block(self, args, number):
+        block = super().block(args, number)
+        block.attention.core = self.core()
+        return block
+
+
+class WithOwn(WithSilent):
+    core = Own
+
+
+class WithoutCores(llama.Llama):
+    def cores(self):
+        return []
+
+
+def plain_windows(args, seq_len):
+    """A count of FLOPs that knows of no window."""
+    return arithmetic.flops_per_token(args, seq_len)
+
+
+def refusal(model_class, options: list[str], count=arithmetic.flops_per_token) -> str:
+    """What a run of this model says before its first step; "" if it takes one."""
+    family = dataclasses.replace(llama.FAMILY, build=model_class, flops_per_token=count)
+    with mock.patch.object(llama, "FAMILY", family):
+        try:
+            parity.trajectory([*ADAMW, *options], 1)
+        except InputError as error:
+            return str(error)
+    return ""
+
+
+def planned(model_class) -> str:
+    family = dataclasses.replace(llama.FAMILY, build=model_class)
+    with mock.patch.object(llama, "FAMILY", family):
+        try:
+            trace.trace_step(load_config([*SMALL_MODEL, *ADAMW], 1), 1, 1, on_gpu=False)
+        except InputError as error:
+            return str(error)
+    return ""
+
+
+def test_a_core_that_says_nothing_is_refused_by_name():
+    here = planned(WithSilent)
+    for said in here, *run_ranks(1, of_silent, []), *run_ranks(2, of_silent, [CP2]):
+        assert "the attention core Silent has a forward of its own" in said
+    model = WithSilent(llama.Args(**llama.NUMBERS.flavors["debug"]))
+    with pytest.raises(InputError, match="Silent"):
+        KeyValueCache(model, 8)
+
+
+def test_a_kernel_that_knows_no_rule_is_refused():
+    mesh = SimpleNamespace(cp=1, rank=0, device=torch.device("cuda"))
+    windows = olmo2.FAMILY.build(olmo2.Args(**olmo2.NUMBERS.flavors["debug"]))
+    with pytest.raises(InputError, match='"cudnn" .* layers with a window of 64: set it'):
+        cores.check(windows, mesh, "cudnn")
+    cores.check(windows, mesh, "flash")
+    plain = llama.FAMILY.build(llama.Args(**llama.NUMBERS.flavors["debug"]))
+    cores.check(plain, mesh, "cudnn")
+
+
+def of_silent(options: list[str]) -> str:
+    return refusal(WithSilent, options)
+
+
+def of_own(options: list[str]) -> str:
+    return refusal(WithOwn, options)
+
+
+def of_none(options: list[str]) -> str:
+    return refusal(WithoutCores, options)
+
+
+def test_a_core_of_its_own_runs_alone():
+    assert run_ranks(1, of_own, [])[0] == ""
+    for method in GATHER, [ULYSSES]:
+        for said in run_ranks(2, of_own, [CP2, *method]):
+            assert said == (
+                "parallelism.context_parallel = 2 replaces attention, and the attention core Own "
+                "follows no rule: set it to 1"
+            )
+    for said in run_ranks(2, of_none, [CP2]):
+        assert "WithoutCores.cores() names 0 attention cores for 3 layers" in said
+
+
+def test_sampling_from_a_core_of_its_own_keeps_nothing():
+    model = WithOwn(
+        llama.Args(**llama.NUMBERS.flavors["debug"] | {"n_layers": 2, "vocab_size": 263})
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    with pytest.raises(InputError, match="the attention core Own follows no rule"):
+        KeyValueCache(model, 8)
+    assert len(sample.sample(model, [1, 2], 3, 64, torch.device("cpu"))) == 5
+
+
+def test_flops_count_the_keys_of_each_window():
+    args = llama.Args(**llama.NUMBERS.flavors["debug"])
+    per_key = 12.0 * args.n_heads * args.head_dim
+    rules = [AttentionRule(window=5), AttentionRule()] + [AttentionRule(window=99)] * (
+        args.n_layers - 2
+    )
+    counted = arithmetic.flops_per_token(args, 16, rules=rules)
+    missing = arithmetic.flops_per_token(args, 16) - counted
+    assert missing == per_key * (16 - 5)
+
+
+def of_plain_count(options: list[str]) -> str:
+    return refusal(Alternating, options, count=plain_windows)
+
+
+def test_a_count_that_knows_no_window_is_refused():
+    [said] = run_ranks(1, of_plain_count, [])
+    assert "sees a window of 5 tokens, and its flops_per_token counts 16 keys" in said
+
+
+# The plan -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mesh", [[], [CP2, *GATHER], [CP2, ULYSSES]], ids=["one", "gather", "ulysses"]
+)
+def test_the_plan_counts_the_keys_of_each_window(mesh):
+    """All ranks together do what the family derives from the sizes, and the time is that of what
+    kernels do: half of the scores of a plain layer, nearly all of a window's."""
+    ranks = 2 if mesh else 1
+    rules = [AttentionRule(window=5, sinks=True), AttentionRule(sinks=True)]
+
+    class Two(llama.Llama):
+        def block(self, args, number):
+            block = super().block(args, number)
+            block.attention = layers.Attention(args, rules[number % 2])
+            return block
+
+    def count(args, seq_len):
+        return arithmetic.flops_per_token(args, seq_len, rules=[rules[0], rules[1], rules[0]])
+
+    build = mock.Mock(side_effect=Two)
+    family = dataclasses.replace(llama.FAMILY, build=build, flops_per_token=count)
+    with mock.patch.object(llama, "FAMILY", family):
+        cfg = load_config([*SMALL_MODEL, *mesh, "--training.global_batch_size=2"], ranks)
+        counted = unmasked = 0
+        for rank in range(ranks):
+            step = trace.trace_step(cfg, ranks, 2, on_gpu=True, rank=rank)
+            for _, times, op in step.ops():
+                counted += times * (op.matmul_flops + op.attention_flops - op.recomputed)
+                unmasked += times * op.attention_unmasked
+        family, args = train.architecture(cfg)
+        text = report.attention(SimpleNamespace(cfg=cfg, inputs=SimpleNamespace(on_gpu=True)))
+    assert counted == count(args, 16) * 2 * 16
+    # of T = 16 queries, all but those of the first window's triangle
+    of_one = 2 * 2 * args.n_heads * args.head_dim  # FLOPs of a key in both sequences
+    done = 16 * 5 - 5 * 4 // 2
+    assert unmasked == 2 * 7 * of_one * (done - 16 * 5 // 2)
+    assert text == ["attention: 2 layers with a window of 5, sinks; 1 layer with all keys, sinks"]
+
+
+def test_sinks_that_would_be_dropped_are_an_error():
+    q, k, v = inputs(torch.float32, AttentionRule())
+    with pytest.raises(ValueError, match="was given no sinks"):
+        AttentionCore(AttentionRule(sinks=True))(q, k, v, None)
+    with pytest.raises(ValueError, match="was given sinks"):
+        AttentionCore()(q, k, v, None, torch.zeros(H))

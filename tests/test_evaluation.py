@@ -1,0 +1,782 @@
+"""Evaluation: what a task scores, the same on every mesh, and without a trace in training."""
+
+import ast
+import importlib.util
+import json
+import math
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import train
+from configs.load import load_config
+from configs.schema import EvaluationTask, InputError
+from data import tasks
+from data.tokenizer import SPLIT, Tokenizer, byte_tokenizer
+from models import NUMBERS
+from parallelisms import mesh as meshes
+from tests.ranks import run_ranks
+from tests.runs import (
+    CONTEXT_MESHES,
+    EXPERT_MESHES,
+    MESHES,
+    SMALL_MODEL,
+    TINY,
+    ULYSSES,
+    run,
+    said,
+    tiny_run,
+)
+from tools import check, fetch_task, next_line
+from tools import evaluate as evaluate_tool
+from tools.report import charts, tables
+from tools.report.run import read_runs
+from training import evaluate
+from training.scores import scores
+from training.validate import until_stopped
+
+ROOT = Path(__file__).resolve().parent.parent
+WINDOW = 16
+WORDS = "the red fox and a blue café sat on mats of straw while seven others ran".split()
+
+
+def write(path: Path, rows: list) -> Path:
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def questions(count: int) -> list[dict]:
+    """Contexts of 0 to 30 bytes, with three choices of different lengths."""
+    rows = []
+    for i in range(count):
+        words = [WORDS[(i * 7 + j) % len(WORDS)] for j in range(i % 7)]
+        context = " ".join(words) + (" " if i % 5 == 4 else "")
+        choices = [WORDS[(i + j * j) % len(WORDS)] for j in (1, 2, 3)]
+        rows.append({"context": context, "choices": choices, "answer": i % 3})
+    return rows
+
+
+def texts(count: int) -> list[dict]:
+    return [{"text": " ".join(WORDS[i:] * (i % 4 + 1)) + "\n" * (i % 2)} for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("tasks")
+    return {
+        "multiple_choice": write(place / "questions.jsonl", questions(23)),
+        "perplexity": write(place / "texts.jsonl", texts(5)),
+    }
+
+
+def row(file: Path, kind: str = "multiple_choice", **more) -> EvaluationTask:
+    return EvaluationTask(name="task", file=str(file), kind=kind, **more)
+
+
+def merging(*tokens: bytes) -> Tokenizer:
+    """A BPE of bytes and these tokens."""
+    ranks = [*byte_tokenizer().ranks, *tokens]
+    return Tokenizer(ranks, SPLIT, ["<|endoftext|>"], "<|endoftext|>")
+
+
+def opened(files: dict[str, Path], window: int = WINDOW) -> list[tasks.EncodedTask]:
+    return [
+        tasks.open_task(row(file, kind), byte_tokenizer(), window) for kind, file in files.items()
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# files
+
+
+WRONG = {  # a line -> the words of the sentence
+    "{": "the line is not JSON",
+    "[1]": "the line is not a JSON object",
+    '{"contxt": "a"}': '"context" is missing, the line has contxt',
+    '{"context": 1, "choices": ["a", "b"], "answer": 0}': '"context" must be a string',
+    '{"context": "", "choices": ["a"], "answer": 0}': "two strings or more",
+    '{"context": "", "choices": "ab", "answer": 0}': "two strings or more",
+    '{"context": "", "choices": ["a", ""], "answer": 0}': "choice 1 must be a string that is not",
+    '{"context": "", "choices": ["a", "b"]}': "0 to 1, and is null",
+    '{"context": "", "choices": ["a", "b"], "answer": 2}': "0 to 1, and is 2",
+    '{"context": "", "choices": ["a", "b"], "answer": true}': "0 to 1, and is true",
+    '{"context": "\\ud800", "choices": ["a", "b"], "answer": 0}': "half of a surrogate pair",
+}
+RIGHT = '{"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}'
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_line_is_named(line, tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(f"{RIGHT}\n\n{line}\n")
+    with pytest.raises(InputError) as error:
+        tasks.read(row(path))
+    assert str(error.value).startswith(f"{path}:3: ") and WRONG[line] in str(error.value)
+    path.write_text(f"\ufeff{RIGHT}\r\n", encoding="utf-8")
+    assert tasks.read(row(path)) == [tasks.Question(1, "a", ["b", "c"], 1)]
+
+
+def test_a_file_that_cannot_be_scored_is_named(tmp_path):
+    with pytest.raises(InputError, match="nowhere.jsonl: .* cannot be read"):
+        tasks.read(row(tmp_path / "nowhere.jsonl"))
+    (tmp_path / "bytes.jsonl").write_bytes(RIGHT.encode() + b'\n{"context": "\xff"}\n')
+    with pytest.raises(InputError, match="bytes.jsonl:2: byte 13 of the line is not UTF-8"):
+        tasks.read(row(tmp_path / "bytes.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(InputError, match="empty.jsonl: .* no line"):
+        tasks.read(row(tmp_path / "empty.jsonl"))
+    long = write(
+        tmp_path / "long.jsonl", [{"context": "a", "choices": ["b", "c" * 16], "answer": 0}]
+    )
+    with pytest.raises(
+        InputError, match="long.jsonl:1: choice 1 has 17 tokens, and the model sees 16"
+    ):
+        tasks.open_task(row(long), byte_tokenizer(), WINDOW)
+    write(tmp_path / "text.jsonl", [{"text": "a"}, {"text": ""}])
+    with pytest.raises(InputError, match='text.jsonl:2: "text" must be a string that is not empty'):
+        tasks.read(row(tmp_path / "text.jsonl", "perplexity"))
+
+
+def test_a_choice_that_merges_with_its_context_is_named(tmp_path):
+    tokenizer = merging(b"ab")
+    file = write(tmp_path / "x.jsonl", [{"context": "a", "choices": ["x", "b"], "answer": 0}])
+    assert len(tokenizer.encode("ab")) == 1
+    with pytest.raises(
+        InputError, match="x.jsonl:1: the tokenizer joins choice 1 with the context"
+    ):
+        tasks.open_task(row(file, delimiter=""), tokenizer, WINDOW)
+    assert tasks.open_task(row(file), tokenizer, WINDOW).requests
+
+
+# --------------------------------------------------------------------------------------------------
+# what is scored
+
+
+def test_which_tokens_are_scored():
+    bytes_ = byte_tokenizer()
+    end = bytes_.eot_id
+    assert tasks.encode_pair(bytes_, "ab", " c") == (list(b"ab"), list(b" c"))
+    assert tasks.encode_pair(bytes_, "ab \n", " c") == (list(b"ab"), list(b" \n c"))
+    assert tasks.encode_pair(bytes_, "", " c") == ([end], list(b" c"))
+    assert tasks.encode_pair(bytes_, "\n", " c") == ([end], list(b"\n c"))
+    begins = Tokenizer(bytes_.ranks, "", ["<|endoftext|>", "<|begin_of_text|>"], "<|endoftext|>")
+    assert tasks.first(begins) == 257
+
+
+def test_a_long_context_loses_its_beginning_and_is_counted(files):
+    questions, texts = opened(files)
+    longest = max(len(request.tokens) for request in questions.requests)
+    assert longest == WINDOW + 1
+    rows = [json.loads(line) for line in files["multiple_choice"].read_text().splitlines()]
+    cut = [
+        number
+        for number, row in enumerate(rows, 1)
+        if max(len(f"{row['context']} {choice}".encode()) for choice in row["choices"]) > WINDOW + 1
+    ]
+    assert questions.truncated == cut and cut
+    assert f"{len(cut)} of them are longer than 16 tokens" in questions.describe(WINDOW)
+    assert texts.truncated == []
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 32, 33])
+def test_windows_score_each_token_once_and_are_whole(count):
+    ids = list(range(1, count + 1))
+    requests = list(tasks.windows(ids, 0, WINDOW))
+    scored = [token for request in requests for token in request.tokens[-request.scored :]]
+    assert scored == ids
+    assert [len(request.tokens) - 1 for request in requests[:-1]] == [WINDOW] * (len(requests) - 1)
+    assert len(requests[-1].tokens) - 1 == min(count, WINDOW)
+
+
+def test_accuracy_by_each_length(tmp_path):
+    """Each length, and none, chooses another choice: a task scored by the wrong one is seen."""
+    choices = ["a", "éééé", "bcdefg", "hi jk lmn"]
+    file = write(tmp_path / "x.jsonl", [{"context": "x", "choices": choices, "answer": 0}] * 3)
+    task = tasks.open_task(row(file), merging("é".encode()), WINDOW)
+    found = np.array([-6.0, -7.5, -9.0, -13.0] * 3)
+    chosen = {"acc": 0, "acc_norm": 3, "acc_bytes": 1, "acc_tokens": 2}
+    for answer in range(4):
+        task.rows[:] = [row._replace(answer=answer) for row in task.rows]
+        values = scores(task, found)
+        assert {key: values[key] for key in chosen} == {
+            key: float(best == answer) for key, best in chosen.items()
+        }
+    task.rows[0] = task.rows[0]._replace(answer=0)
+    values = scores(task, found)
+    assert [values["acc"], values["acc_stderr"]] == pytest.approx([1 / 3, 1 / 3])
+
+
+def test_perplexities_and_their_errors(tmp_path):
+    rows = [{"text": "a b"}, {"text": " a\n"}, {"text": "abc d"}]
+    task = tasks.open_task(row(write(tmp_path / "x", rows), "perplexity"), byte_tokenizer(), 2)
+    counts = np.array([3, 3, 5])
+    assert [request.scored for request in task.requests] == [2, 1, 2, 1, 2, 2, 1]
+    values = scores(task, np.full(7, -1.0))
+    assert values["token_perplexity"] == values["byte_perplexity"] == math.exp(7 / counts.sum())
+    assert values["word_perplexity"] == math.exp(7 / (2 + 3 + 2))
+    assert values["bits_per_byte"] == pytest.approx(7 / 11 / math.log(2))
+    # the jackknife of the ratio agrees with its linearisation up to terms of a higher order
+    nats = np.random.default_rng(0).normal(100, 9, 400)
+    many = np.random.default_rng(1).integers(40, 60, 400)
+    big = tasks.EncodedTask("x", "perplexity", [tasks.Text(1, "a" * n) for n in many])
+    big.requests.extend(tasks.ScoreRequest([0] * (n + 1), n) for n in many)
+    big.row_of_request.extend(range(400))
+    without = (nats.sum() - nats) / (many.sum() - many) / math.log(2)
+    jackknife = math.sqrt(399 * without.var())
+    assert scores(big, -nats)["bits_per_byte_stderr"] == pytest.approx(jackknife, rel=0.01)
+    alone = tasks.EncodedTask(
+        "x", "perplexity", task.rows[:1], task.requests[:2], task.row_of_request[:2]
+    )
+    assert not any("stderr" in key for key in scores(alone, np.full(2, -1.0)))
+
+
+def test_a_text_with_a_context_is_scored_behind_it(tmp_path):
+    rows = [{"context": "the red", "text": "fox"}, {"context": "a" * 20, "text": "b"}]
+    task = tasks.open_task(row(write(tmp_path / "x", rows), "perplexity"), byte_tokenizer(), WINDOW)
+    assert task.requests[0] == tasks.ScoreRequest(list(b"the red fox"), 4)
+    assert [request.scored for request in task.requests] == [4, 2] and task.truncated == [2]
+    assert scores(task, np.array([-3.0, -5.0]))["word_perplexity"] == math.exp(4)
+
+
+# --------------------------------------------------------------------------------------------------
+# files that are made
+
+
+def test_the_task_that_ships_is_made_of_what_is_held_out(tmp_path):
+    """Every question has its answer, and the tool makes the same file again."""
+    shipped = tasks.read(row(ROOT / "data" / "examples" / "next_line.jsonl"))
+    assert len(shipped) == 50 and {question.answer for question in shipped} == {0, 1, 2, 3}
+    assert all(question.context.endswith("   ") for question in shipped)
+    source = tmp_path / "corpus"
+    source.mkdir()
+    for name in ("os.py", "json.py", "text.py"):
+        lines = [f"    {name[0]}_{i} = compute(value_{i * i}, {i})" for i in range(30)]
+        (source / name).write_text("def compute(value):\n" + "\n".join(lines) + "\n")
+    made = []
+    for _ in range(2):
+        given = ["--source", str(source), "--fraction", "1", "--count", "7"]
+        assert next_line.main([str(tmp_path / "out.jsonl"), *given]) == 0
+        made.append((tmp_path / "out.jsonl").read_text())
+    assert made[0] == made[1]
+    for line in map(json.loads, made[0].splitlines()):
+        name, number = line["name"].split(":")
+        text = (source / name).read_text().splitlines()
+        right = line["context"].split("\n")[-1] + " " + line["choices"][line["answer"]]
+        assert right == text[int(number) - 1] and len(set(line["choices"])) == 4
+        before = "\n".join(text[: int(number) - 1])
+        assert before.endswith(line["context"].rpartition("\n")[0])
+
+
+PUBLISHED = {  # a row as it is published
+    "hellaswag": {
+        "activity_label": "Baking",
+        "ctx_a": "[header] How to bake [title] Take  flour.",
+        "ctx_b": "then SHE",
+        "endings": [" stirs [step] it. ", "sings."],
+        "label": "1",
+    },
+    "arc_easy": {
+        "question": "Which?",
+        "choices": {"text": ["this", "that"], "label": ["A", "B"]},
+        "answerKey": "B",
+    },
+    "piqa": {"goal": "To open", "sol1": "push", "sol2": "pull", "label": 1},
+    "openbookqa": {
+        "question_stem": "The sun",
+        "choices": {"text": ["shines", "sinks"], "label": ["A", "B"]},
+        "answerKey": " A",
+    },
+    "sciq": {
+        "support": "\n Water is wet.",
+        "question": "What is wet?",
+        "distractor1": "x",
+        "distractor2": "y",
+        "distractor3": "z",
+        "correct_answer": "water",
+    },
+    "boolq": {"passage": "It is.", "question": "is it", "label": 1},
+    "lambada_openai": {"text": "she said she would come"},
+}
+
+
+def test_published_benchmarks_become_files(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def load_dataset(path, config, split):
+        asked.append((path, config, split))
+        if path == "baber/piqa":
+            raise ConnectionError("offline")
+        return [next(PUBLISHED[n] for n, b in fetch_task.BENCHMARKS.items() if b.path == path)]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    out = tmp_path / "x.jsonl"
+    assert fetch_task.main(["arc_challenge", str(out)]) == 0
+    want = tasks.Question(1, "Question: Which?\nAnswer:", ["this", "that"], 1)
+    assert tasks.read(row(out)) == [want] and asked == [
+        ("allenai/ai2_arc", "ARC-Challenge", "test")
+    ]
+    assert fetch_task.main(["lambada_openai", str(out)]) == 0
+    text = tasks.Text(1, "come", "she said she would")
+    assert tasks.read(row(out, tasks.kind_of(str(out)))) == [text]
+    assert fetch_task.main(["piqa", str(out)]) == 2
+    assert "baber/piqa cannot be loaded: offline" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# every mesh
+
+
+BATCH = ["--training.global_batch_size=24", "--training.local_batch_size=2"]
+
+
+def counted(options: list[str], files: dict[str, Path], bug: str = "") -> list[list[float]]:
+    """The log-likelihoods of both tasks on this rank. bug: what a negative control breaks."""
+    world = meshes.world()
+    cfg = load_config([*SMALL_MODEL, *BATCH, *options], world.size, world.local_size)
+    job = train.build(cfg)
+    with torch.no_grad():  # logits that differ by more than rounding
+        for weight in job.model.parameters():
+            weight.mul_(4)
+    real = evaluate.batch_of
+    if bug == "a rank drops its requests" and job.mesh.dp_rank == 1:
+        evaluate.batch_of = lambda requests, share, mesh: real(
+            requests, share._replace(requests=[]), mesh
+        )
+    if bug == "context is counted":
+        evaluate.batch_of = lambda requests, share, mesh: real(
+            [r._replace(scored=len(r.tokens) - 1) for r in requests], share, mesh
+        )
+    size = cfg.training.local_batch_size * cfg.training.seq_len
+    try:
+        return [
+            evaluate.log_likelihoods(job.model, job.mesh, task.requests, size, 40).tolist()
+            for task in opened(files)
+        ]
+    finally:
+        evaluate.batch_of = real
+
+
+def one_by_one(files: dict[str, Path], family: list[str]) -> list[list[float]]:
+    """The same from whole logits, one request after another, without padding."""
+    job = train.build(load_config([*SMALL_MODEL, *BATCH, *family], 1, 1))
+    found = []
+    with torch.no_grad():
+        for weight in job.model.parameters():
+            weight.mul_(4)
+        for task in opened(files):
+            found.append([])
+            for request in task.requests:
+                ids = torch.tensor([request.tokens])
+                logits = job.model(ids[:, :-1], torch.arange(ids.shape[1] - 1))
+                by_token = logits.log_softmax(-1).gather(2, ids[:, 1:, None])
+                found[-1].append(float(by_token[0, -request.scored :].sum()))
+    return found
+
+
+LLAMA: list[str] = []
+EXPERTS = [
+    "--model.family=qwen3",
+    "--model.n_experts=8",
+    "--model.experts_per_token=3",
+    "--model.expert_dim=12",
+]
+ALL_MESHES = MESHES | CONTEXT_MESHES | EXPERT_MESHES
+NOW = ["pp2xcp2", "fsdp2xtp2"]
+LATER = ["hsdp2x2", "cp2xtp2", "fsdp2xcp2", "pp2xtp2", "pp2xfsdp2"]
+OF_EXPERTS = ["ep2"]
+
+
+@pytest.fixture(scope="module")
+def oracles(files) -> dict[str, list[list[float]]]:
+    return {
+        "llama": run_ranks(1, one_by_one, files, LLAMA)[0],
+        "experts": run_ranks(1, one_by_one, files, EXPERTS)[0],
+    }
+
+
+def assert_same(ranks: list, want: list[list[float]]) -> None:
+    for found in ranks:
+        assert found == ranks[0]  # bitwise
+    for got, wanted in zip(ranks[0], want, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh", [*NOW, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in LATER)]
+)
+def test_every_mesh_finds_the_log_likelihoods_of_one_process(mesh, files, oracles):
+    count, options, _ = ALL_MESHES[mesh]
+    assert_same(run_ranks(count, counted, options, files), oracles["llama"])
+
+
+def test_heads_swapped_for_tokens_and_experts_on_several_ranks(files, oracles):
+    options = [*CONTEXT_MESHES["cp2"][1], ULYSSES]
+    assert_same(run_ranks(2, counted, options, files), oracles["llama"])
+    count, options, _ = EXPERT_MESHES["ep2"]
+    assert_same(run_ranks(count, counted, [*EXPERTS, *options], files), oracles["experts"])
+
+
+@pytest.mark.parametrize("bug", ["a rank drops its requests", "context is counted"])
+def test_negative_control(bug, files, oracles):
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_same(run_ranks(2, counted, [], files, bug), oracles["llama"])
+
+
+# --------------------------------------------------------------------------------------------------
+# runs
+
+
+BALANCED = [
+    "--model.family=deepseek_v3",
+    *EXPERTS[1:],
+    "--model.balance_loss=0.05",
+    "--training.expert_bias_speed=0.01",
+]
+
+
+def of_family(family: str, options: list[str]) -> list[str]:
+    """The options without those that the family does not have."""
+    foreign = {f"--model.{name}" for name in MODEL_OPTIONS - NUMBERS[family].options.keys()}
+    return [option for option in options if option.partition("=")[0] not in foreign]
+
+
+MODEL_OPTIONS = {name for numbers in NUMBERS.values() for name in numbers.options}
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> list[str]:
+    return [*tiny_run(tmp_path_factory.mktemp("run")), "--training.steps=6"]
+
+
+def with_tasks(files: dict[str, Path], interval: int) -> list[str]:
+    rows = [f'{{name="{kind}",file="{file}",kind="{kind}"}}' for kind, file in files.items()]
+    return [f"--evaluation.tasks=[{','.join(rows)}]", f"--evaluation.interval={interval}"]
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def state_after(options: list[str], folder: Path) -> dict:
+    """A whole run, and what it leaves: its weights and optimizer states, and torch's generator."""
+    kept = {}
+    real = train.finish
+
+    def keeping(job, *rest):
+        kept["rng"] = torch.get_rng_state().tolist()
+        kept["weights"] = {
+            name: part(weight).detach().tolist() for name, weight in job.model.named_parameters()
+        }
+        kept["moments"] = [
+            [part(value).tolist() for value in state.values() if torch.is_tensor(value)]
+            for state in job.optimizer.state.values()
+        ]
+        return real(job, *rest)
+
+    train.finish = keeping
+    assert run(options, folder) == (0, "")
+    return kept
+
+
+def part(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_evaluation_leaves_no_trace_in_training(ranks, options, files, tmp_path):
+    """Losses, norms, weights, moments, biases of experts and torch's random numbers, bitwise."""
+    mesh = ["--parallelism.expert_parallel=2"] if ranks > 1 else []
+    dense = of_family("deepseek_v3", options)
+    left = []
+    for name, more in {"without": [], "with": with_tasks(files, 2)}.items():
+        (tmp_path / name).mkdir()
+        states = run_ranks(ranks, state_after, [*dense, *BALANCED, *mesh, *more], tmp_path / name)
+        trained = [line for line in lines_of(tmp_path / name) if "loss" in line]
+        left.append((states, [(line["step"], line["loss"], line["grad_norm"]) for line in trained]))
+    assert left[0] == left[1]
+    evaluated = [
+        line
+        for line in lines_of(tmp_path / "with")
+        if "evaluation/perplexity/bits_per_byte" in line
+    ]
+    assert [line["step"] for line in evaluated] == [2, 4, 6]
+    assert "evaluation/multiple_choice/acc_norm_stderr" in evaluated[0]
+
+
+def test_a_run_says_its_scores_and_the_tool_finds_them_again(options, files, tmp_path, capsys):
+    """At the end alone, since there is no interval. The page about the run has them."""
+    assert run_ranks(1, run, [*options, *with_tasks(files, 0)], tmp_path) == [(0, "")]
+    [last] = [line for line in lines_of(tmp_path) if "evaluation/multiple_choice/acc" in line]
+    assert last["step"] == 6
+    log = said(tmp_path)
+    assert "step 6/6  evaluation of multiple_choice: acc 0." in log and " ± " in log
+    assert "of them are longer than 16 tokens" in log
+    assert evaluate_tool.main([str(tmp_path), "--json", str(tmp_path / "scores.json")]) == 0
+    table = capsys.readouterr().out
+    found = json.loads((tmp_path / "scores.json").read_text())
+    for result in found:
+        for key, value in result["scores"].items():
+            assert value == pytest.approx(last[f"evaluation/{result['name']}/{key}"], rel=1e-5)
+            assert key.endswith("_stderr") or f"{value:.4f}" in table
+    named = ["--task", str(files["perplexity"]), "--window", "16"]
+    assert evaluate_tool.main([str(tmp_path), *named]) == 0
+    again = capsys.readouterr().out
+    assert f"{last['evaluation/perplexity/bits_per_byte']:.4f}" in again
+    page = report_of(tmp_path)
+    assert "Evaluation: multiple_choice" in page and "acc, ± standard error" in page
+    assert "_stderr" not in page and "truncated" not in page
+
+
+def report_of(folder: Path) -> str:
+    [loaded] = read_runs([folder])
+    known, others = charts.panels_of([loaded])
+    across = charts.Axis(0, 6)
+    drawn = [charts.chart(chosen, [loaded.name], across, 50)[0] for chosen in others]
+    return "".join(drawn) + tables.summary([loaded])
+
+
+def stopping(options: list[str], folder: Path) -> int:
+    """A run whose rank 1 gets SIGTERM while it evaluates for the first time."""
+    real = evaluate.batch_of
+
+    def with_signal(*given):
+        if meshes.world().rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*given)
+
+    evaluate.batch_of = with_signal
+    return run(options, folder)[0]
+
+
+def test_a_signal_during_evaluation_stops_the_run_with_a_checkpoint(options, files, tmp_path):
+    more = with_tasks(files, 2)
+    assert run_ranks(2, stopping, [*options, *more], tmp_path) == [75, 75]
+    assert not any(key.startswith("evaluation/") for line in lines_of(tmp_path) for key in line)
+    assert "step 2: no evaluation, since the run is to stop" in said(tmp_path)
+    assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_a_step_of_evaluation_has_the_time_of_a_step(files):
+    """Before each batch the watchdog is told how long it may take."""
+    armed = []
+    watchdog = SimpleNamespace(arm=armed.append)
+    stop = SimpleNamespace(asked=lambda: False)
+    mesh = SimpleNamespace(device=torch.device("cpu"), sum_over_ranks=lambda flag: flag)
+    assert list(until_stopped(iter("abc"), mesh, stop, watchdog, 7)) == ["a", "b", "c"]
+    assert armed == [7, 7, 7]
+
+
+def test_a_wrong_file_is_named_before_anything_starts(tmp_path, capsys):
+    file = tmp_path / "x.jsonl"
+    file.write_text(RIGHT + "\n{\n")
+    option = f'--evaluation.tasks=[{{name="a",file="{file}"}}]'
+    assert check.main([option]) == 2
+    assert f"{file}:2: the line is not JSON" in capsys.readouterr().err
+    file.write_text(RIGHT + "\n")
+    assert check.main([option]) == 0
+
+
+def test_a_wrong_call_of_the_tool_is_one_sentence(tmp_path, capsys):
+    file = write(tmp_path / "x.jsonl", [{"text": ""}])
+    for argv, words in {
+        (str(tmp_path),): "has no tasks of its own: name a file with --task",
+        (str(tmp_path), "--task", str(file)): 'x.jsonl:1: "text" must be a string',
+        (str(tmp_path), "--task", f"{tmp_path}/no"): "cannot be read",
+    }.items():
+        assert evaluate_tool.main(list(argv)) == 2
+        said_ = capsys.readouterr().err
+        assert words in said_ and said_.count("\n") == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# lm-evaluation-harness, on the exported model and the same files
+
+
+EXPORTED = [
+    *(option for option in TINY if "vocab_size" not in option and "tokenizer" not in option),
+    "--model.vocab_size=320",
+    "--data.tokenizer=bpe",
+    "--data.bpe_vocab_size=310",
+    "--training.steps=12",
+    "--lr_schedule.warmup_steps=1",
+    "--optimizer.lr=0.05",
+    "--checkpoint.export_hf=float32",
+]
+METRICS = {
+    "multiple_choice": ("acc", "acc_norm", "acc_bytes"),
+    "perplexity": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
+    "last_word": (),
+}
+
+
+def rows_of(count: int) -> dict[str, list[dict]]:
+    """Questions whose contexts are empty, short, end in whitespace or are longer than the window;
+    texts of less than a window, of one, and of several."""
+    questions = []
+    texts = []
+    for i in range(count):
+        words = [WORDS[(i * 7 + j) % len(WORDS)] for j in range(i % 9 * 2)]
+        context = " ".join(words) + ("", " ", "\n")[i % 3] * bool(words)
+        choices = [" ".join(WORDS[(i + j) % len(WORDS) :][:j]) or "é" for j in (1, 2, 4)]
+        questions.append({"context": context, "choices": choices, "answer": i % 3})
+        text = "\n" * (i % 2) + " ".join(WORDS[i % 5 :] * (i % 3 + 1)) + " " * (i % 4 == 3)
+        texts.append({"text": text})
+    last_words = [
+        {"context": " ".join(WORDS[: i % 9 + 1]), "text": WORDS[i % 8]} for i in range(count)
+    ]
+    return {"multiple_choice": questions, "perplexity": texts, "last_word": last_words}
+
+
+@pytest.fixture(scope="module")
+def harness_folder(tmp_path_factory) -> Path:
+    """A run with its export, and the files."""
+    place = tmp_path_factory.mktemp("harness")
+    generator = np.random.default_rng(0)
+    corpus = "\n".join(" ".join(generator.choice(WORDS, 200)) for _ in range(40))
+    (place / "corpus.txt").write_text(corpus, encoding="utf-8")
+    more = [f"--data.source={place}/corpus.txt", f"--data.cache={place}/cache"]
+    assert run_ranks(1, run, [*EXPORTED, *more], place / "run") == [(0, "")]
+    for kind, rows in rows_of(31).items():
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        (place / f"{kind}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return place
+
+
+def of_harness(folder: Path) -> dict[str, dict]:
+    """What lm-evaluation-harness finds: kind -> metrics, and the log-likelihoods of each row."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    [exported] = (folder / "run" / "hf").iterdir()
+    model = HFLM(str(exported), device="cpu", dtype="float32", max_length=WINDOW, batch_size=4)
+    common = {"dataset_path": "json", "test_split": "test"}
+    rows = [
+        common
+        | {
+            "task": "multiple_choice",
+            "dataset_kwargs": {"data_files": {"test": f"{folder}/multiple_choice.jsonl"}},
+            "output_type": "multiple_choice",
+            "doc_to_text": "context",
+            "doc_to_choice": "choices",
+            "doc_to_target": "answer",
+            "metric_list": [{"metric": name} for name in METRICS["multiple_choice"]],
+        },
+        common
+        | {
+            "task": "perplexity",
+            "dataset_kwargs": {"data_files": {"test": f"{folder}/perplexity.jsonl"}},
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "text",
+            "metric_list": [{"metric": name} for name in METRICS["perplexity"]],
+        },
+    ]
+    rows.append(
+        common
+        | {
+            "task": "last_word",
+            "dataset_kwargs": {"data_files": {"test": f"{folder}/last_word.jsonl"}},
+            "output_type": "loglikelihood",
+            "doc_to_text": "context",
+            "doc_to_target": "{{' ' + text}}",
+            "metric_list": [{"metric": "perplexity"}],
+        }
+    )
+    found = simple_evaluate(model, tasks=rows, bootstrap_iters=100, log_samples=True)
+    results = {}
+    for kind, metrics in found["results"].items():
+        samples = sorted(found["samples"][kind], key=lambda sample: sample["doc_id"])
+        # of a choice its log-likelihood, and whether it is the likeliest text
+        each = [np.ravel(sample["filtered_resps"]).tolist() for sample in samples]
+        if kind != "perplexity":
+            each = [values[::2] for values in each]
+        scores_ = {key.partition(",")[0]: value for key, value in metrics.items()}
+        results[kind] = {"scores": scores_, "samples": each}
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.cap(200)
+def test_log_likelihoods_scores_and_errors_are_those_of_lm_evaluation_harness(
+    harness_folder, monkeypatch
+):
+    """Of a checkpoint and of its export."""
+    pytest.importorskip("lm_eval", reason="pip install -r requirements-test.txt")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(harness_folder / "datasets"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    theirs = of_harness(harness_folder)
+    [exported] = (harness_folder / "run" / "hf").iterdir()
+    named = [f"--task={harness_folder}/{kind}.jsonl" for kind in METRICS]
+    out = harness_folder / "scores.json"
+    for more in [[str(harness_folder / "run")], [str(exported), f"--window={WINDOW}"]]:
+        assert evaluate_tool.main([*more, *named, f"--json={out}"]) == 0
+        for result in json.loads(out.read_text()):
+            want = theirs[result["name"]]
+            for sample, values in zip(result["samples"], want["samples"], strict=True):
+                of_row = sample["log_likelihoods"]
+                of_row = of_row if len(values) > 1 else [sum(of_row)]
+                assert of_row == pytest.approx(values, rel=1e-5), sample
+            for key in METRICS[result["name"]]:
+                assert result["scores"][key] == pytest.approx(want["scores"][key], rel=1e-5)
+                error = want["scores"][key + "_stderr"]
+                if error != "N/A":
+                    assert result["scores"][key + "_stderr"] == pytest.approx(error, rel=1e-5)
+            if result["name"] == "last_word":
+                perplexity = want["scores"]["perplexity"]
+                assert result["scores"]["word_perplexity"] == pytest.approx(perplexity, rel=1e-5)
+            lines = result["truncated_lines"]
+            assert bool(lines) == (result["kind"] == "multiple_choice")
+
+
+HARNESS_FILES = {  # under lm_eval/tasks
+    "arc_easy": "arc/arc_easy.yaml",
+    "boolq": "super_glue/boolq/default.yaml",
+    "lambada_openai": "lambada/lambada_openai.yaml",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_benchmarks_are_put_as_in_the_harness(name):
+    lm_eval = pytest.importorskip("lm_eval", reason="pip install -r requirements-test.txt")
+    import yaml
+    from lm_eval.utils import apply_template
+
+    place = HARNESS_FILES.get(name, f"{name}/{name}.yaml")
+    file = Path(lm_eval.__file__).parent / "tasks" / place
+    text = file.read_text()
+    document = yaml.load(re.sub(r"!function (\S+)", r'"\1"', text), yaml.SafeLoader)
+    published = fetch_task.BENCHMARKS[name]
+    split = document.get("test_split") or document["validation_split"]
+    assert (document["dataset_path"], split) == (published.path, published.split)
+    assert document.get("dataset_name") == published.config
+    raw: dict = PUBLISHED[name]
+    ours = published.convert(raw)
+    if name == "hellaswag":
+        spec = importlib.util.spec_from_file_location("hellaswag_utils", file.parent / "utils.py")
+        utils = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(utils)
+        raw = utils.process_docs(SimpleNamespace(map=lambda convert: raw | convert(raw)))
+
+    def put(key: str) -> object:
+        template = document[key]
+        if isinstance(template, list):
+            return template
+        return raw[template] if template in raw else apply_template(str(template), raw)
+
+    assert put("doc_to_text") == ours["context"]
+    if name == "lambada_openai":
+        assert put("doc_to_target") == " " + ours["text"]
+        return
+    choices = put("doc_to_choice")
+    choices = ast.literal_eval(choices) if isinstance(choices, str) else choices
+    assert (choices, int(put("doc_to_target"))) == (ours["choices"], ours["answer"])

@@ -1,0 +1,105 @@
+"""The examples of docs/forking.md work: each is applied to a copy of the tree, which then trains on
+one process and on meshes, with the same losses.
+
+The examples are diffs (docs/forking/), so they break when what they change moves. Then change the
+copy of the tree by hand and write the diff anew: `git diff > docs/forking/NAME.diff`.
+"""
+
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.examples import fork
+from tests.ranks import run_ranks
+from tests.runs import ROOT, environment, run, series, tiny_run
+
+STEPS = "--training.steps=6"
+MOST_LINES = 60  # that a diff adds or takes away
+ONE = "1:"
+FSDP2 = "2:"
+TP2 = "2:--parallelism.tensor_parallel=2"
+CP2 = "2:--parallelism.context_parallel=2"
+PP2 = "2:--parallelism.pipeline_parallel=2"
+
+
+@dataclass(frozen=True)
+class Example:
+    options: list[str] = field(default_factory=list)
+    meshes: list[str] = field(default_factory=lambda: [FSDP2])  # those that it may break
+    prepare: Callable[[Path], object] = lambda tree: None  # gets the copy of the tree
+
+
+def write_database(tree: Path) -> None:
+    with closing(sqlite3.connect(tree / "corpus.sqlite")) as database, database:
+        database.execute("CREATE TABLE documents (text TEXT)")
+        for i in range(40):
+            row = (f"row {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60)),)
+            database.execute("INSERT INTO documents VALUES (?)", row)
+
+
+EXAMPLES = {
+    "mlp": Example(meshes=[TP2]),
+    "attention": Example(meshes=[CP2, TP2]),
+    "family": Example(["--model.family=parallel"], meshes=[TP2, PP2]),
+    "term": Example(meshes=[PP2]),
+    "optimizer": Example(["--optimizer.kind=lion", "--optimizer.lr=1e-3"], meshes=[TP2]),
+    "schedule": Example(["--lr_schedule.kind=wsd_sqrt", "--lr_schedule.decay_fraction=0.6"]),
+    "data_source": Example(["--data.source=corpus.sqlite"], prepare=write_database),
+}
+
+
+def train(tree: Path, meshes: list[str], options: list[str]) -> dict[str, dict]:
+    command = [sys.executable, "-m", "tests.examples", tree.parent / "runs", *meshes]
+    done = subprocess.run(
+        [*command, "--", STEPS, *options],
+        cwd=tree,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_example_is_tried() -> None:
+    diffs = {path.stem for path in (ROOT / "docs" / "forking").glob("*.diff")}
+    assert diffs == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_short(name: str) -> None:
+    lines = (ROOT / "docs" / "forking" / f"{name}.diff").read_text().splitlines()
+    changed = [line for line in lines if line[:1] in ("+", "-") and line[:3] not in ("+++", "---")]
+    assert len(changed) <= MOST_LINES
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """The losses of the tree as it is."""
+    place = tmp_path_factory.mktemp("unchanged")
+    options = [*tiny_run(place), STEPS]
+    assert run_ranks(1, run, options, place / "run") == [(0, "")]
+    return series(place / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.cap(180)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains_on_meshes(name: str, tmp_path: Path, unchanged: dict) -> None:
+    example = EXAMPLES[name]
+    tree = fork(tmp_path, name)
+    example.prepare(tree)
+    results = train(tree, [ONE, *example.meshes], example.options)
+    for result in results.values():
+        assert result["code"] == 0, result["said"]
+    losses = results[ONE]["losses"]
+    assert losses != unchanged, "the example changes nothing"
+    for mesh in example.meshes:
+        assert results[mesh]["losses"] == pytest.approx(losses, rel=1e-5)

@@ -1,0 +1,511 @@
+"""The table of optimizers, and Muon: torch.optim.Muon's arithmetic on whole matrices, whatever the
+mesh."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import train
+from checkpoint import state, verify
+from configs.load import load_config
+from configs.schema import Config, InputError, Optimizer
+from models import MODELS
+from parallelisms import contract, whole_matrices
+from parallelisms.whole_matrices import Layout, deal, rounds_of
+from tests import checkpoints, parity
+from tests.parity import EXPERTS, MUON, NARROW_QUERIES
+from tests.ranks import run_ranks
+from tests.runs import EXPERT_MESHES, MESHES, whole
+from tests.steps import apart
+from tools.plan.repeat import traced
+from training import muon, optim, optimizers
+from training.metrics import model_summary
+from training.muon import newton_schulz_flops, orthogonalised
+from training.optim import build_optimizer, set_learning_rate, step_if
+from training.optimizers import LIKE, OPTIMIZERS, Kept, Kind, Rule, wrong_rows
+
+# ---------------------------------------------------------------------------- torch.optim.Muon
+
+SHAPES = [(6, 10), (10, 6), (8, 8), (3, 33)]
+ALL = [("*", True)]
+
+
+class Matrices(nn.Module):
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def new_gradients(self) -> None:
+        for weight in self.weights:
+            weight.grad = torch.randn(weight.shape)
+
+
+def options(**more: object) -> Optimizer:
+    return Optimizer(kind="muon", lr=0.03, weight_decay=0.2, **more)
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov, momentum, ns_steps", [(True, None, 5), (False, 0.8, 4)])
+def test_one_process_updates_as_torch_does(adjust_lr_fn, nesterov, momentum, ns_steps):
+    """Bit by bit, and so through `found_inf` as a training step calls it."""
+    ours, theirs = Matrices(SHAPES), Matrices(SHAPES)
+    how = {"nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+    optimizer = build_optimizer(ours, ALL, options(momentum=momentum, **how), ALL)
+    expected = torch.optim.Muon(
+        theirs.parameters(), lr=0.03, weight_decay=0.2, momentum=momentum or 0.95, **how
+    )
+    for _ in range(4):
+        ours.new_gradients()
+        for mine, other in zip(ours.weights, theirs.weights, strict=True):
+            other.grad = mine.grad.clone()
+        step_if(torch.tensor(True), optimizer)
+        expected.step()
+    for mine, other in zip(ours.weights, theirs.weights, strict=True):
+        assert torch.equal(mine, other)
+        kept = optimizer.state[mine]["momentum_buffer"]
+        assert torch.equal(kept, expected.state[other]["momentum_buffer"])
+
+
+def test_experts_are_orthogonalised_one_by_one():
+    stack = torch.randn(5, 6, 9)
+    together = orthogonalised(stack, 5)
+    for matrix, result in zip(stack, together, strict=True):
+        torch.testing.assert_close(orthogonalised(matrix[None], 5)[0], result)
+        values = torch.linalg.svdvals(result)
+        assert 0.6 < values.min() and values.max() < 1.3
+
+
+def test_a_step_that_does_not_count_changes_nothing():
+    model = Matrices(SHAPES)
+    optimizer = build_optimizer(model, ALL, options(), [("weights.0", False), *ALL])
+    model.new_gradients()
+    step_if(torch.tensor(True), optimizer)
+    before = [t.clone() for t in everything(model, optimizer)]
+    model.new_gradients()
+    for weight in model.weights:
+        weight.grad[0, 0] = math.nan
+    step_if(torch.tensor(False), optimizer)
+    after = everything(model, optimizer)
+    assert len(before) == 4 + 3 + 3
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def everything(model: Matrices, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    kept = [t for weight in model.weights for t in optimizer.state[weight].values()]
+    return [weight.data for weight in model.weights] + kept
+
+
+@pytest.mark.parametrize(
+    "name, flavor", [("llama", "debug"), ("qwen3", "debug_moe"), ("deepseek_v3", "debug")]
+)
+def test_muon_gets_the_hidden_matrices(name, flavor):
+    """And AdamW the rest: embedding, output projection, norms, routers."""
+    family = MODELS[name]
+    sizes = {"n_layers": 2, "vocab_size": 11} | ({"q_rank": 8} if name == "deepseek_v3" else {})
+    with torch.device("meta"):
+        model = family.build(family.Args(**family.numbers.flavors[flavor] | sizes))
+    optimizer = build_optimizer(model, family.decay, options(), family.matrices)
+    names = {p: n for n, p in model.named_parameters()}
+    by_rule = {"Muon": set(), "AdamW": set()}
+    for group in optimizer.param_groups:
+        by_rule[group["rule"]] |= {names[p] for p in group["params"]}
+    others = ("norm.weight", "tok_embeddings.weight", "output.weight", "router.weight")
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert by_rule["AdamW"] == {n for n in trained if n.endswith(others)}
+    assert by_rule["Muon"] == trained - by_rule["AdamW"]
+
+
+# ------------------------------------------------------------------------------------ any mesh
+
+LATENT = [*EXPERTS["deepseek_v3"], NARROW_QUERIES]
+RUNS = {  # name: (mesh, further options)
+    "fsdp2xtp2": ("fsdp2xtp2", []),
+    "ep2": ("ep2", EXPERTS["qwen3 experts"]),
+    "latent attention": ("fsdp2", LATENT),
+    "ep2xtp2": ("experts on ep2xtp2", EXPERTS["deepseek_v3"]),
+}
+FAST = "fsdp2xtp2", "ep2"
+
+
+@pytest.mark.cap(300)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in RUNS]
+)
+def test_a_mesh_updates_as_one_process(name):
+    """Beside the runs with Muon of every mesh of tests/test_parallel.py and tests/test_experts.py."""
+    mesh, more = RUNS[name]
+    assert not problems_on(mesh, more, parity.trajectory)
+
+
+def problems_on(mesh: str, more: list[str], fn: Callable) -> list[str]:
+    ranks, of_mesh, dp_size = (MESHES | EXPERT_MESHES)[mesh]
+    run = [*more, *of_mesh]
+    oracle = parity.plain(*run, optimizer="muon")
+    results = run_ranks(ranks, fn, [*MUON, *run, parity.seed_of(oracle)], dp_size)
+    return parity.compare(mesh, parity.whole_model(results), oracle)
+
+
+def with_shards_orthogonalised(run: list[str], dp_size: int) -> dict:
+    """What torch.optim.Muon does to shards: each rank takes its own for the whole."""
+
+    def apply(self, shards, compute):
+        for shard in shards:
+            if shard.numel():
+                shard.copy_(compute(whole_matrices.stacked(shard)).view_as(shard))
+
+    whole_matrices.WholeMatrices.apply = apply
+    return parity.trajectory(run, dp_size)
+
+
+def with_experts_as_one_matrix(run: list[str], dp_size: int) -> dict:
+    real = muon.orthogonalised
+
+    def flat(matrices, steps):
+        return real(matrices.reshape(1, -1, matrices.shape[-1]), steps).view_as(matrices)
+
+    muon.orthogonalised = flat
+    return parity.trajectory(run, dp_size)
+
+
+@pytest.mark.parametrize(
+    "mesh, more, mistake",
+    [
+        ("fsdp2", [], with_shards_orthogonalised),
+        ("ep2", EXPERTS["qwen3 experts"], with_experts_as_one_matrix),
+    ],
+)
+def test_negative_controls_of_the_comparison(mesh, more, mistake):
+    problems = problems_on(mesh, more, mistake)
+    assert any("weights of layers" in problem for problem in problems), problems
+
+
+def test_every_matrix_has_one_owner_and_the_work_is_spread():
+    """A model of 70B on 8 x 8 ranks: no rank has much more to do than the mean, or than its largest
+    matrix."""
+    ranks = range(64)
+    shapes = [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), *[(28672, 8192)] * 3] * 80
+
+    def layout(rows: int, columns: int) -> Layout:
+        step = rows // 64
+        boxes = {r: ((0, 1), (r * step, r * step + step), (0, columns)) for r in ranks}
+        return Layout((1, rows, columns), boxes, {r: (r,) for r in ranks})
+
+    layouts = [layout(*shape) for shape in shapes]
+    costs = [newton_schulz_flops(*shape, 5) for shape in shapes]
+    tasks = deal(layouts, lambda rows, columns: newton_schulz_flops(rows, columns, 5))
+    assert sorted(task.weight for task in tasks) == list(range(len(shapes)))
+    load = dict.fromkeys(ranks, 0)
+    for task in tasks:
+        load[task.owner] += costs[task.weight]
+    assert max(load.values()) < 1.1 * sum(costs) / 64
+    limit = whole_matrices.ROUND_ELEMENTS
+    for by_owner in rounds_of(tasks, layouts):
+        for of_owner in by_owner.values():
+            sizes = [math.prod(shapes[task.weight]) for task in of_owner]
+            assert len(sizes) == 1 or sum(sizes) <= limit
+
+
+def several_rounds(run: list[str], dp_size: int) -> tuple[dict, int]:
+    whole_matrices.ROUND_ELEMENTS = 2500
+    rounds = []
+    real = whole_matrices.WholeMatrices.apply
+
+    def apply(self, *args):
+        rounds.append(len(self.rounds))
+        return real(self, *args)
+
+    whole_matrices.WholeMatrices.apply = apply
+    return parity.trajectory(run, dp_size), rounds[0]
+
+
+def test_rounds_do_not_change_the_update():
+    oracle = parity.plain(optimizer="muon")
+    seen = run_ranks(2, several_rounds, [*MUON, parity.seed_of(oracle)], 2)
+    assert not parity.compare("rounds", seen[0][0], oracle)
+    assert seen[0][1] == seen[1][1] >= 4
+
+
+# ----------------------------------------------------------------------------------- the table
+
+
+def test_every_kind_that_an_option_names_has_a_row():
+    assert Optimizer.model_fields["kind"].annotation.__args__ == tuple(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_table_says_what_each_optimizer_keeps(kind, momentum):
+    if kind == "adamw" and momentum:
+        pytest.skip("it has none")
+    cfg = Optimizer(kind=kind, momentum=momentum)
+    model = Matrices([(2, 3), (4,)])
+    optimizer = build_optimizer(model, ALL, cfg, [("weights.0", True), ("*", False)])
+    assert wrong_rows(optimizer) == []
+
+
+def test_lr_scale_multiplies_the_learning_rate_of_a_group():
+    model = Matrices(SHAPES)
+    cfg = options(adamw_lr_scale=0.25)
+    optimizer = build_optimizer(model, ALL, cfg, [("weights.0", False), *ALL])
+    assert rates(optimizer) == {"Muon": 0.03, "AdamW": 0.03 * 0.25}
+    set_learning_rate(optimizer, 0.5)
+    assert rates(optimizer) == {"Muon": 0.5, "AdamW": 0.125}
+
+
+def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    return {group["rule"]: group["lr"] for group in optimizer.param_groups}
+
+
+def scheduled(run: list[str], ignored: bool) -> dict:
+    """A trajectory whose steps set the learning rate, as train.train does."""
+    if ignored:
+
+        def set_learning_rate(optimizer, lr):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+        optim.set_learning_rate = set_learning_rate
+    real = train.train_step
+
+    def step(job, batch):
+        optim.set_learning_rate(job.optimizer, job.cfg.optimizer.lr)
+        return real(job, batch)
+
+    train.train_step = step
+    return parity.trajectory(run)
+
+
+def test_negative_control_an_ignored_lr_scale_is_seen():
+    run = [*MUON, "--optimizer.adamw_lr_scale=0.1"]
+    honoured, ignored = (run_ranks(1, scheduled, run, how)[0] for how in (False, True))
+    oracle = run_ranks(1, parity.trajectory, run)[0]
+    assert not parity.compare("honoured", honoured, oracle)
+    problems = parity.compare("ignored", ignored, oracle)
+    assert any("weights of tok_embeddings" in problem for problem in problems)
+
+
+class Sign(torch.optim.Optimizer):
+    """An optimizer of a fork: w <- w - lr sign(average of g), with its average in bfloat16, and a
+    matrix of its own in every step."""
+
+    def __init__(self, groups: list[dict]) -> None:
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                kept = self.state[weight]
+                if "average" not in kept:
+                    kept["average"] = torch.zeros_like(weight, dtype=torch.bfloat16)
+                kept["average"].lerp_(weight.grad.bfloat16(), 0.1)
+                weight.add_(kept["average"].sign(), alpha=-group["lr"])
+
+
+SIGN = Rule("Sign", lambda group: {"average": Kept(True, torch.bfloat16)})
+
+
+def add_sign(rule: Rule = SIGN) -> None:
+    OPTIMIZERS["sign"] = Kind(lambda groups, cfg, mesh: Sign(groups), rule, rule)
+
+
+def with_sign(cfg: Config) -> Config:
+    """As if `configs/schema.py` knew the name."""
+    optimizer = cfg.optimizer.model_copy(update={"kind": "sign"})
+    return cfg.model_copy(update={"optimizer": optimizer})
+
+
+def config(*more: str) -> Config:
+    run = [*checkpoints.MODEL, "--optimizer.lr=0.01", *more]
+    return load_config(run, parity.world().size, parity.world().local_size)
+
+
+def of_a_fork(folder: Path, tp: int) -> dict:
+    """Save a job after two steps, and load it into a new one."""
+    add_sign()
+    more = [f"--parallelism.tensor_parallel={tp}"]
+    first = train.build(with_sign(config(*more)))
+    optimizers.materialise(first.optimizer)
+    contract.verify(first.model, first.optimizer, first.mesh, {})
+    do_steps(first, 2)
+    writer = checkpoints.open_manager(first, folder)
+    writer.save(2, first.model, first.optimizer, {"step": 2})
+    writer.close()
+    second = train.build(with_sign(config(*more)))
+    reader = checkpoints.open_manager(second, folder)
+    reader.load(second.model, second.optimizer)
+    reader.close()
+    equal = same_state(first, second)
+    OPTIMIZERS.pop("sign")
+    add_sign(replace(SIGN, state=lambda group: {"average": LIKE}))
+    try:
+        contract.verify(first.model, first.optimizer, first.mesh, {})
+        refusal = ""
+    except InputError as error:
+        refusal = str(error)
+    return {
+        "equal": equal,
+        "names": sorted(state.tensors(first.model, first.optimizer)),
+        "refusal": refusal,
+        "summary": train_summary(first),
+    }
+
+
+def train_summary(job: train.Job) -> str:
+    family, args = train.architecture(job.cfg)
+    return model_summary(
+        family, args, job.model, job.mesh, torch.float32, job.cfg.training, job.optimizer
+    )
+
+
+def do_steps(job: train.Job, count: int) -> None:
+    torch.manual_seed(7)
+    whole = {n: torch.Size(p.shape) for n, p in job.model.named_parameters()}
+    for _ in range(count):
+        for name, param in job.model.named_parameters():
+            gradient = torch.randn(whole[name])
+            param.grad = torch.zeros_like(param)
+            box = state.storage.box_of(name, param)
+            part = gradient[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
+            state.local(param.grad).copy_(part)
+        step_if(torch.tensor(True), job.optimizer)
+
+
+def same_state(a: train.Job, b: train.Job) -> bool:
+    first, second = checkpoints.tensors(a), checkpoints.tensors(b)
+    same = [torch.equal(first[name], second[name]) for name in first]
+    return first.keys() == second.keys() and all(same)
+
+
+def test_an_optimizer_of_a_fork_needs_its_row_alone(tmp_path):
+    """Checkpoint, resume, contract and the summary of a run read it."""
+    for seen in run_ranks(2, of_a_fork, tmp_path / "c", 2):
+        assert seen["equal"]
+        kept = [name for name in seen["names"] if name.startswith("optimizer.")]
+        assert len(kept) == sum(name.startswith("model.") for name in seen["names"])
+        assert all(name.endswith(".average") for name in kept)
+        assert "1 optimizer moments take" in seen["summary"]
+        assert (
+            "the optimizer Sign keeps average (like the parameter, bfloat16) of each parameter, "
+            "and its row in training/optimizers.py has average (like the parameter): correct the "
+            "row"
+        ) in seen["refusal"]
+
+
+# ---------------------------------------------------------------------------------- checkpoints
+
+
+def saved_muon(folder: Path, steps: int, then: int, *more: str) -> dict[str, np.ndarray]:
+    """A run of `steps`, saved, and `then` more, on this mesh: the whole state at its end."""
+    job = train.build(config("--optimizer.kind=muon", "--optimizer.ns_dtype=float32", *more))
+    manager = checkpoints.open_manager(job, folder, async_save=True)
+    progress = manager.load(job.model, job.optimizer)
+    do_steps(job, steps if progress is None else 0)
+    if progress is None:
+        manager.save(steps, job.model, job.optimizer, {"step": steps})
+    torch.manual_seed(8)
+    do_steps(job, then)
+    manager.close()
+    live = state.tensors(job.model, job.optimizer)
+    return {n: whole(t).numpy().copy() for n, t in live.items() if not n.startswith("rng.")}
+
+
+@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_resumed_run_goes_on_bitwise_and_on_another_mesh_to_rounding(tmp_path, experts):
+    """Saved beside the next step, by two ranks; read by the same two, by one, and by four."""
+    more = []
+    if experts:
+        more = [*EXPERTS["qwen3 experts"], "--parallelism.expert_parallel=2"]
+    whole = run_ranks(2, saved_muon, tmp_path / "c", 2, 2, *more)[0]
+    again = run_ranks(2, saved_muon, tmp_path / "c", 0, 2, *more)[0]
+    assert whole.keys() == again.keys()
+    assert all(np.array_equal(whole[name], again[name]) for name in whole)
+    momenta = [name for name in whole if name.endswith("momentum_buffer")]
+    second = [name for name in whole if name.endswith("exp_avg_sq")]
+    assert (
+        momenta
+        and second
+        and len(momenta) + len(second) == sum(name.startswith("model.") for name in whole)
+    )
+    alone = [option for option in more if not option.startswith("--parallelism")]
+    others = [run_ranks(1, saved_muon, tmp_path / "c", 0, 2, *alone)[0]]
+    if not experts:
+        tp = "--parallelism.tensor_parallel=2"
+        others.append(run_ranks(4, saved_muon, tmp_path / "c", 0, 2, tp)[0])
+    for other in others:
+        for name, value in whole.items():
+            np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+# ---------------------------------------------------------------------------------------- plan
+
+
+def planned(layers: int, ranks: int, more: tuple[str, ...] = ()) -> tuple[int, int, dict]:
+    """FLOPs of the optimizer on rank 0, bytes of its all-to-alls, bytes before the step."""
+    run = [*parity.OPTIONS, "--optimizer.kind=muon", f"--model.n_layers={layers}", *more]
+    run.append(f"--training.local_batch_size={parity.BATCH // ranks}")
+    step = traced(load_config(run, ranks, ranks), ranks, ranks, on_gpu=True)
+    flops = exchanged = 0
+    for where, times, op in step.ops():
+        if where.phase == "optimizer":
+            flops += times * op.matmul_flops
+            exchanged += times * op.message
+    return flops, exchanged, step.before()
+
+
+def counted(layers: int) -> tuple[int, int]:
+    """What a rank of two really multiplies in the optimizer's step, and its bytes of state."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    run = [*parity.OPTIONS, "--optimizer.kind=muon", f"--model.n_layers={layers}"]
+    run.append(f"--training.local_batch_size={parity.BATCH // 2}")
+    job = train.build(load_config(run, 2, 2))
+    optimizers.materialise(job.optimizer)
+    for param in job.model.parameters():
+        param.grad = torch.ones_like(param)
+    with FlopCounterMode(display=False) as counter:
+        step_if(torch.tensor(True), job.optimizer)
+    tensors = itertools.chain(*(kept.values() for kept in job.optimizer.state.values()))
+    size = sum(state.local(t).numel() * t.element_size() for t in tensors)
+    return counter.get_total_flops(), size
+
+
+@pytest.mark.cap(200)
+def test_the_plan_counts_what_a_rank_orthogonalises():
+    """By the shapes of the matrices that rank 0 gets, of more layers than are traced with AdamW: they
+    do not follow from a shallow model's."""
+    layers = 7
+    flops, exchanged, before = apart(planned, layers, 2)
+    real, size = run_ranks(2, counted, layers)[0]
+    assert flops == real > 0 and exchanged > 0
+    assert before["optimizer state"] == size
+
+
+def planned_fork() -> tuple[int, int]:
+    """Bytes of parameters and of the optimizer's state of a plan."""
+    add_sign()
+    run = [*parity.OPTIONS, f"--training.local_batch_size={parity.BATCH // 2}"]
+    step = traced(with_sign(load_config(run, 2, 2)), 2, 2, on_gpu=True)
+    weights = sum(block.local_bytes for block in step.parameters.values())
+    return weights, step.before()["optimizer state"]
+
+
+def test_the_plan_has_the_state_of_a_fork_s_optimizer():
+    parameters, kept = apart(planned_fork)
+    assert kept == parameters // 2
+
+
+def test_a_manifest_names_the_optimizer(tmp_path):
+    run_ranks(2, saved_muon, tmp_path / "c", 1, 0)
+    written = verify.read_manifest(verify.newest(tmp_path / "c"))
+    assert written["optimizer"] == "Muon"
+    rules = {group["rule"] for group in written["hyperparameters"].values()}
+    assert rules == {"Muon", "AdamW"}

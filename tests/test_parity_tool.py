@@ -1,0 +1,118 @@
+"""`python -m tools.parity`: it finds mistakes in a family that this repository has never seen, and
+finds none where there are none."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.schema import InputError
+from tests.examples import fork
+from tests.runs import ROOT, environment
+from tools.parity import __main__ as tool
+from tools.parity import meshes
+
+SMALL = (
+    "--model.family=parallel --model.n_layers=2 --model.dim=32 --model.n_heads=4 "
+    "--model.n_kv_heads=2 --model.head_dim=8 --model.hidden_dim=48 --model.vocab_size=263 "
+    "--training.seq_len=16 --training.global_batch_size=8 --steps=2"
+).split()
+LAST_LINE = "return x + self.attention(normed, cos, sin, documents) + self.feed_forward(normed)"
+# What is wrong -> (what stands in the place of LAST_LINE, what is said of cp2).
+MISTAKES = {
+    # a mesh on which a rank has fewer tokens is off by 2e-8: float32 does not see it
+    "forward": (
+        LAST_LINE + " * (1 + 2e-9 * x.shape[1])",
+        "cp2: step 1: forward, output of layers.0, ",
+    ),
+    "backward": (
+        "x = x + self.attention(normed, cos, sin, documents) + self.feed_forward(normed)\n"
+        "        x.register_hook(lambda grad: grad * (1 + 1e-9 * grad.shape[1]))\n"
+        "        return x",
+        "cp2: step 1: backward, gradient of layers.1.feed_forward.w2.weight, ",
+    ),
+}
+
+
+def ask(tree: Path, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "tools.parity", "configs/llama_debug.toml", *arguments]
+    done = subprocess.run(command, cwd=tree, env=environment(), capture_output=True, text=True)
+    return done.returncode, done.stderr + done.stdout
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fork(tmp_path_factory.mktemp("fork"), "family")
+
+
+@pytest.mark.slow
+@pytest.mark.cap(240)
+def test_a_family_that_is_right_is_equal_on_every_mesh(tree: Path) -> None:
+    code, said = ask(tree, *SMALL, "--meshes", "cp2", "fsdp2xtp2", "pp2")
+    assert code == 0 and said.endswith("all are equal\n"), said
+
+
+@pytest.mark.slow
+@pytest.mark.cap(240)
+def test_muon_of_a_file_iterates_in_the_type_of_the_check(tree: Path) -> None:
+    """In bfloat16, its default, a right mesh would differ."""
+    path = tree / "configs" / "llama_debug.toml"
+    before = path.read_text()
+    assert before.count("[optimizer]\n") == 1
+    path.write_text(before.replace("[optimizer]\n", '[optimizer]\nkind = "muon"\n'))
+    try:
+        code, said = ask(tree, *SMALL, "--meshes", "fsdp2")
+    finally:
+        path.write_text(before)
+    assert code == 0, said
+
+
+@pytest.mark.slow
+@pytest.mark.cap(240)
+@pytest.mark.parametrize("where", MISTAKES)
+def test_a_planted_mistake_is_found(where: str, tree: Path) -> None:
+    wrong, expected = MISTAKES[where]
+    path = tree / "models" / "parallel.py"
+    right = path.read_text()
+    assert right.count(LAST_LINE) == 1
+    path.write_text(right.replace(LAST_LINE, wrong))
+    try:
+        code, said = ask(tree, *SMALL, "--meshes", "cp2", "fsdp2")
+        assert code == 1 and expected in said and "fsdp2: " not in said, said
+        if where == "forward":  # the control: float32 would not tell it from rounding
+            code, said = ask(tree, *SMALL, "--meshes", "cp2", "--dtype", "float32")
+            assert code == 0, said
+    finally:
+        path.write_text(right)
+
+
+def test_meshes_are_named_as_in_the_matrix() -> None:
+    mesh = meshes.parse("pp2xhsdp2x4xtp2")
+    assert mesh.sizes == {"pp": 2, "ddp": 2, "fsdp": 4, "tp": 2}
+    assert (mesh.ranks, mesh.data_parallel) == (32, 8)
+    mesh = meshes.parse("ep2xfsdp4")
+    assert (mesh.ranks, mesh.data_parallel) == (4, 4)
+
+
+@pytest.mark.parametrize("name", ["fsdp1", "tp", "fsdp2tp2", "tp2xtp2", "gpu8", "tp2x"])
+def test_a_name_that_is_no_mesh_is_a_sentence(name: str) -> None:
+    with pytest.raises(InputError, match=f"--meshes {name}: "):
+        meshes.parse(name)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["configs/llama_debug.toml", "--meshes", "ep2"], "--meshes ep2: 1 mistake"),
+        (["configs/llama_8b.toml"], "the model has 8,030,261,248 parameters"),
+        (["configs/nothing.toml"], "configs/nothing.toml"),
+        (["configs/llama_debug.toml", "--steps=0"], "--steps must be at least 1"),
+    ],
+)
+def test_a_mistake_in_the_call(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert tool.main(arguments) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,268 @@
+"""Adapters leave the house: as a PEFT folder, which `peft` computes the same with, down to each
+gradient; merged with their base; and in `tools.generate`."""
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from configs.schema import Lora
+from models import lora
+from tests.ranks import run_ranks
+from tests.runs import run, tiny_run
+from tests.shapes import SHAPES, formats, random_pair
+from tools import adapters, convert, generate, lora_to_peft
+from tools.adapters import Adapter
+from training.loss import linear_cross_entropy, plain_cross_entropy
+
+RANK, ALPHA = 3, 7.5
+LIMIT = 1e-5
+ALL = "wq", "wk", "wv", "wo", "wq_a", "wq_b", "wkv_a", "wkv_b", "w1", "w2", "w3"
+FAMILIES = "llama3", "qwen3 experts", "deepseek_v3", "olmo2", "gpt_oss"
+
+
+def adapt(model: nn.Module, targets: tuple[str, ...] = ALL) -> dict[str, Tensor]:
+    """Gives a model adapters with random values, B too, and returns them."""
+    lora.add(model, Lora(rank=RANK, alpha=ALPHA, targets=targets))
+    generator = torch.Generator().manual_seed(5)
+    found = {}
+    for name, param in model.named_parameters():
+        param.requires_grad_(lora.is_adapter(name))
+        if param.requires_grad:
+            param.data.normal_(0, 0.3, generator=generator)
+            found[name] = param.data
+    return found
+
+
+def write(folder: Path, tensors: dict[str, Tensor], family: Any, args: Any) -> Path:
+    lora_to_peft.write(folder, tensors, formats(family), args, RANK, ALPHA, None)
+    return folder
+
+
+def compare(shape: str, folder: Path, targets: tuple[str, ...] = ALL) -> dict[str, float]:
+    """How far `peft` is from ours on the same model, adapters and batch."""
+    peft = pytest.importorskip("peft")
+    family, args = SHAPES[shape]
+    theirs, ours, _ = random_pair(family, args)
+    found = adapt(ours, targets)
+    write(folder, found, family, args)
+    theirs = peft.PeftModel.from_pretrained(theirs, folder, is_trainable=True)
+
+    tokens, labels = torch.randint(0, args.vocab_size, (2, 2, 13))
+    labels[1, 3:7] = -100
+    positions = torch.arange(13)
+    got = ours(tokens, positions)
+    loss_head = partial(linear_cross_entropy, labels=labels, chunk_tokens=8)
+    got_loss = ours(tokens, positions, loss_head)
+    got_loss.backward()
+    gradients = {}
+    for name, param in ours.named_parameters():
+        assert (param.grad is not None) == (name in found), name
+        if param.grad is not None:
+            gradients[name] = param.grad
+
+    want = theirs(tokens).logits
+    want_loss = plain_cross_entropy(want, labels)
+    want_loss.backward()
+    translate = partial(
+        lora_to_peft.translate, family=formats(family), args=args, rank=RANK, alpha=ALPHA
+    )
+    wanted = {}
+    for name, param in theirs.named_parameters():
+        if param.requires_grad:
+            wanted[name.replace(".default", "")] = param.grad
+    translated, _ = translate(gradients)
+    # In B of gate and up there are zeros beside the blocks, which `peft` trains and we do not have.
+    ours_too, _ = translate({name: torch.ones_like(grad) for name, grad in gradients.items()})
+    assert translated.keys() == wanted.keys()
+    worst = 0.0
+    for name, grad in translated.items():
+        want_grad = wanted[name] * ours_too[name]
+        worst = max(worst, ((grad - want_grad).norm() / want_grad.norm()).item())
+    return {
+        "logits": (got - want).abs().max().item(),
+        "loss": abs(got_loss.item() / want_loss.item() - 1),
+        "gradients": worst,
+    }
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_peft_computes_the_same(shape, tmp_path):
+    seen = compare(shape, tmp_path / "peft")
+    assert max(seen.values()) <= LIMIT, seen
+
+
+def test_adapters_of_some_of_the_experts_weights(tmp_path):
+    """w3 without w1, whose place in transformers' one parameter stays 0; and w2 alone with it."""
+    targets = ("w3", "w2")
+    seen = compare("gpt_oss", tmp_path / "peft", targets)
+    assert max(seen.values()) <= LIMIT, seen
+
+
+def without(folder: Path, *keys: str) -> None:
+    """Take these fields out of adapter_config.json."""
+    path = folder / lora_to_peft.CONFIG
+    config = json.loads(path.read_text())
+    for key in keys:
+        del config[key]
+    path.write_text(json.dumps(config))
+
+
+def drop_the_scale(monkeypatch):
+    """alpha / rank is 1."""
+    write = lora_to_peft.write
+
+    def wrong(out, tensors, family, args, rank, alpha, base):
+        write(out, tensors, family, args, rank, rank, base)
+
+    monkeypatch.setattr(lora_to_peft, "write", wrong)
+
+
+def keep_the_scale_of_one_part(monkeypatch):
+    """The rank of gate and up is twice that of either, and alpha is not."""
+    write = lora_to_peft.write
+
+    def wrong(out, *arguments):
+        write(out, *arguments)
+        without(out, "alpha_pattern")
+
+    monkeypatch.setattr(lora_to_peft, "write", wrong)
+
+
+def forget_that_rows_take_turns(monkeypatch):
+    """All rows of gate, and then all of up, where gpt-oss has them in turns."""
+
+    def rows(place, outputs):
+        return slice(place.turn * outputs, (place.turn + 1) * outputs)
+
+    monkeypatch.setattr(lora_to_peft.PeftTarget, "rows", rows)
+
+
+def forget_that_experts_take_turns(monkeypatch):
+    """B expert by expert, as A is."""
+
+    def flatten(adapter):
+        return Adapter(adapter.a.flatten(0, 1), adapter.b.transpose(0, 1).flatten(1, 2))
+
+    monkeypatch.setattr(lora_to_peft, "flatten", flatten)
+
+
+@pytest.mark.parametrize(
+    "bug, shape",
+    [
+        (drop_the_scale, "llama3"),
+        (keep_the_scale_of_one_part, "qwen3 experts"),
+        (forget_that_rows_take_turns, "gpt_oss"),
+        (forget_that_experts_take_turns, "qwen3 experts"),
+    ],
+)
+def test_negative_control_what_peft_is_told_wrongly_is_noticed(bug, shape, tmp_path, monkeypatch):
+    bug(monkeypatch)
+    assert compare(shape, tmp_path / "peft")["logits"] > 1e-3
+
+
+# A run, from its base to what leaves the house ------------------------------------------------------
+
+NUMBERS = {"dim": 42, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 10}
+NUMBERS |= {"n_experts": 7, "experts_per_token": 3, "expert_dim": 11, "vocab_size": 263}
+NUMBERS |= {"hidden_dim": 53, "rope_theta": 1e6, "balance_loss": 0.0}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[str, Path]:
+    """A mixture of experts in bfloat16 as transformers writes it, "base", and a run of adapters
+    beside it, "run"."""
+    pytest.importorskip("transformers")
+    place = tmp_path_factory.mktemp("adapters")
+    family, args = SHAPES["qwen3 experts"]
+    theirs, _, _ = random_pair(family, replace(args, **NUMBERS))
+    theirs.to(torch.bfloat16).save_pretrained(place / "base")
+    options = [
+        *tiny_run(place),
+        "--model.family=qwen3",
+        *(f"--model.{name}={value}" for name, value in NUMBERS.items()),
+        f"--checkpoint.load_hf={place / 'base'}",
+        f"--lora.rank={RANK}",
+        f"--lora.alpha={ALPHA}",
+        '--lora.targets=["wq", "wo", "w1", "w2", "w3"]',
+        "--optimizer.lr=0.02",
+        "--lr_schedule.warmup_steps=0",
+        "--training.steps=3",
+        "--training.param_dtype=float32",
+    ]
+    (place / "run").mkdir()
+    assert run_ranks(1, run, options, place / "run") == [(0, "")]
+    return {"base": place / "base", "run": place / "run"}
+
+
+def test_a_run_is_the_same_in_peft_and_merged(trained, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    assert convert.main(["lora-to-peft", str(trained["run"]), str(tmp_path / "peft")]) == 0
+    assert convert.main(["lora-merge", str(trained["run"]), str(tmp_path / "merged")]) == 0
+    tokens = torch.randint(0, 263, (2, 13))
+    positions = torch.arange(13)
+
+    config = json.loads((tmp_path / "peft" / lora_to_peft.CONFIG).read_text())
+    assert config["base_model_name_or_path"] == str(trained["base"])
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        trained["base"], dtype=torch.float32, experts_implementation="eager"
+    )
+    of_base = base(tokens).logits
+    unmerged = peft.PeftModel.from_pretrained(base, tmp_path / "peft")(tokens).logits
+    merged = generate.load(trained["run"]).model(tokens, positions)
+    assert (unmerged - merged).abs().max() <= LIMIT
+    assert (unmerged - of_base).abs().max() > 1e-3
+
+    # what is written: in the type of the base, rounded once
+    written = generate.load(tmp_path / "merged", str(trained["run"] / "tokenizer.json")).model
+    source = adapters.open_run(trained["run"])
+    adapted = adapters.by_parameter(source.tensors)
+    assert len(adapted) == 2 * 5
+    before = generate.load(trained["base"], str(trained["run"] / "tokenizer.json")).model
+    for name, weight in written.named_parameters():
+        expected = before.get_parameter(name)
+        if name in adapted:
+            a, b = adapted[name]
+            expected = expected + ALPHA / RANK * (b @ a)
+        # where float32 rounds the sum otherwise, bfloat16 may do so too
+        assert (weight - expected).abs().max() <= 2**-8 * expected.abs().max(), name
+        assert torch.equal(weight, weight.bfloat16().float()), name
+        assert name in adapted or torch.equal(weight, expected), name
+    theirs = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert theirs == json.loads((trained["base"] / "config.json").read_text()) | {
+        "torch_dtype": "bfloat16"
+    }
+
+
+def test_a_base_that_was_moved_is_found_and_another_one_is_refused(trained, tmp_path, capsys):
+    moved = tmp_path / "moved"
+    shutil.copytree(trained["base"], moved)
+    merge = ["lora-merge", str(trained["run"])]
+    assert convert.main([*merge, str(tmp_path / "merged"), "--base", str(moved)]) == 0
+    [file] = moved.glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.norm.weight"][3] += 0.5
+    save_file(weights, file, metadata={"format": "pt"})
+    capsys.readouterr()
+    assert convert.main([*merge, str(tmp_path / "again"), "--base", str(moved)]) == 2
+    said = capsys.readouterr().err
+    assert f"were trained beside the weights of {trained['base']} (hash " in said, said
+    assert f"and those of {moved} are others (hash " in said, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "moved"]
+
+
+def test_what_holds_adapters_is_no_model_and_the_other_way_round(trained, tmp_path, capsys):
+    assert convert.main(["dcp-to-hf", str(trained["run"]), str(tmp_path / "hf")]) == 2
+    assert "lora-merge" in capsys.readouterr().err
+    assert convert.main(["hf-to-dcp", str(trained["base"]), str(tmp_path / "whole")]) == 0
+    assert convert.main(["lora-to-peft", str(tmp_path / "whole"), str(tmp_path / "peft")]) == 2
+    assert "holds no adapters" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]

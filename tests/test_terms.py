@@ -1,0 +1,391 @@
+"""Auxiliary terms: what a block or the loss reports beside the loss is trained on and logged as the
+same number on every mesh, however the forward is run."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import train
+from configs.load import load_config
+from models import layers
+from models.terms import AuxiliaryTerms, InjectGradient, Term
+from tests import parity
+from tests.parity import DEEPSEEK, DOCUMENTS, EQUAL, TWO_MICROBATCHES
+from tests.ranks import run_ranks
+from tests.runs import ADAMW, CONTEXT_MESHES, MESHES, run, tiny_run
+from training.experts import ExpertLoad
+from training.loss import linear_cross_entropy, plain_cross_entropy
+from training.terms import TermLog
+from training.z_loss import ZLoss
+
+# Large enough to matter in a model of random weights: dropping either term changes the norm.
+Z_LOSS = 0.01
+ACTIVATIONS = 10.0
+ON = [*ADAMW, f"--training.z_loss={Z_LOSS}"]
+PLAIN_FORWARD = layers.Block.forward
+FULL = "--activation_checkpoint.mode=full"
+NAMES = ["activation_square/layer-0", "activation_square/layer-1", "activation_square/layer-2"]
+
+
+def measured(block: nn.Module, *inputs: Tensor) -> tuple[Tensor, dict[str, Term]]:
+    """A block's forward that keeps its activations small: all that a new term takes."""
+    h = PLAIN_FORWARD(block, *inputs)
+    squares = h.float().square().mean(-1)  # [B, T]
+    return h, {"activation_square": Term(squares.sum(), weight=ACTIVATIONS)}
+
+
+def seen_of(options: list[str], dp_size: int, change: Callable | None = None) -> dict:
+    """Two steps of this rank as tests/parity.py sees them, and what was logged of their terms. All
+    blocks report; `change` puts a mistake in."""
+    layers.Block.forward = measured
+    if change:
+        change()
+    real, logs = train.train_step, []
+
+    def noting(job: train.Job, batch: dict[str, Tensor]) -> train.StepResult:
+        if not logs:
+            has_experts = bool(getattr(job.args, "n_experts", 0))
+            logs.append(TermLog(job.mesh))
+            logs.append(ExpertLoad(job.mesh, job.args) if has_experts else None)
+            logs.append(job.model)
+        result = real(job, batch)
+        logs[0].add(result.terms, result.skipped)
+        if logs[1]:
+            logs[1].add(result.terms)
+        return result
+
+    train.train_step = noting
+    seen = parity.trajectory([*options, "--training.steps=2"], dp_size)
+    log, load, model = logs
+    seen["terms"] = log.line()
+    if load:
+        seen["terms"] |= load.report(2, model)[0]
+    return seen
+
+
+def one_process(options: list[str]) -> dict:
+    return run_ranks(1, seen_of, options, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def oracle() -> dict:
+    return one_process(ON)
+
+
+def on_mesh(mesh: str, options: list[str], change: Callable | None = None) -> dict:
+    """What all ranks have seen together; each must have logged the same."""
+    ranks, more, dp_size = (MESHES | CONTEXT_MESHES)[mesh]
+    results = run_ranks(ranks, seen_of, [*options, *more], dp_size, change)
+    assert all(result["terms"] == results[0]["terms"] for result in results)
+    grad = {name: x for result in results for name, x in result["grad"].items()}
+    return results[0] | {"grad": grad}
+
+
+def differences(seen: dict, oracle: dict) -> list[str]:
+    """What differs by more than rounding: of the first step the loss, the norm and gradients, of
+    both the loss and the terms."""
+    pairs = {"norm": (seen["norm"][0], oracle["norm"][0])}
+    for step, losses in enumerate(zip(seen["loss"], oracle["loss"], strict=True)):
+        pairs[f"loss {step}"] = losses
+    assert seen["terms"].keys() == oracle["terms"].keys()
+    for name, value in oracle["terms"].items():
+        pairs[name] = seen["terms"][name], value
+    errors = {name: abs(one - other) / (abs(other) or 1) for name, (one, other) in pairs.items()}
+    assert seen["grad"].keys() == oracle["grad"].keys()
+    for name, want in oracle["grad"].items():
+        errors[f"gradient of {name}"] = np.linalg.norm(seen["grad"][name] - want) / np.linalg.norm(
+            want
+        )
+    return [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= EQUAL]
+
+
+# ------------------------------------------------------------------------------------- the numbers
+
+
+def against_autograd() -> None:
+    """A step on one process, and autograd on whole logits."""
+    layers.Block.forward = measured
+    base = [*parity.OPTIONS, *ON, "--training.local_batch_size=6", "--training.max_norm=0"]
+    job = train.build(load_config(base))
+    model = job.model
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, parity.VOCAB, (4, 6, parity.SEQ + 1), generator=generator)
+    batch = {"tokens": tokens[..., :-1].contiguous(), "labels": tokens[..., 1:].contiguous()}
+    batch["labels"][:, 0, 5:] = -100
+    counts = batch["labels"] != -100
+
+    inputs = batch["tokens"].flatten(0, 1), torch.arange(parity.SEQ)
+    squares = []
+    for block in model.layers.values():
+        block.register_forward_hook(lambda *call: squares.append(call[-1][1]["activation_square"]))
+    logits = model(*inputs)
+    of_blocks = torch.stack([term.value for term in squares]).sum()
+    squares.clear()
+    cross_entropy = plain_cross_entropy(logits, batch["labels"].flatten(0, 1))
+    log_z = logits.logsumexp(-1)[counts.flatten(0, 1)]
+    z_loss = Z_LOSS * log_z.square().sum()
+    total = (cross_entropy + z_loss + ACTIVATIONS * of_blocks) / counts.sum()
+    weights = dict(model.named_parameters())
+    want = dict(zip(weights, torch.autograd.grad(total, list(weights.values())), strict=True))
+
+    step = train.gradients(job, batch)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=0)
+    close(step.loss, (cross_entropy / counts.sum()).detach())
+    norm = torch.stack([weight.grad.norm() for weight in weights.values()]).norm()
+    close(norm, torch.stack([gradient.norm() for gradient in want.values()]).norm())
+    for name, weight in weights.items():
+        assert (weight.grad - want[name]).norm() < 1e-5 * want[name].norm(), name
+    log = TermLog(job.mesh)
+    log.add(step.terms, skipped=False)
+    logged = log.line()
+    assert sorted(logged) == [*NAMES, "z_loss"]
+    close(torch.tensor(logged["z_loss"]).float(), (z_loss / counts.sum()).detach())
+    of_layers = sum(logged[name] for name in NAMES)
+    close(torch.tensor(of_layers).float(), (of_blocks / counts.sum()).detach())
+
+
+def test_a_step_trains_on_terms_as_autograd_does():
+    """The loss is the cross-entropy alone, the gradient is that of all, and the terms are means."""
+    run_ranks(1, against_autograd)
+
+
+@pytest.mark.parametrize("chunk", [7, 10_000])
+def test_the_z_loss_of_pieces_is_that_of_whole_logits(chunk):
+    torch.manual_seed(0)
+    h, w = torch.randn(3, 37, 24, requires_grad=True), torch.randn(1009, 24, requires_grad=True)
+    labels = torch.randint(0, 1009, (3, 37))
+    labels[0, 5:19] = -100
+    one = torch.ones(())
+    reported = AuxiliaryTerms(one, one)
+    loss = linear_cross_entropy(h, w, labels, chunk, z_loss=ZLoss(Z_LOSS, reported, 1))
+    grads = torch.autograd.grad(loss, (h, w))
+    logits = h @ w.t()
+    want = plain_cross_entropy(logits, labels)
+    z_loss = Z_LOSS * logits.logsumexp(-1)[labels != -100].square().sum()
+    torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(reported.sums["z_loss"][None].float(), z_loss.detach())
+    want_grads = torch.autograd.grad(want + z_loss, (h, w))
+    for got, expected in zip(grads, want_grads, strict=True):
+        assert (got - expected).norm() / expected.norm() < 1e-6
+
+
+# -------------------------------------------------------------------------------------- the meshes
+
+COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
+EACH_TIME = [TWO_MICROBATCHES, "--parallelism.accumulate_gradients=sharded"]
+
+
+@pytest.mark.parametrize(
+    "mesh, more",
+    [
+        ("fsdp2", EACH_TIME),
+        ("tp2", [FULL]),
+        ("pp2", [TWO_MICROBATCHES, "--activation_checkpoint.mode=selective"]),
+        ("cp2", []),
+    ],
+    ids=["fsdp2", "tp2", "pp2", "cp2"],
+)
+def test_terms_on_a_mesh_are_those_of_one_process(mesh, more, oracle):
+    """In a pipeline the stages report terms of different names."""
+    assert sorted(oracle["terms"]) == [*NAMES, "z_loss"]
+    assert not differences(on_mesh(mesh, [*ON, *more]), oracle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh, more, numbers",
+    [
+        ("fsdp2xtp2", [TWO_MICROBATCHES, FULL, *COMPILED], []),
+        ("pp2", ["--parallelism.pipeline_schedule=zbv", FULL], ["--model.n_layers=5"]),
+        ("cp2", [FULL], [DOCUMENTS]),
+    ],
+    ids=["fsdp2xtp2", "zbv", "documents"],
+)
+def test_terms_under_what_else_a_forward_goes_through(mesh, more, numbers):
+    assert not differences(on_mesh(mesh, [*ON, *more, *numbers]), one_process([*ON, *numbers]))
+
+
+def test_a_stage_without_experts_and_one_with_them_report_together():
+    """The first layer of DeepSeek is dense, and is a stage of its own here."""
+    numbers = [*DEEPSEEK, *ON, "--run.seed=1"]
+    stages = ["--parallelism.pipeline_layers=[1,2]", TWO_MICROBATCHES, FULL]
+    seen = on_mesh("pp2", [*numbers, *stages])
+    assert {"router_entropy/layer-2", "balance_loss/layer-1", "z_loss", NAMES[0]} < set(
+        seen["terms"]
+    )
+    assert not differences(seen, one_process(numbers))
+
+
+# Mistakes, each of which a comparison must see. ---------------------------------------------------
+
+
+def gradient_dropped() -> None:
+    """A term that is logged, and not trained on."""
+
+    def backward(ctx, grad: Tensor) -> tuple:
+        return grad, None, None, None
+
+    InjectGradient.backward = staticmethod(backward)
+
+
+def gradient_of_z_loss_dropped() -> None:
+    real = ZLoss.add
+
+    def add(z_loss: ZLoss, log_z: Tensor) -> Tensor:
+        return torch.ones_like(real(z_loss, log_z))
+
+    ZLoss.add = add
+
+
+def counted_on_every_rank() -> None:
+    """The ranks of tensor parallelism have the same logits, and each reports all of the term."""
+    train.open_z_loss = lambda factor, terms, mesh: ZLoss(factor, terms, 1)
+
+
+def reported_inside_the_block() -> None:
+    """A block that tells the step's terms itself does so again when it is recomputed."""
+    made = []
+
+    def noted(*args: Tensor) -> AuxiliaryTerms:
+        made.append(AuxiliaryTerms(*args))
+        return made[-1]
+
+    def forward(block: nn.Module, *inputs: Tensor) -> tuple[Tensor, dict[str, Term]]:
+        made[-1].report("activation_square", inputs[0].square().mean(-1).sum(), 0)
+        return PLAIN_FORWARD(block, *inputs), {}
+
+    train.AuxiliaryTerms = noted
+    layers.Block.forward = forward
+
+
+def not_divided_by_tokens() -> None:
+    """The gradient is that of a sum over tokens."""
+    train.AuxiliaryTerms = lambda scale, tokens: AuxiliaryTerms(scale * tokens, tokens)
+
+
+def divided_by_own_tokens() -> None:
+    """The mean over each rank's own tokens, which are not equally many."""
+    real = train.Feed
+
+    def feed(model: nn.Module, batch: dict[str, Tensor], *rest: object) -> object:
+        own = (batch["labels"] != -100).sum()
+        train.AuxiliaryTerms = lambda scale, tokens: AuxiliaryTerms(1 / own, tokens)
+        return real(model, batch, *rest)
+
+    train.Feed = feed
+
+
+@pytest.mark.parametrize(
+    "mesh, change, found",
+    [
+        ("fsdp2", gradient_dropped, "norm"),
+        ("fsdp2", gradient_of_z_loss_dropped, "norm"),
+        ("tp2", counted_on_every_rank, "z_loss"),
+        ("fsdp2", not_divided_by_tokens, "norm"),
+        ("fsdp2", divided_by_own_tokens, "norm"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_mistake_is_seen(mesh, change, found, oracle):
+    problems = differences(on_mesh(mesh, ON, change), oracle)
+    assert any(problem.startswith(found) for problem in problems), problems
+
+
+def test_a_term_that_is_counted_again_when_recomputed_is_seen():
+    (kept,) = run_ranks(1, seen_of, ON, 1, reported_inside_the_block)
+    (recomputed,) = run_ranks(1, seen_of, [*ON, FULL], 1, reported_inside_the_block)
+    assert recomputed["norm"][0] == pytest.approx(kept["norm"][0], rel=EQUAL)
+    right = kept["terms"]["activation_square/layer-0"]
+    assert recomputed["terms"]["activation_square/layer-0"] == pytest.approx(2 * right, rel=EQUAL)
+
+
+# ------------------------------------------------------------------------------------- what is said
+
+
+def alone() -> SimpleNamespace:
+    """A mesh of one rank that counts its collectives."""
+    mesh = SimpleNamespace(device=torch.device("cpu"), calls=[])
+
+    def gather(names: list[str]) -> list:
+        mesh.calls.append("gather")
+        return [names]
+
+    def sum_over_ranks(x: Tensor) -> Tensor:
+        mesh.calls.append("sum")
+        return x
+
+    mesh.gather, mesh.sum_over_ranks = gather, sum_over_ranks
+    return mesh
+
+
+def reporting(tokens: int = 4, **values: float) -> AuxiliaryTerms:
+    """The terms of a step."""
+    step = AuxiliaryTerms(torch.ones(()), torch.tensor(tokens))
+    for name, value in values.items():
+        step.report(name, torch.tensor(value))
+    return step
+
+
+def test_a_line_has_the_mean_of_the_steps_that_changed_weights():
+    log = TermLog(alone())
+    log.add(reporting(tokens=4, entropy=8.0), skipped=False)
+    log.add(reporting(tokens=8, entropy=8.0), skipped=False)
+    log.add(reporting(tokens=8, entropy=float("nan")), skipped=True)
+    assert log.line() == {"entropy": 1.5}
+    log.add(reporting(entropy=float("nan")), skipped=True)
+    assert log.line() == {}, "no step counted"
+    log.add(reporting(entropy=4.0), skipped=False)
+    assert log.line() == {"entropy": 1.0}
+
+
+def test_a_run_without_terms_asks_for_names_once_and_sums_nothing():
+    mesh = alone()
+    log = TermLog(mesh)
+    for _ in range(3):
+        log.add(reporting(), skipped=False)
+        assert log.line() == {}
+    assert mesh.calls == ["gather"]
+
+
+def test_a_name_that_turns_up_late_is_refused_by_name():
+    """Other ranks would not sum it."""
+    log = TermLog(alone())
+    log.add(reporting(first=1.0), skipped=False)
+    log.line()
+    with pytest.raises(
+        ValueError, match="auxiliary term second was not reported in the first step"
+    ):
+        log.add(reporting(first=1.0, second=1.0), skipped=False)
+
+
+def test_a_term_that_is_no_scalar_is_refused_by_name():
+    step = reporting()
+    step.report("norms", torch.ones(3), 2)
+    with pytest.raises(ValueError, match=r"norms/layer-2 has the shape \[3\]: report a scalar"):
+        TermLog(alone()).add(step, skipped=False)
+
+
+def logged(options: list[str], folder) -> tuple[int, str]:
+    layers.Block.forward = measured
+    return run(options, folder)
+
+
+def test_a_run_logs_terms_by_name(tmp_path):
+    options = [*tiny_run(tmp_path), "--training.steps=3", f"--training.z_loss={Z_LOSS}"]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mesh = ["--parallelism.pipeline_parallel=2", "--debug.replay_interval=2", "--run.device=cpu"]
+    assert run_ranks(2, logged, [*options, *mesh], folder) == [(0, "")] * 2
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    of_steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in of_steps] == [1, 2, 3]
+    for line in of_steps:
+        assert {*NAMES[:2], "z_loss"} < line.keys()
+        # Z of 263 logits near 0 is near 263
+        assert line["z_loss"] == pytest.approx(Z_LOSS * np.log(263) ** 2, rel=0.2)

@@ -1,0 +1,336 @@
+"""A plan of tensor parallelism that does not fit its model is named in a sentence before a run begins
+(parallelisms/tp_check.py). One process plays a rank of two that exchange nothing."""
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel
+
+from configs.schema import InputError
+from models import MODELS, layers
+from models.kernels.ruled_attention import AttentionRule
+from parallelisms import tp, tp_check
+from tests.ranks import run_ranks
+from tools.plan import trace
+
+ATTENTION = "layers.*.attention"
+FEED_FORWARD = "layers.*.feed_forward"
+MISSING = None
+
+
+# What is wrong -> the family, its flavor, what is different in its plan, what is said.
+MISTAKES: dict[str, tuple[str, str, dict[str, str | None], list[str]]] = {
+    "a misspelt module": (
+        "llama",
+        "debug",
+        {"layers.*.atention.wq": "columns"},
+        ["has a row for layers.*.atention.wq", "is it layers.*.attention.wq?"],
+    ),
+    "a misspelt style": (
+        "llama",
+        "debug",
+        {f"{ATTENTION}.wq": "colums"},
+        ["gives layers.*.attention.wq the style colums", "is it columns?"],
+    ),
+    "no row for a linear layer": (
+        "llama",
+        "debug",
+        {f"{ATTENTION}.wv": MISSING},
+        ["no row for layers.0.attention.wv, a linear layer", "or columns or"],
+    ),
+    "no row for a norm": (
+        "llama",
+        "debug",
+        {"layers.*.ffn_norm": MISSING},
+        ["no row for layers.0.ffn_norm, a norm", "sequence or sequence_plain or"],
+    ),
+    "no row for a router": (
+        "qwen3",
+        "debug_moe",
+        {f"{FEED_FORWARD}.router": MISSING},
+        ["no row for layers.0.feed_forward.router, a router: router would fit"],
+    ),
+    "a linear layer's style for a norm": (
+        "llama",
+        "debug",
+        {"layers.*.ffn_norm": "rows"},
+        ["gives layers.0.ffn_norm the style rows, which is for a linear layer, and it is a norm"],
+    ),
+    "a norm's style for a linear layer": (
+        "llama",
+        "debug",
+        {f"{ATTENTION}.wq": "sequence"},
+        ["gives layers.0.attention.wq the style sequence, which is for a norm"],
+    ),
+    "a container's style for a linear layer": (
+        "llama",
+        "debug",
+        {f"{ATTENTION}.wq": "gather_sequence"},
+        ["gives layers.0.attention.wq the style gather_sequence", "and it is a linear layer"],
+    ),
+    "rows where columns are right": (
+        "llama",
+        "debug",
+        {f"{ATTENTION}.wq": "rows"},
+        [
+            "gives layers.0.attention.wq the style rows, which takes the whole sequence with this "
+            "rank's columns",
+            "gets the whole sequence with all features as a DTensor [1, 8, 256]",
+            "columns would fit",
+        ],
+    ),
+    "columns where rows are right": (
+        "llama",
+        "debug",
+        {f"{ATTENTION}.wo": "columns"},
+        [
+            "gives layers.0.attention.wo the style columns, which takes the whole sequence with all "
+            "features",
+            "gets the whole sequence with this rank's columns as a plain tensor [1, 8, 128]",
+            "rows would fit",
+        ],
+    ),
+    "a sequence that nobody gathers": (
+        "llama",
+        "debug",
+        {FEED_FORWARD: MISSING},
+        [
+            "gives layers.0.feed_forward.w1 the style columns",
+            "gets a slice of the sequence with all features",
+            "(layers.0.feed_forward has no row)",
+        ],
+    ),
+    "a norm of each head for a norm over all": (
+        "olmo2",
+        "debug",
+        {f"{ATTENTION}.q_norm": "heads"},
+        [
+            "gives layers.0.attention.q_norm the style heads, which takes the whole sequence with "
+            "this rank's heads",
+            "gets the whole sequence with this rank's columns",
+            "norm_of_columns would fit",
+        ],
+    ),
+    "a norm over all heads for one of each": (
+        "qwen3",
+        "debug",
+        {f"{ATTENTION}.k_norm": "norm_of_columns"},
+        ["gives layers.0.attention.k_norm the style norm_of_columns", "heads would fit"],
+    ),
+    "a norm of the sequence for one of heads": (
+        "qwen3",
+        "debug",
+        {f"{ATTENTION}.k_norm": "sequence"},
+        ["gives layers.0.attention.k_norm the style sequence", "heads would fit"],
+    ),
+    "a router that gets a DTensor": (
+        "qwen3",
+        "debug_moe",
+        {FEED_FORWARD: MISSING},
+        [
+            "gives layers.0.feed_forward.router the style router",
+            "(layers.0.feed_forward has no row)",
+        ],
+    ),
+    "latents that nobody gathers": (
+        "deepseek_v3",
+        "debug",
+        {f"{ATTENTION}.latents": MISSING},
+        ["cannot compute layers.0.attention.latents, which has no row"],
+    ),
+    "a DTensor beside a plain tensor": (
+        "deepseek_v3",
+        "debug",
+        {f"{ATTENTION}.kv_norm": "sequence"},
+        [
+            "cannot compute layers.0.attention",
+            "layers.0.attention.kv_norm with the style sequence gave it a DTensor",
+        ],
+    ),
+    "one layer that is not like the others": (
+        "llama",
+        "debug",
+        {"layers.2.attention.wo": "columns"},
+        ["gives layers.2.attention.wo the style columns"],
+    ),
+}
+
+
+def plan_with(family: Any, args: Any, changes: dict[str, str | None]) -> dict[str, str]:
+    """The family's plan with these rows before it, or without them."""
+    plan = family.tp_plan(args)
+    new = {pattern: style for pattern, style in changes.items() if style is not MISSING}
+    kept = {pattern: style for pattern, style in plan.items() if pattern not in changes}
+    return new | kept
+
+
+def build(family: Any, args: Any) -> nn.Module:
+    with torch.device("meta"):
+        return family.build(args)
+
+
+def said_of(family: Any, args: Any, changes: dict[str, str | None]) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    try:
+        tp_check.check(plan_with(family, args, changes), build(family, args), mesh)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def args_of(family: str, flavor: str) -> Any:
+    return MODELS[family].Args(**MODELS[family].numbers.flavors[flavor])
+
+
+def shipped_plans() -> dict[str, str]:
+    """The family and its flavor -> what is said of the plan."""
+    said = {}
+    for name, family in MODELS.items():
+        for flavor in family.numbers.flavors:
+            said[f"{name} {flavor}"] = said_of(family, args_of(name, flavor), {})
+        tied = replace(args_of(name, "debug"), tied_embeddings=True)
+        said[f"{name} debug, tied"] = said_of(family, tied, {})
+    return said
+
+
+def whole_output() -> str:
+    """`rows` that forgets to scatter the sequence."""
+    broken = {"rows": lambda: RowwiseParallel(output_layouts=Replicate())}
+    with mock.patch.dict(tp.STYLES, broken):
+        return said_of(MODELS["llama"], args_of("llama", "debug"), {})
+
+
+def style_without_row() -> str:
+    with mock.patch.dict(tp.STYLES, {"mine": tp.GatherSequence}):
+        return said_of(MODELS["llama"], args_of("llama", "debug"), {ATTENTION: "mine"})
+
+
+def block_that_returns_too_much() -> str:
+    """Two slices, which are the whole sequence of two ranks."""
+    forward = layers.Block.forward
+
+    def twice(self, *inputs):
+        h = forward(self, *inputs)
+        return torch.cat((h, h), 1)
+
+    with mock.patch.object(layers.Block, "forward", twice):
+        return said_of(MODELS["llama"], args_of("llama", "debug"), {})
+
+
+def attention_with_a_parameter() -> str:
+    """Sinks, which the plan does not know."""
+
+    class WithSinks(layers.Attention):
+        def __init__(self, args):
+            super().__init__(args, AttentionRule(sinks=True))
+
+    with mock.patch.object(layers, "Attention", WithSinks):
+        return said_of(MODELS["llama"], args_of("llama", "debug"), {})
+
+
+def without_the_check(family: str, changes: dict[str, str | None]) -> str:
+    """What is raised where the model computes."""
+    args = args_of(family, "debug")
+    model = build(MODELS[family], args)
+    plan = plan_with(MODELS[family], args, changes)
+    for mixture in model.mixtures().values():
+        mixture.experts.requires_grad_(False)
+    tp.apply(model, init_device_mesh("cpu", (2,)), plan)
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    try:
+        model(tokens, torch.arange(8, device="meta"), tp_check.hidden_states)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def layers_that_compute(family: str, flavor: str) -> list[str]:
+    args = args_of(family, flavor)
+    model = build(MODELS[family], args)
+    styles = tp_check.styles_of(MODELS[family].tp_plan(args), model)
+    tp_check.keep_one_layer_of_each_kind(styles, model)
+    return list(model.layers)
+
+
+def all_cases() -> dict[str, Any]:
+    """What is said of everything that this file asks, found by one rank of two that do not exist."""
+    dist.destroy_process_group()
+    with trace.pretend(2, 2):
+        mistakes = {
+            what: said_of(MODELS[family], args_of(family, flavor), changes)
+            for what, (family, flavor, changes, _) in MISTAKES.items()
+        }
+        return {
+            "mistakes": mistakes,
+            "shipped": shipped_plans(),
+            "whole output": whole_output(),
+            "style without row": style_without_row(),
+            "block": block_that_returns_too_much(),
+            "parameter": attention_with_a_parameter(),
+            "unchecked": without_the_check("deepseek_v3", {f"{ATTENTION}.kv_norm": "sequence"}),
+            "llama layers": layers_that_compute("llama", "405B"),
+            "deepseek layers": layers_that_compute("deepseek_v3", "671B"),
+        }
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, Any]:
+    return run_ranks(1, all_cases)[0]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_a_sentence_that_names_the_module_and_its_style(said, mistake):
+    sentence = said["mistakes"][mistake]
+    assert sentence.startswith("the plan of tensor parallelism "), sentence
+    assert "\n" not in sentence
+    for part in MISTAKES[mistake][-1]:
+        assert part in sentence, sentence
+
+
+def test_the_plans_of_all_families_fit(said):
+    assert len(said["shipped"]) > len(MODELS) * 2
+    assert {name: text for name, text in said["shipped"].items() if text} == {}
+
+
+def test_a_style_that_is_wrong_itself_is_named(said):
+    whole = said["whole output"]
+    assert "layers.0.attention.wo the style rows, which is to return a slice" in whole
+    assert "it returns the whole sequence" in whole
+    assert "mine, which has no row in parallelisms/tp_check.py::TABLE" in said["style without row"]
+
+
+def test_a_block_that_does_not_return_its_slice_is_named(said):
+    assert "makes layers.0 return the whole sequence" in said["block"]
+    assert "where the next block takes a slice of the sequence" in said["block"]
+
+
+def test_a_parameter_that_a_style_leaves_whole_is_named(said):
+    assert "gives layers.0.attention the style gather_sequence" in said["parameter"]
+    fits = "it is a module with parameters of its own: gather_sequence_split_sinks would fit"
+    assert fits in said["parameter"]
+
+
+def test_without_the_check_it_is_an_exception_from_inside_dtensor(said):
+    """Else nothing would have to be checked."""
+    assert "mixed torch.Tensor and DTensor" in said["unchecked"]
+
+
+def test_one_layer_of_each_kind_computes(said):
+    """The cost does not grow with the number of layers."""
+    assert said["llama layers"] == ["0"]
+    assert said["deepseek layers"] == ["0", "3"]  # three dense layers, then mixtures
+
+
+def test_the_table_of_styles_is_whole_and_stands_where_it_is_read():
+    assert set(tp_check.TABLE) == set(tp.STYLES)
+    drawn = tp_check.drawn().splitlines()
+    read = [line.strip() for line in tp.__doc__.splitlines()]
+    first = read.index(drawn[0])
+    assert read[first:] == drawn

@@ -1,0 +1,199 @@
+"""The adapters of a run beside their base, for tools: one process, one tensor in memory at a time.
+
+A base with its adapters is one model: W + alpha / rank * B A for every adapted weight W, computed in
+float32. `python -m tools.convert lora-merge` writes it for Hugging Face in the types of the base, and
+`tools.generate` samples from it. The base is hashed while it is read, and refused
+if it is not the one that the run has recorded.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from checkpoint import adapters, hf, state, verify
+from checkpoint.storage import DTYPES
+from checkpoint.verify import Damaged
+from configs.schema import InputError
+from models import FORMATS, MODELS
+
+# of the files in a Hugging Face folder that say how its model is used: no code, and no weights
+COPIED = (".json", ".jinja", ".model", ".txt")
+
+
+class Adapter(NamedTuple):
+    """Of one parameter W: what is computed with is W + alpha / rank * B A."""
+
+    a: Tensor  # [rank, in], of experts [X, rank, in]
+    b: Tensor  # [out, rank], of experts [X, out, rank]
+
+
+def by_parameter(tensors: dict[str, Tensor]) -> dict[str, Adapter]:
+    """The adapters by the name of the parameter that they adapt. tensors: `N.lora_a` and `N.lora_b`
+    of a linear layer N, whose parameter is `N.weight`; `N_lora_a` and `N_lora_b` of a parameter N of
+    experts (models/lora.py)."""
+    found = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("lora_a"):
+            continue
+        stem = name.removesuffix("lora_a")
+        parameter = stem + "weight" if stem.endswith(".") else stem.removesuffix("_")
+        found[parameter] = Adapter(tensor, tensors[stem + "lora_b"])
+    return found
+
+
+def add(weight: Tensor, adapter: Adapter, scale: float) -> Tensor:
+    """weight [out, in], or [X, out, in] of experts -> float32. scale: alpha / rank."""
+    a = adapter.a.float()
+    b = adapter.b.float()
+    if weight.ndim == 3:
+        return torch.baddbmm(weight.float(), b, a, alpha=scale)
+    return torch.addmm(weight.float(), b, a, alpha=scale)
+
+
+def has_adapters(manifest: dict) -> bool:
+    """Whether a checkpoint holds adapters and no model."""
+    return "base" in manifest["facts"]
+
+
+@dataclass(frozen=True)
+class AdaptedRun:
+    """What a checkpoint of adapters says."""
+
+    path: Path
+    family: Any  # a models/family.py::Family
+    args: Any
+    rank: int
+    alpha: float
+    base: dict[str, str]  # folder, dtype and hash of the weights beside which they were trained
+    tensors: dict[str, Tensor]  # by our names
+
+    @property
+    def formats(self) -> Any:
+        """The family's words for Hugging Face. Raises InputError."""
+        return hf.formats_of(FORMATS, self.family.name)
+
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """Of the base, on `meta`."""
+        with torch.device("meta"):
+            return dict(self.family.build(self.args).named_parameters())
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type in which the run has had this parameter of the base: one that is trained
+        elsewhere in the run's, a router's bias in its own (parallelisms/lora.py::keep_in)."""
+        parameter = self.parameters[name]
+        return DTYPES[self.base["dtype"]] if parameter.requires_grad else parameter.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of all the tensors that `merged` reads."""
+        adapted = by_parameter(self.tensors)
+        total = 0
+        for name, parameter in self.parameters.items():
+            dtype = torch.float32 if name in adapted else self.dtype_of(name)
+            total += parameter.numel() * dtype.itemsize
+        return total
+
+    def merged(self, folder: Path) -> hf.TensorSource:
+        """The whole model. folder: that of the base, wherever it is now. Raises InputError, also
+        while it is read."""
+        if (folder / "config.json").is_file():
+            source = self.of_hugging_face(folder)
+        else:
+            source = of_checkpoint(folder, self.parameters)
+        adapter_of = by_parameter(self.tensors)
+        scale = self.alpha / self.rank
+
+        def read(names: Iterable[str]) -> Iterator[Tensor]:
+            digest = 0
+            left = set(source.shapes)
+            names = list(names)
+            for name, weight in zip(names, source.read(names), strict=True):
+                weight = weight.to(self.dtype_of(name))
+                digest += int(adapters.hash_of({name: weight}, None, None), 16)
+                left.remove(name)
+                if not left:
+                    self.check_base(folder, digest)
+                adapter = adapter_of.get(name)
+                yield weight if adapter is None else add(weight, adapter, scale)
+
+        return hf.TensorSource(source.shapes, source.dtypes, read)
+
+    def check_base(self, folder: Path, digest: int) -> None:
+        """Raises InputError unless the hashes of all weights add up to that of the run's base."""
+        found = f"{digest % 2**64:016x}"
+        if found != self.base["hash"]:
+            raise InputError(
+                f"the adapters of {self.path} were trained beside the weights of "
+                f"{self.base['folder']} (hash {self.base['hash']}), and those of {folder} are others "
+                f"(hash {found})"
+            )
+
+    def of_hugging_face(self, folder: Path) -> hf.TensorSource:
+        """The weights of a folder, each in its own type, one that is quantised in bfloat16. Raises
+        InputError."""
+        hf.check_model(folder, FORMATS, self.family.name, asdict(self.args))
+        shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
+        files = hf.weights(folder, self.formats, self.args, shapes)
+        dtypes = {}
+        for name, of_parameter in files.items():
+            stored = next(iter(of_parameter.parts.values()))
+            dtypes[name] = DTYPES[stored.dtype] if stored.dtype in hf.WIDENED else torch.bfloat16
+
+        def read(names: Iterable[str]) -> Iterator[Tensor]:
+            for name in names:
+                yield files[name].read()
+
+        return hf.TensorSource(shapes, dtypes, read)
+
+
+def files_of_base(folder: Path) -> tuple[dict[str, Any], dict[str, dict | Path]]:
+    """config.json of a Hugging Face folder, for weights that are not quantised, and what else is in
+    the folder beside the weights, for `hf.write_model`. Raises InputError."""
+    config = hf.read_json(folder / "config.json")
+    config.pop("quantization_config", None)
+    files: dict[str, dict | Path] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix in COPIED and path.name not in ("config.json", hf.INDEX) and path.is_file():
+            files[path.name] = path
+    name = "generation_config.json"
+    tokens = {key: config[key] for key in hf.NO_TOKENS if key in config}
+    files[name] = hf.read_json(folder / name) if name in files else tokens
+    return config, files
+
+
+def of_checkpoint(folder: Path, parameters: dict[str, Tensor]) -> hf.TensorSource:
+    """The weights of a checkpoint, the newest of a run's, in the types that it has. Raises
+    InputError."""
+    path, manifest = verified(folder)
+    adapters.check_whole(path, manifest)
+    wanted = {f"model.{name}": parameter for name, parameter in parameters.items()}
+    state.check_fits(path, manifest, adapters.in_stored_types(wanted, manifest), "model")
+    rows = state.select(manifest["tensors"], "model", ())
+    dtypes = {name.removeprefix("model."): DTYPES[row["dtype"]] for name, row in rows.items()}
+    source = hf.source_of(path, manifest, torch.float32)
+    return hf.TensorSource(source.shapes, dtypes, source.read)
+
+
+def verified(folder: Path) -> tuple[Path, dict]:
+    """The checkpoint that a person means by a folder, and its manifest. Raises InputError."""
+    path = verify.newest(folder)
+    try:
+        return path, verify.read_manifest(path)
+    except Damaged as error:
+        raise InputError(f"{path} is damaged: {error}") from None
+
+
+def open_run(folder: Path) -> AdaptedRun:
+    """The adapters of a run's newest checkpoint, or of one checkpoint. Raises InputError."""
+    path, manifest = verified(folder)
+    tensors = adapters.read(path)
+    family, args = state.model_of(path, manifest, MODELS)
+    facts = manifest["facts"]
+    numbers = facts["must_match"]["lora"]
+    return AdaptedRun(path, family, args, numbers["rank"], numbers["alpha"], facts["base"], tensors)

@@ -1,0 +1,136 @@
+"""Scores a checkpoint, or a folder of Hugging Face's, on tasks as a run does (docs/evaluation.md).
+
+    python -m tools.evaluate runs/llama_debug --task configs/tasks/next_line.jsonl
+    python -m tools.evaluate runs/hf --task questions.jsonl --task texts.jsonl --json scores.json
+
+Without --task a run's own tasks are scored. A file is of the kind that its first line has. One
+process computes in float32.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+import configs.cpu  # noqa: F401  how threads wait: it must be known before torch is loaded
+
+from pydantic import ValidationError
+
+from configs.load import load_config
+from configs.schema import EvaluationTask, InputError, Parallelism, Run
+from data import tasks
+from parallelisms import mesh as meshes
+from tools.generate import Loaded, load
+from training.evaluate import log_likelihoods
+from training.scores import ERROR, by_row, scores
+
+CHUNK_TOKENS = 1024  # logits in memory, as training.loss_chunk_tokens
+
+
+def wanted(folder: Path, files: list[str], delimiter: str) -> list[EvaluationTask]:
+    """The tasks of these files, or of the run. What is wrong with a file is found here, before the
+    weights are loaded. Raises InputError."""
+    chosen = [_task(file, delimiter) for file in files] if files else _of_run(folder)
+    for task in chosen:
+        tasks.read(task)
+    return chosen
+
+
+def _task(file: str, delimiter: str) -> EvaluationTask:
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(file).stem)[:60]
+    kind = tasks.kind_of(file)
+    try:
+        return EvaluationTask(name=name, file=file, kind=kind, delimiter=delimiter)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"{first['loc'][0]} of the task {file!r}: {first['msg']}") from None
+
+
+def _of_run(folder: Path) -> list[EvaluationTask]:
+    """Those of a run, whose folder or checkpoint this is."""
+    for config in (folder / "config.toml", folder.resolve().parent.parent / "config.toml"):
+        if config.is_file() and (found := load_config([str(config)]).evaluation.tasks):
+            return list(found)
+    raise InputError(f"{folder} has no tasks of its own: name a file with --task")
+
+
+def evaluate(loaded: Loaded, task: EvaluationTask, window: int, batch_tokens: int) -> dict:
+    """The scores of one task, and the log-likelihoods of each of its rows. Raises InputError as
+    `data/tasks.py::open_task` does."""
+    opened = tasks.open_task(task, loaded.tokenizer, window)
+    print(opened.describe(window), file=sys.stderr)
+    mesh = meshes.open_mesh(Run(), Parallelism(), 1, False)
+    model = loaded.model.to(mesh.device)
+    found = log_likelihoods(model, mesh, opened.requests, batch_tokens, CHUNK_TOKENS)
+    samples = zip(opened.rows, by_row(opened, found), strict=True)
+    return {
+        "name": task.name,
+        "kind": task.kind,
+        "file": task.file,
+        "window": window,
+        "scores": scores(opened, found),
+        "truncated_lines": opened.truncated,
+        "samples": [{"line": row.line, "log_likelihoods": each} for row, each in samples],
+    }
+
+
+def table(results: list[dict]) -> str:
+    """Task, score, value and standard error, in columns."""
+    lines = [("task", "score", "value", "stderr")]
+    for result in results:
+        values = result["scores"]
+        for key, value in values.items():
+            if not key.endswith(ERROR):
+                error = values.get(key + ERROR)
+                shown = "" if error is None else f"{error:.4f}"
+                lines.append((result["name"], key, f"{value:.4f}", shown))
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    return "\n".join(
+        f"{name:<{widths[0]}}  {key:<{widths[1]}}  {value:>{widths[2]}}  {error:>{widths[3]}}"
+        for name, key, value, error in lines
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.evaluate", description="The scores of a checkpoint on tasks."
+    )
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a run's folder, one of its checkpoints, or a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--task", action="append", default=[], help="a JSONL file [the run's tasks]"
+    )
+    parser.add_argument(
+        "--delimiter", default=" ", help="between a context and its choices [one space]"
+    )
+    parser.add_argument(
+        "--window", type=int, help="tokens that the model sees [those that it was trained on]"
+    )
+    parser.add_argument(
+        "--batch-tokens", type=int, default=8192, help="tokens of a forward [%(default)s]"
+    )
+    parser.add_argument("--json", type=Path, help="also write the scores and each row's to a file")
+    parser.add_argument(
+        "--tokenizer", default="", help="a saved tokenizer.json, when it is not in the run's folder"
+    )
+    args = parser.parse_args(argv)
+    try:
+        chosen = wanted(args.checkpoint, args.task, args.delimiter)
+        loaded = load(args.checkpoint, args.tokenizer)
+        window = args.window or loaded.context
+        results = [evaluate(loaded, task, window, args.batch_tokens) for task in chosen]
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(table(results))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Adapters in the terms of the library `peft`: `adapter_model.safetensors` and
+`adapter_config.json`, which `peft.PeftModel.from_pretrained` loads beside a model of transformers 5.
+
+An adapter of a linear layer is the same two matrices there. The weights of all experts are one
+parameter in transformers, and w1 and w3 are one with each other. `peft` adapts such a parameter by
+`target_parameters`: the adapters of w1 and w3 become one of twice the rank, whose B has the two as
+blocks, and alpha is doubled with the rank. It computes the same, but if it is trained further with
+`peft`, the zeros beside the blocks are trained too.
+
+Shapes:  X experts   r = rank   I inputs   O outputs   k parameters of ours in one of theirs
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoint import hf
+from configs.schema import InputError
+from models.formats.layouts import Interleaved
+from reliability import disk
+from tools.adapters import Adapter, by_parameter
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+LAYERS = "model.layers."
+
+
+# --------------------------------------------------------------------------------------------------
+# which of their parameters has which rows
+
+
+@dataclass(frozen=True)
+class PeftTarget:
+    """Where a parameter of ours is in transformers' model."""
+
+    parameter: str  # of theirs
+    turn: int = 0  # ours is this one of the n in it
+    n: int = 1
+    interleaved: bool = False  # the n take turns row by row; else one stands behind the other
+
+    def rows(self, outputs: int) -> slice:
+        """Its outputs among the n * outputs of their parameter."""
+        if self.interleaved:
+            return slice(self.turn, None, self.n)
+        return slice(self.turn * outputs, (self.turn + 1) * outputs)
+
+
+# Files have a tensor of each expert; in memory transformers 5 stacks them, and gate and up in one
+# (its class Qwen3MoeExperts, for one). Last word of the name in files -> the parameter, its turn,
+# of how many.
+STACKED = {
+    "gate_proj": ("gate_up_proj", 0, 2),
+    "up_proj": ("gate_up_proj", 1, 2),
+    "down_proj": ("down_proj", 0, 1),
+}
+
+
+def places(family: Any, args: Any) -> dict[str, PeftTarget]:
+    """The place of each parameter of ours, by name. family: a models/family.py::Formats."""
+    layouts = family.hf_layouts(args, ())
+    found = {}
+    for ours, theirs in family.hf_names(args).items():
+        layout = layouts.get(ours)
+        if isinstance(layout, Interleaved):
+            found[ours] = PeftTarget(theirs, layout.turn, layout.n, interleaved=True)
+        elif hf.EXPERT in theirs:
+            experts, _, word = theirs.removesuffix(".weight").partition(f".{hf.EXPERT}.")
+            parameter, turn, n = STACKED[word]
+            found[ours] = PeftTarget(f"{experts}.{parameter}", turn, n)
+        else:
+            found[ours] = PeftTarget(theirs)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# out
+
+
+def fuse(adapters: list[Adapter], its_places: list[PeftTarget]) -> Adapter:
+    """One adapter of rank k r for a parameter of theirs, from those of ours that are in it: A has
+    theirs one below the other, B has theirs in blocks, and zeros."""
+    outputs, rank = adapters[0].b.shape[-2:]
+    leading = adapters[0].b.shape[:-2]
+    a = torch.cat([adapter.a for adapter in adapters], -2)  # [..., k r, I]
+    shape = (*leading, outputs * its_places[0].n, rank * len(adapters))
+    b = adapters[0].b.new_zeros(shape)  # [..., n O, k r]
+    for i, (adapter, place) in enumerate(zip(adapters, its_places, strict=True)):
+        b[..., place.rows(outputs), i * rank : (i + 1) * rank] = adapter.b
+    return Adapter(a, b)
+
+
+def flatten(adapter: Adapter) -> Adapter:
+    """The adapter of a stack of experts as `peft` keeps it: A [X k r, I], expert by expert; B [O,
+    k r X], where the experts take turns (its class ParamWrapper, as of 0.21)."""
+    return Adapter(adapter.a.flatten(0, 1), adapter.b.permute(1, 2, 0).flatten(1, 2))
+
+
+def translate(
+    adapters: dict[str, Tensor], family: Any, args: Any, rank: int, alpha: float
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of `adapter_model.safetensors`, and the fields of `adapter_config.json` that
+    depend on them. adapters: by our names, as `by_parameter` gets them.
+
+    Raises InputError for an adapter that `peft` has no words for.
+    """
+    place_of = places(family, args)
+    of_theirs: dict[str, list[tuple[Adapter, PeftTarget]]] = {}
+    for ours, adapter in by_parameter(adapters).items():
+        place = place_of[ours]
+        if "embed_tokens" in place.parameter:
+            raise InputError(
+                f"{ours} has an adapter: an embedding's cannot be written for peft, so merge it "
+                "(lora-merge)"
+            )
+        of_theirs.setdefault(place.parameter, []).append((adapter, place))
+
+    tensors = {}
+    modules = set()  # that peft replaces, by the last word of their name
+    parameters = set()  # that it adapts where they are, by their name without the layer
+    ranks = {}  # of parameters that are k of ours, by a pattern
+    alphas = {}
+    has_experts = bool(getattr(args, "n_experts", 0))
+    for theirs, of_ours in of_theirs.items():
+        of_ours.sort(key=turn_of)
+        its_places = [place for _, place in of_ours]
+        adapter = fuse([adapter for adapter, _ in of_ours], its_places)
+        module, _, word = theirs.rpartition(".")
+        if word == "weight":
+            key = module
+        else:
+            key = module
+            adapter = flatten(adapter)
+            if word == "gate_up_proj" and f"{module}.down_proj" in of_theirs:
+                # peft wraps down_proj around gate_up_proj
+                key = f"{module}.base_layer"
+        tensors[f"base_model.model.{key}.lora_A.weight"] = adapter.a.contiguous()
+        tensors[f"base_model.model.{key}.lora_B.weight"] = adapter.b.contiguous()
+        if word == "weight" and not (has_experts and ".mlp." in theirs):
+            modules.add(module.rpartition(".")[2])
+            continue
+        # With experts, peft takes the words gate_proj, up_proj and down_proj of modules for those
+        # of experts in the files of transformers 4. So other layers of that name are adapted as
+        # parameters.
+        target = without_layer(theirs)
+        parameters.add(target)
+        if len(of_ours) > 1:
+            ranks[pattern(target)] = rank * len(of_ours)
+            alphas[pattern(target)] = whole(alpha * len(of_ours))
+    fields = {
+        "r": rank,
+        "lora_alpha": whole(alpha),
+        "target_modules": sorted(modules),
+        "target_parameters": sorted(parameters) or None,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+    }
+    return tensors, fields
+
+
+def turn_of(pair: tuple[Adapter, PeftTarget]) -> int:
+    return pair[1].turn
+
+
+def without_layer(name: str) -> str:
+    """`mlp.experts.down_proj` of `model.layers.3.mlp.experts.down_proj`."""
+    return name.removeprefix(LAYERS).partition(".")[2] if name.startswith(LAYERS) else name
+
+
+def pattern(target: str) -> str:
+    """`peft` looks for it at the end of a parameter's name."""
+    return r".*\." + target.replace(".", r"\.")
+
+
+def whole(number: float) -> float:
+    """An integer where it is one: `peft` writes alpha so."""
+    return int(number) if float(number).is_integer() else number
+
+
+# what is the same in every folder; keys of peft's LoraConfig
+FIXED = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "auto_mapping": None,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "lora_dropout": 0.0,
+    "modules_to_save": None,
+    "use_dora": False,
+    "use_rslora": False,
+}
+
+
+def write(
+    out: Path,
+    adapters: dict[str, Tensor],
+    family: Any,
+    args: Any,
+    rank: int,
+    alpha: float,
+    base: str | None,
+) -> None:
+    """Write the folder. It appears when it is whole. base: the folder of the base that
+    `adapter_config.json` names. Raises InputError, with nothing left behind."""
+    hf.check_is_new(out)
+    tensors, fields = translate(adapters, family, args, rank, alpha)
+    config = FIXED | fields | {"base_model_name_or_path": base}
+    try:
+        with disk.new_folder(out) as folder:
+            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+            with open(folder / CONFIG, "x", encoding="utf-8") as file:
+                json.dump(config, file, indent=2, sort_keys=True)
+    except OSError as error:
+        raise InputError(
+            f"{out} cannot be written: {error.filename or ''} {error.strerror}"
+        ) from None

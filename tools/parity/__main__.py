@@ -1,0 +1,137 @@
+"""Does a configuration compute on many ranks what it computes in one process?
+
+    python -m tools.parity CONFIG [--meshes fsdp2 tp2 pp2xfsdp2 ...] [--table.key=value ...]
+
+Trains a few steps on the CPU, on one process and on each mesh, from the same weights and the same
+random tokens, and compares the output of every module, loss, norm, all gradients, and the weights
+after each step. In float64 two right meshes agree to 1e-12, so nothing hides in rounding. Prints a
+table, and for a mesh that differs the first place where it does. Exit code 0: all are equal; 1: one
+is not; 2: a mistake in the call. docs/forking.md says more.
+"""
+
+import argparse
+import sys
+
+import train
+from configs.load import load_config
+from configs.schema import Config, InputError
+from tools.overrides import with_options
+from tools.parity import meshes
+from tools.parity.compare import Parity, compare
+from tools.parity.ranks import Failed, train_on
+
+MOST_PARAMETERS = 100_000_000  # all outputs and gradients are kept, and compared
+SEQ_LEN = 64  # unless the person says otherwise
+# Relative errors of right meshes, at equal weights and after steps. float64: 1e-15 to 1e-13 were
+# seen (tests/test_parity_tool.py). float32: training amplifies rounding, by how much depends on the
+# model, so later steps are judged by what no rounding explains.
+LIMITS = {"float64": (1e-12, 1e-11), "float32": (1e-5, 1e-2)}
+QUIET = {
+    "data.tokenizer": "bytes",  # no text is read
+    "run.device": "cpu",
+    "compile.enabled": "false",
+    "training.float8": "none",
+    "training.attention": "auto",
+    "lr_schedule.warmup_steps": "0",
+    "validation.interval": "0",
+    "metrics.progress": "off",
+}
+
+
+def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.parity",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--meshes", nargs="+", default=[], metavar="MESH", help="as fsdp2xtp2")
+    parser.add_argument("--ranks", type=int, default=4, help="the most, without --meshes (4)")
+    parser.add_argument("--dtype", choices=sorted(LIMITS), default="float64")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps (3)")
+    parser.add_argument("--seconds", type=float, default=600, help="for one mesh (600)")
+    flags, rest = parser.parse_known_args(argv)
+    # a configuration that stands after the names of meshes
+    configs = [name for name in flags.meshes if name.endswith(".toml")]
+    flags.meshes = [name for name in flags.meshes if name not in configs]
+    if flags.steps < 1 or flags.ranks < 2:
+        raise InputError("--steps must be at least 1, and --ranks at least 2")
+    return flags, [*configs, *rest]
+
+
+def refuse(cfg: Config) -> None:
+    """Raises InputError for a model that is too large for this machine."""
+    family, args = train.architecture(cfg)
+    size = family.parameters(args)
+    if size > MOST_PARAMETERS:
+        raise InputError(
+            f"the model has {size:,} parameters, and several copies of it are compared here: take "
+            f"at most {MOST_PARAMETERS:,} (--model.flavor=debug, or --model.n_layers=2 and a "
+            "smaller --model.dim)"
+        )
+
+
+def row(name: str, result: Parity) -> str:
+    errors = (result.loss, result.norm, result.outputs, result.gradients, result.weights)
+    verdict = "equal" if result.first is None else "DIFFERENT"
+    return f"{name:16}" + "".join(f"{error:11.1e}" for error in errors) + f"   {verdict}"
+
+
+def parity(argv: list[str]) -> int:
+    """Print the table, and return the exit code."""
+    flags, rest = arguments(argv)
+    rest = with_options(rest, QUIET | {"training.param_dtype": flags.dtype})
+    # what the configuration says of its own mesh needs as many ranks as it has
+    given = load_config(rest, None, None)
+    if given.optimizer.kind == "muon":  # in bfloat16 its iteration would enlarge rounding
+        rest = with_options(rest, {"optimizer.ns_dtype": flags.dtype})
+    refuse(given)
+    tried, refused = meshes.those_that_fit(rest, given, flags.meshes, flags.ranks)
+    for name, reason in refused.items():
+        print(f"{name} is left out: {reason}")
+    if not tried:
+        raise InputError(f"no mesh of at most {flags.ranks} ranks fits this configuration")
+    rest = with_options(rest, meshes.small(rest, tried, SEQ_LEN))
+    shown = load_config(with_options(rest, meshes.PLAIN), 1, 1)
+    print(
+        f"{shown.model.family} {shown.model.flavor}, {flags.steps} steps of "
+        f"{shown.training.global_batch_size} sequences of {shown.training.seq_len} tokens, "
+        f"{flags.dtype}; the largest relative differences from one process:",
+        flush=True,
+    )
+    plain = train_on(1, with_options(rest, meshes.PLAIN), flags.steps, flags.seconds)[0]
+    print(f"{'mesh':16}       loss       norm    outputs  gradients    weights", flush=True)
+    differences = []
+    for mesh in tried:
+        options = meshes.on_mesh(rest, mesh, given)
+        try:
+            seen = train_on(mesh.ranks, options, flags.steps, flags.seconds)
+        except Failed as error:
+            print(f"{mesh.name:16} failed: {error}", flush=True)
+            differences.append(f"{mesh.name}: {error}")
+            continue
+        result = compare(seen, plain, *LIMITS[flags.dtype])
+        print(row(mesh.name, result), flush=True)
+        if result.first is not None:
+            differences.append(f"{mesh.name}: {result.first}")
+    if not differences:
+        print("all are equal")
+        return 0
+    print("\nwhere they differ first, and by how much relative to the value:")
+    print("\n".join(f"  {line}" for line in differences))
+    return 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return parity(sys.argv[1:] if argv is None else argv)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except Failed as error:
+        print(f"one process cannot train this configuration: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""What ranks of a mesh have noted (tools/parity/trajectory.py), put together and compared with the
+plain model.
+
+Shapes:  S sequences of the global batch   T tokens of a sequence   F features
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.parity.trajectory import Notes
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place at which a mesh and the plain model are apart by more than rounding."""
+
+    step: int  # from 1
+    where: str
+    error: float  # relative
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.where}, {self.error:.1e}"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Largest relative errors of a mesh, and the first difference."""
+
+    loss: float
+    norm: float
+    outputs: float
+    gradients: float
+    weights: float  # after all steps
+    first: Difference | None
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    """Distance by 2-norms; infinite where numbers are missing or not finite."""
+    if got.shape != want.shape:
+        return float("inf")
+    apart = np.linalg.norm((got - want).astype(np.float64).ravel())
+    size = np.linalg.norm(want.astype(np.float64).ravel())
+    if not np.isfinite(apart):
+        return float("inf")
+    if apart == 0:
+        return 0.0
+    return float(apart / max(size, np.finfo(np.float32).tiny))
+
+
+def by_token(ranks: list[Notes], name: str, features: int | None, T: int) -> np.ndarray | None:
+    """A module's output on all ranks, [S, T, F]; None if no rank has it. features: F of the plain
+    model, by which ranks of tensor parallelism that have columns are told from those that have
+    tokens."""
+    having = [seen for seen in ranks if seen.outputs.get(name)]
+    if not having:
+        return None
+    every = windows(ranks)
+    groups: dict[bytes, list[Notes]] = {}
+    for seen in having:
+        groups.setdefault(seen.samples.tobytes() + seen.positions.tobytes(), []).append(seen)
+    result: np.ndarray | None = None
+    for group in groups.values():
+        group.sort(key=lambda seen: seen.tp_rank)
+        own = {seen.tp_rank: seen for seen in group}.values()
+        for a, samples in enumerate(group[0].samples):
+            outputs = [seen.outputs[name][a] for seen in own]
+            parts = [output.reshape(*output.shape[:2], -1) for output in outputs]
+            tokens = joined(parts, len(group[0].positions), features)
+            if result is None:
+                result = np.full((len(every), T, tokens.shape[-1]), np.nan)
+            if tokens.shape[1:] != (len(group[0].positions), result.shape[-1]):
+                return np.empty(0)
+            rows = np.searchsorted(every, samples)
+            result[rows[:, None], group[0].positions] = tokens
+    return result
+
+
+def windows(ranks: list[Notes]) -> np.ndarray:
+    """int64 [S]: the numbers of the sequences in the corpus, in order."""
+    return np.unique(np.concatenate([seen.samples.ravel() for seen in ranks]))
+
+
+def joined(parts: list[np.ndarray], t: int, features: int | None) -> np.ndarray:
+    """The parts of the ranks of a tp group, each [b, t or fewer, F or fewer] -> [b, t, F]."""
+    first = parts[0]
+    if len(parts) == 1 or (first.shape[1] == t and first.shape[2] == features):
+        return first  # every rank has all of it
+    return np.concatenate(parts, axis=1 if first.shape[1] < t else 2)
+
+
+def merged(ranks: list[Notes], kind: str, step: int | None = None) -> dict[str, np.ndarray]:
+    """Gradients or weights by name: in a pipeline each rank has others."""
+    result: dict[str, np.ndarray] = {}
+    for seen in ranks:
+        values = getattr(seen, kind)
+        result |= values if step is None else values[step]
+    return result
+
+
+def losses_of_tokens(ranks: list[Notes], T: int) -> np.ndarray:
+    """[S, T], of the ranks that have the last stage."""
+    every = windows(ranks)
+    result = np.zeros((len(every), T))
+    for seen in ranks:
+        of_rank = np.zeros((len(every), T))
+        for a, samples in enumerate(seen.samples):
+            rows = np.searchsorted(every, samples)
+            of_rank[rows[:, None], seen.positions] = seen.token_losses[a]
+        result = np.where(of_rank != 0, of_rank, result)
+    return result
+
+
+def compare(ranks: list[Notes], plain: Notes, limit: float, later_limit: float) -> Parity:
+    """limit: of errors at equal weights, which are those of step 1; later_limit: of what follows
+    from weights that differ by rounding."""
+    T = len(plain.positions)
+    found: list[Difference] = []
+
+    def judge(step: int, where: str, error: float, largest: float) -> float:
+        if not error <= largest:
+            found.append(Difference(step, where, error))
+        return error
+
+    initial = merged(ranks, "weights", 0)
+    for name, want in plain.weights[0].items():
+        got = initial.get(name, np.empty(0))
+        judge(1, f"initial value of {name}", relative(got, want), 0.0)
+
+    outputs = [0.0]
+    for name in plain.outputs:
+        want = by_token([plain], name, None, T)
+        assert want is not None
+        got = by_token(ranks, name, want.shape[-1], T)
+        if got is None or got.shape != want.shape:
+            continue  # another module has its work on this mesh
+        outputs.append(judge(1, f"forward, output of {name}", relative(got, want), limit))
+    judge(1, "tokens that experts got", float(counts(ranks, 0) != counts([plain], 0)), 0.0)
+    loss_of_tokens = relative(losses_of_tokens(ranks, T), losses_of_tokens([plain], T))
+    judge(1, "loss of the tokens", loss_of_tokens, max(limit, 1e-5))  # noted in float32
+    loss = relative(np.array(ranks[0].loss[:1]), np.array(plain.loss[:1]))
+    judge(1, "loss", loss, limit)
+
+    gradients = [0.0]
+    got_gradients = merged(ranks, "gradients")
+    for name in in_order_of_backward(plain):
+        got = got_gradients.get(name, np.empty(0))
+        error = relative(got, plain.gradients[name])
+        gradients.append(judge(1, f"backward, gradient of {name}", error, limit))
+    norm = relative(np.array(ranks[0].norm[:1]), np.array(plain.norm[:1]))
+    judge(1, "norm of the gradient", norm, limit)
+
+    weights = [0.0]
+    for step in range(1, len(plain.weights)):
+        if step > 1:
+            for key in "loss", "norm":
+                want = np.array(getattr(plain, key)[step - 1 : step])
+                got = np.array(getattr(ranks[0], key)[step - 1 : step])
+                judge(step, key, relative(got, want), later_limit)
+            differs = counts(ranks, step - 1) != counts([plain], step - 1)
+            judge(step, "tokens that experts got", float(differs), 0.0)
+        after = merged(ranks, "weights", step)
+        for name, want in plain.weights[step].items():
+            error = relative(after.get(name, np.empty(0)), want)
+            weights.append(judge(step, f"optimizer, {name} after the step", error, later_limit))
+    for rank, seen in enumerate(ranks):
+        if seen.loss != ranks[0].loss or seen.norm != ranks[0].norm:
+            judge(1, f"rank {rank} reports another loss or norm than rank 0", float("inf"), 0.0)
+    first = found[0] if found else None
+    return Parity(loss, norm, max(outputs), max(gradients), max(weights), first)
+
+
+def counts(ranks: list[Notes], step: int) -> dict[str, list[int]]:
+    return {layer: value for seen in ranks for layer, value in seen.counts[step].items()}
+
+
+def in_order_of_backward(plain: Notes) -> list[str]:
+    """Weights, those of the modules first that forward ran last."""
+    ran = {name: number for number, name in enumerate(plain.outputs)}
+
+    def place(weight: str) -> int:
+        module = weight.rpartition(".")[0]
+        while module and module not in ran:
+            module = module.rpartition(".")[0]
+        return ran.get(module, -1)
+
+    names = list(plain.gradients)
+    # the output projection runs inside the loss, after all modules
+    return sorted(names, key=lambda name: -len(ran) if "output" in name else -place(name))

@@ -1,0 +1,160 @@
+"""Meshes by name, as in `fsdp2xtp2`, and what a configuration becomes on each of them."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from configs.load import ConfigError, as_given, load_config
+from configs.schema import Config, InputError
+from tools.overrides import with_options
+
+OPTIONS_OF = {
+    "fsdp": (),
+    "ddp": ("data_parallel_replicate",),
+    "tp": ("tensor_parallel",),
+    "pp": ("pipeline_parallel",),
+    "cp": ("context_parallel",),
+    "ep": ("expert_parallel",),
+}
+PART = re.compile(r"hsdp(\d+)x(\d+)|(fsdp|ddp|tp|pp|cp|ep)(\d+)")
+# Tried unless the person names meshes; those with more than --ranks are left out, and so are those
+# that the configuration's rules refuse.
+USUAL = (
+    "fsdp2 ddp2 tp2 pp2 cp2 ep2 fsdp3 fsdp4 hsdp2x2 tp4 cp4 fsdp2xtp2 fsdp2xcp2 pp2xfsdp2 pp2xtp2 "
+    "pp2xcp2 cp2xtp2 ep2xfsdp2 ep2xpp2 hsdp2x2xtp2 pp2xfsdp2xtp2 fsdp2xcp2xtp2"
+).split()
+# The plain model: one process, one microbatch, nothing recomputed.
+PLAIN = {
+    "parallelism.data_parallel_shard": "-1",
+    "parallelism.data_parallel_replicate": "1",
+    "parallelism.tensor_parallel": "1",
+    "parallelism.pipeline_parallel": "1",
+    "parallelism.pipeline_schedule": "1f1b",
+    "parallelism.pipeline_stages_per_rank": "0",
+    "parallelism.pipeline_layers": "[]",
+    "parallelism.context_parallel": "1",
+    "parallelism.context_parallel_method": "gather",
+    "parallelism.expert_parallel": "1",
+    "parallelism.async_tensor_parallel": "false",
+    "parallelism.reshard_after_forward": '"default"',
+    "parallelism.keep_gathered": "0",
+    "parallelism.cpu_offload": "false",
+    "parallelism.prefetch": "0",
+    "parallelism.accumulate_gradients": "whole",
+    "activation_checkpoint.mode": "none",
+}
+# Of these a mesh keeps what the configuration says, if it has their dimension.
+KEPT_WITH = {
+    "parallelism.pipeline_schedule": "pp",
+    "parallelism.pipeline_stages_per_rank": "pp",
+    "parallelism.context_parallel_method": "cp",
+    "parallelism.reshard_after_forward": "fsdp",
+    "parallelism.keep_gathered": "fsdp",
+    "parallelism.prefetch": "fsdp",
+    "parallelism.accumulate_gradients": "fsdp",
+}
+
+
+@dataclass(frozen=True)
+class MeshOfRanks:
+    """A mesh: the size of each of its dimensions, among them "fsdp" (dp_shard) and "ddp"
+    (dp_replicate)."""
+
+    name: str
+    sizes: dict[str, int]
+
+    @property
+    def ranks(self) -> int:
+        """Experts are spread over ranks that also have other work."""
+        counted = {name: size for name, size in self.sizes.items() if name != "ep"}
+        return max(math.prod(counted.values()), self.sizes.get("ep", 1))
+
+    @property
+    def data_parallel(self) -> int:
+        beside = [self.sizes.get(name, 1) for name in ("tp", "pp", "cp")]
+        return self.ranks // math.prod(beside)
+
+    def options(self, given: Config) -> dict[str, str]:
+        """The options of this mesh, and what is kept of a configuration's own."""
+        options = dict(PLAIN)
+        options["activation_checkpoint.mode"] = given.activation_checkpoint.mode
+        for option, dimension in KEPT_WITH.items():
+            if dimension in self.sizes:
+                value = getattr(given.parallelism, option.partition(".")[2])
+                options[option] = str(value).lower() if isinstance(value, bool) else str(value)
+        for dimension, size in self.sizes.items():
+            for option in OPTIONS_OF[dimension]:
+                options[f"parallelism.{option}"] = str(size)
+        return options
+
+
+def parse(name: str) -> MeshOfRanks:
+    """Raises InputError for a name that says no mesh."""
+    sizes: dict[str, int] = {}
+    rest = name
+    while rest:
+        part = PART.match(rest)
+        following = "" if part is None else rest[part.end() :]
+        joined = re.fullmatch(r"(x.+)?", following)
+        if part is None or not joined:
+            raise InputError(
+                f"--meshes {name}: not a mesh; a mesh is one or several of fsdp2, ddp2, hsdp2x2, "
+                "tp2, pp2, cp2 and ep2, joined by x, as in fsdp2xtp2"
+            )
+        replicate, shard, dimension, size = part.groups()
+        found = {dimension: size} if dimension else {"ddp": replicate, "fsdp": shard}
+        for key, number in found.items():
+            if key in sizes or int(number) < 2:
+                raise InputError(f"--meshes {name}: {key}{number} is 1 rank, or stands there twice")
+            sizes[key] = int(number)
+        rest = following[1:]
+    return MeshOfRanks(name, sizes)
+
+
+def small(argv: list[str], meshes: list[MeshOfRanks], seq_len: int) -> dict[str, str]:
+    """A batch and sequences that all of these meshes can split, unless argv says otherwise."""
+    ranks = math.lcm(*(mesh.data_parallel for mesh in meshes))
+    unit = math.lcm(*(2 * mesh.sizes.get("cp", 1) * mesh.sizes.get("tp", 1) for mesh in meshes))
+    stages = max((mesh.sizes.get("pp", 1) for mesh in meshes), default=1)
+    _, given = as_given(argv)
+    chosen = {
+        "training.seq_len": str(-(-seq_len // unit) * unit),
+        "training.global_batch_size": str(4 * stages * ranks),
+    }
+    return {option: value for option, value in chosen.items() if option not in given}
+
+
+def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
+    """The command line of this configuration on a mesh, with several microbatches. Raises ConfigError for one that the
+    rules refuse."""
+    argv = with_options(argv, mesh.options(given))
+    whole = load_config(argv, mesh.ranks, mesh.ranks)
+    local = whole.training.global_batch_size // mesh.data_parallel
+    several = local if "pp" in mesh.sizes else 2
+    if local % several == 0:
+        argv = with_options(argv, {"training.local_batch_size": str(local // several)})
+    load_config(argv, mesh.ranks, mesh.ranks)
+    return argv
+
+
+def those_that_fit(
+    argv: list[str], given: Config, names: list[str], most_ranks: int
+) -> tuple[list[MeshOfRanks], dict[str, str]]:
+    """The meshes to be tried, and why others are not. Raises InputError if a mesh that was named is
+    refused."""
+    tried = [parse(name) for name in names or USUAL]
+    refused: dict[str, str] = {}
+    fitting = []
+    for mesh in tried:
+        if not names and mesh.ranks > most_ranks:
+            continue
+        try:
+            options = with_options(argv, small(argv, [mesh], 16))
+            on_mesh(options, mesh, given)
+        except ConfigError as error:
+            if names:
+                raise InputError(f"--meshes {mesh.name}: {error}") from None
+            refused[mesh.name] = str(error).splitlines()[-1].removeprefix("  - ")
+            continue
+        fitting.append(mesh)
+    return fitting, refused

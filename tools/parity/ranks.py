@@ -1,0 +1,74 @@
+"""Ranks of a mesh, as processes of this machine."""
+
+import contextlib
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tools.parity.trajectory import Notes, record
+
+
+class Failed(RuntimeError):
+    """A rank raised, died or hung."""
+
+
+def be_rank(folder: Path, rank: int, ranks: int, argv: list[str], steps: int) -> None:
+    """One rank, in a process of its own."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    # it warns of gathers that are slow; nobody waits for these
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    try:
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        with contextlib.redirect_stdout(io.StringIO()):
+            record(argv, steps, folder / f"{rank}")
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc(), encoding="utf-8")
+        os._exit(1)  # the others wait in a collective that this rank will not join
+    os._exit(0)
+
+
+def train_on(ranks: int, argv: list[str], steps: int, seconds: float) -> list[Notes]:
+    """The notes of all ranks. Raises Failed if one fails, or if `seconds` pass."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tools.parity.ranks"])
+    with tempfile.TemporaryDirectory(prefix="plumbline-parity-") as name:
+        folder = Path(name)
+        processes = []
+        for rank in range(ranks):
+            args = (folder, rank, ranks, argv, steps)
+            processes.append(context.Process(target=be_rank, args=args))
+            processes[-1].start()
+        deadline = time.monotonic() + seconds
+        running = set(processes)
+        while running and time.monotonic() < deadline:
+            wait([process.sentinel for process in running], deadline - time.monotonic())
+            running = {process for process in running if process.exitcode is None}
+            if any(process.exitcode for process in processes):
+                break
+        for process in processes:
+            process.kill()
+            process.join()
+        failed = sorted(folder.glob("*.error"))
+        if failed:
+            last = failed[0].read_text(encoding="utf-8").strip().splitlines()
+            raise Failed(f"rank {failed[0].stem} raised {last[-1]}")
+        missing = [r for r in range(ranks) if not (folder / f"{r}").exists()]
+        if missing:
+            codes = [process.exitcode for process in processes]
+            raise Failed(
+                f"ranks {missing} did not end in {seconds:g} s, or died: exit codes {codes}"
+            )
+        return [pickle.loads((folder / f"{r}").read_bytes()) for r in range(ranks)]

@@ -1,0 +1,144 @@
+"""What one rank notes of a few steps: the output of every module, loss, norm, gradients, weights.
+
+Values are noted as the rank has them. `tools/parity/compare.py` puts the parts of all ranks
+together.
+
+Shapes:  A microbatches   b sequences of a microbatch   t this rank's tokens of a sequence
+"""
+
+import pickle
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import train
+from configs.load import load_config
+from data.loader import IGNORE
+from parallelisms.mesh import world
+from tools.bench import harness
+
+DOCUMENTS = 7  # tokens that the longest document of a window has, with data.mask_documents
+
+
+@dataclass
+class Notes:
+    """A rank's notes."""
+
+    samples: np.ndarray  # int64 [A, b]: which sequences of the global batch it has in step 1
+    positions: np.ndarray  # int64 [t]: which tokens of these
+    tp_rank: int
+    # step 1. Module -> its output in each microbatch [b, t or fewer, features or fewer]
+    outputs: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
+    token_losses: np.ndarray | None = None  # float32 [A, b, t]
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)  # whole, before clipping
+    # one value for each step
+    loss: list[float] = field(default_factory=list)
+    norm: list[float] = field(default_factory=list)
+    counts: list[dict[str, list[int]]] = field(default_factory=list)  # tokens of each expert
+    # before step 1, and after each step; whole
+    weights: list[dict[str, np.ndarray]] = field(default_factory=list)
+
+
+def whole(x: Tensor) -> np.ndarray:
+    """All of a tensor, gathered where it is a DTensor (a collective)."""
+    full = x.full_tensor() if isinstance(x, DTensor) else x
+    return full.detach().to("cpu", copy=True).numpy()
+
+
+def is_recomputing() -> bool:
+    """Whether a backward runs: a forward inside of it repeats one that was noted."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def note_outputs(model: nn.Module, seen: Notes) -> list[Any]:
+    """Note what every module returns in step 1, if it is a tensor by sequences and tokens. Returns
+    the hooks."""
+
+    def hook(name: str, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if is_recomputing() or not isinstance(first, Tensor) or not first.is_floating_point():
+            return
+        if first.ndim < 3 or first.shape[0] != seen.samples.shape[1]:
+            return  # a loss, or rows that are sorted by expert
+        seen.outputs[name].append(whole(first))
+
+    def noting(name: str) -> Any:
+        return lambda module, inputs, output: hook(name, output)
+
+    named = [(plain_name(n), m) for n, m in model.named_modules() if n]
+    return [module.register_forward_hook(noting(name)) for name, module in named]
+
+
+def plain_name(name: str) -> str:
+    """A module's name without what wraps it: stages of a pipeline, checkpointing, compile."""
+    for wrapper in "_checkpoint_wrapped_module.", "_orig_mod.":
+        name = name.replace(wrapper, "")
+    return name.removesuffix("._checkpoint_wrapped_module").removesuffix("._orig_mod")
+
+
+def prepare(batch: dict[str, Tensor], positions: Tensor, cfg: Any) -> None:
+    """Labels that do not count, unevenly over ranks and microbatches, and documents of several
+    lengths, in place."""
+    sample = batch["window"].view(*batch["labels"].shape[:2], 1)  # [A, b, 1]
+    masked = (sample * 7 + positions) % 11 < sample % 5
+    batch["labels"] = batch["labels"].masked_fill(masked, IGNORE)
+    if cfg.data.mask_documents:
+        every = torch.arange(cfg.training.seq_len)
+        batch["positions"] = every % (DOCUMENTS - 4 + sample % 5)
+
+
+def record(argv: list[str], steps: int, path: Path) -> None:
+    """Train on this rank, and write its notes to `path`."""
+    warnings.simplefilter("ignore")
+    cfg = load_config(argv, world().size, world().local_size)
+    job = train.build(cfg)
+    rng = np.random.default_rng(0)
+    tokens = steps * cfg.training.global_batch_size * cfg.training.seq_len + 1
+    ids = rng.integers(0, job.args.vocab_size, tokens).astype(np.uint32)
+    batches = harness.batches(cfg, job.mesh, ids)
+    parts = [torch.arange(p.start, p.stop) for p in job.mesh.token_ranges(cfg.training.seq_len)]
+    positions = torch.cat(parts)
+    first = batches[0]
+    seen = Notes(
+        samples=first["window"].view(first["labels"].shape[:2]).numpy(),
+        positions=positions.numpy(),
+        tp_rank=job.mesh.tp_mesh.get_local_rank() if job.mesh.tp > 1 else 0,
+    )
+    weights = dict(job.model.named_parameters())
+    seen.weights.append({name: whole(weight) for name, weight in weights.items()})
+    hooks = note_outputs(job.model, seen)
+    clip = train.clip_grad_norm
+
+    def note_gradients(*args: Any) -> Tensor:
+        if not seen.gradients:
+            for name, weight in weights.items():
+                if weight.requires_grad:
+                    gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                    seen.gradients[name] = whole(gradient)
+        return clip(*args)
+
+    train.clip_grad_norm = note_gradients
+    for step in range(steps):
+        batch = batches[step]
+        prepare(batch, positions, cfg)
+        result = train.train_step(job, batch)
+        for handle in hooks:
+            handle.remove()
+        if seen.token_losses is None:
+            seen.token_losses = result.losses.numpy()
+        seen.loss.append(result.loss)
+        seen.norm.append(result.grad_norm)
+        counts = result.terms.sums.get("expert_counts", {})
+        seen.counts.append({layer: value.tolist() for layer, value in counts.items()})
+        seen.weights.append({name: whole(weight) for name, weight in weights.items()})
+    seen.outputs = dict(seen.outputs)
+    path.write_bytes(pickle.dumps(seen))
+    dist.barrier()

@@ -1,0 +1,175 @@
+"""Evaluation: the scores of tasks (data/tasks.py), the same numbers on every mesh.
+
+Requests are sorted by length and dealt to the data-parallel ranks, so that a batch has little
+padding, and the batches of all ranks have one shape. A batch goes through the model as one of
+validation does. Nothing of it stays: no random number is drawn, no term of a loss is collected and
+no weight changes.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from configs.schema import Config
+from data.loader import Batch, at
+from data.tasks import EncodedTask, ScoreRequest, open_task
+from parallelisms.mesh import Mesh
+from training.feed import Feed
+from training.loss import IGNORE, linear_cross_entropy
+from training.metrics import MetricsWriter
+from training.scores import line, scores
+from training.validate import ended_by_stop, until_stopped
+
+say = logging.getLogger("plumbline")
+
+
+def open_tasks(cfg: Config, tokenizer: Any) -> list[EncodedTask]:
+    """The tasks of a run, encoded. tokenizer: a data/tokenizer.py::Tokenizer. Raises InputError as
+    `data/tasks.py::open_task` does."""
+    window = cfg.training.seq_len
+    tasks = []
+    for row in cfg.evaluation.tasks:
+        task = open_task(row, tokenizer, window)
+        report = say.warning if task.truncated else say.info
+        report(task.describe(window))
+        tasks.append(task)
+    return tasks
+
+
+def run_evaluation(
+    job: Any,
+    tasks: list[EncodedTask],
+    metrics: MetricsWriter,
+    step: int,
+    stop: Any,
+    watchdog: Any,
+) -> bool:
+    """Log the scores of all tasks after `step`, unless a rank is asked to stop meanwhile. Returns
+    whether one is. All ranks call it.
+
+    job: a train.Job; stop and watchdog: those of reliability/stop.py and reliability/health.py.
+    """
+    cfg = job.cfg
+    if not tasks:
+        return False
+    patience = cfg.run.step_timeout_seconds
+
+    def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
+        return until_stopped(batches, job.mesh, stop, watchdog, patience)
+
+    values = {}
+    lines = []
+    for task in tasks:
+        found = log_likelihoods(
+            job.model,
+            job.mesh,
+            task.requests,
+            cfg.training.local_batch_size * cfg.training.seq_len,
+            cfg.training.loss_chunk_tokens,
+            watched,
+        )
+        of_task = scores(task, found)
+        lines.append(line(task.name, task.kind, of_task))
+        values |= {f"evaluation/{task.name}/{key}": value for key, value in of_task.items()}
+    stopping = ended_by_stop(job, step, stop, "evaluation")
+    if not stopping:
+        metrics.log(step, values, f"evaluation of {';  '.join(lines)}")
+    return stopping
+
+
+def _all(batches: Iterator[Batch]) -> Iterator[Batch]:
+    return batches
+
+
+@torch.no_grad()
+def log_likelihoods(
+    model: nn.Module,
+    mesh: Mesh,
+    requests: Sequence[ScoreRequest],
+    most_tokens: int,
+    chunk_tokens: int,
+    watched: Callable[[Iterator[Batch]], Iterator[Batch]] = _all,
+) -> np.ndarray:
+    """The log-likelihood of what each request scores, in nats, float64 [requests], the same on all
+    ranks. All ranks call it.
+
+    most_tokens: of a microbatch, with padding, as far as one request does not have more;
+    chunk_tokens: as in `linear_cross_entropy`; watched: passes the batches on, or ends early, on
+    all ranks at the same batch.
+    """
+    total = torch.zeros(len(requests), dtype=torch.float64, device=mesh.device)
+    shares = shares_of(requests, mesh, most_tokens)
+    # lengths vary, and each of them would be compiled
+    with torch.compiler.set_stance("force_eager"):
+        for batch in watched(batch_of(requests, share, mesh) for share in shares):
+            feed = Feed(model, batch, mesh, linear_cross_entropy, chunk_tokens)
+            feed.losses.zero_()  # what only the last stage of a pipeline fills
+            if mesh.pp > 1:
+                model.losses(feed)
+            else:
+                for a in range(len(feed)):
+                    model(*feed(a))
+            own = batch["requests"].to(mesh.device)
+            sums = feed.losses.double().sum(-1).flatten()  # [A * b]
+            total.index_add_(0, own, sums[: len(own)], alpha=-1)
+    mesh.sum_over_tokens(total)
+    return mesh.sum_over_pp(total).cpu().numpy()
+
+
+class Share(NamedTuple):
+    """What one rank has of the requests that all ranks score at the same time. The shape is that of
+    all ranks, and a rank may have fewer requests than rows."""
+
+    requests: list[int]
+    microbatches: int  # A
+    rows: int  # b
+    length: int  # T
+
+
+def shares_of(requests: Sequence[ScoreRequest], mesh: Mesh, most_tokens: int) -> Iterator[Share]:
+    """The longest requests first: whether memory suffices is known at once. A pipeline gets a
+    microbatch for each of its ranks."""
+    parts = mesh.cp * (2 if mesh.head_and_tail else 1)
+    unit = math.lcm(parts, mesh.cp * mesh.tp)  # ranks have equal parts of a sequence
+    order = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))
+    begin = 0
+    while begin < len(order):
+        longest = len(requests[order[begin]].tokens) - 1
+        length = -(-longest // unit) * unit
+        ranks = mesh.dp_size * mesh.pp
+        left = -(-(len(order) - begin) // ranks)
+        rows = min(max(1, most_tokens // length), left)
+        stop = begin + rows * ranks
+        own = order[begin:stop][mesh.dp_rank :: mesh.dp_size]
+        yield Share(own, mesh.pp, rows, length)
+        begin = stop
+
+
+def batch_of(requests: Sequence[ScoreRequest], share: Share, mesh: Mesh) -> Batch:
+    """A batch as data/loader.py makes it, of this rank's tokens, and `requests` int64 [n]: which
+    request each of the first rows is. Padding stands on the right, where causal attention does not
+    look, and its labels do not count."""
+    rows = share.microbatches * share.rows
+    tokens = np.zeros((rows, share.length), np.int64)
+    labels = np.full((rows, share.length), IGNORE, np.int64)
+    for row, number in enumerate(share.requests):
+        request = requests[number]
+        count = len(request.tokens) - 1
+        tokens[row, :count] = request.tokens[:-1]
+        labels[row, count - request.scored : count] = request.tokens[-request.scored :]
+    shape = share.microbatches, share.rows, -1
+    token_ranges = mesh.token_ranges(share.length)
+    batch = {"requests": torch.tensor(share.requests, dtype=torch.int64)}
+    for name, array in {"tokens": tokens, "labels": labels}.items():
+        batch[name] = torch.from_numpy(at(token_ranges, array)).view(shape)
+    if mesh.head_and_tail:
+        # attention to gathered keys is prepared for windows of the training length; for others it
+        # is told where sequences begin
+        positions = torch.arange(share.length).expand(rows, -1)
+        batch["positions"] = positions.reshape(*shape[:2], share.length)
+    return batch

@@ -1,0 +1,36 @@
+"""The z-loss: a factor times log^2 Z of each token that counts, where Z is the sum of its
+exponentiated logits. It keeps logits from drifting away from 0 (PaLM, arXiv:2204.02311, section 5,
+with a factor of 1e-4).
+
+training/loss.py adds its gradient while the logits are at hand. The loss that is returned and
+logged is the cross-entropy alone, so that runs with and without z-loss compare. The z-loss is
+logged beside it, with its factor, as `z_loss`.
+"""
+
+from torch import Tensor
+
+from models.terms import AuxiliaryTerms
+from parallelisms.mesh import Mesh
+
+
+class ZLoss:
+    """The z-loss of a step."""
+
+    def __init__(self, factor: float, terms: AuxiliaryTerms, ranks: int) -> None:
+        """ranks: how many ranks have the same tokens. Each reports a part of their sum."""
+        self.factor = factor
+        self.terms = terms
+        self.ranks = ranks
+
+    def add(self, log_z: Tensor) -> Tensor:
+        """log_z: float32 [C], 0 where the label does not count. Returns [C] by what the gradient of
+        the cross-entropy's log Z has to be multiplied: log Z + f log^2 Z has the gradient (1 + 2 f
+        log Z) softmax with respect to the logits."""
+        total = self.factor * log_z.double().square().sum()
+        self.terms.report("z_loss", total / self.ranks)
+        return 1 + 2 * self.factor * log_z
+
+
+def open_z_loss(factor: float, terms: AuxiliaryTerms, mesh: Mesh) -> ZLoss | None:
+    """None for a factor of 0. The ranks of tensor parallelism have the same tokens."""
+    return ZLoss(factor, terms, mesh.tp) if factor else None
