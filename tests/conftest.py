@@ -79,6 +79,17 @@ def _server() -> None:
         forks.start_server()
 
 
+@pytest.fixture(autouse=True)
+def _process_group() -> Iterator[None]:
+    """A test that leaves a process group behind fails itself, and not the next one that makes one,
+    which any order of the tests would choose anew."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test has left a process group behind")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """In the process that hands out the tests: a group goes to one worker, any other test to the

@@ -8,7 +8,9 @@ Slurm: Debian's slurm-wlm and munge, and root; .ci/run installs them where it ca
 install skypilot. The rest is in requirements-test.txt.
 """
 
+import fcntl
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -56,8 +58,19 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def unbroken(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of the same mesh by run_train.sh on one node."""
-    return losses_of_four(tmp_path_factory.mktemp("one") / "run", options)
+    """The losses of the same mesh by run_train.sh on one node, computed by the first worker of
+    pytest that asks for them."""
+    place = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = place.parent
+    with open(place / "unbroken.json", "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if not (text := file.read()):
+            text = json.dumps(losses_of_four(tmp_path_factory.mktemp("one") / "run", options))
+            file.write(text)
+            file.flush()
+    return {int(step): loss for step, loss in json.loads(text).items()}
 
 
 # Slurm --------------------------------------------------------------------------------------------
@@ -473,6 +486,7 @@ RAY = pytest.mark.skipif(
 
 @RAY
 @pytest.mark.slow
+@pytest.mark.alone  # on a busy machine Ray takes minutes until its first worker runs
 @pytest.mark.cap(500)
 def test_ray_starts_again_after_a_failure_and_goes_on(options, unbroken, tmp_path):
     """Two workers of two ranks on a local Ray; in mid-run rank 0 is killed, which is the one that
@@ -498,6 +512,7 @@ def test_ray_starts_again_after_a_failure_and_goes_on(options, unbroken, tmp_pat
 
 @RAY
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.cap(400)
 def test_ray_stopped_by_sigterm_has_saved(options, tmp_path):
     folder = tmp_path / "run"
