@@ -265,9 +265,11 @@ def accumulate_gradients(job: Job, feed: Feed, scale: Tensor) -> Tensor:
     loss, a float64 scalar."""
     # float32 would round at every microbatch
     total = torch.zeros((), dtype=torch.float64, device=job.mesh.device)
+    cfg = job.cfg.parallelism
     for a in range(len(feed)):
         is_last = a == len(feed) - 1
-        dp.synchronise_gradients(job.model, is_last, job.cfg.parallelism.accumulate_gradients)
+        dp.synchronise_gradients(job.model, is_last, cfg.accumulate_gradients)
+        dp.keep_gathered(job.model, not (is_last or cfg.reshard_after_backward))
         inputs = feed(a)
         with record_function("forward"):
             loss = job.model(*inputs)

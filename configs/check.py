@@ -400,6 +400,14 @@ RULES = {
         "{parallelism.keep_gathered} is for blocks whose weights would be freed after forward, and "
         "there are {model.n_layers} blocks and {parallelism.reshard_after_forward}: lower it",
     ),
+    "reshard_after_backward": (
+        lambda c: (
+            not c.parallelism.reshard_after_backward
+            and c.parallelism.reshard_after_forward is not False
+        ),
+        "{parallelism.reshard_after_backward} keeps for the next microbatch what "
+        "{parallelism.reshard_after_forward} frees after forward: set reshard_after_forward = false too",
+    ),
     **{
         f"{option}_unused": (
             lambda c, option=option, degree=degree: (

@@ -171,8 +171,8 @@ def synchronise_gradients(model: nn.Module, last: bool, accumulate: str) -> None
 
 
 def keep_gathered(model: nn.Module, keep: bool) -> None:
-    """Whether the backwards of a pipeline stage leave its weights unsharded, for the forwards that
-    come after them."""
+    """Whether the backward that comes leaves the weights unsharded, for the forwards after it: those
+    of other microbatches."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(not keep)
 

@@ -91,7 +91,10 @@ EXECUTION = {  # how it is computed: no setting may change the numbers
     },
     "weights": {
         "default": [],
-        "never freed": ["--parallelism.reshard_after_forward=false"],
+        "kept for the step": [
+            "--parallelism.reshard_after_forward=false",
+            "--parallelism.reshard_after_backward=false",
+        ],
         "last two kept": [
             "--parallelism.keep_gathered=2",
             "--parallelism.reshard_after_forward=true",

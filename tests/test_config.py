@@ -1050,6 +1050,14 @@ RULE_CASES = {
         "parallelism.keep_gathered = 7 is for blocks|model.n_layers = 6|lower it",
         "parallelism.keep_gathered=6",
     ),
+    "reshard_after_backward": (
+        "parallelism.reshard_after_backward=false",
+        1,
+        1,
+        "parallelism.reshard_after_backward = false keeps for the next microbatch what "
+        'parallelism.reshard_after_forward = "default" frees|set reshard_after_forward = false',
+        "parallelism.reshard_after_forward=false",
+    ),
     "pipeline_keep_gathered": (
         "parallelism.keep_gathered=2 parallelism.pipeline_parallel=2",
         2,

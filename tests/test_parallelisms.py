@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallelisms
@@ -277,6 +278,37 @@ def gathers_of_a_second_microbatch() -> list[int]:
                 loss.backward()
             counts.append(seen.gathers)
     return counts
+
+
+# option -> gathers in a step of three microbatches: each gathers the root, 4 blocks and the output
+GATHERS_OF_A_STEP = {"true": 3 * 6, "false": 6}
+
+
+def gathers_of_a_step() -> list[tuple[int, bool]]:
+    """And whether the step ends with shards."""
+    dist.destroy_process_group()
+    counts = []
+    for words in GATHERS_OF_A_STEP:
+        with trace.pretend(2, 2):
+            options = [
+                *SMALL_MODEL,
+                "--model.n_layers=4",
+                "--training.local_batch_size=1",
+                "--training.global_batch_size=6",
+                "--parallelism.reshard_after_forward=false",
+                f"--parallelism.reshard_after_backward={words}",
+            ]
+            job = train.build(load_config(options, 2, 2))
+            with Gathers() as seen:
+                train.train_step(job, trace.batch_of(job, 3))
+            weights = job.model.parameters()
+            counts.append((seen.gathers, all(isinstance(w, DTensor) for w in weights)))
+    return counts
+
+
+def test_weights_that_are_kept_are_gathered_once_a_step():
+    seen = run_ranks(1, gathers_of_a_step)[0]
+    assert seen == [(gathers, True) for gathers in GATHERS_OF_A_STEP.values()]
 
 
 def test_a_stage_keeps_its_weights_for_the_next_microbatch():

@@ -176,6 +176,16 @@ WHOLE = {  # the same step with all layers traced, and put together from a few: 
         ],
     ),
     "never-reshard": (4, [NONE, "--parallelism.reshard_after_forward=false", "--model.n_layers=9"]),
+    "kept-for-the-step": (
+        4,
+        [
+            NONE,
+            "--parallelism.reshard_after_forward=false",
+            "--parallelism.reshard_after_backward=false",
+            "--training.local_batch_size=1",
+            "--model.n_layers=9",
+        ],
+    ),
     "keep-gathered": (
         4,
         [

@@ -111,9 +111,21 @@ class Plan:
         if len(groups[fsdp_dimension(groups)]) == 1:
             return 0
         layers = self.step.layers
-        bytes_per_weight = DTYPES.get(self.cfg.training.param_dtype, torch.bfloat16).itemsize
-        block = self.step.parameters[layers - 1].gathered * bytes_per_weight
+        block = self.step.parameters[layers - 1].gathered * self.bytes_per_weight
         return min(layers, p.keep_gathered + int((self.usable - self.live) // block))
+
+    @property
+    def has_room_for_all(self) -> bool:
+        """Whether all gathered weights have room through the whole step, with more than one
+        microbatch to use them (parallelism.reshard_after_backward)."""
+        if self.microbatches == 1 or not self.room_for_gathered:
+            return False
+        gathered = sum(part.gathered for part in self.step.parameters.values())
+        return self.live + gathered * self.bytes_per_weight <= self.usable
+
+    @property
+    def bytes_per_weight(self) -> int:
+        return DTYPES.get(self.cfg.training.param_dtype, torch.bfloat16).itemsize
 
     @property
     def tokens_per_step(self) -> int:

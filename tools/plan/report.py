@@ -289,6 +289,13 @@ def memory(plan: Plan) -> list[str]:
         "",
     ]
     gathered = plan.cfg.parallelism.keep_gathered
+    if plan.has_room_for_all:
+        lines += [
+            "  Room for all gathered weights: parallelism.reshard_after_forward = false and "
+            f"reshard_after_backward = false would gather them once a step, not with each of "
+            f"{plan.microbatches} microbatches.",
+            "",
+        ]
     if (blocks := plan.room_for_gathered) > gathered:
         lines += [
             f"  Room for the gathered weights of the last {blocks} blocks: "
