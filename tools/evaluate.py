@@ -21,6 +21,7 @@ from configs.load import load_config
 from configs.schema import EvaluationTask, InputError, Parallelism, Run
 from data import tasks
 from parallelisms import mesh as meshes
+from parallelisms.mesh import Mesh
 from tools.generate import Loaded, load
 from training.evaluate import log_likelihoods
 from training.scores import ERROR, by_row, scores
@@ -55,22 +56,21 @@ def _of_run(folder: Path) -> list[EvaluationTask]:
     raise InputError(f"{folder} has no tasks of its own: name a file with --task")
 
 
-def evaluate(loaded: Loaded, task: EvaluationTask, window: int, batch_tokens: int) -> dict:
-    """The scores of one task, and the log-likelihoods of each of its rows. Raises InputError as
-    `data/tasks.py::open_task` does."""
-    opened = tasks.open_task(task, loaded.tokenizer, window)
-    print(opened.describe(window), file=sys.stderr)
-    mesh = meshes.open_mesh(Run(), Parallelism(), 1, False)
+def evaluate(
+    loaded: Loaded, mesh: Mesh, task: tasks.EncodedTask, file: str, window: int, batch_tokens: int
+) -> dict:
+    """The scores of one task, and the log-likelihoods of each of its rows."""
+    print(task.describe(window), file=sys.stderr)
     model = loaded.model.to(mesh.device)
-    found = log_likelihoods(model, mesh, opened.requests, batch_tokens, CHUNK_TOKENS)
-    samples = zip(opened.rows, by_row(opened, found), strict=True)
+    found = log_likelihoods(model, mesh, task.requests, batch_tokens, CHUNK_TOKENS)
+    samples = zip(task.rows, by_row(task, found), strict=True)
     return {
         "name": task.name,
         "kind": task.kind,
-        "file": task.file,
+        "file": file,
         "window": window,
-        "scores": scores(opened, found),
-        "truncated_lines": opened.truncated,
+        "scores": scores(task, found),
+        "truncated_lines": task.truncated,
         "samples": [{"line": row.line, "log_likelihoods": each} for row, each in samples],
     }
 
@@ -122,7 +122,13 @@ def main(argv: list[str] | None = None) -> int:
         chosen = wanted(args.checkpoint, args.task, args.delimiter)
         loaded = load(args.checkpoint, args.tokenizer)
         window = args.window or loaded.context
-        results = [evaluate(loaded, task, window, args.batch_tokens) for task in chosen]
+        opened = [tasks.open_task(task, loaded.tokenizer, window) for task in chosen]
+        mesh = meshes.open_mesh(Run(), Parallelism(), 1, False)
+        results = [
+            evaluate(loaded, mesh, task, of.file, window, args.batch_tokens)
+            for task, of in zip(opened, chosen, strict=True)
+        ]
+        meshes.close_mesh()
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
