@@ -87,7 +87,7 @@ def load_config(
     path, overrides, problems, doubtful = _arguments(argv)
     given = {}  # "table.key" -> (value, where it was set)
     try:
-        tables = _read(path)
+        tables = read_toml(path)
     except ConfigError as error:
         # nobody knows what the file was to say, so no rule can be checked
         tables = {}
@@ -206,7 +206,7 @@ def _toml_or_text(text: str) -> object:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def _read(path: Path) -> dict[str, object]:
+def read_toml(path: Path) -> dict[str, object]:
     """The tables of a TOML file. A byte order mark, which some editors write, is skipped. Raises
     ConfigError."""
     label = _printable(str(path))

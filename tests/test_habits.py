@@ -11,6 +11,7 @@ import pytest
 import tomli
 import yaml
 
+from tests.ranks import NEIGHBOURS
 from tools import reading
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,6 +128,6 @@ def test_the_types_of_the_reading_core_are_right():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=110 * NEIGHBOURS,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,6 +7,7 @@ memory at a time.
     python -m tools.convert dcp-to-torch CHECKPOINT OUT.pt     one file for torch.load
     python -m tools.convert lora-to-peft RUN OUT               a folder for peft's PeftModel.from_pretrained
     python -m tools.convert lora-merge   RUN OUT               base and adapters in one, for from_pretrained
+    python -m tools.convert config       TORCHTITAN.toml OUT.toml   a configuration of TorchTitan
 
 The first two make `OUT/checkpoints/step-00000000`, which `checkpoint.load_path` starts a run from
 and `tools.generate` reads, and `OUT/tokenizer.json` if the tokenizer is of Llama 3's kind.
@@ -42,7 +43,7 @@ from data import hf_tokenizer
 from data.tokenizer import Tokenizer, from_rank_file, load_saved
 from models import FORMATS, MODELS
 from reliability import disk
-from tools import adapters
+from tools import adapters, torchtitan_config
 from tools import lora_to_peft as peft
 
 META = "llama"  # the family whose weights Meta published in a format of its own
@@ -514,6 +515,12 @@ COMMANDS = {
         ("OUT", "a new folder"),
         "The base of a run with its adapters added to its weights, for transformers' from_pretrained.",
     ),
+    "config": (
+        torchtitan_config.translate,
+        ("TORCHTITAN.toml", "a TOML file of TorchTitan, up to its version 0.2.2"),
+        ("OUT", "a new TOML file"),
+        "A configuration of TorchTitan, and a list of what in it has no counterpart here.",
+    ),
 }
 MAX_SHARD_SIZE = {
     "type": byte_size,
@@ -535,6 +542,13 @@ OPTIONS = {  # command -> option -> its settings, argparse's
         "--tokenizer": {
             "type": Path,
             "help": "a saved tokenizer.json, when it is not in the run's folder",
+        },
+    },
+    "config": {
+        "--gpus": {
+            "type": int,
+            "default": 0,
+            "help": "of the run; needed where the batch depends on them",
         },
     },
     "dcp-to-torch": {

@@ -1,0 +1,421 @@
+"""A TOML file of TorchTitan (up to 0.2.2; later ones have Python files) as a configuration of ours:
+`python -m tools.convert config`.
+
+An option that the file leaves out has TorchTitan's default there, which is written down where it is
+another than ours. What has no counterpart is listed, in the new file and by the command. Names,
+defaults and meanings are those of torchtitan/config/job_config.py at v0.2.2.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from configs.load import load_config, read_toml
+from configs.schema import InputError
+from models import NUMBERS
+
+# TorchTitan's defaults of the options that are translated.
+DEFAULTS: dict[str, Any] = {
+    "job.dump_folder": "./outputs",
+    "model.name": "llama3",
+    "model.flavor": "debugmodel",
+    "model.hf_assets_path": "./tests/assets/tokenizer",
+    "model.converters": [],
+    "optimizer.name": "AdamW",
+    "optimizer.lr": 8e-4,
+    "optimizer.beta1": 0.9,
+    "optimizer.beta2": 0.95,
+    "optimizer.eps": 1e-8,
+    "optimizer.weight_decay": 0.1,
+    "lr_scheduler.warmup_steps": 200,
+    "lr_scheduler.decay_ratio": None,
+    "lr_scheduler.decay_type": "linear",
+    "lr_scheduler.min_lr_factor": 0.0,
+    "training.dataset": "c4_test",
+    "training.dataset_path": None,
+    "training.local_batch_size": 8,
+    "training.global_batch_size": -1,
+    "training.seq_len": 2048,
+    "training.max_norm": 1.0,
+    "training.steps": 10000,
+    "training.enable_cpu_offload": False,
+    "training.mixed_precision_param": "bfloat16",
+    "training.mixed_precision_reduce": "float32",
+    "training.gc_freq": 50,
+    "parallelism.data_parallel_replicate_degree": 1,
+    "parallelism.data_parallel_shard_degree": -1,
+    "parallelism.fsdp_reshard_after_forward": "default",
+    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.enable_async_tensor_parallel": False,
+    "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.pipeline_parallel_schedule": "1F1B",
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    "parallelism.context_parallel_degree": 1,
+    "parallelism.expert_parallel_degree": 1,
+    "checkpoint.enable": False,
+    "checkpoint.interval": 500,
+    "checkpoint.initial_load_path": None,
+    "checkpoint.initial_load_in_hf": False,
+    "checkpoint.last_save_in_hf": False,
+    "checkpoint.export_dtype": "float32",
+    "checkpoint.async_mode": "disabled",
+    "checkpoint.keep_latest_k": 10,
+    "checkpoint.load_step": -1,
+    "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "2",
+    "compile.enable": False,
+    "compile.components": ["model", "loss"],
+    "compile.backend": "inductor",
+    "quantize.linear.float8.recipe_name": None,
+    "metrics.log_freq": 10,
+    "metrics.enable_tensorboard": False,
+    "profiling.enable_profiling": False,
+    "profiling.enable_memory_snapshot": False,
+    "comm.init_timeout_seconds": 300,
+    "comm.train_timeout_seconds": 100,
+    "validation.enable": False,
+    "validation.freq": 10,
+    "validation.steps": -1,
+    "debug.seed": None,
+    "debug.deterministic": False,
+}
+# Further defaults: options that have no counterpart, and do nothing as long as they have these.
+WITHOUT_EFFECT: dict[str, Any] = {
+    "training.dtype": "float32",
+    "parallelism.disable_loss_parallel": False,
+    "parallelism.pipeline_parallel_first_stage_less_layers": 1,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+    "parallelism.context_parallel_load_balancer": "headtail",
+    "parallelism.context_parallel_rotate_method": "allgather",
+    "parallelism.expert_tensor_parallel_degree": 1,
+    "parallelism.expert_parallel_comm_backend": "standard",
+    "lr_scheduler.total_steps": None,
+    "checkpoint.create_seed_checkpoint": False,
+    "checkpoint.load_only": False,
+    "checkpoint.exclude_from_loading": [],
+    "debug.moe_force_load_balance": False,
+    "metrics.enable_wandb": False,
+    "memory_estimation.enable": False,
+    "fault_tolerance.enable": False,
+}
+# What a run computes does not depend on these: texts, folders inside the run's, ways to print, and
+# how the same work is done.
+OF_NO_CONSEQUENCE = (
+    "job.description",
+    "job.print_config",
+    "job.save_config_file",
+    "metrics.disable_color_printing",
+    "metrics.save_tb_folder",
+    "metrics.save_for_all_ranks",
+    "model.print_after_conversion",
+    "optimizer.implementation",
+    "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
+    "checkpoint.folder",
+    "checkpoint.last_save_model_only",
+    "quantize.linear.float8.enable_fsdp_float8_all_gather",
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+)
+# The same meaning under another name, or the same one.
+RENAMED = {
+    "job.dump_folder": "run.folder",
+    "training.seq_len": "training.seq_len",
+    "training.steps": "training.steps",
+    "training.max_norm": "training.max_norm",
+    "training.mixed_precision_param": "training.param_dtype",
+    "training.mixed_precision_reduce": "training.reduce_dtype",
+    "training.gc_freq": "run.gc_interval",
+    "training.enable_cpu_offload": "parallelism.cpu_offload",
+    "optimizer.lr": "optimizer.lr",
+    "optimizer.eps": "optimizer.eps",
+    "optimizer.weight_decay": "optimizer.weight_decay",
+    "lr_scheduler.warmup_steps": "lr_schedule.warmup_steps",
+    "lr_scheduler.min_lr_factor": "lr_schedule.min_ratio",
+    "parallelism.data_parallel_replicate_degree": "parallelism.data_parallel_replicate",
+    "parallelism.data_parallel_shard_degree": "parallelism.data_parallel_shard",
+    "parallelism.tensor_parallel_degree": "parallelism.tensor_parallel",
+    "parallelism.enable_async_tensor_parallel": "parallelism.async_tensor_parallel",
+    "parallelism.pipeline_parallel_degree": "parallelism.pipeline_parallel",
+    "parallelism.context_parallel_degree": "parallelism.context_parallel",
+    "parallelism.expert_parallel_degree": "parallelism.expert_parallel",
+    "checkpoint.keep_latest_k": "checkpoint.keep_last",
+    "checkpoint.load_step": "checkpoint.load_step",
+    "metrics.log_freq": "metrics.interval",
+    "metrics.enable_tensorboard": "metrics.tensorboard",
+    "profiling.enable_profiling": "profiler.enabled",
+    "profiling.enable_memory_snapshot": "profiler.memory_snapshot",
+    "comm.init_timeout_seconds": "run.init_timeout_seconds",
+    "comm.train_timeout_seconds": "run.step_timeout_seconds",
+    "debug.deterministic": "run.deterministic",
+}
+FAMILIES = {"llama3": "llama", "qwen3": "qwen3", "deepseek_v3": "deepseek_v3", "gpt_oss": "gpt_oss"}
+FLAVORS = {"16B": "16B-A3B", "20b": "20B", "120b": "120B"}
+DATASETS = {"c4": "hf:allenai/c4/en"}
+RESHARD = {"default": "default", "always": True, "never": False}
+STEP_TIMEOUT = "comm.train_timeout_seconds"
+SCHEDULES = {
+    "1f1b": "1f1b",
+    "interleaved1f1b": "interleaved_1f1b",
+    "interleavedzerobubble": "zero_bubble",
+    "zbvzerobubble": "zbv",
+    "dualpipev": "dualpipe_v",
+}
+FLOAT8 = {None: "tensorwise", "tensorwise": "tensorwise", "rowwise": "rowwise"}
+
+
+class Translation:
+    """The options of one file. `theirs` has TorchTitan's names, with defaults; `ours` and `lost`,
+    sentences about what has no counterpart, are filled step by step."""
+
+    def __init__(self, source: Path, given: dict[str, Any], gpus: int) -> None:
+        self.source = source
+        self.given = given
+        self.theirs = DEFAULTS | given
+        self.gpus = gpus
+        self.ours: dict[str, Any] = {}
+        self.lost: list[str] = []
+        for theirs, ours in RENAMED.items():
+            self.ours[ours] = self.theirs[theirs]
+        self.model()
+        self.data()
+        self.batch()
+        self.schedule()
+        self.mesh()
+        self.memory()
+        self.checkpoints()
+        self.rest()
+
+    def lose(self, option: str, instead: str) -> None:
+        self.lost.append(f"{option} = {json.dumps(self.theirs.get(option))}: {instead}")
+
+    def choose(self, option: str, table: dict, instead: str) -> Any:
+        """What stands in the table for the option's value; None, and a sentence, where it does not
+        stand there."""
+        value = self.theirs[option]
+        if value not in table:
+            self.lose(option, instead)
+        return table.get(value)
+
+    def model(self) -> None:
+        name = self.theirs["model.name"]
+        if name not in FAMILIES:
+            raise InputError(
+                f'{self.source}: model.name = "{name}" is none of the families here: '
+                f"{', '.join(FAMILIES)}"
+            )
+        family = FAMILIES[name]
+        flavor = self.theirs["model.flavor"]
+        # what follows is an attention kernel of theirs
+        flavor = flavor.removesuffix("_flex").removesuffix("_varlen")
+        flavor = FLAVORS.get(flavor, flavor)
+        if flavor not in NUMBERS[family].flavors:
+            raise InputError(
+                f'{self.source}: model.flavor = "{self.theirs["model.flavor"]}" of {name} is none '
+                f"of the sizes here: {', '.join(NUMBERS[family].flavors)}"
+            )
+        self.ours["model.family"] = family
+        self.ours["model.flavor"] = flavor
+
+    def data(self) -> None:
+        source = self.theirs["training.dataset_path"]
+        if source is None:
+            source = self.choose("training.dataset", DATASETS, "name a corpus as data.source")
+        if source is not None:
+            self.ours["data.source"] = source
+            self.ours["data.stream"] = True  # as theirs: tokenised during training
+            # the ranks that wait for one whose stream hangs must not give up before it does
+            self.ours["data.timeout_seconds"] = min(120, self.theirs[STEP_TIMEOUT] // 2)
+        self.ours["data.tokenizer"] = f"{self.theirs['model.hf_assets_path']}/tokenizer.json"
+        self.ours["data.add_bos"] = True  # their dataset adds both
+        self.ours["data.add_eos"] = True
+        if self.theirs["validation.enable"]:
+            self.ours["validation.interval"] = self.theirs["validation.freq"]
+            if self.theirs["validation.steps"] > 0:
+                self.ours["validation.steps"] = self.theirs["validation.steps"]
+            self.lose("validation.enable", "name held-out data as [[validation.sets]]")
+
+    def batch(self) -> None:
+        """Their local batch is that of a rank in a forward; in a pipeline it is split once more."""
+        local = self.theirs["training.local_batch_size"]
+        total = self.theirs["training.global_batch_size"]
+        if total < 0:
+            total = local * self.data_parallel()
+        if self.theirs["parallelism.pipeline_parallel_degree"] > 1:
+            local = self.theirs["parallelism.pipeline_parallel_microbatch_size"]
+        self.ours["training.global_batch_size"] = total
+        if "data.stream" in self.ours and (self.gpus or self.has_fixed_ranks()):
+            ranks = self.data_parallel()
+            self.ours["data.streams"] = ranks * max(1, 64 // ranks)  # ranks must divide them
+        self.ours["training.local_batch_size"] = local
+        # they reduce-scatter with every microbatch
+        self.ours["parallelism.accumulate_gradients"] = "sharded"
+
+    def data_parallel(self) -> int:
+        """Ranks with different rows. Raises InputError if that depends on the number of GPUs, and
+        nobody has named it."""
+        replicas = self.theirs["parallelism.data_parallel_replicate_degree"]
+        if self.has_fixed_ranks():
+            return replicas * self.theirs["parallelism.data_parallel_shard_degree"]
+        if not self.gpus:
+            raise InputError(
+                f"{self.source}: without training.global_batch_size the batch depends on the number "
+                "of GPUs: give --gpus"
+            )
+        others = 1
+        for name in ("tensor", "pipeline", "context"):
+            others *= self.theirs[f"parallelism.{name}_parallel_degree"]
+        return max(1, self.gpus // others)
+
+    def has_fixed_ranks(self) -> bool:
+        return self.theirs["parallelism.data_parallel_shard_degree"] > 0
+
+    def schedule(self) -> None:
+        """Warmup and decay. Their decay begins at once, or with its last `decay_ratio` of the run."""
+        steps = self.theirs["training.steps"]
+        warmup = self.theirs["lr_scheduler.warmup_steps"]
+        shape = self.theirs["lr_scheduler.decay_type"]
+        ratio = self.theirs["lr_scheduler.decay_ratio"]
+        if self.theirs["optimizer.name"] != "AdamW":
+            self.lose("optimizer.name", "AdamW is used")
+        self.ours["optimizer.betas"] = [self.theirs[f"optimizer.beta{i}"] for i in (1, 2)]
+        decays_at_once = ratio is None or warmup + round(steps * ratio) >= steps
+        if shape not in ("linear", "cosine"):
+            self.lose("lr_scheduler.decay_type", "the decay is linear here")
+            shape = "linear"
+        if not decays_at_once and shape == "cosine":
+            self.lose("lr_scheduler.decay_ratio", "the cosine begins after the warmup here")
+            decays_at_once = True
+        self.ours["lr_schedule.warmup_steps"] = min(warmup, steps)
+        self.ours["lr_schedule.kind"] = shape if decays_at_once else "wsd"
+        if not decays_at_once:
+            self.ours["lr_schedule.decay_fraction"] = ratio
+
+    def mesh(self) -> None:
+        reshard = self.choose(
+            "parallelism.fsdp_reshard_after_forward", RESHARD, "the default holds"
+        )
+        if reshard is not None:
+            self.ours["parallelism.reshard_after_forward"] = reshard
+        if self.theirs["parallelism.pipeline_parallel_degree"] > 1:
+            name = self.theirs["parallelism.pipeline_parallel_schedule"]
+            schedule = SCHEDULES.get(name.lower())
+            if schedule is None:
+                self.lose("parallelism.pipeline_parallel_schedule", "1f1b is used")
+                schedule = "1f1b"
+            self.ours["parallelism.pipeline_schedule"] = schedule
+
+    def memory(self) -> None:
+        mode = self.theirs["activation_checkpoint.mode"]
+        option = str(self.theirs["activation_checkpoint.selective_ac_option"])
+        if mode == "selective" and option.isdecimal():
+            mode = "every_n"
+            self.ours["activation_checkpoint.every_n"] = max(2, int(option))
+            if int(option) < 2:
+                mode = "full"
+                del self.ours["activation_checkpoint.every_n"]
+        elif mode == "memory_budget":
+            self.lose("activation_checkpoint.mode", "the mode is selective here")
+            mode = "selective"
+        self.ours["activation_checkpoint.mode"] = mode
+        self.ours["compile.enabled"] = (
+            self.theirs["compile.enable"] and "model" in self.theirs["compile.components"]
+        )
+        self.ours["compile.backend"] = self.theirs["compile.backend"]
+        for converter in self.theirs["model.converters"]:
+            if converter in ("float8", "quantize.linear.float8"):
+                recipe = self.choose(
+                    "quantize.linear.float8.recipe_name", FLOAT8, "tensorwise is used"
+                )
+                self.ours["training.float8"] = recipe or "tensorwise"
+            else:
+                self.lost.append(f'model.converters has "{converter}", which is left out')
+
+    def checkpoints(self) -> None:
+        is_on = self.theirs["checkpoint.enable"]
+        self.ours["checkpoint.interval"] = self.theirs["checkpoint.interval"] if is_on else 0
+        self.ours["checkpoint.async_save"] = self.theirs["checkpoint.async_mode"] != "disabled"
+        if not is_on:
+            del self.ours["checkpoint.keep_last"]
+            del self.ours["checkpoint.load_step"]
+            return
+        path = self.theirs["checkpoint.initial_load_path"]
+        if path and self.theirs["checkpoint.initial_load_in_hf"]:
+            self.ours["checkpoint.load_hf"] = path
+        elif path:
+            self.lose("checkpoint.initial_load_path", "convert it, and name it as load_path")
+        if self.theirs["checkpoint.last_save_in_hf"]:
+            dtype = self.theirs["checkpoint.export_dtype"]
+            if dtype == "float16":
+                self.lose("checkpoint.export_dtype", "the export is in bfloat16 here")
+                dtype = "bfloat16"
+            self.ours["checkpoint.export_hf"] = dtype
+
+    def rest(self) -> None:
+        """The seed, and every option of the file that nothing above has read."""
+        self.ours["run.seed"] = self.theirs["debug.seed"] or 0
+        for option, value in self.given.items():
+            known = option in DEFAULTS or option in OF_NO_CONSEQUENCE
+            if not known and WITHOUT_EFFECT.get(option, value is None) != value:
+                self.lose(option, "has no counterpart")
+
+
+def translate(source: Path, out: Path, gpus: int) -> str:
+    """Write the configuration of ours, and return what was done, in sentences.
+
+    Raises InputError if the source is no TOML file of TorchTitan, if its model is none of ours, if
+    the new file exists, and for a configuration that is refused here: nothing is written then.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists already: give the name of a new file")
+    given = flat(read_toml(source))
+    if not any(option in DEFAULTS for option in given):
+        raise InputError(f"{source} has no option of TorchTitan's: is it one of its TOML files?")
+    for option, value in given.items():
+        expected = DEFAULTS.get(option)
+        if expected is not None and not isinstance(value, kinds_of(expected)):
+            raise InputError(
+                f"{source}: {option} = {json.dumps(value)} is no {type(expected).__name__}"
+            )
+    translation = Translation(source, given, gpus)
+    text = as_toml(source, translation)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = out.with_name(f".{out.name}.partial")
+    beside.write_text(text, encoding="utf-8")
+    try:
+        load_config([str(beside)], gpus or None, min(gpus, 8) or None)
+        beside.rename(out)
+    except InputError as error:
+        said = str(error).replace(str(beside), str(out))
+        raise InputError(f"{source} was translated, and nothing written:\n{said}") from None
+    finally:
+        beside.unlink(missing_ok=True)
+    said = [f"{source} -> {out}"]
+    said += [f"no counterpart: {lost}" for lost in translation.lost]
+    return "\n".join(said)
+
+
+def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Tables in tables as "table.option"."""
+    result = {}
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            result |= flat(value, f"{prefix}{name}.")
+        else:
+            result[prefix + name] = value
+    return result
+
+
+def kinds_of(value: Any) -> type | tuple[type, ...]:
+    return (int, float) if isinstance(value, float) else type(value)
+
+
+def as_toml(source: Path, translation: Translation) -> str:
+    lines = [f"# Translated from {source.name} of TorchTitan by `python -m tools.convert config`."]
+    lines += [f"# No counterpart: {lost}" for lost in translation.lost]
+    tables: dict[str, list[str]] = {}
+    for option, value in translation.ours.items():
+        table, _, name = option.partition(".")
+        tables.setdefault(table, []).append(f"{name} = {json.dumps(value)}")
+    for table, options in tables.items():
+        lines += ["", f"[{table}]", *options]
+    return "\n".join(lines) + "\n"
