@@ -35,8 +35,9 @@ OPTIONS = [
     f"--training.steps={STEPS}",
     "--lr_schedule.warmup_steps=0",
 ]
-# in bfloat16 the Newton-Schulz iteration would turn rounding into 2^-8 of an update
-MUON = [*ADAMW, "--optimizer.kind=muon", "--optimizer.ns_dtype=float32"]
+# in bfloat16 the Newton-Schulz iteration would turn rounding into 2^-8 of an update, and in float32
+# no run would be judged to EXACT
+MUON = [*ADAMW, "--optimizer.kind=muon", "--optimizer.ns_dtype=float64"]
 SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.2", "--optimizer.momentum=0.9"]
 # six in a pipeline. trajectory() makes the option: it depends on the mesh
 TWO_MICROBATCHES = "two microbatches"
@@ -83,6 +84,8 @@ NUMBERS = {  # what is computed: every combination of these has an oracle of its
     "optimizer": {"adamw": ADAMW, "sgd": SGD, "muon": MUON},
     # every norm of these runs is above 0.1 and below 1
     "clipping": {"none": [], "in force": ["--training.max_norm=0.1"]},
+    # judged to EXACT: a mistake that float32's rounding hides is seen
+    "dtype": {"float32": [], "float64": [FLOAT64]},
 }
 EXECUTION = {  # how it is computed: no setting may change the numbers
     "checkpointing": {

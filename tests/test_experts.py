@@ -43,7 +43,7 @@ from training.loss import plain_cross_entropy
 
 FACTORS = (
     {"experts": EXPERTS}
-    | {factor: NUMBERS[factor] for factor in ("optimizer", "clipping")}
+    | {factor: NUMBERS[factor] for factor in ("optimizer", "clipping", "dtype")}
     | {
         factor: {
             setting: options for setting, options in table.items() if setting not in BETWEEN_OTHERS

@@ -1,7 +1,7 @@
 """In float64 meshes equal one process to 1e-12, in gradients and after steps. So a mistake that
 float32's rounding hides is seen.
 
-`tests/parity.py` says what is compared; tests/test_parallel.py has the matrix in float32.
+The matrices (tests/test_parallel.py, tests/test_context.py, tests/test_experts.py) have both types.
 """
 
 import pytest
@@ -9,37 +9,23 @@ import torch
 
 from parallelisms.mesh import Mesh
 from tests import parity
-from tests.parity import DOCUMENTS, EQUAL, EXACT, EXPERTS, FEW_LABELS, FLOAT64
+from tests.parity import EQUAL, EXACT, EXPERTS, FLOAT64
 from tests.ranks import run_ranks
-from tests.runs import MESHES, ULYSSES
+from tests.runs import MESHES
 
-MUON64 = "--optimizer.ns_dtype=float64"
-# mesh -> settings of the plain model, and further options
+# mesh -> settings of the plain model, and further options; what the matrices do not have
 CASES = {
-    "fsdp3": ({"clipping": "in force"}, []),
-    "tp2": ({"model": "olmo2"}, []),
-    "hsdp2x2": ({"model": "qwen3", "embeddings": "tied", "accumulation": "reduced each time"}, []),
-    "pp2xtp2": ({"optimizer": "muon"}, [MUON64]),
     "pp2xfsdp2": (
         {"checkpointing": "full"},
         ["--parallelism.pipeline_schedule=zero_bubble", "--model.n_layers=4"],
     ),
-    "fsdp2xcp2": ({"optimizer": "sgd"}, [DOCUMENTS, FEW_LABELS]),
-    "cp2xtp2": ({}, [ULYSSES, DOCUMENTS]),
-    "ep2xfsdp2": ({}, EXPERTS["deepseek_v3"]),
     "experts on ep2xtp2": ({}, [*EXPERTS["gpt_oss"], "--model.expert_dim=12"]),
 }
-IN_THE_DEFAULT_SUITE = "fsdp3", "tp2"
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param(mesh, marks=() if mesh in IN_THE_DEFAULT_SUITE else pytest.mark.slow)
-        for mesh in CASES
-    ],
-)
+@pytest.mark.parametrize("mesh", CASES)
 def test_mesh_equals_the_plain_model(mesh: str) -> None:
     settings, more = CASES[mesh]
     parity.check(mesh, [parity.combination_of(**settings)], [*more, FLOAT64])
