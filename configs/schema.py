@@ -491,8 +491,8 @@ class Parallelism(Table):
     """Free gathered weights after forward; default: except the output projection's; N: keep sharded
     over N ranks."""
     reshard_after_backward: bool = True
-    """Free gathered weights after each microbatch's backward; false: gather them once a step (with
-    reshard_after_forward = false)."""
+    """Free gathered weights after backward; false: once a step, with reshard_after_forward =
+    false."""
     keep_gathered: int = Field(0, ge=0)
     """Last blocks (of a stage) that keep gathered weights until backward; `tools.plan` says for how
     many there is room."""

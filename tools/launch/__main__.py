@@ -84,7 +84,8 @@ class Meeting(RendezvousHandler):
     loopback, on any free port; for several on the address that master_addr stands for, when that is
     one of this host's own. Where it is not (a name that this host resolves to itself, an address
     behind a translator) it listens on every interface, as torchrun's does always. In it: node/N
-    says that node N is there, `members` the nodes of this start, `end` how it ended.
+    says that node N is there, `members` the nodes of this start, `over/N` that all ranks of node N
+    have ended, `end` how the start ended.
     """
 
     use_agent_store = True  # the ranks use this store instead of opening their own
@@ -294,23 +295,30 @@ class Agent(LocalElasticAgent):
             self.heard = time.monotonic()
 
     def tell(self, code: int) -> None:
-        """Tell the other nodes how the ranks of this one ended. A rank that ended on request counts
-        more than ranks that failed afterwards because it was missing."""
+        """Tell the other nodes how the ranks of this one ended, and hear how theirs did. A rank
+        that ended on request counts more than ranks that failed afterwards because it was missing,
+        so who failed waits for the others: the process that was asked to end may be the slower."""
         if self.meeting.where:
-            teller = threading.Thread(
-                target=self._tell, args=(self.meeting.store, str(code)), daemon=True
-            )
+            teller = threading.Thread(target=self._tell, args=(str(code),), daemon=True)
             teller.start()
-            teller.join(5 * LINGER)  # a cable that is cut gives no answer
+            teller.join(FAREWELL + LINGER)  # a cable that is cut gives no answer
             time.sleep(LINGER)
 
-    @staticmethod
-    def _tell(store: TCPStore, code: str) -> None:
+    def _tell(self, code: str) -> None:
+        store = self.meeting.store
         with contextlib.suppress(DistError):
             if int(code) in QUIET_CODES:
                 store.set("end", code)
             else:
                 store.compare_set("end", "", code)
+            store.set(f"over/{self.meeting.options.node_rank}", "")
+            if int(code) in (0, *QUIET_CODES):
+                return
+            all_over = [f"over/{node}" for node in json.loads(store.get("members"))]
+            deadline = time.monotonic() + FAREWELL
+            while time.monotonic() < deadline and not store.check(all_over):
+                time.sleep(0.05)
+            self.told = int(store.get("end"))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ended = {handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()}
@@ -410,6 +418,7 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
             if agent.told:
                 why = "the ranks of another node failed"
             say(f"{why}, so those of this one were ended")
+        agent.tell(agent.told or 1)
         return agent.told or 1
     exit_codes = codes(failures)
     others = set(exit_codes.values()) - {agent.left, *TOLD_TO_END}
