@@ -162,10 +162,27 @@ def test_two_nodes_restart_together(options, tmp_path):
     print("\n" + how_it_went(tmp_path / "run"))
 
 
+def slow_to_hear(words: list[str]) -> int:
+    """tools.launch, but node 1 hears three seconds late of the end of its rank."""
+    monitor = launch.Agent._monitor_workers
+
+    def monitor_late(agent: launch.Agent, group: object) -> object:
+        ended = {handler.proc.poll() for handler in agent._pcontext.subprocess_handlers.values()}
+        if ended != {None} and agent.meeting.options.node_rank == 1:
+            time.sleep(3)
+        return monitor(agent, group)
+
+    launch.Agent._monitor_workers = monitor_late
+    return launch.main(words)
+
+
 @pytest.mark.slow
 def test_two_nodes_stop_together_before_the_first_step(options, tmp_path):
+    """... although the node that was asked to stop tells so after the one that fails without it."""
     flags = ["--max-restarts=1", *two(free_port())]
-    codes, said = ended(nodes(options, tmp_path / "run", "1 SIGTERM 1 9", *flags, each=1))
+    fault = "1 SIGTERM 1 9"
+    launchers = nodes(options, tmp_path / "run", fault, *flags, each=1, program=slow_to_hear)
+    codes, said = ended(launchers)
     assert codes == [75, 75] and "launch: restart" not in said, said
 
 
