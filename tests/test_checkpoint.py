@@ -285,12 +285,16 @@ def _save_and_change(folder: Path, bug: str | None) -> None:
         time.sleep(0.02)  # training is back before the copy has begun
         return stage(*args)
 
+    def spans_late(staged: storage.Staged, plan: object) -> object:
+        time.sleep(0.1)  # training has taken its step before anything is written
+        return storage.OneByOne(staged.tensors).spans(plan)
+
     state.stage = stage_slowly
     if bug == "aliased":  # what is written is the live tensors themselves
         state.stage = lambda live, into, computed: into.update(
             {name: state.local(live[name]) for name in into}
         )
-        storage.Staged.spans = lambda staged, plan: storage.OneByOne(staged.tensors).spans(plan)
+        storage.Staged.spans = spans_late
     job = build()
     checkpoints = open_manager(job, folder, keep_last=0)
     for step in range(1, 21):

@@ -66,6 +66,10 @@ NEEDS = (
         r"^python -m tools\.parity CONFIG",
         "a configuration of one's own (tests/test_parity_tool.py)",
     ),
+    (
+        r"^python -m tools\.convert config ",
+        "a configuration of TorchTitan's (tests/test_torchtitan_config.py)",
+    ),
     (r"^export \w+=", "a shell that goes on"),
     (r"^pip ", "a download"),
     (r"\bmodels/[\w.-]*(Llama|Qwen)", "published weights (tests/test_convert.py makes small ones)"),
