@@ -161,9 +161,12 @@ def starts(
     found = []
     for number, leg in enumerate(legs):
         if not dist.is_initialized():  # a run ends its own
-            here = world()
-            method = f"file://{store}-{number}"
-            dist.init_process_group("gloo", None, method, rank=here.rank, world_size=here.size)
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}-{number}",
+                rank=world().rank,
+                world_size=world().size,
+            )
         found.append(start(*leg))
     return found
 
