@@ -25,14 +25,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """Largest relative errors of a mesh, and the first difference."""
+    """Largest relative errors of a mesh, and every difference, in the order of a step."""
 
     loss: float
     norm: float
     outputs: float
     gradients: float
     weights: float  # after all steps
-    first: Difference | None
+    found: list[Difference]
+
+    @property
+    def first(self) -> Difference | None:
+        return self.found[0] if self.found else None
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
@@ -111,9 +115,11 @@ def losses_of_tokens(ranks: list[Notes], T: int) -> np.ndarray:
     return result
 
 
-def compare(ranks: list[Notes], plain: Notes, limit: float, later_limit: float) -> Parity:
+def compare(
+    ranks: list[Notes], plain: Notes, limit: float, later_limit: float, initial_limit: float = 0.0
+) -> Parity:
     """limit: of errors at equal weights, which are those of step 1; later_limit: of what follows
-    from weights that differ by rounding."""
+    from weights that differ by rounding; initial_limit: of the weights before step 1."""
     T = len(plain.positions)
     found: list[Difference] = []
 
@@ -125,7 +131,7 @@ def compare(ranks: list[Notes], plain: Notes, limit: float, later_limit: float) 
     initial = merged(ranks, "weights", 0)
     for name, want in plain.weights[0].items():
         got = initial.get(name, np.empty(0))
-        judge(1, f"initial value of {name}", relative(got, want), 0.0)
+        judge(1, f"initial value of {name}", relative(got, want), initial_limit)
 
     outputs = [0.0]
     for name in plain.outputs:
@@ -166,8 +172,7 @@ def compare(ranks: list[Notes], plain: Notes, limit: float, later_limit: float) 
     for rank, seen in enumerate(ranks):
         if seen.loss != ranks[0].loss or seen.norm != ranks[0].norm:
             judge(1, f"rank {rank} reports another loss or norm than rank 0", float("inf"), 0.0)
-    first = found[0] if found else None
-    return Parity(loss, norm, max(outputs), max(gradients), max(weights), first)
+    return Parity(loss, norm, max(outputs), max(gradients), max(weights), found)
 
 
 def counts(ranks: list[Notes], step: int) -> dict[str, list[int]]:

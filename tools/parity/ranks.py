@@ -9,12 +9,15 @@ import pickle
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from configs.schema import InputError
 from tools.parity.trajectory import Notes, record
 
 
@@ -22,7 +25,7 @@ class Failed(RuntimeError):
     """A rank raised, died or hung."""
 
 
-def be_rank(folder: Path, rank: int, ranks: int, argv: list[str], steps: int) -> None:
+def be_rank(folder: Path, rank: int, ranks: int, work: Callable, args: tuple) -> None:
     """One rank, in a process of its own."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
@@ -33,23 +36,30 @@ def be_rank(folder: Path, rank: int, ranks: int, argv: list[str], steps: int) ->
         store = f"file://{folder}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
         with contextlib.redirect_stdout(io.StringIO()):
-            record(argv, steps, folder / f"{rank}")
+            result = work(*args)
+        (folder / f"{rank}").write_bytes(pickle.dumps(result))
+        dist.barrier()
+    except InputError as error:
+        (folder / f"{rank}.refused").write_text(str(error), encoding="utf-8")
+        os._exit(1)
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc(), encoding="utf-8")
         os._exit(1)  # the others wait in a collective that this rank will not join
     os._exit(0)
 
 
-def train_on(ranks: int, argv: list[str], steps: int, seconds: float) -> list[Notes]:
-    """The notes of all ranks. Raises Failed if one fails, or if `seconds` pass."""
+def on_ranks(ranks: int, seconds: float, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What work(*args) returns on each of these ranks. All of it is pickled.
+
+    Raises Failed if one fails, or if `seconds` pass, and InputError if one raises that."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.parity.ranks"])
     with tempfile.TemporaryDirectory(prefix="plumbline-parity-") as name:
         folder = Path(name)
         processes = []
         for rank in range(ranks):
-            args = (folder, rank, ranks, argv, steps)
-            processes.append(context.Process(target=be_rank, args=args))
+            arguments = (folder, rank, ranks, work, args)
+            processes.append(context.Process(target=be_rank, args=arguments))
             processes[-1].start()
         deadline = time.monotonic() + seconds
         running = set(processes)
@@ -61,6 +71,8 @@ def train_on(ranks: int, argv: list[str], steps: int, seconds: float) -> list[No
         for process in processes:
             process.kill()
             process.join()
+        for refused in sorted(folder.glob("*.refused")):
+            raise InputError(refused.read_text(encoding="utf-8"))
         failed = sorted(folder.glob("*.error"))
         if failed:
             last = failed[0].read_text(encoding="utf-8").strip().splitlines()
@@ -72,3 +84,8 @@ def train_on(ranks: int, argv: list[str], steps: int, seconds: float) -> list[No
                 f"ranks {missing} did not end in {seconds:g} s, or died: exit codes {codes}"
             )
         return [pickle.loads((folder / f"{r}").read_bytes()) for r in range(ranks)]
+
+
+def train_on(ranks: int, argv: list[str], steps: int, seconds: float) -> list[Notes]:
+    """The notes of all ranks (tools/parity/trajectory.py)."""
+    return on_ranks(ranks, seconds, record, argv, steps)

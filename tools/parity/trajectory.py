@@ -6,16 +6,15 @@ together.
 Shapes:  A microbatches   b sequences of a microbatch   t this rank's tokens of a sequence
 """
 
-import pickle
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +24,7 @@ from data.loader import IGNORE
 from parallelisms.mesh import world
 from tools.bench import harness
 
+WINDOWS = 1 << 40  # more than a source has
 DOCUMENTS = 7  # tokens that the longest document of a window has, with data.mask_documents
 
 
@@ -95,8 +95,58 @@ def prepare(batch: dict[str, Tensor], positions: Tensor, cfg: Any) -> None:
         batch["positions"] = every % (DOCUMENTS - 4 + sample % 5)
 
 
-def record(argv: list[str], steps: int, path: Path) -> None:
-    """Train on this rank, and write its notes to `path`."""
+def begin(job: train.Job, batch: dict[str, Tensor]) -> Notes:
+    """Notes without values. batch: the first one of which values are noted."""
+    ranges = job.mesh.token_ranges(job.cfg.training.seq_len)
+    numbers = batch["source"] * WINDOWS + batch["window"]
+    return Notes(
+        samples=numbers.view(batch["labels"].shape[:2]).numpy(),
+        positions=torch.cat([torch.arange(part.start, part.stop) for part in ranges]).numpy(),
+        tp_rank=job.mesh.tp_mesh.get_local_rank() if job.mesh.tp > 1 else 0,
+    )
+
+
+def parameters(job: train.Job) -> dict[str, np.ndarray]:
+    return {name: whole(weight) for name, weight in job.model.named_parameters()}
+
+
+@contextmanager
+def noting(job: train.Job, seen: Notes) -> Iterator[None]:
+    """Note the outputs of modules, and the gradients before clipping, of the step that is made
+    meanwhile."""
+    hooks = note_outputs(job.model, seen)
+    clip = train.clip_grad_norm
+
+    def note_gradients(*args: Any) -> Tensor:
+        for name, weight in job.model.named_parameters():
+            if weight.requires_grad:
+                gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                seen.gradients[name] = whole(gradient)
+        return clip(*args)
+
+    train.clip_grad_norm = note_gradients
+    try:
+        yield
+    finally:
+        train.clip_grad_norm = clip
+        for handle in hooks:
+            handle.remove()
+        seen.outputs = dict(seen.outputs)
+
+
+def add(result: train.StepResult, job: train.Job, seen: Notes) -> None:
+    """Note the numbers of a step, and the weights after it."""
+    if seen.token_losses is None:
+        seen.token_losses = result.losses.numpy()
+    seen.loss.append(result.loss)
+    seen.norm.append(result.grad_norm)
+    counts = result.terms.sums.get("expert_counts", {})
+    seen.counts.append({layer: value.tolist() for layer, value in counts.items()})
+    seen.weights.append(parameters(job))
+
+
+def record(argv: list[str], steps: int) -> Notes:
+    """Train on this rank; its notes."""
     warnings.simplefilter("ignore")
     cfg = load_config(argv, world().size, world().local_size)
     job = train.build(cfg)
@@ -104,41 +154,12 @@ def record(argv: list[str], steps: int, path: Path) -> None:
     tokens = steps * cfg.training.global_batch_size * cfg.training.seq_len + 1
     ids = rng.integers(0, job.args.vocab_size, tokens).astype(np.uint32)
     batches = harness.batches(cfg, job.mesh, ids)
-    parts = [torch.arange(p.start, p.stop) for p in job.mesh.token_ranges(cfg.training.seq_len)]
-    positions = torch.cat(parts)
-    first = batches[0]
-    seen = Notes(
-        samples=first["window"].view(first["labels"].shape[:2]).numpy(),
-        positions=positions.numpy(),
-        tp_rank=job.mesh.tp_mesh.get_local_rank() if job.mesh.tp > 1 else 0,
-    )
-    weights = dict(job.model.named_parameters())
-    seen.weights.append({name: whole(weight) for name, weight in weights.items()})
-    hooks = note_outputs(job.model, seen)
-    clip = train.clip_grad_norm
-
-    def note_gradients(*args: Any) -> Tensor:
-        if not seen.gradients:
-            for name, weight in weights.items():
-                if weight.requires_grad:
-                    gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                    seen.gradients[name] = whole(gradient)
-        return clip(*args)
-
-    train.clip_grad_norm = note_gradients
+    seen = begin(job, batches[0])
+    seen.weights.append(parameters(job))
     for step in range(steps):
         batch = batches[step]
-        prepare(batch, positions, cfg)
-        result = train.train_step(job, batch)
-        for handle in hooks:
-            handle.remove()
-        if seen.token_losses is None:
-            seen.token_losses = result.losses.numpy()
-        seen.loss.append(result.loss)
-        seen.norm.append(result.grad_norm)
-        counts = result.terms.sums.get("expert_counts", {})
-        seen.counts.append({layer: value.tolist() for layer, value in counts.items()})
-        seen.weights.append({name: whole(weight) for name, weight in weights.items()})
-    seen.outputs = dict(seen.outputs)
-    path.write_bytes(pickle.dumps(seen))
-    dist.barrier()
+        prepare(batch, torch.from_numpy(seen.positions), cfg)
+        with noting(job, seen) if step == 0 else nullcontext():
+            result = train.train_step(job, batch)
+        add(result, job, seen)
+    return seen

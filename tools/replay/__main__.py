@@ -1,0 +1,234 @@
+"""Recompute steps of a run somewhere else, and say where they differ.
+
+    python -m tools.replay RUN --steps 1041:1044
+    python -m tools.replay RUN --steps 1041:1044 --mesh fsdp2xtp2
+    python -m tools.replay RUN --steps 1041:1044 --against OTHER
+
+Begins at the newest checkpoint before these steps, on the CPU, in one process, and compares loss
+and norm with RUN's metrics.jsonl, and weights and moments with each checkpoint that RUN has saved
+after one of these steps. With --mesh (named as in tools.parity) the steps are recomputed on a mesh
+and in one process, and with --against by OTHER too, which is another run's folder, or a checkpoint:
+then the state before the step, the batch, the output of every module, and all gradients are
+compared. RUN is only read. Prints a table: step, what differs, the first module or parameter where
+it does, and by how much relative to the value. Exit code 0: equal; 1: it differs; 2: a mistake in
+the call. docs/reliability.md says more.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.load import ConfigError, load_config
+from configs.schema import Config, InputError
+from tools.overrides import with_options
+from tools.parity import meshes
+from tools.parity.__main__ import refuse
+from tools.parity.meshes import MeshOfRanks
+from tools.parity.ranks import Failed, on_ranks
+from tools.replay.judge import Limits, Row, from_other, from_record
+from tools.replay.run import Run, open_run, state_in
+from tools.replay.steps import StepNotes, Task, recompute
+
+# What rounding explains: at equal weights, and in what an optimizer made of it. In float64, and in
+# float32 at equal weights, right meshes were measured (tests/parity.py). Adam enlarges rounding
+# where gradients are near 0.
+LIMITS = {
+    "float64": Limits(1e-12, 1e-11),
+    "float32": Limits(1e-5, 1e-3),
+    "bfloat16": Limits(2e-2, 2e-2),
+}
+QUIET = {
+    "run.device": "cpu",
+    "compile.enabled": "false",
+    "validation.interval": "0",
+    "evaluation.interval": "0",
+    "metrics.progress": "off",
+}
+ONE = MeshOfRanks("one process", {})
+
+
+@dataclass(frozen=True)
+class Side:
+    """What computes the steps: a run's options, and a mesh."""
+
+    label: str
+    task: Task
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    run: Run
+    first: Side
+    second: Side | None
+    same_run: bool  # the second side begins with the same state
+    begins: int  # the step of the checkpoint
+    limits: Limits
+    recorded: Limits  # where it is compared with what RUN has written
+
+
+def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.replay",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Further --table.key=value change the options of both sides: --data.cache=...",
+    )
+    parser.add_argument("run", type=Path, help="the folder of a run, or a checkpoint")
+    parser.add_argument("--steps", required=True, help="FIRST:LAST, or one step; the first is 1")
+    parser.add_argument("--mesh", help="as fsdp2xtp2 (one process)")
+    parser.add_argument("--against", type=Path, metavar="OTHER", help="another run, or checkpoint")
+    parser.add_argument("--dtype", choices=sorted(LIMITS), help="compute in it (the run's)")
+    parser.add_argument("--tolerance", type=float, help="relative; 0: every bit (by the type)")
+    parser.add_argument("--seconds", type=float, default=600, help="for each side (600)")
+    return parser.parse_known_args(argv)
+
+
+def steps_of(text: str) -> range:
+    first, _, last = text.partition(":")
+    if not first.isdigit() or not (last or first).isdigit():
+        raise InputError(f"--steps {text}: give FIRST:LAST, as 1041:1044, or one step")
+    steps = range(int(first), int(last or first) + 1)
+    if not steps or steps.start < 1:
+        raise InputError(f"--steps {text}: the first step is 1, and LAST is not before FIRST")
+    return steps
+
+
+def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
+    """The command line on this mesh: the same batches, in microbatches that are no larger. Raises
+    ConfigError."""
+    argv = with_options(argv, mesh.options(given))
+    rows = max(1, given.training.global_batch_size // mesh.data_parallel)
+    largest = min(given.training.local_batch_size or rows, rows)
+    if "pp" in mesh.sizes:
+        largest = max(1, min(largest, rows // (2 * mesh.sizes["pp"])))
+    size = max(n for n in range(1, largest + 1) if rows % n == 0)
+    argv = with_options(argv, {"training.local_batch_size": str(size)})
+    load_config(argv, mesh.ranks, mesh.ranks)
+    return argv
+
+
+def begins_at(run: Run, other: Run, steps: range) -> int:
+    """The newest step before these after which both have a state."""
+    common = [step for step in run.before(steps.start) if step in other.before(steps.start)]
+    return common[0]
+
+
+def side(label: str, run: Run, mesh: MeshOfRanks, begins: int, steps: range, more: list) -> Side:
+    """Raises InputError for options that this mesh refuses, and for a run whose initial state is
+    not to be had."""
+    given = load_config([str(run.options), *more], None, None)
+    if given.lora.rank or given.data.stream:
+        raise InputError(f"{run.folder}: adapters and streams are not replayed")
+    if steps.stop - 1 > given.training.steps:
+        raise InputError(f"--steps {steps.stop - 1}: {run.folder} has {given.training.steps} steps")
+    if not begins and (given.checkpoint.load_path or given.checkpoint.load_hf):
+        raise InputError(
+            f"{run.folder} has no checkpoint before step {steps.start}, and began with the weights "
+            "of another: name later steps"
+        )
+    refuse(given)
+    try:
+        argv = on_mesh([str(run.options), *more], mesh, given)
+    except ConfigError as error:
+        raise InputError(f"{label}: {error}") from None
+    return Side(label, Task(argv, run.checkpoints.get(begins), steps), mesh.ranks)
+
+
+def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Plan:
+    """Raises InputError for a mistake in the call."""
+    steps = steps_of(flags.steps)
+    run = open_run(flags.run, temporary)
+    other = run if flags.against is None else open_run(flags.against, temporary)
+    mesh = ONE if flags.mesh is None else meshes.parse(flags.mesh)
+    begins = begins_at(run, other, steps)
+    own = load_config([str(run.options), *rest], None, None).training.param_dtype
+    dtype = flags.dtype or own
+    more = with_options(rest, QUIET | {"training.param_dtype": dtype})
+    first = side(str(flags.run), run, mesh, begins, steps, more)
+    second = None
+    if flags.against is not None:
+        second = side(str(flags.against), other, ONE, begins, steps, more)
+    elif flags.mesh is not None:
+        second = side(ONE.name, run, ONE, begins, steps, more)
+    limits, recorded = LIMITS[dtype], LIMITS[own]
+    if flags.tolerance is not None:
+        limits = recorded = Limits(flags.tolerance, flags.tolerance)
+    return Plan(run, first, second, flags.against is None, begins, limits, recorded)
+
+
+def judge(plan: Plan, first: list, second: list | None) -> list[Row]:
+    """What differs. first, second: what each rank of a side has noted, a list of steps."""
+    metrics = plan.run.metrics()
+    rows = []
+    for number, step in enumerate(plan.first.task.asked):
+        ranks = [of_rank[number] for of_rank in first]
+        is_first = step == plan.begins + 1
+        path = plan.run.checkpoints.get(step)
+        saved = None if path is None else {n: x.numpy() for n, x in state_in(path).items()}
+        rows += from_record(ranks, metrics.get(step), saved, plan.recorded, is_first)
+        if second is not None:
+            theirs: StepNotes = second[0][number]
+            label = plan.second.label
+            rows += from_other(ranks, theirs, label, plan.limits, is_first, plan.same_run)
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    lines = [("step", "against", "what differs", "first at", "size")]
+    for row in rows:
+        where = row.where + (f" and {row.more} more" if row.more else "")
+        lines.append((str(row.step), row.against, row.what, where, f"{row.size:.1e}"))
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    text = []
+    for *cells, size in lines:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        text.append("  ".join([*padded, size]))
+    return "\n".join(text)
+
+
+def begin(plan: Plan) -> str:
+    """What is compared with what."""
+    steps = plan.first.task.asked
+    logged = [step for step in steps if step in plan.run.metrics()]
+    saved = [step for step in steps if step in plan.run.checkpoints]
+    line = f"from the state after step {plan.begins}, on {plan.first.ranks} rank(s); "
+    line += f"recorded: metrics of steps {logged}, checkpoints of {saved}"
+    return line + ("" if plan.second is None else f"; computed again by: {plan.second.label}")
+
+
+def replay(argv: list[str], compute: Callable = on_ranks) -> int:
+    """Print the table, and return the exit code. compute: tools/parity/ranks.py::on_ranks."""
+    flags, rest = arguments(argv)
+    with tempfile.TemporaryDirectory(prefix="plumbline-replay-") as temporary:
+        plan = plan_of(flags, rest, Path(temporary))
+        print(begin(plan), flush=True)
+        sides = [plan.first] if plan.second is None else [plan.first, plan.second]
+        noted = [compute(each.ranks, flags.seconds, recompute, each.task) for each in sides]
+        rows = judge(plan, noted[0], noted[1] if plan.second else None)
+    compared = set(plan.run.metrics()) | set(plan.run.checkpoints)
+    if plan.second is None and not compared & set(plan.first.task.asked):
+        raise InputError(
+            f"{flags.run} has recorded nothing of these steps: compare with --mesh or --against"
+        )
+    if not rows:
+        print(f"equal to {plan.limits.values:g}, and to {plan.limits.state:g} after the optimizer")
+        return 0
+    print(table(rows))
+    return 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return replay(sys.argv[1:] if argv is None else argv)
+    except (InputError, Failed) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

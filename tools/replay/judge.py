@@ -1,0 +1,202 @@
+"""Where a recomputed step differs: from what the run has recorded, and from a second computation.
+
+Shapes:  S sequences of the global batch   T tokens of a sequence
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.parity import compare
+from tools.parity.compare import relative
+from tools.parity.trajectory import WINDOWS
+from tools.replay.run import JUDGED
+from tools.replay.steps import StepNotes
+
+Values = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Relative differences that rounding explains."""
+
+    values: float  # at equal weights
+    state: float  # of what has gone through an optimizer
+
+
+@dataclass(frozen=True)
+class Row:
+    """What differs, and where first."""
+
+    step: int
+    against: str
+    what: str
+    where: str
+    size: float  # relative; inf where something is missing
+    more: int = 0  # further places
+
+
+def place(got: np.ndarray, want: np.ndarray) -> str:
+    """The smallest box of a tensor that holds what differs, as indices; "" if that is all of it."""
+    if got.shape != want.shape or got.ndim == 0:
+        return ""
+    apart = np.abs(got.astype(np.float64) - want)
+    apart[~np.isfinite(apart)] = np.inf
+    # what is smaller than a thousandth of the largest is rounding
+    far = np.argwhere(apart > apart.max() / 1000)
+    low, high = far.min(0), far.max(0) + 1
+    if (high - low == got.shape).all():
+        return ""
+    ranges = []
+    for start, stop, size in zip(low, high, got.shape, strict=True):
+        one = f"{start}" if stop == start + 1 else f"{start}:{stop}"
+        ranges.append(":" if (start, stop) == (0, size) else one)
+    return f" [{', '.join(ranges)}]"
+
+
+def of_state(step: int, against: str, what: str, got: Values, want: Values, limit: float) -> list:
+    """At most one row: the first tensor that differs, in the order of the model."""
+    found = []
+    for name in [*want, *(name for name in got if name not in want)]:
+        a, b = got.get(name, np.empty(0)), want.get(name, np.empty(0))
+        error = relative(a, b)
+        if not error <= limit:
+            found.append((name + place(a, b), error))
+    if not found:
+        return []
+    where, error = found[0]
+    return [Row(step, against, what, where, error, len(found) - 1)]
+
+
+def merged(ranks: list[StepNotes], kind: str, when: int) -> Values:
+    """The weights or the moments of all ranks."""
+    return compare.merged(ranks, kind, when)
+
+
+def from_record(
+    ranks: list[StepNotes],
+    metrics: dict[str, float] | None,
+    saved: Values | None,
+    limits: Limits,
+    is_first: bool,
+) -> list[Row]:
+    """What the run wrote of this step, and what it saved after it. Either may be None."""
+    step, rows = ranks[0].step, []
+    limit = limits.values if is_first else limits.state
+    got = {"loss": ranks[0].loss[0], "grad_norm": ranks[0].norm[0]}
+    for key, title in JUDGED.items():
+        if metrics is None:
+            continue
+        error = relative(np.array([got[key]]), np.array([metrics[key]]))
+        if not error <= limit:
+            rows.append(Row(step, "record", title, f"{metrics[key]:.9g} -> {got[key]:.9g}", error))
+    if saved is not None:
+        weights = of_kind(saved, "model.")
+        moments = of_kind(saved, "optimizer.")
+        mine = merged(ranks, "weights", -1), merged(ranks, "moments", -1)
+        rows += of_state(step, "record", "weights after", mine[0], weights, limits.state)
+        rows += of_state(step, "record", "moments after", mine[1], moments, limits.state)
+    return rows
+
+
+def of_kind(saved: Values, prefix: str) -> Values:
+    return {n.removeprefix(prefix): x for n, x in saved.items() if n.startswith(prefix)}
+
+
+def by_token(ranks: list[StepNotes], kind: str, T: int) -> np.ndarray:
+    """Tokens or labels of all ranks, [S, T]."""
+    every = compare.windows(ranks)
+    result = np.full((len(every), T), -1, np.int64)
+    for seen in ranks:
+        for samples, values in zip(seen.samples, getattr(seen, kind), strict=True):
+            rows = np.searchsorted(every, samples)
+            result[rows[:, None], seen.positions] = values
+    return result
+
+
+def of_data(ranks: list[StepNotes], other: StepNotes, against: str) -> list[Row]:
+    """At most one row: the first sequence or token that is not the same."""
+    step, T = other.step, len(other.positions)
+    windows, wanted = compare.windows(ranks), compare.windows([other])
+    if not np.array_equal(windows, wanted):
+        strange = sorted({*windows.tolist()} ^ {*wanted.tolist()})
+        where = f"window {strange[0] % WINDOWS} is read by one of them alone"
+        return [Row(step, against, "data", where, float("inf"), len(strange) - 1)]
+    for kind in "tokens", "labels":
+        differs = np.argwhere(by_token(ranks, kind, T) != by_token([other], kind, T))
+        if len(differs):
+            row, position = differs[0]
+            where = f"{kind} of window {wanted[row] % WINDOWS}, position {position}"
+            return [Row(step, against, "data", where, len(differs) / (len(wanted) * T))]
+    return []
+
+
+def of_microbatches(ranks: list[StepNotes], other: StepNotes, against: str) -> list[Row]:
+    """At most one row: a microbatch without a loss, though its labels count."""
+    T = len(other.positions)
+    got = (compare.losses_of_tokens(ranks, T) != 0).any(1)
+    want = (compare.losses_of_tokens([other], T) != 0).any(1)
+    lost = compare.windows([other])[want & ~got]
+    if not len(lost):
+        return []
+    rank, a = next(
+        (rank, a)
+        for rank, seen in enumerate(ranks)
+        for a, samples in enumerate(seen.samples)
+        if lost[0] in samples
+    )
+    where = f"microbatch {a} of rank {rank} (window {lost[0] % WINDOWS}) has no loss"
+    return [Row(other.step, against, "microbatch", where, len(lost) / want.sum(), len(lost) - 1)]
+
+
+def from_other(
+    ranks: list[StepNotes],
+    other: StepNotes,
+    against: str,
+    limits: Limits,
+    is_first: bool,
+    same_run: bool,
+) -> list[Row]:
+    """The same step computed again, by one process: of the same run, or of another one."""
+    step = other.step
+    before = limits.state if not is_first else (0.0 if same_run else limits.values)
+    mine, theirs = merged(ranks, "moments", 0), other.moments[0]
+    rows = of_state(
+        step, against, "weights before", merged(ranks, "weights", 0), other.weights[0], before
+    )
+    rows += of_state(step, against, "moments before", mine, theirs, before)
+    data = of_data(ranks, other, against)
+    rows += data
+    if data and data[0].where.startswith("window"):
+        return rows  # there is nothing to lay side by side
+    lost = of_microbatches(ranks, other, against)
+    rows += lost
+    limit = limits.values if is_first else limits.state
+    if lost:
+        return rows + of_numbers(ranks, other, against, limit)
+    seen = compare.compare(ranks, other, limit, limits.state, initial_limit=float("inf"))
+    of_phase: dict[str, list] = {}
+    for difference in seen.found:
+        phase, _, where = difference.where.partition(", ")
+        if phase.startswith("rank "):
+            phase, where = "ranks", difference.where
+        of_phase.setdefault(phase, []).append((where, difference.error))
+    for phase, found in of_phase.items():
+        where, error = found[0]
+        name = where.removeprefix("output of ").removeprefix("gradient of ")
+        if phase == "backward":
+            got = compare.merged(ranks, "gradients")[name]
+            name += place(got, other.gradients[name])
+        rows.append(Row(step, against, phase, name or "-", error, len(found) - 1))
+    mine, theirs = merged(ranks, "moments", -1), other.moments[-1]
+    return rows + of_state(step, against, "moments after", mine, theirs, limits.state)
+
+
+def of_numbers(ranks: list[StepNotes], other: StepNotes, against: str, limit: float) -> list[Row]:
+    rows = []
+    for title, key in ("loss", "loss"), ("norm of the gradient", "norm"):
+        got, want = getattr(ranks[0], key), getattr(other, key)
+        error = relative(np.array(got), np.array(want))
+        if not error <= limit:
+            rows.append(Row(other.step, against, title, f"{want[0]:.9g} -> {got[0]:.9g}", error))
+    return rows

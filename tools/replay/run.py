@@ -1,0 +1,83 @@
+"""What a run has left behind: its options, its checkpoints, and what it wrote of its steps.
+
+All of it is read. Nothing is written into a run's folder.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoint import hf, state, verify
+from checkpoint.storage import GENERATOR
+from checkpoint.verify import Damaged
+from configs.schema import InputError
+from models import MODELS
+
+JUDGED = {"loss": "loss", "grad_norm": "norm of the gradient"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a run, or a checkpoint of it."""
+
+    folder: Path
+    options: Path  # a TOML file
+    checkpoints: dict[int, Path]  # by step; of the newest attempt
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """What the run wrote of each step: the last word, where a step was trained again."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        rows = [json.loads(line) for line in lines if line.strip()]
+        return {row["step"]: row for row in rows if "loss" in row and "grad_norm" in row}
+
+    def before(self, step: int) -> list[int]:
+        """The steps after which there is a state to begin from, newest first. 0 is that of the
+        initial values."""
+        saved = [number for number in self.checkpoints if number < step]
+        return sorted({*saved, 0}, reverse=True)
+
+
+def open_run(folder: Path, temporary: Path) -> Run:
+    """folder: of a run or of a checkpoint. temporary: for the options of a checkpoint that has lost
+    its run. Raises InputError."""
+    if (folder / "manifest.json").exists():
+        manifest = manifest_of(folder)
+        return Run(folder, write_options(folder, manifest, temporary), {manifest["step"]: folder})
+    if not (folder / "config.toml").exists():
+        raise InputError(f"{folder} is neither the folder of a run nor a checkpoint: name one")
+    place = folder / "checkpoints"
+    checkpoints: dict[int, Path] = {}
+    for name in verify.published(place) if place.is_dir() else []:  # newest first
+        checkpoints.setdefault(verify.parse_name(name)[1], place / name)
+    return Run(folder, folder / "config.toml", checkpoints)
+
+
+def write_options(path: Path, manifest: dict, temporary: Path) -> Path:
+    """The options with which a checkpoint was saved, as a file."""
+    text = manifest["facts"].get("config")
+    if not text:
+        raise InputError(f"{path} does not say with which options its run was trained")
+    options = temporary / f"{path.name}.toml"
+    options.write_text(text, encoding="utf-8")
+    return options
+
+
+def manifest_of(path: Path) -> dict:
+    try:
+        return verify.read_manifest(path)
+    except Damaged as error:
+        raise InputError(f"{path} is damaged: {error}") from None
+
+
+def state_in(path: Path) -> dict[str, torch.Tensor]:
+    """The whole tensors of a checkpoint, every block verified. Raises InputError."""
+    manifest = manifest_of(path)
+    state.model_of(path, manifest, MODELS)
+    names = [name for name in manifest["tensors"] if not name.startswith(GENERATOR)]
+    try:
+        return dict(zip(names, hf.read_whole(path, manifest, names), strict=True))
+    except Damaged as error:
+        raise InputError(f"{path} is damaged: {error}") from None

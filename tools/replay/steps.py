@@ -1,0 +1,120 @@
+"""One rank recomputes steps of a run from a checkpoint, and notes everything of those that were
+asked for (tools/parity/trajectory.py)."""
+
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+import train
+from checkpoint import adapters, state, verify
+from checkpoint.storage import GENERATOR
+from checkpoint.verify import Damaged
+from configs.load import load_config
+from configs.schema import InputError
+from data.open import open_corpora
+from models.lora import is_adapter
+from parallelisms.mesh import world
+from reliability.guard import Guard
+from tools.parity import trajectory
+from tools.parity.trajectory import Notes, whole
+from training.optim import learning_rate, set_learning_rate
+from training.optimizers import materialise
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank recomputes."""
+
+    argv: list[str]
+    checkpoint: Path | None  # None: the initial values
+    asked: range  # steps, of which the first is 1
+
+
+@dataclass
+class StepNotes(Notes):
+    """A rank's notes of one step."""
+
+    step: int = 0
+    tokens: np.ndarray | None = None  # int64 [A, b, t]: what the model reads
+    labels: np.ndarray | None = None  # int64 [A, b, t]
+    # of the optimizer, by "parameter.key": before the step, and after it
+    moments: list[dict[str, np.ndarray]] = field(default_factory=list)
+
+
+def recompute(task: Task) -> list[StepNotes]:
+    """The notes of the steps that were asked for, on this rank. Raises InputError."""
+    warnings.simplefilter("ignore")
+    cfg = load_config(task.argv, world().size, world().local_size)
+    corpora = open_corpora(cfg, lambda line: None, verifies=False)
+    job = train.build(cfg)
+    corpora.check_vocabulary(job.args.vocab_size)
+    materialise(job.optimizer)
+    progress = {} if task.checkpoint is None else load(job, task.checkpoint)
+    order = corpora.order(progress)
+    first = progress.get("step", 0)
+    wanted = range(first, task.asked.stop - 1)
+    batches = corpora.batches(order, wanted, job.mesh, job.args.vocab_size)
+    guard = Guard(cfg, job.mesh, job.model, job.optimizer, progress.get("spikes", {}))
+    notes = []
+    for step in wanted:
+        batch = next(batches)
+        set_learning_rate(
+            job.optimizer,
+            learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule),
+        )
+        if step + 1 in task.asked:
+            notes.append(noted_step(job, batch, step + 1, guard.skip_above()))
+            result_loss, result_norm = notes[-1].loss[0], notes[-1].norm[0]
+        else:
+            result = train.train_step(job, batch, guard.skip_above())
+            result_loss, result_norm = result.loss, result.grad_norm
+        guard.note(result_loss, result_norm, skipped=False)
+    batches.close()
+    return notes
+
+
+def noted_step(job: train.Job, batch: dict, step: int, skip_above: float) -> StepNotes:
+    begun = trajectory.begin(job, batch)
+    seen = StepNotes(begun.samples, begun.positions, begun.tp_rank, step=step)
+    seen.tokens = batch["tokens"].numpy()
+    seen.labels = batch["labels"].numpy()
+    seen.weights.append(trajectory.parameters(job))
+    seen.moments.append(moments(job))
+    with trajectory.noting(job, seen):
+        result = train.train_step(job, batch, skip_above)
+    trajectory.add(result, job, seen)
+    seen.moments.append(moments(job))
+    return seen
+
+
+def moments(job: train.Job) -> dict[str, np.ndarray]:
+    live = state.tensors(job.model, job.optimizer)
+    kept = {}
+    for name, tensor in live.items():
+        if name.startswith("optimizer."):
+            kept[name.removeprefix("optimizer.")] = whole(tensor)
+    return kept
+
+
+def load(job: train.Job, path: Path) -> dict:
+    """Fill the job from a checkpoint, and return its progress. It may be of another mesh, and of
+    another type of floating point."""
+    try:
+        manifest = verify.read_manifest(path)
+        if any(is_adapter(name) for name in manifest["tensors"]):
+            raise InputError(f"{path} holds adapters, whose base is not replayed")
+        live = state.tensors(job.model, job.optimizer)
+        wanted = state.select(live, "model+optimizer", ())
+        stored = adapters.in_stored_types(wanted, manifest)
+        state.check_fits(path, manifest, stored, "model+optimizer", (), dist.group.WORLD)
+        if verify.all_dimensions(manifest["mesh"]) == job.mesh.sizes:
+            for name, tensor in live.items():
+                if name.startswith(GENERATOR) and name in manifest["tensors"]:
+                    wanted[name] = tensor
+        state.read(path, manifest, wanted, state.buffers(wanted), True, dist.group.WORLD)
+    except Damaged as error:
+        raise InputError(f"{path} is damaged: {error}") from None
+    return manifest["progress"]
