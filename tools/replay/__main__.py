@@ -170,11 +170,11 @@ def judge(plan: Plan, first: list, second: list | None) -> list[Row]:
         is_first = step == plan.begins + 1
         path = plan.run.checkpoints.get(step)
         saved = None if path is None else {n: x.numpy() for n, x in state_in(path).items()}
-        rows += from_record(ranks, metrics.get(step), saved, plan.recorded, is_first)
         if second is not None:
             theirs: StepNotes = second[0][number]
             label = plan.second.label
             rows += from_other(ranks, theirs, label, plan.limits, is_first, plan.same_run)
+        rows += from_record(ranks, metrics.get(step), saved, plan.recorded, is_first)
     return rows
 
 

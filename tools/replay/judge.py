@@ -132,21 +132,14 @@ def of_data(ranks: list[StepNotes], other: StepNotes, against: str) -> list[Row]
 
 
 def of_microbatches(ranks: list[StepNotes], other: StepNotes, against: str) -> list[Row]:
-    """At most one row: a microbatch without a loss, though its labels count."""
-    T = len(other.positions)
-    got = (compare.losses_of_tokens(ranks, T) != 0).any(1)
-    want = (compare.losses_of_tokens([other], T) != 0).any(1)
-    lost = compare.windows([other])[want & ~got]
-    if not len(lost):
-        return []
-    rank, a = next(
-        (rank, a)
-        for rank, seen in enumerate(ranks)
-        for a, samples in enumerate(seen.samples)
-        if lost[0] in samples
-    )
-    where = f"microbatch {a} of rank {rank} (window {lost[0] % WINDOWS}) has no loss"
-    return [Row(other.step, against, "microbatch", where, len(lost) / want.sum(), len(lost) - 1)]
+    """At most one row: a rank that has not run all of its microbatches."""
+    for rank, seen in enumerate(ranks):
+        expected = len(seen.samples)
+        ran = min(map(len, seen.outputs.values()), default=expected)
+        if ran < expected:
+            where = f"rank {rank} ran {ran} of {expected}"
+            return [Row(other.step, against, "microbatches", where, 1 - ran / expected)]
+    return []
 
 
 def from_other(

@@ -1,0 +1,278 @@
+"""`python -m tools.replay`: ten faults, each put into a run's record or into one of two computations,
+and each located by name. Without a fault there is nothing to find, and the run is not touched."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from checkpoint import state, verify
+from checkpoint.storage import local
+from configs.load import load_config
+from data import loader
+from models.kernels.ruled_attention import AttentionRule
+from parallelisms import dp
+from tests.checkpoints import open_manager
+from tests.ranks import run_ranks
+from tests.runs import ROOT, environment, run, tiny_run
+from tools.replay import __main__ as tool
+from tools.replay import steps
+from training import feed
+from training.optimizers import materialise
+
+Patch = pytest.MonkeyPatch
+BEGINS, STEPS = 2, 4  # faults are in the checkpoint after BEGINS + 1, or in the step to it
+EXPERTS = (
+    "--model.family=deepseek_v3 --model.dim=32 --model.n_layers=3 --model.n_dense_layers=1 "
+    "--model.n_heads=2 --model.hidden_dim=36 --model.n_experts=8 --model.experts_per_token=2 "
+    "--model.expert_dim=12 --model.vocab_size=263 --training.expert_bias_speed=0.01 "
+    f"--training.steps={STEPS} --checkpoint.interval=1 --checkpoint.keep_last=0"
+).split()
+
+
+# In the record: the run has saved something else than what its step computes -----------------------
+
+Tensors = dict[str, torch.Tensor]
+
+
+def flipped_bit(now: Tensors, before: Tensors) -> str:
+    now["model.layers.0.feed_forward.w1.weight"].view(torch.int32)[3, 5] ^= 1 << 24
+    return "weights after   layers.0.feed_forward.w1.weight [3, 5] "
+
+
+def stale_shard(now: Tensors, before: Tensors) -> str:
+    name = "model.layers.1.attention.wo.weight"
+    now[name][16:] = before[name][16:]
+    return "weights after   layers.1.attention.wo.weight [16:32, :] "
+
+
+def wrong_bias(now: Tensors, before: Tensors) -> str:
+    now["model.layers.2.feed_forward.router.bias"][5] += 0.01
+    return "weights after   layers.2.feed_forward.router.bias [5] "
+
+
+def scaled_expert(now: Tensors, before: Tensors) -> str:
+    now["model.layers.2.feed_forward.experts.w2"][3] *= 1.01
+    return "weights after   layers.2.feed_forward.experts.w2 [3, :, :] "
+
+
+def damaged_moment(now: Tensors, before: Tensors) -> str:
+    now["optimizer.layers.1.ffn_norm.weight.exp_avg_sq"] *= 1.5
+    return "moments after   layers.1.ffn_norm.weight.exp_avg_sq "
+
+
+RECORDED = [flipped_bit, stale_shard, wrong_bias, scaled_expert, damaged_moment]
+
+
+# In the computation: one of two sides computes the step wrongly -------------------------------------
+
+
+def swapped_token(patch: Patch) -> str:
+    real = loader.as_batch
+
+    def as_batch(tokens: Any, *rest: Any) -> dict[str, torch.Tensor]:
+        batch = real(tokens, *rest)
+        first = batch["tokens"][0, 0]
+        first[[8, 9]] = first[[9, 8]]
+        return batch
+
+    patch.setattr(loader, "as_batch", as_batch)
+    return "data "
+
+
+def wrong_mask(patch: Patch) -> str:
+    real = train.build
+
+    def build(cfg: Any) -> train.Job:
+        job = real(cfg)
+        job.model.layers["1"].attention.core.rule = AttentionRule(window=7)
+        return job
+
+    patch.setattr(train, "build", build)
+    return "forward   layers.1.attention.core "
+
+
+def dropped_reduction(patch: Patch) -> str:
+    real = dp.synchronise_gradients
+
+    def synchronise(model: Any, last: bool, accumulate: str) -> None:
+        real(model, last, accumulate)
+        model.layers["1"].set_requires_gradient_sync(False, recurse=False)
+
+    patch.setattr(dp, "synchronise_gradients", synchronise)
+    return "backward   layers.1."
+
+
+def skipped_microbatch(patch: Patch) -> str:
+    patch.setattr(feed.Feed, "__len__", lambda self: len(self.tokens) - 1)
+    return "microbatches   rank 0 ran 1 of 2 "
+
+
+COMPUTED = {  # fault -> what is asked
+    swapped_token: ["--against", "RUN"],
+    wrong_mask: ["--against", "RUN"],
+    dropped_reduction: ["--mesh", "fsdp2"],
+    skipped_microbatch: ["--mesh", "fsdp2"],
+}
+
+
+def recompute_wrongly(fault: Callable, task: steps.Task) -> list[steps.StepNotes]:
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        return steps.recompute(task)
+
+
+# The runs -----------------------------------------------------------------------------------------
+
+
+def damage(folder: Path, copies: dict[Callable, Path]) -> dict[Callable, str]:
+    """Put each fault into the checkpoint after BEGINS + 1 of its copy; what is to be said of it."""
+    expected = {}
+    older, newer = (folder / "checkpoints" / f"step-{n:08d}" for n in (BEGINS, BEGINS + 1))
+    job = train.build(load_config([str(folder / "config.toml")], 1, 1))
+    materialise(job.optimizer)
+    live = {n: local(t) for n, t in state.tensors(job.model, job.optimizer).items()}
+    facts = verify.read_manifest(newer)["facts"]
+    steps.load(job, older)
+    before = {name: tensor.detach().clone() for name, tensor in live.items()}
+    for fault, copy in copies.items():
+        progress = steps.load(job, newer)
+        with torch.no_grad():
+            expected[fault] = fault(live, before)
+        manager = open_manager(job, copy.parent / f"{copy.name}-saved", facts)
+        manager.save(BEGINS + 1, job.model, job.optimizer, progress)
+        manager.close()
+        saved = copy.parent / f"{copy.name}-saved" / newer.name
+        shutil.rmtree(copy / "checkpoints" / newer.name)
+        shutil.move(saved, copy / "checkpoints")
+    return expected
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("replay")
+    given = [option for option in tiny_run(place) if not option.startswith("--model.")]
+    assert run_ranks(1, run, [*given, *EXPERTS], place / "run") == [(0, "")]
+    return place / "run"
+
+
+def ask(
+    arguments: list[str], capsys: pytest.CaptureFixture, fault: Callable | None = None
+) -> tuple[int, str]:
+    """What the tool says. fault: of the first side alone."""
+    asked: list[steps.Task] = []
+
+    def compute(ranks: int, seconds: float, work: Callable, task: steps.Task) -> list:
+        asked.append(task)
+        if fault is not None and len(asked) == 1:
+            return run_ranks(ranks, recompute_wrongly, fault, task)
+        return run_ranks(ranks, work, task)
+
+    code = tool.replay(arguments, compute)
+    return code, squeezed(capsys.readouterr().out)
+
+
+def squeezed(table: str) -> str:
+    """With three spaces between columns."""
+    lines = []
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
+        lines.append("   ".join(cells))
+    return "\n".join(lines)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+ASKED = f"--steps={BEGINS + 1}:{STEPS}"
+
+
+def test_a_healthy_run_is_equal_in_every_bit_and_is_not_touched(healthy, capsys) -> None:
+    before = contents(healthy)
+    code, said = ask([str(healthy), ASKED, "--tolerance=0"], capsys)
+    assert code == 0 and "metrics of steps [3, 4], checkpoints of [3, 4]" in said, said
+    assert contents(healthy) == before
+
+
+@pytest.mark.slow
+def test_a_healthy_run_is_equal_on_meshes(healthy, capsys) -> None:
+    before = contents(healthy)
+    for more in ["--mesh=fsdp2"], ["--mesh=pp2xfsdp2", "--dtype=float64"], ["--mesh=ep2xcp2"]:
+        code, said = ask([str(healthy), ASKED, *more], capsys)
+        assert code == 0, said
+    assert contents(healthy) == before
+
+
+@pytest.mark.slow
+def test_what_the_record_has_lost_is_located(healthy, tmp_path, capsys) -> None:
+    """Faults of memory or disk: the step computes something else than what was saved after it."""
+    copies = {fault: tmp_path / fault.__name__ for fault in RECORDED}
+    for copy in copies.values():
+        shutil.copytree(healthy, copy)
+    (expected,) = run_ranks(1, damage, healthy, copies)
+    for fault, copy in copies.items():
+        code, said = ask([str(copy), f"--steps={BEGINS + 1}"], capsys)
+        rows = said.splitlines()[2:]
+        assert code == 1 and len(rows) == 1, f"{fault.__name__}: {said}"
+        assert rows[0].startswith(f"{BEGINS + 1}   record   {expected[fault]}"), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", COMPUTED)
+def test_what_is_computed_wrongly_is_located(fault, healthy, capsys) -> None:
+    arguments = [str(healthy) if word == "RUN" else word for word in COMPUTED[fault]]
+    code, said = ask([str(healthy), ASKED, *arguments], capsys, fault)
+    with pytest.MonkeyPatch.context() as patch:
+        expected = fault(patch)
+    first = said.splitlines()[2]
+    other = str(healthy) if "RUN" in COMPUTED[fault] else "one process"
+    assert code == 1 and first.startswith(f"{BEGINS + 1}   {other}   {expected}"), said
+
+
+@pytest.mark.slow
+def test_another_rope_base_is_located(healthy, tmp_path, capsys) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(healthy, other)
+    options = (other / "config.toml").read_text()
+    assert options.count("rope_theta = 10000.0") <= 1
+    (other / "config.toml").write_text(options.replace("[model]", "[model]\nrope_theta = 10500.0"))
+    code, said = ask([str(healthy), ASKED, "--against", str(other)], capsys)
+    first = said.splitlines()[2]
+    assert code == 1, said
+    assert first.startswith(f"3   {other}   forward   layers.0.attention.latents "), said
+
+
+@pytest.mark.slow
+@pytest.mark.cap(200)
+def test_from_the_command_line(healthy) -> None:
+    """The ranks are its own."""
+    command = [sys.executable, "-m", "tools.replay", str(healthy), ASKED, "--mesh", "tp2"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "\nequal to 1e-05" in done.stdout, done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["nothing", "--steps=1"], "nothing is neither the folder of a run nor a checkpoint"),
+        (["RUN", "--steps=4:3"], "--steps 4:3: the first step is 1, and LAST is not before FIRST"),
+        (["RUN", "--steps=x"], "--steps x: give FIRST:LAST"),
+        (["RUN", "--steps=5"], "--steps 5: "),
+        (["RUN", "--steps=3", "--mesh=gpu8"], "--meshes gpu8: not a mesh"),
+        (["RUN", "--steps=3", "--mesh=fsdp3"], "3"),
+        (["RUN", "--steps=3", "--against=nothing"], "nothing is neither"),
+    ],
+)
+def test_a_mistake_in_the_call_is_a_sentence(arguments, said, healthy, capsys) -> None:
+    given = [str(healthy) if word == "RUN" else word for word in arguments]
+    assert tool.main(given) == 2
+    assert said in capsys.readouterr().err
