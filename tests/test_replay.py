@@ -212,7 +212,6 @@ def test_a_healthy_run_is_equal_on_meshes(healthy, capsys) -> None:
     assert contents(healthy) == before
 
 
-@pytest.mark.slow
 def test_what_the_record_has_lost_is_located(healthy, tmp_path, capsys) -> None:
     """Faults of memory or disk: the step computes something else than what was saved after it."""
     copies = {fault: tmp_path / fault.__name__ for fault in RECORDED}
@@ -226,7 +225,6 @@ def test_what_the_record_has_lost_is_located(healthy, tmp_path, capsys) -> None:
         assert rows[0].startswith(f"{BEGINS + 1}   record   {expected[fault]}"), said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", COMPUTED)
 def test_what_is_computed_wrongly_is_located(fault, healthy, capsys) -> None:
     arguments = [str(healthy) if word == "RUN" else word for word in COMPUTED[fault]]
@@ -238,7 +236,6 @@ def test_what_is_computed_wrongly_is_located(fault, healthy, capsys) -> None:
     assert code == 1 and first.startswith(f"{BEGINS + 1}   {other}   {expected}"), said
 
 
-@pytest.mark.slow
 def test_another_rope_base_is_located(healthy, tmp_path, capsys) -> None:
     other = tmp_path / "other"
     shutil.copytree(healthy, other)
@@ -267,12 +264,13 @@ def test_from_the_command_line(healthy) -> None:
         (["RUN", "--steps=4:3"], "--steps 4:3: the first step is 1, and LAST is not before FIRST"),
         (["RUN", "--steps=x"], "--steps x: give FIRST:LAST"),
         (["RUN", "--steps=5"], "--steps 5: "),
-        (["RUN", "--steps=3", "--mesh=gpu8"], "--meshes gpu8: not a mesh"),
-        (["RUN", "--steps=3", "--mesh=fsdp3"], "3"),
+        (["RUN", "--steps=3", "--mesh=gpu8"], "--mesh gpu8: not a mesh"),
+        (["RUN", "--steps=3", "--mesh=fsdp3"], "run on fsdp3: 1 mistake"),
+        (["RUN/checkpoints/step-00000003", "--steps=4"], "has recorded nothing of these steps"),
         (["RUN", "--steps=3", "--against=nothing"], "nothing is neither"),
     ],
 )
 def test_a_mistake_in_the_call_is_a_sentence(arguments, said, healthy, capsys) -> None:
-    given = [str(healthy) if word == "RUN" else word for word in arguments]
+    given = [word.replace("RUN", str(healthy)) for word in arguments]
     assert tool.main(given) == 2
     assert said in capsys.readouterr().err

@@ -90,8 +90,8 @@ class MeshOfRanks:
         return options
 
 
-def parse(name: str) -> MeshOfRanks:
-    """Raises InputError for a name that says no mesh."""
+def parse(name: str, option: str = "--meshes") -> MeshOfRanks:
+    """Raises InputError for a name that says no mesh. option: where it stood, for the message."""
     sizes: dict[str, int] = {}
     rest = name
     while rest:
@@ -100,14 +100,14 @@ def parse(name: str) -> MeshOfRanks:
         joined = re.fullmatch(r"(x.+)?", following)
         if part is None or not joined:
             raise InputError(
-                f"--meshes {name}: not a mesh; a mesh is one or several of fsdp2, ddp2, hsdp2x2, "
+                f"{option} {name}: not a mesh; a mesh is one or several of fsdp2, ddp2, hsdp2x2, "
                 "tp2, pp2, cp2 and ep2, joined by x, as in fsdp2xtp2"
             )
         replicate, shard, dimension, size = part.groups()
         found = {dimension: size} if dimension else {"ddp": replicate, "fsdp": shard}
         for key, number in found.items():
             if key in sizes or int(number) < 2:
-                raise InputError(f"--meshes {name}: {key}{number} is 1 rank, or stands there twice")
+                raise InputError(f"{option} {name}: {key}{number} is 1 rank, or stands there twice")
             sizes[key] = int(number)
         rest = following[1:]
     return MeshOfRanks(name, sizes)

@@ -135,7 +135,7 @@ def side(label: str, run: Run, mesh: MeshOfRanks, begins: int, steps: range, mor
     try:
         argv = on_mesh([str(run.options), *more], mesh, given)
     except ConfigError as error:
-        raise InputError(f"{label}: {error}") from None
+        raise InputError(f"{label} on {mesh.name}: {error}") from None
     return Side(label, Task(argv, run.checkpoints.get(begins), steps), mesh.ranks)
 
 
@@ -144,7 +144,7 @@ def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Plan
     steps = steps_of(flags.steps)
     run = open_run(flags.run, temporary)
     other = run if flags.against is None else open_run(flags.against, temporary)
-    mesh = ONE if flags.mesh is None else meshes.parse(flags.mesh)
+    mesh = ONE if flags.mesh is None else meshes.parse(flags.mesh, "--mesh")
     begins = begins_at(run, other, steps)
     own = load_config([str(run.options), *rest], None, None).training.param_dtype
     dtype = flags.dtype or own
@@ -155,6 +155,10 @@ def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Plan
         second = side(str(flags.against), other, ONE, begins, steps, more)
     elif flags.mesh is not None:
         second = side(ONE.name, run, ONE, begins, steps, more)
+    elif not {*run.metrics(), *run.checkpoints} & {*steps}:
+        raise InputError(
+            f"{flags.run} has recorded nothing of these steps: compare with --mesh or --against"
+        )
     limits, recorded = LIMITS[dtype], LIMITS[own]
     if flags.tolerance is not None:
         limits = recorded = Limits(flags.tolerance, flags.tolerance)
@@ -210,11 +214,6 @@ def replay(argv: list[str], compute: Callable = on_ranks) -> int:
         sides = [plan.first] if plan.second is None else [plan.first, plan.second]
         noted = [compute(each.ranks, flags.seconds, recompute, each.task) for each in sides]
         rows = judge(plan, noted[0], noted[1] if plan.second else None)
-    compared = set(plan.run.metrics()) | set(plan.run.checkpoints)
-    if plan.second is None and not compared & set(plan.first.task.asked):
-        raise InputError(
-            f"{flags.run} has recorded nothing of these steps: compare with --mesh or --against"
-        )
     if not rows:
         print(f"equal to {plan.limits.values:g}, and to {plan.limits.state:g} after the optimizer")
         return 0
