@@ -101,6 +101,7 @@ SAYS = (
     # the sums of bfloat16 are not associative
     (r"^python -m tools\.compare_runs runs/llama_debug runs/mesh", 1, ""),
     (r"^python -m tools\.plan ", 0, "tokens/s"),
+    (r"^python -m tools\.replay ", 0, "equal to"),
 )
 
 # Patterns of commands that a shell runs: `run_train.sh` by itself, with its launcher, and without a
@@ -112,6 +113,7 @@ TYPED = (
     r"^\./run_train\.sh --help",
     r"^python -m checkpoint\.verify ",
     r"^python -m tools\.parity ",
+    r"^python -m tools\.replay ",
     r"[$`|<>&;~]",
 )
 

@@ -123,7 +123,7 @@ COMPUTED = {  # fault -> what is asked
 }
 
 
-def recompute_wrongly(fault: Callable, task: steps.Task) -> list[steps.StepNotes]:
+def recompute_wrongly(fault: Callable, task: steps.Recomputation) -> list[steps.StepNotes]:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         return steps.recompute(task)
@@ -167,9 +167,9 @@ def ask(
     arguments: list[str], capsys: pytest.CaptureFixture, fault: Callable | None = None
 ) -> tuple[int, str]:
     """What the tool says. fault: of the first side alone."""
-    asked: list[steps.Task] = []
+    asked: list[steps.Recomputation] = []
 
-    def compute(ranks: int, seconds: float, work: Callable, task: steps.Task) -> list:
+    def compute(ranks: int, seconds: float, work: Callable, task: steps.Recomputation) -> list:
         asked.append(task)
         if fault is not None and len(asked) == 1:
             return run_ranks(ranks, recompute_wrongly, fault, task)

@@ -29,8 +29,8 @@ from tools.parity.__main__ import refuse
 from tools.parity.meshes import MeshOfRanks
 from tools.parity.ranks import Failed, on_ranks
 from tools.replay.judge import Limits, Row, from_other, from_record
-from tools.replay.run import Run, open_run, state_in
-from tools.replay.steps import StepNotes, Task, recompute
+from tools.replay.run import Recorded, open_run, state_in
+from tools.replay.steps import Recomputation, StepNotes, recompute
 
 # What rounding explains: at equal weights, and in what an optimizer made of it. In float64, and in
 # float32 at equal weights, right meshes were measured (tests/parity.py). Adam enlarges rounding
@@ -55,13 +55,13 @@ class Side:
     """What computes the steps: a run's options, and a mesh."""
 
     label: str
-    task: Task
+    task: Recomputation
     ranks: int
 
 
 @dataclass(frozen=True)
-class Plan:
-    run: Run
+class Replay:
+    run: Recorded
     first: Side
     second: Side | None
     same_run: bool  # the second side begins with the same state
@@ -112,13 +112,15 @@ def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
     return argv
 
 
-def begins_at(run: Run, other: Run, steps: range) -> int:
+def begins_at(run: Recorded, other: Recorded, steps: range) -> int:
     """The newest step before these after which both have a state."""
     common = [step for step in run.before(steps.start) if step in other.before(steps.start)]
     return common[0]
 
 
-def side(label: str, run: Run, mesh: MeshOfRanks, begins: int, steps: range, more: list) -> Side:
+def side(
+    label: str, run: Recorded, mesh: MeshOfRanks, begins: int, steps: range, more: list
+) -> Side:
     """Raises InputError for options that this mesh refuses, and for a run whose initial state is
     not to be had."""
     given = load_config([str(run.options), *more], None, None)
@@ -136,10 +138,10 @@ def side(label: str, run: Run, mesh: MeshOfRanks, begins: int, steps: range, mor
         argv = on_mesh([str(run.options), *more], mesh, given)
     except ConfigError as error:
         raise InputError(f"{label} on {mesh.name}: {error}") from None
-    return Side(label, Task(argv, run.checkpoints.get(begins), steps), mesh.ranks)
+    return Side(label, Recomputation(argv, run.checkpoints.get(begins), steps), mesh.ranks)
 
 
-def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Plan:
+def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Replay:
     """Raises InputError for a mistake in the call."""
     steps = steps_of(flags.steps)
     run = open_run(flags.run, temporary)
@@ -162,10 +164,10 @@ def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Plan
     limits, recorded = LIMITS[dtype], LIMITS[own]
     if flags.tolerance is not None:
         limits = recorded = Limits(flags.tolerance, flags.tolerance)
-    return Plan(run, first, second, flags.against is None, begins, limits, recorded)
+    return Replay(run, first, second, flags.against is None, begins, limits, recorded)
 
 
-def judge(plan: Plan, first: list, second: list | None) -> list[Row]:
+def judge(plan: Replay, first: list, second: list | None) -> list[Row]:
     """What differs. first, second: what each rank of a side has noted, a list of steps."""
     metrics = plan.run.metrics()
     rows = []
@@ -195,7 +197,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(text)
 
 
-def begin(plan: Plan) -> str:
+def begin(plan: Replay) -> str:
     """What is compared with what."""
     steps = plan.first.task.asked
     logged = [step for step in steps if step in plan.run.metrics()]

@@ -19,7 +19,7 @@ JUDGED = {"loss": "loss", "grad_norm": "norm of the gradient"}
 
 
 @dataclass(frozen=True)
-class Run:
+class Recorded:
     """The folder of a run, or a checkpoint of it."""
 
     folder: Path
@@ -40,19 +40,21 @@ class Run:
         return sorted({*saved, 0}, reverse=True)
 
 
-def open_run(folder: Path, temporary: Path) -> Run:
+def open_run(folder: Path, temporary: Path) -> Recorded:
     """folder: of a run or of a checkpoint. temporary: for the options of a checkpoint that has lost
     its run. Raises InputError."""
     if (folder / "manifest.json").exists():
         manifest = manifest_of(folder)
-        return Run(folder, write_options(folder, manifest, temporary), {manifest["step"]: folder})
+        return Recorded(
+            folder, write_options(folder, manifest, temporary), {manifest["step"]: folder}
+        )
     if not (folder / "config.toml").exists():
         raise InputError(f"{folder} is neither the folder of a run nor a checkpoint: name one")
     place = folder / "checkpoints"
     checkpoints: dict[int, Path] = {}
     for name in verify.published(place) if place.is_dir() else []:  # newest first
         checkpoints.setdefault(verify.parse_name(name)[1], place / name)
-    return Run(folder, folder / "config.toml", checkpoints)
+    return Recorded(folder, folder / "config.toml", checkpoints)
 
 
 def write_options(path: Path, manifest: dict, temporary: Path) -> Path:

@@ -25,7 +25,7 @@ from training.optimizers import materialise
 
 
 @dataclass(frozen=True)
-class Task:
+class Recomputation:
     """What a rank recomputes."""
 
     argv: list[str]
@@ -44,7 +44,7 @@ class StepNotes(Notes):
     moments: list[dict[str, np.ndarray]] = field(default_factory=list)
 
 
-def recompute(task: Task) -> list[StepNotes]:
+def recompute(task: Recomputation) -> list[StepNotes]:
     """The notes of the steps that were asked for, on this rank. Raises InputError."""
     warnings.simplefilter("ignore")
     cfg = load_config(task.argv, world().size, world().local_size)
