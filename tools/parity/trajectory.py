@@ -48,9 +48,11 @@ class Notes:
 
 
 def whole(x: Tensor) -> np.ndarray:
-    """All of a tensor, gathered where it is a DTensor (a collective)."""
+    """All of a tensor, gathered where it is a DTensor (a collective). numpy has no bfloat16: it
+    becomes float32."""
     full = x.full_tensor() if isinstance(x, DTensor) else x
-    return full.detach().to("cpu", copy=True).numpy()
+    copy = full.detach().to("cpu", copy=True)
+    return (copy.float() if copy.dtype == torch.bfloat16 else copy).numpy()
 
 
 def is_recomputing() -> bool:

@@ -34,11 +34,13 @@ from tools.replay.steps import Recomputation, StepNotes, recompute
 
 # What rounding explains: at equal weights, and in what an optimizer made of it. In float64, and in
 # float32 at equal weights, right meshes were measured (tests/parity.py). Adam enlarges rounding
-# where gradients are near 0.
+# where gradients are near 0. In bfloat16 gradients of small weights differ by 2e-2 from mesh to mesh:
+# two computations are better compared in float64.
 LIMITS = {
     "float64": Limits(1e-12, 1e-11),
     "float32": Limits(1e-5, 1e-3),
-    "bfloat16": Limits(2e-2, 2e-2),
+    "bfloat16": Limits(5e-2, 5e-2),
+    "auto": Limits(5e-2, 5e-2),  # bfloat16 on one machine, and float32 on another
 }
 QUIET = {
     "run.device": "cpu",
@@ -82,7 +84,9 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", required=True, help="FIRST:LAST, or one step; the first is 1")
     parser.add_argument("--mesh", help="as fsdp2xtp2 (one process)")
     parser.add_argument("--against", type=Path, metavar="OTHER", help="another run, or checkpoint")
-    parser.add_argument("--dtype", choices=sorted(LIMITS), help="compute in it (the run's)")
+    parser.add_argument(
+        "--dtype", choices=sorted({*LIMITS} - {"auto"}), help="compute in it (the run's)"
+    )
     parser.add_argument("--tolerance", type=float, help="relative; 0: every bit (by the type)")
     parser.add_argument("--seconds", type=float, default=600, help="for each side (600)")
     return parser.parse_known_args(argv)
