@@ -19,6 +19,7 @@ from configs.load import load_config
 from data import loader
 from models.kernels.ruled_attention import AttentionRule
 from parallelisms import dp
+from parallelisms.mesh import world
 from tests.checkpoints import open_manager
 from tests.ranks import run_ranks
 from tests.runs import ROOT, environment, run, tiny_run
@@ -99,6 +100,13 @@ def wrong_mask(patch: Patch) -> str:
     return "forward   layers.1.attention.core "
 
 
+def one_rank(patch: Patch) -> str:
+    """The machine of rank 1 computes wrongly."""
+    if world().rank == 1:
+        wrong_mask(patch)
+    return "forward   layers.1.attention.core on rank 1 "
+
+
 def dropped_reduction(patch: Patch) -> str:
     real = dp.synchronise_gradients
 
@@ -118,6 +126,7 @@ def skipped_microbatch(patch: Patch) -> str:
 COMPUTED = {  # fault -> what is asked
     swapped_token: ["--against", "RUN"],
     wrong_mask: ["--against", "RUN"],
+    one_rank: ["--mesh", "fsdp2"],
     dropped_reduction: ["--mesh", "fsdp2"],
     skipped_microbatch: ["--mesh", "fsdp2"],
 }

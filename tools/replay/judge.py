@@ -142,6 +142,23 @@ def of_microbatches(ranks: list[StepNotes], other: StepNotes, against: str) -> l
     return []
 
 
+def computed_by(ranks: list[StepNotes], other: StepNotes, module: str) -> str:
+    """The ranks whose tokens are not the same after this module; "" if all ranks are among them."""
+    T = len(other.positions)
+    want = compare.by_token([other], module, None, T)  # [S, T, F]
+    got = compare.by_token(ranks, module, want.shape[-1], T)
+    apart = np.nan_to_num(np.abs(got - want), nan=np.inf).max(-1)  # [S, T]
+    far = apart > apart.max() / 1000
+    every = compare.windows(ranks)
+    having = [rank for rank, seen in enumerate(ranks) if module in seen.outputs]
+    wrong = []
+    for rank in having:
+        rows = np.searchsorted(every, ranks[rank].samples.ravel())
+        if far[np.ix_(rows, ranks[rank].positions)].any():
+            wrong.append(rank)
+    return "" if wrong == having else f" on rank {', '.join(map(str, wrong))}"
+
+
 def from_other(
     ranks: list[StepNotes],
     other: StepNotes,
@@ -180,6 +197,8 @@ def from_other(
         if phase == "backward":
             got = compare.merged(ranks, "gradients")[name]
             name += place(got, other.gradients[name])
+        if phase == "forward":
+            name += computed_by(ranks, other, name)
         rows.append(Row(step, against, phase, name or "-", error, len(found) - 1))
     mine, theirs = merged(ranks, "moments", -1), other.moments[-1]
     return rows + of_state(step, against, "moments after", mine, theirs, limits.state)
