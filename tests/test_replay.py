@@ -266,6 +266,14 @@ def test_from_the_command_line(healthy) -> None:
     assert done.returncode == 0 and "\nequal to 1e-05" in done.stdout, done.stderr + done.stdout
 
 
+def test_runs_of_other_sequences_are_refused(healthy, tmp_path, capsys) -> None:
+    options = (healthy / "config.toml").read_text()
+    assert options.count("seq_len = 16") == 1
+    (tmp_path / "config.toml").write_text(options.replace("seq_len = 16", "seq_len = 32"))
+    assert tool.main([str(healthy), "--steps=3", "--against", str(tmp_path)]) == 2
+    assert "sequences of 16 tokens and" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [

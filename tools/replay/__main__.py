@@ -116,6 +116,18 @@ def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
     return argv
 
 
+def check_comparable(run: Recorded, other: Recorded, more: list[str]) -> None:
+    """Raises InputError for runs whose steps cannot be laid side by side."""
+    lengths = []
+    for each in run, other:
+        lengths.append(load_config([str(each.options), *more], None, None).training.seq_len)
+    if lengths[0] != lengths[1]:
+        raise InputError(
+            f"{run.folder} has sequences of {lengths[0]} tokens and {other.folder} of {lengths[1]}: "
+            "their steps cannot be compared"
+        )
+
+
 def begins_at(run: Recorded, other: Recorded, steps: range) -> int:
     """The newest step before these after which both have a state."""
     common = [step for step in run.before(steps.start) if step in other.before(steps.start)]
@@ -150,6 +162,7 @@ def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Repl
     steps = steps_of(flags.steps)
     run = open_run(flags.run, temporary)
     other = run if flags.against is None else open_run(flags.against, temporary)
+    check_comparable(run, other, rest)
     mesh = ONE if flags.mesh is None else meshes.parse(flags.mesh, "--mesh")
     begins = begins_at(run, other, steps)
     own = load_config([str(run.options), *rest], None, None).training.param_dtype
