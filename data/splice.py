@@ -112,14 +112,16 @@ def resume(progress: dict, description: dict, allow_splice: bool) -> tuple[Order
     sample."""
     step = progress["step"]
     saved = progress.get("data")
-    if saved is None:  # for example a converted model
-        if step:
+    if saved is None:  # a converted model, or a run of other code
+        unknown = f"the checkpoint of step {step} does not say which data it has seen"
+        if step and not allow_splice:
             raise InputError(
-                f"the checkpoint of step {step} does not say which data it has seen: it was "
-                "written by other code; start from its weights in another run.folder, with "
-                "checkpoint.load_path"
+                f"{unknown}: it was written by other code; start from its weights in another "
+                "run.folder, with checkpoint.load_path, or let the data begin at their first "
+                "sample: data.allow_splice = true"
             )
-        return begin(description), []
+        changes = [f"{unknown}, and they begin at their first sample"] if step else []
+        return Order(_extended((), description, step)), changes
     if "stages" not in saved:
         raise InputError(
             f"the checkpoint of step {step} is of a run that streams its text: data.stream = true "

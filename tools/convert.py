@@ -5,6 +5,8 @@ memory at a time.
     python -m tools.convert meta-to-dcp  META_FOLDER OUT       Meta's params.json and consolidated.*.pth (Llama 2 and 3)
     python -m tools.convert dcp-to-hf    CHECKPOINT OUT        a folder for transformers' from_pretrained
     python -m tools.convert dcp-to-torch CHECKPOINT OUT.pt     one file for torch.load
+    python -m tools.convert to-dcp       CHECKPOINT OUT        a folder for torch.distributed.checkpoint, or TorchTitan
+    python -m tools.convert from-dcp     DCP_FOLDER OUT        such a folder, of ours or TorchTitan's
     python -m tools.convert lora-to-peft RUN OUT               a folder for peft's PeftModel.from_pretrained
     python -m tools.convert lora-merge   RUN OUT               base and adapters in one, for from_pretrained
     python -m tools.convert config       TORCHTITAN.toml OUT.toml   a configuration of TorchTitan
@@ -19,32 +21,29 @@ import argparse
 import contextlib
 import os
 import re
-import shutil
 import struct
 import sys
 import uuid
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from tqdm import tqdm
 
 from checkpoint import hf, state, storage, verify
-from checkpoint.storage import CODES, DTYPES, NotFinite, SavePlan
+from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer, from_rank_file, load_saved
-from models import FORMATS, MODELS
-from reliability import disk
-from tools import adapters, torchtitan_config
+from models import FORMATS
+from tools import adapters, new_checkpoint, to_dcp, torchtitan_config
 from tools import lora_to_peft as peft
+from tools.new_checkpoint import newest, progress_bar, shapes
 
 META = "llama"  # the family whose weights Meta published in a format of its own
 # bytes read from mapped files before they are mapped anew: mapped pages count as this process's
@@ -105,13 +104,6 @@ def tokenizer_of(read: Callable, source: Path | str) -> Tokenizer | None:
         return None
 
 
-def shapes(family: str, args: Any) -> dict[str, list[int]]:
-    """Of every parameter of a model, by our names."""
-    with torch.device("meta"):
-        model = MODELS[family].build(args)
-    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
 def publish(
     out: Path,
     family: str,
@@ -120,86 +112,22 @@ def publish(
     read: Callable[[str], Tensor],
     tokenizer: Tokenizer | None,
 ) -> str:
-    """Write a checkpoint of step 0 with the tensors that `read` returns by name, widened to
-    float32, and the tokenizer.
+    """A checkpoint of step 0 with the tensors that `read` returns by name, widened to float32, and
+    the tokenizer."""
 
-    The same writer, manifest and hashes as a run's, fed one tensor at a time. It is published by a
-    rename when it is complete.
-    """
-    folder = out / "checkpoints"
-    name = verify.step_name(0, 0)
-    temporary = folder / f".tmp-{uuid.uuid4().hex[:8]}-0-{name}"
+    def widened(name: str) -> Tensor:
+        return read(name.removeprefix("model.")).float()
+
     live: dict[str, Tensor] = {}
     for parameter, shape in shapes(family, args).items():
         live[f"model.{parameter}"] = torch.empty(shape, device="meta")
-    size = sum(tensor.nbytes for tensor in live.values())
     must_match = {"model": asdict(args)}
     if tokenizer:
         must_match["tokenizer"] = tokenizer.fingerprint
-    facts: dict[str, Any] = {"family": family, "must_match": must_match}
-    head = {
-        "format": verify.FORMAT,
-        "step": 0,
-        "progress": {"step": 0, "samples": 0},
-        "mesh": {"dp_replicate": 1, "dp_shard": 1, "tp": 1},
-        "facts": facts,
-        "optimizer": "none",
-        "hyperparameters": {},
-        "parent": str(source.resolve()),
-        "ancestors": [],
-        "torch": str(torch.__version__),
-        "saved": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-    try:
-        if folder.exists() and verify.published(folder):
-            raise InputError(f"{folder} holds checkpoints already: give the name of a new folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        if tokenizer:
-            tokenizer.save(str(out / "tokenizer.json"))
-        temporary.mkdir()
-        plan = SavePlan.make(live, storage.describe(live, 1, range(1)), 0)
-        with progress_bar(size, name) as bar:
-            try:
-                file = storage.write(temporary, plan, ConvertedParts(live, read, bar.update))
-            except (InputError, NotFinite, OSError) as error:
-                raise InputError(f"{source} could not be converted to {out}: {error}") from None
-        verify.write_manifest(temporary, {**head, "files": [file], "tensors": plan.rows})
-        temporary.rename(folder / name)
-        disk.sync(folder)
-    except OSError as error:
-        raise InputError(
-            f"{out} cannot be written: {error.filename or ''} {error.strerror}"
-        ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    facts = {"family": family, "must_match": must_match}
+    path, size = new_checkpoint.write(out, source, live, widened, facts, tokenizer=tokenizer)
     words = "with its tokenizer" if tokenizer else "without a tokenizer"
-    return f"{folder / name}: {len(live)} tensors, {size / 1e9:,.2f} GB, {words}"
-
-
-class ConvertedParts(storage.OneByOne):
-    """The tensors of the source. Each is read and widened when it is written, and then freed."""
-
-    def __init__(
-        self,
-        names: Iterable[str],
-        read: Callable[[str], Tensor],
-        progress: Callable[[int], object],
-    ):
-        self.live = names
-        self.read = read
-        self.progress = progress
-
-    def bytes_of(self, name: str) -> memoryview:
-        tensor = self.read(name.removeprefix("model.")).float()
-        storage.check_finite({name: tensor})
-        self.progress(tensor.nbytes)
-        return storage.as_bytes(tensor)
-
-
-def progress_bar(size: int, name: str) -> tqdm:
-    """A progress bar over bytes; on a terminal only."""
-    return tqdm(total=size, unit="B", unit_scale=True, desc=name, leave=False, disable=None)
+    return f"{path}: {len(live)} tensors, {size / 1e9:,.2f} GB, {words}"
 
 
 class MetaFolder:
@@ -459,17 +387,6 @@ def storages(path: Path) -> list[tuple[int, int]]:
     return [found[i] for i in sorted(found)]
 
 
-def newest(source: Path) -> tuple[Path, dict]:
-    """The checkpoint that a person means by a folder, and its manifest."""
-    path = verify.newest(source)
-    try:
-        manifest = verify.read_manifest(path)
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
-    state.model_of(path, manifest, MODELS)
-    return path, manifest
-
-
 def byte_size(text: str) -> int:
     """Bytes of "5GB", "500MB", as save_pretrained's max_shard_size counts them."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])B", text.upper())
@@ -503,6 +420,18 @@ COMMANDS = {
         "A folder for transformers' from_pretrained.",
     ),
     "dcp-to-torch": (dcp_to_torch, CHECKPOINT, ("OUT", "a new file"), "One file for torch.load."),
+    "to-dcp": (
+        to_dcp.to_dcp,
+        CHECKPOINT,
+        ("OUT", "a new folder"),
+        "A folder of torch.distributed.checkpoint: the model, the optimizer's state and the step.",
+    ),
+    "from-dcp": (
+        to_dcp.from_dcp,
+        ("DCP_FOLDER", "a folder with .metadata, of to-dcp or of TorchTitan"),
+        ("OUT", "a new folder; in it appears checkpoints/step-..., from which a run goes on"),
+        "A checkpoint of a folder of torch.distributed.checkpoint.",
+    ),
     "lora-to-peft": (
         lora_to_peft,
         ADAPTERS,
@@ -549,6 +478,20 @@ OPTIONS = {  # command -> option -> its settings, argparse's
             "type": int,
             "default": 0,
             "help": "of the run; needed where the batch depends on them",
+        },
+    },
+    "to-dcp": {
+        "--names": {
+            "choices": list(to_dcp.NAMES),
+            "default": "plumbline",
+            "help": "of the tensors; TorchTitan's are those of its version 0.3 [%(default)s]",
+        },
+        "--step": {"type": int, "help": "of the checkpoint; otherwise the newest"},
+    },
+    "from-dcp": {
+        "--config": {
+            "type": Path,
+            "help": "a configuration of ours that describes the model of a folder of TorchTitan's",
         },
     },
     "dcp-to-torch": {
