@@ -12,10 +12,11 @@ on a different mesh.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli
 import torch
@@ -37,8 +38,10 @@ from tools.new_checkpoint import progress_bar
 from training.optim import first_match, learning_rate
 
 OURS = "plumbline"  # the value by which a folder is known as ours
+KEPT = ("exp_avg", "exp_avg_sq", "step")  # by AdamW, of each parameter
 # what of a manifest comes back
 RECORDED = ("step", "progress", "facts", "optimizer", "hyperparameters")
+STATE = "optimizer.state."
 # what else TorchTitan saves: hyperparameters, schedule and data of a run come from its configuration
 LEFT_OUT = ("optimizer.param_groups.", "lr_scheduler.", "dataloader.", "train_state.")
 
@@ -47,14 +50,25 @@ LEFT_OUT = ("optimizer.param_groups.", "lr_scheduler.", "dataloader.", "train_st
 # out
 
 
+class Item(NamedTuple):
+    """A tensor of a folder."""
+
+    keys: list[Key]  # where it goes
+    parts: list[str]  # tensors of the checkpoint that are in it
+    join: Callable[[list[Tensor]], Tensor]
+
+
 @dataclass
 class Written:
     """What a folder gets of a checkpoint."""
 
-    keys: dict[str, list[Key]]  # tensor of the checkpoint -> where it goes
+    items: list[Item]
     values: dict[Key, Any]
-    heads: dict[str, int] = field(default_factory=dict)  # tensor -> `torchtitan.rotated_heads`
     zeros: dict[Key, int] = field(default_factory=dict)  # further tensors, float32 [n]
+
+    @property
+    def parts(self) -> list[str]:
+        return [part for item in self.items for part in item.parts]
 
 
 def to_dcp(source: Path, out: Path, names: str, step: int | None) -> str:
@@ -68,8 +82,8 @@ def to_dcp(source: Path, out: Path, names: str, step: int | None) -> str:
         )
     hf.check_is_new(out)
     written = NAMES[names](path, manifest)
-    rows = {name: manifest["tensors"][name] for name in written.keys}
-    size = sum(nbytes(row["dtype"], row["shape"]) for row in rows.values())
+    rows = [manifest["tensors"][name] for name in written.parts]
+    size = sum(nbytes(row["dtype"], row["shape"]) for row in rows)
     try:
         with disk.new_folder(out) as folder, progress_bar(size, path.name) as bar:
             dcp.write(folder, tensors(path, manifest, written, bar.update), written.values)
@@ -79,19 +93,20 @@ def to_dcp(source: Path, out: Path, names: str, step: int | None) -> str:
         raise InputError(
             f"{path} could not be converted to {out}: {error.filename or ''} {error.strerror}"
         ) from None
-    return f"{out}: {len(written.keys)} tensors of {path}, {size / 1e9:,.2f} GB"
+    return f"{out}: {len(rows)} tensors of {path}, {size / 1e9:,.2f} GB"
 
 
 def tensors(
-    path: Path, manifest: dict, written: Written, progress: Any
+    path: Path, manifest: dict, written: Written, progress: Callable[[int], object]
 ) -> Iterator[tuple[Key, Tensor]]:
-    """The tensors of a folder with their keys. One is in memory at a time."""
-    whole = hf.read_whole(path, manifest, written.keys)
-    for name, keys in written.keys.items():
-        tensor = next(whole)
-        progress(tensor.nbytes)
-        tensor = torchtitan.to_theirs(tensor, written.heads.get(name, 0))
-        for key in keys:
+    """The tensors of a folder with their keys. Those of one item are in memory at a time."""
+    whole = hf.read_whole(path, manifest, written.parts)
+    for item in written.items:
+        parts = [next(whole) for _ in item.parts]
+        tensor = item.join(parts)
+        progress(sum(part.nbytes for part in parts))
+        del parts
+        for key in item.keys:
             yield key, tensor
         del tensor
     for key, n in written.zeros.items():
@@ -99,56 +114,68 @@ def tensors(
 
 
 def in_our_names(path: Path, manifest: dict) -> Written:
-    keys: dict[str, list[Key]] = {}
+    items = []
     for name in state.select(manifest["tensors"], "model+optimizer", ()):
         kind, _, rest = name.partition(".")
         key: Key = (kind, rest)
         if kind == "optimizer":
             parameter, _, last = rest.rpartition(".")
             key = (kind, parameter, last)
-        keys[name] = [key]
+        items.append(Item([key], [name], _only_one))
     record = {key: manifest[key] for key in RECORDED}
-    record["tensors"] = {name: manifest["tensors"][name]["shape"] for name in keys}
-    return Written(keys, {("step",): manifest["step"], (OURS,): json.dumps(record)})
+    shapes = {item.parts[0]: manifest["tensors"][item.parts[0]]["shape"] for item in items}
+    record["tensors"] = shapes
+    return Written(items, {("step",): manifest["step"], (OURS,): json.dumps(record)})
 
 
-def in_torchtitans_names(path: Path, manifest: dict) -> Written:
+def _only_one(parts: list[Tensor]) -> Tensor:
+    return parts[0]
+
+
+def in_torchtitans_names(path: Path, manifest: dict, fused: bool) -> Written:
     family, args = state.model_of(path, manifest, MODELS)
     check_family(str(path), family.name)
     if manifest["optimizer"] not in ("AdamW", "none"):
         raise InputError(
             f"{path} has the state of {manifest['optimizer']}, only AdamW's has TorchTitan's names"
         )
-    parameters = [
-        name.removeprefix("model.") for name in state.select(manifest["tensors"], "model", ())
-    ]
+    parameters = new_checkpoint.shapes(family.name, args)
     theirs = torchtitan.names(parameters, args)
-    copies = torchtitan.copies(args)
-    written = Written({}, {})
+
+    def join(ours: list[str]) -> Callable[[list[Tensor]], Tensor]:
+        return lambda parts: torchtitan.join(family.name, ours, parts, args)
+
+    written = Written([], {})
     for ours, name in theirs.items():
         keys: list[Key] = [(name,)]
-        keys += [(copy,) for copy, original in copies.items() if original == ours]
-        written.keys[f"model.{ours}"] = keys
-    for name in state.select(manifest["tensors"], "optimizer", ()):
-        ours, _, key = name.removeprefix("optimizer.").rpartition(".")
-        written.keys[name] = [("optimizer", f"state.{theirs[ours]}.{key}")]
-    for name in written.keys:
-        kind, _, ours = name.partition(".")
-        if kind == "optimizer":
-            ours = ours.rpartition(".")[0]
-        written.heads[name] = torchtitan.rotated_heads(family.name, ours, args)
+        copies = torchtitan.copies(args).items()
+        keys += [(copy,) for copy, original in copies if original == ours]
+        written.items.append(Item(keys, [f"model.{ours}"], join([ours])))
     for bias in torchtitan.biases_that_ours_lacks(parameters, args):
         written.zeros[bias,] = args.n_experts
-    if manifest["optimizer"] != "none":
-        written.values = progress_of(manifest)
-        trained = new_checkpoint.trained(family.name, args)
-        for ours, options in param_groups(manifest, family, trained).items():
-            for option, value in options.items():
-                written.values["optimizer", f"param_groups.{theirs[ours]}.{option}"] = value
+    if manifest["optimizer"] == "none":
+        return written
+    trained = new_checkpoint.trained(family.name, args)
+    options = param_groups(path, manifest, family, trained)
+    states = torchtitan.states({ours: theirs[ours] for ours in trained}, fused)
+    for name, ours in states.items():
+        for kept in KEPT:
+            key = ("optimizer", f"state.{name}.{kept}")
+            parts = [f"optimizer.{parameter}.{kept}" for parameter in ours]
+            if kept == "step":
+                parts = parts[:1]
+            written.items.append(Item([key], parts, join(ours)))
+        for option, value in options[ours[0]].items():
+            written.values["optimizer", f"param_groups.{name}.{option}"] = value
+    written.values |= progress_of(manifest)
     return written
 
 
-NAMES = {"plumbline": in_our_names, "torchtitan": in_torchtitans_names}
+NAMES: dict[str, Callable[[Path, dict], Written]] = {
+    "plumbline": in_our_names,
+    "torchtitan": partial(in_torchtitans_names, fused=True),
+    "torchtitan-unfused": partial(in_torchtitans_names, fused=False),
+}
 
 
 def check_family(where: str, name: str) -> None:
@@ -168,11 +195,17 @@ def progress_of(manifest: dict) -> dict[Key, Any]:
     }
 
 
-def param_groups(manifest: dict, family: Any, trained: list[str]) -> dict[str, dict[str, Any]]:
+def param_groups(
+    path: Path, manifest: dict, family: Any, trained: list[str]
+) -> dict[str, dict[str, Any]]:
     """AdamW's options by parameter, as torch.optim has them. The learning rate is that of the next
-    step."""
-    text = manifest["facts"].get("config", "")
-    cfg = Config.model_validate(tomli.loads(text))
+    step. Raises InputError for a checkpoint that does not know its configuration."""
+    try:
+        cfg = Config.model_validate(tomli.loads(manifest["facts"]["config"]))
+    except (KeyError, ValueError) as error:
+        raise InputError(
+            f"{path} does not say how its optimizer was configured: {error!r}"
+        ) from None
     steps = cfg.training.steps
     next_step = min(manifest["step"], steps - 1)
     lr = learning_rate(next_step, steps, cfg.optimizer.lr, cfg.lr_schedule)
@@ -204,10 +237,9 @@ def param_groups(manifest: dict, family: Any, trained: list[str]) -> dict[str, d
 class Arriving:
     """What a checkpoint of ours gets of a folder."""
 
-    keys: dict[str, str]  # tensor of the checkpoint -> key in the folder
-    dtypes: dict[str, torch.dtype]  # in which it is kept
+    live: dict[str, Tensor]  # on `meta`, by the names of a checkpoint
+    read: Callable[[str], Tensor]
     head: dict[str, Any]  # of the manifest
-    heads: dict[str, int] = field(default_factory=dict)  # tensor -> `torchtitan.rotated_heads`
 
 
 def from_dcp(source: Path, out: Path, config: Path | None) -> str:
@@ -222,17 +254,8 @@ def from_dcp(source: Path, out: Path, config: Path | None) -> str:
         )
     else:
         arriving = from_torchtitans(folder, load_config([str(config)]))
-    live = {}
-    for name, key in arriving.keys.items():
-        shape = folder.tensors[key].shape
-        live[name] = torch.empty(shape, dtype=arriving.dtypes[name], device="meta")
-
-    def read(name: str) -> Tensor:
-        tensor = folder.read(arriving.keys[name]).to(arriving.dtypes[name])
-        return torchtitan.to_ours(tensor, arriving.heads.get(name, 0))
-
-    head = dict(arriving.head)
-    path, size = new_checkpoint.write(out, source, live, read, head.pop("facts"), **head)
+    live, head = arriving.live, arriving.head
+    path, size = new_checkpoint.write(out, source, live, arriving.read, **head)
     said = f"{path}: {len(live)} tensors of {source}, {size / 1e9:,.2f} GB"
     if head["step"] and "data" not in head["progress"]:
         said += (
@@ -253,8 +276,10 @@ def from_ours(folder: dcp.Folder) -> Arriving:
     dcp.check(folder.path, folder.tensors, wanted)
     of_model = {f"model.{name}": s for name, s in new_checkpoint.shapes(family.name, args).items()}
     dcp.check(folder.path, state.select(folder.tensors, "model", ()), of_model)
-    dtypes = {name: folder.tensors[name].dtype for name in wanted}
-    return Arriving({name: name for name in wanted}, dtypes, head)
+    live = {}
+    for name, shape in wanted.items():
+        live[name] = torch.empty(shape, dtype=folder.tensors[name].dtype, device="meta")
+    return Arriving(live, folder.read, head)
 
 
 def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
@@ -264,22 +289,23 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
     shapes = new_checkpoint.shapes(family.name, args)
     release = release_of(folder, shapes, args)
     theirs = torchtitan.names(shapes, args, release)
-    has_moments = any(key.startswith("optimizer.state.") for key in folder.tensors)
-    arriving = Arriving({}, {}, {})
-    wanted = {}  # key -> shape
-    for ours, shape in shapes.items():
-        arriving.keys[f"model.{ours}"] = theirs[ours]
-        wanted[theirs[ours]] = shape
-    for ours in new_checkpoint.trained(family.name, args) if has_moments else ():
-        for kept, shape in {
-            "exp_avg": shapes[ours],
-            "exp_avg_sq": shapes[ours],
-            "step": [],
-        }.items():
-            key = f"optimizer.state.{theirs[ours]}.{kept}"
-            arriving.keys[f"optimizer.{ours}.{kept}"] = key
-            wanted[key] = shape
-    further = dict(torchtitan.copies(args, release))
+    # tensor of the checkpoint -> its key, and the parameters of ours that are in the tensor there
+    places: dict[str, tuple[str, list[str]]] = {}
+    wanted: dict[str, list[int]] = {}  # key -> shape
+    for ours, name in theirs.items():
+        places[f"model.{ours}"] = (name, [ours])
+        wanted[name] = shapes[ours]
+    has_moments = any(key.startswith(STATE) for key in folder.tensors)
+    if has_moments:
+        trained = {ours: theirs[ours] for ours in new_checkpoint.trained(family.name, args)}
+        fused = any(torchtitan.FUSED in key for key in folder.tensors)
+        for name, group in torchtitan.states(trained, fused).items():
+            for kept in KEPT:
+                key = f"{STATE}{name}.{kept}"
+                places |= {f"optimizer.{ours}.{kept}": (key, group) for ours in group}
+                of_group = [shapes[ours] for ours in group]
+                wanted[key] = [] if kept == "step" else torchtitan.joined_shape(of_group)
+    further: dict[str, str] = torchtitan.copies(args, release)
     further |= dict.fromkeys(torchtitan.biases_that_ours_lacks(shapes, args, release), "")
     found = {}
     for key, stored in folder.tensors.items():
@@ -288,32 +314,45 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
             found[key] = stored
     dcp.check(folder.path, found, wanted)
     check_further(folder, further, theirs)
-    check_types(folder, wanted, master_dtype(cfg.training))
-    for name in arriving.keys:
-        kind, _, ours = name.partition(".")
-        arriving.dtypes[name] = master_dtype(cfg.training)
-        if kind == "optimizer":
-            ours, _, kept = ours.rpartition(".")
-            if kept == "step":
-                arriving.dtypes[name] = (
-                    torch.float32
-                )  # as torch.optim has it, whatever the weights are
-        arriving.heads[name] = torchtitan.rotated_heads(family.name, ours, args)
+    dtype = master_dtype(cfg.training)
+    check_types(folder, wanted, dtype)
+
+    live = {}
+    for name in places:
+        parameter = parameter_of(name)
+        is_step = name.endswith(".step") and name.startswith("optimizer.")
+        # torch.optim counts in float32, whatever the weights are
+        its_dtype = torch.float32 if is_step else dtype
+        shape = [] if is_step else shapes[parameter]
+        live[name] = torch.empty(shape, dtype=its_dtype, device="meta")
+
+    def read(name: str) -> Tensor:
+        key, group = places[name]
+        parts = torchtitan.split(family.name, group, folder.read(key), args)
+        return parts[parameter_of(name)].to(live[name].dtype)
+
     step = folder.value("train_state.step") if has_moments else 0
     if type(step) is not int or step < 0:
         raise InputError(f"{folder.path}: train_state.step is {step!r}, which is no step")
-    arriving.head = {
+    facts = {
+        "family": family.name,
+        "config": dump(cfg),
+        "seq_len": cfg.training.seq_len,
+        "must_match": {"model": asdict(args)},
+    }
+    head = {
         "step": step,
         "progress": {"step": step},
-        "facts": {
-            "family": family.name,
-            "config": dump(cfg),
-            "seq_len": cfg.training.seq_len,
-            "must_match": {"model": asdict(args)},
-        },
+        "facts": facts,
         "optimizer": "AdamW" if has_moments else "none",
     }
-    return arriving
+    return Arriving(live, read, head)
+
+
+def parameter_of(name: str) -> str:
+    """Of a tensor of a checkpoint: `model.<parameter>` or `optimizer.<parameter>.<key>`."""
+    kind, _, rest = name.partition(".")
+    return rest if kind == "model" else rest.rpartition(".")[0]
 
 
 def release_of(folder: dcp.Folder, parameters: Iterable[str], args: Any) -> str:

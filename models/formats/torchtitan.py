@@ -5,11 +5,14 @@ Sources: the modules and state_dict_adapter.py of torchtitan/models/{llama3,qwen
 v0.2.2 and 0.3.0. Shapes are the same as here, experts included. The order of numbers is not: Llama's
 rotary positions turn the pairs (2i, 2i + 1) of a head there, as in Meta's files, and (i, i + E/2)
 here. Qwen3 rotates as here, and DeepSeek-V3 is published in pairs, which both keep.
+
+Shapes:  D = dim   H query heads   K key/value heads   E = head_dim   X experts
 """
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from models.formats.llama import half_rotation
@@ -42,6 +45,9 @@ TABLES = r"(.*\.)?freqs_cis"
 RELEASE = "0.3"  # the one that is written
 # Without q_rank the queries of DeepSeek-V3 have one projection, which is the second one here.
 ONE_PROJECTION = (".attention.wq_b.", ".attention.wq.")
+
+
+FUSED = ".qkv_linear.wqkv."  # queries, keys and values in one
 
 
 def names(parameters: Iterable[str], args: Any, release: str = RELEASE) -> dict[str, str]:
@@ -78,6 +84,62 @@ def biases_that_ours_lacks(
     return [renamed(name.replace("router.weight", "router.bias"), rows) for name in routers]
 
 
+def states(theirs: dict[str, str], fused: bool) -> dict[str, list[str]]:
+    """Names under which their optimizer keeps its state -> the parameters of ours that are in it.
+    theirs: of `names`.
+
+    fused: whether their model has one projection for queries, keys and values, as its sizes of 0.3
+    have. Its weight is saved in three, under the names of three; the moments are saved as they are.
+    """
+    found: dict[str, list[str]] = {}
+    for ours, name in theirs.items():
+        for part in (".wq.", ".wk.", ".wv.") if fused else ():
+            name = name.replace(f".qkv_linear{part}", FUSED)
+        found.setdefault(name, []).append(ours)
+    return found
+
+
+# The order of numbers -----------------------------------------------------------------------------
+
+
+def joined_shape(shapes: list[list[int]]) -> list[int]:
+    """Of a tensor of theirs with these of ours in it."""
+    rows = sum(shape[0] for shape in shapes) if len(shapes) > 1 else 0
+    return [rows, *shapes[0][1:]] if rows else shapes[0]
+
+
+def join(family: str, ours: list[str], parts: list[Tensor], args: Any) -> Tensor:
+    """A weight of theirs, or a moment, from those of these parameters; of a scalar, the first."""
+    if parts[0].ndim != 2:
+        return parts[0]
+    turned = []
+    for name, part in zip(ours, parts, strict=True):
+        heads = rotated_heads(family, name, args)
+        turned.append(in_pairs(part, heads) if heads else part)
+    if len(turned) == 1:
+        return turned[0]
+    # for each head of keys: the queries that share it [H/K E, D], itself and its values [E, D]
+    groups = [part.view(args.n_kv_heads, -1, part.shape[1]) for part in turned]
+    return torch.cat(groups, 1).flatten(0, 1)  # [(H + 2 K) E, D]
+
+
+def split(family: str, ours: list[str], whole: Tensor, args: Any) -> dict[str, Tensor]:
+    """The inverse of `join`, by parameter."""
+    if whole.ndim != 2:
+        return dict.fromkeys(ours, whole)
+    parts = [whole]
+    if len(ours) > 1:
+        groups = whole.view(args.n_kv_heads, -1, whole.shape[1])  # [K, (H/K + 2) E, D]
+        rows = args.n_heads // args.n_kv_heads * args.head_dim
+        in_groups = groups.split([rows, args.head_dim, args.head_dim], 1)
+        parts = [part.flatten(0, 1) for part in in_groups]
+    found = {}
+    for name, part in zip(ours, parts, strict=True):
+        heads = rotated_heads(family, name, args)
+        found[name] = half_rotation(part, heads) if heads else part
+    return found
+
+
 def rotated_heads(family: str, name: str, args: Any) -> int:
     """How many heads the rows of a parameter have whose order differs; 0 for all others."""
     if family != "llama":
@@ -85,14 +147,7 @@ def rotated_heads(family: str, name: str, args: Any) -> int:
     return {"wq": args.n_heads, "wk": args.n_kv_heads}.get(name.split(".")[-2], 0)
 
 
-def to_ours(tensor: Tensor, heads: int) -> Tensor:
-    """A weight [heads * E, D], or a moment of it, in our order. heads: of `rotated_heads`."""
-    return half_rotation(tensor, heads) if heads and tensor.ndim == 2 else tensor
-
-
-def to_theirs(tensor: Tensor, heads: int) -> Tensor:
-    """The inverse of `to_ours`."""
-    if not heads or tensor.ndim != 2:
-        return tensor
-    halves = tensor.view(heads, 2, -1, tensor.shape[1])  # [heads, 2, E/2, D]
-    return halves.transpose(1, 2).reshape(tensor.shape)
+def in_pairs(weight: Tensor, heads: int) -> Tensor:
+    """weight [heads * E, D]. The inverse of `half_rotation`."""
+    halves = weight.view(heads, 2, -1, weight.shape[1])  # [heads, 2, E/2, D]
+    return halves.transpose(1, 2).reshape(weight.shape)
