@@ -4,20 +4,41 @@ TorchTitan's; PyTorch alone reads what we write, and we run nothing of what we r
 TorchTitan's Llama is written down here once more, small, with complex rotations and its names.
 """
 
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as of_dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+import train
 from checkpoint import storage, verify
+from checkpoint.manager import CheckpointManager
 from configs.check import architecture
 from configs.load import dump, load_config
+from configs.schema import Checkpoint
 from models import MODELS
+from models.formats import torchtitan
+from parallelisms.mesh import world
+from tests.checkpoints import Attack, rewrite
+from tests.ranks import run_ranks
+from tests.runs import MESHES, run, series, tiny_run
 from tools import convert, new_checkpoint
+from tools import dcp as dcp_folder
+from training.optim import set_learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -131,3 +152,579 @@ def test_there_and_back(model, names, tmp_path):
         recorded += ["progress", "facts", "hyperparameters"]
     assert [after[key] for key in recorded] == [before[key] for key in recorded]
     assert after["facts"]["must_match"]["model"] == before["facts"]["must_match"]["model"]
+
+
+def test_a_tensor_in_the_wrong_order_would_be_seen(tmp_path, monkeypatch):
+    """The negative control: with rotary pairs left as they are on the way back, wq is another."""
+    tensors = write_checkpoint(SMALL, tmp_path / "run")
+    assert converted("to-dcp", tmp_path / "run", tmp_path / "dcp", "--names", "torchtitan")[0] == 0
+    monkeypatch.setattr(torchtitan, "half_rotation", lambda weight, heads: weight)
+    config = toml_of(SMALL, tmp_path)
+    assert converted("from-dcp", tmp_path / "dcp", tmp_path / "back", "--config", config)[0] == 0
+    _, found = contents(tmp_path / "back")
+    wrong = {name.split(".")[-2] for name in found if not torch.equal(found[name], tensors[name])}
+    kept = ("exp_avg", "exp_avg_sq", "step")
+    assert {word for word in wrong if word not in kept} <= {"wq", "wk", "weight"}
+    assert not torch.equal(
+        found["model.layers.0.attention.wq.weight"], tensors["model.layers.0.attention.wq.weight"]
+    )
+
+
+def test_a_model_without_an_optimizer(tmp_path):
+    """As one of Hugging Face's is here, and as TorchTitan saves its last step."""
+    tensors = write_checkpoint(SMALL, tmp_path / "run")
+    folder = tmp_path / "dcp"
+    assert converted("to-dcp", tmp_path / "run", folder, "--names", "torchtitan") == (0, "")
+    whole: dict[str, Any] = {}
+    for name, stored in dcp_folder.Folder(folder).tensors.items():
+        if not name.startswith("optimizer."):
+            whole[name] = torch.empty(stored.shape)
+    dcp.load(whole, checkpoint_id=folder)
+    dcp.save(whole, checkpoint_id=tmp_path / "model")
+    config = toml_of(SMALL, tmp_path)
+    assert converted("from-dcp", tmp_path / "model", tmp_path / "a", "--config", config) == (0, "")
+    manifest, found = contents(tmp_path / "a")
+    assert (manifest["step"], manifest["optimizer"]) == (0, "none")
+    assert same(found, {name: tensors[name] for name in tensors if name.startswith("model.")})
+    for names in "plumbline", "torchtitan":
+        out = tmp_path / names
+        assert converted("to-dcp", tmp_path / "a", out, "--names", names) == (0, "")
+        arguments = ["--config", config] if names == "torchtitan" else []
+        assert converted("from-dcp", out, tmp_path / f"b-{names}", *arguments) == (0, "")
+        assert same(contents(tmp_path / f"b-{names}")[1], found)
+
+
+def test_steps_of_a_run(tmp_path):
+    for step in 3, 7:
+        write_checkpoint(SMALL, tmp_path / f"{step}", step)
+    shutil.move(tmp_path / "3/checkpoints/step-00000003", tmp_path / "7/checkpoints")
+    for step, options in (7, []), (3, ["--step", "3"]):
+        out = tmp_path / f"dcp-{step}"
+        assert converted("to-dcp", tmp_path / "7", out, *options) == (0, "")
+        assert dcp_folder.Folder(out).value("step") == step
+    code, said = converted("to-dcp", tmp_path / "7", tmp_path / "out", "--step", "4")
+    assert code == 2 and "has no checkpoint of step 4: step-00000007 is its newest" in said
+
+
+# --------------------------------------------------------------------------------------------------
+# PyTorch alone
+
+BY_PYTORCH_ALONE = """
+import sys, torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+folder, shapes, out = sys.argv[1:]
+state = {"model": {name: torch.empty(shape) for name, shape in torch.load(shapes).items()}}
+state |= {"step": 0, "optimizer": {"norm.weight": {"exp_avg_sq": torch.empty(42)}}}
+dcp.load(state, checkpoint_id=folder)
+torch.save(state, out + ".loaded")
+dcp_to_torch_save(folder, out + ".whole")
+ours = {"tools", "checkpoint", "models", "configs", "train"} & sys.modules.keys()
+assert not ours, ours
+"""
+
+
+def test_pytorch_alone_reads_it(tmp_path):
+    """dcp.load, and format_utils, in a process that does not know us."""
+    tensors = write_checkpoint(SMALL, tmp_path / "run")
+    assert converted("to-dcp", tmp_path / "run", tmp_path / "dcp") == (0, "")
+    model = {}
+    for name, tensor in tensors.items():
+        if name.startswith("model."):
+            model[name.removeprefix("model.")] = tensor
+    torch.save({name: list(tensor.shape) for name, tensor in model.items()}, tmp_path / "shapes")
+    (tmp_path / "alone.py").write_text(BY_PYTORCH_ALONE)
+    command = [sys.executable, "alone.py", "dcp", "shapes", "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    loaded = torch.load(tmp_path / "out.loaded")
+    assert same(loaded["model"], model) and loaded["step"] == 7
+    assert torch.equal(
+        loaded["optimizer"]["norm.weight"]["exp_avg_sq"],
+        tensors["optimizer.norm.weight.exp_avg_sq"],
+    )
+    whole = torch.load(tmp_path / "out.whole")
+    assert same(whole["model"], model)
+    moments = {
+        f"optimizer.{name}.{key}": tensor
+        for name, kept in whole["optimizer"].items()
+        for key, tensor in kept.items()
+    }
+    assert same(
+        moments,
+        {
+            name: tensors[name]
+            for name in tensors
+            if name not in whole["model"] and name.startswith("optimizer.")
+        },
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# a run goes on
+
+
+def test_a_run_goes_on_from_its_folder_on_another_mesh(tmp_path):
+    """Out of a run of one rank and into one of two, in the middle: the losses of the run that nobody
+    stopped."""
+    options = tiny_run(tmp_path)
+    whole = tmp_path / "whole"
+    assert run_ranks(1, run, options, whole) == [(0, "")]
+    again = tmp_path / "again"
+    assert converted("to-dcp", whole, tmp_path / "dcp", "--step", "10") == (0, "")
+    assert converted("from-dcp", tmp_path / "dcp", again) == (0, "")
+    ranks, more, _ = MESHES["fsdp2"]
+    assert run_ranks(ranks, run, [*options, *more], again) == [(0, "")] * ranks
+    wanted = series(whole)
+    found = series(again)
+    assert min(found) == 11 and max(found) == max(wanted) == 16
+    assert all(abs(found[step] - wanted[step]) < 1e-5 for step in found)
+
+
+def test_a_run_goes_on_from_torchtitans_with_data_of_its_own(tmp_path):
+    """Nothing says which data that run has seen: refused, until it is allowed."""
+    options = tiny_run(tmp_path)
+    whole = tmp_path / "whole"
+    assert run_ranks(1, run, options, whole) == [(0, "")]
+    names = ["--names", "torchtitan", "--step", "10"]
+    assert converted("to-dcp", whole, tmp_path / "dcp", *names) == (0, "")
+    again = tmp_path / "again"
+    config = whole / "config.toml"
+    assert converted("from-dcp", tmp_path / "dcp", again, "--config", config) == (0, "")
+    ((code, said),) = run_ranks(1, run, options, again)
+    assert code == 2 and "does not say which data it has seen" in said
+    assert "data.allow_splice = true" in said
+    assert run_ranks(1, run, [*options, "--data.allow_splice=true"], again) == [(0, "")]
+    found = series(again)
+    assert min(found) == 11 and found[11] < 0.9 * series(whole)[1]
+
+
+# TorchTitan's Llama ------------------------------------------------------------------------------
+
+HEADS, KV_HEADS, WIDTH = 6, 2, 14
+QKV = ("wq", "wk", "wv")
+LR = 0.01
+
+
+def first_weights(fused: bool) -> dict[str, Tensor]:
+    """A model of the sizes SMALL, under the names of 0.3 (fused) or 0.2."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * 0.2
+
+    weights = {"tok_embeddings.weight": normal(263, 42)}
+    for layer in range(3):
+        prefix = f"layers.{layer}."
+        rows = dict(zip(QKV, (HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH), strict=True))
+        if fused:
+            weights[f"{prefix}attention.qkv_linear.wqkv.weight"] = normal(sum(rows.values()), 42)
+        for name in () if fused else QKV:
+            weights[f"{prefix}attention.{name}.weight"] = normal(rows[name], 42)
+        weights[f"{prefix}attention.wo.weight"] = normal(42, HEADS * WIDTH)
+        for name, shape in {"w1": (54, 42), "w2": (42, 54), "w3": (54, 42)}.items():
+            weights[f"{prefix}feed_forward.{name}.weight"] = normal(*shape)
+        for name in "attention_norm", "ffn_norm":
+            weights[f"{prefix}{name}.weight"] = 1 + normal(42)
+    weights["norm.weight"] = 1 + normal(42)
+    weights["lm_head.weight" if fused else "output.weight"] = normal(263, 42)
+    return weights
+
+
+def projected(weights: dict[str, Tensor], prefix: str, x: Tensor) -> list[Tensor]:
+    """Queries, keys and values [B, T, heads, WIDTH]."""
+    fused = f"{prefix}qkv_linear.wqkv.weight"
+    if fused not in weights:
+        parts = [F.linear(x, weights[f"{prefix}{name}.weight"]) for name in QKV]
+        return [part.unflatten(-1, (-1, WIDTH)) for part in parts]
+    # of each head of keys: the queries that share it, itself, its values
+    groups = F.linear(x, weights[fused]).unflatten(-1, (KV_HEADS, -1, WIDTH))
+    q, k, v = groups.split([HEADS // KV_HEADS, 1, 1], -2)
+    return [part.flatten(2, 3) for part in (q, k, v)]
+
+
+def turned(x: Tensor) -> Tensor:
+    """x [B, T, heads, WIDTH]; the pairs (2i, 2i + 1) as complex numbers."""
+    frequencies = 10000.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
+    angles = torch.outer(torch.arange(x.shape[1]), frequencies)
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turns).flatten(-2)
+
+
+def loss_of(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """tokens [B, T + 1]"""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, (42,), weights[f"{name}.weight"], 1e-5)
+
+    h = F.embedding(tokens[:, :-1], weights["tok_embeddings.weight"])
+    for layer in range(3):
+        prefix = f"layers.{layer}."
+        q, k, v = projected(weights, f"{prefix}attention.", norm(h, f"{prefix}attention_norm"))
+        q, k = turned(q), turned(k)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        h = h + F.linear(o.transpose(1, 2).flatten(2), weights[f"{prefix}attention.wo.weight"])
+        x = norm(h, f"{prefix}ffn_norm")
+        w1, w2, w3 = (weights[f"{prefix}feed_forward.{name}.weight"] for name in ("w1", "w2", "w3"))
+        h = h + F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+    output = weights["lm_head.weight" if "lm_head.weight" in weights else "output.weight"]
+    logits = F.linear(norm(h, "norm"), output)
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch_of(step: int) -> Tensor:
+    return torch.randint(0, 263, (4, 17), generator=torch.Generator().manual_seed(step))
+
+
+def save_two_steps(folder: Path, fused: bool, sharded: bool) -> list[float]:
+    """Train five steps with AdamW, and save after the second as TorchTitan does; the losses."""
+    cfg = load_config(SMALL).optimizer
+    weights = {name: w.requires_grad_() for name, w in first_weights(fused).items()}
+    groups = [
+        {"params": [w for n, w in weights.items() if "norm" in n], "weight_decay": 0.0},
+        {"params": [w for n, w in weights.items() if "norm" not in n]},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=LR, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True
+    )
+    losses = []
+    for step in range(5):
+        loss = loss_of(weights, batch_of(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step == 1:
+            dcp.save(as_saved(weights, optimizer, sharded), checkpoint_id=folder)
+    return losses
+
+
+def as_saved(weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, sharded: bool) -> dict:
+    """sharded: every tensor over the rows, on this rank's world."""
+    flat: dict[str, Any] = {}
+    for name, weight in weights.items():
+        for key, value in optimizer.state[weight].items():
+            flat[f"state.{name}.{key}"] = value
+        flat[f"param_groups.{name}.lr"] = LR
+        flat[f"param_groups.{name}.betas"] = (0.9, 0.95)
+    model = {}
+    for name, weight in weights.items():
+        if ".wqkv." not in name:
+            model[name] = weight.detach()
+            continue
+        parts = weight.detach().view(KV_HEADS, -1, WIDTH, 42)
+        split = parts.split([HEADS // KV_HEADS, 1, 1], 1)
+        for part, rows in zip(QKV, split, strict=True):
+            model[name.replace("wqkv", part)] = rows.reshape(-1, 42).clone()
+    if sharded:
+        mesh = init_device_mesh("cpu", (world().size,))
+        for table in model, flat:
+            for name, value in table.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    table[name] = distribute_tensor(value, mesh, [Shard(0)])
+    return model | {
+        "optimizer": flat,
+        "lr_scheduler": {"last_epoch": 2},
+        "train_state": {"step": 2, "ntokens_seen": 128},
+        "dataloader": {"dp_rank_0": b"where it is", "world_size": 1},
+    }
+
+
+def losses_from(folder: Path, steps: range) -> list[float]:
+    """The losses of these steps on this mesh, from the checkpoint in a run's folder."""
+    here = world()
+    cfg = load_config([*SMALL, "--training.max_norm=0"], here.size, here.local_size)
+    job = train.build(cfg)
+    facts = {"family": "llama", "must_match": {"model": asdict(job.args)}}
+    checkpoints = CheckpointManager(Checkpoint(), folder / "checkpoints", job.mesh, facts)
+    assert checkpoints.load(job.model, job.optimizer) == {"step": steps.start}
+    checkpoints.close()
+    set_learning_rate(job.optimizer, LR)
+    losses = []
+    for step in steps:
+        rows = batch_of(step).chunk(here.size)[here.rank][:, None]  # [A, 1, T + 1]
+        batch = {"tokens": rows[..., :-1].contiguous(), "labels": rows[..., 1:].contiguous()}
+        losses.append(train.train_step(job, batch).loss)
+    return losses
+
+
+@pytest.mark.parametrize(("fused", "ranks"), [(False, 1), (True, 1), (True, 2)])
+def test_torchtitans_llama_goes_on_here(fused, ranks, tmp_path):
+    """Two steps of AdamW there, and the next three here on two ranks: the same losses to 1e-5."""
+    folder = tmp_path / "step-2"
+    if ranks == 1:
+        losses = save_two_steps(folder, fused, sharded=False)
+    else:
+        losses = run_ranks(ranks, save_two_steps, folder, fused, True)[0]
+        assert len(list(folder.glob("*.distcp"))) == ranks
+    config = toml_of(SMALL, tmp_path)
+    code, said = converted("from-dcp", folder, tmp_path / "run")
+    assert code == 2 and "describe it with --config" in said
+    assert converted("from-dcp", folder, tmp_path / "run", "--config", config) == (0, "")
+    found = run_ranks(2, losses_from, tmp_path / "run", range(2, 5))
+    for of_rank in found:
+        assert of_rank == pytest.approx(losses[2:], abs=1e-5)
+    assert abs(losses[2] - losses[3]) > 1e-3, "the losses of different steps differ"
+
+
+# --------------------------------------------------------------------------------------------------
+# what is refused
+
+
+def refused(folder: Path, place: Path, *more: object) -> str:
+    """The sentence with which a folder is refused; nothing is left of what would have been made."""
+    code, said = converted("from-dcp", folder, place / "out", *more)
+    assert code == 2 and said.count("\n") == 1, said
+    left = [path for path in (place / "out").rglob("*") if path.is_file()]
+    assert not left and not list((place / "out").glob("checkpoints/*"))
+    return said
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A folder with our names, and `theirs` with TorchTitan's. Copy it before you damage it."""
+    place = tmp_path_factory.mktemp("saved")
+    write_checkpoint(SMALL, place / "run")
+    toml_of(SMALL, place)
+    for name, names in {"ours": "plumbline", "theirs": "torchtitan"}.items():
+        assert converted("to-dcp", place / "run", place / name, "--names", names) == (0, "")
+    return place
+
+
+class Getattr(Attack):
+    def __reduce__(self):
+        return getattr, (Path, "mkdir")
+
+
+class Inside(Attack):
+    """Runs when an admitted class is given it."""
+
+    def __reduce__(self):
+        return of_dcp.StorageMeta, (Attack(self.marker),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Attack, "names posix.mkdir"), (Inside, "names posix.mkdir"), (Getattr, "names pathlib.Path")],
+)
+def test_a_hostile_pickle_is_named_and_not_run(kind, words, saved, tmp_path):
+    folder = Path(shutil.copytree(saved / "ours", tmp_path / "dcp"))
+    marker = tmp_path / "marker"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = kind(marker)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    said = refused(folder, tmp_path)
+    assert words in said and "none of DCP's classes and could run a program" in said
+    assert not marker.exists()
+    if kind is not Getattr:
+        with (folder / ".metadata").open("rb") as stream:
+            pickle.load(stream)
+        assert marker.is_dir(), "the control: Python's own unpickler runs it"
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        # getattr(Metadata, "__init__").__globals__: a name with dots
+        b"\x80\x04\x8c-torch.distributed.checkpoint.metadata\x8c\x19Metadata.__init__.__globals__\x93.",
+        b"cos\nsystem\n(S'true'\ntR.",
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\nS'__call__'\ntR(tR.",  # a record has no code
+        b"Pany\n.",  # something by a reference of its own
+        b"",
+        b"no pickle",
+        pickle.dumps([1, 2]),
+        pickle.dumps(of_dcp.StorageMeta()),
+        pickle.dumps(of_dcp.Metadata({"a": 3}, None, {})),
+        pickle.dumps(of_dcp.Metadata({"a": of_dcp.BytesStorageMetadata()}, None, {})),
+    ],
+)
+def test_what_is_no_metadata_is_refused(opcodes, tmp_path):
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(opcodes)
+    assert str(tmp_path / "dcp" / ".metadata") in refused(tmp_path / "dcp", tmp_path)
+
+
+def test_an_archive_runs_nothing_either(saved, tmp_path):
+    folder = Path(shutil.copytree(saved / "ours", tmp_path / "dcp"))
+    marker = tmp_path / "marker"
+    torch.save(Attack(marker), folder / "evil.distcp")
+    change(folder, place_of("plumbline", "evil.distcp"))
+    assert "plumbline is damaged" in refused(folder, tmp_path) and not marker.exists()
+    torch.load(folder / "evil.distcp", weights_only=False)
+    assert marker.is_dir(), "the control: torch.load runs it without weights_only"
+
+
+def change(folder: Path, how: Callable[[Any], object]) -> None:
+    """Change DCP's Metadata of a folder."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    how(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def place_of(name: str, file: str) -> Callable[[Any], None]:
+    """Say that a value lies in another file, and is the whole of it."""
+
+    def how(metadata: Any) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == name:
+                info.relative_path, info.offset, info.length = file, 0, 1 << 20
+
+    return how
+
+
+def resized(name: str, shape: list[int]) -> Callable[[Any], None]:
+    def how(metadata: Any) -> None:
+        stored = metadata.state_dict_metadata[name]
+        stored.size = stored.chunks[0].sizes = torch.Size(shape)
+
+    return how
+
+
+def moved(name: str, to: str) -> Callable[[Any], None]:
+    """Give a tensor another name."""
+
+    def how(metadata: Any) -> None:
+        metadata.state_dict_metadata[to] = metadata.state_dict_metadata.pop(name)
+        for index in list(metadata.storage_data):
+            if index.fqn == name:
+                info = metadata.storage_data.pop(index)
+                metadata.storage_data[of_dcp.MetadataIndex(to, index.offset)] = info
+
+    return how
+
+
+def outside(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.norm.weight"].chunks[0].offsets = torch.Size([1])
+    for index in list(metadata.storage_data):
+        if index.fqn == "model.norm.weight":
+            info = metadata.storage_data[index]
+            metadata.storage_data[of_dcp.MetadataIndex(index.fqn, [1])] = info
+
+
+def half(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.norm.weight"].chunks[0].sizes = torch.Size([21])
+
+
+def twice(metadata: Any) -> None:
+    stored = metadata.state_dict_metadata["model.norm.weight"]
+    stored.chunks[0].sizes = torch.Size([21])
+    stored.chunks = stored.chunks * 2
+
+
+def transformed(metadata: Any) -> None:
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (resized("model.norm.weight", [41]), "model.norm.weight has shape [41], not [42]"),
+        (
+            moved("model.norm.weight", "model.norm.bias"),
+            "model.norm.weight is missing; model.norm.b",
+        ),
+        (outside, "model.norm.weight has a chunk outside of its shape [42]"),
+        (half, "the chunks of model.norm.weight do not have the elements of its shape [42]"),
+        (twice, "model.norm.weight has another shape there"),
+        (transformed, "it is transformed by ['zstd']"),
+        (place_of("step", "../../evil"), "names '../../evil', which is no file beside it"),
+        (place_of("model.norm.weight", "gone.distcp"), "gone.distcp cannot be read: No such file"),
+        (place_of("model.norm.weight", "__0_0.distcp"), "model.norm.weight is damaged: "),
+        (lambda m: m.storage_data.clear(), ".metadata is not DCP's: "),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(how, words, saved, tmp_path):
+    folder = Path(shutil.copytree(saved / "ours", tmp_path / "dcp"))
+    change(folder, how)
+    assert words in refused(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (resized("norm.weight", [41]), "norm.weight has shape [41], not [42]"),
+        (moved("norm.weight", "norm.bias"), "norm.weight is missing; norm.bias has no place"),
+        (
+            moved("optimizer.state.norm.weight.step", "optimizer.state.norm.weight.count"),
+            "optimizer.state.norm.weight.step is missing; optimizer.state.norm.weight.count has no",
+        ),
+        (moved("train_state.step", "train_state.other"), "has no train_state.step"),
+    ],
+)
+def test_a_folder_of_torchtitans_that_does_not_fit_is_refused(how, words, saved, tmp_path):
+    folder = Path(shutil.copytree(saved / "theirs", tmp_path / "dcp"))
+    change(folder, how)
+    assert words in refused(folder, tmp_path, "--config", saved / "config.toml")
+
+
+def test_other_refusals(saved, tmp_path):
+    assert "describe it with --config" in refused(saved / "theirs", tmp_path)
+    assert "has no .metadata" in refused(saved / "run", tmp_path)
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(saved / "theirs", tmp_path / "runs" / "step-2")
+    said = refused(tmp_path / "runs", tmp_path)
+    assert f"name one checkpoint, such as {tmp_path / 'runs' / 'step-2'}" in said
+    (tmp_path / "olmo2.toml").write_text('[model]\nfamily = "olmo2"\n')
+    said = refused(saved / "theirs", tmp_path, "--config", tmp_path / "olmo2.toml")
+    assert "of the family olmo2 TorchTitan's names are not known" in said
+    shutil.copytree(saved / "theirs", tmp_path / "there")
+    code, said = converted("to-dcp", saved / "run", tmp_path / "there")
+    assert code == 2 and "exists already" in said
+    code, said = converted("from-dcp", saved / "ours", saved / "run")
+    assert code == 2 and "holds checkpoints already" in said
+
+
+@pytest.mark.parametrize("names", ["plumbline", "torchtitan"])
+def test_a_full_disk_leaves_nothing(names, saved, tmp_path, monkeypatch):
+    """A real ENOSPC, from /dev/full."""
+    real = open
+
+    def full(path: object, mode: str = "r"):
+        return real("/dev/full", "wb") if mode == "xb" else real(path, mode)
+
+    monkeypatch.setattr(dcp_folder, "open", full, raising=False)
+    code, said = converted("to-dcp", saved / "run", tmp_path / "out", "--names", names)
+    assert code == 2 and "No space left on device" in said
+    assert not list(tmp_path.iterdir())
+
+
+def routers_bias(folder: Path, value: float) -> None:
+    """Fill the biases of a folder with TorchTitan's names."""
+    for key, stored in dcp_folder.Folder(folder).tensors.items():
+        if key.endswith(".expert_bias_E"):
+            torch.save(torch.full(stored.shape, value), folder / f"{key}.distcp")
+            change(folder, place_of(key, f"{key}.distcp"))
+
+
+def test_what_has_no_parameter_here_must_say_nothing(tmp_path):
+    """Qwen3's mixtures have a bias there that is moved in training; a tied projection is a copy."""
+    options = MODELS_HERE["qwen3 experts"]
+    write_checkpoint(options, tmp_path / "run")
+    folder = tmp_path / "dcp"
+    assert converted("to-dcp", tmp_path / "run", folder, "--names", "torchtitan") == (0, "")
+    config = toml_of(options, tmp_path)
+    routers_bias(folder, 0.0)
+    assert converted("from-dcp", folder, tmp_path / "back", "--config", config) == (0, "")
+    routers_bias(folder, 0.1)
+    said = refused(folder, tmp_path, "--config", config)
+    assert "layers.0.moe.expert_bias_E is not 0" in said
+    tied = MODELS_HERE["llama tied"]
+    write_checkpoint(tied, tmp_path / "tied")
+    folder = tmp_path / "tied-dcp"
+    assert converted("to-dcp", tmp_path / "tied", folder, "--names", "torchtitan") == (0, "")
+    torch.save(torch.zeros(263, 42), folder / "zeros.distcp")
+    change(folder, place_of("lm_head.weight", "zeros.distcp"))
+    said = refused(folder, tmp_path, "--config", toml_of(tied, tmp_path))
+    assert "lm_head.weight differs from tok_embeddings.weight, and the model ties them" in said
+
+
+def test_muon_has_no_names_there(saved, tmp_path):
+    run_folder = Path(shutil.copytree(saved / "run", tmp_path / "run"))
+    rewrite(verify.newest(run_folder), optimizer="Muon")
+    code, said = converted("to-dcp", run_folder, tmp_path / "out", "--names", "torchtitan")
+    assert code == 2 and "only AdamW's has TorchTitan's names" in said
+    assert converted("to-dcp", run_folder, tmp_path / "out") == (0, "")
