@@ -551,10 +551,10 @@ def test_what_is_no_metadata_is_refused(opcodes, tmp_path):
 def test_an_archive_runs_nothing_either(saved, tmp_path):
     folder = Path(shutil.copytree(saved / "ours", tmp_path / "dcp"))
     marker = tmp_path / "marker"
-    torch.save(Attack(marker), folder / "evil.distcp")
-    change(folder, place_of("plumbline", "evil.distcp"))
-    assert "plumbline is damaged" in refused(folder, tmp_path) and not marker.exists()
-    torch.load(folder / "evil.distcp", weights_only=False)
+    lies_elsewhere(folder, "plumbline", Attack(marker))
+    said = refused(folder, tmp_path)
+    assert "plumbline is damaged: Weights only load failed" in said and not marker.exists()
+    torch.load(folder / "plumbline.distcp", weights_only=False)
     assert marker.is_dir(), "the control: torch.load runs it without weights_only"
 
 
@@ -565,15 +565,22 @@ def change(folder: Path, how: Callable[[Any], object]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def place_of(name: str, file: str) -> Callable[[Any], None]:
-    """Say that a value lies in another file, and is the whole of it."""
+def place_of(name: str, file: str, length: int = 1 << 20) -> Callable[[Any], None]:
+    """Say that a value lies in another file, and is so many bytes from its beginning."""
 
     def how(metadata: Any) -> None:
         for index, info in metadata.storage_data.items():
             if index.fqn == name:
-                info.relative_path, info.offset, info.length = file, 0, 1 << 20
+                info.relative_path, info.offset, info.length = file, 0, length
 
     return how
+
+
+def lies_elsewhere(folder: Path, name: str, value: Any) -> None:
+    """Replace a value, in a file of its own."""
+    path = folder / f"{name}.distcp"
+    torch.save(value, path)
+    change(folder, place_of(name, path.name, path.stat().st_size))
 
 
 def resized(name: str, shape: list[int]) -> Callable[[Any], None]:
@@ -643,6 +650,14 @@ def test_a_folder_that_does_not_fit_is_refused(how, words, saved, tmp_path):
     assert words in refused(folder, tmp_path)
 
 
+def test_a_gap_between_chunks_is_seen(saved, tmp_path):
+    """Two chunks with the elements of the whole, both at its beginning."""
+    folder = Path(shutil.copytree(saved / "ours", tmp_path / "dcp"))
+    lies_elsewhere(folder, "model.norm.weight", torch.ones(21))
+    change(folder, twice)
+    assert "model.norm.weight has values that are not finite" in refused(folder, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -696,8 +711,7 @@ def routers_bias(folder: Path, value: float) -> None:
     """Fill the biases of a folder with TorchTitan's names."""
     for key, stored in dcp_folder.Folder(folder).tensors.items():
         if key.endswith(".expert_bias_E"):
-            torch.save(torch.full(stored.shape, value), folder / f"{key}.distcp")
-            change(folder, place_of(key, f"{key}.distcp"))
+            lies_elsewhere(folder, key, torch.full(stored.shape, value))
 
 
 def test_what_has_no_parameter_here_must_say_nothing(tmp_path):
@@ -716,8 +730,7 @@ def test_what_has_no_parameter_here_must_say_nothing(tmp_path):
     write_checkpoint(tied, tmp_path / "tied")
     folder = tmp_path / "tied-dcp"
     assert converted("to-dcp", tmp_path / "tied", folder, "--names", "torchtitan") == (0, "")
-    torch.save(torch.zeros(263, 42), folder / "zeros.distcp")
-    change(folder, place_of("lm_head.weight", "zeros.distcp"))
+    lies_elsewhere(folder, "lm_head.weight", torch.zeros(263, 42))
     said = refused(folder, tmp_path, "--config", toml_of(tied, tmp_path))
     assert "lm_head.weight differs from tok_embeddings.weight, and the model ties them" in said
 

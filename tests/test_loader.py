@@ -418,6 +418,9 @@ def test_what_changes_on_resume_is_named_and_refused() -> None:
         )
     with pytest.raises(InputError, match="does not say which data"):
         splice.resume({"step": 3}, before, False)
+    order, lines = splice.resume({"step": 3}, before, True)
+    assert "begin at their first sample" in lines[0] and order.segments[0].step == 3
+    assert ledger(order, 3, 6) == ledger(splice.begin(before), 0, 3)
     with pytest.raises(
         InputError,
         match=r"checkpoint of step 40, which .*: go back with checkpoint.load_step = 10, or a "

@@ -47,7 +47,7 @@ Key = tuple[str, ...]
 # reading .metadata
 
 
-class Record:
+class Pickled:
     """Stands for an object of DCP's: what was pickled of it, and no code. The classes of one file are
     its own, so nothing in it can change anything outside."""
 
@@ -107,7 +107,7 @@ class MetadataUnpickler(pickle.Unpickler):
                 f"it names {module}.{name}, which is none of DCP's classes and could run a program"
             )
         if place not in self.records:
-            self.records[place] = type(name, (Record,), {})
+            self.records[place] = type(name, (Pickled,), {})
         return self.records[place]
 
 
@@ -131,7 +131,7 @@ def unpickled(path: Path) -> dict[str, Any]:
 # a folder
 
 
-class Place(NamedTuple):
+class Archive(NamedTuple):
     """Where an archive lies."""
 
     file: str
@@ -142,7 +142,7 @@ class Place(NamedTuple):
 class Chunk(NamedTuple):
     offset: list[int]
     shape: list[int]
-    place: Place
+    place: Archive
 
 
 class StoredTensor(NamedTuple):
@@ -158,7 +158,7 @@ class Folder:
     def __init__(self, path: Path):
         self.path = path
         self.tensors: dict[str, StoredTensor] = {}
-        self.values: dict[str, Place] = {}
+        self.values: dict[str, Archive] = {}
         metadata = path / METADATA
         if not metadata.exists():
             steps = sorted(path.glob(f"step-*/{METADATA}"))
@@ -171,7 +171,7 @@ class Folder:
             raise InputError(f"{metadata} is not DCP's: {error}") from None
 
     def _take(self, fields: dict[str, Any]) -> None:
-        places: dict[tuple[str, tuple], Place] = {}
+        places: dict[tuple[str, tuple], Archive] = {}
         for index, info in fields["storage_data"].items():
             offset = index.state.get("offset")
             places[index.state["fqn"], tuple(offset or ())] = self._place(info.state)
@@ -191,11 +191,11 @@ class Folder:
             self.tensors[name] = StoredTensor(dtype, shape, chunks)
             check_chunks(name, shape, chunks)
 
-    def _place(self, info: dict[str, Any]) -> Place:
+    def _place(self, info: dict[str, Any]) -> Archive:
         """Raises ValueError for a name that leads out of the folder."""
         if info.get("transform_descriptors"):
             raise ValueError(f"it is transformed by {info['transform_descriptors']}")
-        place = Place(info["relative_path"], info["offset"], info["length"])
+        place = Archive(info["relative_path"], info["offset"], info["length"])
         if not re.fullmatch(r"\w[\w.-]*", place.file) or not is_counts(list(place[1:])):
             raise ValueError(f"it names {place.file!r}, which is no file beside it")
         return place
@@ -226,7 +226,7 @@ class Folder:
             return self.read(name).item()
         raise InputError(f"{self.path} has no {name}")
 
-    def _load(self, name: str, place: Place) -> Any:
+    def _load(self, name: str, place: Archive) -> Any:
         path = self.path / place.file
         try:
             with open_regular(path) as stream:

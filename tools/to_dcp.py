@@ -50,7 +50,7 @@ LEFT_OUT = ("optimizer.param_groups.", "lr_scheduler.", "dataloader.", "train_st
 # out
 
 
-class Item(NamedTuple):
+class FolderTensor(NamedTuple):
     """A tensor of a folder."""
 
     keys: list[Key]  # where it goes
@@ -62,7 +62,7 @@ class Item(NamedTuple):
 class Written:
     """What a folder gets of a checkpoint."""
 
-    items: list[Item]
+    items: list[FolderTensor]
     values: dict[Key, Any]
     zeros: dict[Key, int] = field(default_factory=dict)  # further tensors, float32 [n]
 
@@ -121,7 +121,7 @@ def in_our_names(path: Path, manifest: dict) -> Written:
         if kind == "optimizer":
             parameter, _, last = rest.rpartition(".")
             key = (kind, parameter, last)
-        items.append(Item([key], [name], _only_one))
+        items.append(FolderTensor([key], [name], _only_one))
     record = {key: manifest[key] for key in RECORDED}
     shapes = {item.parts[0]: manifest["tensors"][item.parts[0]]["shape"] for item in items}
     record["tensors"] = shapes
@@ -150,7 +150,7 @@ def in_torchtitans_names(path: Path, manifest: dict, fused: bool) -> Written:
         keys: list[Key] = [(name,)]
         copies = torchtitan.copies(args).items()
         keys += [(copy,) for copy, original in copies if original == ours]
-        written.items.append(Item(keys, [f"model.{ours}"], join([ours])))
+        written.items.append(FolderTensor(keys, [f"model.{ours}"], join([ours])))
     for bias in torchtitan.biases_that_ours_lacks(parameters, args):
         written.zeros[bias,] = args.n_experts
     if manifest["optimizer"] == "none":
@@ -164,7 +164,7 @@ def in_torchtitans_names(path: Path, manifest: dict, fused: bool) -> Written:
             parts = [f"optimizer.{parameter}.{kept}" for parameter in ours]
             if kept == "step":
                 parts = parts[:1]
-            written.items.append(Item([key], parts, join(ours)))
+            written.items.append(FolderTensor([key], parts, join(ours)))
         for option, value in options[ours[0]].items():
             written.values["optimizer", f"param_groups.{name}.{option}"] = value
     written.values |= progress_of(manifest)
