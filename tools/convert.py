@@ -121,7 +121,7 @@ def publish(
     live: dict[str, Tensor] = {}
     for parameter, shape in shapes(family, args).items():
         live[f"model.{parameter}"] = torch.empty(shape, device="meta")
-    must_match = {"model": asdict(args)}
+    must_match: dict[str, Any] = {"model": asdict(args)}
     if tokenizer:
         must_match["tokenizer"] = tokenizer.fingerprint
     facts = {"family": family, "must_match": must_match}

@@ -16,7 +16,7 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -230,7 +230,7 @@ class Folder:
         path = self.path / place.file
         try:
             with open_regular(path) as stream:
-                archive = _create_file_view(stream, place.start, place.length)
+                archive: Any = _create_file_view(cast(Any, stream), place.start, place.length)
                 return torch.load(archive, map_location="cpu", weights_only=True)
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror or error}") from None

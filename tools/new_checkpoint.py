@@ -7,7 +7,7 @@ complete.
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def write(
     without an optimizer at step 0. Raises InputError, with nothing left behind.
     """
     folder = out / "checkpoints"
-    head = {
+    head: dict[str, Any] = {
         "format": verify.FORMAT,
         "step": 0,
         "progress": {"step": 0, "samples": 0},
@@ -126,11 +126,11 @@ class ConvertedParts(storage.OneByOne):
 
     def __init__(
         self,
-        names: Iterable[str],
+        live: Mapping[str, Tensor],
         read: Callable[[str], Tensor],
         progress: Callable[[int], object],
     ):
-        self.live = names
+        self.live = live
         self.read = read
         self.progress = progress
 

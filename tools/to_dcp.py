@@ -142,15 +142,13 @@ def in_torchtitans_names(path: Path, manifest: dict, fused: bool) -> Written:
     parameters = new_checkpoint.shapes(family.name, args)
     theirs = torchtitan.names(parameters, args)
 
-    def join(ours: list[str]) -> Callable[[list[Tensor]], Tensor]:
-        return lambda parts: torchtitan.join(family.name, ours, parts, args)
-
     written = Written([], {})
     for ours, name in theirs.items():
         keys: list[Key] = [(name,)]
         copies = torchtitan.copies(args).items()
         keys += [(copy,) for copy, original in copies if original == ours]
-        written.items.append(FolderTensor(keys, [f"model.{ours}"], join([ours])))
+        join = partial(torchtitan.join, family.name, [ours], args=args)
+        written.items.append(FolderTensor(keys, [f"model.{ours}"], join))
     for bias in torchtitan.biases_that_ours_lacks(parameters, args):
         written.zeros[bias,] = args.n_experts
     if manifest["optimizer"] == "none":
@@ -158,14 +156,15 @@ def in_torchtitans_names(path: Path, manifest: dict, fused: bool) -> Written:
     trained = new_checkpoint.trained(family.name, args)
     options = param_groups(path, manifest, family, trained)
     states = torchtitan.states({ours: theirs[ours] for ours in trained}, fused)
-    for name, ours in states.items():
+    for name, group in states.items():
+        join = partial(torchtitan.join, family.name, group, args=args)
         for kept in KEPT:
             key = ("optimizer", f"state.{name}.{kept}")
-            parts = [f"optimizer.{parameter}.{kept}" for parameter in ours]
+            parts = [f"optimizer.{ours}.{kept}" for ours in group]
             if kept == "step":
                 parts = parts[:1]
-            written.items.append(FolderTensor([key], parts, join(ours)))
-        for option, value in options[ours[0]].items():
+            written.items.append(FolderTensor([key], parts, join))
+        for option, value in options[group[0]].items():
             written.values["optimizer", f"param_groups.{name}.{option}"] = value
     written.values |= progress_of(manifest)
     return written
