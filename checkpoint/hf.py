@@ -1,7 +1,7 @@
 """The model in Hugging Face's terms, in and out, without transformers.
 
 In: a folder as the hub holds it, `config.json` and safetensors files. `load` fills a live model on
-any mesh, each rank reading its own slices; `python -m tools.convert hf-to-dcp` makes a checkpoint
+any mesh, each rank reading its own slices; `python -m tools.convert from-hf` makes a checkpoint
 of it. Out: `export` makes such a folder of a checkpoint, whatever mesh saved it. The fields of
 config.json and the names of tensors come from the model's family (`models/formats/`). Tensors are
 renamed, and a family may say how theirs have another shape (`models/family.py::TensorLayout`): bfloat16

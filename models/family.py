@@ -81,7 +81,7 @@ class Family:
 
 @dataclass(frozen=True)
 class MetaFormats:
-    """How Meta published a family's weights, which `tools.convert meta-to-dcp` reads."""
+    """How Meta published a family's weights, which `tools.convert from-meta` reads."""
 
     args_from_meta: Callable[[dict[str, Any], dict[str, Tensor], int], Any]
     """(params, weights, files) -> `Args` from params.json and the tensors of the first of so many

@@ -127,9 +127,9 @@ def test_an_exported_model_begins_and_ends_texts_as_its_tokenizer_does(hf_folder
     files."""
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
     words = Tokenizer([bytes([i]) for i in range(256)], SPLIT, [begin, end], end)
-    assert run("hf-to-dcp", hf_folder, tmp_path / "run") == 0
+    assert run("from-hf", hf_folder, tmp_path / "run") == 0
     words.save(str(tmp_path / "run" / "tokenizer.json"))
-    assert run("dcp-to-hf", tmp_path / "run", tmp_path / "out") == 0
+    assert run("to-hf", tmp_path / "run", tmp_path / "out") == 0
     for name in "config.json", "generation_config.json":
         said = json.loads((tmp_path / "out" / name).read_text())
         assert (
@@ -158,7 +158,7 @@ def test_in_and_out_again(shape, tmp_path):
     assert len(list(source.glob("*.safetensors"))) > 2
     name, read = hf.read_model(source, FORMATS)
     assert MODELS[name] is family and read == args
-    assert run("hf-to-dcp", source, run_folder) == 0
+    assert run("from-hf", source, run_folder) == 0
     theirs, ours = (
         transformers.AutoModelForCausalLM.from_pretrained(source, **kind),
         family.build(args),
@@ -173,7 +173,7 @@ def test_in_and_out_again(shape, tmp_path):
     )
 
     byte_tokenizer().save(str(run_folder / "tokenizer.json"))
-    assert run("dcp-to-hf", run_folder, back, "--max-shard-size", "20KB") == 0
+    assert run("to-hf", run_folder, back, "--max-shard-size", "20KB") == 0
     assert contents(back) == contents(source)
     index = json.loads((back / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == contents(back).keys()
@@ -190,7 +190,7 @@ def test_in_and_out_again(shape, tmp_path):
     assert prompt["input_ids"].tolist() == [[*b"def "]] and words.eos_token_id == 256
     new = loaded.generate(**prompt, max_new_tokens=6, do_sample=False)[0].tolist()
     assert new == sample(ours, [*b"def "], 6, 32, torch.device("cpu"), temperature=0)
-    assert run("dcp-to-hf", run_folder, tmp_path / "one") == 0
+    assert run("to-hf", run_folder, tmp_path / "one") == 0
     assert sorted(p.name for p in (tmp_path / "one").iterdir()) == [
         "config.json",
         "generation_config.json",
@@ -205,8 +205,8 @@ def test_in_and_out_again(shape, tmp_path):
 def test_bfloat16_comes_back_to_the_same_bytes(shape, tmp_path):
     pytest.importorskip("transformers")
     source = write_hf(tmp_path / "hf", *SHAPES[shape], torch.bfloat16)
-    assert run("hf-to-dcp", source, tmp_path / "run") == 0
-    assert run("dcp-to-hf", tmp_path / "run", tmp_path / "back", "--dtype", "bfloat16") == 0
+    assert run("from-hf", source, tmp_path / "run") == 0
+    assert run("to-hf", tmp_path / "run", tmp_path / "back", "--dtype", "bfloat16") == 0
     assert contents(tmp_path / "back") == contents(source)
     assert {dtype for dtype, _ in contents(source).values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "bfloat16"
@@ -215,8 +215,8 @@ def test_bfloat16_comes_back_to_the_same_bytes(shape, tmp_path):
 def test_float16_widens_exactly(tmp_path):
     pytest.importorskip("transformers")
     source = write_hf(tmp_path / "hf", *SHAPES["llama2"], torch.float16)
-    assert run("hf-to-dcp", source, tmp_path / "run") == 0
-    assert run("dcp-to-hf", tmp_path / "run", tmp_path / "back") == 0
+    assert run("from-hf", source, tmp_path / "run") == 0
+    assert run("to-hf", tmp_path / "run", tmp_path / "back") == 0
     widened = {
         name: torch.frombuffer(bytearray(data), dtype=torch.float16).float().numpy().tobytes()
         for name, (_, data) in contents(source).items()
@@ -263,8 +263,8 @@ def test_the_hubs_cache_is_links(hf_folder, tmp_path):
     (tmp_path / "snapshot").mkdir()
     for path in hf_folder.iterdir():
         (tmp_path / "snapshot" / path.name).symlink_to(path)
-    assert run("hf-to-dcp", tmp_path / "snapshot", tmp_path / "run") == 0
-    assert run("dcp-to-hf", tmp_path / "run", tmp_path / "back") == 0
+    assert run("from-hf", tmp_path / "snapshot", tmp_path / "run") == 0
+    assert run("to-hf", tmp_path / "run", tmp_path / "back") == 0
     assert contents(tmp_path / "back") == contents(hf_folder)
 
 
@@ -279,8 +279,8 @@ def test_what_transformers_does_not_read_either_is_left_out(tmp_path):
         "model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(7),
     }
     save_file(whole | extra, source / "model.safetensors", {"format": "pt"})
-    assert run("hf-to-dcp", source, tmp_path / "run") == 0
-    assert run("dcp-to-hf", tmp_path / "run", tmp_path / "back") == 0
+    assert run("from-hf", source, tmp_path / "run") == 0
+    assert run("to-hf", tmp_path / "run", tmp_path / "back") == 0
     assert contents(tmp_path / "back").keys() == whole.keys()
 
 
@@ -365,7 +365,7 @@ def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_
         "Shard",
         lambda folder, *shard: opened.append(shard[1]) or verify.Shard(folder, *shard),
     )
-    assert run("dcp-to-hf", tmp_path, tmp_path / "back") == 0
+    assert run("to-hf", tmp_path, tmp_path / "back") == 0
     assert contents(tmp_path / "back") == contents(hf_folder)
     assert 1 <= Counter(opened)[0] <= len(pairs) / 2, "each file once for a group of tensors"
 
@@ -460,7 +460,7 @@ def test_a_run_starts_from_hugging_face_and_ends_there(hf_folder, options, tmp_p
     assert run_ranks(1, train_here, again) == [0]
     assert os.stat(folder / "hf/step-00000002").st_mtime_ns == made
     # From the converted checkpoint instead: the same first loss.
-    assert run("hf-to-dcp", hf_folder, tmp_path / "converted") == 0
+    assert run("from-hf", hf_folder, tmp_path / "converted") == 0
     argv = [word for word in argv if "_hf=" not in word]
     argv = [
         *argv,
@@ -474,7 +474,7 @@ def test_a_run_starts_from_hugging_face_and_ends_there(hf_folder, options, tmp_p
 def test_generate_reads_what_was_converted(hf_folder, tmp_path):
     from tools.generate import generate
 
-    assert run("hf-to-dcp", hf_folder, tmp_path / "run") == 0
+    assert run("from-hf", hf_folder, tmp_path / "run") == 0
     with pytest.raises(InputError, match="not a saved tokenizer"):
         generate(tmp_path / "run", "a", 3, 0, 1, 0)
     byte_tokenizer().save(str(tmp_path / "run/tokenizer.json"))
@@ -627,10 +627,10 @@ def test_the_tokenizer_is_converted_with_the_model(hf_folder, trained, tmp_path,
     source = Path(shutil.copytree(hf_folder, tmp_path / "hf"))
     for name, document in hf_tokenizer.files(trained, 64).items():
         (source / name).write_text(json.dumps(document))
-    assert run("hf-to-dcp", source, tmp_path / "run") == 0
+    assert run("from-hf", source, tmp_path / "run") == 0
     assert load_saved(str(tmp_path / "run/tokenizer.json")).fingerprint == trained.fingerprint
     (source / "tokenizer.json").write_text("{}")
-    assert run("hf-to-dcp", source, tmp_path / "bare") == 0
+    assert run("from-hf", source, tmp_path / "bare") == 0
     assert (
         "without a tokenizer: " in capsys.readouterr().err
         and not (tmp_path / "bare/tokenizer.json").exists()
@@ -755,7 +755,7 @@ def meta_logits(w: dict[str, Tensor], params: dict, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", META)
 def test_metas_files(kind, tmp_path):
     whole, params = write_meta(tmp_path / "meta", kind)
-    assert run("meta-to-dcp", tmp_path / "meta", tmp_path / "run") == 0
+    assert run("from-meta", tmp_path / "meta", tmp_path / "run") == 0
     arch = verify.read_manifest(tmp_path / "run/checkpoints/step-00000000")["facts"]["must_match"][
         "model"
     ]
@@ -794,7 +794,7 @@ def test_metas_files(kind, tmp_path):
 def test_negative_control_rotations_that_were_not_permuted(tmp_path, monkeypatch):
     whole, params = write_meta(tmp_path / "meta", "llama3")
     monkeypatch.setattr(llama_formats, "half_rotation", lambda weight, heads: weight)
-    assert run("meta-to-dcp", tmp_path / "meta", tmp_path / "run") == 0
+    assert run("from-meta", tmp_path / "meta", tmp_path / "run") == 0
     arch = verify.read_manifest(tmp_path / "run/checkpoints/step-00000000")["facts"]["must_match"][
         "model"
     ]
@@ -813,7 +813,7 @@ def test_metas_tokenizer_is_converted(trained, tmp_path):
         f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(trained.ranks)
     ]
     (tmp_path / "meta/tokenizer.model").write_text("\n".join(lines))
-    assert run("meta-to-dcp", tmp_path / "meta", tmp_path / "run") == 0
+    assert run("from-meta", tmp_path / "meta", tmp_path / "run") == 0
     assert load_saved(str(tmp_path / "run/tokenizer.json")).fingerprint == trained.fingerprint
 
 
@@ -843,7 +843,7 @@ def save_trained(folder: Path) -> dict[str, Tensor] | None:
 def test_one_file_for_torch(tmp_path):
     """Of a checkpoint of 2x2, sharded unevenly, with its optimizer; read by torch.load as it comes."""
     whole = run_ranks(4, save_trained, tmp_path)[0]
-    assert run("dcp-to-torch", tmp_path, tmp_path / "all.pt") == 0
+    assert run("to-torch", tmp_path, tmp_path / "all.pt") == 0
     loaded = torch.load(tmp_path / "all.pt")
     assert (
         loaded["step"] == 1
@@ -858,7 +858,7 @@ def test_one_file_for_torch(tmp_path):
     assert any(name.endswith("exp_avg_sq") and tensor.any() for name, tensor in flat.items())
     mapped = torch.load(tmp_path / "all.pt", mmap=True)
     assert torch.equal(mapped["model"]["norm.weight"], loaded["model"]["norm.weight"])
-    assert run("dcp-to-torch", tmp_path, tmp_path / "model.pt", "--content", "model") == 0
+    assert run("to-torch", tmp_path, tmp_path / "model.pt", "--content", "model") == 0
     alone = torch.load(tmp_path / "model.pt")
     assert sorted(alone) == ["facts", "model", "progress", "step"]
     llama.FAMILY.build(ARGS).load_state_dict(alone["model"])
@@ -1070,7 +1070,7 @@ def test_bad_hugging_face_folder(name, hf_folder, tmp_path, capsys, monkeypatch)
     damage, words = BAD_HF[name]
     source = Path(shutil.copytree(hf_folder, tmp_path / "hf"))
     damage(source)
-    refused(["hf-to-dcp", source, tmp_path / "run"], words, tmp_path / "run", capsys)
+    refused(["from-hf", source, tmp_path / "run"], words, tmp_path / "run", capsys)
 
 
 def rewrite_meta(change: Callable[[dict], object]) -> Callable[[Path], None]:
@@ -1138,12 +1138,12 @@ def test_bad_folder_of_meta(name, tmp_path, capsys, monkeypatch):
     damage, words = BAD_META[name]
     write_meta(tmp_path / "meta", "llama3")
     damage(tmp_path / "meta")
-    refused(["meta-to-dcp", tmp_path / "meta", tmp_path / "run"], words, tmp_path / "run", capsys)
+    refused(["from-meta", tmp_path / "meta", tmp_path / "run"], words, tmp_path / "run", capsys)
 
 
-@pytest.mark.parametrize("command", ["dcp-to-hf", "dcp-to-torch"])
+@pytest.mark.parametrize("command", ["to-hf", "to-torch"])
 def test_a_damaged_checkpoint_is_not_exported(command, hf_folder, tmp_path, capsys):
-    assert run("hf-to-dcp", hf_folder, tmp_path / "run") == 0
+    assert run("from-hf", hf_folder, tmp_path / "run") == 0
     byte_tokenizer().save(str(tmp_path / "run/tokenizer.json"))
     capsys.readouterr()
     out = tmp_path / "out"
@@ -1171,9 +1171,9 @@ def test_a_damaged_checkpoint_is_not_exported(command, hf_folder, tmp_path, caps
 
 
 def test_a_checkpoint_is_never_written_over(hf_folder, tmp_path, capsys):
-    assert run("hf-to-dcp", hf_folder, tmp_path / "run") == 0
+    assert run("from-hf", hf_folder, tmp_path / "run") == 0
     kept = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert run("hf-to-dcp", hf_folder, tmp_path / "run") == 2
+    assert run("from-hf", hf_folder, tmp_path / "run") == 2
     assert "holds checkpoints already" in capsys.readouterr().err
     assert {
         path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
@@ -1184,11 +1184,11 @@ def test_a_checkpoint_is_never_written_over(hf_folder, tmp_path, capsys):
     "argv",
     [
         [],
-        ["hf-to-dcp"],
+        ["from-hf"],
         ["to-hf", "a", "b"],
-        ["dcp-to-hf", "a", "b", "--dtype=int8"],
-        ["dcp-to-hf", "a", "b", "--max-shard-size=5"],
-        ["dcp-to-hf", "a", "b", "--max-shard-size=0GB"],
+        ["to-hf", "a", "b", "--dtype=int8"],
+        ["to-hf", "a", "b", "--max-shard-size=5"],
+        ["to-hf", "a", "b", "--max-shard-size=0GB"],
     ],
 )
 def test_bad_arguments(argv):
@@ -1286,11 +1286,11 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     room for these, far from the 940 MB."""
     source, meta = write_large(tmp_path, 3)
     limits = {
-        ("hf-to-dcp", source, tmp_path / "run"): 200,
-        ("dcp-to-hf", tmp_path / "run", tmp_path / "back"): 200,
-        ("dcp-to-hf", tmp_path / "run", tmp_path / "small", "--dtype", "bfloat16"): 250,
-        ("dcp-to-torch", tmp_path / "run", tmp_path / "one.pt"): 500,
-        ("meta-to-dcp", meta, tmp_path / "meta-run"): 800,
+        ("from-hf", source, tmp_path / "run"): 200,
+        ("to-hf", tmp_path / "run", tmp_path / "back"): 200,
+        ("to-hf", tmp_path / "run", tmp_path / "small", "--dtype", "bfloat16"): 250,
+        ("to-torch", tmp_path / "run", tmp_path / "one.pt"): 500,
+        ("from-meta", meta, tmp_path / "meta-run"): 800,
     }
     grown = {argv: growth(*argv) for argv in limits}
     assert all(grown[argv] < limit for argv, limit in limits.items()), grown
@@ -1312,7 +1312,7 @@ def test_x1_code_in_a_hugging_face_folder_is_not_run(hf_folder, tmp_path):
     (hostile / "tokenizer_config.json").write_text(
         json.dumps({"auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
     )
-    assert convert.main(["hf-to-dcp", str(hostile), str(tmp_path / "run")]) == 0
-    assert convert.main(["dcp-to-hf", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
+    assert convert.main(["from-hf", str(hostile), str(tmp_path / "run")]) == 0
+    assert convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
     assert not marker.exists() and not list((tmp_path / "back").glob("*.py"))
     assert not any("auto_map" in path.read_text() for path in (tmp_path / "back").glob("*.json"))

@@ -741,3 +741,11 @@ def test_muon_has_no_names_there(saved, tmp_path):
     code, said = converted("to-dcp", run_folder, tmp_path / "out", "--names", "torchtitan")
     assert code == 2 and "only AdamW's has TorchTitan's names" in said
     assert converted("to-dcp", run_folder, tmp_path / "out") == (0, "")
+
+
+@pytest.mark.parametrize(("old", "new"), convert.RETIRED.items())
+def test_an_old_name_answers_with_the_new_one(old, new, tmp_path):
+    assert new in convert.COMMANDS and old not in convert.COMMANDS
+    code, said = converted(old, tmp_path, tmp_path / "out")
+    assert (code, said) == (2, f"{old} is called {new} now, with the same arguments\n")
+    assert not (tmp_path / "out").exists()

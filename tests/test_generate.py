@@ -100,7 +100,7 @@ def test_a_checkpoint_of_another_code_is_a_sentence(facts, words, tmp_path, monk
     with pytest.raises(InputError) as caught:
         generate(tmp_path, "a", 3, 0, 1, 0)
     assert str(caught.value).startswith(str(path)) and words in str(caught.value)
-    assert convert.main(["dcp-to-hf", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert convert.main(["to-hf", str(tmp_path), str(tmp_path / "out")]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -309,7 +309,7 @@ def test_experts_and_latent_attention_give_the_tokens_of_transformers(tmp_path):
     words = byte_tokenizer()
     for name, document in hf_tokenizer.files(words, 64).items():
         (tmp_path / "hf" / name).write_text(json.dumps(document))
-    assert convert.main(["hf-to-dcp", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    assert convert.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
     options = {
         "attention_mask": torch.ones(1, 3, dtype=torch.int64),
         "eos_token_id": words.eot_id,

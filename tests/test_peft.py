@@ -260,9 +260,9 @@ def test_a_base_that_was_moved_is_found_and_another_one_is_refused(trained, tmp_
 
 
 def test_what_holds_adapters_is_no_model_and_the_other_way_round(trained, tmp_path, capsys):
-    assert convert.main(["dcp-to-hf", str(trained["run"]), str(tmp_path / "hf")]) == 2
+    assert convert.main(["to-hf", str(trained["run"]), str(tmp_path / "hf")]) == 2
     assert "lora-merge" in capsys.readouterr().err
-    assert convert.main(["hf-to-dcp", str(trained["base"]), str(tmp_path / "whole")]) == 0
+    assert convert.main(["from-hf", str(trained["base"]), str(tmp_path / "whole")]) == 0
     assert convert.main(["lora-to-peft", str(tmp_path / "whole"), str(tmp_path / "peft")]) == 2
     assert "holds no adapters" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]

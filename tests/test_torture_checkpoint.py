@@ -953,7 +953,7 @@ def test_x1_a_pickle_is_no_place_to_start_from(kind, saved, tmp_path):
         shutil.copytree(hostile, copy_of(saved, tmp_path) / "step-00000040")
         assert run_ranks(2, resume, tmp_path / "checkpoints")[0][:2] == (30, [30.0])
     assert verify.main([str(hostile)]) == generate.main([str(hostile)]) == 2
-    for command in ("dcp-to-hf", "dcp-to-torch"):
+    for command in ("to-hf", "to-torch"):
         assert convert.main([command, str(hostile), str(tmp_path / "out")]) == 2
     assert not fires(marker) and not (tmp_path / "out").exists()
 

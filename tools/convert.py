@@ -1,10 +1,10 @@
 """Models from elsewhere into a checkpoint, and checkpoints into files for elsewhere; one tensor in
 memory at a time.
 
-    python -m tools.convert hf-to-dcp    HF_FOLDER  OUT        Hugging Face: config.json and safetensors
-    python -m tools.convert meta-to-dcp  META_FOLDER OUT       Meta's params.json and consolidated.*.pth (Llama 2 and 3)
-    python -m tools.convert dcp-to-hf    CHECKPOINT OUT        a folder for transformers' from_pretrained
-    python -m tools.convert dcp-to-torch CHECKPOINT OUT.pt     one file for torch.load
+    python -m tools.convert from-hf      HF_FOLDER  OUT        Hugging Face: config.json and safetensors
+    python -m tools.convert from-meta    META_FOLDER OUT       Meta's params.json and consolidated.*.pth (Llama 2 and 3)
+    python -m tools.convert to-hf        CHECKPOINT OUT        a folder for transformers' from_pretrained
+    python -m tools.convert to-torch     CHECKPOINT OUT.pt     one file for torch.load
     python -m tools.convert to-dcp       CHECKPOINT OUT        a folder for torch.distributed.checkpoint, or TorchTitan
     python -m tools.convert from-dcp     DCP_FOLDER OUT        such a folder, of ours or TorchTitan's
     python -m tools.convert lora-to-peft RUN OUT               a folder for peft's PeftModel.from_pretrained
@@ -51,7 +51,21 @@ META = "llama"  # the family whose weights Meta published in a format of its own
 REMAP = 1 << 28
 
 
+RETIRED = {  # a checkpoint of ours is no folder of DCP's
+    "hf-to-dcp": "from-hf",
+    "meta-to-dcp": "from-meta",
+    "dcp-to-hf": "to-hf",
+    "dcp-to-torch": "to-torch",
+}
+
+
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in RETIRED:
+        print(
+            f"{argv[0]} is called {RETIRED[argv[0]]} now, with the same arguments", file=sys.stderr
+        )
+        return 2
     parser = argparse.ArgumentParser(
         prog="python -m tools.convert", description="Checkpoints from and for elsewhere."
     )
@@ -77,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 # in
 
 
-def hf_to_dcp(source: Path, out: Path) -> str:
+def from_hf(source: Path, out: Path) -> str:
     """Returns what was done, in a sentence; so do the others. Raises InputError."""
     name, args = hf.read_model(source, FORMATS)
     stored = hf.weights(source, FORMATS[name], args, shapes(name, args))
@@ -88,7 +102,7 @@ def hf_to_dcp(source: Path, out: Path) -> str:
     return publish(out, name, args, source, read, tokenizer_of(hf_tokenizer.read, source))
 
 
-def meta_to_dcp(source: Path, out: Path) -> str:
+def from_meta(source: Path, out: Path) -> str:
     meta = MetaFolder(source)
     tokenizer = tokenizer_of(from_rank_file, str(source / "tokenizer.model"))
     return publish(out, META, meta.args, source, meta.read, tokenizer)
@@ -228,9 +242,7 @@ class MetaFolder:
 # out
 
 
-def dcp_to_hf(
-    source: Path, out: Path, dtype: str, max_shard_size: int, tokenizer: Path | None
-) -> str:
+def to_hf(source: Path, out: Path, dtype: str, max_shard_size: int, tokenizer: Path | None) -> str:
     path, manifest = newest(source)
     facts = manifest["facts"]
     if adapters.has_adapters(manifest):
@@ -263,7 +275,7 @@ def lora_to_peft(source: Path, out: Path) -> str:
     peft.write(out, run.tensors, run.formats, run.args, run.rank, run.alpha, named)
     words = f"{base} is their base"
     if not of_hugging_face:
-        words += ", which dcp-to-hf makes a folder for transformers of"
+        words += ", which to-hf makes a folder for transformers of"
     return f"{out}: the adapters of {run.path}; {words}"
 
 
@@ -299,7 +311,7 @@ def files_of_run(path: Path, longest: int) -> dict[str, dict]:
     return hf_tokenizer.files(saved, longest) if saved else {}
 
 
-def dcp_to_torch(source: Path, out: Path, content: str) -> str:
+def to_torch(source: Path, out: Path, content: str) -> str:
     """{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}, "step", "progress",
     "facts"}: tensors and plain values, so that torch.load with its default, weights_only, reads it.
 
@@ -401,25 +413,25 @@ RUN = ("OUT", "a new folder; in it appear checkpoints/step-00000000 and tokenize
 
 # command -> (its function, its source and target: name and help, its description)
 COMMANDS = {
-    "hf-to-dcp": (
-        hf_to_dcp,
+    "from-hf": (
+        from_hf,
         ("HF_FOLDER", "a folder with config.json and model*.safetensors"),
         RUN,
         "A checkpoint of a Hugging Face folder.",
     ),
-    "meta-to-dcp": (
-        meta_to_dcp,
+    "from-meta": (
+        from_meta,
         ("META_FOLDER", "a folder with params.json and consolidated.*.pth"),
         RUN,
         "A checkpoint of a model as Meta published it.",
     ),
-    "dcp-to-hf": (
-        dcp_to_hf,
+    "to-hf": (
+        to_hf,
         CHECKPOINT,
         ("OUT", "a new folder"),
         "A folder for transformers' from_pretrained.",
     ),
-    "dcp-to-torch": (dcp_to_torch, CHECKPOINT, ("OUT", "a new file"), "One file for torch.load."),
+    "to-torch": (to_torch, CHECKPOINT, ("OUT", "a new file"), "One file for torch.load."),
     "to-dcp": (
         to_dcp.to_dcp,
         CHECKPOINT,
@@ -461,7 +473,7 @@ OPTIONS = {  # command -> option -> its settings, argparse's
         "--base": {"type": Path, "help": "where the base is now, if it was moved"},
         "--max-shard-size": MAX_SHARD_SIZE,
     },
-    "dcp-to-hf": {
+    "to-hf": {
         "--dtype": {
             "choices": ["float32", "bfloat16"],
             "default": "float32",
@@ -494,7 +506,7 @@ OPTIONS = {  # command -> option -> its settings, argparse's
             "help": "a configuration of ours that describes the model of a folder of TorchTitan's",
         },
     },
-    "dcp-to-torch": {
+    "to-torch": {
         "--content": {
             "choices": ["model", "model+optimizer"],
             "default": "model+optimizer",
