@@ -1185,7 +1185,7 @@ def test_a_checkpoint_is_never_written_over(hf_folder, tmp_path, capsys):
     [
         [],
         ["from-hf"],
-        ["to-hf", "a", "b"],
+        ["to-gguf", "a", "b"],
         ["to-hf", "a", "b", "--dtype=int8"],
         ["to-hf", "a", "b", "--max-shard-size=5"],
         ["to-hf", "a", "b", "--max-shard-size=0GB"],
