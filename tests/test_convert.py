@@ -1290,6 +1290,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
         ("to-hf", tmp_path / "run", tmp_path / "back"): 200,
         ("to-hf", tmp_path / "run", tmp_path / "small", "--dtype", "bfloat16"): 250,
         ("to-torch", tmp_path / "run", tmp_path / "one.pt"): 500,
+        ("to-dcp", tmp_path / "run", tmp_path / "dcp"): 350,
+        ("to-dcp", tmp_path / "run", tmp_path / "titan", "--names", "torchtitan"): 350,
+        ("from-dcp", tmp_path / "dcp", tmp_path / "dcp-run"): 450,
         ("from-meta", meta, tmp_path / "meta-run"): 800,
     }
     grown = {argv: growth(*argv) for argv in limits}

@@ -154,6 +154,48 @@ def test_there_and_back(model, names, tmp_path):
     assert after["facts"]["must_match"]["model"] == before["facts"]["must_match"]["model"]
 
 
+# What a layer with experts is called in TorchTitan's own state dict (state_dict() of its models).
+OF_EXPERTS = {
+    "0.3": [
+        "expert_bias_E",
+        "routed_experts.inner_experts.w1_EFD",
+        "routed_experts.inner_experts.w2_EDF",
+        "routed_experts.inner_experts.w3_EFD",
+        "router.gate.weight",
+    ],
+    "0.2": ["expert_bias", "experts.w1", "experts.w2", "experts.w3", "router.gate.weight"],
+}
+ATTENTION = {
+    ("qwen3 experts", "0.3"): ["qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv", "wo"],
+    ("qwen3 experts", "0.2"): ["wq", "wk", "wv", "wo"],
+    ("deepseek_v3", "0.3"): ["wq", "wkv_a", "kv_norm", "wkv_b", "wo"],
+    ("deepseek_v3 q_rank", "0.2"): ["wq_a", "q_norm", "wq_b", "wkv_a", "kv_norm", "wkv_b", "wo"],
+}
+
+
+@pytest.mark.parametrize(("model", "release"), ATTENTION)
+def test_names_are_those_of_their_modules(model, release):
+    cfg = load_config(MODELS_HERE[model])
+    family = MODELS[cfg.model.family]
+    args = family.Args(**architecture(cfg.model))
+    shapes = new_checkpoint.shapes(family.name, args)
+    found = set(torchtitan.names(shapes, args, release).values())
+    found |= set(torchtitan.biases_that_ours_lacks(shapes, args, release))
+    wanted = [f"moe.{name}" for name in OF_EXPERTS[release]]
+    if family.name == "deepseek_v3":
+        wanted += [f"moe.shared_experts.{name}.weight" for name in ("w1", "w2", "w3")]
+    attention = ATTENTION[model, release]
+    if family.name == "qwen3":
+        attention = [*attention, "q_norm", "k_norm"]
+    wanted += [f"attention.{name}.weight" for name in attention]
+    wanted += ["attention_norm.weight", "ffn_norm.weight"]
+    of_layer = {name for name in found if name.startswith("layers.1.")}
+    assert of_layer == {f"layers.1.{name}" for name in wanted}
+    output = {"0.3": "lm_head.weight", "0.2": "output.weight"}[release]
+    ends = {name for name in found if not name.startswith("layers.")}
+    assert ends == {"tok_embeddings.weight", "norm.weight", output}
+
+
 def test_a_tensor_in_the_wrong_order_would_be_seen(tmp_path, monkeypatch):
     """The negative control: with rotary pairs left as they are on the way back, wq is another."""
     tensors = write_checkpoint(SMALL, tmp_path / "run")
@@ -622,6 +664,10 @@ def twice(metadata: Any) -> None:
     stored.chunks = stored.chunks * 2
 
 
+def emptied(metadata: Any) -> None:
+    metadata.storage_data.clear()
+
+
 def transformed(metadata: Any) -> None:
     next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
 
@@ -641,7 +687,7 @@ def transformed(metadata: Any) -> None:
         (place_of("step", "../../evil"), "names '../../evil', which is no file beside it"),
         (place_of("model.norm.weight", "gone.distcp"), "gone.distcp cannot be read: No such file"),
         (place_of("model.norm.weight", "__0_0.distcp"), "model.norm.weight is damaged: "),
-        (lambda m: m.storage_data.clear(), ".metadata is not DCP's: "),
+        (emptied, ".metadata is not DCP's: "),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused(how, words, saved, tmp_path):
