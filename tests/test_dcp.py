@@ -4,6 +4,7 @@ TorchTitan's; PyTorch alone reads what we write, and we run nothing of what we r
 TorchTitan's Llama is written down here once more, small, with complex rotations and its names.
 """
 
+import importlib.util
 import pickle
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as of_dcp
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -475,21 +477,24 @@ def as_saved(weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, shard
     }
 
 
-def losses_from(folder: Path, steps: range) -> list[float]:
-    """The losses of these steps on this mesh, from the checkpoint in a run's folder."""
+def losses_from(folder: Path, options: list[str], steps: range) -> list[float]:
+    """The losses of these steps on this mesh, from the checkpoint in a run's folder; the step after
+    them is saved there."""
     here = world()
-    cfg = load_config([*SMALL, "--training.max_norm=0"], here.size, here.local_size)
+    cfg = load_config([*options, "--training.max_norm=0"], here.size, here.local_size)
     job = train.build(cfg)
-    facts = {"family": "llama", "must_match": {"model": asdict(job.args)}}
+    must_match = {"model": asdict(job.args)}
+    facts = {"family": cfg.model.family, "config": dump(cfg), "must_match": must_match}
     checkpoints = CheckpointManager(Checkpoint(), folder / "checkpoints", job.mesh, facts)
     assert checkpoints.load(job.model, job.optimizer) == {"step": steps.start}
-    checkpoints.close()
     set_learning_rate(job.optimizer, LR)
     losses = []
     for step in steps:
         rows = batch_of(step).chunk(here.size)[here.rank][:, None]  # [A, 1, T + 1]
         batch = {"tokens": rows[..., :-1].contiguous(), "labels": rows[..., 1:].contiguous()}
         losses.append(train.train_step(job, batch).loss)
+    checkpoints.save(steps.stop, job.model, job.optimizer, {"step": steps.stop})
+    checkpoints.close()
     return losses
 
 
@@ -506,10 +511,131 @@ def test_torchtitans_llama_goes_on_here(fused, ranks, tmp_path):
     code, said = converted("from-dcp", folder, tmp_path / "run")
     assert code == 2 and "describe it with --config" in said
     assert converted("from-dcp", folder, tmp_path / "run", "--config", config) == (0, "")
-    found = run_ranks(2, losses_from, tmp_path / "run", range(2, 5))
+    found = run_ranks(2, losses_from, tmp_path / "run", SMALL, range(2, 5))
     for of_rank in found:
         assert of_rank == pytest.approx(losses[2:], abs=1e-5)
     assert abs(losses[2] - losses[3]) > 1e-3, "the losses of different steps differ"
+
+
+# TorchTitan itself -------------------------------------------------------------------------------
+
+OF_TITANS = [*SMALL[5:], "--model.dim=256", "--model.n_heads=16", "--model.vocab_size=2048"]
+DEBUG_MODELS = {  # in our words
+    "llama3": [
+        *OF_TITANS,
+        "--model.flavor=8B",
+        "--model.n_layers=6",
+        "--model.n_kv_heads=16",
+        "--model.head_dim=16",
+        "--model.hidden_dim=768",
+    ],
+    "qwen3": [
+        *OF_TITANS,
+        "--model.family=qwen3",
+        "--model.n_layers=8",
+        "--model.n_kv_heads=8",
+        "--model.head_dim=128",
+        "--model.hidden_dim=3072",
+        "--model.rope_theta=1000000.0",
+        "--model.tied_embeddings=true",
+    ],
+}
+
+
+def titans_losses(name: str, folder: Path, steps: range, save: int) -> list[float]:
+    """The losses of these steps of TorchTitan's debug model, which it begins or loads, and saves
+    after step `save`: with its model, its optimizers and its CheckpointManager."""
+    from torchtitan.components.checkpoint import CheckpointManager as TheirManager
+    from torchtitan.components.optimizer import (
+        LRSchedulersContainer,
+        OptimizersContainer,
+        ParamGroupConfig,
+    )
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    family = importlib.import_module(f"torchtitan.models.{name}")
+    config = getattr(family, f"{name}_configs")["debugmodel"]("flex")
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    torch.manual_seed(0)
+    model = config.build()
+    model.init_states(buffer_device=torch.device("cpu"))
+    cfg = load_config(DEBUG_MODELS[name]).optimizer
+    options = {"lr": LR, "betas": cfg.betas, "eps": cfg.eps}
+    groups = [
+        ParamGroupConfig(
+            pattern=pattern,
+            optimizer_name="AdamW",
+            optimizer_kwargs=options | {"weight_decay": decay},
+        )
+        for pattern, decay in (("norm", 0.0), (".*", cfg.weight_decay))
+    ]
+    optimizers = OptimizersContainer.Config(implementation="fused", param_groups=groups)
+    optimizers = optimizers.build(model_parts=[model])
+    schedule = LRSchedulersContainer.Config().build(optimizers=optimizers, training_steps=20)
+    progress = Counted()
+    manager = TheirManager.Config(enable=True, interval=1, exclude_from_loading=["dataloader"])
+    manager = manager.build(
+        dataloader=Counted(),
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=schedule,
+        states={"train_state": progress},
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+    if steps.start:
+        assert manager.load() and progress.step == steps.start
+    losses = []
+    for step in steps:
+        tokens = batch_of(step)
+        positions = torch.arange(16).expand(4, 16)
+        logits = model(tokens[:, :-1], positions)
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizers.zero_grad()
+        loss.backward()
+        for group in optimizers.optimizers[0].param_groups:
+            group["lr"] = LR
+        optimizers.step()
+        losses.append(loss.item())
+        progress.step = step + 1
+        if step + 1 == save:
+            manager.save(save)
+    manager.close()
+    return losses
+
+
+class Counted(Stateful):
+    """TorchTitan's train_state, and its dataloader's state."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "ntokens_seen": 64 * self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None, reason="pip install torchtitan==0.3.0"
+)
+@pytest.mark.parametrize("name", DEBUG_MODELS)
+def test_torchtitan_itself_moves_here_and_back(name, tmp_path):
+    """Its next three losses are ours, and our next three are its, to 1e-5."""
+    options = DEBUG_MODELS[name]
+    (theirs,) = run_ranks(1, titans_losses, name, tmp_path / "theirs", range(5), 2)
+    config = ["--config", toml_of(options, tmp_path)]
+    folder = tmp_path / "theirs" / "checkpoint" / "step-2"
+    assert converted("from-dcp", folder, tmp_path / "run", *config) == (0, "")
+    ours = run_ranks(2, losses_from, tmp_path / "run", options, range(2, 5))[0]
+    assert ours == pytest.approx(theirs[2:], abs=1e-5)
+    back = tmp_path / "back"
+    arguments = [back / "checkpoint" / "step-5", "--names", "torchtitan"]
+    assert converted("to-dcp", tmp_path / "run", *arguments) == (0, "")
+    (theirs,) = run_ranks(1, titans_losses, name, back, range(5, 8), 0)
+    ours = run_ranks(2, losses_from, tmp_path / "run", options, range(5, 8))[0]
+    assert theirs == pytest.approx(ours, abs=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
