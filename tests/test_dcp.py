@@ -903,8 +903,12 @@ def test_what_has_no_parameter_here_must_say_nothing(tmp_path):
     folder = tmp_path / "tied-dcp"
     assert converted("to-dcp", tmp_path / "tied", folder, "--names", "torchtitan") == (0, "")
     lies_elsewhere(folder, "lm_head.weight", torch.zeros(263, 42))
-    said = refused(folder, tmp_path, "--config", toml_of(tied, tmp_path))
+    config = toml_of(tied, tmp_path)
+    said = refused(folder, tmp_path, "--config", config)
     assert "lm_head.weight differs from tok_embeddings.weight, and the model ties them" in said
+    change(folder, resized("lm_head.weight", [1 << 40, 42]))
+    said = refused(folder, tmp_path, "--config", config)
+    assert "lm_head.weight has shape [1099511627776, 42], not [263, 42]" in said
 
 
 def test_muon_has_no_names_there(saved, tmp_path):

@@ -176,6 +176,8 @@ class Folder:
             offset = index.state.get("offset")
             places[index.state["fqn"], tuple(offset or ())] = self._place(info.state)
         for name, stored in fields["state_dict_metadata"].items():
+            if type(name) is not str:
+                raise ValueError(f"{name!r} is no name")
             if type(stored).__name__ == "BytesStorageMetadata":
                 self.values[name] = places[name, ()]
                 continue

@@ -304,15 +304,24 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
                 places |= {f"optimizer.{ours}.{kept}": (key, group) for ours in group}
                 of_group = [shapes[ours] for ours in group]
                 wanted[key] = [] if kept == "step" else torchtitan.joined_shape(of_group)
-    further: dict[str, str] = torchtitan.copies(args, release)
-    further |= dict.fromkeys(torchtitan.biases_that_ours_lacks(shapes, args, release), "")
+    # what may be there, and has no parameter of its own here
+    copies = {}
+    for key, original in torchtitan.copies(args, release).items():
+        if key in folder.tensors:
+            copies[key] = theirs[original]
+            wanted[key] = shapes[original]
+    biases = []
+    for key in torchtitan.biases_that_ours_lacks(shapes, args, release):
+        if key in folder.tensors:
+            biases.append(key)
+            wanted[key] = [args.n_experts]
     found = {}
     for key, stored in folder.tensors.items():
         is_table = re.fullmatch(torchtitan.TABLES, key)
-        if key not in further and not key.startswith(LEFT_OUT) and not is_table:
+        if not key.startswith(LEFT_OUT) and not is_table:
             found[key] = stored
     dcp.check(folder.path, found, wanted)
-    check_further(folder, further, theirs)
+    check_further(folder, copies, biases)
     dtype = master_dtype(cfg.training)
     check_types(folder, wanted, dtype)
 
@@ -363,19 +372,17 @@ def release_of(folder: dcp.Folder, parameters: Iterable[str], args: Any) -> str:
     return max(shared, key=lambda release: shared[release])
 
 
-def check_further(folder: dcp.Folder, further: dict[str, str], theirs: dict[str, str]) -> None:
+def check_further(folder: dcp.Folder, copies: dict[str, str], biases: list[str]) -> None:
     """Raises InputError if a tensor that has no parameter of its own here says something: a copy that
-    is none, or a bias that is not 0. further: by key, the parameter of which it is a copy."""
-    for key, original in further.items():
-        if key not in folder.tensors:
-            continue
-        tensor = folder.read(key)
-        if original and not torch.equal(tensor, folder.read(theirs[original])):
+    is none, or a bias that is not 0. copies: by key, the key of the original."""
+    for key, original in copies.items():
+        if not torch.equal(folder.read(key), folder.read(original)):
             raise InputError(
-                f"{folder.path}: {key} differs from {theirs[original]}, and the model ties them "
+                f"{folder.path}: {key} differs from {original}, and the model ties them "
                 "(model.tied_embeddings)"
             )
-        if not original and tensor.count_nonzero():
+    for key in biases:
+        if folder.read(key).count_nonzero():
             raise InputError(
                 f"{folder.path}: {key} is not 0, and the routers of this family have no bias here"
             )
