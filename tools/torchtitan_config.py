@@ -342,7 +342,9 @@ class Translation:
         if path and self.theirs["checkpoint.initial_load_in_hf"]:
             self.ours["checkpoint.load_hf"] = path
         elif path:
-            self.lose("checkpoint.initial_load_path", "convert it, and name it as load_path")
+            self.lose(
+                "checkpoint.initial_load_path", "from-dcp converts it; name the result as load_path"
+            )
         if self.theirs["checkpoint.last_save_in_hf"]:
             dtype = self.theirs["checkpoint.export_dtype"]
             if dtype == "float16":
