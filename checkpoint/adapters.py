@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint import hf, verify
 from checkpoint.storage import CODES, DTYPES
+from checkpoint.stores.objects import location
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from models.lora import is_adapter
@@ -60,7 +61,7 @@ def load_base(job: Any, families: Mapping[str, Any], checkpoints: Any) -> None:
             Path(cfg.checkpoint.load_hf), job.model, families, family, job.args, checkpoints.group
         )
     else:
-        folder = checkpoints.load_base(Path(cfg.checkpoint.load_path), base)
+        folder = checkpoints.load_base(location(cfg.checkpoint.load_path), base)
     checkpoints.origin = folder
     dtype = next(iter(base.values())).dtype
     checkpoints.facts["base"] = {

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from checkpoint import state, storage, verify
 from checkpoint.agreement import on_every_rank
 from checkpoint.storage import CODES, DTYPES
+from checkpoint.stores.objects import location
 from checkpoint.verify import Damaged
 from configs.schema import Config, InputError
 from models.lora import is_adapter
@@ -545,7 +546,8 @@ def export_newest(
     `export`."""
     folder = Path(cfg.run.folder)
     dtype = cfg.checkpoint.export_hf
-    path = verify.newest(folder / "checkpoints")
+    store = cfg.checkpoint.store
+    path = verify.newest(location(store) if store else folder / "checkpoints")
     out = folder / "hf" / path.name
     if out.exists():
         return

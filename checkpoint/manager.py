@@ -5,8 +5,9 @@ of each rank. The copy overlaps with the next forward and backward, which only r
 optimizer's next step waits until the copy is made. Each rank then writes its file into a temporary
 folder and syncs it, and rank 0 adds the manifest and renames the folder to `step-00000100`. So at
 any moment a crash leaves the earlier checkpoints as they were, and at most a temporary folder that
-the next start removes. The threads use a gloo group of their own, so that their messages do not mix
-with training's. One save is in flight at a time.
+the next start removes. `place.py` does this, on a disk or in an object store. The threads use a
+gloo group of their own, so that their messages do not mix with training's. One save is in flight at
+a time.
 
 It is a thread because that is simpler than a process and measures no worse: a step that never waits
 for anything else takes as long beside a save as beside another process that writes as many bytes
@@ -28,8 +29,6 @@ import datetime
 import fnmatch
 import json
 import logging
-import re
-import shutil
 import threading
 import time
 import traceback
@@ -43,20 +42,19 @@ from torch import Tensor, nn
 
 from checkpoint import adapters, state, storage, verify
 from checkpoint.agreement import NO_FILE, agree, gather_files, on_every_rank
-from checkpoint.lease import Lease, Lost
-from checkpoint.retention import Retention
+from checkpoint.lease import Lost
+from checkpoint.place import open_place
 from checkpoint.state import STAGING
 from checkpoint.storage import GENERATOR, NotFinite, OneByOne, SavePlan, Staged
+from checkpoint.stores.objects import Key, location
 from checkpoint.verify import Damaged
 from configs import schema
 from configs.schema import InputError
 from parallelisms.mesh import Mesh, world
-from reliability import disk
 from training.optimizers import materialise
 
 # for the slowest rank to write its part; a dead process is noticed at once
 PATIENCE = datetime.timedelta(minutes=30)
-TEMPORARY = re.compile(r"\.(tmp|del)-[0-9a-f]{8}-[0-9]+-step-[0-9]{8,}(\.[0-9]+)?")
 NOTES = {  # what is said where host memory is too short for checkpoint.async_save as it is meant
     "pageable": "the buffers for checkpoints are not pinned, so copies from the GPU are slower",
     "none": (
@@ -76,7 +74,8 @@ class CheckpointManager:
 
     def __init__(self, cfg: schema.Checkpoint, folder: Path, mesh: Mesh, facts: dict):
         self.cfg = cfg
-        self.folder = Path(folder)
+        self.place = open_place(cfg, folder)
+        self.folder = self.place.path  # a folder, or a prefix of a store
         self.mesh = mesh
         self.facts = json.loads(json.dumps(facts))  # as it will be read back, with lists for tuples
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -103,28 +102,9 @@ class CheckpointManager:
         # checkpoints that this run's state descends from, oldest first
         self.ancestors: list[str] = []
         self.origin = ""  # the checkpoint of another run that this one started from
-        self.lease: Lease | None = None  # rank 0 only, as is the next
-        self.retention: Retention | None = None
-        self.run_id = self._on_rank_0(self._open_folder)
-
-    def _open_folder(self) -> str:
-        """Become the only run that writes here, and have the thread remove what an earlier run left
-        unfinished."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for parent in (self.folder.parent, self.folder.parent.parent):
-            # a folder whose name a power cut takes away is lost with all that was synced in it
-            disk.sync(parent)
-        self.lease = Lease(self.folder / ".lease")
-        self.retention = Retention(self.folder, self.lease, self.cfg)
-        ours = {".lease", *verify.published(self.folder)}
-        leftovers = []
-        for path in self.folder.iterdir():
-            if TEMPORARY.fullmatch(path.name) and not path.is_symlink():
-                leftovers.append(path)
-            elif path.name not in ours:
-                say.warning(f"{path} is not a checkpoint of this run and is left alone")
-        self.retention.remove_leftovers(leftovers)
-        return self.lease.id
+        self.run_id = self._on_rank_0(self.place.take)
+        self.lease = self.place.lease  # rank 0 only, as is the next
+        self.retention = self.place.retention
 
     def _on_rank_0(self, fn: Callable, *args: object) -> Any:
         """Call fn(*args) on rank 0. Every rank returns its result, or raises the exception that it
@@ -231,12 +211,12 @@ class CheckpointManager:
         """Runs in the thread, on all ranks: save, then ask for the removal of what has expired."""
         self.saves += 1
         name = verify.step_name(step, self.attempt)
-        temporary = self.folder / f".tmp-{self.run_id}-{self.saves}-{name}"
+        draft = self.place.draft(self.run_id, self.saves, name)
         try:
-            self._save(temporary, name, live, computed, head)
+            self._save(draft, name, live, computed, head)
         except BaseException:
-            if self.retention:  # what has been written so far may be what fills the disk
-                self.retention.remove_leftovers([temporary])
+            if self.retention:
+                self.place.discard(draft)
             raise
         finally:
             self.copied.set()  # if the save failed before the copy, training must not wait for it
@@ -247,7 +227,7 @@ class CheckpointManager:
 
     def _save(
         self,
-        temporary: Path,
+        draft: Path | Key,
         name: str,
         live: dict,
         computed: torch.cuda.Event | None,
@@ -269,8 +249,7 @@ class CheckpointManager:
             parts = self._copy(live, computed)
 
             # write: this rank's file, and sync it
-            temporary.mkdir(exist_ok=True)
-            file = storage.write(temporary, self.plan, parts)
+            file = self.place.write(draft, self.plan, parts)
         except BaseException as failure:
             error = failure
 
@@ -280,7 +259,7 @@ class CheckpointManager:
         # publish: the manifest, and the folder's name
         if files and NO_FILE not in files:
             try:
-                self._publish(temporary, name, head, files)
+                self._publish(draft, name, head, files)
             except BaseException as failure:
                 error = failure
         agree(error, self.group)
@@ -331,13 +310,10 @@ class CheckpointManager:
         self.staged.check_finite()
         return self.staged
 
-    def _publish(self, temporary: Path, name: str, head: dict, files: list) -> None:
-        """Make the folder a checkpoint: on rank 0, when every rank's file is written and synced.
+    def _publish(self, draft: Path | Key, name: str, head: dict, files: list) -> None:
+        """Make the draft a checkpoint: on rank 0, when every rank's file is written and synced.
         Raises Lost if another run has taken the folder over."""
-        verify.write_manifest(temporary, {**head, "files": files, "tensors": self.plan.table})
-        self.lease.check()
-        temporary.rename(self.folder / name)
-        disk.sync(self.folder)
+        self.place.publish(draft, name, {**head, "files": files, "tensors": self.plan.table})
 
     def writing(self) -> bool:
         """Whether this rank has not finished its part of the save in flight."""
@@ -447,16 +423,8 @@ class CheckpointManager:
     def _choose(self, size: int) -> list[str]:
         """Names of this run's checkpoints, newest first. size: bytes of one checkpoint. Raises
         InputError if the disk has no room for one."""
-        if shutil.disk_usage(self.folder).free < size:
-            # what an earlier run left may be what fills the disk
-            self.retention.wait(PATIENCE.total_seconds() / 2)
-        free = shutil.disk_usage(self.folder).free
-        if free < size:
-            raise InputError(
-                f"{self.folder} has {free / 1e6:,.1f} MB free, one checkpoint of this run takes "
-                f"{size / 1e6:,.1f} MB: make room"
-            )
-        names = verify.published(self.folder)
+        self.place.check_room(size)
+        names = self.place.names()
         step = self.cfg.load_step
         steps = sorted({_step(name) for name in names})
         if step >= 0 and step not in steps:
@@ -527,7 +495,7 @@ class CheckpointManager:
                 raise InputError(
                     f"checkpoint.exclude_from_loading: no tensor of this run is called {pattern!r}"
                 )
-        path = self._on_rank_0(verify.newest, Path(self.cfg.load_path))
+        path = self._on_rank_0(verify.newest, location(self.cfg.load_path))
         try:
             manifest = self._on_rank_0(verify.read_manifest, path)
             adapters.check_whole(path, manifest)
@@ -540,7 +508,7 @@ class CheckpointManager:
         for line in self._mismatches(manifest):
             self._say(logging.WARNING, f"checkpoint.load_path: {line}")
 
-    def load_base(self, folder: Path, base: dict[str, Tensor]) -> str:
+    def load_base(self, folder: Path | Key, base: dict[str, Tensor]) -> str:
         """Fill the weights beside which adapters are trained (adapters.py) from another run's
         checkpoint, in their own types, and return its path. base: by the names of the parameters.
         Raises InputError."""
@@ -583,7 +551,7 @@ class CheckpointManager:
 
     def _read(
         self,
-        path: Path,
+        path: Path | Key,
         manifest: dict,
         live: dict,
         content: str,

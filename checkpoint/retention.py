@@ -39,7 +39,7 @@ class Retention:
     def remove_leftovers(self, paths: list[Path]) -> None:
         """Remove these folders, which an earlier run left unfinished."""
         for path in paths:
-            self.tasks.put(functools.partial(_remove_leftover, path))
+            self.tasks.put(functools.partial(self.remove_leftover, path))
 
     def remove_expired(self, ancestors: list[str], number: int) -> None:
         """Remove the checkpoints among `ancestors` (oldest first, the newest included) that the
@@ -81,14 +81,23 @@ class Retention:
             if self.closing:
                 return
             self.lease.check()
-            trash = self.folder / f".del-{self.lease.id}-{number}-{name}"
-            (self.folder / name).rename(trash)
+            trash = self.hide(name, number)
             self.gone.add(name)
-            shutil.rmtree(trash)
+            self.erase(trash)
 
+    # What a store does differently (stores/bucket.py::StoreRetention)
 
-def _remove_leftover(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+    def hide(self, name: str, number: int) -> Path:
+        """Make a checkpoint none, in one step. Returns where its files are now."""
+        trash = self.folder / f".del-{self.lease.id}-{number}-{name}"
+        (self.folder / name).rename(trash)
+        return trash
+
+    def erase(self, path: Path) -> None:
+        shutil.rmtree(path)
+
+    def remove_leftover(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def expired(ancestors: list[str], whole: list[str], keep_last: int, keep_every: int) -> list[str]:

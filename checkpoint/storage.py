@@ -43,6 +43,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkpoint import layout, verify
 from checkpoint.layout import Box
+from checkpoint.stores.objects import Key
 from checkpoint.verify import Shard
 
 DTYPES = {
@@ -389,6 +390,12 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
+def head_with(plan: SavePlan, hashes: list[str]) -> bytes:
+    """The head of this rank's file, with the hashes of its blocks."""
+    zeros = b"0" * 16 * len(hashes)
+    return plan.head.replace(zeros, "".join(hashes).encode(), 1)
+
+
 def write(folder: Path, plan: SavePlan, parts: OneByOne | Staged) -> list:
     """Write this rank's file into `folder` and sync it. Returns its row in the manifest's `files`.
 
@@ -402,8 +409,7 @@ def write(folder: Path, plan: SavePlan, parts: OneByOne | Staged) -> list:
             stream.write(data)
             hashes += map(verify.digest, hashed)  # a loop in C: Python runs for no single block
         size = stream.tell()
-        zeros = b"0" * 16 * len(hashes)
-        head = plan.head.replace(zeros, "".join(hashes).encode(), 1)
+        head = head_with(plan, hashes)
         stream.seek(0)
         stream.write(head)
         stream.flush()
@@ -446,7 +452,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def read(
-    folder: Path,
+    folder: Path | Key,
     manifest: dict,
     boxes: Mapping[str, Box],
     into: Mapping[str, Tensor],

@@ -46,6 +46,7 @@ from tqdm import tqdm
 
 from checkpoint import layout
 from checkpoint.layout import Box
+from checkpoint.stores.objects import Key, RangeReader, location
 from configs.schema import InputError
 from reliability import disk
 
@@ -57,6 +58,8 @@ METADATA = "__metadata__"
 BLOCK = 1 << 24
 FILE = re.compile(r"rank-([0-9]{5,})\.safetensors")
 NAME = re.compile(r"step-([0-9]{8,})(?:\.([1-9][0-9]*))?")
+# where the files of a checkpoint in an object store are, beside its manifest: run and save
+PARTS = re.compile(r"[0-9a-f]{8}-[0-9]+")
 HEX = re.compile(r"[0-9a-f]{16}")  # a hash
 HEAD = {  # what every manifest says, beside "files" and "tensors"
     "format": int,
@@ -118,18 +121,22 @@ def parse_name(name: str) -> tuple[int, int] | None:
     return (attempt, step) if step_name(step, attempt) == name else None
 
 
-def published(folder: Path) -> list[str]:
+def published(folder: Path | Key) -> list[str]:
     """Names of the checkpoints in a folder, newest first. Whatever else lies there is not ours, and
     is not looked at.
 
     A symbolic link is not a checkpoint: its target is not this run's to read or to remove.
     """
+    if isinstance(folder, Key):
+        names = [name for name in folder.folders() if parse_name(name)]
+        names = [name for name in names if (folder / name / MANIFEST).exists()]
+        return sorted(names, key=parse_name, reverse=True)
     with os.scandir(folder) as entries:
         names = [e.name for e in entries if parse_name(e.name) and e.is_dir(follow_symlinks=False)]
     return sorted(names, key=parse_name, reverse=True)
 
 
-def find(folder: Path) -> list[Path]:
+def find(folder: Path | Key) -> list[Path | Key]:
     """The checkpoints that a person may mean by `folder`, newest first: the folder itself, or those
     in it, or those in its `checkpoints`. Raises InputError if there are none.
     """
@@ -137,7 +144,7 @@ def find(folder: Path) -> list[Path]:
         if (folder / MANIFEST).exists():
             return [folder]
         for parent in (folder, folder / "checkpoints"):
-            if parent.is_dir() and (names := published(parent)):
+            if _is_folder(parent) and (names := published(parent)):
                 return [parent / name for name in names]
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise InputError(f"{str(folder)!r} cannot be read: {error}") from None
@@ -147,7 +154,11 @@ def find(folder: Path) -> list[Path]:
     )
 
 
-def newest(folder: Path) -> Path:
+def _is_folder(path: Path | Key) -> bool:
+    return isinstance(path, Key) or path.is_dir()
+
+
+def newest(folder: Path | Key) -> Path | Key:
     """The newest checkpoint that `find` finds, whole or not."""
     return find(folder)[0]
 
@@ -174,14 +185,20 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
     Raises ValueError for a manifest that `read_manifest` would refuse.
     """
-    _check(manifest)
-    texts = {key: _text(value) for key, value in manifest.items()}
-    lines = ",\n".join(f'"{key}": {text}' for key, text in texts.items())
+    content = manifest_text(manifest)
     with open(folder / MANIFEST, "xb") as stream:
-        stream.write(f'{{"hash": "{_hash_of(texts)}", "manifest": {{\n{lines}\n}}}}\n'.encode())
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
     disk.sync(folder)
+
+
+def manifest_text(manifest: dict) -> bytes:
+    """The content of manifest.json. Raises ValueError for one that `read_manifest` would refuse."""
+    _check(manifest)
+    texts = {key: _text(value) for key, value in manifest.items()}
+    lines = ",\n".join(f'"{key}": {text}' for key, text in texts.items())
+    return f'{{"hash": "{_hash_of(texts)}", "manifest": {{\n{lines}\n}}}}\n'.encode()
 
 
 def _text(value: object) -> str:
@@ -201,9 +218,11 @@ def manifest_hash(manifest: dict) -> str:
     return _hash_of({key: _text(value) for key, value in manifest.items()})
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path | Key) -> BinaryIO | RangeReader:
     """Open a regular file for reading: a link could lead out of the folder, and a pipe would block
-    for ever."""
+    for ever. Or an object of a store."""
+    if isinstance(path, Key):
+        return path.open()
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -211,11 +230,37 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(fd, "rb")
 
 
-def read_manifest(folder: Path) -> dict:
+def size_of(stream: BinaryIO | RangeReader) -> int:
+    if isinstance(stream, RangeReader):
+        return stream.length
+    return os.fstat(stream.fileno()).st_size
+
+
+def tries(path: Path | Key) -> range:
+    """How often bytes are read whose hash is wrong: a network may damage what a store holds."""
+    return range(path.tries if isinstance(path, Key) else 1)
+
+
+def parts_folder(folder: Path | Key, manifest: dict) -> Path | Key:
+    """Where the files of a checkpoint are."""
+    return folder / manifest["parts"] if "parts" in manifest else folder
+
+
+def read_manifest(folder: Path | Key) -> dict:
     """The manifest, after checking its hash and its inner consistency. Opens no other file: `Shard`
     checks each file that is read. Raises Damaged, or InputError if the checkpoint is whole but of a
     format newer than this code.
     """
+    for left in reversed(tries(folder)):
+        try:
+            return _read_manifest(folder)
+        except Damaged:
+            if not left:
+                raise
+    raise AssertionError("a manifest is read at least once")
+
+
+def _read_manifest(folder: Path | Key) -> dict:
     try:
         with open_regular(folder / MANIFEST) as stream:
             outer = json.loads(stream.read())
@@ -247,15 +292,19 @@ def all_dimensions(mesh: dict[str, int]) -> dict[str, int]:
     return {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1} | mesh
 
 
-def is_whole(folder: Path) -> bool:
+def is_whole(folder: Path | Key) -> bool:
     """Whether a checkpoint has all its files in their full size. Reads no tensor, so damaged bytes
     do not show."""
     try:
-        for rank, file in enumerate(read_manifest(folder)["files"]):
+        manifest = read_manifest(folder)
+        inside = parts_folder(folder, manifest)
+        sizes = inside.below() if isinstance(inside, Key) else None  # one listing for all files
+        for rank, file in enumerate(manifest["files"]):
             if file is None:
                 continue
-            size, _ = file
-            if (folder / file_name(rank)).lstat().st_size != size:
+            name = file_name(rank)
+            there = (inside / name).lstat().st_size if sizes is None else sizes.get(name)
+            if there != file[0]:
                 return False
     except (Damaged, InputError, OSError):
         return False
@@ -280,6 +329,8 @@ def _check(manifest: dict) -> None:
             raise ValueError(f"{key} is {manifest[key]!r}")
     if manifest["format"] == 1:
         return _check_format_1(manifest)
+    if not PARTS.fullmatch(manifest.get("parts", "00000000-0")):
+        raise ValueError(f"parts is {manifest['parts']!r}")
     files = manifest["files"]
     for rank, file in enumerate(files):
         size, header_hash = file
@@ -386,8 +437,8 @@ class Shard:
     manifest means. Without `check`, the header's hash is not compared. Raises Damaged.
     """
 
-    def __init__(self, folder: Path, manifest: dict, rank: int, check: bool = True):
-        path = folder / file_name(rank)
+    def __init__(self, folder: Path | Key, manifest: dict, rank: int, check: bool = True):
+        path = parts_folder(folder, manifest) / file_name(rank)
         self.manifest = manifest
         self.rank = rank
         self.path = path
@@ -397,13 +448,9 @@ class Shard:
         except OSError as error:
             raise Damaged(f"{path}: {error.strerror or error}") from None
         try:
-            if (size := os.fstat(self.stream.fileno()).st_size) != self.size:
+            if (size := size_of(self.stream)) != self.size:
                 raise Damaged(f"{path}: {self.size} bytes expected, {size} found")
-            head = self.stream.read(8)
-            length = int.from_bytes(head, "little")
-            head += self.stream.read(min(length, self.size))
-            if check and (actual := digest(head)) != header_hash:
-                raise Damaged(f"{path} at byte 0: hash {header_hash} expected, {actual} found")
+            head = self._head(header_hash if check else "")
             self.header = len(head)
             if manifest["format"] == 1:
                 self.parts = self._parts_of_format_1()
@@ -415,6 +462,18 @@ class Shard:
         except (OSError, Damaged):
             self.stream.close()
             raise
+
+    def _head(self, expected: str) -> bytes:
+        """The header, with its length. Raises Damaged if it has another hash than `expected`."""
+        for _ in tries(self.path):
+            head = self.stream.read(8)
+            length = int.from_bytes(head, "little")
+            head += self.stream.read(min(length, self.size))
+            actual = digest(head)
+            if not expected or actual == expected:
+                return head
+            again(self.stream, 0)
+        raise Damaged(f"{self.path} at byte 0: hash {expected} expected, {actual} found")
 
     def _parts(self, header: dict) -> dict[str, dict]:
         """The table of parts: name -> dtype, shape, start (a byte of the file) and the hashes of
@@ -482,8 +541,20 @@ def nbytes(dtype: str, shape: list[int]) -> int:
     return math.prod(shape) * SIZES[dtype]
 
 
+def again(stream: BinaryIO | RangeReader, position: int) -> None:
+    """Go back, to read anew what a network may have damaged."""
+    if isinstance(stream, RangeReader):
+        stream.forget()
+    stream.seek(position)
+
+
 def read_blocks(
-    stream: BinaryIO, label: str, part: dict, first: int, into: memoryview, check: bool = True
+    stream: BinaryIO | RangeReader,
+    label: str,
+    part: dict,
+    first: int,
+    into: memoryview,
+    check: bool = True,
 ) -> None:
     """Fill `into` with the bytes of a part, beginning at its block number `first`. With `check`,
     each block is verified, and `into` must hold whole blocks (the last one of a part may be
@@ -496,20 +567,38 @@ def read_blocks(
     for i in range(0, len(into), BLOCK):
         block = into[i : i + BLOCK]
         position = start + i
-        count = stream.readinto(block)
-        if count != len(block):
-            raise Damaged(
-                f"{label}: ends at byte {position + count}, {position + len(block)} expected"
-            )
-        if not check:
-            continue
-        expected = part["hashes"][first + i // BLOCK]
-        actual = digest(block)
+        expected = part["hashes"][first + i // BLOCK] if check else ""
+        actual = _read_block(stream, label, position, block, check)
+        if actual != expected and isinstance(stream, RangeReader):
+            actual = _read_again(stream, label, position, block, expected)
         if actual != expected:
             raise Damaged(f"{label} at byte {position}: hash {expected} expected, {actual} found")
 
 
-def verify(folder: Path, progress: Callable[[int], object] = lambda n: None) -> dict:
+def _read_block(
+    stream: BinaryIO | RangeReader, label: str, position: int, block: memoryview, check: bool = True
+) -> str:
+    """Fill a block from where the stream is; its hash, if that is to be checked."""
+    count = stream.readinto(block)
+    if count != len(block):
+        raise Damaged(f"{label}: ends at byte {position + count}, {position + len(block)} expected")
+    return digest(block) if check else ""
+
+
+def _read_again(
+    stream: RangeReader, label: str, position: int, block: memoryview, expected: str
+) -> str:
+    """The hash of a block when it is read until it is right, or too often."""
+    actual = ""
+    for _ in tries(stream.key)[1:]:
+        again(stream, position)
+        actual = _read_block(stream, label, position, block)
+        if actual == expected:
+            break
+    return actual
+
+
+def verify(folder: Path | Key, progress: Callable[[int], object] = lambda n: None) -> dict:
     """Read every byte of a checkpoint, compare the hashes, and return its manifest. `progress` is
     called with the number of bytes of each block that was read. Raises Damaged at the first
     difference.
@@ -551,7 +640,7 @@ def _verify_shard(shard: Shard, buffer: memoryview, progress: Callable[[int], ob
         raise Damaged(f"{shard.path}: bytes that the manifest does not account for")
 
 
-def part_hashes(folder: Path, manifest: dict) -> dict[str, list]:
+def part_hashes(folder: Path | Key, manifest: dict) -> dict[str, list]:
     """For each tensor, the names and hashes of all its parts: equal for equal tensors that were cut
     alike. Reads the header of every file. Raises Damaged."""
     hashes: dict[str, list] = {name: [] for name in manifest["tensors"]}
@@ -564,32 +653,49 @@ def part_hashes(folder: Path, manifest: dict) -> dict[str, list]:
     return hashes
 
 
+def _contents(path: Path | Key) -> dict[str, int]:
+    """What lies in a checkpoint's folder, with the bytes of its files."""
+    sizes: dict[str, int] = {}
+    if isinstance(path, Key):
+        for rest, size in path.below().items():
+            name = rest.partition("/")[0]
+            sizes[name] = sizes.get(name, 0) + size
+        return sizes
+    for entry in path.iterdir():
+        files = [entry] if entry.is_file() else entry.glob("*")
+        sizes[entry.name] = sum(file.stat().st_size for file in files if file.is_file())
+    return sizes
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m checkpoint.verify", description="Verify every byte of a checkpoint."
     )
     parser.add_argument(
-        "folder", type=Path, help="a checkpoint, a folder of checkpoints, or a run's folder"
+        "folder", help="a checkpoint, a folder of checkpoints, a run's folder, or the URL of one"
     )
     parser.add_argument(
         "--all", action="store_true", help="verify all checkpoints, not only the newest"
     )
     args = parser.parse_args(argv)
     try:
-        paths = find(args.folder)[: None if args.all else 1]
+        paths = find(location(args.folder))[: None if args.all else 1]
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
     rows = []
     damaged = 0
     for path in paths:
-        size = sum(f.stat().st_size for f in path.glob("*") if f.is_file())
+        contents = _contents(path)
+        size = sum(contents.values())
         mib = f"{size / 2**20:.1f} MiB"
         with tqdm(total=size, unit="B", unit_scale=True, desc=path.name, leave=False) as bar:
             try:
                 manifest = verify(path, bar.update)
                 ours = {MANIFEST, *map(file_name, range(len(manifest["files"])))}
-                extra = sorted(p.name for p in path.iterdir() if p.name not in ours)
+                if "parts" in manifest:
+                    ours = {MANIFEST, manifest["parts"]}
+                extra = sorted(contents.keys() - ours)
                 note = f"ok; not ours and never read: {', '.join(extra)}" if extra else "ok"
                 rows.append((path.name, f"{len(manifest['tensors'])} tensors", mib, note))
             except (Damaged, InputError) as error:

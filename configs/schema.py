@@ -80,6 +80,21 @@ def _folder(value: str) -> str:
     return value
 
 
+# A place in an object store, or a folder; no user, password, query or empty part.
+STORE_URL = re.compile(
+    r"(?P<scheme>s3|gs|az)://(?P<rest>[\w.-]+(/[\w.=+-]+)*)/?|(?P<file>file)://(?P<folder>/[^?#]*)"
+)
+
+
+def _store(value: str) -> str:
+    if value and not STORE_URL.fullmatch(value):
+        raise ValueError(
+            "must be a URL such as s3://bucket/prefix, gs://bucket/prefix, az://container/prefix "
+            "or file:///folder"
+        )
+    return value
+
+
 PathText = Annotated[str, AfterValidator(_path)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -544,6 +559,9 @@ class Checkpoint(Table):
     all."""
     keep_every: int = Field(0, ge=0)
     """Also keep every checkpoint whose step this divides; 0: none."""
+    store: Annotated[PathText, AfterValidator(_store)] = Field("", max_length=1000)
+    """Keep checkpoints below this URL (s3://bucket/prefix, gs://, az://, file://); empty: in
+    <run.folder>/checkpoints."""
     load_step: int = Field(-1, ge=-1)
     """Resume from this step of the run's own checkpoints; -1: the newest good one, or from scratch
     without any."""

@@ -31,7 +31,7 @@ import torch._dynamo
 import torch._refs
 
 import train
-from checkpoint import layout, lease, manager, state, storage, verify
+from checkpoint import layout, lease, state, storage, verify
 from checkpoint.manager import CheckpointManager
 from checkpoint.retention import Retention, expired
 from checkpoint.verify import Damaged
@@ -967,7 +967,7 @@ def test_a_save_that_lost_its_process_group_publishes_nothing(tmp_path):
 def _refused_at_start(folder: Path, free: int | None = None) -> tuple[float, str]:
     if free is not None:
         usage = shutil.disk_usage("/")
-        manager.shutil.disk_usage = lambda path: usage._replace(free=free)
+        shutil.disk_usage = lambda path: usage._replace(free=free)
     job = build()
     began = time.monotonic()
     with pytest.raises(InputError) as refusal:

@@ -5,6 +5,7 @@ import faulthandler
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 import data.loader
 import train
-from checkpoint import manager, state
+from checkpoint import state
 from reliability import health, stop
 from tests.launched import Launcher, ended
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
@@ -131,7 +132,7 @@ def while_an_old_checkpoint_is_removed() -> None:
         removing.set()
         time.sleep(0.5)
 
-    manager.shutil.rmtree = once(manager.shutil.rmtree, signalled, 1)
+    shutil.rmtree = once(shutil.rmtree, signalled, 1)
     if dist.get_rank() == 0:  # the one that removes
         train.train_step = once(train.train_step, lambda: removing.wait(60 * NEIGHBOURS), 10)
 

@@ -1,0 +1,96 @@
+"""Where a run keeps its checkpoints: a folder, or a prefix of an object store (`stores/bucket.py`).
+
+Both have the same methods, in the order of a save: `draft` names the place where the ranks `write`
+their files, and `publish` makes it a checkpoint. What a crash leaves in between is no checkpoint, and
+`take` of the next start removes it.
+"""
+
+import logging
+import re
+import shutil
+from pathlib import Path
+
+from checkpoint import storage, verify
+from checkpoint.lease import Lease
+from checkpoint.retention import Retention
+from checkpoint.storage import OneByOne, SavePlan, Staged
+from checkpoint.stores.bucket import Bucket
+from checkpoint.stores.objects import location
+from configs.schema import Checkpoint, InputError
+from reliability import disk
+
+TEMPORARY = re.compile(r"\.(tmp|del)-[0-9a-f]{8}-[0-9]+-step-[0-9]{8,}(\.[0-9]+)?")
+PATIENCE = 15 * 60  # seconds that a start waits for the removal of what an earlier run left
+say = logging.getLogger("plumbline")
+
+
+def open_place(cfg: Checkpoint, folder: Path) -> "Folder | Bucket":
+    """The place that `checkpoint.store` names, or else this folder. Raises InputError."""
+    where = location(cfg.store) if cfg.store else Path(folder)
+    if isinstance(where, Path):
+        return Folder(where, cfg)
+    return Bucket(where, cfg)
+
+
+class Folder:
+    """A folder of a run's checkpoints. All ranks have one; rank 0 alone calls what follows `write`."""
+
+    def __init__(self, path: Path, cfg: Checkpoint):
+        self.path, self.cfg = path, cfg
+        self.lease: Lease | None = None
+        self.retention: Retention | None = None
+
+    def draft(self, run: str, number: int, name: str) -> Path:
+        """The temporary folder of a save."""
+        return self.path / f".tmp-{run}-{number}-{name}"
+
+    def write(self, draft: Path, plan: SavePlan, parts: OneByOne | Staged) -> list:
+        """Write this rank's file, and sync it. Returns its row in the manifest's `files`."""
+        draft.mkdir(exist_ok=True)
+        return storage.write(draft, plan, parts)
+
+    def take(self) -> str:
+        """Become the only run that writes here, and have a thread remove what an earlier run left
+        unfinished. Returns the name of this run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for parent in (self.path.parent, self.path.parent.parent):
+            # a folder whose name a power cut takes away is lost with all that was synced in it
+            disk.sync(parent)
+        self.lease = Lease(self.path / ".lease")
+        self.retention = Retention(self.path, self.lease, self.cfg)
+        ours = {".lease", *verify.published(self.path)}
+        leftovers = []
+        for path in self.path.iterdir():
+            if TEMPORARY.fullmatch(path.name) and not path.is_symlink():
+                leftovers.append(path)
+            elif path.name not in ours:
+                say.warning(f"{path} is not a checkpoint of this run and is left alone")
+        self.retention.remove_leftovers(leftovers)
+        return self.lease.id
+
+    def names(self) -> list[str]:
+        """Of the checkpoints, newest first."""
+        return verify.published(self.path)
+
+    def check_room(self, size: int) -> None:
+        """Raises InputError if the disk has no room for a checkpoint of `size` bytes."""
+        if shutil.disk_usage(self.path).free < size:
+            # what an earlier run left may be what fills the disk
+            self.retention.wait(PATIENCE)
+        free = shutil.disk_usage(self.path).free
+        if free < size:
+            raise InputError(
+                f"{self.path} has {free / 1e6:,.1f} MB free, one checkpoint of this run takes "
+                f"{size / 1e6:,.1f} MB: make room"
+            )
+
+    def publish(self, draft: Path, name: str, manifest: dict) -> None:
+        """Make the folder a checkpoint. Raises Lost if another run has taken over."""
+        verify.write_manifest(draft, manifest)
+        self.lease.check()
+        draft.rename(self.path / name)
+        disk.sync(self.path)
+
+    def discard(self, draft: Path) -> None:
+        """Have removed what a failed save left: it may be what fills the disk."""
+        self.retention.remove_leftovers([draft])

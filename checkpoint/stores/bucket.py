@@ -1,0 +1,139 @@
+"""Checkpoints in an object store, with the promises that `checkpoint/place.py::Folder` keeps on a disk.
+
+    PREFIX/.lease                                              lease.py
+    PREFIX/step-00000100/manifest.json                         the publication
+    PREFIX/step-00000100/3fa9c01d-1/rank-00000.safetensors     one rank's file, as on a disk
+
+A store has no rename. So every save writes its files under a name of its own, `<run>-<save>`, which
+nobody else writes. Then rank 0 puts the manifest, which names it, in one request that succeeds only
+if there is no manifest yet. Before that request there is no checkpoint, after it there is one.
+Removal goes the other way: first the manifest, then the files. Files that no manifest names are what
+a killed run left, and the next start removes them.
+"""
+
+import logging
+from typing import Any
+
+from checkpoint import storage, verify
+from checkpoint.lease import Lost
+from checkpoint.retention import Retention
+from checkpoint.storage import OneByOne, SavePlan, Staged
+from checkpoint.stores.lease import StoreLease
+from checkpoint.stores.objects import Key
+from checkpoint.verify import Damaged
+from configs.schema import Checkpoint, InputError
+
+say = logging.getLogger("plumbline")
+
+
+class Bucket:
+    """The place of a run's checkpoints in a store. All ranks have one; rank 0 alone calls what
+    follows `write`."""
+
+    def __init__(self, path: Key, cfg: Checkpoint):
+        self.path, self.cfg = path, cfg
+        self.lease: Any = None
+        self.retention: Any = None
+        self.uncertain: set[str] = set()  # drafts that may have become checkpoints
+
+    def draft(self, run: str, number: int, name: str) -> Key:
+        """Where a save puts its files."""
+        return self.path / name / f"{run}-{number}"
+
+    def write(self, draft: Key, plan: SavePlan, parts: OneByOne | Staged) -> list:
+        """Upload this rank's file. Returns its row in the manifest's `files`.
+
+        A file begins with the hashes of its blocks, and an upload with the begin of the file. So
+        the bytes are hashed first and sent then; they are in host memory, or training waits.
+        """
+        hashes: list[str] = []
+        for _, blocks in parts.spans(plan):
+            hashes += map(verify.digest, blocks)
+        head = storage.head_with(plan, hashes)
+
+        def chunks() -> Any:
+            yield memoryview(head)
+            for data, _ in parts.spans(plan):
+                yield data
+
+        size = len(head) + plan.nbytes
+        (draft / verify.file_name(plan.rank)).upload(chunks, size)
+        return [size, verify.digest(head)]
+
+    def take(self) -> str:
+        """Become the only run that writes here, and have the files removed that an earlier run left
+        without a manifest. Returns the name of this run."""
+        self.lease = StoreLease(self.path / ".lease")
+        self.retention = StoreRetention(self.path, self.lease, self.cfg)
+        drafts = set()
+        foreign = set()
+        for rest in self.path.below():
+            name, _, inside = rest.partition("/")
+            draft = inside.partition("/")[0]
+            if verify.parse_name(name) and verify.PARTS.fullmatch(draft):
+                drafts.add((name, draft))
+            elif rest != ".lease" and not (verify.parse_name(name) and inside == verify.MANIFEST):
+                foreign.add(name)
+        for name in sorted(foreign):
+            say.warning(f"{self.path / name} is not a checkpoint of this run and is left alone")
+        self.retention.remove_leftovers([self.path / name / draft for name, draft in drafts])
+        return self.lease.id
+
+    def names(self) -> list[str]:
+        """Of the checkpoints, newest first. The lease knows the newest even if a listing lags."""
+        names = set(verify.published(self.path))
+        newest = self.lease.newest
+        if verify.parse_name(newest) and (self.path / newest / verify.MANIFEST).exists():
+            names.add(newest)
+        return sorted(names, key=verify.parse_name, reverse=True)
+
+    def check_room(self, size: int) -> None:
+        """A bucket has no size."""
+
+    def publish(self, draft: Key, name: str, manifest: dict) -> None:
+        """Put the manifest, if there is none. Raises Lost if there is one, or if another run has
+        taken the prefix over."""
+        content = verify.manifest_text({**manifest, "parts": draft.name})
+        self.lease.check()
+        self.uncertain.add(draft.name)
+        published = (draft.parent / verify.MANIFEST).create(content)
+        self.uncertain.remove(draft.name)
+        if published is None:
+            raise Lost(
+                f"{draft.parent} holds a checkpoint already, which this run has not written: "
+                "start again to go on from it"
+            )
+        self.lease.publish(name)
+
+    def discard(self, draft: Key) -> None:
+        """Have the files removed that a failed save left; but a manifest that was sent may still
+        arrive."""
+        if draft.name not in self.uncertain:
+            self.retention.remove_leftovers([draft])
+
+
+class StoreRetention(Retention):
+    """Removes the manifest first: what is left of a checkpoint then is files that nobody reads."""
+
+    def hide(self, name: str, number: int) -> Key:
+        (self.folder / name / verify.MANIFEST).remove()
+        return self.folder / name
+
+    def erase(self, path: Key) -> None:
+        path.remove_below()
+
+    def remove_leftover(self, path: Key) -> None:
+        """Remove a draft, unless its manifest has been published."""
+        if not is_named(path):
+            self.lease.check()
+            path.remove_below()
+
+
+def is_named(draft: Key) -> bool:
+    """Whether a manifest names these files. One that cannot be read may."""
+    if not (draft.parent / verify.MANIFEST).exists():
+        return False
+    try:
+        return verify.read_manifest(draft.parent).get("parts") == draft.name
+    except (Damaged, InputError):
+        return True

@@ -1,0 +1,163 @@
+"""One run per prefix of a store, without a lock: the lease is the object `.lease`, and whoever replaces
+the version that he has read owns it.
+
+The owner replaces it every BEAT seconds with a higher count. A run that finds another's lease watches
+for PATIENCE seconds whether it changes, unless it knows that the owner is dead: a process of this
+machine that has ended. Of two runs that take over a dead one's lease, one gets it, because both name
+the version that they have seen. A run that lost its lease is stopped before it publishes anything.
+
+The lease also names the newest checkpoint: a listing may lag behind, a read of one object does not.
+"""
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from checkpoint.lease import Lost
+from checkpoint.stores.objects import Key, Unreachable, Version
+from configs.schema import InputError
+
+BEAT = 5.0  # seconds
+PATIENCE = 30.0  # seconds
+say = logging.getLogger("plumbline")
+
+
+class StoreLease:
+    """Held from construction to `release`, as checkpoint/lease.py::Lease is. Raises InputError if
+    another run holds it."""
+
+    def __init__(self, key: Key):
+        self.key = key
+        self.id = uuid.uuid4().hex[:8]
+        self.count = 0
+        self.changing = threading.Lock()
+        owner, version = _read(key)
+        self.newest = owner.get("newest", "")  # name of a checkpoint
+        if owner.get("id") and not _is_dead(owner):
+            holder = f"process {owner['pid']} on {owner['host']}"
+            say.warning(
+                f"{key.parent} was left by {holder}: watching for {PATIENCE:.0f} s whether it is "
+                "alive"
+            )
+            if _changes(key, version):
+                raise self._refused(holder)
+        text = self._text(self.id)
+        taken = key.replace(text, version) if version else key.create(text)
+        if taken is None:
+            raise self._refused("which took it at this moment")
+        self.version: Version = taken
+        self.released = threading.Event()
+        self.thread = threading.Thread(target=self._keep_beating, daemon=True)
+        self.thread.start()
+
+    def _refused(self, holder: str) -> InputError:
+        return InputError(
+            f"{self.key.parent} is being written by another run ({holder}): stop it, or set "
+            "another checkpoint.store"
+        )
+
+    def _text(self, run: str) -> bytes:
+        self.count += 1
+        owner = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "where": _where(),
+            "id": run,
+            "count": self.count,
+            "newest": self.newest,
+        }
+        return json.dumps(owner).encode()
+
+    def _replace(self, run: str, tries: int | None = None) -> None:
+        """Replace our version, if it still is the one that is there."""
+        with self.changing:
+            version = self.key.replace(self._text(run), self.version, tries)
+            if version:
+                self.version = version
+
+    def _keep_beating(self) -> None:
+        while not self.released.wait(BEAT):
+            try:
+                self._replace(self.id, tries=1)
+            except Unreachable:
+                pass  # a missed beat makes the owner look dead; `check` covers it
+
+    def publish(self, name: str) -> None:
+        """Have the lease name this checkpoint as the newest."""
+        self.newest = name
+        self._replace(self.id)
+
+    def held(self) -> bool:
+        """Whether the lease is still ours: nobody took it over, and it was not removed."""
+        owner, _ = _read(self.key)
+        return owner.get("id") == self.id
+
+    def check(self) -> None:
+        """Raises Lost if the lease is not held. Called before anything below the prefix changes
+        visibly."""
+        if not self.held():
+            raise Lost(
+                f"{self.key.parent} was taken over by another run: nothing more is published by "
+                "this one"
+            )
+
+    def release(self) -> None:
+        self.released.set()
+        self.thread.join()
+        try:
+            self._replace("", tries=1)
+        except Unreachable as error:
+            say.warning(f"the lease could not be given back: {error}")
+
+
+def _read(key: Key) -> tuple[dict, Version | None]:
+    """Who holds or held the lease, and the version of the object; nobody, if it is not there or holds
+    something else."""
+    try:
+        content, version = key.read_version()
+    except FileNotFoundError:
+        return {}, None
+    try:
+        owner = json.loads(content)
+        complete = {"host", "pid", "id", "where"} <= owner.keys()
+    except (ValueError, AttributeError):
+        return {}, version
+    return (owner if complete else {}), version
+
+
+def _changes(key: Key, version: Version | None) -> bool:
+    """Whether somebody replaces the lease within PATIENCE seconds."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        time.sleep(min(0.5, PATIENCE / 4))
+        if _read(key)[1] != version:
+            return True
+    return False
+
+
+def _where() -> str:
+    """This machine since its start, and the processes of it that can see each other; "" where Linux
+    does not say. Only there does a number name a process."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _is_dead(owner: dict) -> bool:
+    """Whether the owner was a process of this machine that has ended."""
+    if not owner["where"] or owner["where"] != _where():
+        return False
+    try:
+        os.kill(int(owner["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return False

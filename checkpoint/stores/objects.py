@@ -1,0 +1,389 @@
+"""Objects of a store (S3, Google Cloud Storage, Azure) under names that look like paths.
+
+A `Key` has the few methods of a `Path` that reading a checkpoint needs, and the conditional puts that
+a store has instead of a lock and a rename. obstore (the Rust object_store) speaks to the store. It
+retries a request by itself, but not a put whose answer was lost: that may have succeeded. Here such a
+put is tried again, and an object that is there already is ours if it holds our bytes.
+
+Credentials and endpoints come from the environment alone (AWS_*, GOOGLE_*, AZURE_*). This file
+imports no torch.
+"""
+
+import datetime
+import errno
+import functools
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from configs.schema import STORE_URL, InputError, redact
+
+# Of one request, in seconds: 16 MiB at 0.3 MB/s. A request that takes longer counts as failed.
+REQUEST_SECONDS = 60.0
+CONNECT_SECONDS = 5.0
+RETRIES = 6  # of a request, by obstore: after 0.2 s, then twice as long, at most 5 s
+TRIES = 3  # of an operation, each with so many retries
+PAUSE = 2.0  # seconds between two of these
+# Bytes of one part of an upload, and how many parts are in flight: what an upload takes of memory.
+CHUNK = 1 << 24
+IN_FLIGHT = 4
+PARTS = 10_000  # that an upload may have; S3 allows no more
+# Reads of fewer bytes than this fetch so many, because small tensors lie side by side.
+NEAR = 1 << 20
+PIECES = 4  # that a large read is fetched in at the same time
+# What obstore reads from the environment, unless options of the client are given: ours are times.
+CLIENT = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "proxy_url",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+)
+PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+
+
+class Unreachable(InputError):
+    """A store that does not answer, or refuses. It says nothing about what the store holds."""
+
+
+class Version(NamedTuple):
+    """Of an object, as a conditional put names it."""
+
+    e_tag: str | None
+    number: str | None  # Google's generation
+
+
+def location(text: str | Path) -> "Path | Key":
+    """Where a person means by a path or a URL. Raises InputError for a URL that is none of ours."""
+    url = STORE_URL.fullmatch(str(text))
+    if isinstance(text, Path) or "://" not in str(text):
+        return Path(text)
+    if not url:
+        raise InputError(
+            f"{redact(str(text))} is no place for checkpoints: write s3://bucket/prefix, "
+            "gs://bucket/prefix, az://container/prefix or file:///folder"
+        )
+    if url["file"]:
+        return Path(url["folder"])
+    bucket, _, prefix = url["rest"].partition("/")
+    return Key(url["scheme"], bucket, prefix.strip("/"))
+
+
+@functools.cache
+def _open(scheme: str, bucket: str) -> Any:
+    """The bucket, as obstore knows it. Raises InputError."""
+    if importlib.util.find_spec("obstore") is None:
+        raise InputError(
+            f"{scheme}://{bucket} needs the package obstore: pip install obstore==0.12.1, or keep "
+            "checkpoints in a folder"
+        )
+    from obstore.exceptions import BaseError
+    from obstore.store import from_url
+
+    client: dict[str, Any] = {
+        "timeout": datetime.timedelta(seconds=REQUEST_SECONDS),
+        "connect_timeout": datetime.timedelta(seconds=CONNECT_SECONDS),
+    }
+    for name in CLIENT:
+        value = os.environ.get(f"{PREFIXES[scheme]}_{name.upper()}")
+        if value is not None:
+            client[name] = value.lower() in ("1", "true", "yes") if "allow" in name else value
+    backoff = {
+        "init_backoff": datetime.timedelta(seconds=0.2),
+        "max_backoff": datetime.timedelta(seconds=5),
+        "base": 2,
+    }
+    retry = {
+        "max_retries": RETRIES,
+        "retry_timeout": datetime.timedelta(seconds=5 * REQUEST_SECONDS),
+        "backoff": backoff,
+    }
+    # S3 compares a checksum of every part that arrives
+    config = {"checksum_algorithm": "SHA256"} if scheme == "s3" else {}
+    try:
+        return from_url(
+            f"{scheme}://{bucket}", config=config, client_options=client, retry_config=retry
+        )
+    except (BaseError, ValueError) as error:
+        raise InputError(f"{scheme}://{bucket} cannot be used: {cause(error)}") from None
+
+
+def cause(error: Exception) -> str:
+    """What a person wants to know of obstore's errors. They quote requests, and so might hold a
+    signature."""
+    text = str(error).partition("\n\nDebug source")[0]
+    status = re.search(r"status code: (\d+)", text)
+    if status:
+        code = re.search(r"<Code>(\w+)</Code>", text)
+        return f"HTTP {status[1]} {code[1]}" if code else f"HTTP {status[1]}"
+    if "169.254.169.254" in text or "metadata.google" in text:
+        return "there are no credentials in the environment"
+    if "error sending request" in text or "timed out" in text or "error decoding" in text:
+        return "no connection, or no answer"
+    line = re.sub(r"\?[^\s\"']*", "", " ".join(text.split()))
+    return redact(line)[:300]
+
+
+class Key:
+    """A name in a bucket: an object, or what objects have in common before a slash."""
+
+    tries = 3  # a network may damage what it carries: so often is read what has a wrong hash
+
+    def __init__(self, scheme: str, bucket: str, name: str):
+        self.scheme, self.bucket, self.path = scheme, bucket, name
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "Key":
+        return Key(self.scheme, self.bucket, self.path.rpartition("/")[0])
+
+    @property
+    def store(self) -> Any:
+        return _open(self.scheme, self.bucket)
+
+    def __truediv__(self, name: str) -> "Key":
+        return Key(self.scheme, self.bucket, f"{self.path}/{name}".strip("/"))
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.path}"
+
+    def resolve(self) -> "Key":
+        return self
+
+    def _call(self, operation: Callable, *args: Any, tries: int | None = None, **how: Any) -> Any:
+        """operation(store, path, ...), tried again after a failure. Raises FileNotFoundError, what a
+        condition raises (`conflicts`), or Unreachable."""
+        from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+
+        store = self.store
+        began = time.monotonic()
+        failure: Exception | None = None
+        tries = tries or TRIES
+        for i in range(tries):
+            if i:
+                time.sleep(PAUSE)
+            try:
+                return operation(store, self.path, *args, **how)
+            except FileNotFoundError:
+                raise FileNotFoundError(errno.ENOENT, "no such object", str(self)) from None
+            except conflicts():
+                raise
+            except (PermissionDeniedError, UnauthenticatedError) as error:
+                raise Unreachable(f"{self}: {cause(error)}: the store refuses it") from None
+            except (BaseError, OSError) as error:
+                failure = error
+        seconds = time.monotonic() - began
+        raise Unreachable(
+            f"{self}: {cause(failure)} ({tries} tries with up to {RETRIES} retries each, in "
+            f"{seconds:.0f} s)"
+        ) from None
+
+    # Reading
+
+    def size(self) -> int:
+        import obstore
+
+        return self._call(obstore.head)["size"]
+
+    def exists(self) -> bool:
+        try:
+            self.size()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self) -> bytes:
+        return self.read_version()[0]
+
+    def read_version(self) -> tuple[bytes, Version]:
+        """The whole object, and the version that it is."""
+        return self._call(_get)
+
+    def read_range(self, start: int, end: int) -> bytes | memoryview:
+        """The bytes from `start` to before `end`."""
+        return self._call(_get_range, start, end)
+
+    def open(self) -> "RangeReader":
+        return RangeReader(self, self.size())
+
+    def folders(self) -> list[str]:
+        """The names that objects below have before the next slash."""
+        import obstore
+
+        found = self._call(obstore.list_with_delimiter)
+        return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+
+    def below(self) -> dict[str, int]:
+        """The objects below, with their sizes, by the rest of their names."""
+        rows = self._call(_list)
+        return {row["path"][len(self.path) + 1 :]: row["size"] for row in rows}
+
+    # Writing
+
+    def create(self, content: bytes, tries: int | None = None) -> Version | None:
+        """Put an object that is not there yet. None if it is, with other bytes."""
+        return self._put_if("create", content, tries)
+
+    def replace(self, content: bytes, version: Version, tries: int | None = None) -> Version | None:
+        """Put the object in the place of this version of it. None if it is another by now."""
+        mode = {"e_tag": version.e_tag, "version": version.number}
+        mode = {name: value for name, value in mode.items() if value is not None}
+        return self._put_if(mode, content, tries)
+
+    def _put_if(self, mode: Any, content: bytes, tries: int | None) -> Version | None:
+        import obstore
+
+        how = {"mode": mode, "use_multipart": False, "tries": tries}
+        try:
+            done = self._call(obstore.put, content, **how)
+            return Version(done["e_tag"], done["version"])
+        except conflicts():
+            pass
+        except FileNotFoundError as error:
+            raise self._no_bucket() from error
+        # The answer to a put of ours may have been lost: then the object holds these bytes.
+        try:
+            held, version = self.read_version()
+        except FileNotFoundError:
+            return None
+        return version if held == content else None
+
+    def _no_bucket(self) -> Unreachable:
+        return Unreachable(f"{self}: there is no bucket or container {self.bucket!r}")
+
+    def upload(self, chunks: Callable[[], Iterable[memoryview]], size: int) -> None:
+        """Put an object of `size` bytes in parts. chunks: gives its bytes, anew for each try."""
+        try:
+            self._call(_upload, chunks, size)
+        except FileNotFoundError:
+            raise self._no_bucket() from None
+        if (arrived := self.size()) != size:
+            raise Unreachable(f"{self}: {size} bytes were sent, {arrived} are there")
+
+    def remove(self) -> None:
+        """Remove the object, if it is there."""
+        import obstore
+
+        try:
+            self._call(obstore.delete)
+        except FileNotFoundError:
+            pass
+
+    def remove_below(self) -> None:
+        for rest in self.below():
+            (self / rest).remove()
+
+
+def conflicts() -> tuple:
+    """What a conditional put raises if its condition does not hold."""
+    from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+    return AlreadyExistsError, PreconditionError
+
+
+def _get(store: Any, path: str) -> tuple[bytes, Version]:
+    import obstore
+
+    found = obstore.get(store, path)
+    content = bytes(found.bytes())
+    return content, Version(found.meta["e_tag"], found.meta["version"])
+
+
+def _get_range(store: Any, path: str, start: int, end: int) -> bytes | memoryview:
+    """Large ranges in pieces at the same time."""
+    import obstore
+
+    if end - start <= NEAR:
+        content = bytes(obstore.get_range(store, path, start=start, end=end))
+    else:
+        step = -(-(end - start) // PIECES)
+        starts = list(range(start, end, step))
+        ends = [min(begin + step, end) for begin in starts]
+        pieces = obstore.get_ranges(store, path, starts=starts, ends=ends, coalesce=0)
+        content = b"".join(pieces)
+    if len(content) != end - start:
+        raise OSError(f"{end - start} bytes expected, {len(content)} came")
+    return content
+
+
+def _list(store: Any, path: str) -> list[dict]:
+    import obstore
+
+    rows: list[dict] = []
+    for some in obstore.list(store, path):
+        rows += some
+    return rows
+
+
+def _upload(store: Any, path: str, chunks: Callable[[], Iterable[memoryview]], size: int) -> None:
+    import obstore
+
+    if size <= CHUNK:
+        obstore.put(store, path, b"".join(chunks()), use_multipart=False)
+        return
+    part = max(CHUNK, -(-size // (PARTS - 1)))
+    pieces = _no_longer_than(part, chunks())
+    obstore.put(store, path, pieces, use_multipart=True, chunk_size=part, max_concurrency=IN_FLIGHT)
+
+
+def _no_longer_than(length: int, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+    for chunk in chunks:
+        view = memoryview(chunk)
+        for i in range(0, len(view), length):
+            yield view[i : i + length]
+
+
+class RangeReader:
+    """An object, opened for reading: each read is a range request, so only what is read is fetched.
+    A context manager."""
+
+    def __init__(self, key: Key, size: int):
+        self.key, self.length = key, size
+        self.position = 0
+        self.near = (0, b"")  # what was fetched last, and where it begins
+
+    def seek(self, position: int) -> int:
+        self.position = position
+        return position
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(self.length - self.position, 0)
+        block = bytearray(left if count < 0 else min(count, left))
+        self.readinto(memoryview(block))
+        return bytes(block)
+
+    def readinto(self, block: memoryview) -> int:
+        """Fill `block` from here on. Returns how many bytes there were."""
+        begin = self.position
+        end = min(begin + len(block), self.length)
+        if end <= begin:
+            return 0
+        start, content = self.near
+        if not start <= begin <= end <= start + len(content):
+            start = begin
+            content = self.key.read_range(begin, min(max(end, begin + NEAR), self.length))
+            if len(content) <= NEAR:
+                self.near = (start, content)
+        block[: end - begin] = memoryview(content)[begin - start : end - start]
+        self.position = end
+        return end - begin
+
+    def forget(self) -> None:
+        """Fetch anew what is read next."""
+        self.near = (0, b"")
+
+    def close(self) -> None:
+        self.forget()
+
+    def __enter__(self) -> "RangeReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
