@@ -29,7 +29,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 BUCKET = "bucket"
-KINDS = ("500", "slow", "reset", "truncated", "flipped", "stale", "stall", "lost", "gone")
+KINDS = ("500", "slow", "reset", "truncated", "flipped", "stale", "stall", "lost", "gone", "denied")
 STALE = 3.0  # seconds that a stale listing lags behind
 
 
@@ -46,12 +46,14 @@ class Objects:
         self.rules: list[dict] = []
         self.counts: Counter[str] = Counter()
         self.log: list[list[str]] = []  # method, key, range
+        self.removed: list[str] = []
         self.random = random.Random(0)
         self.number = 0
 
     def change(self, key: str, content: bytes | None) -> str:
         self.past.append((time.monotonic(), key, self.now.get(key)))
         if content is None:
+            self.removed.append(key)
             self.now.pop(key, None)
             return ""
         self.number += 1
@@ -111,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         if url.path.startswith("/-/"):
             return self.for_the_test(url.path[3:], self.rfile.read(length))
-        possible = ["500", "slow", "reset", "stall", "gone"]
+        possible = ["500", "slow", "reset", "stall", "gone", "denied"]
         if self.command in ("PUT", "POST", "DELETE"):
             possible.append("lost")
         if self.command in ("PUT", "GET"):
@@ -128,6 +130,8 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(length)
         if fault == "500":
             return self.refuse(500, "InternalError")
+        if fault == "denied":
+            return self.refuse(403, "AccessDenied")
         if fault == "slow":
             return self.refuse(503, "SlowDown")
         if fault == "stall":
@@ -294,6 +298,8 @@ class Handler(BaseHTTPRequestHandler):
             elif name == "clear":
                 objects.counts.clear()
                 objects.log.clear()
+                objects.removed.clear()
+                objects.past.clear()
             elif name.startswith("objects/") and self.command == "PUT":
                 objects.change(unquote(name[8:]), body)
             elif name.startswith("objects/") and self.command == "DELETE":
@@ -305,6 +311,7 @@ class Handler(BaseHTTPRequestHandler):
                 "uploads": len(objects.uploads),
                 "counts": objects.counts,
                 "log": objects.log,
+                "removed": objects.removed,
             }
             text = json.dumps(answer).encode()
         self.answer(200, {}, text)

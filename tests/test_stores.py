@@ -4,8 +4,15 @@ The store is tests/s3.py, a real server in another process. A state is filled wi
 step, as in tests/test_checkpoint.py.
 """
 
+import json
 import os
+import re
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +20,34 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from checkpoint import verify
-from checkpoint.stores import lease, objects
-from tests.checkpoints import resume, save_all, values_on_disk
+from checkpoint import retention, verify
+from checkpoint.lease import Lost
+from checkpoint.stores import bucket, lease, objects
+from checkpoint.stores.objects import Key, Unreachable, Version, location
+from checkpoint.verify import Damaged
+from configs.load import load_config
+from configs.schema import Checkpoint, InputError
+from tests import checkpoints as helpers
+from tests import forks, ranks
+from tests.checkpoints import (
+    build,
+    fill,
+    heard,
+    load_pattern,
+    open_manager,
+    resume,
+    save_all,
+    save_pattern,
+    values_on_disk,
+)
 from tests.ranks import run_ranks
+from tests.runs import MESHES, run, series, tiny_run
 from tests.s3 import Server, server
+from tools import check
 
 URL = "s3://bucket/runs/a"
-STEP = "runs/a/step-{:08d}"
+AT = "runs/a/"
+MANIFEST = verify.MANIFEST
 
 
 @pytest.fixture(scope="module")
@@ -31,56 +58,567 @@ def _store() -> Iterator[Server]:
 
 @pytest.fixture
 def store(_store, monkeypatch) -> Server:
-    """A server with an empty bucket and no faults, which this process can reach."""
+    """A server with an empty bucket and no faults, which this process and its ranks can reach."""
     for name, value in _store.environment.items():
         monkeypatch.setenv(name, value)
-    hurry()
+    for module, name, value in HURRY:
+        monkeypatch.setattr(module, name, value)
+    objects._open.cache_clear()
     _store.rules()
     for key in _store.keys():
         _store.remove(key)
     _store.ask("clear", b"")
-    objects._open.cache_clear()
     return _store
 
 
-def hurry() -> None:
-    """No test waits as long as a run does."""
-    objects.RETRIES, objects.PAUSE = 2, 0.05
-    lease.BEAT, lease.PATIENCE = 0.3, 1.5
+HURRY = (  # no test waits as long as a run does
+    (objects, "RETRIES", 2),
+    (objects, "PAUSE", 0.05),
+    (objects, "REQUEST_SECONDS", 5.0),
+    (lease, "BEAT", 0.3),
+    (lease, "PATIENCE", 1.5),
+)
 
 
-def there(environment: dict, fn: Callable, *args: Any, **options: Any) -> Any:
-    """On a rank: fn, with checkpoints in the store."""
-    os.environ.update(environment)
-    hurry()
+def there(fn: Callable, *args: Any, **options: Any) -> Any:
+    """On a rank: fn, whose checkpoints go to the store."""
+    for module, name, value in HURRY:
+        setattr(module, name, value)
+    helpers.Checkpoint = partial(Checkpoint, store=URL)
     return fn(*args, **options)
 
 
-def save_there(environment: dict, folder: Path, steps: list[int]) -> None:
-    there(environment, save_all, folder, steps, store=URL)
+def step_of(step: int) -> str:
+    return AT + verify.step_name(step, 0)
 
 
-def resume_there(environment: dict, folder: Path) -> tuple:
-    return there(environment, resume, folder, store=URL)
+def shards(store: Server, step: int) -> list[str]:
+    """The objects of a checkpoint that hold tensors."""
+    return [key for key in store.keys(step_of(step)) if key.endswith(".safetensors")]
 
 
-def test_a_save_is_what_a_disk_has(store, tmp_path):
-    """The same files to the byte, and every byte verified through the store."""
-    run_ranks(2, save_there, store.environment, tmp_path, [10, 20])
+# What is saved comes back
+
+
+def test_a_save_has_the_bytes_of_one_on_a_disk(store, tmp_path):
+    run_ranks(2, there, save_all, tmp_path, [10, 20])
     run_ranks(2, save_all, tmp_path / "disk", [10, 20])
     assert verify.main([URL, "--all"]) == 0
     for step in (10, 20):
-        store.download(STEP.format(step), tmp_path / f"{step}")
+        store.download(step_of(step), tmp_path / f"{step}")
         (draft,) = [path for path in (tmp_path / f"{step}").iterdir() if path.is_dir()]
-        for rank in range(2):
-            name = verify.file_name(rank)
-            on_disk = tmp_path / "disk" / verify.step_name(step, 0) / name
-            assert (draft / name).read_bytes() == on_disk.read_bytes()
+        assert len(list(draft.iterdir())) == 2
+        for path in draft.iterdir():
+            on_disk = tmp_path / "disk" / verify.step_name(step, 0) / path.name
+            assert path.read_bytes() == on_disk.read_bytes()
         assert values_on_disk(draft) == [step]
+        verify.verify(tmp_path / f"{step}")  # a download is a checkpoint too
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_a_resume_finds_the_newest(store, tmp_path):
-    run_ranks(2, save_there, store.environment, tmp_path, [10, 20])
-    assert run_ranks(1, resume_there, store.environment, tmp_path) == [(20, [20.0], [])]
-    assert run_ranks(4, resume_there, store.environment, tmp_path)[3] == (20, [20.0], [])
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        ((2, []), (1, ["--parallelism.tensor_parallel=1"])),
+        ((2, ["--parallelism.tensor_parallel=2"]), (4, [])),
+    ],
+    ids=["2x1 to 1x1", "1x2 to 4x1"],
+)
+def test_the_state_is_bitwise_that_of_a_disk_on_another_mesh(saving, loading, store, tmp_path):
+    run_ranks(saving[0], there, save_pattern, tmp_path, saving[1])
+    assert run_ranks(loading[0], there, load_pattern, [tmp_path], loading[1]) == [[[]]] * loading[0]
+
+
+def test_a_resume_reads_what_its_rank_needs(store, tmp_path):
+    """Ranges, not objects: a rank of four reads about a quarter of a large file."""
+    content = bytes(range(256)) * (1 << 14)  # 4 MiB
+    store.put(AT + "x", content)
+    store.ask("clear", b"")
+    with location(URL + "/x").open() as reader:
+        reader.seek(1000)
+        block = bytearray(objects.NEAR + 7)
+        assert reader.readinto(memoryview(block)) == len(block)
+        assert block == content[1000 : 1000 + len(block)]
+        assert reader.read(10) == content[1000 + len(block) : 1010 + len(block)]
+        reader.seek(len(content) - 3)
+        assert reader.read() == content[-3:]
+    fetched = 0
+    for method, _, wanted in store.status()["log"]:
+        if method == "GET":
+            first, last = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", wanted).groups())
+            fetched += last + 1 - first
+    assert fetched <= len(content) * 0.6
+
+
+def test_training_goes_on_while_parts_are_sent(store, tmp_path):
+    store.rules({"kind": "stall", "key": "safetensors", "methods": ["PUT"], "seconds": 2.0})
+    began, copied, ended = run_ranks(1, there, _times_of_a_save, tmp_path)[0]
+    assert copied - began < 1.0 < 2.0 <= ended - began
+
+
+def _times_of_a_save(folder: Path) -> list[float]:
+    job = build()
+    checkpoints = open_manager(job, folder)
+    checkpoints.load(job.model, job.optimizer)
+    times = [time.monotonic()]
+    checkpoints.save(1, job.model, job.optimizer, {"step": 1})
+    checkpoints.wait_for_copy()
+    times.append(time.monotonic())
+    checkpoints.close()
+    return [*times, time.monotonic()]
+
+
+def test_an_upload_takes_bounded_memory(store):
+    """Of 256 MiB, sent as views of one block of 4 MiB, no more than some parts are ever held."""
+    grown = run_ranks(1, there, _memory_of_an_upload, 256 << 20)[0]
+    assert grown < 5 * objects.CHUNK * 1.5, f"{grown / 2**20:.0f} MiB"
+    assert len(store.object(AT + "large")) == 256 << 20
+    store.remove(AT + "large")
+
+
+def _memory_of_an_upload(size: int) -> int:
+    """How many bytes more this process has needed at most."""
+    block = memoryview(bytearray(4 << 20))
+    key = location(URL + "/large")
+    (key.parent / "small").upload(lambda: [block[:9]], 9)
+    before = _peak()
+    key.upload(lambda: (block for _ in range(size // len(block))), size)
+    return _peak() - before
+
+
+def _peak() -> int:
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", text)[1]) * 1024
+
+
+# Kills
+
+
+def save_for_ever(place: Path, folder: Path) -> None:
+    """Steps that are nothing but saves, from the newest on. Notes the steps that are published."""
+    job = build()
+    checkpoints = open_manager(job, folder, keep_last=2)
+    progress = checkpoints.load(job.model, job.optimizer) or {"step": 0}
+    for step in count(progress["step"] + 1):
+        fill(job, step)
+        checkpoints.save(step, job.model, job.optimizer, {"step": step})
+        checkpoints.wait_for_copy()
+        with open(place / f"begun-{job.mesh.rank}", "a") as begun:
+            begun.write(f"{step}\n")
+        checkpoints.poll()
+
+
+def begun(place: Path) -> list[int]:
+    """The saves that either rank has begun: all but the newest are published."""
+    steps = []
+    for path in place.glob("begun-*"):
+        steps += map(int, path.read_text().split())
+    return sorted(steps)
+
+
+@pytest.mark.parametrize("trial", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_rank_killed_while_saving_loses_at_most_that_save(trial, store, tmp_path):
+    """And what it left is removed by the next start. Another run's files beside it stay."""
+    other = "runs/b/step-00000003/01234567-1/rank-00000.safetensors"
+    mine = AT + "step-00000007/0badcafe-1/rank-00000.safetensors"
+    for key in (other, mine, AT + "notes.txt"):
+        store.put(key, b"something")
+    store.rules({"kind": "stall", "key": "safetensors", "methods": ["PUT"], "seconds": 0.1})
+    least = 0
+    for death in range(2):
+        place = tmp_path / f"{death}"
+        place.mkdir()
+        least = max(least, killed(place, trial % 2, 2 + trial, 0.07 * (2 * trial + death)))
+    store.rules()
+    words = run_ranks(2, there, resume, tmp_path)[0]
+    assert words[0] >= least - 1 > 0 and words[1] == [words[0]]
+    assert [line for line in words[2] if "notes.txt" not in line] == []
+    named = verify.published(location(URL))
+    assert verify.main([URL, "--all"]) == 0
+    for key in store.keys(AT):
+        assert key in (AT + ".lease", AT + "notes.txt") or key.split("/")[2] in named
+    drafts = {key.rpartition("/")[0] for key in store.keys(AT) if "safetensors" in key}
+    assert len(drafts) == len(named)  # no parts that no manifest names
+    assert other in store.keys()
+
+
+def killed(place: Path, victim: int, saves: int, seconds: float) -> int:
+    """Two ranks that save for ever, of which one is killed. The newest save that was begun."""
+    processes = [
+        forks.start(ranks.child, place, rank, 2, there, (save_for_ever, place, place))
+        for rank in range(2)
+    ]
+    try:
+        deadline = time.monotonic() + 60 * ranks.NEIGHBOURS
+        while len(set(begun(place))) < saves:
+            assert time.monotonic() < deadline, "the ranks do not save"
+            time.sleep(0.01)
+        time.sleep(seconds)
+        processes[victim].kill()
+        processes[1 - victim].join(30)
+    finally:
+        for process in processes:
+            forks.end(process)
+    return begun(place)[-1]
+
+
+def published_too_early(folder: Path) -> None:
+    """The bug: the manifest goes first, and the rank dies while it sends its file."""
+
+    def careless(self: bucket.Bucket, draft: Key, plan: Any, parts: Any) -> list:
+        job_head = {"format": verify.FORMAT, "step": 3, "progress": {}, "mesh": {}, "facts": {}}
+        more = {"optimizer": "", "hyperparameters": {}, "parent": "", "ancestors": []}
+        rest = {"torch": "", "saved": "", "files": [[plan.nbytes, "0" * 16]]}
+        manifest = {**job_head, **more, **rest, "tensors": plan.table}
+        self.publish(draft, "step-00000003", manifest)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    bucket.Bucket.write = careless
+    save_all(folder, [3])
+
+
+def test_control_a_manifest_before_the_parts_is_seen(store, tmp_path):
+    run_ranks(1, there, save_all, tmp_path, [1, 2])
+    with pytest.raises(AssertionError, match="died of signal 9"):
+        run_ranks(1, there, published_too_early, tmp_path)
+    assert step_of(3) + "/" + MANIFEST in store.keys()
+    assert verify.main([URL]) == 1
+    step, values, words = run_ranks(1, there, resume, tmp_path)[0]
+    assert (step, values) == (2, [2.0])  # and the hashes keep it from being used
+    assert "step-00000003 is damaged and not used" in words[0]
+
+
+# Leases
+
+
+def test_a_second_run_is_refused_and_a_released_prefix_is_not(store, tmp_path):
+    run_ranks(1, there, save_all, tmp_path, [1])
+    before = store.keys()
+    mine = lease.StoreLease(location(URL) / ".lease")
+    step, _, words = run_ranks(2, there, resume, tmp_path)[0]
+    assert step == -1 and "s3://bucket/runs/a is being written by another run" in words[-1]
+    assert f"process {os.getpid()}" in words[-1] and "checkpoint.store" in words[-1]
+    assert store.keys() == before
+    mine.check()
+    mine.release()
+    assert run_ranks(1, there, resume, tmp_path)[0][:2] == (1, [1.0])
+
+
+def test_of_many_that_come_at_once_one_gets_the_prefix(store):
+    for owner in (None, {"host": "elsewhere", "pid": 1, "where": "", "id": "0badcafe"}):
+        store.remove(AT + ".lease")
+        if owner:
+            store.put(AT + ".lease", json.dumps(owner).encode())
+        got: list[lease.StoreLease] = []
+        refused: list[str] = []
+
+        def take(got=got, refused=refused) -> None:
+            try:
+                got.append(lease.StoreLease(location(URL) / ".lease"))
+            except InputError as error:
+                refused.append(str(error))
+
+        threads = [threading.Thread(target=take) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(got), len(refused)) == (1, 7)
+        got[0].check()
+        got[0].release()
+
+
+def test_a_lease_that_was_taken_over_publishes_nothing(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "BEAT", 1000)  # its process is frozen
+    frozen = lease.StoreLease(location(URL) / ".lease")
+    thawed = lease.StoreLease(location(URL) / ".lease")  # having watched
+    with pytest.raises(Lost, match="was taken over by another run"):
+        frozen.check()
+    frozen._replace(frozen.id)  # a late beat of the frozen one changes nothing
+    thawed.check()
+    frozen.release()
+    thawed.check()
+    thawed.release()
+
+
+def test_a_dead_process_of_this_machine_is_not_watched(store, tmp_path):
+    process = forks.start(_take_and_wait)
+    while AT + ".lease" not in store.keys():
+        time.sleep(0.05)
+    forks.end(process)
+    began = time.monotonic()
+    lease.StoreLease(location(URL) / ".lease").release()
+    assert time.monotonic() - began < lease.PATIENCE
+
+
+def _take_and_wait() -> None:
+    lease.StoreLease(location(URL) / ".lease")
+    time.sleep(100)
+
+
+def test_a_checkpoint_that_is_there_is_not_replaced(store, tmp_path):
+    """Another run has published the step meanwhile, and a listing did not show it."""
+    words = run_ranks(1, there, _publishes_what_is_there, tmp_path)[0]
+    assert "holds a checkpoint already, which this run has not written" in words
+    assert store.object(step_of(2) + "/" + MANIFEST) == b"another's"
+
+
+def _publishes_what_is_there(folder: Path) -> str:
+    job = build()
+    checkpoints = open_manager(job, folder)
+    checkpoints.load(job.model, job.optimizer)
+    (location(URL) / "step-00000002" / MANIFEST).create(b"another's")
+    checkpoints.save(2, job.model, job.optimizer, {"step": 2})
+    with pytest.raises(InputError) as refusal:
+        checkpoints.close()
+    return str(refusal.value)
+
+
+# Retention
+
+
+def test_retention_removes_the_manifest_first(store, tmp_path):
+    run_ranks(2, there, save_all, tmp_path, [1, 2, 3, 4], keep_last=2)
+    assert verify.published(location(URL)) == ["step-00000004", "step-00000003"]
+    assert not store.keys(step_of(1)) and not store.keys(step_of(2))
+    removed = [key for key in removals(store) if key.startswith(step_of(1))]
+    assert removed[0] == step_of(1) + "/" + MANIFEST and len(removed) == 3
+
+
+def removals(store: Server) -> list[str]:
+    return store.status()["removed"]
+
+
+# Damage
+
+
+def damaged(store: Server, key: str, how: str) -> None:
+    if how == "flipped":
+        store.flip(key, 60_000)
+    elif how == "header":
+        store.flip(key, 100)
+    elif how == "cut":
+        store.put(key, store.object(key)[:-5000])
+    elif how == "gone":
+        store.remove(key)
+
+
+@pytest.mark.parametrize("how", ["flipped", "header", "cut", "gone"])
+def test_a_damaged_object_is_named_and_the_checkpoint_before_used(how, store, tmp_path):
+    run_ranks(2, there, save_all, tmp_path, [10, 20])
+    key = shards(store, 20)[1]
+    damaged(store, key, how)
+    results = run_ranks(2, there, resume, tmp_path)
+    assert [result[:2] for result in results] == [(10, [10.0])] * 2
+    (words,) = results[0][2]
+    assert "step-00000020 is damaged and not used" in words and "rank-00001.safetensors" in words
+    assert verify.main([URL]) == 1
+
+
+def test_a_damaged_manifest_is_named(store, tmp_path):
+    run_ranks(1, there, save_all, tmp_path, [10, 20])
+    store.flip(step_of(20) + "/" + MANIFEST, 300)
+    step, values, words = run_ranks(1, there, resume, tmp_path)[0]
+    assert (step, values) == (10, [10.0]) and f"step-00000020/{MANIFEST}" in words[0]
+
+
+# Faults
+
+
+FAULTS = {
+    "500": {"rate": 0.2},
+    "slow": {"rate": 0.2},
+    "reset": {"rate": 0.15},
+    "truncated": {"rate": 0.2},
+    "flipped": {"rate": 0.1},
+    "stale": {},
+    "stall": {"rate": 0.05, "seconds": 6.0},  # longer than a request may take
+    "lost": {"rate": 0.15},
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_no_fault_loses_or_damages_anything(kind, store, tmp_path):
+    """Saves, then resumes that save more, under one kind of fault. Nothing is lost, damaged, or
+    reported as such."""
+    store.rules({"kind": kind, **FAULTS[kind]})
+    for last in (3, 6):
+        steps = list(range(last - 2, last + 1))
+        (words,) = run_ranks(1, there, _saves_all_it_can, tmp_path, steps)
+        assert words == [], "a store with such faults is a store that works"
+        step, values, words = run_ranks(2, there, resume, tmp_path)[0]
+        assert (step, values, words) == (last, [float(last)], [])
+    assert store.status()["counts"].get(kind, 0) > 0
+    store.rules()
+    assert verify.main([URL, "--all"]) == 0
+    assert len(shards(store, 6)) == 1
+
+
+def _saves_all_it_can(folder: Path, steps: list[int]) -> list[str]:
+    with heard() as words:
+        save_all(folder, steps)
+    return words
+
+
+def test_a_conditional_put_whose_answer_is_lost_is_known_as_ours(store):
+    for name, methods in (("create", ["PUT"]), ("replace", ["PUT"])):
+        store.rules({"kind": "lost", "methods": methods, "count": 1})
+        key = location(f"{URL}/{name}")
+        version = key.create(b"one") if name == "create" else Version(None, None)
+        if name == "replace":
+            store.rules()
+            version = key.replace(b"two", key.create(b"one"))
+            store.rules({"kind": "lost", "methods": methods, "count": 1})
+            version = key.replace(b"three", version)
+        assert version is not None and key.replace(b"four", version) is not None
+        assert store.status()["counts"]["lost"] > 0
+        assert key.create(b"five") is None  # another's stays another's
+        assert key.replace(b"six", version) is None
+
+
+def test_control_without_the_comparison_a_lost_answer_fails_the_save(store, tmp_path):
+    """What the comparison is for, and that the fault is the one that is meant."""
+    lost = {"kind": "lost", "key": MANIFEST, "methods": ["PUT"], "count": 1}
+    store.rules(lost)
+    assert run_ranks(1, there, _saves_all_it_can, tmp_path, [1]) == [[]]
+    store.rules(lost)
+    with pytest.raises(AssertionError, match="holds a checkpoint already"):
+        run_ranks(1, there, _saves_without_looking, tmp_path, [1, 2])
+    assert run_ranks(1, there, resume, tmp_path)[0][:2] == (2, [2.0])
+
+
+def _saves_without_looking(folder: Path, steps: list[int]) -> None:
+    real = Key._put_if
+
+    def put_if(self: Key, mode: Any, content: bytes, tries: int | None) -> Version | None:
+        self.read_version = lambda: (b"", Version(None, None))
+        return real(self, mode, content, tries)
+
+    Key._put_if = put_if
+    save_all(folder, steps)
+
+
+def test_a_store_that_is_gone_ends_the_run_with_a_sentence(store, tmp_path, monkeypatch):
+    options = [*tiny_run(tmp_path), f"--checkpoint.store={URL}", "--checkpoint.max_failures=1"]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    code, said = run_ranks(1, there, _goes_after_step_5, store.port, options, folder)[0]
+    assert code == 2
+    assert "the checkpoint of step 10 could not be written to s3://bucket/runs/a" in said
+    assert "tries with up to 2 retries each" in said
+    # while it is gone, no run starts
+    code, said = run_ranks(1, there, run, options, folder)[0]
+    assert code == 2 and "s3://bucket/runs/a/.lease: no connection, or no answer" in said
+    store.rules()
+    assert verify.main([URL, "--all"]) == 0
+    assert verify.published(location(URL)) == ["step-00000005"]
+    # and the run goes on
+    assert run_ranks(1, there, run, options, folder) == [(0, "")]
+    check_no_secret(folder, store)
+
+
+def _goes_after_step_5(port: int, options: list[str], folder: Path) -> tuple[int, str]:
+    real = bucket.Bucket.publish
+
+    def publish(self: bucket.Bucket, draft: Key, name: str, manifest: dict) -> None:
+        real(self, draft, name, manifest)
+        Server(port, None).rules({"kind": "gone"})
+
+    bucket.Bucket.publish = publish
+    return run(options, folder)
+
+
+def check_no_secret(folder: Path, store: Server) -> None:
+    """No file of the run, and no object, has a credential in it."""
+    secrets = [store.environment[name] for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")]
+    written = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    written += [store.object(key) for key in store.keys(AT)]
+    assert len(written) > 5
+    for content in written:
+        assert not any(secret.encode() in content for secret in secrets)
+
+
+def test_a_whole_run_is_bitwise_that_of_a_disk(store, tmp_path):
+    """Stopped and resumed on the way, in one folder each."""
+    options = [*tiny_run(tmp_path), *MESHES["fsdp2"][1]]
+    for name, more in (("disk", []), ("store", [f"--checkpoint.store={URL}"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        half = [*options, *more, "--training.steps=8", "--lr_schedule.kind=constant"]
+        whole = [*options, *more, "--lr_schedule.kind=constant"]
+        assert run_ranks(2, there, run, half, folder) == [(0, "")] * 2
+        assert run_ranks(2, there, run, whole, folder) == [(0, "")] * 2
+    assert series(tmp_path / "store") == series(tmp_path / "disk")
+    assert not (tmp_path / "store" / "checkpoints").exists()
+    newest = {name: verify.newest(where) for name, where in _newest(tmp_path).items()}
+    hashes = [verify.part_hashes(path, verify.read_manifest(path)) for path in newest.values()]
+    assert hashes[0] == hashes[1]
+
+
+def _newest(place: Path) -> dict:
+    return {"disk": place / "disk", "store": location(URL)}
+
+
+def test_a_new_run_starts_from_the_weights_of_a_url(store, tmp_path):
+    run_ranks(1, there, save_all, tmp_path, [4])
+    step, values, words = run_ranks(2, resume, tmp_path / "new", load_path=URL)[0]
+    assert step is None and 4.0 in values
+    assert f"from the model of {URL}/step-00000004" in words[0]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://bucket/a",
+        "s3://",
+        "s3:/bucket",
+        "bucket/a",
+        "s3://bucket/a?x=1",
+        "s3://b//a",
+        "file://a",
+    ],
+)
+def test_what_is_no_place_is_refused(url, capsys):
+    with pytest.raises(InputError, match="checkpoint.store"):
+        load_config([f"--checkpoint.store={url}"])
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated():
+    with pytest.raises(InputError) as refusal:
+        load_config(["--checkpoint.store=s3://me:hunter2@bucket/a"])
+    assert "hunter2" not in str(refusal.value)
+
+
+def test_without_the_package_a_url_is_refused(monkeypatch):
+    monkeypatch.setattr(objects.importlib.util, "find_spec", lambda name: None)
+    objects._open.cache_clear()
+    with pytest.raises(InputError, match="pip install obstore"):
+        (location(URL) / ".lease").read()
+    cfg = load_config([f"--checkpoint.store={URL}"])
+    assert any("pip install obstore" in problem for problem in check.problems(cfg, 1))
+
+
+def test_a_file_url_is_a_folder(tmp_path):
+    run_ranks(1, save_all, tmp_path / "no", [3], store=f"file://{tmp_path}/c")
+    assert values_on_disk(tmp_path / "c" / "step-00000003") == [3]
+    assert not (tmp_path / "no").exists()
+
+
+def test_wrong_credentials_end_at_once(store, monkeypatch):
+    store.rules({"kind": "denied"})
+    with pytest.raises(Unreachable, match="HTTP 403 AccessDenied: the store refuses it"):
+        (location(URL) / ".lease").read()
+    assert len(store.status()["log"]) == 1
+
+
+def test_no_manifest_leads_out_of_its_folder(store):
+    run_ranks(1, there, save_all, Path("/nonexistent"), [1])
+    path = location(URL) / "step-00000001"
+    manifest = verify.read_manifest(path)
+    for parts in ("..", "../../b", "/etc", "", "0badcafe"):
+        with pytest.raises(ValueError, match="parts"):
+            verify.manifest_text({**manifest, "parts": parts})
+    assert retention.expired and Damaged

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+from checkpoint.stores.objects import Key, location, missing_package
 from configs import check
 from configs.load import ConfigError, as_given, help_text, load_config
 from configs.schema import Config, InputError
@@ -34,10 +35,17 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
             "option empty"
         )
     yield from inputs.problems(cfg, check.architecture(cfg.model)["vocab_size"])
-    fresh = not any(Path(cfg.run.folder, "checkpoints").glob("step-*"))
+    for option in ("store", "load_path"):
+        url = getattr(cfg.checkpoint, option)
+        if isinstance(location(url), Key) and (problem := missing_package(url)):
+            yield f"checkpoint.{option}: {problem}"
+    folder = location(cfg.checkpoint.store or Path(cfg.run.folder, "checkpoints"))
+    # what a store holds is asked by the run, not by each node
+    fresh = isinstance(folder, Path) and not any(folder.glob("step-*"))
     for option in ("load_path", "load_hf"):
         place = getattr(cfg.checkpoint, option)
-        if place and fresh and not Path(place).exists():
+        is_here = isinstance(location(place), Key) or Path(location(place)).exists()
+        if place and fresh and not is_here:
             yield (
                 f'checkpoint.{option} = "{place}" does not exist here: name the folder to start '
                 "from, or remove the option"

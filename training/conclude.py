@@ -34,10 +34,14 @@ def last_lines(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: Metri
             lines.append("a sample from the final weights:")
             lines += ["    " + line for line in text.splitlines()]
     lines.append(f"tensorboard --logdir {folder / 'tensorboard'}")
-    lines.append(
-        f"checkpoints in {folder / 'checkpoints'}; try: python -m tools.generate {folder} "
-        "--prompt 'class '"
-    )
+    if cfg.checkpoint.store:
+        store = cfg.checkpoint.store
+        lines.append(f"checkpoints in {store}; try: python -m checkpoint.verify {store}")
+    else:
+        lines.append(
+            f"checkpoints in {folder / 'checkpoints'}; try: python -m tools.generate {folder} "
+            "--prompt 'class '"
+        )
     if step < steps:
         lines.append(
             f"stopped on request after step {step} of {steps}; run the same command again to go on"

@@ -73,14 +73,21 @@ def location(text: str | Path) -> "Path | Key":
     return Key(url["scheme"], bucket, prefix.strip("/"))
 
 
+def missing_package(url: str) -> str:
+    """What is said where obstore is not installed."""
+    if importlib.util.find_spec("obstore"):
+        return ""
+    return (
+        f"{url} needs the package obstore: pip install obstore==0.12.1, or keep checkpoints in a "
+        "folder"
+    )
+
+
 @functools.cache
 def _open(scheme: str, bucket: str) -> Any:
     """The bucket, as obstore knows it. Raises InputError."""
-    if importlib.util.find_spec("obstore") is None:
-        raise InputError(
-            f"{scheme}://{bucket} needs the package obstore: pip install obstore==0.12.1, or keep "
-            "checkpoints in a folder"
-        )
+    if problem := missing_package(f"{scheme}://{bucket}"):
+        raise InputError(problem)
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
@@ -99,7 +106,7 @@ def _open(scheme: str, bucket: str) -> Any:
     }
     retry = {
         "max_retries": RETRIES,
-        "retry_timeout": datetime.timedelta(seconds=5 * REQUEST_SECONDS),
+        "retry_timeout": datetime.timedelta(seconds=2 * REQUEST_SECONDS),
         "backoff": backoff,
     }
     # S3 compares a checksum of every part that arrives

@@ -328,6 +328,7 @@ def measure_save(probe: Probe) -> dict:
     job = probe.job
     limit_collectives(probe, probe.limit("save"))
     fresh = {"load_step": -1, "load_path": "", "load_hf": "", "exclude_from_loading": ()}
+    fresh |= {"store": ""}  # the run's own, which another start may be writing
     cfg = probe.cfg.checkpoint.model_copy(update=fresh)
     must_match = {"model": asdict(probe.args)}
     facts = {"family": probe.cfg.model.family, "must_match": must_match}

@@ -233,7 +233,7 @@ def simulate(flags: argparse.Namespace, rest: list[str], place: Path) -> int:
     """Train, print the report, and return the exit code."""
     _, given = as_given(rest)
     short = {option: value for option, value in SHORT.items() if option not in given}
-    argv = with_options(rest, short | {"run.folder": str(place / "run")})
+    argv = with_options(rest, short | {"run.folder": str(place / "run"), "checkpoint.store": ""})
     cfg = load_config(argv, flags.gpus, flags.gpus)
     if cfg.compile.enabled and "compile.enabled" not in given:
         print(
