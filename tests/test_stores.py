@@ -74,7 +74,7 @@ def store(_store, monkeypatch) -> Server:
 HURRY = (  # no test waits as long as a run does
     (objects, "RETRIES", 2),
     (objects, "PAUSE", 0.05),
-    (objects, "REQUEST_SECONDS", 5.0),
+    (objects, "REQUEST_SECONDS", 2.0 * ranks.NEIGHBOURS),
     (lease, "BEAT", 0.3),
     (lease, "PATIENCE", 1.5),
 )
@@ -169,15 +169,19 @@ def _times_of_a_save(folder: Path) -> list[float]:
 
 
 def test_an_upload_takes_bounded_memory(store):
-    """Of 256 MiB, sent as views of one block of 4 MiB, no more than some parts are ever held."""
-    grown = run_ranks(1, there, _memory_of_an_upload, 256 << 20)[0]
-    assert grown < 5 * objects.CHUNK * 1.5, f"{grown / 2**20:.0f} MiB"
-    assert len(store.object(AT + "large")) == 256 << 20
+    """Of 96 MiB, sent as views of one block, no more than some parts are ever held."""
+    grown = run_ranks(1, there, _memory_of_an_upload, 96 << 20)[0]
+    assert grown < 8 * CHUNK, f"{grown / 2**20:.0f} MiB"
+    assert len(store.object(AT + "large")) == 96 << 20
     store.remove(AT + "large")
+
+
+CHUNK = 4 << 20
 
 
 def _memory_of_an_upload(size: int) -> int:
     """How many bytes more this process has needed at most."""
+    objects.CHUNK = CHUNK
     block = memoryview(bytearray(4 << 20))
     key = location(URL + "/large")
     (key.parent / "small").upload(lambda: [block[:9]], 9)
@@ -267,7 +271,8 @@ def published_too_early(folder: Path) -> None:
 
     def careless(self: bucket.Bucket, draft: Key, plan: Any, parts: Any) -> list:
         job_head = {"format": verify.FORMAT, "step": 3, "progress": {}, "mesh": {}, "facts": {}}
-        more = {"optimizer": "", "hyperparameters": {}, "parent": "", "ancestors": []}
+        past = ["step-00000001", "step-00000002"]
+        more = {"optimizer": "AdamW", "hyperparameters": {}, "parent": past[1], "ancestors": past}
         rest = {"torch": "", "saved": "", "files": [[plan.nbytes, "0" * 16]]}
         manifest = {**job_head, **more, **rest, "tensors": plan.table}
         self.publish(draft, "step-00000003", manifest)
@@ -308,7 +313,9 @@ def test_of_many_that_come_at_once_one_gets_the_prefix(store):
     for owner in (None, {"host": "elsewhere", "pid": 1, "where": "", "id": "0badcafe"}):
         store.remove(AT + ".lease")
         if owner:
-            store.put(AT + ".lease", json.dumps(owner).encode())
+            text = json.dumps(owner)
+            outer = {"hash": lease._hash(text), "owner": text}
+            store.put(AT + ".lease", json.dumps(outer).encode())
         got: list[lease.StoreLease] = []
         refused: list[str] = []
 
@@ -378,7 +385,7 @@ def _publishes_what_is_there(folder: Path) -> str:
 
 
 def test_retention_removes_the_manifest_first(store, tmp_path):
-    run_ranks(2, there, save_all, tmp_path, [1, 2, 3, 4], keep_last=2)
+    run_ranks(2, there, partial(save_all, keep_last=2), tmp_path, [1, 2, 3, 4])
     assert verify.published(location(URL)) == ["step-00000004", "step-00000003"]
     assert not store.keys(step_of(1)) and not store.keys(step_of(2))
     removed = [key for key in removals(store) if key.startswith(step_of(1))]
@@ -432,7 +439,7 @@ FAULTS = {
     "truncated": {"rate": 0.2},
     "flipped": {"rate": 0.1},
     "stale": {},
-    "stall": {"rate": 0.05, "seconds": 6.0},  # longer than a request may take
+    "stall": {"rate": 0.1, "seconds": 2.2},  # longer than a request may take
     "lost": {"rate": 0.15},
 }
 
@@ -457,7 +464,7 @@ def test_no_fault_loses_or_damages_anything(kind, store, tmp_path):
 def _saves_all_it_can(folder: Path, steps: list[int]) -> list[str]:
     with heard() as words:
         save_all(folder, steps)
-    return words
+    return [line for line in words if "waited" not in line]
 
 
 def test_a_conditional_put_whose_answer_is_lost_is_known_as_ours(store):
@@ -491,7 +498,8 @@ def _saves_without_looking(folder: Path, steps: list[int]) -> None:
     real = Key._put_if
 
     def put_if(self: Key, mode: Any, content: bytes, tries: int | None) -> Version | None:
-        self.read_version = lambda: (b"", Version(None, None))
+        if self.name == MANIFEST:
+            self.read_version = lambda: (b"", Version(None, None))
         return real(self, mode, content, tries)
 
     Key._put_if = put_if
@@ -561,9 +569,9 @@ def _newest(place: Path) -> dict:
 
 def test_a_new_run_starts_from_the_weights_of_a_url(store, tmp_path):
     run_ranks(1, there, save_all, tmp_path, [4])
-    step, values, words = run_ranks(2, resume, tmp_path / "new", load_path=URL)[0]
-    assert step is None and 4.0 in values
-    assert f"from the model of {URL}/step-00000004" in words[0]
+    step, values, words = run_ranks(2, partial(resume, load_path=URL), tmp_path / "new")[0]
+    # the weights, and not the optimizer's state
+    assert step is None and values == [-1.0, 4.0] and words == []
 
 
 # What is refused
@@ -602,7 +610,7 @@ def test_without_the_package_a_url_is_refused(monkeypatch):
 
 
 def test_a_file_url_is_a_folder(tmp_path):
-    run_ranks(1, save_all, tmp_path / "no", [3], store=f"file://{tmp_path}/c")
+    run_ranks(1, partial(save_all, store=f"file://{tmp_path}/c"), tmp_path / "no", [3])
     assert values_on_disk(tmp_path / "c" / "step-00000003") == [3]
     assert not (tmp_path / "no").exists()
 

@@ -18,6 +18,8 @@ import time
 import uuid
 from pathlib import Path
 
+import xxhash
+
 from checkpoint.lease import Lost
 from checkpoint.stores.objects import Key, Unreachable, Version
 from configs.schema import InputError
@@ -71,7 +73,8 @@ class StoreLease:
             "count": self.count,
             "newest": self.newest,
         }
-        return json.dumps(owner).encode()
+        text = json.dumps(owner)
+        return json.dumps({"hash": _hash(text), "owner": text}).encode()
 
     def _replace(self, run: str, tries: int | None = None) -> None:
         """Replace our version, if it still is the one that is there."""
@@ -110,24 +113,33 @@ class StoreLease:
         self.released.set()
         self.thread.join()
         try:
-            self._replace("", tries=1)
+            self._replace("")
         except Unreachable as error:
             say.warning(f"the lease could not be given back: {error}")
 
 
 def _read(key: Key) -> tuple[dict, Version | None]:
     """Who holds or held the lease, and the version of the object; nobody, if it is not there or holds
-    something else."""
-    try:
-        content, version = key.read_version()
-    except FileNotFoundError:
-        return {}, None
-    try:
-        owner = json.loads(content)
-        complete = {"host", "pid", "id", "where"} <= owner.keys()
-    except (ValueError, AttributeError):
-        return {}, version
-    return (owner if complete else {}), version
+    something else. What a network has damaged is read again: it must not look like another run's."""
+    version = None
+    for _ in range(key.tries):
+        try:
+            content, version = key.read_version()
+        except FileNotFoundError:
+            return {}, None
+        try:
+            outer = json.loads(content)
+            owner = json.loads(outer["owner"])
+            complete = {"host", "pid", "id", "where"} <= owner.keys()
+            if complete and outer["hash"] == _hash(outer["owner"]):
+                return owner, version
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return {}, version
+
+
+def _hash(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def _changes(key: Key, version: Version | None) -> bool:

@@ -256,11 +256,14 @@ class Key:
         except FileNotFoundError as error:
             raise self._no_bucket() from error
         # The answer to a put of ours may have been lost: then the object holds these bytes.
-        try:
-            held, version = self.read_version()
-        except FileNotFoundError:
-            return None
-        return version if held == content else None
+        for _ in range(self.tries):
+            try:
+                held, version = self.read_version()
+            except FileNotFoundError:
+                return None
+            if held == content:
+                return version
+        return None
 
     def _no_bucket(self) -> Unreachable:
         return Unreachable(f"{self}: there is no bucket or container {self.bucket!r}")
