@@ -71,7 +71,7 @@ class Retention:
 
     def _remove_expired(self, ancestors: list[str], number: int) -> None:
         """Each checkpoint is renamed first, so none is ever partly there."""
-        present = verify.published(self.folder)
+        present = self.present(ancestors)
         self.gone.update(name for name in ancestors if name not in present)
         ancestors = [name for name in ancestors if name in present]
         newest_first = (name for name in reversed(ancestors) if verify.is_whole(self.folder / name))
@@ -86,6 +86,10 @@ class Retention:
             self.erase(trash)
 
     # What a store does differently (stores/bucket.py::StoreRetention)
+
+    def present(self, names: list[str]) -> list[str]:
+        """Those of these checkpoints, and perhaps others, that are there."""
+        return verify.published(self.folder)
 
     def hide(self, name: str, number: int) -> Path:
         """Make a checkpoint none, in one step. Returns where its files are now."""

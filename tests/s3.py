@@ -47,6 +47,7 @@ class Objects:
         self.counts: Counter[str] = Counter()
         self.log: list[list[str]] = []  # method, key, range
         self.removed: list[str] = []
+        self.created: Counter[str] = Counter()  # how often an object has appeared
         self.random = random.Random(0)
         self.number = 0
 
@@ -56,6 +57,7 @@ class Objects:
             self.removed.append(key)
             self.now.pop(key, None)
             return ""
+        self.created[key] += key not in self.now
         self.number += 1
         tag = f'"{hashlib.md5(content).hexdigest()}-{self.number}"'
         self.now[key] = (content, tag)
@@ -299,6 +301,7 @@ class Handler(BaseHTTPRequestHandler):
                 objects.counts.clear()
                 objects.log.clear()
                 objects.removed.clear()
+                objects.created.clear()
                 objects.past.clear()
             elif name.startswith("objects/") and self.command == "PUT":
                 objects.change(unquote(name[8:]), body)
@@ -312,6 +315,7 @@ class Handler(BaseHTTPRequestHandler):
                 "counts": objects.counts,
                 "log": objects.log,
                 "removed": objects.removed,
+                "created": objects.created,
             }
             text = json.dumps(answer).encode()
         self.answer(200, {}, text)

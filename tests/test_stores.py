@@ -20,11 +20,10 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from checkpoint import retention, verify
+from checkpoint import verify
 from checkpoint.lease import Lost
 from checkpoint.stores import bucket, lease, objects
 from checkpoint.stores.objects import Key, Unreachable, Version, location
-from checkpoint.verify import Damaged
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from tests import checkpoints as helpers
@@ -348,6 +347,21 @@ def test_a_lease_that_was_taken_over_publishes_nothing(store, tmp_path, monkeypa
     thawed.release()
 
 
+def test_a_beat_whose_answer_is_lost_is_not_the_last(store):
+    mine = lease.StoreLease(location(URL) / ".lease")
+    store.rules({"kind": "lost", "key": ".lease", "methods": ["PUT"], "count": 3})
+    while store.status()["counts"].get("lost", 0) < 3:
+        time.sleep(0.02)
+    before = store.object(AT + ".lease")
+    deadline = time.monotonic() + 20 * lease.BEAT * ranks.NEIGHBOURS
+    while store.object(AT + ".lease") == before:
+        assert time.monotonic() < deadline, "the lease looks dead"
+        time.sleep(0.02)
+    mine.check()
+    mine.release()
+    assert lease._read(location(URL) / ".lease")[0]["id"] == ""
+
+
 def test_a_dead_process_of_this_machine_is_not_watched(store, tmp_path):
     process = forks.start(_take_and_wait)
     while AT + ".lease" not in store.keys():
@@ -459,6 +473,61 @@ def test_no_fault_loses_or_damages_anything(kind, store, tmp_path):
     store.rules()
     assert verify.main([URL, "--all"]) == 0
     assert len(shards(store, 6)) == 1
+
+
+MANY = [  # of each request, so that it succeeds in the end
+    {"kind": "500", "rate": 0.06},
+    {"kind": "slow", "rate": 0.06},
+    {"kind": "reset", "rate": 0.06},
+    {"kind": "truncated", "rate": 0.06},
+    {"kind": "flipped", "rate": 0.06},
+    {"kind": "lost", "rate": 0.06},
+    {"kind": "stale", "rate": 0.3},
+]
+
+
+@pytest.mark.parametrize(
+    "least",
+    [100, pytest.param(10_000, marks=[pytest.mark.torture, pytest.mark.cap(3000)])],
+)
+def test_of_many_faults_none_loses_or_damages_anything(least, store, tmp_path):
+    """Runs that save and resume until so many requests have failed: each finds the newest checkpoint
+    that was published, whole, and none is published twice."""
+    store.rules(*MANY)
+    starts = run_ranks(1, there, _goes_on_and_on, store.port, tmp_path, least, timeout=2400)[0]
+    counts = store.status()["counts"]
+    store.rules()
+    print(f"{sum(counts.values())} faults in {starts} starts: {counts}")
+    assert sum(counts.values()) >= least and len(counts) == len(MANY)
+    published = store.status()["created"]
+    manifests = {key: times for key, times in published.items() if key.endswith(MANIFEST)}
+    assert len(manifests) == 3 * starts and set(manifests.values()) == {1}
+    assert verify.main([URL, "--all"]) == 0
+    assert len(verify.published(location(URL))) <= 3  # retention has lost sight of none
+
+
+def _goes_on_and_on(port: int, folder: Path, least: int) -> int:
+    """Starts of a run that saves three steps each. How many there were."""
+    job = build()
+    newest = 0
+    for starts in count(1):
+        fill(job, -1)
+        with heard() as words:
+            checkpoints = open_manager(job, folder, keep_last=2)
+            progress = checkpoints.load(job.model, job.optimizer) or {"step": 0}
+            assert progress["step"] == newest
+            assert helpers.values(job) == [float(newest or -1)]
+            for _ in range(3):
+                newest += 1
+                fill(job, newest)
+                checkpoints.save(newest, job.model, job.optimizer, {"step": newest})
+                checkpoints.wait_for_copy()
+                checkpoints.poll()
+            checkpoints.close()
+        assert not [line for line in words if "waited" not in line], words
+        if sum(Server(port, None).status()["counts"].values()) >= least:
+            return starts
+    raise AssertionError("it counts for ever")
 
 
 def _saves_all_it_can(folder: Path, steps: list[int]) -> list[str]:
@@ -629,4 +698,28 @@ def test_no_manifest_leads_out_of_its_folder(store):
     for parts in ("..", "../../b", "/etc", "", "0badcafe"):
         with pytest.raises(ValueError, match="parts"):
             verify.manifest_text({**manifest, "parts": parts})
-    assert retention.expired and Damaged
+
+
+def apart(options: list[str], place: Path, run_number: int) -> tuple[int, str]:
+    """A rank on a host of its own: it shares no folder with the other one, nor with the run before."""
+    host = place / f"host-{os.environ['RANK']}-{run_number}"
+    (host / "run").mkdir(parents=True)
+    os.chdir(host)
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    return run([*options, "--data.cache=cache"], Path("run"))
+
+
+def test_hosts_that_share_no_folder_train_and_resume(store, tmp_path):
+    """As pods of Kubernetes without a shared volume, which come back on other machines."""
+    options = [*tiny_run(tmp_path), "--lr_schedule.kind=constant"]
+    there_too = f"--checkpoint.store={URL}"
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    seen = {}
+    for number, steps in enumerate((8, 16)):
+        part = [*options, f"--training.steps={steps}"]
+        assert run_ranks(2, run, part, disk) == [(0, "")] * 2
+        assert run_ranks(2, there, apart, [*part, there_too], tmp_path, number) == [(0, "")] * 2
+        seen[number] = series(tmp_path / f"host-0-{number}" / "run")
+    assert min(seen[1]) == 9  # it went on where the other hosts had stopped
+    assert seen[0] | seen[1] == series(disk)

@@ -80,11 +80,15 @@ class Bucket:
         return self.lease.id
 
     def names(self) -> list[str]:
-        """Of the checkpoints, newest first. The lease knows the newest even if a listing lags."""
-        names = set(verify.published(self.path))
-        newest = self.lease.newest
-        if verify.parse_name(newest) and (self.path / newest / verify.MANIFEST).exists():
-            names.add(newest)
+        """Of the checkpoints, newest first. A listing may lag behind: the lease knows the newest, and
+        that knows the older ones."""
+        names = set(present(self.path, [self.lease.newest]))
+        if names:
+            newest = self.path / max(names, key=verify.parse_name)
+            try:
+                names |= set(present(self.path, verify.read_manifest(newest)["ancestors"]))
+            except (Damaged, InputError):
+                pass  # the resume says so
         return sorted(names, key=verify.parse_name, reverse=True)
 
     def check_room(self, size: int) -> None:
@@ -115,6 +119,9 @@ class Bucket:
 class StoreRetention(Retention):
     """Removes the manifest first: what is left of a checkpoint then is files that nobody reads."""
 
+    def present(self, names: list[str]) -> list[str]:
+        return present(self.folder, names)
+
     def hide(self, name: str, number: int) -> Key:
         (self.folder / name / verify.MANIFEST).remove()
         return self.folder / name
@@ -127,6 +134,17 @@ class StoreRetention(Retention):
         if not is_named(path):
             self.lease.check()
             path.remove_below()
+
+
+def present(path: Key, names: list[str]) -> list[str]:
+    """The checkpoints that a listing shows, and those of `names` that it does not show yet."""
+    listed = verify.published(path)
+    late = []
+    for name in names:
+        is_one = name not in listed and verify.parse_name(name)
+        if is_one and (path / name / verify.MANIFEST).exists():
+            late.append(name)
+    return [*listed, *late]
 
 
 def is_named(draft: Key) -> bool:

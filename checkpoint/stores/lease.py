@@ -77,11 +77,18 @@ class StoreLease:
         return json.dumps({"hash": _hash(text), "owner": text}).encode()
 
     def _replace(self, run: str, tries: int | None = None) -> None:
-        """Replace our version, if it still is the one that is there."""
+        """Replace our version, if it still is the one that is there, or if that is another one of
+        ours: the answer to an earlier beat may have been lost."""
         with self.changing:
-            version = self.key.replace(self._text(run), self.version, tries)
-            if version:
-                self.version = version
+            for _ in range(2):
+                version = self.key.replace(self._text(run), self.version, tries)
+                if version:
+                    self.version = version
+                    return
+                owner, there = _read(self.key)
+                if owner.get("id") != self.id or there is None:
+                    return  # `check` says so
+                self.version = there
 
     def _keep_beating(self) -> None:
         while not self.released.wait(BEAT):
