@@ -72,6 +72,7 @@ def store(_store, monkeypatch) -> Server:
 
 HURRY = (  # no test waits as long as a run does
     (objects, "RETRIES", 2),
+    (objects, "BACKOFF", 0.02),
     (objects, "PAUSE", 0.05),
     (objects, "REQUEST_SECONDS", 2.0 * ranks.NEIGHBOURS),
     (lease, "BEAT", 0.3),

@@ -25,7 +25,8 @@ from configs.schema import STORE_URL, InputError, redact
 # Of one request, in seconds: 16 MiB at 0.3 MB/s. A request that takes longer counts as failed.
 REQUEST_SECONDS = 60.0
 CONNECT_SECONDS = 5.0
-RETRIES = 6  # of a request, by obstore: after 0.2 s, then twice as long, at most 5 s
+RETRIES = 6  # of a request, by obstore
+BACKOFF = 0.2  # seconds before the first of these; before each later one twice as long, at most 5
 TRIES = 3  # of an operation, each with so many retries
 PAUSE = 2.0  # seconds between two of these
 # Bytes of one part of an upload, and how many parts are in flight: what an upload takes of memory.
@@ -100,7 +101,7 @@ def _open(scheme: str, bucket: str) -> Any:
         if value is not None:
             client[name] = value.lower() in ("1", "true", "yes") if "allow" in name else value
     backoff = {
-        "init_backoff": datetime.timedelta(seconds=0.2),
+        "init_backoff": datetime.timedelta(seconds=BACKOFF),
         "max_backoff": datetime.timedelta(seconds=5),
         "base": 2,
     }
