@@ -71,7 +71,7 @@ def store(_store, monkeypatch) -> Server:
 
 
 HURRY = (  # no test waits as long as a run does
-    (objects, "RETRIES", 2),
+    (objects, "RETRIES", 5),
     (objects, "BACKOFF", 0.02),
     (objects, "PAUSE", 0.05),
     (objects, "REQUEST_SECONDS", 2.0 * ranks.NEIGHBOURS),
@@ -151,9 +151,9 @@ def test_a_resume_reads_what_its_rank_needs(store, tmp_path):
 
 
 def test_training_goes_on_while_parts_are_sent(store, tmp_path):
-    store.rules({"kind": "stall", "key": "safetensors", "methods": ["PUT"], "seconds": 2.0})
+    store.rules({"kind": "stall", "key": "safetensors", "methods": ["PUT"], "seconds": 1.5})
     began, copied, ended = run_ranks(1, there, _times_of_a_save, tmp_path)[0]
-    assert copied - began < 1.0 < 2.0 <= ended - began
+    assert copied - began < 1.0 < 1.5 <= ended - began
 
 
 def _times_of_a_save(folder: Path) -> list[float]:
@@ -454,7 +454,7 @@ FAULTS = {
     "truncated": {"rate": 0.2},
     "flipped": {"rate": 0.1},
     "stale": {},
-    "stall": {"rate": 0.1, "seconds": 2.2},  # longer than a request may take
+    "stall": {"rate": 0.1, "seconds": 2.2 * ranks.NEIGHBOURS},  # longer than a request may take
     "lost": {"rate": 0.15},
 }
 
@@ -477,12 +477,12 @@ def test_no_fault_loses_or_damages_anything(kind, store, tmp_path):
 
 
 MANY = [  # of each request, so that it succeeds in the end
-    {"kind": "500", "rate": 0.06},
-    {"kind": "slow", "rate": 0.06},
-    {"kind": "reset", "rate": 0.06},
-    {"kind": "truncated", "rate": 0.06},
-    {"kind": "flipped", "rate": 0.06},
-    {"kind": "lost", "rate": 0.06},
+    {"kind": "500", "rate": 0.1},
+    {"kind": "slow", "rate": 0.1},
+    {"kind": "reset", "rate": 0.03},
+    {"kind": "truncated", "rate": 0.1},
+    {"kind": "flipped", "rate": 0.01},
+    {"kind": "lost", "rate": 0.03},
     {"kind": "stale", "rate": 0.3},
 ]
 
@@ -504,11 +504,13 @@ def test_of_many_faults_none_loses_or_damages_anything(least, store, tmp_path):
     manifests = {key: times for key, times in published.items() if key.endswith(MANIFEST)}
     assert len(manifests) == 3 * starts and set(manifests.values()) == {1}
     assert verify.main([URL, "--all"]) == 0
-    assert len(verify.published(location(URL))) <= 3  # retention has lost sight of none
+    _, oldest = verify.parse_name(verify.published(location(URL))[-1])
+    assert oldest > 3 * (starts - 3)  # retention has lost sight of none
 
 
 def _goes_on_and_on(port: int, folder: Path, least: int) -> int:
-    """Starts of a run that saves three steps each. How many there were."""
+    """Starts of a run that saves three steps each, in many parts. How many there were."""
+    objects.CHUNK = 1 << 14
     job = build()
     newest = 0
     for starts in count(1):
@@ -583,7 +585,7 @@ def test_a_store_that_is_gone_ends_the_run_with_a_sentence(store, tmp_path, monk
     code, said = run_ranks(1, there, _goes_after_step_5, store.port, options, folder)[0]
     assert code == 2
     assert "the checkpoint of step 10 could not be written to s3://bucket/runs/a" in said
-    assert "tries with up to 2 retries each" in said
+    assert "tries with up to 5 retries each" in said
     # while it is gone, no run starts
     code, said = run_ranks(1, there, run, options, folder)[0]
     assert code == 2 and "s3://bucket/runs/a/.lease: no connection, or no answer" in said

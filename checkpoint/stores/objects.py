@@ -27,7 +27,7 @@ REQUEST_SECONDS = 60.0
 CONNECT_SECONDS = 5.0
 RETRIES = 6  # of a request, by obstore
 BACKOFF = 0.2  # seconds before the first of these; before each later one twice as long, at most 5
-TRIES = 3  # of an operation, each with so many retries
+TRIES = 5  # of an operation, each with so many retries
 PAUSE = 2.0  # seconds between two of these
 # Bytes of one part of an upload, and how many parts are in flight: what an upload takes of memory.
 CHUNK = 1 << 24
