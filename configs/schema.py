@@ -559,7 +559,9 @@ class Checkpoint(Table):
     all."""
     keep_every: int = Field(0, ge=0)
     """Also keep every checkpoint whose step this divides; 0: none."""
-    store: Annotated[PathText, AfterValidator(_store)] = Field("", max_length=1000)
+    store: Annotated[PathText, AfterValidator(_store)] = Field(
+        "", max_length=1000, examples=["s3://bucket/prefix"]
+    )
     """Keep checkpoints below this URL (s3://bucket/prefix, gs://, az://, file://); empty: in
     <run.folder>/checkpoints."""
     load_step: int = Field(-1, ge=-1)

@@ -1781,7 +1781,7 @@ def other_value(option: dict) -> object:
     low, high = option.get("minimum", 0), option.get("maximum", option.get("exclusiveMaximum", 1e9))
     return {
         "boolean": lambda: not option["default"],
-        "string": lambda: option.get("const", 'ü "quoted" \\ '),
+        "string": lambda: option.get("const", option.get("examples", ['ü "quoted" \\ '])[0]),
         "integer": lambda: int(min(high, (option.get("default") or 2) + 3)),
         "number": lambda: low + 0.4 * (min(high, 1) - low) + 1e-17,
         "array": lambda: (
