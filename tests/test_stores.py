@@ -560,6 +560,16 @@ def test_a_conditional_put_whose_answer_is_lost_is_known_as_ours(store):
         assert key.replace(b"six", version) is None
 
 
+def test_an_upload_whose_last_answer_is_lost_is_sent_again(store, monkeypatch):
+    monkeypatch.setattr(objects, "CHUNK", 1 << 16)
+    content = os.urandom(300_000)
+    store.rules({"kind": "lost", "methods": ["POST"], "skip": 1, "count": 1})
+    key = location(URL + "/x")
+    key.upload(lambda: [memoryview(content)], len(content))
+    assert store.status()["counts"]["lost"] == 1
+    assert key.read() == content
+
+
 def test_control_without_the_comparison_a_lost_answer_fails_the_save(store, tmp_path):
     """What the comparison is for, and that the fault is the one that is meant."""
     lost = {"kind": "lost", "key": MANIFEST, "methods": ["PUT"], "count": 1}

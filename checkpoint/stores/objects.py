@@ -341,7 +341,14 @@ def _upload(store: Any, path: str, chunks: Callable[[], Iterable[memoryview]], s
         return
     part = max(CHUNK, -(-size // (PARTS - 1)))
     pieces = _no_longer_than(part, chunks())
-    obstore.put(store, path, pieces, use_multipart=True, chunk_size=part, max_concurrency=IN_FLIGHT)
+    how: dict[str, Any] = {"use_multipart": True, "chunk_size": part, "max_concurrency": IN_FLIGHT}
+    try:
+        obstore.put(store, path, pieces, **how)
+    except FileNotFoundError as error:
+        if "NoSuchUpload" not in str(error):
+            raise
+        # the request that ends an upload was repeated, because its answer was lost
+        raise OSError("the answer to the end of an upload was lost") from None
 
 
 def _no_longer_than(length: int, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
