@@ -455,7 +455,11 @@ FAULTS = {
     "truncated": {"rate": 0.2},
     "flipped": {"rate": 0.1},
     "stale": {},
-    "stall": {"rate": 0.1, "seconds": 2.2 * ranks.NEIGHBOURS},  # longer than a request may take
+    "stall": {
+        "rate": 0.1,
+        "seconds": 2.2 * ranks.NEIGHBOURS,
+        "count": 4,
+    },  # longer than a request may take
     "lost": {"rate": 0.15},
 }
 
