@@ -115,6 +115,8 @@ def test_a_save_has_the_bytes_of_one_on_a_disk(store, tmp_path):
         assert values_on_disk(draft) == [step]
         verify.verify(tmp_path / f"{step}")  # a download is a checkpoint too
     assert not list(tmp_path.glob("step-*"))
+    from_copy = partial(resume, load_path=str(tmp_path / "20"))
+    assert run_ranks(1, from_copy, tmp_path / "new")[0][1] == [-1.0, 20.0]
 
 
 @pytest.mark.parametrize(
@@ -397,6 +399,43 @@ def _publishes_what_is_there(folder: Path) -> str:
     return str(refusal.value)
 
 
+def test_a_run_that_is_frozen_while_it_publishes_does_no_harm(store, tmp_path):
+    """Another run takes the prefix over, and removes what has no manifest, between the last look at
+    the lease and the put of the manifest."""
+    said = run_ranks(1, there, _publishes_too_late, tmp_path)[0]
+    assert "was taken over by another run" in said
+    step, values, words = run_ranks(1, there, resume, tmp_path)[0]
+    assert (step, values) == (1, [1.0])
+    assert any("step-00000002 is damaged and not used" in line for line in words)
+
+
+def _publishes_too_late(folder: Path) -> str:
+    job = build()
+    checkpoints = open_manager(job, folder)
+    checkpoints.load(job.model, job.optimizer)
+    fill(job, 1)
+    checkpoints.save(1, job.model, job.optimizer, {"step": 1})
+    checkpoints.wait_for_copy()
+    checkpoints._finish()
+    real = checkpoints.lease.check
+
+    def check() -> None:
+        real()
+        if len(location(URL).folders()) == 2:
+            text = json.dumps({"host": "elsewhere", "pid": 1, "where": "", "id": "0badcafe"})
+            content = json.dumps({"hash": lease._hash(text), "owner": text}).encode()
+            key = location(URL) / ".lease"
+            while key.replace(content, key.read_version()[1]) is None:
+                pass
+            (location(URL) / "step-00000002").remove_below()
+
+    checkpoints.lease.check = check
+    checkpoints.save(2, job.model, job.optimizer, {"step": 2})
+    with pytest.raises(InputError) as refusal:
+        checkpoints.close()
+    return str(refusal.value)
+
+
 # Retention
 
 
@@ -639,7 +678,7 @@ def check_no_secret(folder: Path, store: Server) -> None:
 
 def test_a_whole_run_is_bitwise_that_of_a_disk(store, tmp_path):
     """Stopped and resumed on the way, in one folder each."""
-    options = [*tiny_run(tmp_path), *MESHES["fsdp2"][1]]
+    options = [*tiny_run(tmp_path), *MESHES["fsdp2"][1], "--checkpoint.export_hf=float32"]
     for name, more in (("disk", []), ("store", [f"--checkpoint.store={URL}"])):
         folder = tmp_path / name
         folder.mkdir()
@@ -648,6 +687,11 @@ def test_a_whole_run_is_bitwise_that_of_a_disk(store, tmp_path):
         assert run_ranks(2, there, run, half, folder) == [(0, "")] * 2
         assert run_ranks(2, there, run, whole, folder) == [(0, "")] * 2
     assert series(tmp_path / "store") == series(tmp_path / "disk")
+    exported = [
+        (tmp_path / name / "hf" / "step-00000016" / "model.safetensors").read_bytes()
+        for name in ("disk", "store")
+    ]
+    assert exported[0] == exported[1]
     assert not (tmp_path / "store" / "checkpoints").exists()
     newest = {name: verify.newest(where) for name, where in _newest(tmp_path).items()}
     hashes = [verify.part_hashes(path, verify.read_manifest(path)) for path in newest.values()]

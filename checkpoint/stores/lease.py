@@ -76,19 +76,20 @@ class StoreLease:
         text = json.dumps(owner)
         return json.dumps({"hash": _hash(text), "owner": text}).encode()
 
-    def _replace(self, run: str, tries: int | None = None) -> None:
+    def _replace(self, run: str, tries: int | None = None) -> bool:
         """Replace our version, if it still is the one that is there, or if that is another one of
-        ours: the answer to an earlier beat may have been lost."""
+        ours: the answer to an earlier beat may have been lost. Whether it was."""
         with self.changing:
             for _ in range(2):
                 version = self.key.replace(self._text(run), self.version, tries)
                 if version:
                     self.version = version
-                    return
+                    return True
                 owner, there = _read(self.key)
                 if owner.get("id") != self.id or there is None:
-                    return  # `check` says so
+                    return False
                 self.version = there
+        return False
 
     def _keep_beating(self) -> None:
         while not self.released.wait(BEAT):
@@ -98,9 +99,11 @@ class StoreLease:
                 pass  # a missed beat makes the owner look dead; `check` covers it
 
     def publish(self, name: str) -> None:
-        """Have the lease name this checkpoint as the newest."""
+        """Have the lease name this checkpoint as the newest. Raises Lost if another run has it by
+        now: it may have removed the files of the checkpoint, which had no manifest yet."""
         self.newest = name
-        self._replace(self.id)
+        if not self._replace(self.id):
+            self.check()
 
     def held(self) -> bool:
         """Whether the lease is still ours: nobody took it over, and it was not removed."""
