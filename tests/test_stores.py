@@ -757,6 +757,26 @@ def test_wrong_credentials_end_at_once(store, monkeypatch):
     assert len(store.status()["log"]) == 1
 
 
+def test_an_endpoint_without_tls_must_be_allowed(store, monkeypatch):
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    with pytest.raises(Unreachable, match="needs AWS_ALLOW_HTTP=true"):
+        (location(URL) / ".lease").read()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Error performing GET http://169.254.169.254/latest in 1ms", "no credentials"),
+        ("performing GET https://a/c?sig=SECRET&x=1 - strange", "performing GET https://a/c - str"),
+        ("x: status code: 503 Slow: <Error><Code>SlowDown</Code>", "HTTP 503 SlowDown"),
+        ("a - HTTP error: error sending request\n\nDebug source:\nSECRET", "no connection"),
+    ],
+)
+def test_what_is_said_of_an_error_has_no_signature(text, said):
+    words = objects.cause(Exception(text))
+    assert said in words and "SECRET" not in words
+
+
 def test_no_manifest_leads_out_of_its_folder(store):
     run_ranks(1, there, save_all, Path("/nonexistent"), [1])
     path = location(URL) / "step-00000001"

@@ -124,12 +124,14 @@ def cause(error: Exception) -> str:
     """What a person wants to know of obstore's errors. They quote requests, and so might hold a
     signature."""
     text = str(error).partition("\n\nDebug source")[0]
+    if "169.254.169.254" in text or "metadata" in text:  # where the machines of a cloud find theirs
+        return "there are no credentials in the environment"
+    if "builder error" in text:
+        return "an endpoint of http:// needs AWS_ALLOW_HTTP=true in the environment"
     status = re.search(r"status code: (\d+)", text)
     if status:
         code = re.search(r"<Code>(\w+)</Code>", text)
         return f"HTTP {status[1]} {code[1]}" if code else f"HTTP {status[1]}"
-    if "169.254.169.254" in text or "metadata.google" in text:
-        return "there are no credentials in the environment"
     if "error sending request" in text or "timed out" in text or "error decoding" in text:
         return "no connection, or no answer"
     line = re.sub(r"\?[^\s\"']*", "", " ".join(text.split()))
