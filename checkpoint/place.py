@@ -24,15 +24,15 @@ PATIENCE = 15 * 60  # seconds that a start waits for the removal of what an earl
 say = logging.getLogger("plumbline")
 
 
-def open_place(cfg: Checkpoint, folder: Path) -> "Folder | Bucket":
+def open_place(cfg: Checkpoint, folder: Path) -> "CheckpointFolder | Bucket":
     """The place that `checkpoint.store` names, or else this folder. Raises InputError."""
     where = location(cfg.store) if cfg.store else Path(folder)
     if isinstance(where, Path):
-        return Folder(where, cfg)
+        return CheckpointFolder(where, cfg)
     return Bucket(where, cfg)
 
 
-class Folder:
+class CheckpointFolder:
     """A folder of a run's checkpoints. All ranks have one; rank 0 alone calls what follows `write`."""
 
     def __init__(self, path: Path, cfg: Checkpoint):

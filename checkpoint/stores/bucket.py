@@ -1,4 +1,4 @@
-"""Checkpoints in an object store, with the promises that `checkpoint/place.py::Folder` keeps on a disk.
+"""Checkpoints in an object store, with the promises that `checkpoint/place.py::CheckpointFolder` keeps on a disk.
 
     PREFIX/.lease                                              lease.py
     PREFIX/step-00000100/manifest.json                         the publication
