@@ -31,12 +31,15 @@ from data.prepare.encoding import open_tokenizer
 from data.prepared import Prepared, open_prepared, read_manifest, verify
 from data.tokenizer import SPLIT, Tokenizer, byte_tokenizer
 from parallelisms.mesh import world
+from tests.parity import gathered
 from tests.ranks import run_ranks
-from tests.runs import run, series, tiny_run, trained, whole
+from tests.runs import MESHES, run, series, tiny_run, trained
 
 SHIPPED = Path(__file__).parents[1] / "data" / "examples" / "chat.jsonl"
 SPECIAL = ["<|endoftext|>", "<|begin|>", "<|im_start|>", "<|im_end|>"]
 T = 96
+G = 8  # rows of a batch of a run
+LIMIT = 1e-5
 
 # our own words for what published templates do
 WITHOUT_BLOCKS = """\
@@ -601,20 +604,48 @@ def options_of(folder: Path) -> list[str]:
     ]
 
 
-def trajectory(options: list[str]) -> dict:
-    """Losses, norms, the loss of validation and the weights after three steps on this mesh."""
+def trajectory(options: list[str], bug: str = "") -> dict:
+    """Three steps on this mesh: losses, norms, the first gradient, the weights afterwards, and how
+    many labels this rank had in each step. bug: what a negative control breaks."""
     cfg = load_config(options, world().size, world().local_size)
     corpora = open_corpora(cfg, lambda _: None)
     job = train.build(cfg)
-    vocabulary = job.args.vocab_size
-    batches = corpora.batches(corpora.order({}), range(3), job.mesh, vocabulary)
-    results = [train.train_step(job, batch) for batch in batches]
-    weights = {name: whole(p).float().numpy() for name, p in job.model.named_parameters()}
-    return {
-        "loss": [result.loss for result in results],
-        "norm": [result.grad_norm for result in results],
-        "weights": weights,
-    }
+    if bug == "own count":
+        # each rank takes the mean over its own answers, and the ranks' means are averaged
+        ranks = job.mesh.fsdp_mesh.size()
+        type(job.mesh).sum_over_tokens = lambda mesh, x: x.clamp(min=1) * ranks
+    order = corpora.order({})
+    seen = {"loss": [], "norm": [], "labels": []}
+
+    def keep_gradients(*_):
+        if "grad" not in seen:
+            gradients = {name: p.grad for name, p in job.model.named_parameters()}
+            seen["grad"] = gathered(job.mesh, gradients)
+
+    job.optimizer.register_step_pre_hook(keep_gradients)
+    for step, batch in enumerate(corpora.batches(order, range(3), job.mesh, job.args.vocab_size)):
+        leave_a_rank_without_answers(step, batch, order, job.mesh)
+        seen["labels"].append(int((batch["labels"] != IGNORE).sum()))
+        result = train.train_step(job, batch)
+        seen["loss"].append(result.loss)
+        seen["norm"].append(result.grad_norm)
+    seen["weights"] = gathered(job.mesh, dict(job.model.named_parameters()))
+    return seen
+
+
+def leave_a_rank_without_answers(step: int, batch: dict, order, mesh) -> None:
+    """In step 1 the last quarter of the rows alone has answers, as one data-parallel rank or one
+    microbatch may, and in step 2 the second quarter of each row, as one rank of context parallelism
+    may. Step 0 is as the data is."""
+    if step == 1:
+        _, windows, _ = order.rows(step, 0, G)
+        kept = torch.isin(batch["window"], torch.from_numpy(windows[-G // 4 :]))
+        rows = batch["labels"].flatten(0, 1)
+        rows[~kept] = IGNORE
+    if step == 2:
+        positions = [torch.arange(part.start, part.stop) for part in mesh.token_ranges(T)]
+        quarter = torch.cat(positions) // (T // 4)
+        batch["labels"][..., quarter != 1] = IGNORE
 
 
 def alone(options: list[str]) -> float:
@@ -659,23 +690,48 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_global_batch(options, orac
     assert abs(oracle["loss"][0] / expected - 1) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        ["--parallelism.data_parallel_replicate=2"],
-        ["--parallelism.context_parallel=2"],
-        ["--parallelism.pipeline_parallel=2", "--training.local_batch_size=1"],
-    ],
-    ids=["ddp2", "cp2", "pp2"],
-)
-def test_a_mesh_computes_what_one_process_computes(mesh, options, oracle):
-    ranks = run_ranks(2, trajectory, [*options, *mesh])
-    weights = {name: value for rank in ranks for name, value in rank["weights"].items()}
-    assert weights.keys() == oracle["weights"].keys()
+def compare(results: list[dict], oracle: dict) -> list[str]:
+    """What of a mesh differs from one process, relative to the whole tensor."""
+    problems = []
     for key in "loss", "norm":
-        np.testing.assert_allclose(ranks[-1][key], oracle[key], rtol=1e-5)
-    for name, value in weights.items():
-        np.testing.assert_allclose(value, oracle["weights"][name], rtol=1e-5, atol=1e-5)
+        for rank, seen in enumerate(results):
+            off = np.abs(np.array(seen[key]) / oracle[key] - 1)
+            problems += [
+                f"rank {rank}: {key} of step {step}, {by:.1e}"
+                for step, by in enumerate(off)
+                if not by <= LIMIT
+            ]
+    for key in "grad", "weights":
+        found = {name: value for seen in results for name, value in seen[key].items()}
+        assert found.keys() == oracle[key].keys()
+        for name, wanted in oracle[key].items():
+            by = np.linalg.norm(found[name] - wanted) / np.linalg.norm(wanted)
+            if not by <= LIMIT:
+                problems.append(f"{key} of {name}, {by:.1e}")
+    return problems
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2", "ddp2", "tp2", "cp2", "pp2", "fsdp2xtp2"])
+def test_a_mesh_computes_what_one_process_computes(mesh, options, oracle):
+    ranks, more, _ = MESHES[mesh]
+    rows = 1 if mesh == "pp2" else 2
+    local = f"--training.local_batch_size={rows}"
+    results = run_ranks(ranks, trajectory, [*options, *more, local])
+    assert not compare(results, oracle)
+    without = [0 in (seen["labels"][step] for seen in results) for step in range(3)]
+    expected = {"fsdp2": 1, "ddp2": 1, "fsdp2xtp2": 1, "cp2": 2}.get(mesh)
+    assert without == [step == expected for step in range(3)]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2", "cp2"])
+def test_negative_control_a_loss_over_the_answers_of_each_rank(mesh, options, oracle):
+    """Every number shows it, and not only where a rank has no answers."""
+    ranks, more, _ = MESHES[mesh]
+    problems = "\n".join(
+        compare(run_ranks(ranks, trajectory, [*options, *more], "own count"), oracle)
+    )
+    for what in "loss of step 0", "norm of step 0", "loss of step 1", "grad of norm.weight":
+        assert what in problems
 
 
 def test_a_run_that_stops_goes_on_bitwise_and_tells_what_it_saw(options, tmp_path, capsys):
