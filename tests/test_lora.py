@@ -142,6 +142,8 @@ def test_flops_are_those_of_a_step_without_gradients_of_frozen_weights():
 LORA = ["--lora.rank=5", "--lora.alpha=10", "--checkpoint.load_hf=nowhere"]
 DENSE = [*LORA, '--lora.targets=["wq", "wk", "wv", "wo", "w1", "w2", "w3"]']
 QWEN = [*DENSE, *EXPERTS["qwen3 experts"]]
+OLMO2 = [*DENSE, "--model.family=olmo2", "--model.n_layers=4", "--model.window=5"]
+OSS = [*DENSE, *EXPERTS["gpt_oss"]]
 MLA = [*LORA, *DEEPSEEK, '--lora.targets=["wq_b", "wkv_a", "wkv_b", "wo", "w1", "w2", "w3"]']
 ZBV = ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=4"]
 COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
@@ -180,6 +182,14 @@ def seldom(*values):
         slowly("tp2", CLIPPED, DENSE + COMPILED),
         slowly("hsdp2x2", KEPT, DENSE),
         slowly("fsdp2xtp2", RECOMPUTED, DENSE),
+        ("tp2", KEPT, OLMO2),
+        slowly("pp2xcp2", CLIPPED, OLMO2),
+        ("ep2", CLIPPED, OSS),
+        slowly("experts on ep2xtp2", RECOMPUTED, [*OSS, "--model.expert_dim=12"]),
+        slowly("pp2xfsdp2xtp2", RECOMPUTED, DENSE),
+        slowly("fsdp2xcp2xtp2", KEPT, OLMO2),
+        slowly("experts on ep2xfsdp2xtp2", CLIPPED, [*OSS, "--model.expert_dim=12"]),
+        slowly("ep2xpp2xcp2", RECOMPUTED, OSS),
         seldom("pp2xfsdp2", KEPT, DENSE),
         seldom("fsdp2xcp2", RECOMPUTED, DENSE),
         seldom("ep2", CLIPPED, QWEN + COMPILED),
