@@ -136,6 +136,13 @@ EXPERTS = {
     "deepseek_v3": DEEPSEEK,
     "gpt_oss": GPT_OSS,
 }
+# Adapters beside a base that is not read. LORA_OSS: of a mixture of experts with sinks and windows
+_LORA = ["--lora.rank=5", "--lora.alpha=10", "--checkpoint.load_hf=nowhere"]
+LORA_DENSE = [*_LORA, '--lora.targets=["wq", "wk", "wv", "wo", "w1", "w2", "w3"]']
+LORA_OLMO2 = [*LORA_DENSE, "--model.family=olmo2", "--model.n_layers=4", "--model.window=5"]
+LORA_QWEN = [*LORA_DENSE, *EXPERTS["qwen3 experts"]]
+LORA_OSS = [*LORA_DENSE, *GPT_OSS]
+LORA_MLA = [*_LORA, *DEEPSEEK, '--lora.targets=["wq_b", "wkv_a", "wkv_b", "wo", "w1", "w2", "w3"]']
 Combination = dict[str, str]  # factor -> setting; "mesh" is a factor too
 
 

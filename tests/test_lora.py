@@ -19,8 +19,11 @@ from parallelisms import lora as on_a_mesh
 from parallelisms.mesh import world
 from tests.parity import (
     BATCH,
-    DEEPSEEK,
-    EXPERTS,
+    LORA_DENSE,
+    LORA_MLA,
+    LORA_OLMO2,
+    LORA_OSS,
+    LORA_QWEN,
     OPTIONS,
     VOCAB,
     check,
@@ -139,12 +142,6 @@ def test_flops_are_those_of_a_step_without_gradients_of_frozen_weights():
 
 # Meshes ---------------------------------------------------------------------------------------------
 
-LORA = ["--lora.rank=5", "--lora.alpha=10", "--checkpoint.load_hf=nowhere"]
-DENSE = [*LORA, '--lora.targets=["wq", "wk", "wv", "wo", "w1", "w2", "w3"]']
-QWEN = [*DENSE, *EXPERTS["qwen3 experts"]]
-OLMO2 = [*DENSE, "--model.family=olmo2", "--model.n_layers=4", "--model.window=5"]
-OSS = [*DENSE, *EXPERTS["gpt_oss"]]
-MLA = [*LORA, *DEEPSEEK, '--lora.targets=["wq_b", "wkv_a", "wkv_b", "wo", "w1", "w2", "w3"]']
 ZBV = ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=4"]
 COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 # These have one oracle for each model: its settings are the same.
@@ -169,30 +166,30 @@ def seldom(*values):
 @pytest.mark.parametrize(
     "mesh, settings, more",
     [
-        ("fsdp2", RECOMPUTED, DENSE),
-        ("tp2", KEPT, DENSE),
-        ("ep2", KEPT, QWEN),
-        slowly("pp2", CLIPPED | {"accumulation": "reduced once"}, DENSE + ZBV),
-        slowly("pp2xtp2", RECOMPUTED, DENSE),
-        slowly("cp2xtp2", CLIPPED, DENSE),
-        slowly("ep2xcp2", CLIPPED, QWEN),
-        slowly("ep2xpp2", KEPT, QWEN),
-        slowly("ep2xhsdp2", CLIPPED, QWEN),
-        slowly("experts on ep2xtp2", CLIPPED, [*MLA, "--model.expert_dim=12"]),
-        slowly("tp2", CLIPPED, DENSE + COMPILED),
-        slowly("hsdp2x2", KEPT, DENSE),
-        slowly("fsdp2xtp2", RECOMPUTED, DENSE),
-        ("tp2", KEPT, OLMO2),
-        slowly("pp2xcp2", CLIPPED, OLMO2),
-        ("ep2", CLIPPED, OSS),
-        slowly("experts on ep2xtp2", RECOMPUTED, [*OSS, "--model.expert_dim=12"]),
-        slowly("pp2xfsdp2xtp2", RECOMPUTED, DENSE),
-        slowly("fsdp2xcp2xtp2", KEPT, OLMO2),
-        slowly("experts on ep2xfsdp2xtp2", CLIPPED, [*OSS, "--model.expert_dim=12"]),
-        slowly("ep2xpp2xcp2", RECOMPUTED, OSS),
-        seldom("pp2xfsdp2", KEPT, DENSE),
-        seldom("fsdp2xcp2", RECOMPUTED, DENSE),
-        seldom("ep2", CLIPPED, QWEN + COMPILED),
+        ("fsdp2", RECOMPUTED, LORA_DENSE),
+        ("tp2", KEPT, LORA_DENSE),
+        ("ep2", KEPT, LORA_QWEN),
+        slowly("pp2", CLIPPED | {"accumulation": "reduced once"}, LORA_DENSE + ZBV),
+        slowly("pp2xtp2", RECOMPUTED, LORA_DENSE),
+        slowly("cp2xtp2", CLIPPED, LORA_DENSE),
+        slowly("ep2xcp2", CLIPPED, LORA_QWEN),
+        slowly("ep2xpp2", KEPT, LORA_QWEN),
+        slowly("ep2xhsdp2", CLIPPED, LORA_QWEN),
+        slowly("experts on ep2xtp2", CLIPPED, [*LORA_MLA, "--model.expert_dim=12"]),
+        slowly("tp2", CLIPPED, LORA_DENSE + COMPILED),
+        slowly("hsdp2x2", KEPT, LORA_DENSE),
+        slowly("fsdp2xtp2", RECOMPUTED, LORA_DENSE),
+        ("tp2", KEPT, LORA_OLMO2),
+        slowly("pp2xcp2", CLIPPED, LORA_OLMO2),
+        ("ep2", CLIPPED, LORA_OSS),
+        slowly("experts on ep2xtp2", RECOMPUTED, [*LORA_OSS, "--model.expert_dim=12"]),
+        slowly("pp2xfsdp2xtp2", RECOMPUTED, LORA_DENSE),
+        slowly("fsdp2xcp2xtp2", KEPT, LORA_OLMO2),
+        slowly("experts on ep2xfsdp2xtp2", CLIPPED, [*LORA_OSS, "--model.expert_dim=12"]),
+        slowly("ep2xpp2xcp2", RECOMPUTED, LORA_OSS),
+        seldom("pp2xfsdp2", KEPT, LORA_DENSE),
+        seldom("fsdp2xcp2", RECOMPUTED, LORA_DENSE),
+        seldom("ep2", CLIPPED, LORA_QWEN + COMPILED),
     ],
 )
 def test_adapters_on_a_mesh_equal_the_plain_model(mesh, settings, more):
@@ -201,14 +198,14 @@ def test_adapters_on_a_mesh_equal_the_plain_model(mesh, settings, more):
 
 def test_frozen_weights_stay_as_they_are():
     """Bit by bit, a router's balancing bias too, after steps that move each adapter."""
-    [seen] = run_ranks(1, trajectory, [*ADAMW, *MLA])
+    [seen] = run_ranks(1, trajectory, [*ADAMW, *LORA_MLA])
     moved = {n for n, value in seen["weights"].items() if (value != seen["init"][n]).any()}
     assert moved == {name for name in seen["weights"] if lora.is_adapter(name)} == set(seen["grad"])
     assert len(moved) == 2 * (4 * 3 + 3 * 3 + 2 * 3)  # attention, experts, shared and dense layers
 
 
 def test_in_float64_a_mesh_and_one_process_train_the_same_adapters():
-    exact = [*ADAMW, *DENSE, "--training.param_dtype=float64"]
+    exact = [*ADAMW, *LORA_DENSE, "--training.param_dtype=float64"]
     ranks, options, dp_size = ALL_MESHES["tp2"]
     [one] = run_ranks(1, trajectory, exact)
     seen = run_ranks(ranks, trajectory, [*exact, *options], dp_size)[0]
@@ -236,8 +233,8 @@ def without_reduction(options: list[str], dp_size: int) -> dict:
 
 def test_negative_control_a_gradient_that_is_not_reduced():
     ranks, options, dp_size = ALL_MESHES["tp2"]
-    seen = run_ranks(ranks, without_reduction, [*ADAMW, *DENSE, *options], dp_size)[0]
-    problems = compare("not reduced", seen, plain(*DENSE))
+    seen = run_ranks(ranks, without_reduction, [*ADAMW, *LORA_DENSE, *options], dp_size)[0]
+    problems = compare("not reduced", seen, plain(*LORA_DENSE))
     for adapter in "wq.lora_a", "wo.lora_b", "w1.lora_a", "w2.lora_b":
         assert any(f"grad of layers.1.{kind}.{adapter}" in p for p in problems for kind in KINDS)
     assert not any("wq.lora_b off" in p for p in problems if "equal weights" in p)
@@ -255,15 +252,15 @@ def with_mistake(mistake: str, options: list[str]) -> dict:
 
 
 def test_negative_control_alpha_and_rank_are_dropped():
-    [seen] = run_ranks(1, with_mistake, "scale", [*ADAMW, *DENSE])
-    assert any("loss off" in problem for problem in compare("scale", seen, plain(*DENSE)))
+    [seen] = run_ranks(1, with_mistake, "scale", [*ADAMW, *LORA_DENSE])
+    assert any("loss off" in problem for problem in compare("scale", seen, plain(*LORA_DENSE)))
 
 
 def test_negative_control_a_base_that_is_trained():
-    [seen] = run_ranks(1, with_mistake, "frozen", [*ADAMW, *DENSE])
+    [seen] = run_ranks(1, with_mistake, "frozen", [*ADAMW, *LORA_DENSE])
     assert "norm.weight" in seen["grad"]
     with pytest.raises(AssertionError):
-        compare("trained", seen, plain(*DENSE))
+        compare("trained", seen, plain(*LORA_DENSE))
 
 
 # Types of numbers -----------------------------------------------------------------------------------
@@ -282,7 +279,7 @@ def types_and_losses(options: list[str], dp_size: int) -> tuple[set, list[float]
 
 
 def test_the_base_has_the_type_of_forward_and_adapters_have_float32_masters():
-    options = [*ADAMW, *DENSE, "--training.param_dtype=bfloat16"]
+    options = [*ADAMW, *LORA_DENSE, "--training.param_dtype=bfloat16"]
     [one] = run_ranks(1, types_and_losses, options, 1)
     two = run_ranks(2, types_and_losses, options, 2)[0]
     offloaded = [*options, "--parallelism.cpu_offload=true"]
@@ -406,7 +403,7 @@ def hash_of_base(options: list[str]) -> str:
 def test_the_hash_of_a_base_is_the_same_on_every_mesh(mesh):
     """A router's bias, which is no DTensor, counts once too."""
     ranks, options, _ = EXPERT_MESHES[mesh]
-    model = [*MLA, "--model.expert_dim=12"]
+    model = [*LORA_MLA, "--model.expert_dim=12"]
     [one] = run_ranks(1, hash_of_base, model)
     assert run_ranks(ranks, hash_of_base, [*options, *model]) == [one] * ranks
 
