@@ -28,7 +28,7 @@ from checkpoint.resume import resume
 from configs import check
 from configs.load import as_given, dump, help_text, load_config
 from configs.schema import Config, InputError
-from data import hf_tokenizer
+from data import turns
 from data.loader import Corpora
 from data.open import open_corpora
 from data.tokenizer import Tokenizer
@@ -418,7 +418,7 @@ def finish(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, last_wo
     is_done = step == cfg.training.steps
     # an export reads files, so one rank can do it for any mesh
     if is_done and cfg.checkpoint.export_hf and job.mesh.rank == 0:
-        files = hf_tokenizer.files(tokenizer, job.args.max_seq_len)
+        files = turns.files(Path(cfg.run.folder), tokenizer, job.args.max_seq_len)
         hf.export_newest(cfg, FORMATS[cfg.model.family], files, say.info)
     say.info(last_words)
     if job.mesh.rank == 0:

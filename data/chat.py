@@ -34,6 +34,7 @@ from data.tokenizer import Tokenizer
 BEGIN, END = "\ufdd0", "\ufdd1"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+PROBE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
 MESSAGE_KEYS = ("role", "content", "name", "reasoning_content")
 
 # `data.chat_template` by name. Both begin a new line before a message's text, or end one after it.
@@ -94,14 +95,9 @@ class Chat:
     def encode(self, record: dict) -> Example:
         """The tokens of a conversation. Raises Unfit."""
         messages = messages_of(record)
-        plain = json.dumps(messages, ensure_ascii=False)
-        for name in self.template.control:
-            if name in plain:
-                raise Unfit(
-                    f"has the special token {name} in a message, which would end or begin one"
-                )
-        if BEGIN in plain or END in plain:
-            raise Unfit("has U+FDD0 or U+FDD1 in a message, which no text should have")
+        if not any(message["role"] == "assistant" for message in messages):
+            raise Unfit("has no answer: no message has the role assistant")
+        plain = self.plain(messages)
         text, spans = self.answers(messages)
         ids = self.tokens(text)
         # the byte after each token
@@ -116,6 +112,44 @@ class Chat:
             stop_byte = first_byte + len(text[first:stop].encode())
             answers[(stops > first_byte) & (starts < stop_byte)] = True
         return Example(plain, int(self.text_lengths[ids].sum()), ids, answers)
+
+    def plain(self, messages: list[dict]) -> str:
+        """The messages as JSON. Raises Unfit if something in them would be taken for a part of the
+        template."""
+        plain = json.dumps(messages, ensure_ascii=False)
+        for name in self.template.control:
+            if name in plain:
+                raise Unfit(
+                    f"has the special token {name} in a message, which would end or begin one"
+                )
+        if BEGIN in plain or END in plain:
+            raise Unfit("has U+FDD0 or U+FDD1 in a message, which no text should have")
+        return plain
+
+    def prompt(self, messages: list) -> np.ndarray:
+        """Ids [n] of messages that are to be answered, as they stand before an answer in training.
+        Raises Unfit."""
+        messages = messages_of({"messages": messages})
+        if messages[-1]["role"] == "assistant":
+            raise Unfit("ends with an answer, so there is nothing to answer")
+        self.plain(messages)
+        text, _ = self.render(messages, prompt=True)
+        return self.tokens(text)
+
+    def end_of_turn(self) -> int | None:
+        """The first of the special tokens that end an answer. None if its template ends it with
+        other text, or cannot tell."""
+        try:
+            text, spans = self.answers(PROBE)
+        except Unfit:
+            return None
+        first, stop = spans[-1]
+        end = None
+        for id in self.tokens(text[first:stop].rstrip()).tolist()[::-1]:
+            if id not in self.tok.special_ids:
+                break
+            end = id
+        return end
 
     def tokens(self, text: str) -> np.ndarray:
         """Ids [n] of a rendered text, in which the name of a special token is that token."""
@@ -209,8 +243,6 @@ def messages_of(record: dict) -> list[dict]:
             raise Unfit(f'has "{unknown[0]}" in a message ({number}), which is not supported')
         if role == "assistant" and not content.strip():
             raise Unfit(f"has an empty answer (message {number})")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise Unfit("has no answer: no message has the role assistant")
     return messages
 
 
@@ -313,6 +345,12 @@ def _is_hugging_face(path: Path) -> bool:
     """Whether the files of a Hugging Face tokenizer lie there. Only they say more than the
     tokenizer that was made of them."""
     return path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file()
+
+
+def has_template(path: Path) -> bool:
+    """Whether the files of a Hugging Face tokenizer that has a template lie there. path: of its
+    tokenizer.json. Raises InputError."""
+    return _is_hugging_face(path) and bool(_of_hugging_face(path)[2])
 
 
 def _of_hugging_face(path: Path) -> tuple[dict[str, str], list[str], str]:

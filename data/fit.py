@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from configs.schema import Config, InputError
+from data import formats
 from data.documents import DocumentIndex
 from data.packing import PackedTokens
 from data.tokens import Tokens
@@ -62,8 +63,13 @@ def check_fit(
 
 
 def record(sources: dict, cfg: Config) -> dict:
-    """JSON for data.json: what the audit must know beside the order."""
+    """JSON for data.json: what the audit must know beside the order, and what data/turns.py must
+    know of conversations."""
     lines = []
+    chat: dict = {}
     for source in sources.values():
         lines += left_out(source.train, cfg.training.seq_len)
-    return {"mask_documents": cfg.data.mask_documents, "left_out": lines}
+        described = formats.load(source.folder)
+        if described.get("format") == "chat":
+            chat = chat or described
+    return {"mask_documents": cfg.data.mask_documents, "left_out": lines, "chat": chat}

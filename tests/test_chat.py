@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import train
 from configs.load import load_config
 from configs.schema import Config, Data, InputError
-from data import answers, audit, chat, fit, formats, hf_tokenizer, inputs, packing, show, splice
+from data import answers, audit, chat, fit, formats, inputs, packing, show, splice
 from data.documents import DocumentIndex
 from data.loader import IGNORE, Batches, loader
 from data.open import open_corpora
@@ -29,88 +29,17 @@ from data.packing import PackedTokens
 from data.prepare import prepare
 from data.prepare.encoding import open_tokenizer
 from data.prepared import Prepared, open_prepared, read_manifest, verify
-from data.tokenizer import SPLIT, Tokenizer, byte_tokenizer
+from data.tokenizer import Tokenizer, byte_tokenizer
 from parallelisms.mesh import world
 from tests.parity import gathered
 from tests.ranks import run_ranks
 from tests.runs import MESHES, run, series, tiny_run, trained
+from tests.talks import SPECIAL, TALKS, TEMPLATES, said, talks, write, write_tokenizer
 
 SHIPPED = Path(__file__).parents[1] / "data" / "examples" / "chat.jsonl"
-SPECIAL = ["<|endoftext|>", "<|begin|>", "<|im_start|>", "<|im_end|>"]
 T = 96
 G = 8  # rows of a batch of a run
 LIMIT = 1e-5
-
-# our own words for what published templates do
-WITHOUT_BLOCKS = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-STRICT = """\
-{% set seen = namespace(count=0) %}
-{% for message in messages %}
-    {% if message.role == 'system' %}{% continue %}{% endif %}
-    {% if (message.role == 'user') != (seen.count % 2 == 0) %}
-        {{ raise_exception('roles must take turns') }}
-    {% endif %}
-    {% set seen.count = seen.count + 1 %}
-    {% if message.role == 'assistant' %}
-A{{ seen.count }} {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
-
-    {% else %}
-Q{{ seen.count }} {{ message | tojson }}
-    {% endif %}
-{% endfor %}
-{% if strftime_now is defined and false %}never{% endif %}
-"""
-TEMPLATES = {
-    "plain": chat.PLAIN,
-    "chatml": chat.CHATML,
-    "without blocks": WITHOUT_BLOCKS,
-    "strict": STRICT,
-}
-
-
-def said(*contents: str, system: str = "") -> dict:
-    """A line: what user and assistant said in turns."""
-    messages = [{"role": "system", "content": system}] if system else []
-    for i, content in enumerate(contents):
-        messages.append({"role": ("user", "assistant")[i % 2], "content": content})
-    return {"messages": messages}
-
-
-TALKS = [
-    said("What is 2 + 2?", "Four."),
-    said("Hi", "Hello!\n\nHow are you?", "Fine, and <b>you</b>?", "  Very well. "),
-    said("Grüße, 你好 🙂", "“Ça va” 🎉", system="Answer like a diplomat.\n"),
-    said("a" * 40, "\n\nx\n", "again", "0123456789"),
-]
-
-
-def talks(count: int, longest: int = 9) -> list[dict]:
-    """Conversations of one to three answers, of many lengths."""
-    rng = random.Random(7)
-    made = []
-    for i in range(count):
-        turns = [
-            f"{i}{side}{turn} " + "x" * rng.randrange(1, longest)
-            for turn in range(rng.randrange(1, 3))
-            for side in "qa"
-        ]
-        made.append(said(*turns))
-    return made
-
-
-def write(path: Path, rows: list) -> Path:
-    """JSON lines; a str is a line as it is."""
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 def data(source: Path, **options: object) -> Data:
@@ -152,16 +81,9 @@ def parts(tok: Tokenizer, ids: np.ndarray, mask: np.ndarray) -> list[str]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """By template: a Hugging Face tokenizer that has it, a small BPE."""
-    ranks = [bytes([i]) for i in range(256)] + [b"an", b"in", b"\n\n", b" x", b"you", b" you"]
-    tok = Tokenizer(ranks, SPLIT, SPECIAL, SPECIAL[0], begin_of_text=SPECIAL[1])
     made = {}
     for name, template in TEMPLATES.items():
-        folder = tmp_path_factory.mktemp("tokenizer")
-        for file, content in hf_tokenizer.files(tok, 4096).items():
-            if file == "tokenizer_config.json":
-                content["chat_template"] = template
-            (folder / file).write_text(json.dumps(content))
-        made[name] = folder
+        made[name] = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), template)
     return made
 
 

@@ -203,12 +203,19 @@ def test_prompts_side_by_side_get_what_each_gets_alone():
     model = restless()
     free = [sample(model, prompt, 12, 64, CPU, temperature=1.5) for prompt in PROMPTS]
     stop = free[0][len(PROMPTS[0]) + 5]
-    alone = [sample(model, prompt, 12, 64, CPU, stop, temperature=1.5) for prompt in PROMPTS]
+    alone = [sample(model, prompt, 12, 64, CPU, [stop], temperature=1.5) for prompt in PROMPTS]
     assert len(alone[0]) <= len(PROMPTS[0]) + 5 and len(alone[1]) != len(alone[0])
     for cache, multiple in (True, 1), (True, 4), (False, 1):
         assert (
             texts(
-                model, PROMPTS, 12, 64, stop=stop, temperature=1.5, cache=cache, multiple=multiple
+                model,
+                PROMPTS,
+                12,
+                64,
+                stops=[stop],
+                temperature=1.5,
+                cache=cache,
+                multiple=multiple,
             )
             == alone
         )

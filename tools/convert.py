@@ -38,7 +38,7 @@ from checkpoint import hf, state, storage, verify
 from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
 from configs.schema import InputError
-from data import hf_tokenizer
+from data import hf_tokenizer, turns
 from data.tokenizer import Tokenizer, from_rank_file, load_saved
 from models import FORMATS
 from tools import adapters, new_checkpoint, to_dcp, torchtitan_config
@@ -253,11 +253,11 @@ def to_hf(source: Path, out: Path, dtype: str, max_shard_size: int, tokenizer: P
     if tokenizer:
         saved = load_saved(str(tokenizer))
     else:
-        of_run = path.resolve().parent.parent / "tokenizer.json"
-        saved = tokenizer_of(load_saved, str(of_run))
+        saved = saved_tokenizer(path)
     files = {}
     if saved:
-        files = hf_tokenizer.files(saved, facts["must_match"]["model"]["max_seq_len"])
+        longest = facts["must_match"]["model"]["max_seq_len"]
+        files = turns.files(folder_of_run(path), saved, longest)
     weights = state.select(manifest["tensors"], "model", ()).values()
     size = sum(verify.nbytes(row["dtype"], row["shape"]) for row in weights)
     family = hf.formats_of(FORMATS, facts["family"])
@@ -272,7 +272,9 @@ def lora_to_peft(source: Path, out: Path) -> str:
     base = Path(run.base["folder"])
     of_hugging_face = (base / "config.json").is_file()
     named = str(base) if of_hugging_face else None
-    peft.write(out, run.tensors, run.formats, run.args, run.rank, run.alpha, named)
+    files = dict(files_of_run(run.path, run.args.max_seq_len))
+    files.pop(turns.GENERATION, None)  # of a whole model
+    peft.write(out, run.tensors, run.formats, run.args, run.rank, run.alpha, named, files)
     words = f"{base} is their base"
     if not of_hugging_face:
         words += ", which to-hf makes a folder for transformers of"
@@ -285,11 +287,12 @@ def lora_merge(source: Path, out: Path, base: Path | None, max_shard_size: int) 
     hf.check_is_new(out)
     model = run.merged(base)
     files: Mapping[str, dict | Path]
+    files = files_of_run(run.path, run.args.max_seq_len)
     if (base / "config.json").is_file():
-        config, files = adapters.files_of_base(base)
+        config, of_base = adapters.files_of_base(base)
+        files = beside_template(of_base, files, run.path)
     else:
         config = hf.config_of(run.formats, run.args)
-        files = files_of_run(run.path, run.args.max_seq_len)
     with progress_bar(run.size, run.path.name) as bar:
         hf.write_model(
             run.path,
@@ -305,10 +308,30 @@ def lora_merge(source: Path, out: Path, base: Path | None, max_shard_size: int) 
     return f"{out}: the weights of {base} with the adapters of {run.path}"
 
 
-def files_of_run(path: Path, longest: int) -> dict[str, dict]:
+def saved_tokenizer(path: Path) -> Tokenizer | None:
+    """Of the run of a checkpoint."""
+    return tokenizer_of(load_saved, str(folder_of_run(path) / "tokenizer.json"))
+
+
+def folder_of_run(path: Path) -> Path:
+    return path.resolve().parent.parent
+
+
+def files_of_run(path: Path, longest: int) -> Mapping[str, dict | Path]:
     """The tokenizer's files for a checkpoint of a run, none without a tokenizer."""
-    saved = tokenizer_of(load_saved, str(path.resolve().parent.parent / "tokenizer.json"))
-    return hf_tokenizer.files(saved, longest) if saved else {}
+    saved = saved_tokenizer(path)
+    return turns.files(folder_of_run(path), saved, longest) if saved else {}
+
+
+def beside_template(
+    of_base: Mapping[str, dict | Path], of_run: Mapping[str, dict | Path], path: Path
+) -> Mapping[str, dict | Path]:
+    """The files of a base of Hugging Face's, with the chat template of the run of a checkpoint. The
+    tokenizer is the base's, if its files say what it is."""
+    files = of_base if turns.CONFIG in of_base else {**of_run, **of_base}
+    saved = saved_tokenizer(path)
+    asked = turns.of_run(folder_of_run(path), saved) if saved else None
+    return turns.with_template(files, asked)
 
 
 def to_torch(source: Path, out: Path, content: str) -> str:

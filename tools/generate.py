@@ -2,15 +2,21 @@
 
     python -m tools.generate runs/llama_debug --prompt "def "
     python -m tools.generate runs/hf --prompt "def " --prompt "class "
+    python -m tools.generate runs/llama_debug_lora --chat "How do I list the files of a folder?"
 
 The first argument is a run's folder (its newest checkpoint is taken), one checkpoint in it, or a
 folder with config.json, safetensors and tokenizer.json. Adapters are sampled from with their base,
 where the run has read it. A checkpoint has the model's numbers, and
 `tokenizer.json` is in the run's folder. Several prompts are continued side by side, each as it
 would be alone. On a terminal the text of a single prompt appears token by token.
+
+`--chat` asks a question, or goes on with messages, `[{"role": ..., "content": ...}, ...]`. They are
+rendered by the chat template of the run, or of the folder's tokenizer, as in training (data/turns.py).
+The answer is shown, and ends where an answer ended there.
 """
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +28,9 @@ from torch import nn
 
 from checkpoint import hf, state, verify
 from configs.schema import InputError
-from data import hf_tokenizer
+from data import hf_tokenizer, turns
+from data.answers import Unfit
+from data.chat import Chat
 from data.tokenizer import Tokenizer, load_saved
 from models import FORMATS, MODELS
 from tools import adapters
@@ -89,20 +97,59 @@ def _context(args: Any) -> int:
 def texts_as_they_come(
     loaded: Loaded, prompts: Sequence[str], new_tokens: int, **options: Any
 ) -> Iterator[list[str]]:
-    """The texts of all prompts after each token. The bytes of a character may be spread over
-    several tokens: one that is not whole yet is left out, so each text begins with the one before,
-    until the last texts, which have every byte."""
+    """The texts of all prompts after each token."""
+    words = loaded.tokenizer
+    ids = [words.encode(prompt).tolist() or [words.eot_id] for prompt in prompts]
+    shown = [0] * len(ids)
+    return decoded(loaded, ids, shown, new_tokens, stops=[words.eot_id], **options)
+
+
+def answers_as_they_come(
+    loaded: Loaded, chat: Chat, conversations: Sequence[list], new_tokens: int, **options: Any
+) -> Iterator[list[str]]:
+    """The answers to all conversations after each token. conversations: a list of messages each.
+    Raises InputError for one that could not be trained on either."""
+    ids = []
+    for number, messages in enumerate(conversations, 1):
+        try:
+            ids.append(chat.prompt(messages).tolist())
+        except Unfit as error:
+            raise InputError(f"--chat: conversation {number} {error}") from None
+    stops = [loaded.tokenizer.eot_id]
+    end = chat.end_of_turn()
+    if end is not None:
+        stops.append(end)
+    shown = [len(prompt) for prompt in ids]
+    return decoded(loaded, ids, shown, new_tokens, stops=stops, **options)
+
+
+def decoded(
+    loaded: Loaded, ids: list[list[int]], shown: list[int], new_tokens: int, **options: Any
+) -> Iterator[list[str]]:
+    """Go on with these ids, in place, and yield the text of each after every token, from its token
+    number `shown` on. The bytes of a character may be spread over several tokens: one that is not
+    whole yet is left out, so each text begins with the one before, until the last texts, which have
+    every byte."""
     model, words, context = loaded
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ids = [words.encode(prompt).tolist() or [words.eot_id] for prompt in prompts]
-    stream = sample_stream(
-        model.to(device), ids, new_tokens, context, device, words.eot_id, **options
-    )
-    for drawn in stream:
+    texts = list(zip(ids, shown, strict=True))
+    for drawn in sample_stream(model.to(device), ids, new_tokens, context, device, **options):
         for text, token in zip(ids, drawn, strict=True):
             text.extend([] if token is None else [token])
-        yield [words.decode(text).rstrip("\ufffd") for text in ids]
-    yield [words.decode(text) for text in ids]
+        yield [words.decode(text[first:]).rstrip("\ufffd") for text, first in texts]
+    yield [words.decode(text[first:]) for text, first in texts]
+
+
+def messages_of(argument: str) -> list:
+    """A question, or messages as JSON. Raises InputError."""
+    if not argument.lstrip().startswith("["):
+        return [{"role": "user", "content": argument}]
+    try:
+        return json.loads(argument)
+    except ValueError as error:
+        raise InputError(
+            f"--chat begins with [ as a list of messages does, and is not JSON: {error}"
+        ) from None
 
 
 def generate(
@@ -138,6 +185,26 @@ def show(texts: Iterator[list[str]], count: int, live: bool) -> None:
         )
 
 
+def texts_of(args: argparse.Namespace) -> tuple[int, Iterator[list[str]]]:
+    """How many texts the command line asks for, and these as they come. Raises InputError."""
+    options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
+    if args.chat and args.prompt:
+        raise InputError("--chat asks and --prompt continues a text: give one of them")
+    if args.chat_template and not args.chat:
+        raise InputError("--chat-template says how --chat is rendered: give --chat too")
+    conversations = [messages_of(argument) for argument in args.chat or []]
+    loaded = load(args.checkpoint, args.tokenizer)
+    if not conversations:
+        prompts = args.prompt or ["def "]
+        return len(prompts), texts_as_they_come(loaded, prompts, args.tokens, **options)
+    folder = args.checkpoint
+    if not (folder / "config.json").is_file():
+        folder = verify.newest(folder).resolve().parent.parent
+    chat = turns.find(folder, loaded.tokenizer, args.chat_template)
+    texts = answers_as_they_come(loaded, chat, conversations, args.tokens, **options)
+    return len(conversations), texts
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.generate", description="Text from a checkpoint."
@@ -149,6 +216,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--prompt", action="append", help="text to continue; several are continued at once ['def ']"
+    )
+    parser.add_argument(
+        "--chat",
+        action="append",
+        help='a question, or messages as JSON: [{"role": "user", "content": "..."}]; several are '
+        "answered at once",
+    )
+    parser.add_argument(
+        "--chat-template",
+        default="",
+        help="plain, chatml or a Jinja file [the template that the model was trained with]",
     )
     parser.add_argument(
         "--tokens", type=int, default=200, help="tokens to add at most [%(default)s]"
@@ -166,13 +244,9 @@ def main(argv: list[str] | None = None) -> int:
         "--tokenizer", default="", help="a saved tokenizer.json, when it is not in the run's folder"
     )
     args = parser.parse_args(argv)
-    prompts = args.prompt or ["def "]
-    options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
     try:
-        texts = texts_as_they_come(
-            load(args.checkpoint, args.tokenizer), prompts, args.tokens, **options
-        )
-        show(texts, len(prompts), live=len(prompts) == 1 and sys.stdout.isatty())
+        count, texts = texts_of(args)
+        show(texts, count, live=count == 1 and sys.stdout.isatty())
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

@@ -11,6 +11,7 @@ Shapes:  X experts   r = rank   I inputs   O outputs   k parameters of ours in o
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,17 +206,20 @@ def write(
     rank: int,
     alpha: float,
     base: str | None,
+    files: Mapping[str, dict] | None = None,
 ) -> None:
     """Write the folder. It appears when it is whole. base: the folder of the base that
-    `adapter_config.json` names. Raises InputError, with nothing left behind."""
+    `adapter_config.json` names; files: of the tokenizer, by name. Raises InputError, with nothing
+    left behind."""
     hf.check_is_new(out)
     tensors, fields = translate(adapters, family, args, rank, alpha)
     config = FIXED | fields | {"base_model_name_or_path": base}
     try:
         with disk.new_folder(out) as folder:
             save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-            with open(folder / CONFIG, "x", encoding="utf-8") as file:
-                json.dump(config, file, indent=2, sort_keys=True)
+            for name, content in {CONFIG: config, **(files or {})}.items():
+                with open(folder / name, "x", encoding="utf-8") as file:
+                    json.dump(content, file, indent=2, sort_keys=True)
     except OSError as error:
         raise InputError(
             f"{out} cannot be written: {error.filename or ''} {error.strerror}"

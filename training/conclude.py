@@ -38,9 +38,10 @@ def last_lines(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: Metri
         store = cfg.checkpoint.store
         lines.append(f"checkpoints in {store}; try: python -m checkpoint.verify {store}")
     else:
+        question = "--chat 'Hello'" if cfg.data.format == "chat" else "--prompt 'class '"
         lines.append(
             f"checkpoints in {folder / 'checkpoints'}; try: python -m tools.generate {folder} "
-            "--prompt 'class '"
+            f"{question}"
         )
     if step < steps:
         lines.append(
@@ -58,7 +59,7 @@ def sample_text(job: Any, tokenizer: Any) -> str:
         debug.sample_tokens,
         job.cfg.training.seq_len,
         job.mesh.device,
-        tokenizer.eot_id,
+        [tokenizer.eot_id],
         multiple=job.mesh.tp,
     )
     return tokenizer.decode(ids)

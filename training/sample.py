@@ -10,7 +10,7 @@ Shapes:  B prompts   T positions of a forward   S positions kept   V vocabulary
          H query heads   K key/value heads   E head_dim
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -184,7 +184,7 @@ def sample_stream(
     new_tokens: int,
     context: int,
     device: torch.device,
-    stop: int | None = None,
+    stops: Collection[int] = (),
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
@@ -192,8 +192,8 @@ def sample_stream(
     cache: bool = True,
 ) -> Iterator[list[int | None]]:
     """Continue prompts of any lengths, at least one token each, side by side: yields the next token
-    of every one, or None where a text has ended, before the token `stop`. Each prompt gets the
-    tokens that it would get alone.
+    of every one, or None where a text has ended, before one of the tokens `stops`. Each prompt gets
+    the tokens that it would get alone.
 
     context: positions that the model sees at most (its training length, a multiple of `multiple`).
     multiple: the length of every forward is a multiple of this; tensor parallelism needs its size
@@ -240,10 +240,13 @@ def sample_stream(
             )
         drawn: list[int | None] = [None] * len(texts)
         for i, text in enumerate(texts):
-            if running[i] and (token := draw(logits[i], temperature, top_k, generators[i])) != stop:
+            if not running[i]:
+                continue
+            token = draw(logits[i], temperature, top_k, generators[i])
+            running[i] = token not in stops
+            if running[i]:
                 text.append(token)
                 drawn[i] = token
-            running[i] = drawn[i] is not None
         if not any(running):
             return
         yield drawn
@@ -255,9 +258,9 @@ def sample(
     new_tokens: int,
     context: int,
     device: torch.device,
-    stop: int | None = None,
+    stops: Collection[int] = (),
     **options: Any,
 ) -> list[int]:
     """The ids of one prompt and of what follows it; the options are those of `sample_stream`."""
-    stream = sample_stream(model, [prompt], new_tokens, context, device, stop, **options)
+    stream = sample_stream(model, [prompt], new_tokens, context, device, stops, **options)
     return [*prompt, *(token for [token] in stream)]
