@@ -30,6 +30,7 @@ from data.prepare import prepare
 from data.prepared import SPLITS, Prepared, open_prepared, verify
 from data.tokens import Tokens
 from tests.ranks import NEIGHBOURS
+from tests.talks import talks, write
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]
@@ -476,12 +477,13 @@ def test_a_source_that_changes_while_it_is_read_is_refused(corpus: Path, tmp_pat
 
 
 KILLED_AT_EVERY_STEP = """
-import os, shutil, signal, sys
+import json, os, shutil, signal, sys
 from configs.schema import Data
 from data.prepare import job as module, prepare
 from data.prepared import verify
-source, cache, module.PART_BYTES, every = *sys.argv[1:3], *map(int, sys.argv[3:])
-cfg = Data(source=source, cache=cache, tokenizer="bytes", validation_fraction=0.2)
+source, cache, module.PART_BYTES, every = *sys.argv[1:3], *map(int, sys.argv[3:5])
+options = json.loads(sys.argv[5])
+cfg = Data(source=source, cache=cache, tokenizer="bytes", validation_fraction=0.2, **options)
 
 def attempt(kill_at):
     child = os.fork()
@@ -523,28 +525,37 @@ print(kills, verify(folder).fingerprint)
 """
 
 
+CHAT = {"format": "chat", "chat_template": "plain"}
+
+
 @pytest.mark.parametrize(
-    "part_bytes, every",
+    "options, part_bytes, every",
     [
-        (10**9, 8),
-        pytest.param(10**9, 1, marks=pytest.mark.exhaustive),
-        pytest.param(3000, 1, marks=pytest.mark.slow),
+        ({}, 10**9, 8),
+        (CHAT, 10**9, 8),
+        pytest.param({}, 10**9, 1, marks=pytest.mark.exhaustive),
+        pytest.param({}, 3000, 1, marks=pytest.mark.slow),
+        pytest.param(CHAT, 8000, 3, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.cap(600)
 def test_killed_at_any_file_operation_and_run_again(
-    part_bytes: int, every: int, corpus: Path, tmp_path: Path
+    options: dict, part_bytes: int, every: int, corpus: Path, tmp_path: Path
 ) -> None:
     """A child per kill: before its first file operation in the cache, its second ... What the next
     one makes of what is left is, to the byte, what an undisturbed one makes."""
-    done = run(
-        KILLED_AT_EVERY_STEP, str(corpus), str(tmp_path / "cache"), str(part_bytes), str(every)
-    )
+    source = corpus
+    if options:
+        source = write(tmp_path / "talks.jsonl", talks(60))
+    given = [str(part_bytes), str(every), json.dumps(options)]
+    done = run(KILLED_AT_EVERY_STEP, str(source), str(tmp_path / "cache"), *given)
     assert done.returncode == 0, done.stderr
     kills, fingerprint = done.stdout.split()
     assert int(kills) > 40 // every
     if part_bytes > 10**6:
-        assert fingerprint == prepare(data(corpus, tmp_path / "other")).fingerprint
+        other = prepare(data(source, tmp_path / "other", **options))
+        assert fingerprint == other.fingerprint
+        assert other.format == options.get("format", "text")
 
 
 def test_killed_at_random_times_and_all_at_once(corpus: Path, tmp_path: Path) -> None:
