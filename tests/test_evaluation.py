@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ from tools import check, fetch_task, next_line
 from tools import evaluate as evaluate_tool
 from tools.report import charts, tables
 from tools.report.run import read_runs
-from training import evaluate
+from training import evaluate, greedy
 from training.scores import scores
 from training.validate import until_stopped
 
@@ -206,12 +207,12 @@ def test_accuracy_by_each_length(tmp_path):
     chosen = {"acc": 0, "acc_norm": 3, "acc_bytes": 1, "acc_tokens": 2}
     for answer in range(4):
         task.rows[:] = [row._replace(answer=answer) for row in task.rows]
-        values = scores(task, found)
+        values = scores(task, found, 0 * found)
         assert {key: values[key] for key in chosen} == {
             key: float(best == answer) for key, best in chosen.items()
         }
     task.rows[0] = task.rows[0]._replace(answer=0)
-    values = scores(task, found)
+    values = scores(task, found, 0 * found)
     assert [values["acc"], values["acc_stderr"]] == pytest.approx([1 / 3, 1 / 3])
 
 
@@ -220,7 +221,7 @@ def test_perplexities_and_their_errors(tmp_path):
     task = tasks.open_task(row(write(tmp_path / "x", rows), "perplexity"), byte_tokenizer(), 2)
     counts = np.array([3, 3, 5])
     assert [request.scored for request in task.requests] == [2, 1, 2, 1, 2, 2, 1]
-    values = scores(task, np.full(7, -1.0))
+    values = scores(task, np.full(7, -1.0), np.zeros(7))
     assert values["token_perplexity"] == values["byte_perplexity"] == math.exp(7 / counts.sum())
     assert values["word_perplexity"] == math.exp(7 / (2 + 3 + 2))
     assert values["bits_per_byte"] == pytest.approx(7 / 11 / math.log(2))
@@ -232,11 +233,12 @@ def test_perplexities_and_their_errors(tmp_path):
     big.row_of_request.extend(range(400))
     without = (nats.sum() - nats) / (many.sum() - many) / math.log(2)
     jackknife = math.sqrt(399 * without.var())
-    assert scores(big, -nats)["bits_per_byte_stderr"] == pytest.approx(jackknife, rel=0.01)
+    assert scores(big, -nats, nats)["bits_per_byte_stderr"] == pytest.approx(jackknife, rel=0.01)
     alone = tasks.EncodedTask(
         "x", "perplexity", task.rows[:1], task.requests[:2], task.row_of_request[:2]
     )
-    assert not any("stderr" in key for key in scores(alone, np.full(2, -1.0)))
+    found = scores(alone, np.full(2, -1.0), np.zeros(2))
+    assert not any("stderr" in key or "acc" in key for key in found)
 
 
 def test_a_text_with_a_context_is_scored_behind_it(tmp_path):
@@ -244,7 +246,16 @@ def test_a_text_with_a_context_is_scored_behind_it(tmp_path):
     task = tasks.open_task(row(write(tmp_path / "x", rows), "perplexity"), byte_tokenizer(), WINDOW)
     assert task.requests[0] == tasks.ScoreRequest(list(b"the red fox"), 4)
     assert [request.scored for request in task.requests] == [4, 2] and task.truncated == [2]
-    assert scores(task, np.array([-3.0, -5.0]))["word_perplexity"] == math.exp(4)
+    found = scores(task, np.array([-3.0, -5.0]), np.array([1.0, 0.0]))
+    assert found["word_perplexity"] == math.exp(4)
+    assert (found["acc"], found["acc_stderr"]) == (0.5, 0.5)
+    # of those with a context alone, and of these all tokens must be right
+    rows.append({"text": "whole"})
+    mixed = tasks.open_task(
+        row(write(tmp_path / "y", rows), "perplexity"), byte_tokenizer(), WINDOW
+    )
+    for mistakes, acc in {(0, 0, 3): 1.0, (4, 1, 0): 0.0}.items():
+        assert scores(mixed, np.full(3, -1.0), np.array(mistakes, float))["acc"] == acc
 
 
 # --------------------------------------------------------------------------------------------------
@@ -358,7 +369,7 @@ def counted(options: list[str], files: dict[str, Path], bug: str = "") -> list[l
     size = cfg.training.local_batch_size * cfg.training.seq_len
     try:
         return [
-            evaluate.log_likelihoods(job.model, job.mesh, task.requests, size, 40).tolist()
+            evaluate.score_requests(job.model, job.mesh, task.requests, size, 40)[0].tolist()
             for task in opened(files)
         ]
     finally:
@@ -429,6 +440,83 @@ def test_heads_swapped_for_tokens_and_experts_on_several_ranks(files, oracles):
 def test_negative_control(bug, files, oracles):
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_same(run_ranks(2, counted, [], files, bug), oracles["llama"])
+
+
+# greedy continuations
+
+
+def restless(options: list[str]) -> Any:
+    """A job whose logits differ by more than rounding."""
+    world = meshes.world()
+    job = train.build(load_config([*SMALL_MODEL, *BATCH, *options], world.size, world.local_size))
+    with torch.no_grad():
+        for weight in job.model.parameters():
+            weight.mul_(4)
+    return job
+
+
+def written_by(options: list[str]) -> tuple[list, list[int], float]:
+    """Contexts, each with what the model itself writes after it, in which some tokens are another
+    one; how many tokens of each are not the likeliest; and the least lead of a likeliest token."""
+    model = restless(options).model
+    generator = np.random.default_rng(3)
+    requests = []
+    wrong = []
+    leads = []
+    for i in range(16):
+        tokens = generator.integers(0, 257, 1 + i % 9).tolist()
+        mistakes = 0
+        scored = 1 + i % 4
+        for place in range(scored):
+            positions = torch.arange(len(tokens))
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens]), positions)[0, -1]
+            best = logits.topk(2)
+            leads.append(float(best.values[0] - best.values[1]))
+            takes_another = i % 3 == 1 and place in (0, 2)
+            mistakes += takes_another
+            tokens.append(int(best.indices[int(takes_another)]))
+        requests.append(tasks.ScoreRequest(tokens, scored))
+        wrong.append(mistakes)
+    return requests, wrong, min(leads)
+
+
+def mistakes_of(options: list[str], requests: list, bug: str = "") -> list[float]:
+    """What this rank counts. bug: what a negative control breaks."""
+    job = restless(options)
+    if bug == "rows of a rank":
+        greedy.dist = SimpleNamespace(all_reduce=lambda *_: None, ReduceOp=greedy.dist.ReduceOp)
+    if bug == "the microbatch":
+        place = torch.Tensor.as_strided
+        torch.Tensor.as_strided = lambda x, shape, stride, _: place(x, shape, stride, 0)
+    return evaluate.score_requests(job.model, job.mesh, requests, 32, 3).mistakes.tolist()
+
+
+@pytest.fixture(scope="module")
+def written() -> dict[str, tuple[list, list[int]]]:
+    found = {}
+    for name, family in {"llama": LLAMA, "experts": EXPERTS}.items():
+        requests, wrong, lead = run_ranks(1, written_by, family)[0]
+        assert lead > 1e-3 and 0 in wrong and max(wrong) > 1
+        found[name] = requests, wrong
+    return found
+
+
+@pytest.mark.parametrize(
+    "mesh", ["tp2", *NOW, "ep2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in LATER)]
+)
+def test_every_mesh_finds_the_tokens_that_one_process_would_not_write(mesh, written):
+    count, options, _ = ALL_MESHES[mesh]
+    family = EXPERTS if mesh in OF_EXPERTS else LLAMA
+    requests, wrong = written["experts" if family else "llama"]
+    assert run_ranks(count, mistakes_of, [*family, *options], requests) == [wrong] * count
+
+
+@pytest.mark.parametrize("bug, mesh", [("rows of a rank", "tp2"), ("the microbatch", "pp2")])
+def test_negative_control_mistakes_are_miscounted(bug, mesh, written):
+    count, options, _ = ALL_MESHES[mesh]
+    requests, wrong = written["llama"]
+    assert run_ranks(count, mistakes_of, options, requests, bug)[0] != wrong
 
 
 # --------------------------------------------------------------------------------------------------
@@ -614,7 +702,7 @@ EXPORTED = [
 METRICS = {
     "multiple_choice": ("acc", "acc_norm", "acc_bytes"),
     "perplexity": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
-    "last_word": (),
+    "last_word": ("acc",),
 }
 
 
@@ -688,7 +776,7 @@ def of_harness(folder: Path) -> dict[str, dict]:
             "output_type": "loglikelihood",
             "doc_to_text": "context",
             "doc_to_target": "{{' ' + text}}",
-            "metric_list": [{"metric": "perplexity"}],
+            "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
         }
     )
     found = simple_evaluate(model, tasks=rows, bootstrap_iters=100, log_samples=True)

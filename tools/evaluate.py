@@ -23,7 +23,7 @@ from data import tasks
 from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh
 from tools.generate import Loaded, load
-from training.evaluate import log_likelihoods
+from training.evaluate import score_requests
 from training.scores import ERROR, by_row, scores
 
 CHUNK_TOKENS = 1024  # logits in memory, as training.loss_chunk_tokens
@@ -59,19 +59,24 @@ def _of_run(folder: Path) -> list[EvaluationTask]:
 def evaluate(
     loaded: Loaded, mesh: Mesh, task: tasks.EncodedTask, file: str, window: int, batch_tokens: int
 ) -> dict:
-    """The scores of one task, and the log-likelihoods of each of its rows."""
+    """The scores of one task, and of each of its rows the log-likelihoods, and how many of the
+    tokens are not the likeliest."""
     print(task.describe(window), file=sys.stderr)
     model = loaded.model.to(mesh.device)
-    found = log_likelihoods(model, mesh, task.requests, batch_tokens, CHUNK_TOKENS)
-    samples = zip(task.rows, by_row(task, found), strict=True)
+    found = score_requests(model, mesh, task.requests, batch_tokens, CHUNK_TOKENS)
+    of_rows = (by_row(task, numbers) for numbers in found)
+    samples = [
+        {"line": row.line, "log_likelihoods": each, "mistakes": mistakes}
+        for row, each, mistakes in zip(task.rows, *of_rows, strict=True)
+    ]
     return {
         "name": task.name,
         "kind": task.kind,
         "file": file,
         "window": window,
-        "scores": scores(task, found),
+        "scores": scores(task, *found),
         "truncated_lines": task.truncated,
-        "samples": [{"line": row.line, "log_likelihoods": each} for row, each in samples],
+        "samples": samples,
     }
 
 

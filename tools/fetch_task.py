@@ -61,7 +61,7 @@ def boolq(row: Row) -> Row:
 
 
 def lambada(row: Row) -> Row:
-    """word_perplexity is the harness's perplexity. Its accuracy is of another kind."""
+    """word_perplexity is the harness's perplexity."""
     context, _, last = row["text"].rpartition(" ")
     return {"context": context, "text": last}
 

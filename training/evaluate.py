@@ -20,7 +20,8 @@ from data.loader import Batch, at
 from data.tasks import EncodedTask, ScoreRequest, open_task
 from parallelisms.mesh import Mesh
 from training.feed import Feed
-from training.loss import IGNORE, linear_cross_entropy
+from training.greedy import LossAndMistakes
+from training.loss import IGNORE
 from training.metrics import MetricsWriter
 from training.scores import line, scores
 from training.validate import ended_by_stop, until_stopped
@@ -65,7 +66,7 @@ def run_evaluation(
     values = {}
     lines = []
     for task in tasks:
-        found = log_likelihoods(
+        found = score_requests(
             job.model,
             job.mesh,
             task.requests,
@@ -73,7 +74,7 @@ def run_evaluation(
             cfg.training.loss_chunk_tokens,
             watched,
         )
-        of_task = scores(task, found)
+        of_task = scores(task, *found)
         lines.append(line(task.name, task.kind, of_task))
         values |= {f"evaluation/{task.name}/{key}": value for key, value in of_task.items()}
     stopping = ended_by_stop(job, step, stop, "evaluation")
@@ -86,28 +87,35 @@ def _all(batches: Iterator[Batch]) -> Iterator[Batch]:
     return batches
 
 
+class Scored(NamedTuple):
+    """Of each request, the same on all ranks: float64 [requests]."""
+
+    log_likelihoods: np.ndarray  # of what it scores, in nats
+    mistakes: np.ndarray  # how many of the tokens that it scores are not the likeliest
+
+
 @torch.no_grad()
-def log_likelihoods(
+def score_requests(
     model: nn.Module,
     mesh: Mesh,
     requests: Sequence[ScoreRequest],
     most_tokens: int,
     chunk_tokens: int,
     watched: Callable[[Iterator[Batch]], Iterator[Batch]] = _all,
-) -> np.ndarray:
-    """The log-likelihood of what each request scores, in nats, float64 [requests], the same on all
-    ranks. All ranks call it.
+) -> Scored:
+    """All ranks call it.
 
     most_tokens: of a microbatch, with padding, as far as one request does not have more;
     chunk_tokens: as in `linear_cross_entropy`; watched: passes the batches on, or ends early, on
     all ranks at the same batch.
     """
-    total = torch.zeros(len(requests), dtype=torch.float64, device=mesh.device)
+    total = torch.zeros(2, len(requests), dtype=torch.float64, device=mesh.device)
     shares = shares_of(requests, mesh, most_tokens)
     # lengths vary, and each of them would be compiled
     with torch.compiler.set_stance("force_eager"):
         for batch in watched(batch_of(requests, share, mesh) for share in shares):
-            feed = Feed(model, batch, mesh, linear_cross_entropy, chunk_tokens)
+            loss = LossAndMistakes(batch["labels"], mesh.device)
+            feed = Feed(model, batch, mesh, loss, chunk_tokens)
             feed.losses.zero_()  # what only the last stage of a pipeline fills
             if mesh.pp > 1:
                 model.losses(feed)
@@ -115,10 +123,11 @@ def log_likelihoods(
                 for a in range(len(feed)):
                     model(*feed(a))
             own = batch["requests"].to(mesh.device)
-            sums = feed.losses.double().sum(-1).flatten()  # [A * b]
-            total.index_add_(0, own, sums[: len(own)], alpha=-1)
+            for i, (numbers, sign) in enumerate([(feed.losses, -1), (loss.mistakes, 1)]):
+                sums = numbers.double().sum(-1).flatten()  # [A * b]
+                total[i].index_add_(0, own, sums[: len(own)], alpha=sign)
     mesh.sum_over_tokens(total)
-    return mesh.sum_over_pp(total).cpu().numpy()
+    return Scored(*mesh.sum_over_pp(total).cpu().numpy())
 
 
 class Share(NamedTuple):

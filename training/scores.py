@@ -9,16 +9,19 @@ from data.tasks import EncodedTask, Text
 # The scores of a line for a person.
 SHOWN = {
     "multiple_choice": ("acc", "acc_norm"),
-    "perplexity": ("bits_per_byte", "word_perplexity"),
+    "perplexity": ("acc", "bits_per_byte", "word_perplexity"),
 }
 ERROR = "_stderr"  # ends the name of a score's standard error
 
 
-def scores(task: EncodedTask, log_likelihoods: np.ndarray) -> dict[str, float]:
-    """log_likelihoods: float64, one of each request of the task. With a single row there is no
+def scores(
+    task: EncodedTask, log_likelihoods: np.ndarray, mistakes: np.ndarray
+) -> dict[str, float]:
+    """log_likelihoods, mistakes: training/evaluate.py::Scored. With a single row there is no
     standard error."""
     if task.kind == "perplexity":
         values = _of_texts(task, log_likelihoods)
+        values |= _of_continuations(task, mistakes)
     else:
         values = _of_questions(task, log_likelihoods)
     return values | {"truncated": float(len(task.truncated))}
@@ -85,6 +88,19 @@ def _of_texts(task: EncodedTask, log_likelihoods: np.ndarray) -> dict[str, float
     return found
 
 
+def _of_continuations(task: EncodedTask, mistakes: np.ndarray) -> dict[str, float]:
+    """How many of the texts with a context the model writes itself, token by token, when it always
+    takes the likeliest one: `acc` of lm-evaluation-harness 0.4.13 for LAMBADA. Nothing without such
+    a text."""
+    written = []
+    for row, of_row in zip(task.rows, by_row(task, mistakes), strict=True):
+        if row.context is not None:
+            written.append(float(sum(of_row) == 0))
+    if not written:
+        return {}
+    return {"acc": float(np.mean(written))} | _error("acc", _mean_error(np.array(written)))
+
+
 def _words(row: Text) -> int:
     """`len(re.split(r"\\s+", text))` there: whitespace at an end begins or ends an empty word."""
     return len(row.text.split()) + row.text[0].isspace() + row.text[-1].isspace()
@@ -115,6 +131,8 @@ def line(name: str, kind: str, values: dict[str, float]) -> str:
     """The scores of a task for a person."""
     parts = []
     for key in SHOWN[kind]:
+        if key not in values:
+            continue
         error = f" ± {values[key + ERROR]:.3f}" if key + ERROR in values else ""
         parts.append(f"{key} {values[key]:.3f}{error}")
     return f"{name}: {', '.join(parts)}"

@@ -1,0 +1,70 @@
+"""Which of the scored tokens a model would not have written itself, if it always wrote the likeliest.
+
+A text after a context counts as right if there is none: that is the accuracy of LAMBADA in
+lm-evaluation-harness (lm_eval/models/huggingface.py, `_loglikelihood_tokens`). Its model reads the
+text too, so one forward shows all of its tokens.
+
+Shapes:  b sequences   T positions   D width   V vocabulary (this rank's rows of it)   n scored tokens
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from training.loss import IGNORE, linear_cross_entropy
+
+
+class LossAndMistakes:
+    """`linear_cross_entropy`, in whose place a training/feed.py::Feed takes it. `mistakes` float32 [A,
+    b, T] has a 1 at every label that is not the likeliest token, where Feed's `losses` has its
+    loss."""
+
+    def __init__(self, labels: Tensor, device: torch.device) -> None:
+        """labels: int64 [A, b, T], of a batch."""
+        self.mistakes = torch.zeros(labels.shape, device=device)
+
+    def __call__(
+        self,
+        h: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk_tokens: int,
+        each: Tensor,
+        z_loss: None,
+    ) -> Tensor:
+        # `each` is one microbatch of Feed's `losses`, and this is the same one of `mistakes`
+        own = self.mistakes.as_strided(each.shape, each.stride(), each.storage_offset())
+        own.copy_(mistakes(h, weight, labels, chunk_tokens))
+        return linear_cross_entropy(h, weight, labels, chunk_tokens, each=each)
+
+
+def mistakes(h: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+    """1 at every label that counts and is not the likeliest token, else 0: float32 [b, T]. The
+    arguments are those of `linear_cross_entropy`. Of tokens that are as likely, the first one is
+    taken, as by argmax."""
+    group = None
+    first_row = 0
+    vocabulary = len(weight)
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        group = mesh.get_group()
+        first_row = -(-vocabulary // mesh.size()) * mesh.get_local_rank()
+        weight = weight.to_local()
+        assert isinstance(h, DTensor)
+        h = h.full_tensor()
+    h = h.flatten(0, 1)  # [b T, D]
+    label = labels.flatten()
+    found = torch.zeros(len(label), device=labels.device)
+    scored = (label != IGNORE).nonzero().squeeze(1)
+    for first in range(0, len(scored), chunk_tokens):
+        rows = scored[first : first + chunk_tokens]
+        top, likeliest = (h[rows] @ weight.t()).max(dim=1)  # [n]
+        likeliest += first_row
+        if group is not None:
+            own_top = top.clone()
+            dist.all_reduce(top, dist.ReduceOp.MAX, group)
+            likeliest = likeliest.where(own_top == top, vocabulary)
+            dist.all_reduce(likeliest, dist.ReduceOp.MIN, group)
+        found[rows] = (likeliest != label[rows]).float()
+    return found.view(labels.shape)
