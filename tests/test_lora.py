@@ -1,5 +1,6 @@
 """Adapters: the formula, every mesh against one plain process, checkpoints, and what is refused."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from tests.ranks import run_ranks
 from tests.runs import ADAMW, EXPERT_MESHES, run, series, tiny_run
 from tests.runs import MESHES as ALL_MESHES
 from tests.shapes import SHAPES
+from tools import convert, evaluate
 from tools.bench import harness
 
 ADAPTED = ["llama3", "qwen3 experts", "deepseek_v3", "olmo2", "gpt_oss"]
@@ -452,3 +454,20 @@ def test_a_folder_of_adapters_is_not_resumed_as_a_whole_model(runs, tmp_path):
 def test_a_checkpoint_of_a_whole_model_has_no_adapters(runs):
     with pytest.raises(InputError, match="holds no adapters"):
         adapters.read(runs["base"])
+
+
+def test_a_run_of_adapters_is_scored_as_its_merged_model(runs, tmp_path):
+    """By tools.evaluate, and not as its base."""
+    merged, task = tmp_path / "merged", tmp_path / "words.jsonl"
+    assert convert.main(["lora-merge", str(runs["adapters"]), str(merged)]) == 0
+    task.write_text('{"context": "document 7: 14", "text": "28"}\n{"text": "21 35"}\n')
+    found = {}
+    for name, folder in (runs | {"merged": merged}).items():
+        if name in ("base", "adapters", "merged"):
+            out = tmp_path / f"{name}.json"
+            asked = [str(folder), f"--task={task}", "--window=16", f"--json={out}"]
+            assert evaluate.main(asked) == 0
+            [result] = json.loads(out.read_text())
+            found[name] = np.array([row["log_likelihoods"] for row in result["samples"]])
+    np.testing.assert_allclose(found["adapters"], found["merged"], rtol=1e-5)
+    assert np.abs(found["adapters"] / found["base"] - 1).max() > 1e-4
