@@ -657,6 +657,8 @@ class Debug(Table):
     """Generate this many tokens from the final weights at the end of the run; 0: none."""
     sample_prompt: str = "def "
     """Prompt of that sample."""
+    sample_temperature: float = Field(0.8, ge=0)
+    """Temperature of that sample; 0: always the likeliest token."""
 
 
 class Config(Table):

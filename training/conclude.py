@@ -60,6 +60,7 @@ def sample_text(job: Any, tokenizer: Any) -> str:
         job.cfg.training.seq_len,
         job.mesh.device,
         [tokenizer.eot_id],
+        temperature=debug.sample_temperature,
         multiple=job.mesh.tp,
     )
     return tokenizer.decode(ids)
