@@ -242,7 +242,7 @@ def test_a_damaged_record_is_named(runs, tmp_path, capsys):
     "command, name",
     [
         ("", "run"),
-        ("dcp-to-hf", "run"),
+        ("to-hf", "run"),
         ("lora-merge", "adapters"),
         ("lora-merge", "of hf"),
         ("lora-to-peft", "adapters"),
