@@ -1,10 +1,13 @@
 """How far off `tools.plan` is: against TorchTitan's published runs, and against steps measured on
 this machine.
 
-    python -m tools.bench.plan published [--device configs-of-yours.toml]
+    python -m tools.bench.plan published [--split] [--svg errors.svg]
+    python -m tools.bench.plan torchtitan [--device configs-of-yours.toml]
     python -m tools.bench.plan here [--rounds 15]
 
-`published`: rows of TorchTitan's tables for Llama 3.1 on H100s that our parallelisms cover
+`published`: all runs of `published.toml` beside their plans; `tools/bench/published.py` says how.
+
+`torchtitan`: with memory, rows of TorchTitan's tables for Llama 3.1 on H100s that our parallelisms cover
 (bfloat16, FSDP and tensor parallel; not float8, pipeline parallel nor asynchronous tensor
 parallel), and their rows with context parallelism, which they published with float8 only. Their
 loss keeps whole logits and their selective checkpointing recomputes every second matmul. The trace
@@ -16,23 +19,18 @@ all on one process.
 """
 
 import argparse
-import itertools
 import multiprocessing
 import statistics
-from unittest import mock
 
 import torch
-from torch.distributed.tensor import DTensor
 
 import train
 from configs.load import load_config
-from parallelisms import blocks
-from tools.bench import harness
+from tools.bench import harness, published
 from tools.plan import trace
 from tools.plan.device import Device, load_device, measure_cpu
 from tools.plan.estimate import estimate
 from tools.plan.plan import Plan, PlanInputs, make_plan
-from training.loss import plain_cross_entropy
 
 # github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1, 3) and
 # benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md. Eight H100 with 96 GB HBM2e, 2.4 TB/s and
@@ -94,52 +92,19 @@ CONTEXT = (
     (4, 131072, 1071, 84.0),
     (8, 262144, 548, 84.5),
 )
-THEIRS = {"memory_gib": 95.6, "memory_gb_per_s": 2400}  # their H100, where it is not ours
-
-
-def whole_loss(h, weight, labels, chunk_tokens, each=None):
-    """Their loss: logits of all tokens at once. Under tensor parallelism ours, whose matmuls are
-    the same."""
-    if isinstance(weight, DTensor):
-        return train_loss(h, weight, labels, chunk_tokens, each)
-    return plain_cross_entropy(h @ weight.t(), labels)
-
-
-train_loss = train.linear_cross_entropy
-
-
-def every_second_matmul():
-    """Their selective policy: every second matmul is recomputed. The count starts anew in forward
-    and in recomputation."""
-    counts: dict[bool, itertools.count] = {}
-
-    def policy(ctx, op, *args, **kwargs):
-        if op is torch.ops.aten.mm.default:
-            number = next(counts.setdefault(ctx.is_recompute, itertools.count()))
-            return (
-                blocks.CheckpointPolicy.MUST_SAVE
-                if number % 2 == 0
-                else blocks.CheckpointPolicy.PREFER_RECOMPUTE
-            )
-        return ac_policy(ctx, op, *args, **kwargs)
-
-    return policy
-
-
-ac_policy = blocks._policy
 
 
 def like_theirs(options: list[str], gpus: int, device: Device) -> Plan:
     cfg = load_config([*options, "--training.param_dtype=bfloat16"], gpus, 8)
-    with (
-        mock.patch.object(train, "linear_cross_entropy", whole_loss),
-        mock.patch.object(blocks, "_policy", every_second_matmul()),
-    ):
+
+    def make() -> Plan:
         return make_plan(cfg, PlanInputs(gpus, 8, device))
 
+    return published.like_titan(make)
 
-def published(device: Device) -> None:
-    device = device.model_copy(update=THEIRS)
+
+def torchtitan(device: Device) -> None:
+    device = device.model_copy(update=published.TITANS_H100)
     first = PUBLISHED[0]
     step = like_theirs(first[2], first[1], device).step
     low = 0.2
@@ -321,11 +286,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("published", "here"))
+    parser.add_argument("what", choices=("published", "torchtitan", "here"))
     parser.add_argument("--device", default="h100")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    published(load_device(args.device)) if args.what == "published" else here(args.rounds)
+    if args.what == "published":
+        published.main()
+    elif args.what == "torchtitan":
+        torchtitan(load_device(args.device))
+    else:
+        here(args.rounds)
 
 
 if __name__ == "__main__":

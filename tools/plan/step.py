@@ -67,7 +67,7 @@ class Op:
     recomputed: int = 0  # those of the FLOPs above that are recomputation or padding
     groups: int = 0  # weights of a grouped GEMM (models/kernels/grouped_product.py)
     rows: int = 0  # of a grouped GEMM
-    operands: int = 0  # bytes of a grouped GEMM's inputs and outputs
+    operands: int = 0  # bytes of a matmul's inputs and outputs
     traffic: int = 0  # bytes read and written, for memory-bound operators
     fused: int = 0  # what is left of `traffic` when neighbouring operators are compiled into one
     kind: str = ""  # of collective; "" for any other operator

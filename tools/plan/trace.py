@@ -474,6 +474,7 @@ class Trace(TorchDispatchMode):
         elif func in MATMULS and has_no_vector(*args[MATMULS[func] :][:2]):
             left, right = args[MATMULS[func] :][:2]
             op.matmul_flops = 2 * math.prod(left.shape) * right.shape[-1]
+            op.operands = sum(map(nbytes, [left, right, *made]))
         elif func in GROUPED:
             rows, other, counts = args
             width = rows.shape[1] * other.shape[1]

@@ -1,0 +1,256 @@
+"""Our plans beside published runs: `python -m tools.bench.plan published` prints what this file
+computes from the rows of `published.toml`.
+
+A row is one published run. It becomes a configuration with the same model, mesh, batch and
+checkpointing, planned on the same devices. The planned speed over the published one, less 1, is its
+error.
+"""
+
+import hashlib
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import tomli
+import torch
+from torch.distributed.tensor import DTensor
+
+import train
+from configs.load import load_config
+from configs.schema import Config
+from parallelisms import blocks
+from tools.bench import harness
+from tools.plan.device import load_device
+from tools.plan.pipeline import in_processes
+from tools.plan.plan import Plan, PlanInputs, make_plan
+from training.loss import plain_cross_entropy
+
+TABLE = Path(__file__).resolve().parent / "published.toml"
+CLASSES = ("dense", "tp", "cp", "pipeline", "experts")
+SHORT = {  # key of a row's mesh -> option of [parallelism]
+    "dp": "data_parallel_replicate",
+    "fs": "data_parallel_shard",
+    "tp": "tensor_parallel",
+    "cp": "context_parallel",
+    "ep": "expert_parallel",
+    "pp": "pipeline_parallel",
+    "vp": "pipeline_stages_per_rank",
+    "sched": "pipeline_schedule",
+    "acc": "accumulate_gradients",
+    "async": "async_tensor_parallel",
+}
+# TorchTitan's H100s, where they are not those of tools/plan/devices.toml: HBM2e
+TITANS_H100 = {"memory_gib": 95.6, "memory_gb_per_s": 2400}
+HELD_OUT = 3  # one row of so many is held out of the calibration
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run: a row of published.toml with what its source says of all its rows."""
+
+    id: str
+    kind: str  # one of CLASSES
+    stack: str
+    model: dict
+    device: str
+    gpus: int
+    seq: int  # tokens of a sequence
+    batch: int  # sequences of a step
+    micro: int  # sequences of a microbatch
+    speed: float  # tokens/s per GPU
+    mesh: dict
+    checkpointing: str = "none"
+    compile: bool = False
+    reduce: str = "float32"
+    float8: str = "none"
+    titan: bool = False
+    network: float = 0.0  # GB/s per GPU between hosts; 0: the device's
+    per_node: int = 8
+    overlap: bool = False
+
+    @property
+    def held_out(self) -> bool:
+        """Whether no calibration looks at this row. A hash of its name chooses it."""
+        return int(hashlib.sha256(self.id.encode()).hexdigest(), 16) % HELD_OUT == 0
+
+    @property
+    def options(self) -> list[str]:
+        """The command line that plans this run."""
+        tables: dict[str, object] = {f"model.{name}": value for name, value in self.model.items()}
+        tables |= {
+            "model.max_seq_len": max(self.seq, 8192),
+            "training.seq_len": self.seq,
+            "training.global_batch_size": self.batch,
+            "training.local_batch_size": self.micro,
+            "training.param_dtype": "bfloat16",
+            "training.reduce_dtype": self.reduce,
+            "activation_checkpoint.mode": self.checkpointing,
+            "compile.enabled": self.compile,
+        }
+        for name, value in self.mesh.items():
+            if name == "gather":  # "once": a step
+                tables["parallelism.reshard_after_forward"] = False
+                tables["parallelism.reshard_after_backward"] = False
+            else:
+                tables[f"parallelism.{SHORT[name]}"] = value
+        return [f"--{name}={as_option(value)}" for name, value in tables.items()]
+
+    def config(self) -> Config:
+        """float8 is set after the check: some of their meshes are not supported with ours."""
+        cfg = load_config(self.options, self.gpus, min(self.gpus, self.per_node))
+        training = cfg.training.model_copy(update={"float8": self.float8})
+        return cfg.model_copy(update={"training": training})
+
+    def inputs(self) -> PlanInputs:
+        device = load_device(self.device)
+        changes = dict(TITANS_H100) if self.titan else {}
+        if self.network:
+            changes["fabric_gb_per_s"] = self.network
+        device = device.model_copy(update=changes)
+        return PlanInputs(self.gpus, min(self.gpus, self.per_node), device)
+
+
+def as_option(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def load_runs(path: Path = TABLE) -> list[Run]:
+    """The rows of the table."""
+    table = tomli.loads(path.read_text(encoding="utf-8"))
+    runs = []
+    for source in table["sources"].values():
+        for row in source["runs"]:
+            numbers = dict(row)
+            model = table["models"][numbers.pop("model")]
+            kind = numbers.pop("class")
+            mesh = numbers.pop("mesh", {})
+            runs.append(Run(kind=kind, stack=source["stack"], model=model, mesh=mesh, **numbers))
+    return runs
+
+
+# What TorchTitan does otherwise than we do.
+def whole_loss(h, weight, labels, chunk_tokens, each=None):
+    """Their loss: logits of all tokens at once. Under tensor parallelism ours, whose matmuls are
+    the same."""
+    if isinstance(weight, DTensor):
+        return our_loss(h, weight, labels, chunk_tokens, each)
+    return plain_cross_entropy(h @ weight.t(), labels)
+
+
+our_loss = train.linear_cross_entropy
+our_policy = blocks._policy
+
+
+class EverySecondMatmul:
+    """Their selective policy: every second matmul is recomputed. The count starts anew in forward
+    and in recomputation."""
+
+    def __init__(self) -> None:
+        self.counts = {False: 0, True: 0}
+
+    def __call__(self, ctx, op, *args, **kwargs):
+        if op is not torch.ops.aten.mm.default:
+            return our_policy(ctx, op, *args, **kwargs)
+        number = self.counts[ctx.is_recompute]
+        self.counts[ctx.is_recompute] += 1
+        if number % 2 == 0:
+            return blocks.CheckpointPolicy.MUST_SAVE
+        return blocks.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def like_titan(make: Callable[[], Plan]) -> Plan:
+    """A plan with TorchTitan's loss and its selective checkpointing in the place of ours."""
+    with (
+        mock.patch.object(train, "linear_cross_entropy", whole_loss),
+        mock.patch.object(blocks, "_policy", EverySecondMatmul()),
+    ):
+        return make()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run beside its plan; small enough to travel between processes."""
+
+    run: Run
+    speed: float  # tokens/s per GPU
+    problem: str = ""  # why there is no plan
+
+    @property
+    def error(self) -> float:
+        return self.speed / self.run.speed - 1
+
+
+def planned(run: Run) -> Planned:
+    torch.set_num_threads(1)
+    cfg = run.config()
+    inputs = run.inputs()
+
+    def make() -> Plan:
+        return make_plan(cfg, inputs)
+
+    plan = like_titan(make) if run.titan else make()
+    return Planned(run, plan.tokens_per_second / run.gpus)
+
+
+def plan_all(runs: list[Run]) -> list[Planned]:
+    """The plans of all runs. A pipeline's stages are traced in processes of their own, any other
+    run is planned in one."""
+    alone = [run for run in runs if "pp" not in run.mesh]
+    done = {one.run.id: one for one in in_processes(planned, [(run,) for run in alone])}
+    for run in runs:
+        if run.id not in done:
+            done[run.id] = planned(run)
+    return [done[run.id] for run in runs]
+
+
+def errors_of(rows: Iterable[Planned]) -> list[str]:
+    """Number of runs, median and worst absolute error, how many are within 20%."""
+    errors = [abs(row.error) for row in rows]
+    if not errors:
+        return ["0", "", "", ""]
+    within = sum(error <= 0.2 for error in errors)
+    return [
+        str(len(errors)),
+        f"{statistics.median(errors):.1%}",
+        f"{max(errors):.0%}",
+        f"{within / len(errors):.0%}",
+    ]
+
+
+def summary(rows: list[Planned]) -> list[list[str]]:
+    """A line for all, for each class and for each device."""
+    lines = [["all", *errors_of(rows)]]
+    for kind in CLASSES:
+        lines.append([kind, *errors_of(row for row in rows if row.run.kind == kind)])
+    for device in dict.fromkeys(row.run.device for row in rows):
+        lines.append([device, *errors_of(row for row in rows if row.run.device == device)])
+    return lines
+
+
+SUMMARY = ["runs", "number", "median error", "worst", "within 20%"]
+ROWS = ["run", "class", "stack", "device", "GPUs", "published", "planned", "error", ""]
+
+
+def cells(row: Planned) -> list[str]:
+    """The line of one run; the last cell marks what the calibration has not seen."""
+    run = row.run
+    return [
+        run.id,
+        run.kind,
+        run.stack,
+        run.device,
+        f"{run.gpus:,}",
+        f"{run.speed:,.0f}",
+        f"{row.speed:,.0f}",
+        f"{row.error:+.1%}",
+        "held out" if run.held_out else "",
+    ]
+
+
+def main() -> None:
+    """The tables of all runs."""
+    rows = plan_all(load_runs())
+    harness.report("Planned against published runs", ROWS, [cells(row) for row in rows])
+    harness.report("Errors", SUMMARY, summary(rows))
