@@ -1,7 +1,7 @@
 """How far off `tools.plan` is: against TorchTitan's published runs, and against steps measured on
 this machine.
 
-    python -m tools.bench.plan published [--split] [--svg errors.svg]
+    python -m tools.bench.plan published [--split] [--calibrate] [--svg OUT.svg]
     python -m tools.bench.plan torchtitan [--device configs-of-yours.toml]
     python -m tools.bench.plan here [--rounds 15]
 
@@ -289,9 +289,13 @@ def main() -> None:
     parser.add_argument("what", choices=("published", "torchtitan", "here"))
     parser.add_argument("--device", default="h100")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="published: runs with this in name or class")
+    parser.add_argument("--split", action="store_true", help="published: the held-out third apart")
+    parser.add_argument("--calibrate", action="store_true", help="published: fit efficiencies anew")
+    parser.add_argument("--svg", metavar="OUT.svg", help="published: planned over published, drawn")
     args = parser.parse_args()
     if args.what == "published":
-        published.main()
+        published.report(args)
     elif args.what == "torchtitan":
         torchtitan(load_device(args.device))
     else:

@@ -6,6 +6,7 @@ checkpointing, planned on the same devices. The planned speed over the published
 error.
 """
 
+import argparse
 import hashlib
 import statistics
 from collections.abc import Callable, Iterable
@@ -13,18 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import tomli
 import torch
 from torch.distributed.tensor import DTensor
 
 import train
 from configs.load import load_config
-from configs.schema import Config
+from configs.schema import Config, InputError
 from parallelisms import blocks
 from tools.bench import harness
+from tools.bench.scatter import Point, scatter
 from tools.plan.device import load_device
-from tools.plan.pipeline import in_processes
+from tools.plan.pipeline import Stages, in_processes
 from tools.plan.plan import Plan, PlanInputs, make_plan
+from tools.plan.stack import HIDDEN_EXCHANGE, load_stack
 from training.loss import plain_cross_entropy
 
 TABLE = Path(__file__).resolve().parent / "published.toml"
@@ -41,9 +45,17 @@ SHORT = {  # key of a row's mesh -> option of [parallelism]
     "acc": "accumulate_gradients",
     "async": "async_tensor_parallel",
 }
-# TorchTitan's H100s, where they are not those of tools/plan/devices.toml: HBM2e
-TITANS_H100 = {"memory_gib": 95.6, "memory_gb_per_s": 2400}
+# TorchTitan's H100s, where they are not those of tools/plan/devices.toml: HBM2e, and 500 W, which
+# slows attention as it slows matmuls.
+TITANS_H100 = {
+    "memory_gib": 95.6,
+    "memory_gb_per_s": 2400,
+    "attention_efficiency": 0.31,
+    "fast_attention_efficiency": 0.48,
+}
 HELD_OUT = 3  # one row of so many is held out of the calibration
+GRID = np.array([0.4, 0.5, 0.6, 0.7, 0.8, 0.9])  # efficiencies that a calibration plans with
+FINE = np.linspace(0.4, 0.9, 101)  # those that it chooses from
 
 
 @dataclass(frozen=True)
@@ -103,13 +115,19 @@ class Run:
         training = cfg.training.model_copy(update={"float8": self.float8})
         return cfg.model_copy(update={"training": training})
 
-    def inputs(self) -> PlanInputs:
+    def inputs(self, efficiency: float | None = None) -> PlanInputs:
+        """efficiency: of wide matmuls, instead of the calibrated one."""
         device = load_device(self.device)
         changes = dict(TITANS_H100) if self.titan else {}
         if self.network:
             changes["fabric_gb_per_s"] = self.network
-        device = device.model_copy(update=changes)
-        return PlanInputs(self.gpus, min(self.gpus, self.per_node), device)
+        stack = load_stack(self.stack)
+        device = stack.on(device.model_copy(update=changes), self.device)
+        if efficiency is not None:
+            device = device.model_copy(update={"matmul_efficiency": efficiency})
+        if self.overlap:
+            stack = stack.model_copy(update={"hidden_exchange": HIDDEN_EXCHANGE})
+        return PlanInputs(self.gpus, min(self.gpus, self.per_node), device, stack=stack)
 
 
 def as_option(value: object) -> str:
@@ -131,11 +149,11 @@ def load_runs(path: Path = TABLE) -> list[Run]:
 
 
 # What TorchTitan does otherwise than we do.
-def whole_loss(h, weight, labels, chunk_tokens, each=None):
+def whole_loss(h, weight, labels, chunk_tokens, **more):
     """Their loss: logits of all tokens at once. Under tensor parallelism ours, whose matmuls are
     the same."""
     if isinstance(weight, DTensor):
-        return our_loss(h, weight, labels, chunk_tokens, each)
+        return our_loss(h, weight, labels, chunk_tokens, **more)
     return plain_cross_entropy(h @ weight.t(), labels)
 
 
@@ -175,34 +193,62 @@ class Planned:
 
     run: Run
     speed: float  # tokens/s per GPU
-    problem: str = ""  # why there is no plan
+    # with other efficiencies of wide matmuls: GRID
+    speeds: tuple[float, ...] = ()
 
     @property
     def error(self) -> float:
         return self.speed / self.run.speed - 1
 
+    def errors(self) -> np.ndarray:
+        """Absolute errors on the fine grid of efficiencies FINE. Seconds are linear in the
+        inverse of an efficiency, nearly."""
+        seconds = np.interp(1 / FINE[::-1], 1 / GRID[::-1], 1 / np.array(self.speeds)[::-1])[::-1]
+        return np.abs(1 / seconds / self.run.speed - 1)
 
-def planned(run: Run) -> Planned:
+
+def planned(run: Run, calibrating: bool = False) -> Planned:
     torch.set_num_threads(1)
     cfg = run.config()
-    inputs = run.inputs()
+    stages = Stages()
 
-    def make() -> Plan:
-        return make_plan(cfg, inputs)
+    def speed(efficiency: float | None = None) -> float:
+        def make() -> Plan:
+            return make_plan(cfg, run.inputs(efficiency), stages)
 
-    plan = like_titan(make) if run.titan else make()
-    return Planned(run, plan.tokens_per_second / run.gpus)
+        plan = like_titan(make) if run.titan else make()
+        return plan.tokens_per_second / run.gpus
+
+    speeds = tuple(speed(value) for value in GRID) if calibrating else ()
+    return Planned(run, speed(), speeds)
 
 
-def plan_all(runs: list[Run]) -> list[Planned]:
+def plan_all(runs: list[Run], calibrating: bool = False) -> list[Planned]:
     """The plans of all runs. A pipeline's stages are traced in processes of their own, any other
     run is planned in one."""
     alone = [run for run in runs if "pp" not in run.mesh]
-    done = {one.run.id: one for one in in_processes(planned, [(run,) for run in alone])}
+    calls = [(run, calibrating) for run in alone]
+    done = {one.run.id: one for one in in_processes(planned, calls)}
     for run in runs:
         if run.id not in done:
-            done[run.id] = planned(run)
+            done[run.id] = planned(run, calibrating)
     return [done[run.id] for run in runs]
+
+
+def calibration(rows: list[Planned]) -> list[list[str]]:
+    """For each device and stack the efficiency whose median error is smallest, over the rows that
+    are not held out; beside it what tools/plan/stacks.toml says."""
+    groups: dict[tuple[str, str], list[Planned]] = {}
+    for row in rows:
+        if not row.run.held_out and row.run.float8 == "none":
+            groups.setdefault((row.run.stack, row.run.device), []).append(row)
+    lines = []
+    for (stack, device), members in groups.items():
+        errors = np.mean([row.errors() for row in members], axis=0)
+        best = FINE[errors.argmin()]
+        known = load_stack(stack).gemm.get(device, load_device(device).matmul_efficiency)
+        lines.append([stack, device, str(len(members)), f"{best:.3f}", f"{known:.3f}"])
+    return lines
 
 
 def errors_of(rows: Iterable[Planned]) -> list[str]:
@@ -219,9 +265,13 @@ def errors_of(rows: Iterable[Planned]) -> list[str]:
     ]
 
 
-def summary(rows: list[Planned]) -> list[list[str]]:
-    """A line for all, for each class and for each device."""
+def summary(rows: list[Planned], split: bool = False) -> list[list[str]]:
+    """A line for all, for each class and for each device. split: the third that is held out, and
+    the others, by themselves."""
     lines = [["all", *errors_of(rows)]]
+    if split:
+        lines.append(["held out", *errors_of(row for row in rows if row.run.held_out)])
+        lines.append(["calibrated on", *errors_of(row for row in rows if not row.run.held_out)])
     for kind in CLASSES:
         lines.append([kind, *errors_of(row for row in rows if row.run.kind == kind)])
     for device in dict.fromkeys(row.run.device for row in rows):
@@ -249,8 +299,19 @@ def cells(row: Planned) -> list[str]:
     ]
 
 
-def main() -> None:
-    """The tables of all runs."""
-    rows = plan_all(load_runs())
-    harness.report("Planned against published runs", ROWS, [cells(row) for row in rows])
-    harness.report("Errors", SUMMARY, summary(rows))
+def report(args: argparse.Namespace) -> None:
+    """The tables of all runs whose name or class begins with --only; with --svg a picture."""
+    runs = [run for run in load_runs() if f"{run.id} {run.kind}".find(args.only) >= 0]
+    if not runs:
+        raise InputError(
+            f"--only {args.only}: no run of published.toml has this in its name or class"
+        )
+    rows = plan_all(runs, args.calibrate)
+    if args.calibrate:
+        columns = ["stack", "device", "runs", "calibrated", "stacks.toml"]
+        harness.report("Efficiency of wide matmuls", columns, calibration(rows))
+    harness.report("Planned against published runs, tokens/s per GPU", ROWS, list(map(cells, rows)))
+    harness.report("Errors", SUMMARY, summary(rows, args.split))
+    if args.svg:
+        points = [Point(row.run.id, row.run.kind, row.run.speed, row.speed) for row in rows]
+        Path(args.svg).write_text(scatter(points, CLASSES), encoding="utf-8")

@@ -17,12 +17,19 @@ from pathlib import Path
 
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
-from tools.plan.device import load_device
+from tools.plan.device import Device, load_device
 from tools.plan.page import page
 from tools.plan.plan import MARGIN, MTBF_GPU_HOURS, PlanInputs, make_plan
 from tools.plan.report import report
 from tools.plan.routing import load_routing
 from tools.plan.search import search, table
+from tools.plan.stack import load_stack
+
+OVERRIDES = {  # option -> what it gives in the place of the device's number
+    "gemm-efficiency": "share of the peak that wide matmuls reach, as 0.56",
+    "attention-efficiency": "share of the peak that attention reaches, as 0.55",
+    "network-gb-per-s": "GB/s of each GPU between hosts, one direction",
+}
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -39,6 +46,13 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default="h100",
         help="a row of tools/plan/devices.toml, a TOML file of your own, or cpu (h100)",
     )
+    parser.add_argument(
+        "--stack",
+        default="plumbline",
+        help="a row of tools/plan/stacks.toml: plan as that software would run it (plumbline)",
+    )
+    for name, about in OVERRIDES.items():
+        parser.add_argument(f"--{name}", type=float, help=f"{about} (the device's)")
     parser.add_argument(
         "--margin",
         type=float,
@@ -93,13 +107,6 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     flags, rest = parser.parse_known_args(argv)
     if flags.gpus < 1 or flags.gpus_per_node < 1:
         raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
-    if flags.gpus > flags.gpus_per_node and flags.gpus % flags.gpus_per_node:
-        low = flags.gpus - flags.gpus % flags.gpus_per_node
-        high = low + flags.gpus_per_node
-        raise InputError(
-            f"--gpus {flags.gpus} is no whole number of hosts of {flags.gpus_per_node}: take "
-            f"{low} or {high}"
-        )
     for name in ("write", "html"):
         path = getattr(flags, name)
         if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
@@ -113,11 +120,39 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, rest
 
 
+def overridden(device: Device, flags: argparse.Namespace) -> Device:
+    """The device with the numbers of the command line. Raises InputError."""
+    changes = {}
+    shares = {
+        "gemm_efficiency": "matmul_efficiency",
+        "attention_efficiency": "attention_efficiency",
+    }
+    for name, field in shares.items():
+        value = getattr(flags, name)
+        if value is None:
+            continue
+        if not 0 < value <= 1:
+            raise InputError(
+                f"--{name.replace('_', '-')} {value:g}: give a share of the device's peak, more "
+                "than 0 and at most 1"
+            )
+        changes[field] = value
+    if "attention_efficiency" in changes:  # whatever training.attention chooses
+        changes["fast_attention_efficiency"] = changes["attention_efficiency"]
+    if flags.network_gb_per_s is not None:
+        if flags.network_gb_per_s <= 0:
+            raise InputError("--network-gb-per-s must be more than 0")
+        changes["fabric_gb_per_s"] = flags.network_gb_per_s
+    return device.model_copy(update=changes)
+
+
 def read_inputs(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, PlanInputs]:
     """The checked configuration and what else the plan depends on. Raises InputError, ConfigError
     with every rule that is broken."""
     per_host = min(flags.gpus, flags.gpus_per_node)
-    device = load_device(flags.device)
+    stack = load_stack(flags.stack)
+    device = stack.on(load_device(flags.device), flags.device.lower())
+    device = overridden(device, flags)
     # the search chooses the mesh, so the file's mesh is not checked
     if flags.search:
         one_process = (
@@ -157,6 +192,7 @@ def read_inputs(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Pla
         flags.restart_minutes * 60,
         flags.storage_gb_per_s,
         load_routing(flags.routing),
+        stack,
     )
     return cfg, inputs
 

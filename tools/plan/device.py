@@ -43,6 +43,8 @@ class Device(BaseModel):
     host_gb_per_s: float = Field(26.0, gt=0)
     matmul_efficiency: float = Field(0.7, gt=0, le=1)
     attention_efficiency: float = Field(0.4, gt=0, le=1)
+    fast_attention_efficiency: float = Field(0.0, ge=0, le=1)
+    """With training.attention = "cudnn" or "flash3"; 0: as the other kernels."""
     link_efficiency: float = Field(0.8, gt=0, le=1)
     link_latency_us: float = Field(0.6, ge=0)
     fabric_latency_us: float = Field(2.7, ge=0)

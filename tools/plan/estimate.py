@@ -8,6 +8,7 @@ Nothing is fitted to a configuration. `docs/planning.md` has the formulas and ho
 from dataclasses import dataclass, field
 
 from tools.plan.device import MEMORY_EFFICIENCY, Device
+from tools.plan.stack import OURS, Stack
 from tools.plan.step import (
     IN_BLOCKS,
     STAGE,
@@ -43,17 +44,18 @@ class Ring:
             link = min(link, device.fabric_gb_per_s * self.ranks / self.hosts)
         return link * 1e9 * device.link_efficiency
 
-    def seconds(self, kind: str, message: int, device: Device) -> float:
+    def seconds(self, kind: str, message: int, device: Device, sent: float = 1.0) -> float:
         """Alpha-beta model of a ring: hops of latency alpha, bytes over bandwidth. `message` is
         counted as NCCL's tests count it: every rank sends (n-1)/n of it, twice for an all-reduce
-        (nccl-tests, doc/PERFORMANCE.md)."""
+        (nccl-tests, doc/PERFORMANCE.md). sent: the part of an all-to-all's rows for other hosts
+        that leave this one."""
         if self.ranks == 1:
             return 0.0
         bandwidth = self.bandwidth(device)
         if kind in ("send", "receive"):
             return message / bandwidth + (self.latency_us(device) + NCCL_BASE_US) * 1e-6
         if kind == "all-to-all":
-            return self.all_to_all_seconds(message, device)
+            return self.all_to_all_seconds(message, device, sent)
         rounds = 2 if kind == "all-reduce" else 1
         between_hosts = self.hosts if self.hosts > 1 else 0
         inside_hosts = self.ranks - 1 - between_hosts
@@ -66,14 +68,14 @@ class Ring:
         """Latency of a direct message, in microseconds: over the fabric if any hop needs it."""
         return device.fabric_latency_us if self.hosts > 1 else device.link_latency_us
 
-    def all_to_all_seconds(self, message: int, device: Device) -> float:
+    def all_to_all_seconds(self, message: int, device: Device, sent: float = 1.0) -> float:
         """Every rank sends an equal part of its message to every other directly. Traffic to other
         hosts goes through the rank's network card, at the same time as traffic inside the host."""
         on_host = self.ranks / self.hosts
         part = message / self.ranks
         efficiency = 1e9 * device.link_efficiency
         inside = part * (on_host - 1) / (device.link_gb_per_s * efficiency)
-        outside = part * (self.ranks - on_host) / (device.fabric_gb_per_s * efficiency)
+        outside = sent * part * (self.ranks - on_host) / (device.fabric_gb_per_s * efficiency)
         return max(inside, outside) + (self.latency_us(device) + NCCL_BASE_US) * 1e-6
 
 
@@ -115,12 +117,26 @@ class Estimate:
         return self.lines.setdefault((dimension, kind), Line())
 
 
-def op_seconds(op: Op, where: Where, device: Device, fused: bool) -> tuple[float, float, float]:
+def op_seconds(
+    op: Op,
+    where: Where,
+    device: Device,
+    fused: bool,
+    stack: Stack = OURS,
+    in_block: bool = False,
+) -> tuple[float, float, float]:
     """Seconds of an operator: in matmuls, in attention, and bound by memory. `Op` counts attention
-    without its causal mask, but causal kernels do half of that, and more inside a window."""
-    traffic = op.fused if fused and where.block >= 0 else op.traffic
+    without its causal mask, but causal kernels do half of that, and more inside a window. in_block:
+    of a layer, where float8 applies."""
+    traffic = op.fused if (fused or stack.fused_kernels) and where.block >= 0 else op.traffic
+    if stack.leaves_out(op, where):
+        traffic = 0
     bandwidth = device.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY
     matmul = op.matmul_flops / (device.peak * device.matmul_efficiency)
+    if in_block:
+        matmul /= stack.float8
+    if op.matmul_flops:
+        matmul += stack.gemm_traffic * op.operands / (device.memory_gb_per_s * 1e9)
     if op.rows:
         padded = matmul * (1 + GROUP_TILE / 2 * op.groups / op.rows)
         matmul = max(padded, op.operands / bandwidth)
@@ -135,11 +151,17 @@ def op_seconds(op: Op, where: Where, device: Device, fused: bool) -> tuple[float
 
 
 def estimate(
-    step: Step, device: Device, per_host: int, compiled: bool, selective: bool = False
+    step: Step,
+    device: Device,
+    per_host: int,
+    compiled: bool,
+    selective: bool = False,
+    stack: Stack = OURS,
+    experts_per_token: int = 0,
 ) -> Estimate:
     """The time of a step. `compiled`: memory-bound operators are fused. `selective`: the overhead
     of selective checkpointing's policy is added."""
-    return Playback(step, device, per_host, compiled, selective).play()
+    return Playback(step, device, per_host, compiled, selective, stack, experts_per_token).play()
 
 
 class Playback:
@@ -156,12 +178,21 @@ class Playback:
     """
 
     def __init__(
-        self, step: Step, device: Device, per_host: int, compiled: bool, selective: bool
+        self,
+        step: Step,
+        device: Device,
+        per_host: int,
+        compiled: bool,
+        selective: bool,
+        stack: Stack = OURS,
+        experts_per_token: int = 0,
     ) -> None:
         self.step = step
         self.device = device
         self.compiled = compiled
         self.selective = selective
+        self.stack = stack
+        self.experts_per_token = experts_per_token
         self.rings = {dim: Ring.of(ranks, per_host) for dim, ranks in step.groups.items()}
         self.rings[STAGE] = Ring.of(ranks_of_stage(step.groups), per_host)
         self.result = Estimate()
@@ -208,7 +239,10 @@ class Playback:
         seconds = 0.0
         if op.dimension in self.rings:
             ring = self.rings[op.dimension]
-            seconds = ring.seconds(op.kind, op.message, self.device)
+            sent = 1.0
+            if op.dimension == "ep":
+                sent = self.stack.sent(ring.ranks, ring.hosts, self.experts_per_token)
+            seconds = ring.seconds(op.kind, op.message, self.device, sent)
         line = self.result.line(op.dimension, op.kind)
         line.smallest = min(line.smallest or op.message, op.message)
         line.largest = max(line.largest, op.message)
@@ -220,6 +254,7 @@ class Playback:
             return
         stream = f"{op.dimension} {op.kind}"
         if not op.background:
+            seconds *= 1 - self.hidden(op)
             self.end_bar(where)
             self.result.bars.append((stream, self.now, self.now + seconds, place(where)))
             line.exposed += times * seconds
@@ -234,6 +269,13 @@ class Playback:
         else:
             self.last_reduction = (op.dimension, op.kind)
 
+    def hidden(self, op: Op) -> float:
+        """The part of a collective that runs behind computation, though the next operator needs
+        its result."""
+        if op.dimension == "tp" and self.rings["tp"].hosts == 1:
+            return self.stack.hidden_tensor
+        return self.stack.hidden_exchange if op.dimension == "ep" else 0.0
+
     def compute(self, op: Op, where: Where, times: int) -> None:
         if op.wait and self.all_gather_ends:
             ready, dimension = self.all_gather_ends.pop(0)
@@ -242,7 +284,10 @@ class Playback:
                 self.result.line(dimension, "all-gather").exposed += times * (ready - self.now)
                 self.now = self.bar_start = ready
             self.all_gather_from = self.now
-        matmul, attention, moved = op_seconds(op, where, self.device, self.compiled)
+        in_block = 0 <= where.block < self.step.layers
+        matmul, attention, moved = op_seconds(
+            op, where, self.device, self.compiled, self.stack, in_block
+        )
         if self.selective and where.phase == "forward" and 0 <= where.block < self.step.layers:
             moved += self.device.policy_us * 1e-6
         result = self.result

@@ -35,8 +35,9 @@ from parallelisms.schedules import (
 )
 from tools.plan.device import Device
 from tools.plan.estimate import Estimate, Line, Playback, Ring
-from tools.plan.repeat import few_layers, with_layers
+from tools.plan.repeat import few_layers, traced, with_layers
 from tools.plan.routing import BALANCED, Routing
+from tools.plan.stack import OURS, Stack
 from tools.plan.step import IN_BLOCKS, Curve, Parameters, Step, Where
 from tools.plan.trace import trace_step
 
@@ -52,6 +53,8 @@ class Machine:
     per_host: int
     compiled: bool
     selective: bool
+    stack: Stack = OURS
+    experts_per_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,9 @@ class Stage:
     def part(self, step: Step) -> Part:
         """step: the whole one with the stretches of this part alone."""
         m = self.machine
-        playback = Playback(step, m.device, m.per_host, m.compiled, m.selective)
+        playback = Playback(
+            step, m.device, m.per_host, m.compiled, m.selective, m.stack, m.experts_per_token
+        )
         time = playback.play()
         live: Sizes = {}
         most: Sizes = {}
@@ -321,10 +326,21 @@ class Alone(NamedTuple):
 
 
 class Stages:
-    """Traces the stages of pipelines. Stages of several plans that are alike are traced once."""
+    """Traces steps, and the stages of pipelines. What several plans share is traced once: a trace
+    depends neither on the device nor on the stack."""
 
     def __init__(self) -> None:
         self.traced: dict[tuple[str, Alone], Step] = {}
+        self.wholes: dict[tuple, Step] = {}
+
+    def whole(
+        self, cfg: Config, gpus: int, per_host: int, on_gpu: bool, routing: Routing = BALANCED
+    ) -> Step:
+        """The step without a pipeline: tools/plan/repeat.py::traced."""
+        key = (cfg.model_dump_json(), gpus, per_host, on_gpu, routing)
+        if key not in self.wholes:
+            self.wholes[key] = traced(cfg, gpus, per_host, on_gpu, routing)
+        return self.wholes[key]
 
     def steps(self, cfg: Config, wanted: Iterable[Alone]) -> dict[Alone, Step]:
         parallelism = cfg.parallelism.model_copy(

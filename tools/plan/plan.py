@@ -7,14 +7,15 @@ from functools import cached_property
 import torch
 
 import train
+from configs import check
 from configs.schema import Config
 from parallelisms.dp import DTYPES
 from tools.goodput import best_interval, expected
 from tools.plan.device import Device
 from tools.plan.estimate import Estimate, estimate
 from tools.plan.pipeline import Machine, Pipeline, Rank, Stages, make_pipeline
-from tools.plan.repeat import traced
 from tools.plan.routing import BALANCED, Routing
+from tools.plan.stack import OURS, Stack
 from tools.plan.step import GIB, Step, Where, fsdp_dimension
 
 # What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's
@@ -43,6 +44,7 @@ class PlanInputs:
     restart_seconds: float = 600.0  # from an interruption to the next step
     storage_gb_per_s: float = 10.0  # of the checkpoint folder, all ranks together
     routing: Routing = BALANCED
+    stack: Stack = OURS
 
 
 @dataclass(frozen=True)
@@ -233,17 +235,27 @@ class Plan:
         return max(best_interval(self.mtbf, stall), write)
 
 
+def with_kernel(device: Device, cfg: Config) -> Device:
+    """The device with the efficiency of the kernel that training.attention chooses."""
+    fast = device.fast_attention_efficiency
+    if not fast or cfg.training.attention not in ("cudnn", "flash3"):
+        return device
+    return device.model_copy(update={"attention_efficiency": fast})
+
+
 def make_plan(cfg: Config, inputs: PlanInputs, stages: Stages | None = None) -> Plan:
     """Trace one step of this configuration and estimate its time. `cfg` has been checked for
     `inputs.gpus` processes. stages: those of earlier plans; equal ones are not traced again."""
     compiled = cfg.compile.enabled and inputs.on_gpu
     selective = cfg.activation_checkpoint.mode == "selective"
+    stack = inputs.stack.of_run(cfg)
+    device = with_kernel(inputs.device, cfg)
+    experts_per_token = check.architecture(cfg.model).get("experts_per_token", 0)
+    stages = stages or Stages()
     if cfg.parallelism.pipeline_parallel > 1:
-        machine = Machine(inputs.device, inputs.per_host, compiled, selective)
-        pipeline = make_pipeline(
-            cfg, inputs.gpus, inputs.on_gpu, machine, stages or Stages(), inputs.routing
-        )
+        machine = Machine(device, inputs.per_host, compiled, selective, stack, experts_per_token)
+        pipeline = make_pipeline(cfg, inputs.gpus, inputs.on_gpu, machine, stages, inputs.routing)
         return Plan(cfg, inputs, pipeline.worst, pipeline.time(pipeline.slowest), pipeline)
-    step = traced(cfg, inputs.gpus, inputs.per_host, inputs.on_gpu, inputs.routing)
-    time = estimate(step, inputs.device, inputs.per_host, compiled, selective)
+    step = stages.whole(cfg, inputs.gpus, inputs.per_host, inputs.on_gpu, inputs.routing)
+    time = estimate(step, device, inputs.per_host, compiled, selective, stack, experts_per_token)
     return Plan(cfg, inputs, step, time)

@@ -10,9 +10,10 @@ from configs.schema import SCHEDULES, Config
 from models.kernels.ruled_attention import PLAIN, why_slow
 from parallelisms.cores import follows_rule
 from parallelisms.schedules import layers_text
-from tools.plan.plan import CONTEXT_GIB, Plan
+from tools.plan.plan import CONTEXT_GIB, Plan, PlanInputs, with_kernel
 from tools.plan.routing import BALANCED
 from tools.plan.step import GIB, KINDS
+from tools.plan.unmodelled import not_modelled
 
 STATES = ("parameters", "frozen weights", "optimizer state")  # kinds of memory between steps
 # the dimensions of which every rank has exactly one place
@@ -68,11 +69,7 @@ def report(plan: Plan, all_stages: bool = False) -> str:
         *speed(plan),
         *run(plan),
     ]
-    if plan.cfg.data.mask_documents:
-        lines.append(
-            "  data.mask_documents computes less attention than this: the time is an upper bound."
-        )
-    lines += left_out(plan)
+    lines += unmodelled(plan)
     if recomputes_often(plan.cfg):
         lines.append(
             "  A split backward recomputes a checkpointed block for each of its weights: without "
@@ -92,28 +89,10 @@ def model_name(cfg: Config) -> str:
     return f"{name} with {changed}" if changed else name
 
 
-def left_out(plan: Plan) -> list[str]:
-    """Options of speed that change nothing in this plan."""
-    training = plan.cfg.training
-    lines = []
-    if training.float8 != "none":
-        lines.append(
-            f'  training.float8 = "{training.float8}" is left out: matmuls are planned in '
-            "bfloat16, so the time is an "
-            "upper bound."
-        )
-    if training.attention != "auto":
-        lines.append(
-            f'  training.attention = "{training.attention}" is left out: attention is planned at '
-            f"{plan.inputs.device.attention_efficiency:.0%} of the peak, whatever its kernel."
-        )
-    if plan.cfg.parallelism.async_tensor_parallel:
-        lines.append(
-            "  parallelism.async_tensor_parallel is left out: computing waits for the collectives "
-            "of tensor parallelism, "
-            "so the time is an upper bound."
-        )
-    return lines
+def unmodelled(plan: Plan) -> list[str]:
+    """The options that the plan does not model, if there are any."""
+    lines = not_modelled(plan.cfg, plan.inputs.device)
+    return ["Not modelled", *(f"  {line}" for line in lines)] if lines else []
 
 
 def recomputes_often(cfg: Config) -> bool:
@@ -124,12 +103,18 @@ def recomputes_often(cfg: Config) -> bool:
     return splits and cfg.activation_checkpoint.mode != "none"
 
 
+def hosts(inputs: PlanInputs) -> str:
+    """The hosts in words; the last one may have fewer GPUs than the others."""
+    full, rest = divmod(inputs.gpus, inputs.per_host)
+    words = f"{full:,} host{'s' * (full > 1)} of {inputs.per_host}"
+    return f"{words} and one of {rest}" if rest else words
+
+
 def heading(plan: Plan) -> list[str]:
     """The model, the machines, the mesh and the batch."""
     cfg = plan.cfg
     inputs = plan.inputs
     microbatches = plan.microbatches
-    hosts = inputs.gpus // inputs.per_host
     sizes = [f"{dim} {len(ranks)}" for dim, ranks in plan.step.groups.items() if dim in MESH]
     mesh = " x ".join(sizes)
     kept = ""
@@ -139,7 +124,7 @@ def heading(plan: Plan) -> list[str]:
         f"{model_name(cfg)}, {parameters_text(plan.parameters + plan.frozen)} parameters, on "
         f"{inputs.gpus:,} x "
         f"{inputs.device.name} "
-        f"({hosts:,} host{'s' * (hosts > 1)} of {inputs.per_host})",
+        f"({hosts(inputs)})",
         f"mesh {mesh}; sequences {cfg.training.global_batch_size:,} x "
         f"{cfg.training.seq_len:,} tokens = {microbatches} "
         f"microbatch{'es' * (microbatches > 1)} of "
@@ -331,7 +316,7 @@ def communication(plan: Plan) -> list[str]:
 def speed(plan: Plan) -> list[str]:
     """FLOPs, the time of a step and what it goes into, tokens per second."""
     t = plan.time
-    d = plan.inputs.device
+    d = with_kernel(plan.inputs.device, plan.cfg)
     _, args = train.architecture(plan.cfg)
     latent = hasattr(args, "value_dim")  # latent attention pads its values
     active = "of the active ones " if getattr(args, "n_experts", 0) else ""

@@ -1,0 +1,91 @@
+"""What a training stack makes of a device: ours, and those whose published runs
+`python -m tools.bench.plan published` puts beside our plans.
+
+A row of `stacks.toml` has one number for each device, the share of the peak that wide matmuls
+reach, and says what the stack does otherwise than ours. Nothing else differs between stacks: the
+traced step is ours.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import tomli
+from pydantic import BaseModel, ConfigDict, Field
+
+from configs.schema import Config, InputError
+from tools.plan.device import Device
+from tools.plan.step import IN_BLOCKS, Op, Where
+
+TABLE = Path(__file__).resolve().parent / "stacks.toml"
+# Time of a matmul of the blocks in bfloat16 over that in float8, casts included: by the scales.
+FLOAT8 = {"none": 1.0, "tensorwise": 1.6, "rowwise": 1.3}
+# Attention with a bias that grows with the distance (ALiBi), over attention without.
+ALIBI = 0.6
+COPIES = ("aten.cat", "aten._to_copy")
+# Share of tensor parallelism's collectives that runs behind matmuls, inside a host, where they are
+# cut into pieces for that.
+HIDDEN_TENSOR = 0.85
+# Share of the experts' exchange that runs behind another microbatch where a stack does that.
+HIDDEN_EXCHANGE = 0.85
+
+
+class Stack(BaseModel):
+    """A row of tools/plan/stacks.toml, which explains the fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gemm: dict[str, float] = Field(default_factory=dict)
+    attention: Literal["flash", "fast", "alibi"] = "flash"
+    gemm_traffic: float = Field(0.0, ge=0)
+    hidden_tensor: float = Field(0.0, ge=0, le=1)
+    hidden_exchange: float = Field(0.0, ge=0, le=1)
+    once_per_host: bool = False
+    fused_kernels: bool = False
+    fused_accumulation: bool = False
+    float8: float = Field(1.0, ge=1)
+    source: str = ""
+
+    def of_run(self, cfg: Config) -> "Stack":
+        """This stack with what the options of a run change."""
+        changes = {"float8": FLOAT8[cfg.training.float8]}
+        if cfg.parallelism.async_tensor_parallel:
+            changes["hidden_tensor"] = HIDDEN_TENSOR
+        return self.model_copy(update=changes)
+
+    def on(self, device: Device, name: str) -> Device:
+        """The device with the efficiencies that this stack reaches on it. name: of its row."""
+        changes = {}
+        if name in self.gemm:
+            changes["matmul_efficiency"] = self.gemm[name]
+        if self.attention == "fast" and device.fast_attention_efficiency:
+            changes["attention_efficiency"] = device.fast_attention_efficiency
+        if self.attention == "alibi":
+            changes["attention_efficiency"] = ALIBI * device.attention_efficiency
+        return device.model_copy(update=changes)
+
+    def leaves_out(self, op: Op, where: Where) -> bool:
+        """Whether this stack has no such operator: it adds a weight's gradient inside of its
+        matmul; and its kernels read what a collective or a cast would copy."""
+        if self.fused_accumulation and where.phase in IN_BLOCKS and "aten.add_" in op.name:
+            return True
+        is_copy = op.fused == op.traffic and op.name.startswith(COPIES)
+        return self.fused_kernels and is_copy
+
+    def sent(self, ranks: int, hosts: int, experts_per_token: int) -> float:
+        """The part of the rows for other hosts that are sent there. Once per host: a token's
+        experts are on fewer hosts than there are experts, if they are chosen at random."""
+        if not self.once_per_host or hosts < 2 or experts_per_token < 2:
+            return 1.0
+        reached = hosts * (1 - (1 - 1 / hosts) ** experts_per_token)
+        return min(1.0, reached / experts_per_token)
+
+
+OURS = Stack()
+
+
+def load_stack(name: str) -> Stack:
+    """A row of the table. Raises InputError."""
+    table = tomli.loads(TABLE.read_text(encoding="utf-8"))
+    if name not in table:
+        raise InputError(f"--stack {name}: unknown; known are {', '.join(table)}")
+    return Stack(**table[name])

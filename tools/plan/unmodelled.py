@@ -1,0 +1,74 @@
+"""What a configuration asks for and a plan does not model: a report names it, so that nothing is
+left out in silence."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from configs.schema import Config
+from tools.plan.device import Device
+
+
+class Row(NamedTuple):
+    option: str
+    is_set: Callable[[Config, Device], bool]
+    consequence: str
+
+
+def whole_attention(cfg: Config, device: Device) -> bool:
+    """Whether the chosen kernel of attention has no number in the device's row."""
+    chosen = cfg.training.attention in ("cudnn", "flash3")
+    return chosen and not device.fast_attention_efficiency
+
+
+def other_backend(cfg: Config, device: Device) -> bool:
+    return cfg.compile.enabled and cfg.compile.backend != "inductor"
+
+
+ROWS = (
+    Row(
+        "data.mask_documents",
+        lambda cfg, _: cfg.data.mask_documents,
+        "computes less attention than this: the time is an upper bound",
+    ),
+    Row(
+        "training.attention",
+        whole_attention,
+        "this device has no fast_attention_efficiency: planned as the other kernels",
+    ),
+    Row(
+        "training.float8",
+        lambda cfg, _: cfg.training.float8 != "none",
+        "its time is assumed (tools/plan/stack.py::FLOAT8), its memory is that of bfloat16",
+    ),
+    Row("compile.backend", other_backend, "planned as inductor"),
+    Row(
+        "parallelism.cpu_offload",
+        lambda cfg, _: cfg.parallelism.cpu_offload,
+        "weights and optimizer state are counted as the GPU's, and copies to the host cost nothing",
+    ),
+    Row(
+        "run.deterministic",
+        lambda cfg, _: cfg.run.deterministic,
+        "deterministic kernels are slower",
+    ),
+    Row(
+        "validation.interval",
+        lambda cfg, _: cfg.validation.interval > 0,
+        "the time of validation",
+    ),
+    Row(
+        "evaluation.tasks",
+        lambda cfg, _: bool(cfg.evaluation.tasks),
+        "the time of evaluation",
+    ),
+    Row(
+        "data.stream",
+        lambda cfg, _: cfg.data.stream,
+        "the time of tokenising, if it is slower than training",
+    ),
+)
+
+
+def not_modelled(cfg: Config, device: Device) -> list[str]:
+    """A line for each option of `cfg` that the plan does not model, with what follows from that."""
+    return [f"{row.option}: {row.consequence}" for row in ROWS if row.is_set(cfg, device)]
