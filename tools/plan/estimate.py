@@ -22,6 +22,7 @@ from tools.plan.step import (
 
 # Rows of a tile of a grouped GEMM. The last tile of a group is assumed half empty.
 GROUP_TILE = 128
+EVERY_ROW = (1.0, 1.0)  # one row for each expert of a token
 NCCL_BASE_US = 6.6  # of starting any collective: NCCL's cost model (src/graph/tuning.cc, ring, LL)
 
 
@@ -44,11 +45,13 @@ class Ring:
             link = min(link, device.fabric_gb_per_s * self.ranks / self.hosts)
         return link * 1e9 * device.link_efficiency
 
-    def seconds(self, kind: str, message: int, device: Device, sent: float = 1.0) -> float:
+    def seconds(
+        self, kind: str, message: int, device: Device, sent: tuple[float, float] = EVERY_ROW
+    ) -> float:
         """Alpha-beta model of a ring: hops of latency alpha, bytes over bandwidth. `message` is
         counted as NCCL's tests count it: every rank sends (n-1)/n of it, twice for an all-reduce
-        (nccl-tests, doc/PERFORMANCE.md). sent: the part of an all-to-all's rows for other hosts
-        that leave this one."""
+        (nccl-tests, doc/PERFORMANCE.md). sent: the part of an all-to-all's rows that is
+        sent inside the host, and of those for other hosts."""
         if self.ranks == 1:
             return 0.0
         bandwidth = self.bandwidth(device)
@@ -68,14 +71,17 @@ class Ring:
         """Latency of a direct message, in microseconds: over the fabric if any hop needs it."""
         return device.fabric_latency_us if self.hosts > 1 else device.link_latency_us
 
-    def all_to_all_seconds(self, message: int, device: Device, sent: float = 1.0) -> float:
+    def all_to_all_seconds(self, message: int, device: Device, sent: tuple[float, float]) -> float:
         """Every rank sends an equal part of its message to every other directly. Traffic to other
         hosts goes through the rank's network card, at the same time as traffic inside the host."""
         on_host = self.ranks / self.hosts
         part = message / self.ranks
         efficiency = 1e9 * device.link_efficiency
-        inside = part * (on_host - 1) / (device.link_gb_per_s * efficiency)
-        outside = sent * part * (self.ranks - on_host) / (device.fabric_gb_per_s * efficiency)
+        inside_part, outside_part = sent
+        inside = inside_part * part * (on_host - 1) / (device.link_gb_per_s * efficiency)
+        outside = (
+            outside_part * part * (self.ranks - on_host) / (device.fabric_gb_per_s * efficiency)
+        )
         return max(inside, outside) + (self.latency_us(device) + NCCL_BASE_US) * 1e-6
 
 
@@ -193,6 +199,8 @@ class Playback:
         self.selective = selective
         self.stack = stack
         self.experts_per_token = experts_per_token
+        # whether all-gathers were done before the stretches that are played
+        self.early_gathers = False
         self.rings = {dim: Ring.of(ranks, per_host) for dim, ranks in step.groups.items()}
         self.rings[STAGE] = Ring.of(ranks_of_stage(step.groups), per_host)
         self.result = Estimate()
@@ -239,7 +247,7 @@ class Playback:
         seconds = 0.0
         if op.dimension in self.rings:
             ring = self.rings[op.dimension]
-            sent = 1.0
+            sent = EVERY_ROW
             if op.dimension == "ep":
                 sent = self.stack.sent(ring.ranks, ring.hosts, self.experts_per_token)
             seconds = ring.seconds(op.kind, op.message, self.device, sent)
@@ -252,6 +260,8 @@ class Playback:
         if op.kind in ("send", "receive"):
             # overlaps with the action; tools/plan/pipeline.py makes the receiver wait for it
             return
+        if op.background and op.kind == "all-gather" and self.early_gathers:
+            seconds = 0.0
         stream = f"{op.dimension} {op.kind}"
         if not op.background:
             seconds *= 1 - self.hidden(op)

@@ -39,7 +39,7 @@ from tools.plan.repeat import few_layers, traced, with_layers
 from tools.plan.routing import BALANCED, Routing
 from tools.plan.stack import OURS, Stack
 from tools.plan.step import IN_BLOCKS, Curve, Parameters, Step, Where
-from tools.plan.trace import trace_step
+from tools.plan.trace import trace_step, tracing
 
 ALONE = 3  # stages of the pipeline in which one is traced: first, middle, last
 Sizes = dict[str, int]  # bytes by kind of memory
@@ -92,6 +92,7 @@ class Stage:
         playback = Playback(
             step, m.device, m.per_host, m.compiled, m.selective, m.stack, m.experts_per_token
         )
+        playback.early_gathers = m.stack.early_gathers
         time = playback.play()
         live: Sizes = {}
         most: Sizes = {}
@@ -337,7 +338,7 @@ class Stages:
         self, cfg: Config, gpus: int, per_host: int, on_gpu: bool, routing: Routing = BALANCED
     ) -> Step:
         """The step without a pipeline: tools/plan/repeat.py::traced."""
-        key = (cfg.model_dump_json(), gpus, per_host, on_gpu, routing)
+        key = (tracing(cfg).model_dump_json(), gpus, per_host, on_gpu, routing)
         if key not in self.wholes:
             self.wholes[key] = traced(cfg, gpus, per_host, on_gpu, routing)
         return self.wholes[key]
@@ -353,7 +354,7 @@ class Stages:
             }
         )
         cfg = cfg.model_copy(update={"parallelism": parallelism})
-        name = cfg.model_dump_json()
+        name = tracing(cfg).model_dump_json()
         wanted = set(wanted)
         missing = [alone for alone in wanted if (name, alone) not in self.traced]
         steps = in_processes(Alone.trace, [(alone, cfg) for alone in missing])

@@ -19,8 +19,9 @@ from tools.plan.step import IN_BLOCKS, Op, Where
 TABLE = Path(__file__).resolve().parent / "stacks.toml"
 # Time of a matmul of the blocks in bfloat16 over that in float8, casts included: by the scales.
 FLOAT8 = {"none": 1.0, "tensorwise": 1.6, "rowwise": 1.3}
-# Attention with a bias that grows with the distance (ALiBi), over attention without.
-ALIBI = 0.6
+# Rate of other kernels of attention over that of the device's row: with a bias that grows with the
+# distance (ALiBi), and matmuls with a softmax between them that is written to memory.
+SLOWER = {"flash": 1.0, "alibi": 0.6, "unfused": 0.5}
 COPIES = ("aten.cat", "aten._to_copy")
 # Share of tensor parallelism's collectives that runs behind matmuls, inside a host, where they are
 # cut into pieces for that.
@@ -35,13 +36,14 @@ class Stack(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     gemm: dict[str, float] = Field(default_factory=dict)
-    attention: Literal["flash", "fast", "alibi"] = "flash"
+    attention: Literal["flash", "fast", "alibi", "unfused"] = "flash"
     gemm_traffic: float = Field(0.0, ge=0)
     hidden_tensor: float = Field(0.0, ge=0, le=1)
     hidden_exchange: float = Field(0.0, ge=0, le=1)
     once_per_host: bool = False
     fused_kernels: bool = False
     fused_accumulation: bool = False
+    early_gathers: bool = False
     float8: float = Field(1.0, ge=1)
     source: str = ""
 
@@ -57,10 +59,10 @@ class Stack(BaseModel):
         changes = {}
         if name in self.gemm:
             changes["matmul_efficiency"] = self.gemm[name]
+        rate = device.attention_efficiency * SLOWER.get(self.attention, 1.0)
         if self.attention == "fast" and device.fast_attention_efficiency:
-            changes["attention_efficiency"] = device.fast_attention_efficiency
-        if self.attention == "alibi":
-            changes["attention_efficiency"] = ALIBI * device.attention_efficiency
+            rate = device.fast_attention_efficiency
+        changes["attention_efficiency"] = rate
         return device.model_copy(update=changes)
 
     def leaves_out(self, op: Op, where: Where) -> bool:
@@ -71,13 +73,18 @@ class Stack(BaseModel):
         is_copy = op.fused == op.traffic and op.name.startswith(COPIES)
         return self.fused_kernels and is_copy
 
-    def sent(self, ranks: int, hosts: int, experts_per_token: int) -> float:
-        """The part of the rows for other hosts that are sent there. Once per host: a token's
-        experts are on fewer hosts than there are experts, if they are chosen at random."""
-        if not self.once_per_host or hosts < 2 or experts_per_token < 2:
-            return 1.0
-        reached = hosts * (1 - (1 - 1 / hosts) ** experts_per_token)
-        return min(1.0, reached / experts_per_token)
+    def sent(self, ranks: int, hosts: int, experts_per_token: int) -> tuple[float, float]:
+        """The part of an exchange's rows that is sent inside the host, and of those for other
+        hosts. A token is sent once to a rank, and once to a host: its experts are on fewer of them
+        than there are experts, if they are chosen at random."""
+        if not self.once_per_host or experts_per_token < 2:
+            return 1.0, 1.0
+        return reached(ranks, experts_per_token), reached(hosts, experts_per_token)
+
+
+def reached(places: int, experts_per_token: int) -> float:
+    """Places that the experts of a token are on, for each of its experts."""
+    return places * (1 - (1 - 1 / places) ** experts_per_token) / experts_per_token
 
 
 OURS = Stack()
