@@ -292,6 +292,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="published: runs with this in name or class")
     parser.add_argument("--split", action="store_true", help="published: the held-out third apart")
     parser.add_argument("--calibrate", action="store_true", help="published: fit efficiencies anew")
+    parser.add_argument(
+        "--keep", default="", metavar="FOLDER", help="published: keeps traces, or reads those kept"
+    )
     parser.add_argument("--svg", metavar="OUT.svg", help="published: planned over published, drawn")
     args = parser.parse_args()
     if args.what == "published":

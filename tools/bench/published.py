@@ -8,6 +8,7 @@ error.
 
 import argparse
 import hashlib
+import pickle
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -207,10 +208,19 @@ class Planned:
         return np.abs(1 / seconds / self.run.speed - 1)
 
 
-def planned(run: Run, calibrating: bool = False) -> Planned:
+def kept(run: Run, keep: str) -> Stages:
+    """The traces of an earlier call with the same --keep, if there are any."""
+    path = Path(keep) / f"{run.id}.pickle"
+    if not keep or not path.exists():
+        return Stages()
+    with path.open("rb") as file:
+        return pickle.load(file)
+
+
+def planned(run: Run, calibrating: bool = False, keep: str = "") -> Planned:
     torch.set_num_threads(1)
     cfg = run.config()
-    stages = Stages()
+    stages = kept(run, keep)
 
     def speed(efficiency: float | None = None) -> float:
         def make() -> Plan:
@@ -220,18 +230,21 @@ def planned(run: Run, calibrating: bool = False) -> Planned:
         return plan.tokens_per_second / run.gpus
 
     speeds = tuple(speed(value) for value in GRID) if calibrating else ()
-    return Planned(run, speed(), speeds)
+    result = Planned(run, speed(), speeds)
+    if keep:
+        (Path(keep) / f"{run.id}.pickle").write_bytes(pickle.dumps(stages))
+    return result
 
 
-def plan_all(runs: list[Run], calibrating: bool = False) -> list[Planned]:
+def plan_all(runs: list[Run], calibrating: bool = False, keep: str = "") -> list[Planned]:
     """The plans of all runs. A pipeline's stages are traced in processes of their own, any other
     run is planned in one."""
     alone = [run for run in runs if "pp" not in run.mesh]
-    calls = [(run, calibrating) for run in alone]
+    calls = [(run, calibrating, keep) for run in alone]
     done = {one.run.id: one for one in in_processes(planned, calls)}
     for run in runs:
         if run.id not in done:
-            done[run.id] = planned(run, calibrating)
+            done[run.id] = planned(run, calibrating, keep)
     return [done[run.id] for run in runs]
 
 
@@ -306,7 +319,7 @@ def report(args: argparse.Namespace) -> None:
         raise InputError(
             f"--only {args.only}: no run of published.toml has this in its name or class"
         )
-    rows = plan_all(runs, args.calibrate)
+    rows = plan_all(runs, args.calibrate, args.keep)
     if args.calibrate:
         columns = ["stack", "device", "runs", "calibrated", "stacks.toml"]
         harness.report("Efficiency of wide matmuls", columns, calibration(rows))

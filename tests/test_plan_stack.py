@@ -1,0 +1,302 @@
+"""What a plan assumes of stacks and devices: each formula, each option of the command line, and the
+table of published runs."""
+
+import contextlib
+import io
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from configs.load import load_config
+from configs.schema import InputError
+from tests.steps import apart
+from tools.bench import published
+from tools.bench.scatter import BAND, Point, scatter
+from tools.plan import unmodelled
+from tools.plan.__main__ import arguments, main, read_inputs
+from tools.plan.device import load_device
+from tools.plan.estimate import Playback, Ring, op_seconds
+from tools.plan.plan import PlanInputs, make_plan, with_kernel
+from tools.plan.report import hosts, report
+from tools.plan.stack import HIDDEN_TENSOR, OURS, Stack, load_stack, reached
+from tools.plan.step import Op, Step, Stretch, Where
+from tools.plan.trace import tracing
+
+H100 = load_device("h100")
+IN_BLOCK = Where(0, "forward", 0)
+SMALL = [
+    "--model.dim=128",
+    "--model.n_layers=2",
+    "--model.hidden_dim=256",
+    "--training.param_dtype=bfloat16",
+    "--training.seq_len=64",
+    "--training.global_batch_size=16",
+]
+
+
+def seconds(op: Op, stack: Stack, where: Where = IN_BLOCK, in_block: bool = True) -> float:
+    return sum(op_seconds(op, where, H100, False, stack, in_block))
+
+
+def product(m: int, k: int, n: int) -> Op:
+    """A matmul in bfloat16."""
+    return Op("mm", matmul_flops=2 * m * k * n, operands=2 * (m * k + k * n + m * n))
+
+
+def test_a_narrow_matmul_is_less_efficient():
+    """Its operands are moved beside its FLOPs, once."""
+    stack = Stack(gemm_traffic=1)
+    narrow = product(8192, 512, 512)
+    wide = product(8192, 8192, 8192)
+    rate = H100.peak * H100.matmul_efficiency
+    moved = narrow.operands / (H100.memory_gb_per_s * 1e9)
+    assert seconds(narrow, stack) == pytest.approx(narrow.matmul_flops / rate + moved)
+    slower = [seconds(op, stack) / seconds(op, OURS) for op in (narrow, wide)]
+    assert slower[0] > 1.3 > 1.1 > slower[1] > 1
+
+
+def test_float8_makes_matmuls_of_blocks_faster_and_nothing_else():
+    stack = Stack(float8=1.6)
+    op = product(4096, 4096, 4096)
+    assert seconds(op, OURS) / seconds(op, stack) == pytest.approx(1.6)
+    assert seconds(op, stack, in_block=False) == seconds(op, OURS, in_block=False)
+
+
+@pytest.mark.parametrize(
+    ("op", "phase", "field"),
+    [
+        (Op("aten.add_.Tensor", traffic=1000, fused=1000), "backward", "fused_accumulation"),
+        (Op("aten.cat.default", traffic=1000, fused=1000), "forward", "fused_kernels"),
+    ],
+)
+def test_what_a_stack_has_no_kernel_for_costs_nothing(op, phase, field):
+    where = Where(0, phase, 0)
+    assert seconds(op, Stack(**{field: True}), where) == 0 < seconds(op, OURS, where)
+    outside = Where(0, "optimizer", -1)
+    adding = Stack(fused_accumulation=True)
+    assert seconds(op, adding, outside) == seconds(op, OURS, outside) > 0
+
+
+def test_fused_kernels_move_what_compiled_ones_do():
+    op = Op("aten.mul.Tensor", traffic=3000, fused=1000)
+    assert seconds(op, OURS) == pytest.approx(3 * seconds(op, Stack(fused_kernels=True)))
+
+
+def test_a_token_is_sent_once_to_a_host():
+    """Of 8 experts of a token over 4 hosts, 3.6 hosts are reached on average."""
+    assert reached(4, 8) * 8 == pytest.approx(4 * (1 - 0.75**8))
+    assert reached(1, 8) * 8 == 1
+    assert OURS.sent(32, 4, 8) == (1, 1)
+    once = Stack(once_per_host=True)
+    inside, outside = once.sent(32, 4, 8)
+    ring = Ring(32, 4)
+    every = ring.seconds("all-to-all", 1 << 30, H100)
+    fewer = ring.seconds("all-to-all", 1 << 30, H100, (inside, outside))
+    # over the fabric, which is the slower part
+    assert fewer / every == pytest.approx(outside, rel=0.01)
+
+
+def step_of(*rows: Op, **groups: list[int]) -> Step:
+    return Step([Stretch(IN_BLOCK, list(rows))], {}, 1, 1, groups, {})
+
+
+@pytest.mark.parametrize(("ranks", "hides"), [([0, 1], True), ([0, 8], False)])
+def test_tensor_parallelism_hides_inside_a_host_alone(ranks, hides):
+    step = step_of(Op("gather", kind="all-gather", dimension="tp", message=1 << 28), tp=ranks)
+    hiding = Stack(hidden_tensor=HIDDEN_TENSOR)
+    played = [Playback(step, H100, 8, True, False, stack).play() for stack in (OURS, hiding)]
+    exposed = [estimate.exposed for estimate in played]
+    share = 1 - HIDDEN_TENSOR if hides else 1
+    assert exposed[1] == pytest.approx(share * exposed[0]) and exposed[0] > 0
+
+
+def test_async_tensor_parallel_and_float8_change_the_stack_of_a_run():
+    cfg = load_config(SMALL)
+    assert OURS.of_run(cfg) == OURS
+    asked = cfg.model_copy(
+        update={
+            "training": cfg.training.model_copy(update={"float8": "tensorwise"}),
+            "parallelism": cfg.parallelism.model_copy(update={"async_tensor_parallel": True}),
+        }
+    )
+    stack = OURS.of_run(asked)
+    assert stack.hidden_tensor == HIDDEN_TENSOR and stack.float8 > 1
+
+
+def test_early_gathers_of_a_pipeline_cost_nothing():
+    gather = Op("gather", kind="all-gather", dimension="dp_shard", message=1 << 28, background=True)
+    step = step_of(gather, Op("fsdp.split_with_sizes_copy", wait=True), dp_shard=[0, 1])
+    late = Playback(step, H100, 8, True, False)
+    early = Playback(step, H100, 8, True, False)
+    early.early_gathers = True
+    assert early.play().seconds == 0 < late.play().seconds
+
+
+def test_the_kernel_of_attention_follows_the_option():
+    cfg = load_config(SMALL)
+    chosen = cfg.training.model_copy(update={"attention": "cudnn"})
+    fast = with_kernel(H100, cfg.model_copy(update={"training": chosen}))
+    assert fast.attention_efficiency == H100.fast_attention_efficiency > H100.attention_efficiency
+    assert with_kernel(H100, cfg) == H100
+    a100 = load_device("a100")  # which has no such kernel
+    assert with_kernel(a100, cfg.model_copy(update={"training": chosen})) == a100
+
+
+def test_a_stack_has_one_number_for_a_device():
+    stack = Stack(gemm={"h100": 0.7}, attention="fast")
+    on = stack.on(H100, "h100")
+    assert on.matmul_efficiency == 0.7
+    assert on.attention_efficiency == H100.fast_attention_efficiency
+    assert stack.on(H100, "b200").matmul_efficiency == H100.matmul_efficiency
+    assert OURS.on(H100, "h100") == H100
+    with pytest.raises(InputError, match="known are plumbline"):
+        load_stack("nonsense")
+
+
+@pytest.mark.parametrize("name", ["gb200", "gb300", "b300", "h800", "mi355x", "a100-40gb"])
+def test_devices_have_a_peak_and_a_source(name):
+    device = load_device(name)
+    assert device.peak > 3e14 and "sheet" in device.source or "arXiv" in device.source
+
+
+def inputs_of(*argv: str) -> PlanInputs:
+    return read_inputs(*arguments([*SMALL, *argv]))[1]
+
+
+def test_overrides_replace_the_numbers_of_the_device():
+    inputs = inputs_of("--gemm-efficiency=0.5", "--attention-efficiency=0.2")
+    assert inputs.device.matmul_efficiency == 0.5
+    assert inputs.device.attention_efficiency == 0.2
+    assert inputs.device.fast_attention_efficiency == 0.2
+    assert inputs_of("--network-gb-per-s=100").device.fabric_gb_per_s == 100
+    assert inputs_of().device == H100
+
+
+@pytest.mark.parametrize(
+    "argv", ["--gemm-efficiency=0", "--attention-efficiency=1.5", "--network-gb-per-s=-1"]
+)
+def test_a_wrong_override_is_a_sentence(argv, capsys):
+    assert main([*SMALL, argv]) == 2
+    assert argv.split("=")[0] in capsys.readouterr().err
+
+
+def plan_of_twelve() -> str:
+    cfg = load_config([*SMALL, "--training.global_batch_size=24"], 12, 8)
+    return report(make_plan(cfg, PlanInputs(12, 8, H100)))
+
+
+def test_hosts_need_not_be_full():
+    inputs = inputs_of("--gpus=12", "--training.global_batch_size=24")
+    assert hosts(inputs) == "1 host of 8 and one of 4"
+    assert hosts(inputs_of("--gpus=16")) == "2 hosts of 8"
+    assert "1 host of 8 and one of 4" in apart(plan_of_twelve)
+
+
+# options that tracing turns off, and that the time of a plan has all the same
+MODELLED = {"run.device", "compile.enabled", "parallelism.async_tensor_parallel"}
+
+
+def test_nothing_is_ignored_in_silence():
+    """Every option that tracing turns off is either modelled or named."""
+    cfg = load_config(SMALL)
+    asked = {
+        "run": {"device": "cuda", "deterministic": True},
+        "compile": {"enabled": True},
+        "data": {"mask_documents": True},
+        "training": {"float8": "rowwise", "attention": "flash3"},
+        "parallelism": {"async_tensor_parallel": True},
+    }
+    tables = {name: getattr(cfg, name).model_copy(update=new) for name, new in asked.items()}
+    cfg = cfg.model_copy(update=tables)
+    before = cfg.model_dump()
+    after = tracing(cfg).model_dump()
+    turned_off = set()
+    for name, table in before.items():
+        turned_off |= {f"{name}.{key}" for key in table if table[key] != after[name][key]}
+    assert len(turned_off) == sum(map(len, asked.values()))
+    assert turned_off - MODELLED <= {row.option for row in unmodelled.ROWS}
+
+
+def test_what_is_not_modelled_is_named():
+    cfg = load_config([*SMALL, "--validation.interval=0"])
+    assert unmodelled.not_modelled(cfg, H100) == []
+    masked = cfg.model_copy(update={"data": cfg.data.model_copy(update={"mask_documents": True})})
+    (line,) = unmodelled.not_modelled(masked, H100)
+    assert line.startswith("data.mask_documents: ") and "upper bound" in line
+    training = cfg.training.model_copy(update={"attention": "cudnn"})
+    chosen = cfg.model_copy(update={"training": training})
+    assert unmodelled.not_modelled(chosen, H100) == []  # modelled there
+    (line,) = unmodelled.not_modelled(chosen, load_device("a100"))
+    assert line.startswith("training.attention: ")
+
+
+def test_every_published_run_is_a_configuration():
+    runs = published.load_runs()
+    assert len({run.id for run in runs}) == len(runs) > 72
+    assert {run.kind for run in runs} == set(published.CLASSES)
+    for run in runs:
+        cfg = run.config()
+        ranks = 1
+        for name in ("tp", "cp", "pp"):
+            ranks *= run.mesh.get(name, 1)
+        assert cfg.training.microbatches(run.gpus // ranks) >= 1, run.id
+        stack = load_stack(run.stack)
+        assert run.device in stack.gemm, f"{run.id}: {run.stack} is not calibrated on it"
+    held_out = sum(run.held_out for run in runs)
+    assert len(runs) / 4 < held_out < len(runs) / 2
+
+
+def test_a_calibration_finds_the_efficiency_that_made_the_speed():
+    """Runs whose seconds are 1 / efficiency + 1, at 0.6; held-out ones would spoil it."""
+    rows = []
+    for run in published.load_runs():
+        if run.stack == "fms" and run.device == "a100":
+            truth = 1 / (1 / (0.6 if not run.held_out else 0.9) + 1)
+            made = replace(run, speed=truth)
+            speeds = tuple(1 / (1 / value + 1) for value in published.GRID)
+            rows.append(published.Planned(made, truth, speeds))
+    assert any(row.run.held_out for row in rows)
+    ((stack, device, _, best, _),) = published.calibration(rows)
+    assert (stack, device) == ("fms", "a100") and float(best) == pytest.approx(0.6, abs=0.006)
+
+
+def test_the_tables_of_published_runs():
+    run = published.load_runs()[0]
+    rows = [published.Planned(run, run.speed * factor) for factor in (0.9, 1.3)]
+    total, held_out, others = published.summary(rows, split=True)[:3]
+    assert total == ["all", "2", "20.0%", "30%", "50%"]
+    assert sorted([held_out[1], others[1]]) == ["0", "2"]
+    assert published.cells(rows[0])[7] == "-10.0%"
+
+
+def test_the_picture_is_whole():
+    points = [Point("a <b>", "dense", 100, 110), Point("c", "tp", 2000, 1500)]
+    root = ElementTree.fromstring(scatter(points, ("dense", "tp")))
+    name = "{http://www.w3.org/2000/svg}"
+    circles = root.findall(f"{name}circle")
+    assert len(circles) == len(points) + 2  # and two of the legend
+    band = root.find(f"{name}polygon").get("points").split()
+    assert len(band) == 4 and BAND > 0
+    # above the diagonal: planned faster, so nearer to the top
+    first, second = circles[0], circles[1]
+    assert float(first.get("cy")) > float(second.get("cy"))
+
+
+@pytest.mark.slow
+def test_a_published_run_is_planned():
+    """The smallest: within what docs/planning.md says of dense runs."""
+    run = next(run for run in published.load_runs() if run.id == "mpt1b-h8")
+    assert abs(published.planned(run).error) < 0.2
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(InputError, match="no run"):
+        published.report(arguments_of("nonsense"))
+
+
+def arguments_of(only: str):
+    class Arguments:
+        calibrate = split = False
+        keep = svg = ""
+
+    flags = Arguments()
+    flags.only = only
+    return flags
