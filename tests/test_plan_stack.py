@@ -19,7 +19,7 @@ from tools.plan.device import load_device
 from tools.plan.estimate import Playback, Ring, op_seconds
 from tools.plan.plan import PlanInputs, make_plan, with_kernel
 from tools.plan.report import hosts, report
-from tools.plan.stack import HIDDEN_TENSOR, OURS, Stack, load_stack, reached
+from tools.plan.stack import HIDDEN_TENSOR, OURS, Stack, load_stack, reached, scaling_loss
 from tools.plan.step import Op, Step, Stretch, Where
 from tools.plan.trace import tracing
 
@@ -158,6 +158,11 @@ def test_a_stack_has_one_number_for_a_device():
 def test_devices_have_a_peak_and_a_source(name):
     device = load_device(name)
     assert device.peak > 3e14 and "sheet" in device.source or "arXiv" in device.source
+
+
+def test_scaling_loss_is_a_range():
+    assert scaling_loss(8) == scaling_loss(128) == (0, 0)
+    assert scaling_loss(512) == (0, pytest.approx(1 - 0.95**2))
 
 
 def inputs_of(*argv: str) -> PlanInputs:

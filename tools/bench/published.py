@@ -249,14 +249,16 @@ def plan_all(runs: list[Run], calibrating: bool = False, keep: str = "") -> list
 
 
 def calibration(rows: list[Planned]) -> list[list[str]]:
-    """For each device and stack the efficiency whose median error is smallest, over the rows that
-    are not held out; beside it what tools/plan/stacks.toml says."""
+    """For each device and stack the efficiency whose mean absolute error is smallest, over the rows
+    that are not held out, without float8, and without experts if there are others; beside it what
+    tools/plan/stacks.toml says."""
     groups: dict[tuple[str, str], list[Planned]] = {}
     for row in rows:
         if not row.run.held_out and row.run.float8 == "none":
             groups.setdefault((row.run.stack, row.run.device), []).append(row)
     lines = []
-    for (stack, device), members in groups.items():
+    for (stack, device), of_group in groups.items():
+        members = [row for row in of_group if row.run.kind != "experts"] or of_group
         errors = np.mean([row.errors() for row in members], axis=0)
         best = FINE[errors.argmin()]
         known = load_stack(stack).gemm.get(device, load_device(device).matmul_efficiency)

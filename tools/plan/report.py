@@ -12,6 +12,7 @@ from parallelisms.cores import follows_rule
 from parallelisms.schedules import layers_text
 from tools.plan.plan import CONTEXT_GIB, Plan, PlanInputs, with_kernel
 from tools.plan.routing import BALANCED
+from tools.plan.stack import SCALING_FROM, scaling_loss
 from tools.plan.step import GIB, KINDS
 from tools.plan.unmodelled import not_modelled
 
@@ -67,6 +68,7 @@ def report(plan: Plan, all_stages: bool = False) -> str:
         *communication(plan),
         "",
         *speed(plan),
+        *scaling(plan),
         *run(plan),
     ]
     lines += unmodelled(plan)
@@ -349,6 +351,17 @@ def speed(plan: Plan) -> list[str]:
         f"Speed            {plan.tokens_per_second:,.0f} tokens/s, "
         f"{plan.tokens_per_second / plan.inputs.gpus:,.0f} per GPU; "
         f"MFU {plan.mfu:.1%}",
+    ]
+
+
+def scaling(plan: Plan) -> list[str]:
+    """What published runs lost as they grew, as a range: no plan has it in its figures."""
+    least, most = scaling_loss(plan.inputs.gpus)
+    if not most:
+        return []
+    return [
+        f"Scaling loss     {least:.0%} to {most:.0%} beside all figures here: what published runs "
+        f"lost from {SCALING_FROM} GPUs to {plan.inputs.gpus:,}"
     ]
 
 

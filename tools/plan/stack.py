@@ -6,6 +6,7 @@ reach, and says what the stack does otherwise than ours. Nothing else differs be
 traced step is ours.
 """
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,18 @@ HIDDEN_TENSOR = 0.85
 # Share of the experts' exchange that runs behind another microbatch where a stack does that: the
 # published runs of Qwen3 235B with and without, 17.6 and 19.7 s a step.
 HIDDEN_EXCHANGE = 0.3
+
+# What published runs lost with each doubling of their GPUs, the least and the most: NeMo's Llama 70B
+# and LLM Foundry's MPT 1B, from 128 GPUs on (tools/bench/published.toml).
+SCALING_FROM = 128
+LOST_BY_DOUBLING = (0.0, 0.05)
+
+
+def scaling_loss(gpus: int) -> tuple[float, float]:
+    """The share of the speed that is lost between SCALING_FROM and `gpus` GPUs: least, most."""
+    doublings = max(0.0, math.log2(gpus / SCALING_FROM))
+    least, most = (1 - (1 - lost) ** doublings for lost in LOST_BY_DOUBLING)
+    return least, most
 
 
 class Stack(BaseModel):
