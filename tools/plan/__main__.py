@@ -3,6 +3,7 @@
     python -m tools.plan configs/llama_70b.toml --gpus 256 --device h100 [--table.key=value ...]
     python -m tools.plan configs/llama_405b.toml --gpus 1024 --search --write best.toml
     python -m tools.plan configs/llama_8b.toml --gpus 64 --html plan.html
+    python -m tools.plan configs/llama_8b.toml --tokens 1e12 --days 30    # how many GPUs
 
 Runs the same `train.build` and `train.train_step` as a run does, on a fake process group with fake
 tensors (`tools/plan/trace.py`), in seconds on a laptop, and plays the traced step through on a
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
+from tools.plan.cluster import answer, clusters, known_devices
 from tools.plan.device import Device, load_device
 from tools.plan.page import page
 from tools.plan.plan import MARGIN, MTBF_GPU_HOURS, PlanInputs, make_plan
@@ -24,6 +26,42 @@ from tools.plan.report import report
 from tools.plan.routing import load_routing
 from tools.plan.search import search, table
 from tools.plan.stack import load_stack
+
+# the smallest mesh, where that of the file is not what is planned
+ONE_PROCESS = (
+    "--parallelism.data_parallel_shard=-1",
+    "--parallelism.data_parallel_replicate=1",
+    "--parallelism.context_parallel=1",
+    "--parallelism.tensor_parallel=1",
+    "--parallelism.expert_parallel=1",
+    "--parallelism.pipeline_parallel=1",
+    "--parallelism.pipeline_schedule=1f1b",
+    "--parallelism.pipeline_stages_per_rank=0",
+    "--parallelism.pipeline_layers=[]",
+)
+
+
+def check_question(flags: argparse.Namespace) -> None:
+    """Raises InputError where --days or --usd ask how many GPUs, and something else contradicts."""
+    if flags.gpus is not None and flags.gpus < 1:
+        raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
+    if flags.days < 0 or flags.usd < 0:
+        raise InputError("--days and --usd are limits, more than 0")
+    if not asks_how_many(flags):
+        return
+    if flags.gpus is not None or flags.search:
+        raise InputError(
+            "--days and --usd ask how many GPUs it takes: leave --gpus and --search out"
+        )
+    if flags.tokens <= 0:
+        raise InputError("--days and --usd need --tokens, what the run trains on, as 15e12")
+    if flags.usd and flags.usd_per_gpu_hour <= 0:
+        raise InputError("--usd needs --usd-per-gpu-hour, the price of a GPU")
+
+
+def asks_how_many(flags: argparse.Namespace) -> bool:
+    return bool(flags.days or flags.usd)
+
 
 OVERRIDES = {  # option -> what it gives in the place of the device's number
     "gemm-efficiency": "share of the peak that wide matmuls reach, as 0.56",
@@ -39,11 +77,19 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--gpus", type=int, default=8, help="of the whole run (8)")
+    parser.add_argument("--gpus", type=int, help="of the whole run (8)")
+    parser.add_argument(
+        "--days",
+        type=float,
+        default=0,
+        help="with --tokens and without --gpus: how many GPUs finish in so many days",
+    )
+    parser.add_argument(
+        "--usd", type=float, default=0, help="the same, or also, for at most so many dollars"
+    )
     parser.add_argument("--gpus-per-node", type=int, default=8, help="of each host (8)")
     parser.add_argument(
         "--device",
-        default="h100",
         help="a row of tools/plan/devices.toml, a TOML file of your own, or cpu (h100)",
     )
     parser.add_argument(
@@ -105,6 +151,8 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="one page with the memory curve, the time line and the mesh",
     )
     flags, rest = parser.parse_known_args(argv)
+    check_question(flags)
+    flags.gpus = flags.gpus or 8
     if flags.gpus < 1 or flags.gpus_per_node < 1:
         raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
     for name in ("write", "html"):
@@ -151,22 +199,12 @@ def read_inputs(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Pla
     with every rule that is broken."""
     per_host = min(flags.gpus, flags.gpus_per_node)
     stack = load_stack(flags.stack)
-    device = stack.on(load_device(flags.device), flags.device.lower())
+    name = flags.device or "h100"
+    device = stack.on(load_device(name), name.lower())
     device = overridden(device, flags)
     # the search chooses the mesh, so the file's mesh is not checked
-    if flags.search:
-        one_process = (
-            "data_parallel_shard=-1",
-            "data_parallel_replicate=1",
-            "context_parallel=1",
-            "tensor_parallel=1",
-            "expert_parallel=1",
-            "pipeline_parallel=1",
-            "pipeline_schedule=1f1b",
-            "pipeline_stages_per_rank=0",
-            "pipeline_layers=[]",
-        )
-        cfg = load_config([*rest, *(f"--parallelism.{option}" for option in one_process)])
+    if flags.search or asks_how_many(flags):
+        cfg = load_config([*rest, *ONE_PROCESS])
     else:
         cfg = load_config(rest, flags.gpus, per_host)
     on_gpu = device.kind == "gpu"
@@ -201,6 +239,12 @@ def main(argv: list[str] | None = None) -> int:
     """The command line in this file's first lines. Returns the exit code."""
     try:
         flags, rest = arguments(sys.argv[1:] if argv is None else argv)
+        if asks_how_many(flags):
+            devices = [flags.device] if flags.device else known_devices()
+            _, inputs = read_inputs(flags, rest)
+            found = clusters(rest, inputs, flags.gpus_per_node, devices)
+            print(answer(found, flags.days, flags.usd))
+            return 0 if any(one.keeps(flags.days, flags.usd) for one in found) else 1
         cfg, inputs = read_inputs(flags, rest)
         if flags.search:
             print(

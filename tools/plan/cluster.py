@@ -1,0 +1,130 @@
+"""How many GPUs: the question of a plan turned round. Given tokens and a limit, days or dollars, the
+smallest and the cheapest cluster of each device that keeps it.
+
+The mesh is that of the configuration, whose data parallelism grows with the GPUs. A trace depends on
+their number and not on the device, so all devices share it.
+"""
+
+from dataclasses import dataclass, replace
+
+import tomli
+
+from configs.load import load_config
+from configs.schema import InputError
+from tools.plan.device import TABLE, load_device
+from tools.plan.pipeline import Stages
+from tools.plan.plan import Plan, PlanInputs, make_plan
+
+MOST = 16384  # GPUs that are tried
+WORTH_A_ROW = 0.01  # how much cheaper than the smallest cluster the cheapest has to be
+COLUMNS = ("device", "cluster", "GPUs", "days", "GPU-hours", "cost", "needed GiB", "MFU")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A run on so many GPUs of one device."""
+
+    device: str
+    gpus: int
+    days: float  # with what interruptions cost
+    hours: float  # of all GPUs together
+    usd: float
+    needed: float  # GiB
+    mfu: float
+
+    @classmethod
+    def of(cls, name: str, plan: Plan) -> "Cluster":
+        inputs = plan.inputs
+        seconds = plan.steps * plan.time.seconds / plan.goodput(plan.best_interval)
+        hours = seconds * inputs.gpus / 3600
+        return cls(
+            name,
+            inputs.gpus,
+            seconds / 86400,
+            hours,
+            hours * inputs.usd_per_gpu_hour,
+            plan.needed / 2**30,
+            plan.mfu,
+        )
+
+    def keeps(self, days: float, usd: float) -> bool:
+        return (not days or self.days <= days) and (not usd or self.usd <= usd)
+
+
+def sizes(options: list[str], per_node: int) -> list[int]:
+    """Numbers of GPUs, in doublings, on which the configuration is legal."""
+    legal = []
+    gpus = 1
+    while gpus <= MOST:
+        try:
+            load_config(options, gpus, min(gpus, per_node))
+            legal.append(gpus)
+        except InputError:
+            pass
+        gpus *= 2
+    return legal
+
+
+def clusters(
+    options: list[str], inputs: PlanInputs, per_node: int, devices: list[str]
+) -> list[Cluster]:
+    """Every device with every number of GPUs on which the run fits."""
+    stages = Stages()
+    found = []
+    for gpus in sizes([*options, "--training.param_dtype=bfloat16"], per_node):
+        per_host = min(gpus, per_node)
+        cfg = load_config([*options, "--training.param_dtype=bfloat16"], gpus, per_host)
+        for name in devices:
+            device = inputs.stack.on(load_device(name), name)
+            more = replace(inputs, gpus=gpus, per_host=per_host, device=device)
+            plan = make_plan(cfg, more, stages)
+            if plan.fits:
+                found.append(Cluster.of(name, plan))
+    return found
+
+
+def known_devices() -> list[str]:
+    return list(tomli.loads(TABLE.read_text(encoding="utf-8")))
+
+
+def smallest(found: list[Cluster]) -> Cluster:
+    return min(found, key=lambda cluster: cluster.gpus)
+
+
+def cheapest(found: list[Cluster]) -> Cluster:
+    return min(found, key=lambda cluster: (cluster.hours, cluster.gpus))
+
+
+def answer(found: list[Cluster], days: float, usd: float) -> str:
+    """The table: of each device the smallest and the cheapest cluster that keeps the limit; or how
+    near the nearest comes. Raises InputError where the run fits nowhere."""
+    if not found:
+        raise InputError(f"the run fits no device on up to {MOST:,} GPUs with this mesh")
+    rows = [COLUMNS]
+    for device in dict.fromkeys(cluster.device for cluster in found):
+        of_device = [cluster for cluster in found if cluster.device == device]
+        keeping = [cluster for cluster in of_device if cluster.keeps(days, usd)]
+        if not keeping:
+            nearest = min(of_device, key=lambda cluster: cluster.days if days else cluster.usd)
+            rows.append(cells("none; nearest", nearest))
+            continue
+        rows.append(cells("smallest", smallest(keeping)))
+        if cheapest(keeping).hours < smallest(keeping).hours * (1 - WORTH_A_ROW):
+            rows.append(cells("cheapest", cheapest(keeping)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )
+
+
+def cells(which: str, cluster: Cluster) -> tuple[str, ...]:
+    return (
+        cluster.device,
+        which,
+        f"{cluster.gpus:,}",
+        f"{cluster.days:,.1f}",
+        f"{cluster.hours:,.0f}",
+        f"${cluster.usd:,.0f}" if cluster.usd else "-",
+        f"{cluster.needed:.1f}",
+        f"{cluster.mfu:.1%}",
+    )
