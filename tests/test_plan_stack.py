@@ -15,8 +15,10 @@ from tools.bench import published
 from tools.bench.scatter import BAND, Point, scatter
 from tools.plan import unmodelled
 from tools.plan.__main__ import arguments, main, read_inputs
+from tools.plan.cluster import Cluster, answer
 from tools.plan.device import load_device
 from tools.plan.estimate import Playback, Ring, op_seconds
+from tools.plan.pipeline import Stages
 from tools.plan.plan import PlanInputs, make_plan, with_kernel
 from tools.plan.report import hosts, report
 from tools.plan.stack import HIDDEN_TENSOR, OURS, Stack, load_stack, reached, scaling_loss
@@ -305,3 +307,70 @@ def arguments_of(only: str):
     flags = Arguments()
     flags.only = only
     return flags
+
+
+def cluster_of(device: str, gpus: int, days: float, hours: float) -> Cluster:
+    return Cluster(device, gpus, days, hours, hours * 2, 10.0, 0.4)
+
+
+FOUND = [
+    cluster_of("a", 8, 40, 7000),
+    cluster_of("a", 16, 20, 7600),
+    cluster_of("a", 32, 9, 7100),
+    cluster_of("b", 8, 99, 9000),
+]
+
+
+def test_the_smallest_and_the_cheapest_cluster_that_keep_the_limit():
+    lines = [line.split() for line in answer(FOUND, 25, 0).splitlines()]
+    assert [line[:3] for line in lines[1:3]] == [["a", "smallest", "16"], ["a", "cheapest", "32"]]
+    assert lines[3][:4] == ["b", "none;", "nearest", "8"]
+    # dollars: twice the hours
+    lines = [line.split() for line in answer(FOUND, 0, 14_100).splitlines()]
+    assert lines[1][:3] == ["a", "smallest", "8"] and lines[2][1] == "none;"
+    with pytest.raises(InputError, match="fits no device"):
+        answer([], 25, 0)
+
+
+def question(*argv: str) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = main([*SMALL, "--validation.interval=0", "--device=h100", *argv])
+    return code, said.getvalue()
+
+
+def test_how_many_gpus_is_answered():
+    """A day is much for so few tokens; a limit of no time at all is kept by nothing."""
+    code, said = apart(question, "--tokens=1e6", "--days=1")
+    assert code == 0 and "h100" in said and "smallest" in said
+    code, said = apart(question, "--tokens=1e15", "--days=0.001")
+    assert code == 1 and "none; nearest" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--days=3"], "need --tokens"),
+        (["--days=3", "--tokens=1e9", "--gpus=8"], "leave --gpus"),
+        (["--usd=100", "--tokens=1e9"], "--usd-per-gpu-hour"),
+        (["--days=-1"], "limits"),
+    ],
+)
+def test_a_question_that_contradicts_itself_is_a_sentence(argv, words, capsys):
+    assert main([*SMALL, *argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+def shared_traces() -> tuple[int, list[float], list[float]]:
+    """Traces of one configuration on two devices, and their seconds with and without sharing."""
+    cfg = load_config(SMALL, 2, 2)
+    stages = Stages()
+    inputs = [PlanInputs(2, 2, load_device(name)) for name in ("h100", "a100")]
+    together = [make_plan(cfg, one, stages).time.seconds for one in inputs]
+    alone = [make_plan(cfg, one).time.seconds for one in inputs]
+    return len(stages.wholes), together, alone
+
+
+def test_plans_that_share_a_trace_are_those_that_do_not():
+    traces, together, alone = apart(shared_traces)
+    assert traces == 1
+    assert together == alone and together[0] != together[1]
