@@ -21,7 +21,7 @@ from tools.plan.estimate import Playback, Ring, op_seconds
 from tools.plan.pipeline import Stages
 from tools.plan.plan import PlanInputs, make_plan, with_kernel
 from tools.plan.report import hosts, report
-from tools.plan.stack import HIDDEN_TENSOR, OURS, Stack, load_stack, reached, scaling_loss
+from tools.plan.stack import HIDDEN_TENSOR, OURS, Software, load_stack, reached, scaling_loss
 from tools.plan.step import Op, Step, Stretch, Where
 from tools.plan.trace import tracing
 
@@ -37,7 +37,7 @@ SMALL = [
 ]
 
 
-def seconds(op: Op, stack: Stack, where: Where = IN_BLOCK, in_block: bool = True) -> float:
+def seconds(op: Op, stack: Software, where: Where = IN_BLOCK, in_block: bool = True) -> float:
     return sum(op_seconds(op, where, H100, False, stack, in_block))
 
 
@@ -48,7 +48,7 @@ def product(m: int, k: int, n: int) -> Op:
 
 def test_a_narrow_matmul_is_less_efficient():
     """Its operands are moved beside its FLOPs, once."""
-    stack = Stack(gemm_traffic=1)
+    stack = Software(gemm_traffic=1)
     narrow = product(8192, 512, 512)
     wide = product(8192, 8192, 8192)
     rate = H100.peak * H100.matmul_efficiency
@@ -59,7 +59,7 @@ def test_a_narrow_matmul_is_less_efficient():
 
 
 def test_float8_makes_matmuls_of_blocks_faster_and_nothing_else():
-    stack = Stack(float8=1.6)
+    stack = Software(float8=1.6)
     op = product(4096, 4096, 4096)
     assert seconds(op, OURS) / seconds(op, stack) == pytest.approx(1.6)
     assert seconds(op, stack, in_block=False) == seconds(op, OURS, in_block=False)
@@ -74,15 +74,15 @@ def test_float8_makes_matmuls_of_blocks_faster_and_nothing_else():
 )
 def test_what_a_stack_has_no_kernel_for_costs_nothing(op, phase, field):
     where = Where(0, phase, 0)
-    assert seconds(op, Stack(**{field: True}), where) == 0 < seconds(op, OURS, where)
+    assert seconds(op, Software(**{field: True}), where) == 0 < seconds(op, OURS, where)
     outside = Where(0, "optimizer", -1)
-    adding = Stack(fused_accumulation=True)
+    adding = Software(fused_accumulation=True)
     assert seconds(op, adding, outside) == seconds(op, OURS, outside) > 0
 
 
 def test_fused_kernels_move_what_compiled_ones_do():
     op = Op("aten.mul.Tensor", traffic=3000, fused=1000)
-    assert seconds(op, OURS) == pytest.approx(3 * seconds(op, Stack(fused_kernels=True)))
+    assert seconds(op, OURS) == pytest.approx(3 * seconds(op, Software(fused_kernels=True)))
 
 
 def test_a_token_is_sent_once_to_a_host():
@@ -90,7 +90,7 @@ def test_a_token_is_sent_once_to_a_host():
     assert reached(4, 8) * 8 == pytest.approx(4 * (1 - 0.75**8))
     assert reached(1, 8) * 8 == 1
     assert OURS.sent(32, 4, 8) == (1, 1)
-    once = Stack(once_per_host=True)
+    once = Software(once_per_host=True)
     inside, outside = once.sent(32, 4, 8)
     ring = Ring(32, 4)
     every = ring.seconds("all-to-all", 1 << 30, H100)
@@ -106,7 +106,7 @@ def step_of(*rows: Op, **groups: list[int]) -> Step:
 @pytest.mark.parametrize(("ranks", "hides"), [([0, 1], True), ([0, 8], False)])
 def test_tensor_parallelism_hides_inside_a_host_alone(ranks, hides):
     step = step_of(Op("gather", kind="all-gather", dimension="tp", message=1 << 28), tp=ranks)
-    hiding = Stack(hidden_tensor=HIDDEN_TENSOR)
+    hiding = Software(hidden_tensor=HIDDEN_TENSOR)
     played = [Playback(step, H100, 8, True, False, stack).play() for stack in (OURS, hiding)]
     exposed = [estimate.exposed for estimate in played]
     share = 1 - HIDDEN_TENSOR if hides else 1
@@ -146,7 +146,7 @@ def test_the_kernel_of_attention_follows_the_option():
 
 
 def test_a_stack_has_one_number_for_a_device():
-    stack = Stack(gemm={"h100": 0.7}, attention="fast")
+    stack = Software(gemm={"h100": 0.7}, attention="fast")
     on = stack.on(H100, "h100")
     assert on.matmul_efficiency == 0.7
     assert on.attention_efficiency == H100.fast_attention_efficiency
@@ -302,7 +302,7 @@ def test_a_published_run_is_planned():
 def arguments_of(only: str):
     class Arguments:
         calibrate = split = False
-        keep = svg = ""
+        keep = svg = stack = ""
 
     flags = Arguments()
     flags.only = only

@@ -21,11 +21,13 @@ all on one process.
 import argparse
 import multiprocessing
 import statistics
+import sys
 
 import torch
 
 import train
 from configs.load import load_config
+from configs.schema import InputError
 from tools.bench import harness, published
 from tools.plan import trace
 from tools.plan.device import Device, load_device, measure_cpu
@@ -295,10 +297,17 @@ def main() -> None:
     parser.add_argument(
         "--keep", default="", metavar="FOLDER", help="published: keeps traces, or reads those kept"
     )
+    parser.add_argument(
+        "--stack", default="", help="published: plan all as this row of tools/plan/stacks.toml"
+    )
     parser.add_argument("--svg", metavar="OUT.svg", help="published: planned over published, drawn")
     args = parser.parse_args()
     if args.what == "published":
-        published.report(args)
+        try:
+            published.report(args)
+        except InputError as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)
     elif args.what == "torchtitan":
         torchtitan(load_device(args.device))
     else:

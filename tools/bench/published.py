@@ -60,7 +60,7 @@ FINE = np.linspace(0.4, 0.9, 101)  # those that it chooses from
 
 
 @dataclass(frozen=True)
-class Run:
+class Published:
     """A published run: a row of published.toml with what its source says of all its rows."""
 
     id: str
@@ -135,7 +135,7 @@ def as_option(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def load_runs(path: Path = TABLE) -> list[Run]:
+def load_runs(path: Path = TABLE) -> list[Published]:
     """The rows of the table."""
     table = tomli.loads(path.read_text(encoding="utf-8"))
     runs = []
@@ -145,7 +145,9 @@ def load_runs(path: Path = TABLE) -> list[Run]:
             model = table["models"][numbers.pop("model")]
             kind = numbers.pop("class")
             mesh = numbers.pop("mesh", {})
-            runs.append(Run(kind=kind, stack=source["stack"], model=model, mesh=mesh, **numbers))
+            runs.append(
+                Published(kind=kind, stack=source["stack"], model=model, mesh=mesh, **numbers)
+            )
     return runs
 
 
@@ -192,7 +194,7 @@ def like_titan(make: Callable[[], Plan]) -> Plan:
 class Planned:
     """A run beside its plan; small enough to travel between processes."""
 
-    run: Run
+    run: Published
     speed: float  # tokens/s per GPU
     # with other efficiencies of wide matmuls: GRID
     speeds: tuple[float, ...] = ()
@@ -208,7 +210,7 @@ class Planned:
         return np.abs(1 / seconds / self.run.speed - 1)
 
 
-def kept(run: Run, keep: str) -> Stages:
+def kept(run: Published, keep: str) -> Stages:
     """The traces of an earlier call with the same --keep, if there are any."""
     path = Path(keep) / f"{run.id}.pickle"
     if not keep or not path.exists():
@@ -217,7 +219,7 @@ def kept(run: Run, keep: str) -> Stages:
         return pickle.load(file)
 
 
-def planned(run: Run, calibrating: bool = False, keep: str = "") -> Planned:
+def planned(run: Published, calibrating: bool = False, keep: str = "") -> Planned:
     torch.set_num_threads(1)
     cfg = run.config()
     stages = kept(run, keep)
@@ -236,7 +238,7 @@ def planned(run: Run, calibrating: bool = False, keep: str = "") -> Planned:
     return result
 
 
-def plan_all(runs: list[Run], calibrating: bool = False, keep: str = "") -> list[Planned]:
+def plan_all(runs: list[Published], calibrating: bool = False, keep: str = "") -> list[Planned]:
     """The plans of all runs. A pipeline's stages are traced in processes of their own, any other
     run is planned in one."""
     alone = [run for run in runs if "pp" not in run.mesh]
@@ -315,12 +317,17 @@ def cells(row: Planned) -> list[str]:
 
 
 def report(args: argparse.Namespace) -> None:
-    """The tables of all runs whose name or class begins with --only; with --svg a picture."""
+    """The tables of all runs that have --only in their name or class; with --svg a picture. Raises
+    InputError."""
+    if args.stack:
+        load_stack(args.stack)
     runs = [run for run in load_runs() if f"{run.id} {run.kind}".find(args.only) >= 0]
     if not runs:
         raise InputError(
             f"--only {args.only}: no run of published.toml has this in its name or class"
         )
+    if args.stack:
+        runs = [replace(run, stack=args.stack) for run in runs]
     rows = plan_all(runs, args.calibrate, args.keep)
     if args.calibrate:
         columns = ["stack", "device", "runs", "calibrated", "stacks.toml"]

@@ -8,7 +8,7 @@ Nothing is fitted to a configuration. `docs/planning.md` has the formulas and ho
 from dataclasses import dataclass, field
 
 from tools.plan.device import MEMORY_EFFICIENCY, Device
-from tools.plan.stack import OURS, Stack
+from tools.plan.stack import OURS, Software
 from tools.plan.step import (
     IN_BLOCKS,
     STAGE,
@@ -128,7 +128,7 @@ def op_seconds(
     where: Where,
     device: Device,
     fused: bool,
-    stack: Stack = OURS,
+    stack: Software = OURS,
     in_block: bool = False,
 ) -> tuple[float, float, float]:
     """Seconds of an operator: in matmuls, in attention, and bound by memory. `Op` counts attention
@@ -162,7 +162,7 @@ def estimate(
     per_host: int,
     compiled: bool,
     selective: bool = False,
-    stack: Stack = OURS,
+    stack: Software = OURS,
     experts_per_token: int = 0,
 ) -> Estimate:
     """The time of a step. `compiled`: memory-bound operators are fused. `selective`: the overhead
@@ -190,7 +190,7 @@ class Playback:
         per_host: int,
         compiled: bool,
         selective: bool,
-        stack: Stack = OURS,
+        stack: Software = OURS,
         experts_per_token: int = 0,
     ) -> None:
         self.step = step

@@ -37,7 +37,7 @@ from tools.plan.device import Device
 from tools.plan.estimate import Estimate, Line, Playback, Ring
 from tools.plan.repeat import few_layers, traced, with_layers
 from tools.plan.routing import BALANCED, Routing
-from tools.plan.stack import OURS, Stack
+from tools.plan.stack import OURS, Software
 from tools.plan.step import IN_BLOCKS, Curve, Parameters, Step, Where
 from tools.plan.trace import trace_step, tracing
 
@@ -53,7 +53,7 @@ class Machine:
     per_host: int
     compiled: bool
     selective: bool
-    stack: Stack = OURS
+    stack: Software = OURS
     experts_per_token: int = 0
 
 

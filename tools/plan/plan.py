@@ -15,7 +15,7 @@ from tools.plan.device import Device
 from tools.plan.estimate import Estimate, estimate
 from tools.plan.pipeline import Machine, Pipeline, Rank, Stages, make_pipeline
 from tools.plan.routing import BALANCED, Routing
-from tools.plan.stack import OURS, Stack
+from tools.plan.stack import OURS, Software
 from tools.plan.step import GIB, Step, Where, fsdp_dimension
 
 # What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's
@@ -44,7 +44,7 @@ class PlanInputs:
     restart_seconds: float = 600.0  # from an interruption to the next step
     storage_gb_per_s: float = 10.0  # of the checkpoint folder, all ranks together
     routing: Routing = BALANCED
-    stack: Stack = OURS
+    stack: Software = OURS
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def scaling_loss(gpus: int) -> tuple[float, float]:
     return least, most
 
 
-class Stack(BaseModel):
+class Software(BaseModel):
     """A row of tools/plan/stacks.toml, which explains the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,7 +61,7 @@ class Stack(BaseModel):
     float8: float = Field(1.0, ge=1)
     source: str = ""
 
-    def of_run(self, cfg: Config) -> "Stack":
+    def of_run(self, cfg: Config) -> "Software":
         """This stack with what the options of a run change."""
         changes = {"float8": FLOAT8[cfg.training.float8]}
         if cfg.parallelism.async_tensor_parallel:
@@ -101,12 +101,12 @@ def reached(places: int, experts_per_token: int) -> float:
     return places * (1 - (1 - 1 / places) ** experts_per_token) / experts_per_token
 
 
-OURS = Stack()
+OURS = Software()
 
 
-def load_stack(name: str) -> Stack:
+def load_stack(name: str) -> Software:
     """A row of the table. Raises InputError."""
     table = tomli.loads(TABLE.read_text(encoding="utf-8"))
     if name not in table:
         raise InputError(f"--stack {name}: unknown; known are {', '.join(table)}")
-    return Stack(**table[name])
+    return Software(**table[name])
