@@ -8,7 +8,7 @@ from configs.schema import Config
 from tools.plan.device import Device
 
 
-class Row(NamedTuple):
+class Unmodelled(NamedTuple):
     option: str
     is_set: Callable[[Config, Device], bool]
     consequence: str
@@ -25,43 +25,43 @@ def other_backend(cfg: Config, device: Device) -> bool:
 
 
 ROWS = (
-    Row(
+    Unmodelled(
         "data.mask_documents",
         lambda cfg, _: cfg.data.mask_documents,
         "computes less attention than this: the time is an upper bound",
     ),
-    Row(
+    Unmodelled(
         "training.attention",
         whole_attention,
         "this device has no fast_attention_efficiency: planned as the other kernels",
     ),
-    Row(
+    Unmodelled(
         "training.float8",
         lambda cfg, _: cfg.training.float8 != "none",
         "its time is assumed (tools/plan/stack.py::FLOAT8), its memory is that of bfloat16",
     ),
-    Row("compile.backend", other_backend, "planned as inductor"),
-    Row(
+    Unmodelled("compile.backend", other_backend, "planned as inductor"),
+    Unmodelled(
         "parallelism.cpu_offload",
         lambda cfg, _: cfg.parallelism.cpu_offload,
         "weights and optimizer state are counted as the GPU's, and copies to the host cost nothing",
     ),
-    Row(
+    Unmodelled(
         "run.deterministic",
         lambda cfg, _: cfg.run.deterministic,
         "deterministic kernels are slower",
     ),
-    Row(
+    Unmodelled(
         "validation.interval",
         lambda cfg, _: cfg.validation.interval > 0,
         "the time of validation",
     ),
-    Row(
+    Unmodelled(
         "evaluation.tasks",
         lambda cfg, _: bool(cfg.evaluation.tasks),
         "the time of evaluation",
     ),
-    Row(
+    Unmodelled(
         "data.stream",
         lambda cfg, _: cfg.data.stream,
         "the time of tokenising, if it is slower than training",
