@@ -344,6 +344,8 @@ def test_how_many_gpus_is_answered():
     assert code == 0 and "h100" in said and "smallest" in said
     code, said = apart(question, "--tokens=1e15", "--days=0.001")
     assert code == 1 and "none; nearest" in said
+    _, slower = apart(question, "--tokens=1e15", "--days=0.001", "--gemm-efficiency=0.01")
+    assert slower != said  # what is overridden counts here too
 
 
 @pytest.mark.parametrize(
@@ -351,6 +353,8 @@ def test_how_many_gpus_is_answered():
     [
         (["--days=3"], "need --tokens"),
         (["--days=3", "--tokens=1e9", "--gpus=8"], "leave --gpus"),
+        (["--days=3", "--tokens=1e9", "--search"], "leave --search"),
+        (["--days=3", "--tokens=1e9", "--write=x.toml"], "leave --write"),
         (["--usd=100", "--tokens=1e9"], "--usd-per-gpu-hour"),
         (["--days=-1"], "limits"),
     ],

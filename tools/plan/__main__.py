@@ -49,10 +49,9 @@ def check_question(flags: argparse.Namespace) -> None:
         raise InputError("--days and --usd are limits, more than 0")
     if not asks_how_many(flags):
         return
-    if flags.gpus is not None or flags.search:
-        raise InputError(
-            "--days and --usd ask how many GPUs it takes: leave --gpus and --search out"
-        )
+    for name in ("gpus", "search", "stages", "write", "html"):
+        if getattr(flags, name):
+            raise InputError(f"--days and --usd ask how many GPUs it takes: leave --{name} out")
     if flags.tokens <= 0:
         raise InputError("--days and --usd need --tokens, what the run trains on, as 15e12")
     if flags.usd and flags.usd_per_gpu_hour <= 0:
@@ -194,14 +193,17 @@ def overridden(device: Device, flags: argparse.Namespace) -> Device:
     return device.model_copy(update=changes)
 
 
+def chosen_device(name: str, flags: argparse.Namespace) -> Device:
+    """The device as --stack uses it, with what the command line overrides. Raises InputError."""
+    return overridden(load_stack(flags.stack).on(load_device(name), name.lower()), flags)
+
+
 def read_inputs(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, PlanInputs]:
     """The checked configuration and what else the plan depends on. Raises InputError, ConfigError
     with every rule that is broken."""
     per_host = min(flags.gpus, flags.gpus_per_node)
     stack = load_stack(flags.stack)
-    name = flags.device or "h100"
-    device = stack.on(load_device(name), name.lower())
-    device = overridden(device, flags)
+    device = chosen_device(flags.device or "h100", flags)
     # the search chooses the mesh, so the file's mesh is not checked
     if flags.search or asks_how_many(flags):
         cfg = load_config([*rest, *ONE_PROCESS])
@@ -240,8 +242,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags, rest = arguments(sys.argv[1:] if argv is None else argv)
         if asks_how_many(flags):
-            devices = [flags.device] if flags.device else known_devices()
             _, inputs = read_inputs(flags, rest)
+            names = [flags.device] if flags.device else known_devices()
+            devices = {name: chosen_device(name, flags) for name in names}
             found = clusters(rest, inputs, flags.gpus_per_node, devices)
             print(answer(found, flags.days, flags.usd))
             return 0 if any(one.keeps(flags.days, flags.usd) for one in found) else 1

@@ -11,7 +11,7 @@ import tomli
 
 from configs.load import load_config
 from configs.schema import InputError
-from tools.plan.device import TABLE, load_device
+from tools.plan.device import TABLE, Device
 from tools.plan.pipeline import Stages
 from tools.plan.plan import Plan, PlanInputs, make_plan
 
@@ -66,7 +66,7 @@ def sizes(options: list[str], per_node: int) -> list[int]:
 
 
 def clusters(
-    options: list[str], inputs: PlanInputs, per_node: int, devices: list[str]
+    options: list[str], inputs: PlanInputs, per_node: int, devices: dict[str, Device]
 ) -> list[Cluster]:
     """Every device with every number of GPUs on which the run fits."""
     stages = Stages()
@@ -74,8 +74,7 @@ def clusters(
     for gpus in sizes([*options, "--training.param_dtype=bfloat16"], per_node):
         per_host = min(gpus, per_node)
         cfg = load_config([*options, "--training.param_dtype=bfloat16"], gpus, per_host)
-        for name in devices:
-            device = inputs.stack.on(load_device(name), name)
+        for name, device in devices.items():
             more = replace(inputs, gpus=gpus, per_host=per_host, device=device)
             plan = make_plan(cfg, more, stages)
             if plan.fits:
