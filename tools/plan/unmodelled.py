@@ -14,7 +14,7 @@ class Unmodelled(NamedTuple):
     consequence: str
 
 
-def whole_attention(cfg: Config, device: Device) -> bool:
+def kernel_without_number(cfg: Config, device: Device) -> bool:
     """Whether the chosen kernel of attention has no number in the device's row."""
     chosen = cfg.training.attention in ("cudnn", "flash3")
     return chosen and not device.fast_attention_efficiency
@@ -32,7 +32,7 @@ ROWS = (
     ),
     Unmodelled(
         "training.attention",
-        whole_attention,
+        kernel_without_number,
         "this device has no fast_attention_efficiency: planned as the other kernels",
     ),
     Unmodelled(
