@@ -21,6 +21,7 @@ from tools.plan.estimate import Playback, Ring, op_seconds
 from tools.plan.pipeline import Stages
 from tools.plan.plan import PlanInputs, make_plan, with_kernel
 from tools.plan.report import hosts, report
+from tools.plan.search import Candidate, Choice
 from tools.plan.stack import HIDDEN_TENSOR, OURS, Software, load_stack, reached, scaling_loss
 from tools.plan.step import Op, Step, Stretch, Where
 from tools.plan.trace import tracing
@@ -277,6 +278,19 @@ def test_the_tables_of_published_runs():
     assert published.cells(rows[0])[7] == "-10.0%"
 
 
+def candidate(tp: int, local: int) -> Candidate:
+    choice = Choice(tp, 1, "full", local, "whole")
+    return Candidate(choice, 1, 1.0, True, 1.0, 1.0, 0.5, 0.0)
+
+
+def test_the_place_of_a_published_mesh():
+    """Choices of the same mesh count once."""
+    ranking = [candidate(1, 4), candidate(1, 2), candidate(4, 2), candidate(2, 1)]
+    assert published.place_of((4, 1, 1, 1, 1), ranking) == 2
+    assert published.place_of((2, 1, 1, 1, 1), ranking) == 3
+    assert published.place_of((8, 1, 1, 1, 1), ranking) == 0
+
+
 def test_the_picture_is_whole():
     points = [Point("a <b>", "dense", 100, 110), Point("c", "tp", 2000, 1500)]
     root = ElementTree.fromstring(scatter(points, ("dense", "tp")))
@@ -301,7 +315,7 @@ def test_a_published_run_is_planned():
 
 def arguments_of(only: str):
     class Arguments:
-        calibrate = split = False
+        calibrate = split = meshes = False
         keep = svg = stack = ""
 
     flags = Arguments()

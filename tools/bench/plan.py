@@ -300,6 +300,9 @@ def main() -> None:
     parser.add_argument(
         "--stack", default="", help="published: plan all as this row of tools/plan/stacks.toml"
     )
+    parser.add_argument(
+        "--meshes", action="store_true", help="published: what the search chooses, on one host"
+    )
     parser.add_argument("--svg", metavar="OUT.svg", help="published: planned over published, drawn")
     args = parser.parse_args()
     if args.what == "published":

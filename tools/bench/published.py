@@ -29,6 +29,7 @@ from tools.bench.scatter import Point, scatter
 from tools.plan.device import load_device
 from tools.plan.pipeline import Stages, in_processes
 from tools.plan.plan import Plan, PlanInputs, make_plan
+from tools.plan.search import Candidate, Choice, search
 from tools.plan.stack import HIDDEN_EXCHANGE, load_stack
 from training.loss import plain_cross_entropy
 
@@ -316,6 +317,32 @@ def cells(row: Planned) -> list[str]:
     ]
 
 
+def mesh_of(choice: Choice) -> tuple[int, ...]:
+    return (
+        choice.tensor_parallel,
+        choice.context_parallel,
+        choice.expert_parallel,
+        choice.pipeline_parallel,
+        choice.replicas,
+    )
+
+
+def place_of(published: tuple[int, ...], ranking: list[Candidate]) -> int:
+    """The place of a mesh among those of a search, the fastest of each first; 0: not among them."""
+    meshes = list(dict.fromkeys(mesh_of(candidate.choice) for candidate in ranking))
+    return meshes.index(published) + 1 if published in meshes else 0
+
+
+def searched(run: Published) -> list[str]:
+    """The line of a run of which --meshes asks what the search would choose instead."""
+    ranking = search(run.config(), run.inputs())
+    published = tuple(run.mesh.get(name, 1) for name in ("tp", "cp", "ep", "pp", "dp"))
+    place = place_of(published, ranking)
+    best = ranking[0]
+    speed = f"{best.tokens_per_second / run.gpus:,.0f}"
+    return [run.id, str(place or "-"), f"{run.speed:,.0f}", speed, str(best.choice)]
+
+
 def report(args: argparse.Namespace) -> None:
     """The tables of all runs that have --only in their name or class; with --svg a picture. Raises
     InputError."""
@@ -328,6 +355,12 @@ def report(args: argparse.Namespace) -> None:
         )
     if args.stack:
         runs = [replace(run, stack=args.stack) for run in runs]
+    if args.meshes:
+        # a search on several hosts takes minutes
+        lines = [searched(run) for run in runs if run.gpus <= run.per_node and not run.titan]
+        columns = ["run", "place of its mesh", "published", "the best planned", "the best choice"]
+        harness.report("Meshes of published runs on one host in our search", columns, lines)
+        return
     rows = plan_all(runs, args.calibrate, args.keep)
     if args.calibrate:
         columns = ["stack", "device", "runs", "calibrated", "stacks.toml"]
