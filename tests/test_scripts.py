@@ -143,7 +143,7 @@ def repository(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, tmp_path / name)
     # so that the environment of these tests will do
     (tmp_path / "requirements-test.txt").write_text("pytest==8\n")
-    for name in ("configs", "models", "data", "reliability", "tools", ".ci"):
+    for name in ("checkpoint", "configs", "models", "data", "reliability", "tools", ".ci"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests" / "conftest.py")
@@ -357,11 +357,11 @@ def test_a_wrong_setting_is_one_sentence(
 
 @pytest.mark.alone
 def test_mistakes_in_the_configuration_are_told_before_anything_starts(repository: Path) -> None:
-    began = time.monotonic()
+    # torch takes seconds to import
+    (repository / "torch.py").write_text("raise SystemExit('torch was imported')")
     done = run(repository / "run_train.sh", "--training.steps=none", "--optimizer.lr=-1", NGPU="2")
     assert done.returncode == 2 and done.stdout == ""
     assert "training.steps" in done.stderr and "optimizer.lr" in done.stderr
-    assert time.monotonic() - began < 10, "without importing torch"
     assert run(repository / "run_train.sh", "no_such.toml").returncode == 2
 
 
