@@ -70,6 +70,15 @@ NEEDS = (
         r"^python -m tools\.convert config ",
         "a configuration of TorchTitan's (tests/test_torchtitan_config.py)",
     ),
+    (
+        r"^python -m tools\.convert from-dcp ",
+        "a checkpoint of TorchTitan's (tests/test_dcp.py)",
+    ),
+    (r"\bs3://bucket/", "a bucket (tests/test_stores.py)"),
+    (
+        r"^python -m tools\.plan .*--tokens 1e12 --days 30$",
+        "minutes of processor time (tests/test_plan_stack.py)",
+    ),
     (r"^export \w+=", "a shell that goes on"),
     (r"^pip ", "a download"),
     (r"\bmodels/[\w.-]*(Llama|Qwen)", "published weights (tests/test_convert.py makes small ones)"),
