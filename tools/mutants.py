@@ -121,6 +121,7 @@ TESTS = {
     "models/formats/gpt_oss.py": ["gpt_oss", *MODEL, *FILES_OF_OTHERS],
     "models/formats/layouts.py": ["gpt_oss", *FILES_OF_OTHERS],
     "models/formats/olmo2.py": ["olmo2", *MODEL, *FILES_OF_OTHERS],
+    "models/formats/torchtitan.py": ["dcp"],
     "models/family.py": [
         "models",
         *RULES,
@@ -350,6 +351,10 @@ TESTS = {
         "convert::test_a_live_mesh_refuses_another_model_on_every_rank",
         "contract::test_a_checkpoint_is_compared_with_what_all_ranks_hold",
     ],
+    "checkpoint/place.py": ["stores", "checkpoint"],
+    "checkpoint/stores/objects.py": ["stores"],
+    "checkpoint/stores/bucket.py": ["stores"],
+    "checkpoint/stores/lease.py": ["stores"],
     "checkpoint/verify.py": [
         "checkpoint::test_the_manifest_knows_how_many_bytes_a_number_has",
         "checkpoint::test_a_manifest_that_contradicts_itself_or_its_files_is_damaged",
