@@ -274,7 +274,7 @@ def open_files() -> list[str]:
     ]
 
 
-def sockets(ports: list[int]) -> list[int]:
+def sockets(folder: Path, ports: list[int]) -> list[int]:
     """The sockets of this rank after a sum and a gathered object: in groups as `torch` opens them,
     and as a run on GPUs does."""
     counts = []
@@ -286,17 +286,19 @@ def sockets(ports: list[int]) -> list[int]:
         dist.all_reduce(torch.ones(3))
         dist.all_gather_object([None] * dist.get_world_size(), "an object")
         counts.append(sum(stat.S_ISSOCK(os.fstat(int(number)).st_mode) for number in open_files()))
-        dist.barrier()
-        # a rank that goes on closes its sockets, and another may still be in the barrier
-        time.sleep(1)
+        # a rank that goes on closes its sockets, and another may still be in a collective
+        (folder / f"{port}-{dist.get_rank()}").touch()
+        while len(list(folder.glob(f"{port}-*"))) < dist.get_world_size():
+            time.sleep(0.02)
     return counts
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the open files of Linux")
-def test_a_rank_has_no_socket_to_every_other():
+def test_a_rank_has_no_socket_to_every_other(tmp_path):
     """In two groups of 10 ranks: 18 sockets if all are connected, and only those that are used if
     not."""
-    everyone, used = zip(*run_ranks(10, sockets, [free_port(), free_port()]), strict=True)
+    counts = run_ranks(10, sockets, tmp_path, [free_port(), free_port()])
+    everyone, used = zip(*counts, strict=True)
     assert min(everyone) >= 18 and max(used) <= max(everyone) - 10, (everyone, used)
 
 
