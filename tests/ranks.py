@@ -43,9 +43,24 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) ->
     `timeout` is in seconds of a machine for itself: beside other workers the ranks have that many
     times longer.
 
+    Where gloo could not connect the ranks, which happens on a busy machine once in thousands of
+    groups, they are started once more.
+
     Raises AssertionError with the traceback of every rank that failed, or with the names of those
     that hang.
     """
+    try:
+        return _run_once(world_size, fn, args, timeout)
+    except Unconnected as error:
+        print(f"started once more, because gloo could not connect the ranks:\n{error}")
+        return _run_once(world_size, fn, args, timeout)
+
+
+class Unconnected(AssertionError):
+    """A rank failed before it called the function, in gloo's handshake."""
+
+
+def _run_once(world_size: int, fn: Callable, args: tuple, timeout: float) -> list[Any]:
     ranks: list[ForkServerProcess] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -62,6 +77,8 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) ->
                 forks.end(process)
         results = [_result(Path(folder), rank) for rank in range(world_size)]
     errors = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(results) if not ok]
+    if any(BEGINS in error and "connectFullMesh failed" in error for error in errors):
+        raise Unconnected("\n".join(errors + failed))
     assert not errors and not failed, "\n".join(errors + failed)
     return [value for _, value in results]
 
@@ -81,9 +98,7 @@ def child(
     ok, value = True, None
     try:
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-        )
+        _begin(folder, rank, world_size)
         value = fn(*args)
     except BaseException:
         ok, value = False, traceback.format_exc()
@@ -94,6 +109,15 @@ def child(
         # a rank that leaves at once breaks the connections that a slower one is still opening
         time.sleep(0.01)
     os._exit(0 if ok else 1)
+
+
+def _begin(folder: Path, rank: int, world_size: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+
+
+BEGINS = f"in {_begin.__name__}\n"  # stands in a traceback
 
 
 def _wait(ranks: list[ForkServerProcess], timeout: float) -> list[str]:

@@ -27,7 +27,7 @@ from configs.schema import Run
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from reliability.collectives import Watch
-from tests import forks
+from tests import forks, ranks
 from tests.ranks import run_ranks
 from tests.runs import MESHES, free_port, run, tiny_run
 from tools.bench import ranks as bench
@@ -136,6 +136,29 @@ def test_ranks_compute_although_this_process_has():
         pytest.raises(RuntimeError, match="forked by one that had run a backward"),
     ):
         pool.apply(backward)
+
+
+UNCONNECTED = "RuntimeError: Gloo connectFullMesh failed with ..."
+
+
+@pytest.mark.parametrize("where", ["_begin", "of_a_test"])
+def test_ranks_that_gloo_could_not_connect_are_started_once_more(where, monkeypatch):
+    """... unless it was the test itself that could not open a group."""
+    real, asked = ranks._result, []
+
+    def result(folder: Path, rank: int) -> tuple[bool, object]:
+        asked.append(rank)
+        if len(asked) == 1:
+            return False, f'File "x.py", line 1, in {where}\n{UNCONNECTED}'
+        return real(folder, rank)
+
+    monkeypatch.setattr(ranks, "_result", result)
+    if where == "_begin":
+        assert run_ranks(2, dist.get_rank) == [0, 1] and asked == [0, 1, 0, 1]
+        return
+    with pytest.raises(AssertionError, match="connectFullMesh"):
+        run_ranks(2, dist.get_rank)
+    assert asked == [0, 1]
 
 
 def test_what_a_server_must_not_have_done(monkeypatch):
