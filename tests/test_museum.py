@@ -649,8 +649,25 @@ def none(patch: Patch) -> None:
     """no mistake"""
 
 
-# The rows: where a mistake was published (see docs/museum.md), what it is, and a run in which it
-# matters.
+# Where the mistakes were published, with the numbers of their rows in brackets.
+#
+# NVIDIA/Megatron-LM: #6660 (4), #7452 (13, 14, 28, 32), #7513 (14), #1764 (15), #1464 (16),
+# #5956 (29), #1628 (30), #5916 (31).
+# pytorch/torchtitan: #514 (8, 8b), #3412 (10), #3206 (17), #2780 (18), #2990 and #3257 (21),
+# #1733 (22), #2972 and #4194 (23), #1723 (24), #596 (26), #2061 (27), a TODO in moe.py (34),
+# #3000 (37), #1237 and #1340 (39), #4167 (43).
+# huggingface/transformers #34191 (1); pytorch/torchtune #2172 (2); DeepSpeed #7773 (3), #5259 (29);
+# pytorch #170862 (6), #160285 (29); ROCm/TransformerEngine #715 (6b); NVIDIA-NeMo/Automodel #3701
+# (7), #2995 (35); allenai/OLMo-core #679 (8, 8b); EleutherAI/gpt-neox #1257 (9);
+# axolotl-ai-cloud/axolotl #3026 (15); NVIDIA-NeMo/Speech #12210 (20); mindspore-ai/hyper-parallel
+# #752 (36); databricks/megablocks #85 (37); DeepSeek-V3, arXiv:2412.19437, section 2.1.2, as a
+# warning (38).
+# Without a thread: classic mistakes of a first implementation (5, 5b, 12, 19); the reason why some
+# projects refuse tied embeddings with pipelines (25, 25b); a trainer whose router reads the counts
+# of its own rank (33); prototypes of this project (46, 47, 48, 50, 51); made for this museum (52,
+# 53).
+#
+# The rows: what a mistake is, and a run in which it matters.
 
 ONCE, EACH_TIME, CLIPS = (
     {"accumulation": "reduced once"},
