@@ -12,6 +12,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from string import Template
 
 import pytest
 
+from configs.load import load_config
 from tests.ranks import NEIGHBOURS, step_timeout
 from tests.runs import environment, free_port, in_mid_run, losses_of_four, series, tiny_run
 
@@ -355,8 +357,10 @@ VALUES = {
     "IMAGE": "registry/plumbline:1",
     "NODES": "4",
     "GPUS": "8",
-    "CLAIM": "runs",
+    "STORE": "s3://bucket/llama-8b",
+    "RUNS": "emptyDir: {}",
 }
+SHARED = {"STORE": "", "RUNS": "persistentVolumeClaim: {claimName: runs}"}
 
 
 def manifest(**changed: str) -> list[dict]:
@@ -376,7 +380,7 @@ def test_the_kubernetes_manifest_fits_the_published_schemas():
         "kubernetes_validate", reason="pip install -r requirements-test.txt"
     )
     for version in ("1.31", kubernetes_validate.latest_version()):
-        for document in manifest():
+        for document in [*manifest(), *manifest(**SHARED)]:
             kubernetes_validate.validate(document, version, strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):  # negative control: it does look
         kubernetes_validate.validate(manifest(NODES="four")[1], "1.31", strict=True)
@@ -406,26 +410,39 @@ def test_the_kubernetes_manifest_says_what_the_documents_say():
     assert all(f"#   {name} " in words for name in environment), "run_train.sh knows every variable"
 
 
+@pytest.mark.parametrize("values", ({}, SHARED), ids=("bucket", "shared volume"))
+def test_the_kubernetes_manifest_keeps_checkpoints_where_all_pods_find_them(values):
+    _, job = manifest(**values)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    given = [word for word in container["command"] if word.startswith("--")]
+    config = load_config([str(ROOT / "configs" / "llama_8b.toml"), *given])
+    volume = next(volume for volume in pod["volumes"] if volume["name"] == "runs")
+    assert bool(config.checkpoint.store) != ("persistentVolumeClaim" in volume)
+    assert config.run.folder == "/runs/llama-8b"
+
+
 @pytest.mark.slow
 def test_skypilots_own_parser_takes_the_file(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     sky = pytest.importorskip("sky", reason='pip install "skypilot"')
     task = sky.Task.from_yaml(str(ROOT / "tools" / "launch" / "skypilot.yaml"))
     assert task.num_nodes == 1 and "./run_train.sh" in task.run
+    assert not task.file_mounts, "a mounted bucket knows no rename"
 
 
 def test_the_skypilot_file_names_what_run_train_needs():
     import yaml
 
     task = yaml.safe_load((ROOT / "tools" / "launch" / "skypilot.yaml").read_text())
-    assert {"resources", "num_nodes", "workdir", "setup", "run", "file_mounts"} <= task.keys()
+    assert {"resources", "num_nodes", "workdir", "setup", "run"} <= task.keys()
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     assert all(f"{name}=" in task["run"] for name in ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR"))
     assert (ROOT / task["envs"]["CONFIG"]).exists()
-    cached = [mount for mount in task["file_mounts"].values() if mount["mode"] == "MOUNT_CACHED"]
-    assert task["num_nodes"] == 1 or not cached, (
-        "each node writes back by itself, so checkpoints of two would not be whole"
-    )
+    assert '--checkpoint.store="$STORE"' in task["run"] and "file_mounts" not in task
+    load_config([str(ROOT / task["envs"]["CONFIG"]), f"--checkpoint.store={task['envs']['STORE']}"])
+    pins = (ROOT / "requirements.txt").read_text()
+    assert re.search(r"obstore==[\d.]+", task["setup"])[0] in pins
     assert subprocess.run(["bash", "-n"], input=task["run"], text=True).returncode == 0
 
 
