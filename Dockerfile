@@ -16,7 +16,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ git && r
 RUN useradd --create-home --uid 1000 plumbline && install --directory --owner=plumbline /plumbline /plumbline/runs /runs
 WORKDIR /plumbline
 COPY requirements.txt ./
-RUN pip install --no-cache-dir -r requirements.txt obstore==0.12.1
+RUN pip install --no-cache-dir obstore==0.12.1 -r requirements.txt
 
 FROM base AS test
 COPY requirements-test.txt ./

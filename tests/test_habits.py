@@ -85,6 +85,9 @@ def test_the_dockerfile_runs_the_two_commands_of_the_readme():
         if name == "RUN" and arguments.startswith("pip ")
     ]
     assert installed == ["requirements.txt", "requirements-test.txt"]
+    # for checkpoints in a bucket, which the manifest of Kubernetes may ask for
+    (pin,) = re.findall(r"obstore==[\d.]+", text("Dockerfile"))
+    assert pin in text("requirements.txt")
     copied = [arguments.split()[-2] for name, arguments in dockerfile() if name == "COPY"]
     assert all((ROOT / name).exists() for name in copied)
 

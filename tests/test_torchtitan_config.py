@@ -1,12 +1,18 @@
-"""A TOML file of TorchTitan as a configuration of ours (tools/torchtitan_config.py)."""
+"""A configuration of TorchTitan, a TOML file or the JSON of 0.3, as one of ours
+(tools/torchtitan_config.py, tools/torchtitan_json.py)."""
 
+import copy
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from configs.load import load_config
 from configs.schema import Config
 from tools import convert
+
+DECAY = "optimizer.weight_decay = 0.1: norms do not decay here"
 
 EIGHT_BILLION = """
 [job]
@@ -68,7 +74,7 @@ def test_a_preset_becomes_ours(tmp_path, capsys):
     assert cfg.activation_checkpoint.mode == "selective"
     assert cfg.checkpoint.interval == 0, "theirs saves nothing unless checkpoint.enable is set"
     assert not cfg.compile.enabled and not cfg.metrics.tensorboard
-    assert "no counterpart" not in said
+    assert said.count("no counterpart") == 1 and DECAY in said
 
 
 MANY = EIGHT_BILLION.replace('flavor = "8B"', 'flavor = "70B"\nconverters = ["mx"]').replace(
@@ -118,7 +124,7 @@ deterministic = true
     assert (cfg.checkpoint.interval, cfg.checkpoint.async_save) == (50, True)
     assert (cfg.checkpoint.load_hf, cfg.checkpoint.export_hf) == ("hf/70b", "bfloat16")
     assert (cfg.run.seed, cfg.run.deterministic) == (5, True)
-    assert said.count("no counterpart") == 2 and '"mx"' in said and "float16" in said
+    assert said.count("no counterpart") == 3 and '"mx"' in said and "float16" in said
     assert '# No counterpart: model.converters has "mx"' in (tmp_path / "ours.toml").read_text()
 
 
@@ -157,13 +163,13 @@ def test_what_has_no_counterpart_is_listed(place, tmp_path, capsys):
     text, sentence = LOST[place]
     assert place in EIGHT_BILLION
     _, said = translated(tmp_path, capsys, EIGHT_BILLION.replace(place, text, 1), "--gpus=64")
-    assert said.count("no counterpart:") == 1 and sentence in said
+    assert said.count("no counterpart:") == 2 and sentence in said and DECAY in said
 
 
 def test_options_that_do_nothing_are_not_listed(tmp_path, capsys):
     more = '[training]\ndtype = "float32"'
     text = EIGHT_BILLION.replace("[training]", more)
-    assert "no counterpart" not in translated(tmp_path, capsys, text, "--gpus=64")[1]
+    assert translated(tmp_path, capsys, text, "--gpus=64")[1].count("no counterpart") == 1
 
 
 WRONG = {
@@ -171,6 +177,11 @@ WRONG = {
     "not theirs": ("[run]\nfolder = 'x'\n", "", "has no option of TorchTitan's"),
     "gpus": (EIGHT_BILLION, "", "give --gpus"),
     "family": (EIGHT_BILLION.replace("llama3", "flux"), "", 'model.name = "flux" is none'),
+    "another 16B": (
+        EIGHT_BILLION.replace("llama3", "deepseek_v3").replace('"8B"', '"16B"'),
+        "",
+        "is none of the sizes here: debug, 16B-A3B",
+    ),
     "size": (
         EIGHT_BILLION.replace('"8B"', '"9B"'),
         "",
@@ -199,3 +210,184 @@ def test_an_existing_file_is_left_alone(tmp_path, capsys):
     source.write_text(EIGHT_BILLION)
     assert convert.main(["config", str(source), str(out), "--gpus=8"]) == 2
     assert "exists already" in capsys.readouterr().err and out.read_text() == "mine"
+
+
+def linear(inputs: int, outputs: int, **more: Any) -> dict[str, Any]:
+    return {"in_features": inputs, "out_features": outputs, "bias": False, **more}
+
+
+ROPE = {"theta": 500000, "scaling": "llama", "scaling_factor": 8.0, "rope_factor": 1.0}
+ATTENTION = {
+    "n_heads": 32,
+    "qkv_linear": {"head_dim": 128, "n_kv_heads": 8, "wqkv": linear(4096, 6144)},
+    "wo": linear(4096, 4096),
+    "rope": ROPE,
+}
+BLOCK = {
+    "attention": ATTENTION,
+    "feed_forward": {"w1": linear(4096, 14336), "w2": linear(14336, 4096)},
+    "moe": None,
+    "attention_norm": {"eps": 1e-5},
+}
+MODEL = {
+    "dim": 4096,
+    "vocab_size": 128256,
+    "enable_weight_tying": False,
+    "layers": [BLOCK] * 32,
+}
+EVERYTHING = {
+    "pattern": ".*",
+    "optimizer_name": "AdamW",
+    "optimizer_kwargs": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+}
+# What 0.3 writes of an 8B, shortened.
+AS_JSON = {
+    "model_spec": {"name": "llama3", "flavor": "8B", "model": MODEL},
+    "hf_assets_path": "./assets/hf/Llama-3.1-8B",
+    "dump_folder": "runs/from_titan",
+    "profiler": {"enable_profiling": True, "profile_freq": 100, "trace_post_processor": None},
+    "metrics": {"log_freq": 5, "enable_tensorboard": True, "enable_wandb": False},
+    "tokenizer": {},
+    "dataloader": {"dataset": "c4", "dataset_path": None, "num_workers": 0, "infinite": True},
+    "optimizer": {"param_groups": [EVERYTHING], "implementation": "fused"},
+    "lr_scheduler": {"warmup_steps": 200, "decay_ratio": None, "decay_type": "cosine"},
+    "training": {"local_batch_size": 1, "seq_len": 8192, "max_norm": 1.0, "steps": 1000},
+    "parallelism": {"tensor_parallel_degree": 8, "spmd_backend": "spmd_types"},
+    "checkpoint": {"enable": True, "interval": 500, "initial_load_model_only": True},
+    "activation_checkpoint": {"debug": False, "force_recompute_mm_shapes_by_fqns": ["gate"]},
+    "compile": {"enable": True, "enable_async_tensor_parallel": True, "components": ["model"]},
+    "comm": {"train_timeout_seconds": 100, "trace_buf_size": 20000, "mode": "default"},
+    "validator": {"enable": False, "freq": 500, "dataloader": {"dataset": "c4_validation"}},
+    "debug": {"seed": 7, "print_config": False},
+    "override": {"imports": []},
+    "loss": {"num_chunks": 8, "loss_fn": {"global_vocab_size": 128256}},
+}
+FLOAT8 = "float8 does not show in that file: see training.float8"
+
+
+def from_json(tmp_path: Path, capsys, tables: dict[str, Any]) -> tuple[Config, str]:
+    source, out = tmp_path / "theirs.json", tmp_path / "ours.toml"
+    source.write_text(json.dumps(tables))
+    code = convert.main(["config", str(source), str(out), "--gpus=64"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    return load_config([str(out)], 64, 8), said.out
+
+
+def changed(**tables: Any) -> dict[str, Any]:
+    """AS_JSON with tables like these, each merged with its own."""
+    result = copy.deepcopy(AS_JSON)
+    for name, table in tables.items():
+        result[name] = result[name] | table
+    return result
+
+
+def test_the_json_of_a_run_becomes_ours(tmp_path, capsys):
+    cfg, said = from_json(tmp_path, capsys, AS_JSON)
+    assert (cfg.model.family, cfg.model.flavor, cfg.model.dim) == ("llama", "8B", None)
+    assert cfg.run.folder == "runs/from_titan" and cfg.run.seed == 7
+    assert (cfg.optimizer.lr, cfg.optimizer.betas) == (3e-4, (0.9, 0.95))
+    assert (cfg.lr_schedule.kind, cfg.lr_schedule.warmup_steps) == ("cosine", 200)
+    assert (cfg.training.global_batch_size, cfg.training.seq_len) == (8, 8192)
+    p = cfg.parallelism
+    assert (p.tensor_parallel, p.async_tensor_parallel) == (8, True)
+    assert cfg.activation_checkpoint.mode == "selective" and cfg.compile.enabled
+    assert (cfg.metrics.interval, cfg.metrics.tensorboard, cfg.profiler.enabled) == (5, True, True)
+    assert (cfg.checkpoint.interval, cfg.data.source) == (500, "hf:allenai/c4/en")
+    assert said.count("no counterpart") == 2 and DECAY in said and FLOAT8 in said
+
+
+@pytest.mark.parametrize(
+    "table, mode",
+    [(None, "none"), ({"debug": False}, "full"), ({"memory_budget": 0.5}, "selective")],
+)
+def test_the_json_names_no_class_of_recomputation(table, mode, tmp_path, capsys):
+    cfg, _ = from_json(tmp_path, capsys, AS_JSON | {"activation_checkpoint": table})
+    assert cfg.activation_checkpoint.mode == mode
+
+
+def test_another_model_of_that_name_has_its_own_numbers(tmp_path, capsys):
+    """In the JSON stands the model itself, so a fork's numbers are seen."""
+    model = copy.deepcopy(MODEL)
+    model["layers"] = model["layers"][:5]
+    model["layers"][0]["feed_forward"]["w2"] = linear(12288, 4096)
+    model["layers"][0]["attention_norm"]["eps"] = 1e-6
+    model["layers"][0]["attention"]["wo"] = linear(4096, 4096, rank=8, alpha=16.0)
+    spec = {"flavor": "mine", "model": model}
+    cfg, said = from_json(tmp_path, capsys, changed(model_spec=spec))
+    m = cfg.model
+    assert (m.flavor, m.dim, m.n_layers, m.hidden_dim) == ("debug", 4096, 5, 12288)
+    assert (m.n_heads, m.n_kv_heads, m.head_dim, m.vocab_size) == (32, 8, 128, 128256)
+    assert m.rope_theta == 500000
+    assert "the model's norm_eps is 1e-06, and 1e-05 here" in said
+    assert "the model's rope_factor is 8.0, and None here" in said
+    assert "linear layers with alpha, rank: plain ones here, see [lora]" in said
+
+
+def of_deepseek() -> dict[str, Any]:
+    experts = {
+        "num_experts": 64,
+        "routed_experts": {"inner_experts": {"hidden_dim": 1408}},
+        "router": {
+            "top_k": 6,
+            "num_expert_groups": None,
+            "num_limited_groups": None,
+            "score_func": "softmax",
+            "route_norm": False,
+            "route_scale": 1.0,
+        },
+        "load_balance_coeff": 0.002,
+        "shared_experts": {"w2": linear(2816, 2048)},
+    }
+    attention = {
+        "n_heads": 16,
+        "q_lora_rank": 0,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope": ROPE | {"theta": 10000.0, "scaling": "yarn", "rope_factor": 40.0},
+    }
+    dense = BLOCK | {"attention": attention, "feed_forward": {"w2": linear(10944, 2048)}}
+    sparse = dense | {"feed_forward": None, "moe": experts}
+    model = MODEL | {"dim": 2048, "vocab_size": 102400, "layers": [dense] + [sparse] * 26}
+    spec = {"name": "deepseek_v3", "flavor": "16B", "model": model | {"mtp_layers": [1]}}
+    return changed(
+        model_spec=spec, compile={"enable": False, "enable_async_tensor_parallel": False}
+    )
+
+
+def test_a_mixture_of_experts_is_compared_number_by_number(tmp_path, capsys):
+    cfg, said = from_json(tmp_path, capsys, of_deepseek())
+    m = cfg.model
+    assert (m.family, m.flavor) == ("deepseek_v3", "16B-A3B")
+    assert (m.hidden_dim, m.vocab_size, m.routed_scale) == (10944, 102400, 1.0)
+    assert (m.n_experts, m.expert_dim, m.n_shared_experts, m.n_dense_layers) == (None,) * 4
+    assert cfg.training.expert_bias_speed == 0.002
+    for sentence in ("mtp_layers", "a softmax", "not normalised", "rope_factor is 40.0"):
+        assert sentence in said
+    assert "balanced by a bias there" not in said
+
+
+def test_what_else_of_the_json_has_no_counterpart(tmp_path, capsys):
+    embeddings = EVERYTHING | {"pattern": "tok_embeddings"}
+    tables = changed(
+        optimizer={"param_groups": [embeddings, EVERYTHING]},
+        dataloader={"sample_processor": "<function f>"},
+        override={"imports": ["mine"]},
+        parallelism={"enable_sequence_parallel": False},
+    )
+    _, said = from_json(tmp_path, capsys, tables)
+    assert "AdamW for tok_embeddings" in said and "dataloader.sample_processor" in said
+    assert 'override.imports = ["mine"]' in said
+    assert "parallelism.enable_sequence_parallel = false" in said
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({"model_spec": {"model": {}}})])
+def test_a_json_of_something_else_is_refused(text, tmp_path, capsys):
+    source, out = tmp_path / "theirs.json", tmp_path / "ours.toml"
+    source.write_text(text)
+    assert convert.main(["config", str(source), str(out), "--gpus=64"]) == 2
+    said = capsys.readouterr().err
+    assert str(source) in said and "JSON" in said or "TorchTitan 0.3" in said
+    assert not out.exists()

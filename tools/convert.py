@@ -481,7 +481,11 @@ COMMANDS = {
     ),
     "config": (
         torchtitan_config.translate,
-        ("TORCHTITAN.toml", "a TOML file of TorchTitan, up to its version 0.2.2"),
+        (
+            "FILE",
+            "a TOML file of TorchTitan up to 0.2.2, or the .json that 0.3 writes with "
+            "--debug.save_config_file",
+        ),
         ("OUT", "a new TOML file"),
         "A configuration of TorchTitan, and a list of what in it has no counterpart here.",
     ),

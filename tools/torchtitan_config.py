@@ -1,5 +1,5 @@
-"""A TOML file of TorchTitan (up to 0.2.2; later ones have Python files) as a configuration of ours:
-`python -m tools.convert config`.
+"""A configuration of TorchTitan as one of ours, `python -m tools.convert config`: a TOML file (up to
+0.2.2), or the JSON that 0.3 writes (tools/torchtitan_json.py).
 
 An option that the file leaves out has TorchTitan's default there, which is written down where it is
 another than ours. What has no counterpart is listed, in the new file and by the command. Names,
@@ -13,6 +13,8 @@ from typing import Any
 from configs.load import load_config, read_toml
 from configs.schema import InputError
 from models import NUMBERS
+from tools import torchtitan_json
+from tools.torchtitan_json import Theirs, flat
 
 # TorchTitan's defaults of the options that are translated.
 DEFAULTS: dict[str, Any] = {
@@ -149,7 +151,9 @@ RENAMED = {
     "debug.deterministic": "run.deterministic",
 }
 FAMILIES = {"llama3": "llama", "qwen3": "qwen3", "deepseek_v3": "deepseek_v3", "gpt_oss": "gpt_oss"}
-FLAVORS = {"16B": "16B-A3B", "20b": "20B", "120b": "120B"}
+FLAVORS = {"20b": "20B", "120b": "120B"}
+# Where the file has the model's numbers: the flavor that they are compared with.
+NEAREST = {"16B": "16B-A3B", "debugmodel_moe": "debug_moe"}
 DATASETS = {"c4": "hf:allenai/c4/en"}
 RESHARD = {"default": "default", "always": True, "never": False}
 STEP_TIMEOUT = "comm.train_timeout_seconds"
@@ -167,13 +171,14 @@ class Translation:
     """The options of one file. `theirs` has TorchTitan's names, with defaults; `ours` and `lost`,
     sentences about what has no counterpart, are filled step by step."""
 
-    def __init__(self, source: Path, given: dict[str, Any], gpus: int) -> None:
+    def __init__(self, source: Path, theirs: Theirs, gpus: int) -> None:
         self.source = source
-        self.given = given
-        self.theirs = DEFAULTS | given
+        self.given = theirs.given
+        self.theirs = DEFAULTS | theirs.given
+        self.numbers = theirs.numbers
         self.gpus = gpus
         self.ours: dict[str, Any] = {}
-        self.lost: list[str] = []
+        self.lost = list(theirs.lost)
         for theirs, ours in RENAMED.items():
             self.ours[ours] = self.theirs[theirs]
         self.model()
@@ -208,6 +213,8 @@ class Translation:
         # what follows is an attention kernel of theirs
         flavor = flavor.removesuffix("_flex").removesuffix("_varlen")
         flavor = FLAVORS.get(flavor, flavor)
+        if self.numbers and flavor not in NUMBERS[family].flavors:
+            flavor = NEAREST.get(flavor, "debug")
         if flavor not in NUMBERS[family].flavors:
             raise InputError(
                 f'{self.source}: model.flavor = "{self.theirs["model.flavor"]}" of {name} is none '
@@ -215,6 +222,20 @@ class Translation:
             )
         self.ours["model.family"] = family
         self.ours["model.flavor"] = flavor
+        self.model_numbers(NUMBERS[family].flavors[flavor], NUMBERS[family].options)
+        if "expert_bias_speed" in self.numbers and family == "deepseek_v3":
+            self.ours["training.expert_bias_speed"] = self.numbers["expert_bias_speed"]
+
+    def model_numbers(self, flavor: dict[str, Any], options: dict[str, Any]) -> None:
+        """The numbers that differ from the flavor's are set where [model] has them."""
+        ours = {**flavor, "rope_factor": (flavor.get("rope_scaling") or {}).get("factor")}
+        for name, value in self.numbers.items():
+            if name not in ours or value == ours[name]:
+                continue
+            if name in options:
+                self.ours[f"model.{name}"] = value
+            else:
+                self.lost.append(f"the model's {name} is {value}, and {ours[name]} here")
 
     def data(self) -> None:
         source = self.theirs["training.dataset_path"]
@@ -277,6 +298,8 @@ class Translation:
         ratio = self.theirs["lr_scheduler.decay_ratio"]
         if self.theirs["optimizer.name"] != "AdamW":
             self.lose("optimizer.name", "AdamW is used")
+        if self.theirs["optimizer.weight_decay"]:
+            self.lose("optimizer.weight_decay", "norms do not decay here")
         self.ours["optimizer.betas"] = [self.theirs[f"optimizer.beta{i}"] for i in (1, 2)]
         decays_at_once = ratio is None or warmup + round(steps * ratio) >= steps
         if shape not in ("linear", "cosine"):
@@ -355,21 +378,27 @@ class Translation:
     def rest(self) -> None:
         """The seed, and every option of the file that nothing above has read."""
         self.ours["run.seed"] = self.theirs["debug.seed"] or 0
+        without_effect = WITHOUT_EFFECT | torchtitan_json.NEW
         for option, value in self.given.items():
             known = option in DEFAULTS or option in OF_NO_CONSEQUENCE
-            if not known and WITHOUT_EFFECT.get(option, value is None) != value:
+            if not known and without_effect.get(option, value is None) != value:
                 self.lose(option, "has no counterpart")
 
 
 def translate(source: Path, out: Path, gpus: int) -> str:
     """Write the configuration of ours, and return what was done, in sentences.
 
-    Raises InputError if the source is no TOML file of TorchTitan, if its model is none of ours, if
+    Raises InputError if the source is no file of TorchTitan, if its model is none of ours, if
     the new file exists, and for a configuration that is refused here: nothing is written then.
     """
     if out.exists():
         raise InputError(f"{out} exists already: give the name of a new file")
-    given = flat(read_toml(source))
+    theirs = (
+        torchtitan_json.read(source)
+        if source.suffix == ".json"
+        else Theirs(flat(read_toml(source)), numbers={}, lost=[])
+    )
+    given = theirs.given
     if not any(option in DEFAULTS for option in given):
         raise InputError(f"{source} has no option of TorchTitan's: is it one of its TOML files?")
     for option, value in given.items():
@@ -378,7 +407,7 @@ def translate(source: Path, out: Path, gpus: int) -> str:
             raise InputError(
                 f"{source}: {option} = {json.dumps(value)} is no {type(expected).__name__}"
             )
-    translation = Translation(source, given, gpus)
+    translation = Translation(source, theirs, gpus)
     text = as_toml(source, translation)
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(f".{out.name}.partial")
@@ -394,17 +423,6 @@ def translate(source: Path, out: Path, gpus: int) -> str:
     said = [f"{source} -> {out}"]
     said += [f"no counterpart: {lost}" for lost in translation.lost]
     return "\n".join(said)
-
-
-def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Tables in tables as "table.option"."""
-    result = {}
-    for name, value in tables.items():
-        if isinstance(value, dict):
-            result |= flat(value, f"{prefix}{name}.")
-        else:
-            result[prefix + name] = value
-    return result
 
 
 def kinds_of(value: Any) -> type | tuple[type, ...]:
