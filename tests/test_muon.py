@@ -126,13 +126,21 @@ def test_muon_gets_the_hidden_matrices(name, flavor):
 # ------------------------------------------------------------------------------------ any mesh
 
 LATENT = [*EXPERTS["deepseek_v3"], NARROW_QUERIES]
+# One on each rank of two, and their rows divide evenly: FSDP shards each by row.
+FEW_EXPERTS = [
+    *EXPERTS["qwen3 experts"],
+    "--model.n_experts=2",
+    "--model.experts_per_token=1",
+    "--model.expert_dim=12",
+]
 RUNS = {  # name: (mesh, further options)
     "fsdp2xtp2": ("fsdp2xtp2", []),
     "ep2": ("ep2", EXPERTS["qwen3 experts"]),
     "latent attention": ("fsdp2", LATENT),
     "ep2xtp2": ("experts on ep2xtp2", EXPERTS["deepseek_v3"]),
+    "rows of experts": ("ep2xfsdp2", FEW_EXPERTS),
 }
-FAST = "fsdp2xtp2", "ep2"
+FAST = "fsdp2xtp2", "ep2", "rows of experts"
 
 
 @pytest.mark.cap(300)
