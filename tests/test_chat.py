@@ -186,6 +186,20 @@ def test_a_template_stays_in_its_sandbox(template):
         as_chat("strict").encode({"messages": twice})
 
 
+def test_text_that_its_tokens_do_not_give_back_is_named():
+    """Answers are found by counting bytes, so a token too few would move every label after it."""
+    form = as_chat()
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    record = {"messages": messages}
+    whole = form.encode(record).ids
+    form.tokens = lambda text: whole[:-1]
+    with pytest.raises(answers.Unfit, match="its tokenizer does not give back"):
+        form.encode(record)
+    form.tokens = lambda text: whole[:0]
+    with pytest.raises(answers.Unfit, match="its tokenizer does not give back"):
+        form.encode(record)
+
+
 # --------------------------------------------------------------------------------------------------
 # what cannot be used
 

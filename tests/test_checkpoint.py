@@ -1197,9 +1197,15 @@ def test_a_rank_reads_and_verifies_only_the_blocks_it_needs(tmp_path, monkeypatc
         for b in range(a + 1, 24):
             assert torch.equal(read("t", [a, 2], [b - a, 3]), whole[a:b, 2:5])
     assert all(torch.equal(read(name, [0] * t.ndim, list(t.shape)), t) for name, t in live.items())
+    counted = []
+    buffer = memoryview(bytearray(64))
     with verify.Shard(tmp_path, manifest, 0) as shard:
         start = shard.find("t", ([0, 0], [23, 7]))["start"]
-    flip(path, start + 300)
+        verify._verify_shard(shard, buffer, counted.append)
+        assert sorted(counted) == [4, 4, 9, *[64] * 10], "t has 644 bytes, h 9 and s 4"
+        flip(path, start + 300)
+        with pytest.raises(Damaged, match=f"at byte {start + 256}:"):
+            verify._verify_shard(shard, buffer, counted.append)
     # 28 bytes each; the flipped byte lies in block 4, bytes 256 to 320: rows 9 to 11
     for row in range(23):
         if row not in (9, 10, 11):

@@ -312,6 +312,27 @@ def test_a_second_run_is_refused_and_a_released_prefix_is_not(store, tmp_path):
     assert run_ranks(1, there, resume, tmp_path)[0][:2] == (1, [1.0])
 
 
+def test_an_owner_that_may_be_alive_is_not_dead(monkeypatch):
+    """Taken over at once is the prefix of a process of this machine that has ended. One of another
+    user may not be asked, and a number that is none names nobody."""
+    owner = {"where": lease._where(), "pid": os.getpid()}
+    assert not lease._is_dead(owner)
+    assert not lease._is_dead(owner | {"pid": "x"}) and not lease._is_dead(owner | {"pid": 1 << 80})
+
+    def raises(error: type[OSError]) -> None:
+        def kill(pid: int, signal: int) -> None:
+            raise error
+
+        monkeypatch.setattr(os, "kill", kill)
+
+    raises(PermissionError)
+    assert not lease._is_dead(owner)
+    raises(ProcessLookupError)
+    assert lease._is_dead(owner)
+    assert not lease._is_dead(owner | {"where": "another machine"})
+    assert not lease._is_dead(owner | {"where": ""})
+
+
 def test_of_many_that_come_at_once_one_gets_the_prefix(store):
     for owner in (None, {"host": "elsewhere", "pid": 1, "where": "", "id": "0badcafe"}):
         store.remove(AT + ".lease")

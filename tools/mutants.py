@@ -61,6 +61,7 @@ RULES = [
     "config::test_a_family_with_experts_may_have_none",
     "config::test_every_option_can_be_set_and_reads_back",
 ]
+FLAVORS = [*RULES, "models::test_published_totals"]
 FSDP, TP, PP = (
     f"parallel::test_mesh_equals_the_plain_model[{mesh}]" for mesh in ("fsdp2", "tp2", "pp2")
 )
@@ -103,17 +104,18 @@ TESTS = {
         "collectives::test_n3_a_rank_whose_recomputed_gradient_differs_is_named",
         "health::test_c3_ranks_that_are_not_alike_do_not_start",
         "convert::test_a_run_starts_from_hugging_face_and_ends_there",
+        "compare_runs::test_the_same_run_is_bitwise_equal_whatever_the_machine_did",
         FSDP,
         ZBV,
     ],
     "models/__init__.py": [*RULES, "models"],
     "models/options.py": RULES,
     "models/flavors/__init__.py": RULES,
-    "models/flavors/llama.py": RULES,
-    "models/flavors/qwen3.py": RULES,
-    "models/flavors/deepseek_v3.py": RULES,
-    "models/flavors/olmo2.py": RULES,
-    "models/flavors/gpt_oss.py": RULES,
+    "models/flavors/llama.py": FLAVORS,
+    "models/flavors/qwen3.py": FLAVORS,
+    "models/flavors/deepseek_v3.py": FLAVORS,
+    "models/flavors/olmo2.py": FLAVORS,
+    "models/flavors/gpt_oss.py": FLAVORS,
     "models/formats/dense.py": [*MODEL, *FILES_OF_OTHERS],
     "models/formats/llama.py": [*MODEL, *FILES_OF_OTHERS],
     "models/formats/qwen3.py": [*MODEL, *FILES_OF_OTHERS],
@@ -361,6 +363,7 @@ TESTS = {
         "checkpoint::test_a_newer_format_is_refused_by_name",
         "checkpoint::test_what_is_not_a_checkpoint_is_ignored",
         "checkpoint::test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch",
+        "checkpoint::test_a_rank_reads_and_verifies_only_the_blocks_it_needs",
         "checkpoint::test_no_file_of_a_checkpoint_can_run_code_or_leave_the_folder",
         "checkpoint::test_a_damaged_checkpoint_is_named_and_the_one_before_used",
         "checkpoint::test_going_back_starts_an_attempt_that_is_newer_than_the_future_it_replaces",
