@@ -344,6 +344,18 @@ RULES = {
         "data_parallel_shard, context_parallel and tensor_parallel, from which its groups are "
         "taken",
     ),
+    "ep_hosts": (
+        lambda c: (
+            c.parallelism.expert_exchange == "hierarchical"
+            and (
+                c.parallelism.expert_parallel <= c.local_world
+                or c.parallelism.expert_parallel % c.local_world != 0
+            )
+        ),
+        "{parallelism.expert_exchange} is for experts that are shared by all ranks of several "
+        "hosts, and {parallelism.expert_parallel} is no such multiple of the {local_world} "
+        'processes of a host: use "flat", or change expert_parallel',
+    ),
     "ep_reshard": (  # as in tp_reshard: experts are sharded over a slice of the ranks
         lambda c: (
             _is_number(c.parallelism.reshard_after_forward) and c.parallelism.expert_parallel > 1

@@ -499,6 +499,9 @@ class Parallelism(Table):
     expert_parallel: int = Field(1, ge=1)
     """Ranks of data_parallel_shard x context_parallel x tensor_parallel that share the experts of
     every MoE layer."""
+    expert_exchange: Literal["flat", "hierarchical"] = "flat"
+    """How tokens reach experts on other hosts: a row for each expert, or (hierarchical) once to each
+    host."""
     async_tensor_parallel: bool = False
     """Hide tensor parallelism's gathers and scatters behind its matmuls (needs compiled blocks and
     NVLink)."""

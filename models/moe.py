@@ -134,18 +134,10 @@ class MixtureOfExperts(nn.Module):
         B, T, _ = x.shape
         tokens = x.flatten(0, 1)  # [N, D]
         choice = self.router(tokens)
-        k = choice.experts.shape[-1]
-        by_sequence = choice.experts.view(B, T * k)
+        by_sequence = choice.experts.view(B, -1)  # [B, T k]
         counts = by_sequence.new_zeros(B, self.args.n_experts)  # [B, X]
         counts.scatter_add_(1, by_sequence, torch.ones_like(by_sequence))
-        # Dispatch. order [M]: which (token, choice) each row is of
-        order = choice.experts.flatten().argsort(stable=True)
-        rows = self.experts(tokens[order // k], counts.sum(0))  # [M, D]
-        # Combine. back [M]: which row each (token, choice) has got
-        numbers = torch.arange(len(order), device=order.device)
-        back = torch.empty_like(order).scatter_(0, order, numbers)
-        weights = choice.weights.to(rows.dtype)[:, None]  # [N, 1, k]
-        out = torch.bmm(weights, rows[back].view(B * T, k, -1)).view_as(x)
+        out = self.routed(tokens, choice.experts, choice.weights, counts.sum(0)).view_as(x)
         if self.args.n_shared_experts:
             out = out + self.shared_experts(x)
         terms = {}
@@ -156,6 +148,21 @@ class MixtureOfExperts(nn.Module):
         terms["router_entropy"] = Term(entropy)
         terms["expert_counts"] = Term(counts.sum(0))
         return out, terms
+
+    def routed(self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """The weighted sum of each token's experts. tokens [N, D]; chosen int64 [N, k]; weights
+        [N, k]; counts int64 [X]: the rows of each expert -> [N, D]. Expert parallelism may replace
+        this."""
+        k = chosen.shape[1]
+        # Dispatch. order [M]: which (token, choice) each row is of
+        order = chosen.flatten().argsort(stable=True)
+        rows = self.experts(tokens[order // k], counts)  # [M, D]
+        # Combine. back [M]: which row each (token, choice) has got
+        numbers = torch.arange(len(order), device=order.device)
+        back = torch.empty_like(order).scatter_(0, order, numbers)
+        weights = weights.to(rows.dtype)[:, None]  # [N, 1, k]
+        of_tokens = rows[back].view(*chosen.shape, rows.shape[1])  # [N, k, D]
+        return torch.bmm(weights, of_tokens).squeeze(1)
 
     def balance(self, affinities: Tensor, counts: Tensor) -> Tensor:
         """The auxiliary loss: DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations

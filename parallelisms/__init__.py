@@ -16,6 +16,7 @@ hooks, and it replaces methods on instances. This is the whole list of the metho
 | | models/lora.py | adapters beside them |
 | `Linear.forward` in a block | models/lora.py | adds what the adapters give |
 | `Experts.forward` | ep.py | all-to-alls for dispatch and combine |
+| `MixtureOfExperts.routed` | ep_hosts.py | the same in two steps, between hosts and inside |
 | `MixtureOfExperts.counts_of_whole_sequences` | ep.py | several ranks share a sequence |
 
 Each is declared on its class (models/layers.py, models/moe.py) and keeps its signature. A core that
@@ -74,7 +75,7 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
     """
     check_torch(cfg, mesh.experts_mesh is not None)
     cores.check(model, mesh, cfg.training.attention)
-    ep.apply(model, mesh)
+    ep.apply(model, mesh, cfg.parallelism.expert_exchange)
     tp.apply(model, mesh.tp_mesh, tp_plan)
     lora.apply(model, mesh, cfg, tp_plan)
     if cfg.parallelism.async_tensor_parallel:

@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from parallelisms import ep_hosts
 from parallelisms.mesh import Mesh
 
 
-def apply(model: nn.Module, mesh: Mesh) -> nn.Module:
+def apply(model: nn.Module, mesh: Mesh, exchange: str = "flat") -> nn.Module:
     """Leave this rank its experts, in place, let the mixtures dispatch rows to those of others, and
-    let them count the tokens of whole sequences. The model is on `meta`."""
+    let them count the tokens of whole sequences. The model is on `meta`. exchange: as in
+    `parallelism.expert_exchange`."""
     sharing_dims = [dim for dim in ("cp", "tp") if mesh.sizes[dim] > 1]
     sharing_sequences = [mesh.device_mesh.get_group(dim) for dim in sharing_dims]
     sum_over_ranks = partial(summed, groups=sharing_sequences)
@@ -37,7 +39,9 @@ def apply(model: nn.Module, mesh: Mesh) -> nn.Module:
         if sharing_sequences:
             mixture.counts_of_whole_sequences = sum_over_ranks
         if mesh.experts_mesh is not None:
-            distribute(mixture.experts, mesh)
+            distribute(mixture.experts, mesh, exchange)
+    if exchange == "hierarchical":
+        ep_hosts.apply(model, mesh)
     return model
 
 
@@ -48,14 +52,15 @@ def summed(counts: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
     return counts
 
 
-def distribute(experts: nn.Module, mesh: Mesh) -> None:
-    """Leave this rank its part of the experts, a models/moe.py::Experts, in place."""
+def distribute(experts: nn.Module, mesh: Mesh, exchange: str) -> None:
+    """Leave this rank its part of the experts, a models/moe.py::Experts, in place. In the flat
+    exchange it is they who dispatch and combine."""
     ep_mesh = mesh.experts_mesh["ep"]
     for name, weight in list(experts.named_parameters()):
         part = distribute_tensor(weight, ep_mesh, [Shard(0)], src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(part))
     experts.weights_for_forward = local_parts(experts.weights_for_forward, mesh.tp / mesh.ep)
-    if mesh.ep > 1:
+    if mesh.ep > 1 and exchange == "flat":
         experts.forward = exchanged(experts.forward, ep_mesh.get_group())
 
 

@@ -76,7 +76,8 @@ class Mesh:
     # The same ranks by pp, dp_replicate, edp, ep, where several ranks share the experts
     experts_mesh: DeviceMesh | None = None
     to_lower: dist.ProcessGroup | None = None  # a second pp group, for sends to lower ranks
-    more_groups: list[dist.ProcessGroup] = field(default_factory=list, compare=False)
+    # by name: those that a mesh opens when they are asked for
+    more_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, compare=False)
     progress_counter: ProgressCounter = field(default_factory=counter_of_this_rank, compare=False)
 
     @property
@@ -171,10 +172,10 @@ class Mesh:
         world = dist.group.WORLD
         if self.pp == 1 and world is not None:
             return world
-        if not self.more_groups:
+        if "stage" not in self.more_groups:
             of_stage = self.device_mesh[DIMENSIONS[1:]]._flatten("stage")
-            self.more_groups.append(of_stage.get_group())
-        return self.more_groups[0]
+            self.more_groups["stage"] = of_stage.get_group()
+        return self.more_groups["stage"]
 
     def set_timeout(self, seconds: int) -> None:
         """Limit every collective. The mesh's groups do not inherit the default group's limit, so
@@ -186,7 +187,7 @@ class Mesh:
             groups += self.experts_mesh.get_all_groups()
         if self.to_lower is not None:
             groups.append(self.to_lower)
-        groups += self.more_groups
+        groups += self.more_groups.values()
         for group in groups:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 

@@ -12,6 +12,7 @@ ranks and microbatches. A run is a combination of one setting per factor (FACTOR
 """
 
 import functools
+import os
 import warnings
 
 import numpy as np
@@ -41,6 +42,9 @@ MUON = [*ADAMW, "--optimizer.kind=muon", "--optimizer.ns_dtype=float64"]
 SGD = ["--optimizer.kind=sgd", "--optimizer.lr=0.2", "--optimizer.momentum=0.9"]
 # six in a pipeline. trajectory() makes the option: it depends on the mesh
 TWO_MICROBATCHES = "two microbatches"
+# two ranks of a run say that they are on one host, and the next two that they are on another.
+# trajectory() sets what a launcher would
+TWO_ON_A_HOST = "two ranks on a host"
 # windows have documents of 3 to 7 tokens, and attention stays inside each; no option of a run
 # either
 DOCUMENTS = "documents"
@@ -156,7 +160,9 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
         marker in options for marker in MARKERS
     )
     NUMBERS_OF["deepseek_v3"].flavors["debug"]["q_rank"] = 23 if is_narrow else 0
-    options = [option for option in options if option not in (TWO_MICROBATCHES, *MARKERS)]
+    os.environ["LOCAL_WORLD_SIZE"] = str(2 if TWO_ON_A_HOST in options else world().size)
+    markers = TWO_MICROBATCHES, TWO_ON_A_HOST, *MARKERS
+    options = [option for option in options if option not in markers]
     base = options_of_a_family(options)
     cfg = load_config(
         [*base, f"--training.local_batch_size={rows}", *options], world().size, world().local_size

@@ -76,6 +76,17 @@ EXPERT_MESHES = {  # as MESHES
     "ep2xfsdp3": (6, [EP2], 6),
     "ep2xpp2xcp2": (8, [EP2, "--parallelism.pipeline_parallel=2", CP2], 2),
 }
+# Two ranks of these are on each host: what tests/parity.py makes of the marker.
+BY_HOST = ["--parallelism.expert_exchange=hierarchical", "two ranks on a host"]
+EXPERT_MESHES |= {
+    "ep4 by host": (4, ["--parallelism.expert_parallel=4", *BY_HOST], 4),
+    "ep4 of cp2 by host": (4, [CP2, "--parallelism.expert_parallel=4", *BY_HOST], 2),
+    "ep4xpp2 by host": (
+        8,
+        ["--parallelism.expert_parallel=4", "--parallelism.pipeline_parallel=2", *BY_HOST],
+        4,
+    ),
+}
 # The same with tensor parallelism, which splits the hidden units of shared experts evenly.
 EXPERT_MESHES |= {
     f"experts on {name}": (
@@ -91,6 +102,7 @@ EXPERT_MESHES |= {
         "pp2xtp2": (4, ["--parallelism.pipeline_parallel=2"], 1),
         "ep4 of cp2xtp2": (4, [CP2, "--parallelism.expert_parallel=4"], 1),
         "ep2xfsdp2xtp2": (8, [EP2], 4),
+        "ep4xtp2 by host": (4, ["--parallelism.expert_parallel=4", *BY_HOST], 2),
     }.items()
 }
 SMALL_MODEL = (  # sizes that meshes do not divide evenly, in float32, with sequences of 16 tokens

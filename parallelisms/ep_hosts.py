@@ -1,0 +1,192 @@
+"""Hierarchical dispatch and combine: of an ep group that spans hosts, a token crosses the wire to
+each other host once, however many of its experts are there, and its result comes back once.
+
+An ep group is hosts x ranks of a host. Dispatch goes in two steps. First each rank sends a token to
+its peer, the rank with the same place, on every host that has one of the token's experts. The peer
+then sends copies to the ranks of its host that have these experts, over the links inside the host.
+Combine goes back the same way. Each rank adds the weighted results of its own experts, the peer adds
+these partial sums of its host's ranks, and the token's rank adds those of the hosts. So the weights
+of a token's experts travel beside it. Backward retraces these steps: a gradient crosses once in each
+direction too. (DeepSeek-V3, arXiv:2412.19437, section 3.2.2, sends tokens by such a route.)
+
+The flat exchange (parallelisms/ep.py) sends a row for each expert of a token. The sums here have
+another order, and in bfloat16 a partial sum is rounded before it is sent.
+
+Shapes:  N tokens of this rank   D = dim   X experts   k experts of a token   H hosts   L ranks of a
+         host   n tokens that have arrived at a step   m copies of them that are sent on
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
+
+from models.kernels.precision import wide, wide_type
+from parallelisms.mesh import Mesh, world
+
+PEERS, HOST = "ep_peers", "ep_host"  # names of the two groups, in Mesh.more_groups
+
+
+class Tokens(NamedTuple):
+    """What arrives at a step of dispatch."""
+
+    x: Tensor  # [n, D]
+    # int64 [n, k]: counted from the first expert of this place, so those of others are outside of
+    # its range
+    experts: Tensor
+    weights: Tensor  # [n, k], in the type of x: of the experts' results
+
+
+class Sizes(NamedTuple):
+    """How many copies of tokens this rank sends and gets, on the host."""
+
+    to_peers: list[int]  # [H]
+    from_peers: list[int]
+    to_ranks: list[int]  # [L], of its host
+    from_ranks: list[int]
+    rows: int  # of its experts: a copy has one for each expert that it is there for
+
+
+def apply(model: nn.Module, mesh: Mesh) -> None:
+    """Let the mixtures dispatch and combine by host, in place. parallelisms/ep.py has left this
+    rank its experts. Every rank calls this: it opens two groups."""
+    peers, host = open_groups(mesh)
+    for mixture in model.mixtures().values():
+        mixture.routed = by_host(mixture.experts, peers, host)
+
+
+def open_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The ranks with this one's place on the hosts of its ep group, and the ranks of its host."""
+    local = world().local_size  # configs/check.py: it divides ep
+    rank = mesh.rank
+    first = rank // mesh.ep * mesh.ep
+    first_here = rank // local * local
+    ranks = {
+        PEERS: list(range(first + rank % local, first + mesh.ep, local)),
+        HOST: list(range(first_here, first_here + local)),
+    }
+    for name, members in ranks.items():
+        mesh.more_groups[name] = dist.new_group(
+            members, timeout=mesh.timeout(), use_local_synchronization=True
+        )
+    return mesh.more_groups[PEERS], mesh.more_groups[HOST]
+
+
+def by_host(
+    experts: nn.Module, peers: dist.ProcessGroup, host: dist.ProcessGroup
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """A `routed` for `models/moe.py::MixtureOfExperts`. experts: those of this rank."""
+
+    def routed(x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """x [N, D]; chosen int64 [N, k]; weights [N, k]; counts int64 [X] -> [N, D]."""
+        sizes = exchange_sizes(chosen, counts, peers, host)
+        of_host = len(counts) // peers.size()  # experts of a host
+        of_rank = of_host // host.size()
+
+        def on_rank(tokens: Tokens) -> Tensor:
+            return compute(experts, tokens, of_rank, sizes.rows)
+
+        def on_host(tokens: Tokens) -> Tensor:
+            return visit(host, tokens, of_rank, sizes.to_ranks, sizes.from_ranks, on_rank)
+
+        tokens = Tokens(x, chosen, weights.to(x.dtype))
+        return visit(peers, tokens, of_host, sizes.to_peers, sizes.from_peers, on_host)
+
+    return routed
+
+
+def visit(
+    group: dist.ProcessGroup,
+    tokens: Tokens,
+    size: int,
+    sent: list[int],
+    received: list[int],
+    work: Callable[[Tokens], Tensor],
+) -> Tensor:
+    """Send a copy of each token to the ranks of the group where it has experts, let `work` turn
+    what arrives [n, D] into results [n, D], and add those of each token -> [n, D]. size: the
+    experts of a rank, or of all ranks that it stands for. sent, received: copies, by rank."""
+    n, width = tokens.x.shape
+    # [m]: rank after rank, each in the tokens' order
+    copies = first_true(reached(tokens.experts, group.size(), size).T, sum(sent)) % n
+    rows = torch.cat((tokens.x, tokens.weights), 1).index_select(0, copies)  # [m, D + k]
+    rows = funcol.all_to_all_single_autograd(rows, received, sent, group)
+    experts = tokens.experts.index_select(0, copies)  # [m, k]
+    experts = funcol.all_to_all_single(experts, received, sent, group)
+    experts = funcol.wait_tensor(experts) - group.rank() * size
+    results = work(Tokens(rows[:, :width], experts, rows[:, width:]))
+    results = funcol.all_to_all_single_autograd(results, sent, received, group)  # [m, D]
+    return added(results, copies, n)
+
+
+def compute(experts: nn.Module, tokens: Tokens, size: int, rows: int) -> Tensor:
+    """The weighted results of this rank's experts, added for each token -> [n, D]. size: their
+    number. rows: for all tokens together."""
+    n, k = tokens.experts.shape
+    is_here = (tokens.experts >= 0) & (tokens.experts < size)
+    numbers = tokens.experts.where(is_here, size).flatten()  # [n k]; size: elsewhere
+    counts = numbers.new_zeros(size + 1).scatter_add(0, numbers, torch.ones_like(numbers))
+    order = numbers.argsort(stable=True)[:rows]  # by expert
+    copies = order // k
+    results = experts(tokens.x.index_select(0, copies), counts[:size])  # [rows, D]
+    weights = tokens.weights.flatten().index_select(0, order)
+    return added(results * weights[:, None], copies, n)
+
+
+def added(rows: Tensor, places: Tensor, n: int) -> Tensor:
+    """The sum of the rows [m, D] of each place, in float32 -> [n, D]. places int64 [m]."""
+    sums = rows.new_zeros(n, rows.shape[1], dtype=wide_type(rows.dtype))
+    return sums.index_add(0, places, wide(rows)).to(rows.dtype)
+
+
+def reached(experts: Tensor, places: int, size: int) -> Tensor:
+    """Which of the places have an expert of each token: experts int64 [n, k] -> bool [n, places].
+    size: the experts of a place."""
+    numbers = torch.arange(places, device=experts.device)
+    return (experts[:, :, None] // size == numbers).any(1)
+
+
+def first_true(flags: Tensor, count: int) -> Tensor:
+    """The positions, int64 [count], of the flags that are set, of which there are so many."""
+    return flags.flatten().logical_not().byte().argsort(stable=True)[:count]
+
+
+def exchange_sizes(
+    chosen: Tensor, counts: Tensor, peers: dist.ProcessGroup, host: dist.ProcessGroup
+) -> Sizes:
+    """What each step of dispatch sends, by two small all-to-alls and one host-device sync. chosen
+    int64 [N, k]; counts int64 [X]: the rows of each expert."""
+    hosts = peers.size()
+    ranks = host.size()
+    of_rank = len(counts) // (hosts * ranks)
+    to_ranks = reached(chosen, hosts * ranks, of_rank).unflatten(1, (hosts, ranks))  # [N, H, L]
+    to_hosts = to_ranks.any(2).sum(0)  # [H]
+    rows = counts.view(hosts, ranks, of_rank).sum(2)  # [H, L]
+    leaving = torch.cat((to_hosts[:, None], to_ranks.sum(0), rows), 1)  # [H, 1 + 2 L]
+    coming = funcol.wait_tensor(funcol.all_to_all_single(leaving, None, None, peers))
+    # [L, 2]: what all hosts want of each rank of this one, in copies and in rows
+    inside = coming[:, 1:].sum(0).view(2, ranks).T.contiguous()
+    arriving = funcol.wait_tensor(funcol.all_to_all_single(inside, None, None, host))
+    return on_the_host(to_hosts, coming[:, 0], inside[:, 0], arriving)
+
+
+def on_the_host(to_peers: Tensor, from_peers: Tensor, to_ranks: Tensor, arriving: Tensor) -> Sizes:
+    """The numbers, int64 [H], [H], [L] and [L, 2], copied to the host at once.
+
+    This is a host-device sync. tools/plan, whose tensors have no values, replaces this function."""
+    between = torch.stack((to_peers, from_peers))  # [2, H]
+    inside = torch.stack((to_ranks, arriving[:, 0], arriving[:, 1]))  # [3, L]
+    numbers = torch.cat((between.flatten(), inside.flatten())).tolist()
+    hosts = len(to_peers)
+    ranks = len(to_ranks)
+    numbers_inside = numbers[2 * hosts :]
+    return Sizes(
+        to_peers=numbers[:hosts],
+        from_peers=numbers[hosts : 2 * hosts],
+        to_ranks=numbers_inside[:ranks],
+        from_ranks=numbers_inside[ranks : 2 * ranks],
+        rows=sum(numbers_inside[2 * ranks :]),
+    )

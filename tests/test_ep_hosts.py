@@ -1,0 +1,307 @@
+"""Dispatch and combine by host (parallelisms/ep_hosts.py): the numbers of one process, and one row
+for each token and host on the wire."""
+
+import os
+from collections import Counter
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.moe import Experts, MixtureOfExperts
+from parallelisms import ep, ep_hosts
+from parallelisms.ep_hosts import Tokens
+from reliability.collectives import group_of
+from tests import parity
+from tests.covering import covering_array
+from tests.parity import BETWEEN_OTHERS, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
+from tests.ranks import run_ranks
+
+# Three hosts of two ranks; each rank has two experts. All sizes differ.
+HOSTS, RANKS, OF_RANK = 3, 2, 2
+WORLD, X, K, DIM, HIDDEN = 6, 12, 5, 7, 11
+PEAK = 13  # tokens of the last rank
+
+
+def tokens_of(rank: int) -> int:
+    """Tokens of a rank: each has another number, and the first has none."""
+    return PEAK * rank // (WORLD - 1)
+
+
+def spread(n: int) -> Tensor:
+    return torch.rand(n, X).topk(K).indices
+
+
+def to_one_rank_first(n: int) -> Tensor:
+    """Every token wants both experts of rank 4, and three others."""
+    scores = torch.rand(n, X)
+    scores[:, 8:10] += 1
+    return scores.topk(K).indices
+
+
+def not_to_a_host(n: int) -> Tensor:
+    """No token wants an expert of the second host, the experts 4 to 7."""
+    scores = torch.rand(n, X)
+    scores[:, 4:8] -= 1
+    return scores.topk(K).indices
+
+
+def to_one_expert(n: int) -> Tensor:
+    return torch.full((n, 1), 9)
+
+
+ROUTINGS = {
+    "spread": spread,
+    "all to one rank, and to others": to_one_rank_first,
+    "none to a host": not_to_a_host,
+    "all to one expert": to_one_expert,
+}
+
+
+class CountRows(TorchDispatchMode):
+    """The rows of all-to-alls that leave this rank's host, and those that stay on it: the count of
+    each by the type of the numbers, in forward and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crossing: list[int] = []
+        self.staying: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            self.note(*args)
+        return func(*args, **(kwargs or {}))
+
+    def note(self, rows: Tensor, _: list[int], sent: list[int], group: str) -> None:
+        if not rows.is_floating_point():
+            return  # numbers of rows and of experts
+        here = dist.get_rank() // RANKS
+        ranks = dist.get_process_group_ranks(group_of((group,)))
+        hosts = Counter()
+        for rank, count in zip(ranks, sent, strict=True):
+            hosts[rank // RANKS == here] += count
+        self.crossing.append(hosts[False])
+        self.staying.append(hosts[True])
+
+
+def layer() -> Experts:
+    experts = Experts(SimpleNamespace(n_experts=X, expert_dim=HIDDEN, dim=DIM)).double()
+    for weight in experts.parameters():
+        nn.init.normal_(weight, std=0.5)
+    return experts
+
+
+def part_of(experts: Experts, rank: int) -> Experts:
+    """With the experts of this rank alone."""
+    part = layer()
+    for name, weight in experts.named_parameters():
+        own = weight.detach()[rank * OF_RANK : (rank + 1) * OF_RANK].clone()
+        part.register_parameter(name, nn.Parameter(own))
+    return part
+
+
+def plainly(experts: Experts, *inputs: Tensor) -> Tensor:
+    """As one process computes it."""
+    counts = inputs[1].flatten().bincount(minlength=X)
+    return MixtureOfExperts.routed(SimpleNamespace(experts=experts), *inputs, counts)
+
+
+def exchange_errors(name: str, groups: tuple) -> tuple[dict[str, float], dict[str, int]]:
+    """The largest errors of this rank's results and gradients; and the rows that it sent to other
+    hosts by the hierarchical and by the flat exchange, with what each should be."""
+    torch.manual_seed(7)
+    rank, experts = dist.get_rank(), layer()
+    begins = [sum(map(tokens_of, range(r))) for r in range(WORLD + 1)]
+    mine = slice(begins[rank], begins[rank + 1])
+    x = torch.randn(begins[-1], DIM, dtype=torch.float64)
+    chosen = ROUTINGS[name](begins[-1])
+    weights = torch.rand(chosen.shape, dtype=torch.float64)
+    grad = torch.randn_like(x)
+    all_inputs = [x.requires_grad_(), weights.requires_grad_()]
+    right = plainly(experts, x, chosen, weights)
+    right_grads = torch.autograd.grad(right, [*all_inputs, *experts.parameters()], grad)
+
+    part = part_of(experts, rank)
+    routed = ep_hosts.by_host(part, *groups)
+    own = [tensor.detach()[mine].requires_grad_() for tensor in (x, weights)]
+    counts = chosen[mine].flatten().bincount(minlength=X)
+    with CountRows() as by_host:
+        out = routed(own[0], chosen[mine], own[1], counts)
+        grads = torch.autograd.grad(out, [*own, *part.parameters()], grad[mine])
+    flat_part = SimpleNamespace(experts=ep.exchanged(part_of(experts, rank), dist.group.WORLD))
+    with CountRows() as flat:
+        out_flat = MixtureOfExperts.routed(flat_part, own[0], chosen[mine], own[1], counts)
+        torch.autograd.grad(out_flat, own, grad[mine])
+
+    of_rank = slice(rank * OF_RANK, (rank + 1) * OF_RANK)
+    wanted = [right[mine], right_grads[0][mine], right_grads[1][mine]]
+    wanted += [gradient[of_rank] for gradient in right_grads[2:]]
+    names = ("results", "x", "weights", "w1", "w2", "w3")
+    errors = {}
+    for what, value, want in zip(names, (out, *grads), wanted, strict=True):
+        errors[what] = ((value - want).norm() / (want.norm() or 1)).item()
+    hosts = chosen[mine] // (OF_RANK * RANKS)  # [N, k]
+    others = [host for host in range(HOSTS) if host != rank // RANKS]
+    rows = {
+        "by host": by_host.crossing,
+        "flat": flat.crossing,
+        "tokens": len(chosen[mine]),
+        "token and host": sum((hosts == host).any(1).sum().item() for host in others),
+        "token and expert": sum((hosts == host).sum().item() for host in others),
+    }
+    return errors, rows
+
+
+def open_groups() -> tuple:
+    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
+    mesh = SimpleNamespace(
+        rank=dist.get_rank(), ep=WORLD, more_groups={}, timeout=lambda: timedelta(seconds=60)
+    )
+    return ep_hosts.open_groups(mesh)
+
+
+def fanned_out_twice() -> object:
+    """The mistake: a rank gets two copies of a token, and computes with both."""
+    real = ep_hosts.compute
+
+    def twice(experts: nn.Module, tokens: Tokens, size: int, rows: int) -> Tensor:
+        both = Tokens(*(torch.cat((tensor, tensor)) for tensor in tokens))
+        results = real(experts, both, size, 2 * rows)
+        return results[: len(tokens.x)] + results[len(tokens.x) :]
+
+    return mock.patch.object(ep_hosts, "compute", twice)
+
+
+def combined_early() -> object:
+    """The mistake: results are added when those of the first rank have come."""
+    real = ep_hosts.visit
+
+    def early(
+        group: dist.ProcessGroup, tokens: Tokens, size: int, sent: list[int], *rest: object
+    ) -> Tensor:
+        def added(rows: Tensor, places: Tensor, n: int) -> Tensor:
+            return add(rows[: sent[0]], places[: sent[0]], n)
+
+        add = ep_hosts.added
+        with mock.patch.object(ep_hosts, "added", added):
+            return real(group, tokens, size, sent, *rest)
+
+    return mock.patch.object(ep_hosts, "visit", early)
+
+
+def every_routing() -> tuple[dict[str, tuple], dict[str, dict]]:
+    groups = open_groups()
+    right = {name: exchange_errors(name, groups) for name in ROUTINGS}
+    wrong = {}
+    for mistake in fanned_out_twice, combined_early:
+        with mistake():
+            wrong[mistake.__name__], _ = exchange_errors("spread", groups)
+    return right, wrong
+
+
+@pytest.fixture(scope="module")
+def routed() -> list[tuple]:
+    """What each rank has found."""
+    return run_ranks(WORLD, every_routing)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_results_and_gradients_are_those_of_one_process(routed, name):
+    for rank, (right, _) in enumerate(routed):
+        errors, _ = right[name]
+        assert max(errors.values()) < 1e-12, (rank, errors)
+
+
+@pytest.mark.parametrize("mistake", ["fanned_out_twice", "combined_early"])
+def test_negative_control_a_wrong_exchange_is_seen(routed, mistake):
+    for rank, (_, wrong) in enumerate(routed[1:], start=1):  # rank 0 has no tokens
+        errors = wrong[mistake]
+        assert errors["results"] > 0.1 and errors["x"] > 0.1, (rank, errors)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_a_token_crosses_to_a_host_once_and_back_once(routed, name):
+    """Rows that a rank sends over the wire: in dispatch and combine of the forward pass, and in
+    those of the backward pass. Combine sends the results of other ranks' tokens, so it is their
+    sum that counts. Negative control: the flat exchange sends a row for each expert."""
+    every = [right[name][1] for right, _ in routed]
+    for rows in every:
+        assert rows["token and host"] <= rows["tokens"] * (HOSTS - 1)
+        dispatch, inside, back_inside, _ = rows["by host"][:4]
+        assert dispatch == rows["token and host"] and inside == back_inside == 0
+        assert rows["flat"][0] == rows["token and expert"]
+    for kind, counted in ("by host", "token and host"), ("flat", "token and expert"):
+        wanted = sum(rows[counted] for rows in every)
+        sums = [sum(column) for column in zip(*(rows[kind] for rows in every), strict=True)]
+        assert [n for n in sums if n] == [wanted] * 4, (kind, sums)  # two in each direction
+    if name == "spread":
+        assert wanted > 1.5 * sum(rows["token and host"] for rows in every)
+
+
+FACTORS = {"experts": EXPERTS, "dtype": NUMBERS["dtype"], "optimizer": NUMBERS["optimizer"]}
+FACTORS |= {
+    factor: {name: options for name, options in table.items() if name not in BETWEEN_OTHERS}
+    for factor, table in EXECUTION.items()
+}
+MESHES = ["ep4 by host", "ep4 of cp2 by host", "ep4xpp2 by host"]
+PAIRWISE = covering_array(
+    {"mesh": MESHES} | {factor: list(table) for factor, table in FACTORS.items()}
+)
+
+
+def settings(**chosen: str) -> dict[str, str]:
+    """A combination: the first setting of every factor, except for these."""
+    return {factor: next(iter(table)) for factor, table in FACTORS.items()} | chosen
+
+
+@pytest.mark.cap(300)
+def test_a_mesh_of_two_hosts_equals_the_plain_model():
+    """Every family, with the accumulations and recomputations that differ by what they keep."""
+    rows = [
+        ("qwen3 experts", "float32", "selective", "none"),
+        ("deepseek_v3", "float64", "none", "reduced once"),
+        ("gpt_oss", "float64", "full", "reduced each time"),
+    ]
+    names = ("experts", "dtype", "checkpointing", "accumulation")
+    chosen = [settings(**dict(zip(names, row, strict=True))) for row in rows]
+    check("ep4 by host", chosen, factors=FACTORS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.cap(600)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_two_settings_meet_on_hosts(mesh):
+    chosen = [combination for combination in PAIRWISE if combination["mesh"] == mesh]
+    check(mesh, chosen, factors=FACTORS, timeout=570)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_tensor_parallelism_inside_hosts_equals_the_plain_model():
+    check("experts on ep4xtp2 by host", [settings(experts="deepseek_v3")], factors=FACTORS)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_one_expert_gets_every_token():
+    """The other host has nothing to compute, and neither has the other rank of this one."""
+    more = [ONE_EXPERT, "--model.experts_per_token=1", "--training.expert_bias_speed=0"]
+    check(
+        "ep4 by host",
+        [settings(experts="deepseek_v3", checkpointing="full")],
+        more,
+        factors=FACTORS,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_compiled_blocks_equal_the_plain_model():
+    more = ["--compile.enabled=true", "--compile.backend=aot_eager"]
+    chosen = settings(experts="deepseek_v3", checkpointing="selective")
+    check("ep4 by host", [chosen], more, factors=FACTORS)
