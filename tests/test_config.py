@@ -572,6 +572,16 @@ RULE_CASES = {
         "parallelism.expert_parallel = 4 does not divide 2 times parallelism.context_parallel = 1",
         "parallelism.expert_parallel=2",
     ),
+    "ep_hosts": (
+        "model.family=deepseek_v3 parallelism.expert_parallel=4 "
+        "parallelism.expert_exchange=hierarchical training.local_batch_size=1",
+        8,
+        4,
+        'parallelism.expert_exchange = "hierarchical"|all ranks of several hosts|'
+        "parallelism.expert_parallel = 4 is no such multiple of the 4 processes of a host|"
+        'use "flat"',
+        "parallelism.expert_parallel=8",
+    ),
     "ep_reshard": (
         "model.family=qwen3 model.flavor=debug_moe parallelism.expert_parallel=4 "
         "parallelism.reshard_after_forward=2 "

@@ -17,7 +17,6 @@ from models.moe import Experts, MixtureOfExperts
 from parallelisms import ep, ep_hosts
 from parallelisms.ep_hosts import Tokens
 from reliability.collectives import group_of
-from tests import parity
 from tests.covering import covering_array
 from tests.parity import BETWEEN_OTHERS, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
 from tests.ranks import run_ranks

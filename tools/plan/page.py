@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
 
+from parallelisms import ep_hosts
 from tools.plan.plan import Plan
 from tools.plan.report import model_name
 from tools.plan.step import GIB, IN_BLOCKS, KINDS
@@ -362,6 +363,8 @@ def hosts(plan: Plan, shown: int = 32) -> str:
         "dp_replicate": "#e9c46a",
         "pp": "#577590",
         "ep": "#f4a261",
+        ep_hosts.PEERS: "#bc4749",
+        ep_hosts.HOST: "#f7c59f",
         "edp": "#90a4c4",
     }
     per_host = plan.inputs.per_host

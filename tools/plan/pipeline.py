@@ -23,7 +23,7 @@ import torch
 import train
 from configs import check
 from configs.schema import Config
-from parallelisms import pp, schedules
+from parallelisms import ep_hosts, pp, schedules
 from parallelisms.schedules import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -429,7 +429,9 @@ def make_pipeline(
     steps = stages.steps(cfg, alone.values())
     traced: dict[Alone, Stage] = {}
     for key, step in steps.items():
-        traced[key] = Stage(replace(step, groups=groups(cfg, 0, data_parallel)), machine)
+        traced[key] = Stage(
+            replace(step, groups=groups(cfg, 0, data_parallel, machine.per_host)), machine
+        )
     ranks = []
     for number, actions in enumerate(table):
         own: dict[int, Stage] = {}
@@ -438,7 +440,7 @@ def make_pipeline(
                 own[stage] = traced[key]
         own_layers = {s: layers[s] for s in own}
         costs = {a: traced[alone[variant(a)]].action(a, microbatches) for a in actions}
-        of_rank = groups(cfg, number, data_parallel)
+        of_rank = groups(cfg, number, data_parallel, machine.per_host)
         ranks.append(Rank(number, own, own_layers, actions, microbatches, of_rank, costs))
     return played(ranks, table, placement, machine, gpus // p.pipeline_parallel)
 
@@ -496,7 +498,7 @@ def largest_sent(part: Part) -> int:
     return max(sends, default=0)
 
 
-def groups(cfg: Config, number: int, data_parallel: int) -> dict[str, list[int]]:
+def groups(cfg: Config, number: int, data_parallel: int, per_host: int) -> dict[str, list[int]]:
     """Mesh dimension -> ranks of the group of the first of the ranks that work on stage `number`."""
     p = cfg.parallelism
     cp = p.context_parallel
@@ -515,6 +517,9 @@ def groups(cfg: Config, number: int, data_parallel: int) -> dict[str, list[int]]
     if check.architecture(cfg.model).get("n_experts") and ep * tp > 1:
         found["edp"] = [begin + i * ep for i in range(shard * cp * tp // ep)]
         found["ep"] = [begin + i for i in range(ep)]
+    if p.expert_exchange == "hierarchical":
+        found[ep_hosts.PEERS] = [begin + i for i in range(0, ep, per_host)]
+        found[ep_hosts.HOST] = [begin + i for i in range(per_host)]
     if cp > 1:
         found["dp_shard_cp"] = [begin + i * tp for i in range(shard * cp)]
     return found

@@ -8,6 +8,7 @@ import train
 from checkpoint.state import pinned_size
 from configs.schema import SCHEDULES, Config
 from models.kernels.ruled_attention import PLAIN, why_slow
+from parallelisms import ep_hosts
 from parallelisms.cores import follows_rule
 from parallelisms.schedules import layers_text
 from tools.plan.plan import CONTEXT_GIB, Plan, PlanInputs, with_kernel
@@ -206,7 +207,29 @@ def experts(plan: Plan) -> list[str]:
             f"expert parallel: {ep} ranks on {where} have {args.n_experts // ep} experts each; "
             f"routing: {routing}"
         )
+        if hosts > 1:
+            lines.append(
+                f"{plan.cfg.parallelism.expert_exchange} exchange: dispatch and combine of a step "
+                f"send {size_text(sent_between_hosts(plan))} from each rank to other hosts"
+            )
     return lines
+
+
+def sent_between_hosts(plan: Plan) -> float:
+    """Bytes of the experts' all-to-alls that a rank sends to other hosts in a step."""
+    total = 0.0
+    for dim in "ep", ep_hosts.PEERS:
+        if line := plan.time.lines.get((dim, "all-to-all")):
+            ranks = plan.step.groups[dim]
+            first = ranks[0] // plan.inputs.per_host
+            here = sum(rank // plan.inputs.per_host == first for rank in ranks)
+            part = 1 - here / len(ranks)
+            if dim == "ep":
+                _, args = train.architecture(plan.cfg)
+                hosts = round(len(ranks) / here)
+                part *= plan.inputs.stack.sent(len(ranks), hosts, args.experts_per_token)[1]
+            total += part * line.sent
+    return total
 
 
 def stages(plan: Plan, all_stages: bool) -> list[str]:

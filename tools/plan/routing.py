@@ -6,10 +6,12 @@ the rows of its own experts, whoever sends them. So the rank whose experts get t
 the most memory, and all others wait for it. The plan is of that rank, in every MoE layer.
 """
 
+from math import comb
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from configs.schema import InputError
+from parallelisms.ep_hosts import Sizes
 from training.experts import recorded
 
 
@@ -53,12 +55,47 @@ class Routing(NamedTuple):
         sent = [end - begin for begin, end in zip(ends, ends[1:])]
         return sent, [max(sent)] * ep
 
+    def hosts_and_ranks(self, tokens: int, args: Any, hosts: int, ranks: int) -> Sizes:
+        """What `parallelisms/ep_hosts.py::on_the_host` returns on the fullest rank, if every rank
+        has so many tokens and routes them alike. args: of the model. The fullest ranks are taken to
+        be those of one host."""
+        shares = self.shares(hosts * ranks)
+        of_hosts = [sum(shares[host * ranks :][:ranks]) for host in range(hosts)]
+        to_hosts = [round(tokens * reached(share, hosts, args)) for share in of_hosts]
+        everyone = tokens * hosts  # tokens of this rank and of its peers
+        to_ranks = [
+            round(everyone * reached(share, hosts * ranks, args)) for share in shares[:ranks]
+        ]
+        return Sizes(
+            to_peers=to_hosts,
+            from_peers=[to_hosts[0]] * hosts,
+            to_ranks=to_ranks,
+            from_ranks=[to_ranks[0]] * ranks,
+            rows=round(everyone * ranks * args.experts_per_token * shares[0]),
+        )
+
     def __str__(self) -> str:
         if self.loads:
             return f"the fullest rank gets as much as in {len(self.loads)} recorded layers"
         if self.factor == 1:
             return "balanced"
         return f"the fullest rank gets {self.factor:g} times the mean"
+
+
+def reached(share: float, places: int, args: Any) -> float:
+    """The part of the tokens that have an expert on one of so many places, which gets this share of
+    all rows. The experts of a token are drawn independently, from its groups alone where the router
+    chooses groups (models/moe.py::Router.within_best_groups)."""
+    of_place = max(1, args.expert_groups // places)  # groups
+    result = 0.0
+    for here in range(1, min(of_place, args.groups_per_token) + 1):
+        elsewhere = args.groups_per_token - here
+        ways = comb(of_place, here) * comb(args.expert_groups - of_place, elsewhere)
+        chance = ways / comb(args.expert_groups, args.groups_per_token)
+        # of a token that has chosen so many groups of this place
+        its_share = share * args.expert_groups * here / (of_place * args.groups_per_token)
+        result += chance * (1 - (1 - min(1.0, its_share)) ** args.experts_per_token)
+    return result
 
 
 BALANCED = Routing()

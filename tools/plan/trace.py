@@ -38,7 +38,7 @@ import train
 from configs.schema import Config, InputError
 from models.kernels import grouped_product  # noqa: F401  registers the operators that are counted
 from models.kernels.cpu import causal_attention, document_attention
-from parallelisms import cp, ep, pp
+from parallelisms import cp, ep, ep_hosts, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
 from tools.plan.routing import BALANCED, Routing
@@ -731,6 +731,9 @@ def groups_of(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     groups = {dim: mesh.device_mesh.get_group(dim) for dim in dims}
     if mesh.experts_mesh:
         groups |= {dim: mesh.experts_mesh.get_group(dim) for dim in ("edp", "ep")}
+    for dim in ep_hosts.PEERS, ep_hosts.HOST:
+        if dim in mesh.more_groups:
+            groups[dim] = mesh.more_groups[dim]
     sharded = mesh.fsdp_mesh.mesh_dim_names[-1]
     if sharded not in dims:
         groups[sharded] = mesh.fsdp_mesh.get_group(sharded)
@@ -910,6 +913,10 @@ def trace_step(
             rows = tokens * job.args.experts_per_token
             sizes = routing.all_to_all_splits(rows, job.mesh.ep)
             stack.enter_context(mock.patch.object(ep, "rows_per_rank", lambda *_: sizes))
+        if ep_hosts.PEERS in job.mesh.more_groups:
+            hosts = job.mesh.ep // per_host
+            by_host = routing.hosts_and_ranks(tokens, job.args, hosts, per_host)
+            stack.enter_context(mock.patch.object(ep_hosts, "on_the_host", lambda *_: by_host))
         stack.enter_context(fake)
         if on_gpu:
             stack.enter_context(AsOnGPU())
