@@ -2,6 +2,7 @@
 that is forced on both."""
 
 import json
+import os
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import train
 from configs.load import load_config
 from configs.schema import InputError
 from models import moe
+from parallelisms import ep_hosts
 from tests.ranks import run_ranks
 from tests.steps import apart, assert_same_step, composed_and_layers, real_step
 from tools.plan import search, trace
@@ -22,7 +24,7 @@ from tools.plan.device import load_device
 from tools.plan.page import hosts
 from tools.plan.plan import PlanInputs, make_plan
 from tools.plan.repeat import traced
-from tools.plan.routing import Routing, load_routing
+from tools.plan.routing import Routing, load_routing, reached
 from tools.plan.search import bases
 
 H100 = load_device("h100")
@@ -139,6 +141,46 @@ def test_memory_and_collectives_are_those_of_a_real_step(name):
         )
         if forced_routing == "uneven" and cfg.parallelism.expert_parallel > 1:
             assert apart(traced, cfg, ranks, ranks, False).peak()[0] < 0.99 * outcomes[0][0]
+
+
+BY_HOST = [EP4, "--parallelism.expert_exchange=hierarchical", "--training.local_batch_size=1"]
+
+
+def sizes_by_host(cfg) -> ep_hosts.Sizes:
+    """What rank 0 of two hosts of two ranks really sends and gets, if every rank routes its tokens
+    by ROUTINGS["uneven"]."""
+    rows = unevenly(cfg.training.local_batch_size * cfg.training.seq_len)
+    to_hosts = ep_hosts.reached(rows, 2, 8).sum(0).tolist()
+    to_ranks = (2 * ep_hosts.reached(rows, 4, 4).sum(0)[:2]).tolist()
+    of_rank_0 = 4 * (rows < 4).sum().item()
+    return ep_hosts.Sizes(to_hosts, [to_hosts[0]] * 2, to_ranks, [to_ranks[0]] * 2, of_rank_0)
+
+
+def traced_by_host(cfg, sizes: ep_hosts.Sizes):
+    with mock.patch.object(Routing, "hosts_and_ranks", lambda *_: sizes):
+        return traced(cfg, 4, 2, False)
+
+
+def real_step_by_host(options: list[str]) -> tuple:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    with forced("uneven"):
+        return real_step(load_config(options, 4, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.cap(240)
+@pytest.mark.parametrize("options", [[*DEEPSEEK, FULL], [*QWEN3, SELECTIVE]], ids=str)
+def test_memory_and_collectives_by_host_are_those_of_a_real_step(options):
+    """Negative control: the plan of the flat exchange has other collectives."""
+    options = [*options, *BY_HOST]
+    cfg = load_config(options, 4, 2)
+    outcomes = run_ranks(4, real_step_by_host, options, timeout=200)
+    assert_same_step(apart(traced_by_host, cfg, sizes_by_host(cfg)), outcomes)
+    flat = cfg.model_copy(
+        update={"parallelism": cfg.parallelism.model_copy(update={"expert_exchange": "flat"})}
+    )
+    with pytest.raises(AssertionError):
+        assert_same_step(apart(traced, flat, 4, 2, False, routing("uneven", cfg)), outcomes)
 
 
 PIPELINE = [*QWEN3, EP2, FULL, "--training.local_batch_size=1", "--parallelism.pipeline_parallel=2"]
@@ -262,6 +304,29 @@ def test_routings(tmp_path):
     (tmp_path / "experts.jsonl").write_text("")
     with pytest.raises(InputError, match="recorded nothing"):
         load_routing(str(tmp_path))
+
+
+@pytest.mark.parametrize("groups, chosen", [(1, 1), (8, 4), (8, 8), (2, 1)])
+@pytest.mark.parametrize("places", [2, 8, 16])
+def test_tokens_reach_as_many_hosts_as_those_of_a_router(groups, chosen, places):
+    """Of a router with random scores. Negative control: what the formula says of a router that
+    chooses no groups."""
+    args = SimpleNamespace(
+        n_experts=256, experts_per_token=8, expert_groups=groups, groups_per_token=chosen
+    )
+    scores = torch.rand(4000, 256, generator=torch.Generator().manual_seed(0))
+    if groups > 1:
+        # as the formula has it: groups are chosen first, and at random
+        best = torch.rand(4000, groups, generator=torch.Generator().manual_seed(1))
+        scores += 10 * best.repeat_interleave(256 // groups, 1)
+        scores = moe.Router.within_best_groups(SimpleNamespace(args=args), scores)
+        scores = torch.where(scores.isinf(), -1.0, scores % 1)
+    experts = scores.topk(8, -1).indices
+    seen = ep_hosts.reached(experts, places, 256 // places).float().mean().item()
+    assert reached(1 / places, places, args) == pytest.approx(seen, rel=0.03)
+    without = SimpleNamespace(**vars(args) | {"expert_groups": 1, "groups_per_token": 1})
+    if chosen < groups <= places:
+        assert reached(1 / places, places, without) > 1.1 * seen
 
 
 def test_a_search_shares_experts():
