@@ -60,8 +60,8 @@ def waits_in_steps(outcome: Outcome) -> set[str]:
 
 
 # The one host-device sync of an MoE layer under expert parallelism: it has to know how many rows to
-# send.
-ROWS = "parallelisms/ep.py"
+# send, in ep.py or in ep_hosts.py.
+ROWS = "parallelisms/ep"
 # float32, for which no GPU has a grouped GEMM, reads the groups' sizes
 GROUPED = "models/kernels/grouped_product.py"
 THE_TEST = "tests/"  # it keeps the gradients
@@ -128,6 +128,7 @@ EXPERT_MATRIX = {
     "experts on ep2xtp2": ("qwen3 experts", "deepseek_v3"),
     "ep2xhsdp2": ("gpt_oss",),
     "ep2xpp2xcp2": ("deepseek_v3",),
+    "ep4 by host": ("qwen3 experts", "deepseek_v3"),
     "ep2xpp2": tuple(parity.EXPERTS),
     "ep2xcp2": tuple(parity.EXPERTS),
 }
@@ -267,6 +268,7 @@ TP2, PP2, EP2 = (
     "--parallelism.expert_parallel=2",
 )
 CP2 = "--parallelism.context_parallel=2"
+HIERARCHICAL = "--parallelism.expert_exchange=hierarchical"
 ONE_MICROBATCH = "--training.local_batch_size=8"
 _EXPERTS = ["--model.n_experts=8", "--model.experts_per_token=3", "--model.expert_dim=16"]
 QWEN3_EXPERTS = ["--model.family=qwen3", *_EXPERTS]
@@ -296,6 +298,8 @@ WHOLE_RUNS = {  # name -> (GPUs, options, where a step may wait)
     "offload": (2, [OFFLOAD], (ASKED, NORM)),
     "experts": (1, QWEN3_EXPERTS, ()),
     "experts, ep": (2, [*QWEN3_EXPERTS, EP2], (ROWS,)),
+    # of two hosts of one GPU
+    "experts, ep by host": (2, [*QWEN3_EXPERTS, EP2, HIERARCHICAL], (ROWS,)),
     "experts, selective": (2, [*QWEN3_EXPERTS, EP2, SELECTIVE], (ROWS,)),
     "latent attention, offload": (2, [*LATENT, OFFLOAD], (ASKED, NORM)),
     "latent attention, gather": (2, [*LATENT, CP2], ()),
@@ -307,7 +311,15 @@ WHOLE_RUNS = {  # name -> (GPUs, options, where a step may wait)
     "interleaved": (2, pipelined("interleaved_1f1b", "--training.local_batch_size=1"), ()),
 }
 # PyTorch's CUDA sanitizer looks for races between the streams of these
-SANITIZED = {"default", "float32", "gather", "pipeline", "experts, ep", "offload"}
+SANITIZED = {
+    "default",
+    "float32",
+    "gather",
+    "pipeline",
+    "experts, ep",
+    "experts, ep by host",
+    "offload",
+}
 # options that change no number, so that the run on the CPU does without them
 ALIKE_ON_THE_CPU = (
     "--parallelism.",
@@ -366,7 +378,9 @@ def test_a_run_trains_as_on_the_cpu(run, run_on_the_cpu, corpus, name, tmp_path)
     bfloat16's rounding. Of those in SANITIZED, no race between streams."""
     gpus, options, may_wait = WHOLE_RUNS[name]
     argv = a_run(corpus, tmp_path / "run", *options)
-    outcome = run(gpus, simulated.train_here, argv, sanitize=name in SANITIZED)
+    environment = PATIENT | ({"LOCAL_WORLD_SIZE": "1"} if HIERARCHICAL in options else {})
+    sanitize = name in SANITIZED
+    outcome = run(gpus, simulated.train_here, argv, sanitize=sanitize, environment=environment)
     assert outcome.whole and [seen["code"] for seen in outcome.results] == [0] * gpus, (
         outcome.explain()
     )

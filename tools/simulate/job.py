@@ -36,6 +36,8 @@ def groups_of(mesh: Mesh) -> dict[str, str]:
             ranks = dist.get_process_group_ranks(device_mesh.get_group(dimension))
             if len(ranks) > 1:
                 names.setdefault(" ".join(map(str, ranks)), name)
+    for name, group in mesh.more_groups.items():
+        names.setdefault(" ".join(map(str, dist.get_process_group_ranks(group))), name)
     return names
 
 
