@@ -24,13 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 
+from configs.schema import InputError
 from models.kernels.precision import wide, wide_type
 from parallelisms.mesh import Mesh, world
 
 PEERS, HOST = "ep_peers", "ep_host"  # names of the two groups, in Mesh.more_groups
 
 
-class Tokens(NamedTuple):
+class Dispatched(NamedTuple):
     """What arrives at a step of dispatch."""
 
     x: Tensor  # [n, D]
@@ -59,8 +60,16 @@ def apply(model: nn.Module, mesh: Mesh) -> None:
 
 
 def open_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The ranks with this one's place on the hosts of its ep group, and the ranks of its host."""
+    """The ranks with this one's place on the hosts of its ep group, and the ranks of its host.
+    Raises InputError, on every rank, where hosts have different numbers of ranks."""
     local = world().local_size  # configs/check.py: it divides ep
+    on_hosts = mesh.gather(local)
+    if len(set(on_hosts)) > 1:
+        raise InputError(
+            'parallelism.expert_exchange = "hierarchical" needs as many processes on every host, '
+            f'and some have {min(on_hosts)}, others {max(on_hosts)}: use "flat", or start as many '
+            "on each (NGPU)"
+        )
     rank = mesh.rank
     first = rank // mesh.ep * mesh.ep
     first_here = rank // local * local
@@ -86,13 +95,13 @@ def by_host(
         of_host = len(counts) // peers.size()  # experts of a host
         of_rank = of_host // host.size()
 
-        def on_rank(tokens: Tokens) -> Tensor:
+        def on_rank(tokens: Dispatched) -> Tensor:
             return compute(experts, tokens, of_rank, sizes.rows)
 
-        def on_host(tokens: Tokens) -> Tensor:
+        def on_host(tokens: Dispatched) -> Tensor:
             return visit(host, tokens, of_rank, sizes.to_ranks, sizes.from_ranks, on_rank)
 
-        tokens = Tokens(x, chosen, weights.to(x.dtype))
+        tokens = Dispatched(x, chosen, weights.to(x.dtype))
         return visit(peers, tokens, of_host, sizes.to_peers, sizes.from_peers, on_host)
 
     return routed
@@ -100,11 +109,11 @@ def by_host(
 
 def visit(
     group: dist.ProcessGroup,
-    tokens: Tokens,
+    tokens: Dispatched,
     size: int,
     sent: list[int],
     received: list[int],
-    work: Callable[[Tokens], Tensor],
+    work: Callable[[Dispatched], Tensor],
 ) -> Tensor:
     """Send a copy of each token to the ranks of the group where it has experts, let `work` turn
     what arrives [n, D] into results [n, D], and add those of each token -> [n, D]. size: the
@@ -117,12 +126,12 @@ def visit(
     experts = tokens.experts.index_select(0, copies)  # [m, k]
     experts = funcol.all_to_all_single(experts, received, sent, group)
     experts = funcol.wait_tensor(experts) - group.rank() * size
-    results = work(Tokens(rows[:, :width], experts, rows[:, width:]))
+    results = work(Dispatched(rows[:, :width], experts, rows[:, width:]))
     results = funcol.all_to_all_single_autograd(results, sent, received, group)  # [m, D]
     return added(results, copies, n)
 
 
-def compute(experts: nn.Module, tokens: Tokens, size: int, rows: int) -> Tensor:
+def compute(experts: nn.Module, tokens: Dispatched, size: int, rows: int) -> Tensor:
     """The weighted results of this rank's experts, added for each token -> [n, D]. size: their
     number. rows: for all tokens together."""
     n, k = tokens.experts.shape

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from configs.schema import InputError
 from models.moe import Experts, MixtureOfExperts
 from parallelisms import ep, ep_hosts
-from parallelisms.ep_hosts import Tokens
+from parallelisms.ep_hosts import Dispatched
 from reliability.collectives import group_of
 from tests.covering import covering_array
 from tests.parity import BETWEEN_OTHERS, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
@@ -28,7 +29,7 @@ PEAK = 13  # tokens of the last rank
 
 
 def tokens_of(rank: int) -> int:
-    """Tokens of a rank: each has another number, and the first has none."""
+    """Dispatched of a rank: each has another number, and the first has none."""
     return PEAK * rank // (WORLD - 1)
 
 
@@ -158,18 +159,32 @@ def exchange_errors(name: str, groups: tuple) -> tuple[dict[str, float], dict[st
 
 def open_groups() -> tuple:
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
-    mesh = SimpleNamespace(
-        rank=dist.get_rank(), ep=WORLD, more_groups={}, timeout=lambda: timedelta(seconds=60)
+    return ep_hosts.open_groups(mesh_of_experts())
+
+
+def mesh_of_experts() -> SimpleNamespace:
+    """What `open_groups` reads of a mesh whose ranks all share the experts."""
+
+    def gather(value: object) -> list:
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    return SimpleNamespace(
+        rank=dist.get_rank(),
+        ep=dist.get_world_size(),
+        more_groups={},
+        timeout=lambda: timedelta(seconds=60),
+        gather=gather,
     )
-    return ep_hosts.open_groups(mesh)
 
 
 def fanned_out_twice() -> object:
     """The mistake: a rank gets two copies of a token, and computes with both."""
     real = ep_hosts.compute
 
-    def twice(experts: nn.Module, tokens: Tokens, size: int, rows: int) -> Tensor:
-        both = Tokens(*(torch.cat((tensor, tensor)) for tensor in tokens))
+    def twice(experts: nn.Module, tokens: Dispatched, size: int, rows: int) -> Tensor:
+        both = Dispatched(*(torch.cat((tensor, tensor)) for tensor in tokens))
         results = real(experts, both, size, 2 * rows)
         return results[: len(tokens.x)] + results[len(tokens.x) :]
 
@@ -181,7 +196,7 @@ def combined_early() -> object:
     real = ep_hosts.visit
 
     def early(
-        group: dist.ProcessGroup, tokens: Tokens, size: int, sent: list[int], *rest: object
+        group: dist.ProcessGroup, tokens: Dispatched, size: int, sent: list[int], *rest: object
     ) -> Tensor:
         def added(rows: Tensor, places: Tensor, n: int) -> Tensor:
             return add(rows[: sent[0]], places[: sent[0]], n)
@@ -240,6 +255,30 @@ def test_a_token_crosses_to_a_host_once_and_back_once(routed, name):
         assert [n for n in sums if n] == [wanted] * 4, (kind, sums)  # two in each direction
     if name == "spread":
         assert wanted > 1.5 * sum(rows["token and host"] for rows in every)
+
+
+def members_of_groups(on_a_host: list[int]) -> list[list[int]] | str:
+    """The ranks of this rank's groups, where that many ranks say that they are on a host."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(on_a_host[dist.get_rank()])
+    try:
+        groups = ep_hosts.open_groups(mesh_of_experts())
+    except InputError as error:
+        return str(error)
+    return [dist.get_process_group_ranks(group) for group in groups]
+
+
+def test_peers_have_the_same_place_on_their_hosts():
+    assert run_ranks(4, members_of_groups, [2, 2, 2, 2]) == [
+        [[0, 2], [0, 1]],
+        [[1, 3], [0, 1]],
+        [[0, 2], [2, 3]],
+        [[1, 3], [2, 3]],
+    ]
+
+
+def test_hosts_with_different_numbers_of_ranks_are_refused_on_every_rank():
+    for said in run_ranks(3, members_of_groups, [2, 2, 1]):
+        assert "as many processes on every host" in said and "some have 1, others 2" in said
 
 
 FACTORS = {"experts": EXPERTS, "dtype": NUMBERS["dtype"], "optimizer": NUMBERS["optimizer"]}
