@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint import hf, verify
 from checkpoint.storage import CODES, DTYPES
-from checkpoint.stores.objects import location
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from models.lora import is_adapter
+from reliability.objects import location
 from training import init
 
 say = logging.getLogger("plumbline")

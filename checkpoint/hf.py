@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from checkpoint import state, storage, verify
 from checkpoint.agreement import on_every_rank
 from checkpoint.storage import CODES, DTYPES
-from checkpoint.stores.objects import location
 from checkpoint.verify import Damaged
 from configs.schema import Config, InputError
 from models.lora import is_adapter
 from reliability import disk
+from reliability.objects import location
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -46,11 +46,11 @@ from checkpoint.lease import Lost
 from checkpoint.place import open_place
 from checkpoint.state import STAGING
 from checkpoint.storage import GENERATOR, NotFinite, OneByOne, SavePlan, Staged
-from checkpoint.stores.objects import Key, location
 from checkpoint.verify import Damaged
 from configs import schema
 from configs.schema import InputError
 from parallelisms.mesh import Mesh, world
+from reliability.objects import Key, location
 from training.optimizers import materialise
 
 # for the slowest rank to write its part; a dead process is noticed at once

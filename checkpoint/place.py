@@ -15,9 +15,9 @@ from checkpoint.lease import Lease
 from checkpoint.retention import Retention
 from checkpoint.storage import OneByOne, SavePlan, Staged
 from checkpoint.stores.bucket import Bucket
-from checkpoint.stores.objects import location
 from configs.schema import Checkpoint, InputError
 from reliability import disk
+from reliability.objects import location
 
 TEMPORARY = re.compile(r"\.(tmp|del)-[0-9a-f]{8}-[0-9]+-step-[0-9]{8,}(\.[0-9]+)?")
 PATIENCE = 15 * 60  # seconds that a start waits for the removal of what an earlier run left

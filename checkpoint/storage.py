@@ -43,8 +43,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkpoint import layout, verify
 from checkpoint.layout import Box
-from checkpoint.stores.objects import Key
 from checkpoint.verify import Shard
+from reliability.objects import Key
 
 DTYPES = {
     "F64": torch.float64,

@@ -46,9 +46,9 @@ from tqdm import tqdm
 
 from checkpoint import layout
 from checkpoint.layout import Box
-from checkpoint.stores.objects import Key, RangeReader, location
 from configs.schema import InputError
 from reliability import disk
+from reliability.objects import Key, RangeReader, location
 
 FORMAT = 2  # of the folder as described here; a reader refuses a newer one by name
 MANIFEST = "manifest.json"

@@ -23,10 +23,11 @@ pytest.importorskip("obstore")
 
 from checkpoint import verify
 from checkpoint.lease import Lost
-from checkpoint.stores import bucket, lease, objects
-from checkpoint.stores.objects import Key, Unreachable, Version, location
+from checkpoint.stores import bucket, lease
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
+from reliability import objects
+from reliability.objects import Key, Unreachable, Version, location
 from tests import checkpoints as helpers
 from tests import forks, ranks
 from tests.checkpoints import (

@@ -33,7 +33,13 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     # the registry, which imports no torch; test_config.py::test_command_line runs it without
     "configs": {"models", "models.options"},
     "models": set(),
-    "data": {"configs.cpu", "configs.schema", "configs.splitmix", "reliability.disk"},
+    "data": {
+        "configs.cpu",
+        "configs.schema",
+        "configs.splitmix",
+        "reliability.disk",
+        "reliability.objects",
+    },
     # functions of tensors, no model
     "parallelisms": {
         "configs.cpu",
@@ -74,6 +80,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "configs.schema",
         "parallelisms.mesh",
         "reliability.disk",
+        "reliability.objects",
         "models.lora",  # which parameters are adapters
         "training",
         "training.init",  # the global index of an element, and a hash of it

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from checkpoint.stores.objects import Key, location, missing_package
 from configs import check
 from configs.load import ConfigError, as_given, help_text, load_config
 from configs.schema import Config, InputError
 from data import inputs
+from reliability.objects import Key, location, missing_package
 
 
 def problems(cfg: Config, local_world_size: int) -> Iterator[str]:

@@ -354,7 +354,7 @@ TESTS = {
         "contract::test_a_checkpoint_is_compared_with_what_all_ranks_hold",
     ],
     "checkpoint/place.py": ["stores", "checkpoint"],
-    "checkpoint/stores/objects.py": ["stores"],
+    "reliability/objects.py": ["stores"],
     "checkpoint/stores/bucket.py": ["stores"],
     "checkpoint/stores/lease.py": ["stores"],
     "checkpoint/verify.py": [

@@ -19,9 +19,9 @@ from checkpoint.lease import Lost
 from checkpoint.retention import Retention
 from checkpoint.storage import OneByOne, SavePlan, Staged
 from checkpoint.stores.lease import StoreLease
-from checkpoint.stores.objects import Key
 from checkpoint.verify import Damaged
 from configs.schema import Checkpoint, InputError
+from reliability.objects import Key
 
 say = logging.getLogger("plumbline")
 

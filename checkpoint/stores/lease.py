@@ -21,8 +21,8 @@ from pathlib import Path
 import xxhash
 
 from checkpoint.lease import Lost
-from checkpoint.stores.objects import Key, Unreachable, Version
 from configs.schema import InputError
+from reliability.objects import Key, Unreachable, Version
 
 BEAT = 5.0  # seconds
 PATIENCE = 30.0  # seconds

@@ -1,9 +1,10 @@
 """Objects of a store (S3, Google Cloud Storage, Azure) under names that look like paths.
 
-A `Key` has the few methods of a `Path` that reading a checkpoint needs, and the conditional puts that
-a store has instead of a lock and a rename. obstore (the Rust object_store) speaks to the store. It
-retries a request by itself, but not a put whose answer was lost: that may have succeeded. Here such a
-put is tried again, and an object that is there already is ours if it holds our bytes.
+A `Key` has the few methods of a `Path` that reading checkpoints and corpora needs, and the
+conditional puts that a store has instead of a lock and a rename. obstore (the Rust object_store)
+speaks to the store. It retries a request by itself, but not a put whose answer was lost: that may
+have succeeded. Here such a put is tried again, and an object that is there already is ours if it
+holds our bytes.
 
 Credentials and endpoints come from the environment alone (AWS_*, GOOGLE_*, AZURE_*). This file
 imports no torch.
@@ -65,7 +66,7 @@ def location(text: str | Path) -> "Path | Key":
         return Path(text)
     if not url:
         raise InputError(
-            f"{redact(str(text))} is no place for checkpoints: write s3://bucket/prefix, "
+            f"{redact(str(text))} names no place in a store: write s3://bucket/prefix, "
             "gs://bucket/prefix, az://container/prefix or file:///folder"
         )
     if url["file"]:
@@ -79,8 +80,8 @@ def missing_package(url: str) -> str:
     if importlib.util.find_spec("obstore"):
         return ""
     return (
-        f"{url} needs the package obstore: pip install obstore==0.12.1, or keep checkpoints in a "
-        "folder"
+        f"{url} needs the package obstore: pip install obstore==0.12.1, or name a folder of this "
+        "machine"
     )
 
 
@@ -118,6 +119,12 @@ def _open(scheme: str, bucket: str) -> Any:
         )
     except (BaseError, ValueError) as error:
         raise InputError(f"{scheme}://{bucket} cannot be used: {cause(error)}") from None
+
+
+@functools.cache
+def _process() -> int:
+    """The process in which obstore's threads run. A fork has none of them, and would wait for ever."""
+    return os.getpid()
 
 
 def cause(error: Exception) -> str:
@@ -170,9 +177,14 @@ class Key:
     def _call(self, operation: Callable, *args: Any, tries: int | None = None, **how: Any) -> Any:
         """operation(store, path, ...), tried again after a failure. Raises FileNotFoundError, what a
         condition raises (`conflicts`), or Unreachable."""
+        store = self.store
         from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
-        store = self.store
+        if _process() != os.getpid():
+            raise Unreachable(
+                f"{self}: this process was forked from one that uses stores, and has none of the "
+                "threads that do: start it anew (spawn)"
+            )
         began = time.monotonic()
         failure: Exception | None = None
         tries = tries or TRIES
