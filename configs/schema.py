@@ -95,7 +95,30 @@ def _store(value: str) -> str:
     return value
 
 
+# Text in a store: an object, what is below a prefix, or a glob; no user, password or query.
+SOURCE_URL = re.compile(r"(?:s3|gs|az)://[\w.-]+(?:/[^/?#@\s]+)*/?")
+
+
+def _source(value: str) -> str:
+    if value.startswith("file:///"):
+        return value.removeprefix("file://")
+    if "://" in value and not SOURCE_URL.fullmatch(value):
+        raise ValueError(
+            "must be a path or a URL such as s3://bucket/prefix, gs://bucket/prefix, "
+            "az://container/prefix or file:///folder, without ? and spaces"
+        )
+    return value
+
+
+def _here(value: str) -> str:
+    if "://" in value:
+        raise ValueError("must be a path on this machine: no URL is read there; copy it first")
+    return value
+
+
 PathText = Annotated[str, AfterValidator(_path)]
+SourceText = Annotated[PathText, AfterValidator(_source)]
+LocalPath = Annotated[PathText, AfterValidator(_here)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -228,7 +251,7 @@ Weight = Annotated[float, Field(ge=0)]
 class MixtureRow(Table):
     name: Name
     """Name of this source in metrics, messages and the audit."""
-    source: PathText = Field(min_length=1)
+    source: SourceText = Field(min_length=1)
     """What to read; the same values as for data.source."""
     weight: Weight
     """This source's share of the tokens, relative to the sum of all weights."""
@@ -246,7 +269,7 @@ class MixtureRow(Table):
 class ValidationSet(Table):
     name: Name
     """Name of this set in metrics."""
-    source: PathText = Field(min_length=1)
+    source: SourceText = Field(min_length=1)
     """What to read, as for data.source; of a prepared folder with held-out documents, only those
     are used."""
 
@@ -254,7 +277,7 @@ class ValidationSet(Table):
 class EvaluationTask(Table):
     name: Name
     """Name of this task in metrics: evaluation/NAME/acc."""
-    file: PathText = Field(min_length=1)
+    file: LocalPath = Field(min_length=1)
     """JSON lines: context, choices and answer; with perplexity text (docs/evaluation.md)."""
     kind: Literal["multiple_choice", "perplexity"] = "multiple_choice"
     """The likeliest choice is the model's answer, or: perplexity of whole texts."""
@@ -276,12 +299,12 @@ def is_prepared(source: str) -> bool:
 
 
 class Data(Table):
-    source: PathText = Field("stdlib", min_length=1)
-    """What to train on: stdlib (Python's own library), a file, folder or glob, hf:NAME, or a
+    source: SourceText = Field("stdlib", min_length=1)
+    """What to train on: stdlib (Python's library), a file, folder, glob or s3:// URL, hf:NAME, or a
     prepared folder."""
     format: Literal["text", "chat", "completion"] = "text"
     """What documents are: text, chat (messages) or completion (prompt and completion)."""
-    chat_template: PathText = ""
+    chat_template: LocalPath = ""
     """With chat: plain, chatml or the path of a Jinja template; empty: the tokenizer's own."""
     mixture: Annotated[
         tuple[MixtureRow, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)
@@ -301,13 +324,16 @@ class Data(Table):
     mask_documents: bool = False
     """Restart attention and positions at each document's first token; no loss from one document to
     the next."""
-    tokenizer: PathText = Field("bpe", min_length=1)
+    tokenizer: LocalPath = Field("bpe", min_length=1)
     """bpe (trained on the source at first use), bytes, or the path of a tiktoken rank file or a
     tokenizer.json."""
     bpe_vocab_size: int = Field(4096, ge=257, le=1_000_000)
     """Vocabulary size of the trained BPE, special tokens included; only used by tokenizer = "bpe"."""
-    cache: PathText = Field("", max_length=240)
+    cache: LocalPath = Field("", max_length=240)
     """Folder of tokenised corpora; empty: ~/.cache/plumbline."""
+    cache_gb: float = Field(20.0, gt=0)
+    """Of a prepared corpus in an object store, the most that a host keeps in data.cache, for each
+    source, in GB."""
     text_field: str = Field("text", min_length=1, max_length=200)
     """Key or column that holds the text in JSON lines, Parquet and Hugging Face datasets."""
     add_bos: bool = False

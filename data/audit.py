@@ -35,6 +35,7 @@ from data.order import BLOCK, Order, Segment, Source
 from data.packing import extents, holding
 from data.prepared import Prepared, open_prepared
 from data.shuffle import unpermute
+from data.stores import places
 
 CHUNK = 1 << 16  # samples that are computed at once
 
@@ -73,7 +74,7 @@ def open_run(folder: str) -> Audited:
         prepared_folder = folders.get(source.fingerprint)
         if prepared_folder is None:  # a source that an earlier splice has ended
             continue
-        if not os.path.isdir(prepared_folder):
+        if not places.is_url(prepared_folder) and not os.path.isdir(prepared_folder):
             raise InputError(
                 f"the tokens of source {source.name or 'data.source'} are gone from "
                 f"{prepared_folder}: prepare them there again"

@@ -69,7 +69,7 @@ def record(sources: dict, cfg: Config) -> dict:
     chat: dict = {}
     for source in sources.values():
         lines += left_out(source.train, cfg.training.seq_len)
-        described = formats.load(source.folder)
+        described = formats.load(source.train.folder) if isinstance(source.train, Tokens) else {}
         if described.get("format") == "chat":
             chat = chat or described
     return {"mask_documents": cfg.data.mask_documents, "left_out": lines, "chat": chat}

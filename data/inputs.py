@@ -14,6 +14,7 @@ from data import formats, sources, tasks
 from data.packing import PackedTokens
 from data.prepare import prepare
 from data.prepare.encoding import open_tokenizer
+from data.stores import places
 from data.tokenizer import Tokenizer
 
 
@@ -28,7 +29,9 @@ def check_bpe(cfg: Config) -> None:
     """Raises InputError if a BPE would have to be trained on several sources: each would get one of
     its own."""
     rows, further = sources_of(cfg)
-    unprepared = [source for source in (rows | further).values() if not is_prepared(source)]
+    # what a store has is asked when it is opened
+    here = [source for source in (rows | further).values() if not places.is_url(source)]
+    unprepared = [source for source in here if not is_prepared(source)]
     if cfg.data.tokenizer == "bpe" and len(rows | further) > 1 and unprepared:
         raise InputError(
             'data.tokenizer = "bpe" is trained on one source, but there are several, and '
@@ -87,7 +90,9 @@ def _check_tokenizer(cfg: Config, vocab_size: int) -> None:
 
 
 def _check_source(cfg: Config, source: str, vocab_size: int) -> None:
-    if is_prepared(source):  # then `prepare` opens it, and makes nothing
+    if places.is_url(source):  # what it holds is asked by the run, not by each node
+        places.key_of(source)
+    elif is_prepared(source):  # then `prepare` opens it, and makes nothing
         prepared = prepare(cfg.data.model_copy(update={"source": source}))
         check_masking(prepared, cfg)
         # otherwise the tokenizer is the one that is named, which is looked at by itself

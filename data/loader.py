@@ -15,7 +15,7 @@ G: rows of the global batch; T: `training.seq_len`; A: microbatches of a rank; b
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from configs.schema import Config, Data, InputError
 from data import fit, inputs, packing, splice
 from data.masking import document_begins, positions_in_documents
 from data.order import Order
+from data.stores.ahead import read_ahead
 from data.tokenizer import Tokenizer
 from data.tokens import Tokens
 from data.workers import LoaderError, cannot_read, read_by_workers
@@ -218,12 +219,9 @@ class Batches:
         source, window = self.locate(step)
         start, stop = packing.extents(self.sources, source, window, self.seq_len)  # [A*b] each
         tokens = np.zeros((self.row_count, self.seq_len + 1), np.int64)
-        for row in range(self.row_count):
-            for part in self.token_ranges:
-                first = int(start[row]) + part.start
-                last = min(first + len(part) + 1, int(stop[row]))
-                text = self.sources[source[row]].read(first, last)
-                tokens[row, part.start : part.start + len(text)] = text
+        for row, column, first, last in self.reads(start, stop):
+            text = self.sources[source[row]].read(first, last)
+            tokens[row, column : column + len(text)] = text
         highest = tokens.max()
         if highest >= self.vocab_size:
             row = tokens.max(axis=1).argmax()
@@ -241,6 +239,28 @@ class Batches:
         where = (self.token_ranges, self.sources, source, start, stop)
         packing.ignore_the_rest(labels, IGNORE, *where)
         return batch
+
+    def reads(self, start: np.ndarray, stop: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
+        """(row, column, [first, last) in its source) of what this rank reads of windows that are
+        [start, stop)."""
+        for row in range(self.row_count):
+            for part in self.token_ranges:
+                first = int(start[row]) + part.start
+                yield row, part.start, first, min(first + len(part) + 1, int(stop[row]))
+
+    def ask(self, step: int) -> int:
+        """Begin to fetch what a step reads, where it is in a store. Returns in how many blocks."""
+        source, window = self.locate(step)
+        start, stop = packing.extents(self.sources, source, window, self.seq_len)
+        blocks = 0
+        for row, _, first, last in self.reads(start, stop):
+            blocks += self.sources[source[row]].ask(first, last)
+        return blocks
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether some of its text is in a store."""
+        return any(tokens.is_stored for tokens in self.sources)
 
     def locate(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Source and window of each of this rank's rows, int64 [A*b] each. A call of numpy costs
@@ -285,12 +305,14 @@ def loader(
     batches: Batches, start_step: int, steps: int, cfg: Data, pin_memory: bool = False
 ) -> Generator[Batch, None, None]:
     """The batches of steps `start_step` .. `steps - 1`: read here, or ahead of time by `cfg.workers`
-    processes, which pays if the file system is slow and cannot change a batch. There is no state to
-    save. Raises LoaderError if a batch cannot be read, or if its worker died or sent nothing for
-    `cfg.timeout_seconds`."""
+    processes, which pays if the file system is slow and cannot change a batch, or by a thread if they
+    are in a store. There is no state to save. Raises LoaderError if a batch cannot be read, or if its
+    worker died or sent nothing for `cfg.timeout_seconds`."""
     wanted = range(start_step, steps)
     if cfg.workers and wanted:
         source = read_by_workers(batches, wanted, cfg)
+    elif batches.is_stored:
+        source = read_ahead(batches, wanted, cfg)
     else:
         source = read_here(batches, wanted)
     with closing(source):

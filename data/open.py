@@ -33,7 +33,7 @@ def open_corpora(cfg: Config, log: Log, verifies: bool = True) -> Corpora:
     opened = [*sources.values(), *further.values()]
     for corpus in opened:
         if cfg.data.verify and verifies and isinstance(corpus, Prepared):
-            prepared.verify(corpus.folder)
+            prepared.verify(corpus.folder, cfg.data)
         inputs.check_masking(corpus, cfg)
     _check_tokenizers(opened)
     sets = _sets(sources, further)

@@ -13,7 +13,8 @@ for `train` and once for `validation`:
     format.json          what made tokens of conversations (data/formats.py::describe); not of text
     manifest.json        the report, counts, size and SHA-256 of each file, fingerprints of tokenizer and corpus
 
-Nothing in these files is ever executed or unpickled.
+In an object store there is one file more (data/stores/corpus.py). Nothing in these files is ever
+executed or unpickled.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from configs.schema import InputError
-from data import tokenizer
+from configs.schema import Data, InputError
+from data import formats, tokenizer
 from data.packing import PackedTokens
+from data.stores import corpus, places
 from data.tokens import Tokens
 
 # raise it when the files, the split into train and validation, or the tokenizers' definition change
@@ -44,7 +46,7 @@ class Prepared:
     """A tokenised corpus. Equal fingerprints mean equal tokens in both splits, whatever the machine
     or the file times."""
 
-    folder: str
+    folder: str  # or a URL; `train.folder` is on this machine
     tokenizer: tokenizer.Tokenizer
     train: Tokens
     validation: Tokens
@@ -57,19 +59,39 @@ def tables(described: dict) -> dict[str, np.dtype]:
     return TABLES | OF_ANSWERS if described else TABLES
 
 
-def open_prepared(folder: str) -> Prepared:
-    """Open a prepared folder after checking its tokenizer and the sizes of its files. `verify`
-    checks their content. InputError: a file or the tokenizer is not the one that was written."""
+class CorpusFolder:
+    """A prepared folder on this machine, as data/stores/corpus.py::StoredCorpus is one in a
+    store."""
+
+    def __init__(self, folder: str, manifest: dict) -> None:
+        self.folder = folder
+        self.files = manifest["files"]
+
+    def check_sizes(self) -> None:
+        for name, file in self.files.items():
+            path = self.path(name)
+            size = os.path.getsize(path) if os.path.isfile(path) else 0
+            if size != file["bytes"]:
+                raise InputError(
+                    f"{path} has {size} bytes instead of {file['bytes']}: this tokenised corpus is "
+                    f"damaged; remove {self.folder} and run again to make it anew"
+                )
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def tokens(self, kind: type[Tokens], split: str, dtype: np.dtype, tail: str) -> Tokens:
+        return kind(self.folder, split, dtype, tail)
+
+
+def open_prepared(folder: str, cfg: Data | None = None) -> Prepared:
+    """Open a prepared folder, or a URL, after checking its tokenizer and the sizes of its files.
+    `verify` checks their content. cfg: says where this machine keeps what it fetches of a URL.
+    InputError: a file or the tokenizer is not the one that was written."""
     manifest = read_manifest(folder)
-    for name, file in manifest["files"].items():
-        path = os.path.join(folder, name)
-        size = os.path.getsize(path) if os.path.isfile(path) else 0
-        if size != file["bytes"]:
-            raise InputError(
-                f"{path} has {size} bytes instead of {file['bytes']}: this tokenised corpus is "
-                f"damaged; remove {folder} and run again to make it anew"
-            )
-    saved = tokenizer.load_saved(os.path.join(folder, "tokenizer.json"))
+    place = _place(folder, manifest, cfg)
+    place.check_sizes()
+    saved = tokenizer.load_saved(place.path("tokenizer.json"))
     if saved.fingerprint != manifest["tokenizer_fingerprint"]:
         raise InputError(
             f"{folder}: its tokenizer ({saved.fingerprint}) is not the one that made its tokens "
@@ -78,8 +100,11 @@ def open_prepared(folder: str) -> Prepared:
         )
     try:
         kind = PackedTokens if manifest["format"] == FORMAT_OF_ANSWERS else Tokens
-        train = kind(folder, "train", saved.dtype)
-        validation = kind(folder, "validation", saved.dtype, " (tail)" if manifest["cut"] else "")
+        if kind is PackedTokens:
+            place.path(formats.FILE)  # data/fit.py reads it from there
+        tail = " (tail)" if manifest["cut"] else ""
+        train = place.tokens(kind, "train", saved.dtype, "")
+        validation = place.tokens(kind, "validation", saved.dtype, tail)
     except OSError as error:
         raise InputError(
             f"{folder} cannot be read: {error.strerror}; give another cache with "
@@ -96,18 +121,27 @@ def open_prepared(folder: str) -> Prepared:
     return Prepared(folder, saved, train, validation, manifest["fingerprint"], written_as)
 
 
-def verify(folder: str) -> Prepared:
+def _place(folder: str, manifest: dict, cfg: Data | None) -> CorpusFolder | corpus.StoredCorpus:
+    if places.is_url(folder):
+        return corpus.StoredCorpus(folder, manifest, cfg or Data())
+    return CorpusFolder(folder, manifest)
+
+
+def verify(folder: str, cfg: Data | None = None) -> Prepared:
     """`open_prepared` after reading every byte. InputError names the first file that differs from
     what was written or that has a token beyond the vocabulary."""
     manifest = read_manifest(folder)
+    place = _place(folder, manifest, cfg)
     for name, file in manifest["files"].items():
-        path = os.path.join(folder, name)
+        if places.is_url(folder) and name.endswith(".bin"):
+            continue  # its blocks are compared with their hashes whenever they are read
+        path = place.path(name)
         if not os.path.isfile(path) or file_sha256(path) != file["sha256"]:
             raise InputError(
                 f"{path} is not what was written: this tokenised corpus is damaged; remove "
-                f"{folder} and run again to make it anew"
+                f"{place.folder} and run again to make it anew"
             )
-    prepared = open_prepared(folder)
+    prepared = open_prepared(folder, cfg)
     n_vocab = prepared.tokenizer.n_vocab
     for tokens in prepared.train, prepared.validation:
         for index, shard in enumerate(tokens.shards):
@@ -124,8 +158,11 @@ def read_manifest(folder: str) -> dict:
     """InputError: it is missing, damaged, or of a format that this code does not read."""
     path = os.path.join(folder, "manifest.json")
     try:
-        with open(path, encoding="ascii") as file:
-            manifest = json.load(file)
+        if places.is_url(folder):
+            manifest = corpus.read_manifest(folder)
+        else:
+            with open(path, encoding="ascii") as file:
+                manifest = json.load(file)
         written = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(

@@ -16,6 +16,7 @@ only.
 | `hf:PATH[@SPLIT]`             | one per row of what `datasets` saved there (save_to_disk), or of a folder that | path:row  |
 |                               | `datasets` can load                                                            |           |
 | `hf:NAME[/CONFIG][@SPLIT]`    | one per row of a dataset of the Hugging Face Hub, streamed shard by shard      | path:row  |
+| `s3://`, `gs://`, `az://`     | an object, all below a prefix, or a glob of them: as files of the same names   | the same  |
 
 Lines count from 1, rows from 0. Text is UTF-8, taken byte for byte (no newline translation, a BOM
 stays). If something cannot be read (bytes that are not UTF-8, a line that is not JSON, a truncated
@@ -42,6 +43,8 @@ from collections.abc import Callable, Generator, Iterator
 from typing import IO, Any, NamedTuple
 
 from configs.schema import InputError
+from data.stores import places
+from data.stores.text import open_object
 
 TEXT = (
     ".txt",
@@ -121,7 +124,7 @@ UNREADABLE = "cannot be read: "  # a problem that begins so may be gone at the n
 
 class File(NamedTuple):
     name: str  # relative to the source, with forward slashes: the same on every machine
-    path: str  # absolute; for a Hugging Face dataset what `data.source` says
+    path: str  # absolute, or a URL; for a Hugging Face dataset what `data.source` says
     size: int  # bytes; 0 if nobody can tell (a stream)
     mtime_ns: int
 
@@ -184,7 +187,7 @@ def lines_before(piece: Piece) -> int:
     Reads up to the piece."""
     if not piece.start or not _is(piece.file, JSON_LINES):
         return 0
-    with open(piece.file.path, "rb") as file:
+    with open_file(piece.file) as file:
         bytes_left, lines, last_byte = piece.start, 0, b""
         while block := file.read(min(bytes_left, BUFFER)):
             lines, bytes_left, last_byte = (
@@ -204,6 +207,8 @@ def find(source: str) -> list[File]:
     be read."""
     if source.startswith(HUGGING_FACE):
         return [_hugging_face_file(source)]
+    if places.is_url(source):
+        return _stored_files(source)
     path = os.path.expanduser(source)
     if source == "stdlib":
         root = sysconfig.get_path("stdlib")
@@ -232,6 +237,32 @@ def find(source: str) -> list[File]:
             f'data.source = "{source}": {nothing} found there; name a file, a folder or a glob'
         )
     return files
+
+
+def _stored_files(source: str) -> list[File]:
+    found = places.find(source, SUFFIXES)
+    if not found:
+        raise InputError(
+            f'data.source = "{source}": no object with a text suffix ({" ".join(SUFFIXES[:4])} ...) '
+            "found there; name an object, a prefix or a glob"
+        )
+    return sorted(File(name, url, *stat) for name, url, stat in found)
+
+
+def open_file(file: File) -> IO[bytes]:
+    """A file, or an object of a store, for reading."""
+    if places.is_url(file.path):
+        return open_object(file.path, file.size)
+    return open(file.path, "rb", BUFFER)
+
+
+def _arrow_file(file: File) -> Any:
+    """The same for pyarrow, whose import takes a tenth of a second."""
+    import pyarrow
+
+    if places.is_url(file.path):
+        return pyarrow.PythonFile(open_object(file.path, file.size), mode="r")
+    return pyarrow.OSFile(file.path)
 
 
 def _file(path: str, root: str) -> File:
@@ -295,7 +326,7 @@ def _has_json_lines(file: File) -> bool:
     """Whether the first line is a JSON object, and the next one begins another. What cannot be read
     is reported later."""
     try:
-        with open(file.path, "rb") as content:
+        with open_file(file) as content:
             first = content.readline(BUFFER)
             second = content.readline(BUFFER)
         return isinstance(json.loads(first), dict) and second.lstrip().startswith(b"{")
@@ -348,13 +379,12 @@ def read(piece: Piece, field: str = "text", longest: int = 0) -> Generator[Docum
         elif path.endswith(".parquet"):
             yield from _rows(piece, field, _parquet_batches(piece, field))
         elif path.endswith(JSON_LINES):
-            with open(piece.file.path, "rb", BUFFER) as file:
+            with open_file(piece.file) as file:
                 return (yield from _json_lines(file, file, piece, field))
         elif packed in COMPRESSED:
-            # it reports every damage, also a truncated .zst. The import takes a tenth of a second
-            import pyarrow
+            import pyarrow  # it reports every damage, also a truncated .zst
 
-            with pyarrow.OSFile(piece.file.path) as raw:
+            with _arrow_file(piece.file) as raw:
                 file = io.BufferedReader(
                     pyarrow.CompressedInputStream(raw, COMPRESSED[packed]), BUFFER
                 )
@@ -362,7 +392,7 @@ def read(piece: Piece, field: str = "text", longest: int = 0) -> Generator[Docum
                     return (yield from _json_lines(file, raw, piece, field))
                 yield _text(file, piece, longest)
         else:
-            with open(piece.file.path, "rb") as file:
+            with open_file(piece.file) as file:
                 yield _text(file, piece, longest)
     except OSError as error:  # those of pyarrow have no strerror
         yield Document(WHOLE, "", f"{UNREADABLE}{error.strerror or error}", piece.size)
@@ -464,7 +494,8 @@ def _row_groups(file: File) -> int:
     from pyarrow import ArrowException, parquet
 
     try:
-        return parquet.read_metadata(file.path).num_row_groups
+        with _arrow_file(file) as content:
+            return parquet.read_metadata(content).num_row_groups
     except (OSError, ArrowException):
         return 1  # reading it will say why
 
@@ -473,7 +504,10 @@ def _parquet_batches(piece: Piece, field: str) -> Iterator[tuple[int, float, Any
     from pyarrow import ArrowException, parquet
 
     try:
-        with parquet.ParquetFile(piece.file.path, pre_buffer=False) as file:
+        with (
+            _arrow_file(piece.file) as content,
+            parquet.ParquetFile(content, pre_buffer=False) as file,
+        ):
             if field not in file.schema_arrow.names:
                 names = ", ".join(file.schema_arrow.names[:20])
                 raise OSError(f'it has no column "{field}" (data.text_field), but {names}')

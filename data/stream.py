@@ -42,9 +42,10 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from configs.schema import Config, Data, InputError, is_prepared
+from configs.schema import Config, Data, InputError
 from data import sources
 from data.loader import IGNORE, Batch, Corpora, Ranks, as_batch, pinned
+from data.prepare import is_tokenised
 from data.prepare.encoding import encode, open_tokenizer
 from data.shuffle import permute
 from data.tokenizer import Tokenizer
@@ -92,7 +93,7 @@ class StreamSource:
 
 def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource:
     """Open `cfg.source`: only names and sizes are read. Raises InputError if it cannot be streamed."""
-    if is_prepared(cfg.source):
+    if is_tokenised(cfg.source):
         raise InputError(
             f"data.source: {cfg.source} is prepared already, so there is nothing to stream: "
             "data.stream = false"

@@ -17,6 +17,8 @@ class Tokens:
     """One split of a corpus, mapped read-only, so that the ranks and workers of a host share one
     copy in the page cache. `len` is its number of tokens."""
 
+    is_stored = False  # in an object store (data/stores/corpus.py::StoredTokens)
+
     def __init__(self, folder: str, split: str, dtype: np.dtype, tail: str = "") -> None:
         """split: "train" or "validation". tail: what data/documents.py appends to the names of the
         documents."""
@@ -26,13 +28,22 @@ class Tokens:
         self.tail = tail
         self.shards = []
         sizes = []
-        for name in sorted(os.listdir(folder)):
-            if name.startswith(split) and name.endswith(".bin"):
+        for name, size in self.sizes().items():
+            if name.startswith(split):
                 self.shards.append(name)
-                sizes.append(os.path.getsize(self.path(name)) // self.dtype.itemsize)
+                sizes.append(size // self.dtype.itemsize)
         self.ends = np.cumsum(sizes, dtype=np.int64)  # [shards]: tokens up to the end of each
         # a shard is mapped when it is first read
         self.maps: list[np.ndarray | None] = [None] * len(self.shards)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the shards of all splits, in their order."""
+        names = sorted(name for name in os.listdir(self.folder) if name.endswith(".bin"))
+        return {name: os.path.getsize(self.path(name)) for name in names}
+
+    def ask(self, start: int, stop: int) -> int:
+        """Begin to fetch tokens [start, stop), which are read soon: of what is here, nothing."""
+        return 0
 
     def __reduce__(self) -> tuple:
         """Pickled without the tokens: a process that receives this object maps the files again."""

@@ -73,7 +73,8 @@ class Workers:
     and shares what the trainer has mapped; a fresh interpreter would have to import torch first. A
     forked process must neither use CUDA nor wait for a lock that a thread of the trainer held. A
     worker copies numbers with numpy, on one thread, and touches nothing else. Should it hang all
-    the same, it is named like any other worker that hangs."""
+    the same, it is named like any other worker that hangs. Only where text is in a store are they
+    fresh interpreters, because the threads that speak to it do not survive a fork."""
 
     def __init__(self, batches: Batches, steps: range, cfg: Data) -> None:
         self.batches = batches
@@ -157,7 +158,7 @@ class Workers:
                     sampler=self.steps,
                     num_workers=self.count,
                     prefetch_factor=self.cfg.prefetch,
-                    multiprocessing_context="fork",
+                    multiprocessing_context="spawn" if self.batches.is_stored else "fork",
                     worker_init_fn=self.served.start,
                     snapshot_every_n_steps=0,
                     # otherwise it draws its workers' seeds from the trainer's generator
@@ -228,6 +229,8 @@ class ServedBatches:
     def __getitem__(self, step: int) -> Batch | str:
         self.state[1] = step
         try:
+            if self.batches.is_stored:
+                self.batches.ask(step)
             return self.batches[step]
         except Exception as error:
             return f"data worker {os.getpid()}: {cannot_read(self.batches, step, error)}"

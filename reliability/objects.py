@@ -30,6 +30,10 @@ RETRIES = 6  # of a request, by obstore
 BACKOFF = 0.2  # seconds before the first of these; before each later one twice as long, at most 5
 TRIES = 5  # of an operation, each with so many retries
 PAUSE = 2.0  # seconds between two of these
+# What a training step waits for is small, and asked for again sooner: a request may take so long,
+# and an operation is tried so often.
+SOON_SECONDS = 10.0
+SOON_TRIES = 3
 # Bytes of one part of an upload, and how many parts are in flight: what an upload takes of memory.
 CHUNK = 1 << 24
 IN_FLIGHT = 4
@@ -59,6 +63,13 @@ class Version(NamedTuple):
     number: str | None  # Google's generation
 
 
+class Stat(NamedTuple):
+    """Of an object."""
+
+    size: int  # bytes
+    mtime_ns: int
+
+
 def location(text: str | Path) -> "Path | Key":
     """Where a person means by a path or a URL. Raises InputError for a URL that is none of ours."""
     url = STORE_URL.fullmatch(str(text))
@@ -86,21 +97,22 @@ def missing_package(url: str) -> str:
 
 
 @functools.cache
-def _open(scheme: str, bucket: str) -> Any:
+def _open(scheme: str, bucket: str, soon: bool = False) -> Any:
     """The bucket, as obstore knows it. Raises InputError."""
     if problem := missing_package(f"{scheme}://{bucket}"):
         raise InputError(problem)
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
+    seconds = SOON_SECONDS if soon else REQUEST_SECONDS
     client: dict[str, Any] = {
-        "timeout": datetime.timedelta(seconds=REQUEST_SECONDS),
+        "timeout": datetime.timedelta(seconds=seconds),
         "connect_timeout": datetime.timedelta(seconds=CONNECT_SECONDS),
     }
     for name in CLIENT:
-        value = os.environ.get(f"{PREFIXES[scheme]}_{name.upper()}")
+        value = _from_environment(scheme, name)
         if value is not None:
-            client[name] = value.lower() in ("1", "true", "yes") if "allow" in name else value
+            client[name] = _is_true(value) if "allow" in name else value
     backoff = {
         "init_backoff": datetime.timedelta(seconds=BACKOFF),
         "max_backoff": datetime.timedelta(seconds=5),
@@ -108,7 +120,7 @@ def _open(scheme: str, bucket: str) -> Any:
     }
     retry = {
         "max_retries": RETRIES,
-        "retry_timeout": datetime.timedelta(seconds=2 * REQUEST_SECONDS),
+        "retry_timeout": datetime.timedelta(seconds=2 * seconds),
         "backoff": backoff,
     }
     # S3 compares a checksum of every part that arrives
@@ -119,6 +131,14 @@ def _open(scheme: str, bucket: str) -> Any:
         )
     except (BaseError, ValueError) as error:
         raise InputError(f"{scheme}://{bucket} cannot be used: {cause(error)}") from None
+
+
+def _from_environment(scheme: str, name: str) -> str | None:
+    return os.environ.get(f"{PREFIXES[scheme]}_{name.upper()}")
+
+
+def _is_true(value: str | None) -> bool:
+    return (value or "").lower() in ("1", "true", "yes")
 
 
 @functools.cache
@@ -150,8 +170,9 @@ class Key:
 
     tries = 3  # a network may damage what it carries: so often is read what has a wrong hash
 
-    def __init__(self, scheme: str, bucket: str, name: str):
-        self.scheme, self.bucket, self.path = scheme, bucket, name
+    def __init__(self, scheme: str, bucket: str, name: str, soon: bool = False):
+        """soon: whether a training step waits for its requests."""
+        self.scheme, self.bucket, self.path, self.soon = scheme, bucket, name, soon
 
     @property
     def name(self) -> str:
@@ -159,14 +180,19 @@ class Key:
 
     @property
     def parent(self) -> "Key":
-        return Key(self.scheme, self.bucket, self.path.rpartition("/")[0])
+        return Key(self.scheme, self.bucket, self.path.rpartition("/")[0], self.soon)
 
     @property
     def store(self) -> Any:
-        return _open(self.scheme, self.bucket)
+        return _open(self.scheme, self.bucket, self.soon)
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether TLS notices what a network damages."""
+        return not _is_true(_from_environment(self.scheme, "allow_http"))
 
     def __truediv__(self, name: str) -> "Key":
-        return Key(self.scheme, self.bucket, f"{self.path}/{name}".strip("/"))
+        return Key(self.scheme, self.bucket, f"{self.path}/{name}".strip("/"), self.soon)
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.path}"
@@ -187,7 +213,7 @@ class Key:
             )
         began = time.monotonic()
         failure: Exception | None = None
-        tries = tries or TRIES
+        tries = tries or (SOON_TRIES if self.soon else TRIES)
         for i in range(tries):
             if i:
                 time.sleep(PAUSE)
@@ -232,6 +258,20 @@ class Key:
         """The bytes from `start` to before `end`."""
         return self._call(_get_range, start, end)
 
+    def read_agreed(self, start: int, end: int) -> bytes | memoryview:
+        """`read_range` of what has no hash. Without TLS it is read until it comes twice alike."""
+        content = self.read_range(start, end)
+        if self.is_protected:
+            return content
+        for _ in range(self.tries):
+            before = content
+            content = self.read_range(start, end)
+            if content == before:
+                return content
+        raise Unreachable(
+            f"{self}: bytes {start} to {end} came differently {self.tries + 1} times: use https"
+        )
+
     def open(self) -> "RangeReader":
         return RangeReader(self, self.size())
 
@@ -244,8 +284,18 @@ class Key:
 
     def below(self) -> dict[str, int]:
         """The objects below, with their sizes, by the rest of their names."""
+        return {rest: stat.size for rest, stat in self.stats_below().items()}
+
+    def stat(self) -> "Stat":
+        import obstore
+
+        return _stat(self._call(obstore.head))
+
+    def stats_below(self) -> dict[str, "Stat"]:
+        """What `below` has, with times."""
         rows = self._call(_list)
-        return {row["path"][len(self.path) + 1 :]: row["size"] for row in rows}
+        start = len(self.path) + 1 if self.path else 0
+        return {row["path"][start:]: _stat(row) for row in rows}
 
     # Writing
 
@@ -336,6 +386,10 @@ def _get_range(store: Any, path: str, start: int, end: int) -> bytes | memoryvie
     if len(content) != end - start:
         raise OSError(f"{end - start} bytes expected, {len(content)} came")
     return content
+
+
+def _stat(row: Any) -> Stat:
+    return Stat(row["size"], int(row["last_modified"].timestamp()) * 10**9)
 
 
 def _list(store: Any, path: str) -> list[dict]:

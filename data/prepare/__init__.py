@@ -47,6 +47,9 @@ from data.prepared import (
     open_prepared,
     read_manifest,
 )
+from data.stores import places
+from data.stores.corpus import is_prepared_there
+from data.stores.upload import upload
 from reliability.disk import sync
 
 Log = Callable[[str], object]
@@ -59,7 +62,13 @@ def prepare(cfg: Data, log: Log = print, out: str = "", workers: int = 0) -> Pre
     Any number of processes may call this at once. A source that is a prepared folder is opened as
     it is. `log` receives lines for a person. `workers` is the largest number of processes to use; 0
     means one per core. InputError: the source, the tokenizer or the cache cannot be used."""
-    if is_prepared(cfg.source):
+    if places.is_url(out):
+        made = prepare(cfg, log, "", workers)
+        if places.is_url(made.folder):
+            raise InputError(f"data.source: {cfg.source} is prepared already")
+        upload(made, out, log)
+        return open_prepared(out, cfg)
+    if is_tokenised(cfg.source):
         if out:
             raise InputError(f"data.source: {cfg.source} is prepared already")
         return _open_source(cfg)
@@ -89,6 +98,11 @@ def prepare(cfg: Data, log: Log = print, out: str = "", workers: int = 0) -> Pre
     return open_prepared(folder)
 
 
+def is_tokenised(source: str) -> bool:
+    """Whether a source is a prepared folder, here or in a store, which is asked."""
+    return is_prepared_there(source) if places.is_url(source) else is_prepared(source)
+
+
 def kept_in(cfg: Data) -> str:
     """The folder that `prepare(cfg)` would open. Nothing is made. InputError as in `prepare`."""
     if is_prepared(cfg.source):
@@ -108,7 +122,9 @@ def _is_there(folder: str) -> bool:
 def _open_source(cfg: Data) -> Prepared:
     """A source that is a prepared folder. InputError: data.tokenizer or data.format names something
     that did not make its tokens."""
-    prepared = open_prepared(os.path.abspath(os.path.expanduser(cfg.source)))
+    is_stored = places.is_url(cfg.source)
+    folder = cfg.source if is_stored else os.path.abspath(os.path.expanduser(cfg.source))
+    prepared = open_prepared(folder, cfg)
     if cfg.format not in ("text", prepared.format):  # the default accepts the folder's format
         raise InputError(
             f"data.format = {cfg.format}: {prepared.folder} was prepared as {prepared.format}, and "

@@ -68,7 +68,7 @@ def main() -> int:
     try:
         prepared = prepare(cfg, out=out, workers=workers)
         if check:
-            verify(prepared.folder)
+            verify(prepared.folder, cfg)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

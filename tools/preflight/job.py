@@ -18,7 +18,7 @@ from checkpoint import state
 from checkpoint.manager import CheckpointManager
 from configs.schema import Config, InputError
 from data.open import open_corpora
-from data.prepare import kept_in
+from data.prepare import is_tokenised, kept_in
 from data.sources import find
 from parallelisms import contract
 from tools.preflight.machine import checkpoint_bytes, device_table, synchronise
@@ -106,7 +106,7 @@ def not_tokenised(cfg: Config) -> tuple[list[str], float]:
     size = 0.0
     for source, fraction in fractions:
         data = cfg.data.model_copy(update={"source": source, "validation_fraction": fraction})
-        if not os.path.isdir(kept_in(data)):
+        if not is_tokenised(source) and not os.path.isdir(kept_in(data)):
             absent.append(source)
             # the size of a stream is unknown
             size += sum(file.size for file in find(source)) or math.inf

@@ -1,0 +1,83 @@
+"""Batches of a corpus in a store, read before they are needed.
+
+One thread makes the batches in their order. Before each it asks for the blocks of the steps after it
+(data/loader.py::Batches.ask), so requests wait for the store beside each other, and the trainer for
+none of them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+from configs.schema import Data
+from data.stores.blocks import RECENT
+from data.workers import LoaderError, cannot_read, describe
+
+if TYPE_CHECKING:
+    from data.loader import Batch, Batches
+
+# Blocks that are asked for ahead of the step that is read. They must still be in memory when their
+# step comes.
+BLOCKS_AHEAD = RECENT // 2
+
+
+def read_ahead(batches: Batches, steps: range, cfg: Data) -> Generator[Batch, None, None]:
+    """The batches of these steps. Raises LoaderError: see data/loader.py::loader."""
+    ready: queue.Queue[Batch | LoaderError] = queue.Queue(cfg.prefetch)
+    stop = threading.Event()
+    arguments = (batches, steps, ready, stop)
+    thread = threading.Thread(target=_read, args=arguments, name="data ahead", daemon=True)
+    thread.start()
+    try:
+        for step in steps:
+            yield _take(ready, batches, step, cfg.timeout_seconds)
+    finally:
+        stop.set()
+
+
+def _take(ready: queue.Queue, batches: Batches, step: int, seconds: float) -> Batch:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            item = ready.get(timeout=min(1.0, max(deadline - time.monotonic(), 0.01)))
+        except queue.Empty:
+            if time.monotonic() > deadline:
+                where = ", ".join(
+                    tokens.corpus.url for tokens in batches.sources if tokens.is_stored
+                )
+                raise LoaderError(
+                    f"{describe(batches, step)} did not come from {where} within {seconds} s "
+                    "(data.timeout_seconds): reading hangs"
+                ) from None
+            continue
+        if isinstance(item, LoaderError):
+            raise item
+        return item
+
+
+def _read(batches: Batches, steps: range, ready: queue.Queue, stop: threading.Event) -> None:
+    """Runs in the thread: puts batches, or the reason why there are no more, into `ready`."""
+    asked = steps.start  # the first step that has not been asked for
+    sizes: dict[int, int] = {}  # blocks of the steps that were asked for and are not read
+    for step in steps:
+        item: Batch | LoaderError
+        try:
+            while asked < steps.stop and (asked <= step or sum(sizes.values()) < BLOCKS_AHEAD):
+                sizes[asked] = batches.ask(asked)
+                asked += 1
+            item = batches[step]
+            sizes.pop(step)
+        except Exception as error:
+            item = LoaderError(cannot_read(batches, step, error))
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.5)
+                break
+            except queue.Full:
+                continue
+        if stop.is_set() or isinstance(item, LoaderError):
+            return

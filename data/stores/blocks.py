@@ -1,0 +1,166 @@
+"""The shards of a corpus in a store, read in blocks.
+
+A block is BLOCK bytes of a shard, fewer at its end. Blocks are numbered through all shards. The table
+`hashes` of the corpus has the hash of each, and no byte is used before its block has that hash.
+
+The local copy is one sparse file with a slot for each block, or as many as `data.cache_gb` allows:
+block n lies in slot n % slots. A slot holds what was put there last. It has no label and no lock,
+because its content is hashed at each read: what is another block, half written or damaged is
+fetched. So any number of ranks and workers of a host share the file. Windows come in random order,
+each once an epoch, so no rule of replacement would keep more useful blocks than this one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+
+import numpy as np
+import xxhash
+
+from configs.schema import InputError
+from data.stores.fetchers import fetchers
+from reliability.objects import Key
+
+BLOCK = 1 << 16  # bytes: two or four windows of 8,192 tokens
+RECENT = 1024  # blocks that stay in memory: 64 MiB of each source and process
+say = logging.getLogger("plumbline")
+
+
+class Blocks:
+    """What a process reads of the shards of one corpus."""
+
+    def __init__(
+        self, key: Key, sizes: dict[str, int], hashes: np.ndarray, path: str, limit: int
+    ) -> None:
+        """key: the corpus; sizes: of its shards, in bytes, in the order in which the blocks are
+        numbered; hashes: uint64 [blocks]; path: of the local copy, which takes at most `limit`
+        bytes."""
+        self.key = key
+        self.sizes = sizes
+        self.hashes = hashes
+        counts = [-(-size // BLOCK) for size in sizes.values()]
+        ends = np.cumsum([0, *counts]).tolist()
+        self.first = dict(zip(sizes, ends))  # number of a shard's first block
+        if len(hashes) != ends[-1]:
+            raise InputError(f"{key}/hashes has {len(hashes)} hashes of {ends[-1]} blocks")
+        self.names = list(sizes)
+        self.begins = np.array(ends[:-1])  # [shards]
+        self.path = path
+        self.slots = max(1, min(limit // BLOCK, len(hashes)))
+        self.lock = threading.Lock()
+        self.recent: OrderedDict[int, Future] = OrderedDict()
+        self.file: int | None = None  # descriptor of the local copy
+        self.keeps = True  # whether it can be written
+
+    def ask(self, shard: str, start: int, stop: int) -> int:
+        """Begin to fetch what holds the bytes [start, stop) of a shard. Returns how many blocks
+        that is."""
+        numbers = self._numbers(shard, start, stop)
+        for number in numbers:
+            self._future(number)
+        return len(numbers)
+
+    def read(self, shard: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a shard. Raises InputError if they cannot be had undamaged."""
+        numbers = self._numbers(shard, start, stop)
+        futures = [self._future(number) for number in numbers]
+        parts = []
+        for number, future in zip(numbers, futures):
+            try:
+                parts.append(future.result())
+            except BaseException:
+                with self.lock:
+                    self.recent.pop(number, None)  # the next read tries again
+                raise
+        begin = start - start % BLOCK
+        return b"".join(parts)[start - begin : stop - begin]
+
+    def _numbers(self, shard: str, start: int, stop: int) -> range:
+        first = self.first[shard]
+        return range(first + start // BLOCK, first + -(-stop // BLOCK))
+
+    def _future(self, number: int) -> Future:
+        with self.lock:
+            future = self.recent.get(number)
+            if future is None:
+                future = self.recent[number] = fetchers().submit(self._load, number)
+            self.recent.move_to_end(number)
+            if len(self.recent) > RECENT:
+                self.recent.popitem(last=False)
+        return future
+
+    # In a thread of the pool
+
+    def _load(self, number: int) -> bytes:
+        shard = int(self.begins.searchsorted(number, "right")) - 1
+        name = self.names[shard]
+        start = (number - int(self.begins[shard])) * BLOCK
+        stop = min(start + BLOCK, self.sizes[name])
+        kept = self._kept(number, stop - start)
+        if self.is_whole(number, kept):
+            return kept
+        content = self._fetch(number, name, start, stop)
+        self._keep(number, content)
+        return content
+
+    def is_whole(self, number: int, content: bytes) -> bool:
+        return xxhash.xxh3_64_intdigest(content) == int(self.hashes[number])
+
+    def _fetch(self, number: int, name: str, start: int, stop: int) -> bytes:
+        key = self.key / name
+        for _ in range(key.tries):
+            try:
+                content = bytes(key.read_range(start, stop))
+            except FileNotFoundError:
+                raise InputError(f"{key} is gone: upload the corpus again") from None
+            if self.is_whole(number, content):
+                return content
+        raise InputError(
+            f"{key}: bytes {start} to {stop} came {key.tries} times, and never as they were "
+            "written: the corpus is damaged there; upload it again"
+        )
+
+    def _kept(self, number: int, size: int) -> bytes:
+        """What lies in the block's slot."""
+        try:
+            return os.pread(self._descriptor(), size, number % self.slots * BLOCK)
+        except OSError:
+            return b""
+
+    def _keep(self, number: int, content: bytes) -> None:
+        """A disk that is full or broken does not end a run: the store has the text."""
+        if not self.keeps:
+            return
+        try:
+            os.pwrite(self._descriptor(), content, number % self.slots * BLOCK)
+        except OSError as error:
+            self.keeps = False
+            say.warning(
+                f"{self.path} cannot be written ({error.strerror}): no more local copies of "
+                f"{self.key} are made (data.cache, data.cache_gb)"
+            )
+
+    def _descriptor(self) -> int:
+        with self.lock:
+            if self.file is None:
+                file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                if os.fstat(file).st_size > self.slots * BLOCK:
+                    os.truncate(file, self.slots * BLOCK)  # an earlier run was allowed more
+                self.file = file
+            return self.file
+
+    def close(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+def hashes_of(content: memoryview) -> np.ndarray:
+    """uint64 [blocks]: of a whole shard."""
+    starts = range(0, len(content), BLOCK)
+    hashes = [xxhash.xxh3_64_intdigest(content[start : start + BLOCK]) for start in starts]
+    return np.array(hashes, "<u8")

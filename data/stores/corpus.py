@@ -1,0 +1,226 @@
+"""A prepared corpus in an object store, as data/stores/upload.py has put it there.
+
+It is the folder of data/prepared.py, with `hashes` (data/stores/blocks.py) beside the tables. Its
+manifest is hashed itself (`sum`), and it comes last, so what has one is whole. Everything but the
+shards is fetched whole when it is first asked for, compared with its SHA-256, and kept in a folder of
+`data.cache`, once for all ranks of a host. That folder also has the local copies of blocks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import numpy as np
+import xxhash
+
+from configs.schema import Data, InputError
+from data.packing import PackedTokens
+from data.stores.blocks import Blocks
+from data.stores.places import key_of
+from data.tokens import Tokens
+from reliability.disk import sync
+from reliability.objects import Key
+
+MANIFEST = "manifest.json"
+HASHES = "hashes"
+PIECE = 1 << 24  # bytes of a table that are fetched at a time
+CACHE = "~/.cache/plumbline"
+AGAIN = "upload it again: python -m data.prepare --source FOLDER --out {}"
+
+
+class StoredCorpus:
+    """A corpus in a store, and the folder of this host that holds what was fetched of it."""
+
+    def __init__(self, url: str, manifest: dict, cfg: Data) -> None:
+        self.url = url
+        self.manifest = manifest
+        self.cfg = cfg
+        self.key = key_of(url, soon=True)
+        self.files = manifest["files"]
+        readable = re.sub(r"[^A-Za-z0-9]+", "-", self.key.name or self.key.bucket)[:40]
+        decides = f"{url} {manifest['sum']}".encode()
+        name = f"{readable}-{hashlib.sha256(decides).hexdigest()[:16]}"
+        self.folder = os.path.abspath(os.path.expanduser(os.path.join(cfg.cache or CACHE, name)))
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"data.cache: {self.folder} cannot be written: {error.strerror}; give another "
+                "folder with --data.cache=FOLDER"
+            ) from error
+
+    def __reduce__(self) -> tuple:
+        """A process that receives this object opens files and connections of its own."""
+        return StoredCorpus, (self.url, self.manifest, self.cfg)
+
+    def check_sizes(self) -> None:
+        """Compare the sizes of all objects with the manifest. Raises InputError."""
+        there = self.key.below()
+        for name, file in self.files.items():
+            size = there.get(name)
+            if size != file["bytes"]:  # a listing may lag behind
+                size = self.size(name)
+            if size != file["bytes"]:
+                raise InputError(
+                    f"{self.key / name} has {size} bytes instead of {file['bytes']}: this "
+                    f"tokenised corpus is damaged; {AGAIN.format(self.url)}"
+                )
+
+    def size(self, name: str) -> int:
+        try:
+            return (self.key / name).size()
+        except FileNotFoundError:
+            return 0
+
+    def path(self, name: str) -> str:
+        """Where a file of the corpus lies on this host; it is fetched if it does not."""
+        path = os.path.join(self.folder, name)
+        if name in self.files and not self._is_here(path):
+            with self._lock():
+                if not self._is_here(path):  # no other rank has fetched it meanwhile
+                    self._fetch(name, path)
+        return path
+
+    def _is_here(self, path: str) -> bool:
+        name = os.path.basename(path)
+        return os.path.isfile(path) and os.path.getsize(path) == self.files[name]["bytes"]
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        with open(os.path.join(self.folder, ".lock"), "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _fetch(self, name: str, path: str) -> None:
+        key = self.key / name
+        for _ in range(key.tries):
+            digest = hashlib.sha256()
+            with open(f"{path}.tmp", "wb") as out:
+                for start in range(0, self.files[name]["bytes"], PIECE):
+                    stop = min(start + PIECE, self.files[name]["bytes"])
+                    piece = key.read_range(start, stop)
+                    digest.update(piece)
+                    out.write(piece)
+            if digest.hexdigest() == self.files[name]["sha256"]:
+                sync(f"{path}.tmp")
+                os.rename(f"{path}.tmp", path)
+                return
+        os.remove(f"{path}.tmp")
+        raise InputError(
+            f"{key} is not what was written: this tokenised corpus is damaged; "
+            f"{AGAIN.format(self.url)}"
+        )
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        hashes = np.fromfile(self.path(HASHES), "<u8")
+        local = os.path.join(self.folder, "blocks")
+        return Blocks(self.key, shards(self.files), hashes, local, int(self.cfg.cache_gb * 1e9))
+
+    def tokens(self, kind: type[Tokens], split: str, dtype: np.dtype, tail: str) -> Tokens:
+        """A split. kind: Tokens, or PackedTokens for conversations."""
+        stored = StoredPackedTokens if kind is PackedTokens else StoredTokens
+        return stored(self, split, dtype, tail)
+
+
+class StoredTokens(Tokens):
+    """One split of a corpus in a store. A read waits for the store, unless it was asked for."""
+
+    is_stored = True
+
+    def __init__(self, corpus: StoredCorpus, split: str, dtype: np.dtype, tail: str = "") -> None:
+        self.corpus = corpus
+        super().__init__(corpus.folder, split, dtype, tail)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.corpus, self.split, self.dtype, self.tail)
+
+    def sizes(self) -> dict[str, int]:
+        return shards(self.corpus.files)
+
+    def ask(self, start: int, stop: int) -> int:
+        asked = 0
+        for shard, first, last in self._extents(start, stop):
+            asked += self.corpus.blocks.ask(shard, first, last)
+        return asked
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        parts = [self._read(*extent) for extent in self._extents(start, stop)]
+        return np.concatenate(parts) if parts else np.zeros(0, self.dtype)
+
+    def map(self, shard: int) -> np.ndarray:
+        name = self.shards[shard]
+        return self._read(name, 0, self.sizes()[name])
+
+    def _read(self, shard: str, first: int, last: int) -> np.ndarray:
+        return np.frombuffer(self.corpus.blocks.read(shard, first, last), self.dtype)
+
+    def _extents(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """The bytes (shard, [first, last)) of tokens [start, stop)."""
+        width = self.dtype.itemsize
+        stop = min(stop, len(self))
+        shard = int(self.ends.searchsorted(start, "right"))
+        while start < stop:
+            end = int(self.ends[shard])
+            begin = int(self.ends[shard - 1]) if shard else 0
+            last = min(stop, end)
+            yield self.shards[shard], (start - begin) * width, (last - begin) * width
+            start = last
+            shard += 1
+
+    def path(self, name: str) -> str:
+        return self.corpus.path(name)
+
+
+class StoredPackedTokens(StoredTokens, PackedTokens):
+    """The same of conversations."""
+
+
+def shards(files: dict[str, dict]) -> dict[str, int]:
+    """The shards of both splits, with their sizes, in the order of their blocks' numbers."""
+    return {name: files[name]["bytes"] for name in sorted(files) if name.endswith(".bin")}
+
+
+def manifest_text(manifest: dict) -> bytes:
+    """The manifest as a store holds it."""
+    return json.dumps({**manifest, "sum": _sum(manifest)}, indent=1).encode("ascii")
+
+
+def _sum(manifest: dict) -> str:
+    rest = {name: value for name, value in manifest.items() if name != "sum"}
+    return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True).encode())
+
+
+def read_manifest(url: str) -> dict:
+    """Raises InputError if it cannot be read undamaged, or lacks what a store needs."""
+    key: Key = key_of(url) / MANIFEST
+    problem = "is damaged"
+    for _ in range(key.tries):
+        try:
+            manifest = json.loads(key.read())
+        except FileNotFoundError:
+            raise InputError(f"{key} is missing: no corpus was prepared there") from None
+        except ValueError:
+            continue
+        if isinstance(manifest, dict) and manifest.get("sum") == _sum(manifest):
+            return manifest
+        if isinstance(manifest, dict) and "sum" not in manifest:
+            problem = (
+                "was not written by `python -m data.prepare --out`, and has no hashes of blocks"
+            )
+    raise InputError(f"{key} {problem}; {AGAIN.format(url)}")
+
+
+def is_prepared_there(url: str) -> bool:
+    """As configs/schema.py::is_prepared, of a store."""
+    key = key_of(url)
+    if not key.path:
+        return False
+    return (key / MANIFEST).exists() and (key / "names.starts").exists()

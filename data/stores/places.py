@@ -1,0 +1,80 @@
+"""What a source that is a URL names: objects, by their names, as a folder has files."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+
+from configs.schema import InputError
+from reliability.objects import Key, Stat, missing_package
+
+SCHEMES = ("s3://", "gs://", "az://")
+
+
+def is_url(source: str) -> bool:
+    """Whether a source lies in an object store."""
+    return source.startswith(SCHEMES)
+
+
+def key_of(url: str, soon: bool = False) -> Key:
+    """Raises InputError where the package that speaks to stores is missing."""
+    if problem := missing_package(url):
+        raise InputError(problem)
+    scheme, _, rest = url.partition("://")
+    bucket, _, name = rest.partition("/")
+    return Key(scheme, bucket, name.strip("/"), soon)
+
+
+def find(source: str, suffixes: tuple[str, ...]) -> list[tuple[str, str, Stat]]:
+    """(name, URL, size and time) of what a source has: of an object, of all below a prefix with one
+    of these suffixes, or of those that match a glob. Names are those that the same files would have
+    on a disk (data/sources.py)."""
+    key = key_of(source)
+    found: list[tuple[str, str, Stat]] = []
+    if glob.has_magic(key.path):
+        # the folders before the first that has a wildcard
+        root = os.path.dirname(re.split(r"[*\[]", key.path, maxsplit=1)[0])
+        matches = re.compile(_pattern(key.path)).fullmatch
+        for rest, stat in Key(key.scheme, key.bucket, root).stats_below().items():
+            path = f"{root}/{rest}" if root else rest
+            if matches(path):
+                found.append((rest, f"{key.scheme}://{key.bucket}/{path}", stat))
+        return found
+    if key.path:
+        try:
+            return [(key.name, str(key), key.stat())]
+        except FileNotFoundError:
+            pass  # a prefix
+    for rest, stat in key.stats_below().items():
+        is_hidden = any(part.startswith(".") for part in rest.split("/"))
+        if rest.lower().endswith(suffixes) and not is_hidden:
+            found.append((rest, str(key / rest), stat))
+    return found
+
+
+def _pattern(path: str) -> str:
+    """A glob as a regular expression: `*` and `[...]` within a name, `**` any folders; what begins
+    with a dot is matched by a dot alone."""
+    expressions = []
+    *folders, name = path.split("/")
+    for folder in folders:
+        expressions.append(r"(?:[^/.][^/]*/)*" if folder == "**" else f"{_segment(folder)}/")
+    if name == "**":
+        name = "*"
+        expressions.append(r"(?:[^/.][^/]*/)*")
+    expressions.append(_segment(name))
+    return "".join(expressions)
+
+
+def _segment(name: str) -> str:
+    expression = r"(?!\.)" if name[:1] in ("*", "[") else ""
+    for part in re.split(r"(\*+|\[!?\]?[^\]]*\])", name):
+        if part.startswith("*"):
+            expression += "[^/]*"
+        elif part.startswith("[") and part.endswith("]"):
+            inside = part[1:-1].replace("\\", r"\\")
+            expression += f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
+        else:
+            expression += re.escape(part)
+    return expression
