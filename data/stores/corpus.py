@@ -9,6 +9,7 @@ shards is fetched whole when it is first asked for, compared with its SHA-256, a
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -206,7 +207,9 @@ def read_manifest(url: str) -> dict:
         try:
             manifest = json.loads(key.read())
         except FileNotFoundError:
-            raise InputError(f"{key} is missing: no corpus was prepared there") from None
+            raise InputError(
+                f"{key} is missing: the upload of this corpus did not end; {AGAIN.format(url)}"
+            ) from None
         except ValueError:
             continue
         if isinstance(manifest, dict) and manifest.get("sum") == _sum(manifest):
@@ -219,8 +222,10 @@ def read_manifest(url: str) -> dict:
 
 
 def is_prepared_there(url: str) -> bool:
-    """As configs/schema.py::is_prepared, of a store."""
+    """As configs/schema.py::is_prepared, of a store. An upload that was killed counts as one: its
+    manifest is missing, and it is no text."""
     key = key_of(url)
-    if not key.path:
+    if glob.has_magic(key.path):
         return False
-    return (key / MANIFEST).exists() and (key / "names.starts").exists()
+    names = (MANIFEST, "tokenizer.json", "names.starts")
+    return sum((key / name).exists() for name in names) > 1
