@@ -67,7 +67,7 @@ class CorpusFolder:
         self.folder = folder
         self.files = manifest["files"]
 
-    def check_sizes(self) -> None:
+    def check(self) -> None:
         for name, file in self.files.items():
             path = self.path(name)
             size = os.path.getsize(path) if os.path.isfile(path) else 0
@@ -90,7 +90,7 @@ def open_prepared(folder: str, cfg: Data | None = None) -> Prepared:
     InputError: a file or the tokenizer is not the one that was written."""
     manifest = read_manifest(folder)
     place = _place(folder, manifest, cfg)
-    place.check_sizes()
+    place.check()
     saved = tokenizer.load_saved(place.path("tokenizer.json"))
     if saved.fingerprint != manifest["tokenizer_fingerprint"]:
         raise InputError(

@@ -50,6 +50,7 @@ from data.prepare.encoding import encode, open_tokenizer
 from data.shuffle import permute
 from data.tokenizer import Tokenizer
 from data.workers import LoaderError
+from reliability.objects import Unreachable
 
 # bytes of a unit, about: it is cheap to open, and takes seconds to read again
 LEAST = 1 << 18
@@ -383,6 +384,8 @@ class Stream:
                 return
             except Changed:
                 raise
+            except Unreachable as error:  # it has been tried often enough
+                raise LoaderError(f"data stream {self.number}: {error}") from error
             except Exception as error:  # the many libraries below raise all kinds
                 attempt += 1
                 where = f"{unit.piece.file.path}, after document {done},"

@@ -32,6 +32,8 @@ class Places:
 
     split = "train"
 
+    is_stored = False
+
     def __init__(self, n: int, source: int = 0, starts: tuple[int, ...] = (0,)) -> None:
         self.n, self.source, self.document_starts = n, source, np.array(starts)
 

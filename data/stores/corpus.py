@@ -61,8 +61,9 @@ class StoredCorpus:
         """A process that receives this object opens files and connections of its own."""
         return StoredCorpus, (self.url, self.manifest, self.cfg)
 
-    def check_sizes(self) -> None:
-        """Compare the sizes of all objects with the manifest. Raises InputError."""
+    def check(self) -> None:
+        """Compare the sizes of all objects with the manifest, and fetch the hashes. Raises
+        InputError."""
         there = self.key.below()
         for name, file in self.files.items():
             size = there.get(name)
@@ -73,6 +74,7 @@ class StoredCorpus:
                     f"{self.key / name} has {size} bytes instead of {file['bytes']}: this "
                     f"tokenised corpus is damaged; {AGAIN.format(self.url)}"
                 )
+        self.path(HASHES)
 
     def size(self, name: str) -> int:
         try:
