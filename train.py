@@ -44,7 +44,7 @@ from reliability.exit import CRASH_LOOP, DONE, STOPPED, refuse
 from reliability.guard import Guard
 from reliability.record import Start, hosts, same_on_all_ranks
 from reliability.stop import Stop
-from training import attention, init, log
+from training import attention, digests, init, log
 from training.balance import move_biases, sum_counts
 from training.conclude import last_lines
 from training.evaluate import open_tasks, run_evaluation
@@ -149,6 +149,7 @@ class StepResult:
     # ranks on which recomputing the gradient gave a different result; then no weight changed
     mismatching_ranks: list[int]
     flags: Flags  # whether each was raised on any rank: the same on all ranks
+    gradient_digests: digests.Digests  # of the gradients before clipping; empty unless asked for
 
 
 def train_step(
@@ -157,6 +158,7 @@ def train_step(
     skip_above: float = math.inf,
     replay: bool = False,
     flags: Callable[[], Flags] = Flags,
+    digest: bool = False,
 ) -> StepResult:
     """One optimizer step on this rank's share of the global batch: tokens and labels, int64 [A, b,
     T] in A microbatches (with context parallelism T is this rank's part of a sequence).
@@ -164,7 +166,7 @@ def train_step(
     A gradient whose norm is above `skip_above` changes no weight (training.skip_spikes). With
     `replay` the gradient is computed twice and compared with itself (debug.replay_interval).
     `flags()` is called after the backward pass, so that a signal counts in the step in which it
-    came.
+    came. With `digest` the result has two numbers of every gradient (metrics.gradient_interval).
 
     The names in `record_function` are the phases of a step: forward, loss (in training/feed.py),
     backward, clip, optimizer. The profiler, tools/plan and tools/bench/sections.py find the phases
@@ -177,6 +179,9 @@ def train_step(
         )
     else:
         step, mismatching_ranks = gradients(job, batch, flags), []
+    of_gradients: digests.Digests = {}
+    if digest:
+        of_gradients = digests.of_gradients(job.model.named_parameters(), job.mesh.device)
     with record_function("clip"):
         grad_norm = clip_grad_norm(
             job.model.parameters(), job.cfg.training.max_norm, job.mesh.sum_over_pp
@@ -210,6 +215,7 @@ def train_step(
         optimizer_seconds=optimizer_seconds,
         mismatching_ranks=mismatching_ranks,
         flags=Flags(*map(bool, raised)),
+        gradient_digests=of_gradients,
     )
 
 
@@ -337,7 +343,8 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
             lr = learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule)
             set_learning_rate(job.optimizer, lr)
             replay = every(step + 1, cfg.debug.replay_interval)
-            result = train_step(job, batch, guard.skip_above(), replay, flags)
+            digest = every(step + 1, cfg.metrics.gradient_interval)
+            result = train_step(job, batch, guard.skip_above(), replay, flags, digest)
             if result.flags.no_data:  # the stream of some rank has ended: no weight has changed
                 batches.end()
                 break
@@ -361,6 +368,9 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
                 meter.reported |= guard.late_ranks(step, cfg.metrics.straggler_interval)
             if every(step, cfg.metrics.expert_interval):
                 meter.report_experts(step, job.model, metrics)
+            if result.gradient_digests:
+                numbers = digests.of_all_stages(result.gradient_digests, mesh)
+                metrics.record_gradients(step, numbers)
             if every(step, cfg.metrics.interval) or step in (start + 1, steps) or stopping:
                 line = meter.line(step, order, result.loss, result.grad_norm, lr)
                 metrics.log(step, line | clock.metrics())

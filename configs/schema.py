@@ -628,6 +628,9 @@ class Metrics(Table):
     expert_interval: int = Field(50, ge=0)
     """Steps between reports of how tokens are spread over the experts of each layer
     (docs/experts.md); 0: none."""
+    gradient_interval: int = Field(0, ge=0)
+    """Steps between lines of gradients.jsonl, which have two numbers of every gradient, for
+    `tools.replay`; 0: none."""
     progress: Literal["auto", "on", "off"] = "auto"
     """Progress bar; auto: on a terminal."""
     peak_tflops: float = Field(0.0, ge=0)

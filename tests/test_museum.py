@@ -153,26 +153,26 @@ def replicas_not_reduced(patch: Patch) -> None:
 
 def local_norm(patch: Patch) -> None:
     """every rank clips by the norm of its own shards"""
-    patch.setattr(optim, "_split_over", lambda gradient: ())
+    patch.setattr(optim, "split_over", lambda gradient: ())
 
 
 def replicated_counted_per_rank(patch: Patch) -> None:
     """weights that all tensor-parallel ranks hold count once per rank in the norm"""
     patch.setattr(
         optim,
-        "_split_over",
+        "split_over",
         lambda gradient: tuple(d for d, n in enumerate(gradient.device_mesh.shape) if n > 1),
     )
 
 
 def norm_of_one_dimension(patch: Patch) -> None:
     """the norm is not summed over one dimension of the mesh, which no test shows that does not clip"""
-    real = optim._split_over
+    real = optim.split_over
 
     def without_tp(gradient: DTensor) -> tuple[int, ...]:
         return tuple(d for d in real(gradient) if gradient.device_mesh.mesh_dim_names[d] != "tp")
 
-    patch.setattr(optim, "_split_over", without_tp)
+    patch.setattr(optim, "split_over", without_tp)
 
 
 def all_zeros(patch: Patch) -> None:

@@ -92,7 +92,7 @@ def normal_values(index: Tensor, key: int, std: float) -> Tensor:
     return start[cell].add_(within.mul_(step[cell])).mul_(std)
 
 
-def _global_ids(param: Tensor) -> list[Tensor]:
+def global_ids(param: Tensor) -> list[Tensor]:
     """For each dimension, the global indices that this rank's shard holds: int64 [local size].
 
     Shards are cut as by torch.chunk. If FSDP shards what tensor parallelism has already cut, FSDP's
@@ -118,7 +118,7 @@ def global_indices(param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Pieces of this rank's shard of a (sharded or plain) tensor, views of it, each with the global
     indices of its elements: int64 [rows, elements of a row], in the contiguous whole tensor."""
     local = param.to_local() if isinstance(param, DTensor) else param
-    ids = _global_ids(param)
+    ids = global_ids(param)
     strides = [1]
     for n in reversed(param.shape[1:]):
         strides.insert(0, strides[0] * n)  # of the contiguous global tensor

@@ -18,7 +18,7 @@ import textwrap
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from configs import schema
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
-from training.experts import FILE
+from training import digests, experts
 from training.optimizers import tensors_like_parameter
 
 # Rows: a regular expression, dense bfloat16 TFLOP/s of one device, source. The expression must
@@ -242,13 +242,14 @@ class MetricsWriter:
         self.cfg, self.folder, self.start, self.steps, self.peak = cfg, folder, start, steps, peak
         self.rank0 = rank0
         self.rates: list[float] = []
-        self.bar = self.jsonl = self.experts = self.tensorboard = self.wandb = None
+        self.bar = self.jsonl = self.tensorboard = self.wandb = None
+        self.records: dict[str, TextIO] = {}  # further files of JSON lines, by name
         if not rank0:
             return
         if cfg.wandb_project:
             self.wandb = _open_wandb(cfg.wandb_project, folder)
         path = folder / "metrics.jsonl"
-        for file in path, folder / FILE:
+        for file in path, folder / experts.FILE, folder / digests.FILE:
             _forget_after(file, start)
         self.jsonl = path.open("a", encoding="utf-8")
         if cfg.progress == "on" or (cfg.progress == "auto" and sys.stderr.isatty()):
@@ -286,10 +287,20 @@ class MetricsWriter:
 
     def record_experts(self, counts: dict) -> None:
         """Add a line of `training/experts.py::ExpertLoad` to the run's `experts.jsonl`."""
-        if self.rank0:
-            self.experts = self.experts or (self.folder / FILE).open("a", encoding="utf-8")
-            self.experts.write(json.dumps(counts) + "\n")
-            self.experts.flush()
+        self._record(experts.FILE, counts)
+
+    def record_gradients(self, step: int, numbers: dict[str, list[float]]) -> None:
+        """Add a line to the run's `gradients.jsonl`. numbers: of `training/digests.py::numbers`."""
+        pairs = {name: list(map(_json_number, pair)) for name, pair in numbers.items()}
+        self._record(digests.FILE, {"step": step, "gradients": pairs})
+
+    def _record(self, name: str, line: dict) -> None:
+        if not self.rank0:
+            return
+        if name not in self.records:
+            self.records[name] = (self.folder / name).open("a", encoding="utf-8")
+        self.records[name].write(json.dumps(line) + "\n")
+        self.records[name].flush()
 
     def _line(self, step: int, values: dict[str, float]) -> str:
         parts = [
@@ -310,7 +321,7 @@ class MetricsWriter:
         return f"{statistics.median(self.rates[1:] or self.rates):,.0f} tokens/s"
 
     def close(self) -> None:
-        for writer in (self.bar, self.jsonl, self.experts, self.tensorboard):
+        for writer in (self.bar, self.jsonl, *self.records.values(), self.tensorboard):
             if writer is not None:
                 writer.close()
         if self.wandb is not None:

@@ -141,7 +141,7 @@ def clip_grad_norm(
     for grad, shard in zip(grads, local):
         key: tuple[Any, tuple[int, ...]] = (None, ())
         if isinstance(grad, DTensor):
-            key = (grad.device_mesh, _split_over(grad))
+            key = (grad.device_mesh, split_over(grad))
         split.setdefault(key, []).append(shard)
     total = torch.zeros((), dtype=torch.float64, device=local[0].device if local else None)
     for (mesh, dims), shards in split.items():
@@ -158,7 +158,7 @@ def clip_grad_norm(
     return norm
 
 
-def _split_over(grad: DTensor) -> tuple[int, ...]:
+def split_over(grad: DTensor) -> tuple[int, ...]:
     """The dimensions of its mesh, by number, whose ranks hold different parts of a gradient."""
     if any(placement.is_partial() for placement in grad.placements):
         raise ValueError(
