@@ -34,7 +34,8 @@ EXPERTS = (
     "--model.family=deepseek_v3 --model.dim=32 --model.n_layers=3 --model.n_dense_layers=1 "
     "--model.n_heads=2 --model.hidden_dim=36 --model.n_experts=8 --model.experts_per_token=2 "
     "--model.expert_dim=12 --model.vocab_size=263 --training.expert_bias_speed=0.01 "
-    f"--training.steps={STEPS} --checkpoint.interval=1 --checkpoint.keep_last=0"
+    f"--training.steps={STEPS} --checkpoint.interval=1 --checkpoint.keep_last=0 "
+    "--metrics.gradient_interval=1"
 ).split()
 
 
@@ -232,6 +233,40 @@ def test_what_the_record_has_lost_is_located(healthy, tmp_path, capsys) -> None:
         rows = said.splitlines()[2:]
         assert code == 1 and len(rows) == 1, f"{fault.__name__}: {said}"
         assert rows[0].startswith(f"{BEGINS + 1}   record   {expected[fault]}"), said
+
+
+def run_with_a_passing_fault(options: list[str], folder: Path) -> tuple[int, str]:
+    """In step 2 the gradient of one row has the wrong sign, which its norm does not show."""
+    real = train.gradients
+    calls = []
+
+    def gradients(job: train.Job, *rest: Any) -> train.Gradients:
+        result = real(job, *rest)
+        calls.append(1)
+        if len(calls) == 2:
+            job.model.layers["1"].attention.wo.weight.grad[3].neg_()
+        return result
+
+    train.gradients = gradients
+    return run(options, folder)
+
+
+def test_a_fault_that_has_passed_before_the_next_checkpoint_is_located(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    """By the gradients that the run has recorded: its one checkpoint comes two steps later."""
+    given = [option for option in tiny_run(tmp_path) if not option.startswith("--model.")]
+    options = [*given, *EXPERTS, "--checkpoint.interval=4"]
+    folder = tmp_path / "run"
+    assert run_ranks(1, run_with_a_passing_fault, options, folder) == [(0, "")]
+    code, said = ask([str(folder), "--steps=1:4"], capsys)
+    rows = said.splitlines()[2:]
+    assert code == 1, said
+    assert rows[0].startswith("2   record   gradient   layers.1.attention.wo.weight   "), said
+    assert not any(row.startswith("1   ") for row in rows), said
+    (folder / "gradients.jsonl").unlink()  # the control: without it the step is not known
+    code, said = ask([str(folder), "--steps=1:4"], capsys)
+    assert code == 1 and said.splitlines()[2].startswith("3   record   "), said
 
 
 @pytest.mark.parametrize("fault", COMPUTED)

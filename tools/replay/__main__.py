@@ -5,13 +5,13 @@
     python -m tools.replay RUN --steps 1041:1044 --against OTHER
 
 Begins at the newest checkpoint before these steps, on the CPU, in one process, and compares loss
-and norm with RUN's metrics.jsonl, and weights and moments with each checkpoint that RUN has saved
-after one of these steps. With --mesh (named as in tools.parity) the steps are recomputed on a mesh
-and in one process, and with --against by OTHER too, which is another run's folder, or a checkpoint:
-then the state before the step, the batch, the output of every module, and all gradients are
-compared. RUN is only read. Prints a table: step, what differs, the first module or parameter where
-it does, and by how much relative to the value. Exit code 0: equal; 1: it differs; 2: a mistake in
-the call. docs/reliability.md says more.
+and norm with RUN's metrics.jsonl, gradients with its gradients.jsonl (metrics.gradient_interval),
+and weights and moments with each checkpoint that RUN has saved after one of these steps. With --mesh
+(named as in tools.parity) the steps are recomputed on a mesh and in one process, and with --against
+by OTHER too, which is another run's folder, or a checkpoint: then the state before the step, the
+batch, the output of every module, and all gradients are compared. RUN is only read. Prints a table:
+step, what differs, the first module or parameter where it does, and by how much relative to the
+value. Exit code 0: equal; 1: it differs; 2: a mistake in the call. docs/reliability.md says more.
 """
 
 import argparse
@@ -174,7 +174,7 @@ def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Repl
         second = side(str(flags.against), other, ONE, begins, steps, more)
     elif flags.mesh is not None:
         second = side(ONE.name, run, ONE, begins, steps, more)
-    elif not {*run.metrics(), *run.checkpoints} & {*steps}:
+    elif not {*run.metrics(), *run.gradients(), *run.checkpoints} & {*steps}:
         raise InputError(
             f"{flags.run} has recorded nothing of these steps: compare with --mesh or --against"
         )
@@ -187,6 +187,7 @@ def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Repl
 def judge(plan: Replay, first: list, second: list | None) -> list[Row]:
     """What differs. first, second: what each rank of a side has noted, a list of steps."""
     metrics = plan.run.metrics()
+    gradients = plan.run.gradients()
     rows = []
     for number, step in enumerate(plan.first.task.asked):
         ranks = [of_rank[number] for of_rank in first]
@@ -197,7 +198,8 @@ def judge(plan: Replay, first: list, second: list | None) -> list[Row]:
             theirs: StepNotes = second[0][number]
             label = plan.second.label
             rows += from_other(ranks, theirs, label, plan.limits, is_first, plan.same_run)
-        rows += from_record(ranks, metrics.get(step), saved, plan.recorded, is_first)
+        written = metrics.get(step), gradients.get(step)
+        rows += from_record(ranks, *written, saved, plan.recorded, is_first)
     return rows
 
 
@@ -218,9 +220,11 @@ def begin(plan: Replay) -> str:
     """What is compared with what."""
     steps = plan.first.task.asked
     logged = [step for step in steps if step in plan.run.metrics()]
+    gradients = [step for step in steps if step in plan.run.gradients()]
     saved = [step for step in steps if step in plan.run.checkpoints]
     line = f"from the state after step {plan.begins}, on {plan.first.ranks} rank(s); "
-    line += f"recorded: metrics of steps {logged}, checkpoints of {saved}"
+    line += f"recorded: metrics of steps {logged}, checkpoints of {saved}, "
+    line += f"gradients of {gradients}"
     return line + ("" if plan.second is None else f"; computed again by: {plan.second.label}")
 
 

@@ -3,7 +3,7 @@
 Shapes:  S sequences of the global batch   T tokens of a sequence
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -76,15 +76,18 @@ def merged(ranks: list[StepNotes], kind: str, when: int) -> Values:
 def from_record(
     ranks: list[StepNotes],
     metrics: dict[str, float] | None,
+    gradients: dict[str, list[float]] | None,
     saved: Values | None,
     limits: Limits,
     is_first: bool,
 ) -> list[Row]:
-    """What the run wrote of this step, and what it saved after it. Either may be None."""
+    """What the run wrote of this step, and what it saved after it. Each may be None."""
     step, rows = ranks[0].step, []
     limit = limits.values if is_first else limits.state
     got = {"loss": ranks[0].loss[0], "grad_norm": ranks[0].norm[0]}
     for key, title in JUDGED.items():
+        if key == "grad_norm" and gradients is not None:
+            rows += of_gradients(ranks, gradients, limit)
         if metrics is None:
             continue
         error = relative(np.array([got[key]]), np.array([metrics[key]]))
@@ -97,6 +100,29 @@ def from_record(
         rows += of_state(step, "record", "weights after", mine[0], weights, limits.state)
         rows += of_state(step, "record", "moments after", mine[1], moments, limits.state)
     return rows
+
+
+def of_gradients(
+    ranks: list[StepNotes], recorded: dict[str, list[float]], limit: float
+) -> list[Row]:
+    """At most one row: the first parameter whose gradient has another norm or digest than the run
+    wrote (training/digests.py)."""
+    whole = compare.merged(ranks, "gradients")
+    every = replace(ranks[0], outputs={}, gradients=whole)
+    for seen in ranks:
+        every.outputs.update(seen.outputs)
+    found = []
+    for name in compare.in_order_of_backward(every):
+        got = ranks[0].digests[name]
+        want = recorded.get(name, [np.nan, np.nan])
+        error = np.abs(np.subtract(got, want)).max() / max(want[0], np.finfo(np.float32).tiny)
+        error = 0.0 if got == want else float(np.nan_to_num(error, nan=np.inf))
+        if error > limit:
+            found.append((name, error))
+    if not found:
+        return []
+    where, error = found[0]
+    return [Row(ranks[0].step, "record", "gradient", where, error, len(found) - 1)]
 
 
 def of_kind(saved: Values, prefix: str) -> Values:

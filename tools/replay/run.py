@@ -14,6 +14,7 @@ from checkpoint.storage import GENERATOR
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from models import MODELS
+from training import digests
 
 JUDGED = {"loss": "loss", "grad_norm": "norm of the gradient"}
 
@@ -32,6 +33,10 @@ class Recorded:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         rows = [json.loads(line) for line in lines if line.strip()]
         return {row["step"]: row for row in rows if "loss" in row and "grad_norm" in row}
+
+    def gradients(self) -> dict[int, dict[str, list[float]]]:
+        """Two numbers of every gradient, by step (training/digests.py). Raises InputError."""
+        return digests.recorded(self.folder)
 
     def before(self, step: int) -> list[int]:
         """The steps after which there is a state to begin from, newest first. 0 is that of the

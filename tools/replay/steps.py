@@ -20,6 +20,7 @@ from parallelisms.mesh import world
 from reliability.guard import Guard
 from tools.parity import trajectory
 from tools.parity.trajectory import Notes, whole
+from training import digests
 from training.optim import learning_rate, set_learning_rate
 from training.optimizers import materialise
 
@@ -42,6 +43,8 @@ class StepNotes(Notes):
     labels: np.ndarray | None = None  # int64 [A, b, t]
     # of the optimizer, by "parameter.key": before the step, and after it
     moments: list[dict[str, np.ndarray]] = field(default_factory=list)
+    # by parameter of the whole model: its gradient's norm and digest (training/digests.py)
+    digests: dict[str, list[float]] = field(default_factory=dict)
 
 
 def recompute(task: Recomputation) -> list[StepNotes]:
@@ -84,7 +87,8 @@ def noted_step(job: train.Job, batch: dict, step: int, skip_above: float) -> Ste
     seen.weights.append(trajectory.parameters(job))
     seen.moments.append(moments(job))
     with trajectory.noting(job, seen):
-        result = train.train_step(job, batch, skip_above)
+        result = train.train_step(job, batch, skip_above, digest=True)
+    seen.digests = digests.of_all_stages(result.gradient_digests, job.mesh)
     trajectory.add(result, job, seen)
     seen.moments.append(moments(job))
     return seen
