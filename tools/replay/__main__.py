@@ -18,7 +18,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs.load import ConfigError, load_config
@@ -29,6 +29,7 @@ from tools.parity.__main__ import refuse
 from tools.parity.meshes import MeshOfRanks
 from tools.parity.ranks import Failed, on_ranks
 from tools.replay.judge import Limits, Row, from_other, from_record
+from tools.replay.locate import located
 from tools.replay.run import Recorded, open_run, state_in
 from tools.replay.steps import Recomputation, StepNotes, recompute
 
@@ -203,6 +204,44 @@ def judge(plan: Replay, first: list, second: list | None) -> list[Row]:
     return rows
 
 
+# Where the two sides begin with something else, no operator is at fault.
+BEFORE = ("weights before", "moments before", "data", "microbatches")
+
+
+def step_to_search(plan: Replay, rows: list[Row]) -> tuple[int, str] | None:
+    """The first step that two sides begin alike and compute differently, and the module to look
+    into; None if there is none."""
+    if plan.second is None:
+        return None
+    for step in plan.first.task.asked:
+        found = [row for row in rows if (row.step, row.against) == (step, plan.second.label)]
+        if any(row.what in BEFORE for row in found):
+            return None
+        if not found:
+            continue
+        name = found[0].where.partition(" ")[0]
+        if found[0].what == "forward":
+            return step, name
+        if found[0].what == "backward":
+            levels = 2 if name.startswith("layers.") else 1
+            return step, ".".join(name.split(".")[:levels])
+        return step, ""
+    return None
+
+
+def search(plan: Replay, step: int, scope: str, compute: Callable, seconds: float) -> list[Row]:
+    """Compute this step once more on both sides, and find the first operator or collective that is
+    wrong."""
+    noted = []
+    inside = None if plan.first.ranks == plan.second.ranks == 1 else scope
+    for each in plan.first, plan.second:
+        task = replace(each.task, asked=range(step, step + 1), search=True, scope=inside)
+        of_ranks = compute(each.ranks, seconds, recompute, task)
+        noted.append([of_rank[0] for of_rank in of_ranks])
+    is_first = step == plan.begins + 1
+    return located(noted[0], noted[1][0], plan.second.label, plan.limits, is_first)
+
+
 def table(rows: list[Row]) -> str:
     lines = [("step", "against", "what differs", "first at", "size")]
     for row in rows:
@@ -237,6 +276,9 @@ def replay(argv: list[str], compute: Callable = on_ranks) -> int:
         sides = [plan.first] if plan.second is None else [plan.first, plan.second]
         noted = [compute(each.ranks, flags.seconds, recompute, each.task) for each in sides]
         rows = judge(plan, noted[0], noted[1] if plan.second else None)
+        place = step_to_search(plan, rows)
+        if place is not None:
+            rows += search(plan, *place, compute, flags.seconds)
     if not rows:
         print(f"equal to {plan.limits.values:g}, and to {plan.limits.state:g} after the optimizer")
         return 0

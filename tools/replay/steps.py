@@ -20,6 +20,8 @@ from parallelisms.mesh import world
 from reliability.guard import Guard
 from tools.parity import trajectory
 from tools.parity.trajectory import Notes, whole
+from tools.replay import operators
+from tools.replay.operators import OperatorNotes
 from training import digests
 from training.optim import learning_rate, set_learning_rate
 from training.optimizers import materialise
@@ -32,6 +34,9 @@ class Recomputation:
     argv: list[str]
     checkpoint: Path | None  # None: the initial values
     asked: range  # steps, of which the first is 1
+    search: bool = False  # note operators and nothing else
+    # the module whose operators are noted by token; "": the model's; None: all are, in order
+    scope: str | None = None
 
 
 @dataclass
@@ -45,6 +50,7 @@ class StepNotes(Notes):
     moments: list[dict[str, np.ndarray]] = field(default_factory=list)
     # by parameter of the whole model: its gradient's norm and digest (training/digests.py)
     digests: dict[str, list[float]] = field(default_factory=dict)
+    operators: OperatorNotes | None = None
 
 
 def recompute(task: Recomputation) -> list[StepNotes]:
@@ -69,7 +75,7 @@ def recompute(task: Recomputation) -> list[StepNotes]:
             learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule),
         )
         if step + 1 in task.asked:
-            notes.append(noted_step(job, batch, step + 1, guard.skip_above()))
+            notes.append(noted_step(job, batch, step + 1, guard.skip_above(), task))
             result_loss, result_norm = notes[-1].loss[0], notes[-1].norm[0]
         else:
             result = train.train_step(job, batch, guard.skip_above())
@@ -79,15 +85,20 @@ def recompute(task: Recomputation) -> list[StepNotes]:
     return notes
 
 
-def noted_step(job: train.Job, batch: dict, step: int, skip_above: float) -> StepNotes:
+def noted_step(
+    job: train.Job, batch: dict, step: int, skip_above: float, task: Recomputation
+) -> StepNotes:
     begun = trajectory.begin(job, batch)
     seen = StepNotes(begun.samples, begun.positions, begun.tp_rank, step=step)
     seen.tokens = batch["tokens"].numpy()
     seen.labels = batch["labels"].numpy()
     seen.weights.append(trajectory.parameters(job))
     seen.moments.append(moments(job))
-    with trajectory.noting(job, seen):
-        result = train.train_step(job, batch, skip_above, digest=True)
+    noting = trajectory.noting(job, seen)
+    if task.search:
+        noting = operators.noting(job, seen, task.scope)
+    with noting:
+        result = train.train_step(job, batch, skip_above, digest=not task.search)
     seen.digests = digests.of_all_stages(result.gradient_digests, job.mesh)
     trajectory.add(result, job, seen)
     seen.moments.append(moments(job))
