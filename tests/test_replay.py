@@ -1,5 +1,6 @@
-"""`python -m tools.replay`: ten faults, each put into a run's record or into one of two computations,
-and each located by name. Without a fault there is nothing to find, and the run is not touched."""
+"""`python -m tools.replay`: faults, each put into a run's record or into one of two computations, and
+each located by name; where an operator or a collective is at fault, that is named. Without a fault
+there is nothing to find, and the run is not touched."""
 
 import hashlib
 import shutil
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from checkpoint import state, verify
@@ -25,6 +29,7 @@ from tests.ranks import run_ranks
 from tests.runs import ROOT, environment, run, tiny_run
 from tools.replay import __main__ as tool
 from tools.replay import steps
+from tools.replay.operators import finish
 from training import feed
 from training.optimizers import materialise
 
@@ -101,6 +106,41 @@ def wrong_mask(patch: Patch) -> str:
     return "forward   layers.1.attention.core "
 
 
+class WrongOperator(TorchDispatchMode):
+    """One call of an operator gives a wrong number. It lies below what notes operators. A collective
+    that writes into its first argument sends a wrong number instead."""
+
+    def __init__(self, name: str, call: int) -> None:
+        super().__init__()
+        self.name, self.left = name, call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
+            return NotImplemented
+        self.left -= func._schema.name == self.name
+        is_wrong = self.left == 0 and func._schema.name == self.name
+        if is_wrong and func.namespace == "c10d":
+            sent = args[1].clone()
+            sent[5] += 1.0
+            args = (args[0], sent, *args[2:])
+        result = func(*args, **(kwargs or {}))
+        if is_wrong and func.namespace != "c10d":
+            finish(result)
+            result.view(-1)[5] += 1.0
+        return result
+
+
+def of_operator(patch: Patch, name: str, call: int) -> None:
+    """In each step that is noted."""
+    real = steps.noted_step
+
+    def noted_step(*arguments: Any) -> steps.StepNotes:
+        with WrongOperator(name, call):
+            return real(*arguments)
+
+    patch.setattr(steps, "noted_step", noted_step)
+
+
 def one_rank(patch: Patch) -> str:
     """The machine of rank 1 computes wrongly."""
     if world().rank == 1:
@@ -119,6 +159,55 @@ def dropped_reduction(patch: Patch) -> str:
     return "backward   layers.1."
 
 
+def wrong_product(patch: Patch) -> str:
+    """Rank 1 multiplies wrongly, once."""
+    if world().rank == 1:
+        of_operator(patch, "aten::mm", 6)
+    return "forward   "
+
+
+def wrong_product_of_backward(patch: Patch) -> str:
+    if world().rank == 1:
+        of_operator(patch, "aten::mm", 60)
+    return "backward   "
+
+
+def wrong_sum(patch: Patch) -> str:
+    """What rank 1 adds to a gradient is lost on the way to rank 0."""
+    if world().rank == 1:
+        of_operator(patch, "c10d::_reduce_scatter_base_", 2)
+    return "backward   "
+
+
+def wrong_exchange(patch: Patch) -> str:
+    """Rank 1 gets a wrong row in a dispatch of tokens."""
+    if world().rank == 1:
+        of_operator(patch, "_c10d_functional::all_to_all_single", 2)
+    return "forward   layers.1.feed_forward "
+
+
+def wrong_scale(patch: Patch) -> str:
+    """The third expert of a layer is multiplied by 1.01."""
+    real = train.build
+
+    def build(cfg: Any) -> train.Job:
+        job = real(cfg)
+        experts = job.model.layers["2"].feed_forward.experts
+        weights = experts.weights_for_forward
+
+        def scaled() -> list[torch.Tensor]:
+            *others, last = weights()
+            scales = torch.ones(len(last), 1, 1)
+            scales[3] = 1.01
+            return [*others, last * scales]
+
+        experts.weights_for_forward = scaled
+        return job
+
+    patch.setattr(train, "build", build)
+    return "forward   layers.2.feed_forward "
+
+
 def skipped_microbatch(patch: Patch) -> str:
     patch.setattr(feed.Feed, "__len__", lambda self: len(self.tokens) - 1)
     return "microbatches   rank 0 ran 1 of 2 "
@@ -130,6 +219,11 @@ COMPUTED = {  # fault -> what is asked
     one_rank: ["--mesh", "fsdp2"],
     dropped_reduction: ["--mesh", "fsdp2"],
     skipped_microbatch: ["--mesh", "fsdp2"],
+    wrong_product: ["--mesh", "fsdp2"],
+    wrong_product_of_backward: ["--mesh", "fsdp2"],
+    wrong_sum: ["--mesh", "fsdp2"],
+    wrong_exchange: ["--mesh", "ep2"],
+    wrong_scale: ["--against", "RUN"],
 }
 
 
@@ -290,7 +384,6 @@ def test_another_rope_base_is_located(healthy, tmp_path, capsys) -> None:
     code, said = ask([str(healthy), ASKED, "--against", str(other)], capsys)
     first = said.splitlines()[2]
     assert code == 1, said
-    print(said)
     assert first.startswith(f"3   {other}   forward   layers.0.attention.latents "), said
 
 

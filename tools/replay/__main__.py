@@ -229,17 +229,16 @@ def step_to_search(plan: Replay, rows: list[Row]) -> tuple[int, str] | None:
     return None
 
 
-def search(plan: Replay, step: int, scope: str, compute: Callable, seconds: float) -> list[Row]:
-    """Compute this step once more on both sides, and find the first operator or collective that is
-    wrong."""
+def operators_of(plan: Replay, step: int, scope: str, compute: Callable, seconds: float) -> list:
+    """What the ranks of both sides note of the operators of this step, which is computed once more.
+    scope: the module to look into, if one of the sides is a mesh."""
     noted = []
     inside = None if plan.first.ranks == plan.second.ranks == 1 else scope
     for each in plan.first, plan.second:
         task = replace(each.task, asked=range(step, step + 1), search=True, scope=inside)
         of_ranks = compute(each.ranks, seconds, recompute, task)
         noted.append([of_rank[0] for of_rank in of_ranks])
-    is_first = step == plan.begins + 1
-    return located(noted[0], noted[1][0], plan.second.label, plan.limits, is_first)
+    return noted
 
 
 def table(rows: list[Row]) -> str:
@@ -278,7 +277,9 @@ def replay(argv: list[str], compute: Callable = on_ranks) -> int:
         rows = judge(plan, noted[0], noted[1] if plan.second else None)
         place = step_to_search(plan, rows)
         if place is not None:
-            rows += search(plan, *place, compute, flags.seconds)
+            ranks, (other,) = operators_of(plan, *place, compute, flags.seconds)
+            is_first = place[0] == plan.begins + 1
+            rows += located(ranks, other, plan.second.label, plan.limits, is_first)
     if not rows:
         print(f"equal to {plan.limits.values:g}, and to {plan.limits.state:g} after the optimizer")
         return 0

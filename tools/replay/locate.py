@@ -22,9 +22,11 @@ def located(
     """Rows for a step of which a mesh, or one process, and `other` began with the same state."""
     limit = limits.values if is_first else limits.state
     rows = of_collectives(ranks, other.step)
+    if rows:
+        return rows  # what operators make of it is no news
     if len(ranks) == 1:
-        return rows + in_order(ranks[0], other, against, limit)
-    return rows + by_token(ranks, other, against, limit)
+        return in_order(ranks[0], other, against, limit)
+    return by_token(ranks, other, against, limit)
 
 
 # Collectives, by their definition ------------------------------------------------------------------

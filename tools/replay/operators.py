@@ -172,6 +172,12 @@ class Operators(TorchDispatchMode):
         self.summed_over_tokens = job.mesh.tp == 1
         self.notes.ranks_of_loss = job.mesh.fsdp_mesh.size()  # train.py::gradients
         self.sequences = seen.samples.shape[1]
+        # of weights: what has such a shape in backward is a gradient of one
+        self.shapes = {tuple(param.shape) for param in job.model.parameters()}
+        # modules whose rows are sorted by expert
+        mixtures = [mixture for stage in pp.stages_of(job.model) for mixture in mixtures_of(stage)]
+        sorting = {id(module) for mixture in mixtures for module in (mixture, mixture.experts)}
+        self.by_expert = {plain_name(n) for n, m in job.model.named_modules() if id(m) in sorting}
         self.lengths = sorted({len(seen.positions), len(seen.positions) // job.mesh.tp})[::-1]
         self.stack: list[str] = []  # the modules that compute, innermost last
         self.calls: Counter[str] = Counter()  # forwards of each module so far
@@ -261,15 +267,15 @@ class Operators(TorchDispatchMode):
     def note_values(self, key: str, is_backward: bool, args: tuple, x: Tensor) -> None:
         scale = 1 / self.notes.ranks_of_loss if is_backward else 1.0
         is_sum = is_backward and is_sum_over_tokens(args)
-        layout = None if is_sum else self.tokens_first(x)
+        layout = None if is_sum else self.tokens_first(x, key.split("\t")[1])
         if layout is not None and x.is_floating_point():
             finite = layout.double().where(layout.isinf().logical_not(), 0.0)
             self.notes.by_token[key].append(finite.numpy() * scale)
-        elif is_backward and x.is_floating_point() and self.summed_over_tokens:
+        elif is_backward and self.summed_over_tokens and tuple(x.shape) in self.shapes:
             value = x.detach().double().numpy() * scale
             self.notes.summed[key] = self.notes.summed.get(key, 0) + value
 
-    def tokens_first(self, x: Tensor) -> Tensor | None:
+    def tokens_first(self, x: Tensor, module: str) -> Tensor | None:
         """[b, t or fewer, ...]; None of a tensor that is not by token."""
         b = self.sequences
         for t in self.lengths:
@@ -277,7 +283,7 @@ class Operators(TorchDispatchMode):
                 return x
             if x.ndim == 4 and x.shape[0] == b and x.shape[2] == t:  # heads before tokens
                 return x.transpose(1, 2)
-            if x.ndim >= 2 and len(x) == b * t:
+            if x.ndim >= 2 and len(x) == b * t and module not in self.by_expert:
                 return x.reshape(b, t, *x.shape[1:])
         return None
 
@@ -294,11 +300,8 @@ class Operators(TorchDispatchMode):
         sizes = args[form.sent_sizes] if form.sent_sizes is not None else None
         before = parts(sent, cuts_sent, sizes)
         result = func(*args)
-        got = finished(result) if form.got is None else tensors_of(args[form.got])[0]
-        if form.got is not None:
-            for work in tree_iter(result):
-                if isinstance(work, torch.ScriptObject):
-                    dist.Work.unbox(work).wait()
+        finish(result)
+        got = result if form.got is None else tensors_of(args[form.got])[0]
         cuts_got = size if form.kind in ("gather", "exchange") else 1
         sizes = args[form.got_sizes] if form.got_sizes is not None else None
         eps = torch.finfo(got.dtype).eps if got.is_floating_point() else 0.0
@@ -341,14 +344,24 @@ class Operators(TorchDispatchMode):
         return found
 
 
+def mixtures_of(stage: Any) -> list[nn.Module]:
+    return list(stage.mixtures().values())
+
+
 def is_sum_over_tokens(args: tuple) -> bool:
     """Whether a product in backward is a weight's gradient: its first factor is transposed."""
     first = args[0] if args else None
     return isinstance(first, Tensor) and first.ndim == 2 and first.stride(0) < first.stride(1)
 
 
-def finished(result: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(result)
+def finish(result: Any) -> None:
+    """Wait for what a collective's operator has returned: a tensor, or works among other things."""
+    if isinstance(result, Tensor):
+        torch.ops._c10d_functional.wait_tensor(result)
+        return
+    for work in tree_iter(result):
+        if isinstance(work, torch.ScriptObject):
+            dist.Work.unbox(work).wait()
 
 
 def reduction_of(args: tuple) -> str:
