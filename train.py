@@ -310,7 +310,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     def save() -> None:
         """The state after this step. One that is not finite is not published
         (checkpoint/storage.py::NotFinite)."""
-        watchdog.arm(watchdog.STORAGE)
+        watchdog.arm(watchdog.STORAGE, "save")
         progress = {
             "step": step,
             "samples": order.samples(step),
@@ -322,24 +322,25 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     patience = cfg.run.init_timeout_seconds  # for a step; the first one compiles
     stopping = False
     this_start.resume(start)
+    watchdog.position.follow(job.model, job.optimizer, start)
     gc.disable()  # a collection at a random moment on one rank makes all ranks wait
     with (
         profiler(cfg.profiler, Path(cfg.run.folder), mesh.rank) as profile,
         metrics,
         checkpoints,
         collectives.checked(job.model, mesh, cfg.debug.check_collectives),
-        health.FailureTime(),
+        health.FailureTime(watchdog.position),
     ):
         pin_memory = mesh.device.type == "cuda"
         wanted = range(start, steps)
         batches = corpora.batches(order, wanted, mesh, job.args.vocab_size, pin_memory)
         while step < steps and not stopping:
             clock.lap("other")
-            watchdog.arm(patience + cfg.data.timeout_seconds)
+            watchdog.arm(patience + cfg.data.timeout_seconds, "data")
             batch = next(batches)
             data_seconds = clock.lap("data")
 
-            watchdog.arm(patience)
+            watchdog.arm(patience, "forward")
             lr = learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule)
             set_learning_rate(job.optimizer, lr)
             replay = every(step + 1, cfg.debug.replay_interval)
@@ -408,7 +409,7 @@ def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple
         torch.use_deterministic_algorithms(True)
     # tokenising the text may take hours, so the watchdog is armed after it
     corpora = open_corpora(cfg, say.info, verifies=meshes.world().local_rank == 0)
-    watchdog.arm(cfg.run.init_timeout_seconds)
+    watchdog.arm(cfg.run.init_timeout_seconds, "build")
     job = build(cfg)
     this_start.add(mesh=job.mesh.sizes, hosts=hosts(job.mesh))
     corpora.check_vocabulary(job.args.vocab_size)

@@ -44,7 +44,7 @@ def resume(
     if job.mesh.rank == 0:
         (folder / "config.toml").write_text(options, encoding="utf-8")
         tokenizer.save(str(folder / "tokenizer.json"))
-    watchdog.arm(watchdog.STORAGE)
+    watchdog.arm(watchdog.STORAGE, "load")
     if cfg.lora.rank:
         adapters.load_base(job, families, checkpoints)
     progress = checkpoints.load(job.model, job.optimizer) or {}

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
+from reliability.position import Position
 
 say = logging.getLogger("plumbline")
 
@@ -32,7 +33,7 @@ class Watchdog:
     It consists of a timer of the kernel and a signal handler in C, so it needs neither the main
     thread nor the GIL (C code that does not release the GIL stops every Python thread). The process
     dies of SIGALRM. It is a context manager around a run. A run that ends with an exception leaves
-    its stacks too, so that all ranks can be compared.
+    its stacks too, so that all ranks can be compared. Its `position` says where the rank is.
     """
 
     # seconds beyond the limit: ranks that wait for a hung one end before it, with torch's own
@@ -44,21 +45,26 @@ class Watchdog:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / "logs" / f"rank-{rank:05d}.stacks"
+        self.position = Position(self.path.with_suffix(".position"), rank)
 
     def __enter__(self) -> "Watchdog":
         self.file = self.path.open("a")
+        self.position.open()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         # chain: it then dies of it
         faulthandler.register(signal.SIGALRM, self.file, all_threads=True, chain=True)
         return self
 
-    def arm(self, seconds: float) -> None:
+    def arm(self, seconds: float, phase: str = "") -> None:
         """The process has `seconds` + GRACE from now on, until the next call of `arm`. A call takes
-        10 us."""
+        10 us. phase: what begins (reliability/position.py::PHASES)."""
+        if phase:
+            self.position.begin(phase)
         signal.setitimer(signal.ITIMER_REAL, seconds + self.GRACE)
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        self.position.close(failed=kind is not None)
         if self.file.closed:
             return
         if kind is None or issubclass(kind, InputError):
@@ -99,12 +105,18 @@ class FailureTime:
     because they wait for it, and may end first.
     """
 
+    def __init__(self, position: Position | None = None) -> None:
+        """position: that of this rank, which is kept as it was when the exception was raised."""
+        self.position = position
+
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if error is not None and not hasattr(error, "failed_at"):
             error.failed_at = time.time()
+            if self.position:
+                self.position.over.set()
 
 
 class Spikes:

@@ -321,9 +321,9 @@ def test_n6_a_hung_rank_ends_and_leaves_its_stacks(how, options, tmp_path):
 
 def limits_of_a_run(folder: Path, options: list[str]) -> list[float]:
     real, limits = health.Watchdog.arm, []
-    health.Watchdog.arm = lambda watchdog, seconds: (
+    health.Watchdog.arm = lambda watchdog, seconds, *phase: (
         limits.append(seconds),
-        real(watchdog, seconds),
+        real(watchdog, seconds, *phase),
     )[1]
     assert run(options, folder) == (0, "")
     return limits

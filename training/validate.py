@@ -62,7 +62,7 @@ def until_stopped(
             return
         # read after the next batch, so that a GPU works on this one meanwhile
         answer = any_rank_stops(mesh, stop.asked())
-        watchdog.arm(patience)
+        watchdog.arm(patience, "validate")
         yield batch
 
 

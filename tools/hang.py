@@ -1,0 +1,502 @@
+"""Where was everyone? Says which rank the others wait for, on a run that hangs or has hung.
+
+    python -m tools.hang RUN
+
+It puts together what each rank has left in RUN/logs (reliability/position.py): its step, phase,
+microbatch and layer, the collectives that it has begun and those that have not ended, its stacks,
+and what NCCL's flight recorder has dumped there. Run it while the run hangs, or after its end and
+before its next start.
+
+Exit code 0: no rank stands still. 1: ranks stand still, and these lines say where. 2: a folder
+without positions.
+"""
+
+import argparse
+import io
+import json
+import pickle
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from configs.schema import InputError
+from reliability import position
+from reliability.position import PHASES
+
+QUIET = 2.5  # seconds without a look of the witness after which a process does not answer
+# Each rank gives and gets a size of its own, so only the kind is compared.
+UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "barrier")
+# Files of Python in which a thread waits for another thread or process of its own
+IDLE = (
+    "threading.py",
+    "queue.py",
+    "_base.py",
+    "thread.py",
+    "popen_fork.py",
+    "connection.py",
+    "selectors.py",
+    "stop.py",  # reliability/stop.py listens for signals
+)
+LOOPS = 0.3  # share of a processor from which on a data worker computes
+SHOWN = 8  # ranks in a sentence
+
+
+class Flight(NamedTuple):
+    """A collective that a rank has begun."""
+
+    group: str
+    number: int  # the same on all ranks of the group
+    kind: str  # such as "gloo:all_reduce"
+    sizes: list[list[int]]  # of its inputs
+    types: list[str]
+    ended: bool
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Two backends of one group count apart."""
+        return self.group, self.kind.partition(":")[0], self.number
+
+    @property
+    def name(self) -> str:
+        return self.kind.partition(":")[2] or self.kind
+
+    def call(self) -> str:
+        """What must be the same on all ranks."""
+        if self.name.startswith(UNEVEN) and not self.name.startswith("reduce_scatter"):
+            return self.name
+        shapes = [f"{kind.lower()}{size}" for kind, size in zip(self.types, self.sizes)]
+        return " ".join([self.name, *shapes])
+
+
+@dataclass
+class Rank:
+    """What one rank has left."""
+
+    rank: int
+    ranks: int  # of the run
+    process: int
+    started: float  # seconds since 1970, as the next three
+    looked: float
+    moved: float
+    over: float  # 0 for a process that has not ended by itself
+    step: int
+    phase: str
+    microbatch: int
+    layer: str
+    host: str
+    standing: dict[str, Any]
+    line: str = ""  # of this repository, where it stands
+    flights: list[Flight] = field(default_factory=list)
+    groups: dict[str, tuple[str, list[int], int]] = field(default_factory=dict)
+    silent: bool = False  # its process does not answer: stopped, or C code that holds the GIL
+    busy: bool = False  # it is inside something that is no communication
+
+    @property
+    def waiting(self) -> list[Flight]:
+        """The collectives that have not ended, of each group the first."""
+        first: dict[tuple[str, str], Flight] = {}
+        for flight in self.flights:
+            if not flight.ended:
+                first.setdefault(flight.key[:2], flight)
+        return list(first.values())
+
+    def begun(self, group: str, backend: str) -> int:
+        """The number of the last collective that it has begun there."""
+        numbers = [f.number for f in self.flights if f.key[:2] == (group, backend)]
+        if numbers:
+            return max(numbers)
+        return self.groups[group][2] if group in self.groups else 0
+
+    def where(self) -> str:
+        """Such as: backward of layers.18, microbatch 3 of step 7."""
+        words = self.phase
+        if self.phase in ("forward", "backward", "validate") and self.layer:
+            words += f" of {self.layer}"
+        if self.phase in ("forward", "backward") and self.microbatch:
+            words += f", microbatch {self.microbatch}"
+        return f"{words}{' of' if self.microbatch else ','} step {self.step}"
+
+
+def read(folder: Path) -> list[Rank]:
+    """The ranks of the newest start in RUN/logs. Raises InputError for a folder without any."""
+    logs = folder / "logs"
+    ranks = [rank for path in sorted(logs.glob("rank-*.position")) if (rank := read_rank(path))]
+    if not ranks:
+        raise InputError(
+            f"{folder} has no positions of ranks (logs/rank-00000.position): it is not the folder "
+            "of a run, its ranks had not come so far, or an older version has made it"
+        )
+    size = max(ranks, key=lambda rank: rank.started).ranks
+    ranks = [rank for rank in ranks if rank.rank < size]
+    now = max(rank.looked for rank in ranks)
+    if time.time() - now < QUIET:
+        now = time.time()
+    ends = [rank.over for rank in ranks if rank.over]
+    for rank in ranks:
+        rank.silent = not rank.over and rank.looked < min([now, *ends]) - QUIET
+        understand(rank, logs)
+    return ranks
+
+
+def read_rank(path: Path) -> Rank | None:
+    """None where the file is not a whole one (a rank has just made it)."""
+    data = path.read_bytes()
+    if len(data) < position.SIZE or not data.startswith(position.MAGIC):
+        return None
+    _, number, ranks, process, started = position.WHO.unpack_from(data, 0)
+    _, step, phase, microbatch, layer = position.WHERE.unpack_from(data, position.WHERE_AT)
+    looked, moved, over = position.SEEN.unpack_from(data, position.SEEN_AT)
+    about = text(data, position.ABOUT_AT)
+    layers = about.get("layers", [])
+    return Rank(
+        number,
+        ranks,
+        process,
+        started,
+        looked,
+        moved,
+        over,
+        step,
+        PHASES[phase],
+        microbatch,
+        layers[layer] if 0 <= layer < len(layers) else "",
+        about.get("host", "an unknown host"),
+        text(data, position.STANDING_AT),
+    )
+
+
+def text(data: bytes, at: int) -> dict[str, Any]:
+    """The JSON at that place; {} where there is none, or half of one."""
+    (length,) = position.LENGTH.unpack_from(data, at)
+    start = at + position.LENGTH.size
+    try:
+        return json.loads(data[start : start + length]) if length else {}
+    except ValueError:
+        return {}
+
+
+def understand(rank: Rank, logs: Path) -> None:
+    """Fill in what follows from the witness's words, the stacks and the dump."""
+    standing = rank.standing
+    for name, description, ranks, begun in standing.get("groups", []):
+        members = list(range(*ranks.values())) if isinstance(ranks, dict) else ranks
+        rank.groups[name] = (description, members, begun)
+    rank.flights = [Flight(*row) for row in standing.get("flights", [])]
+    dump = logs / f"nccl-{rank.rank}"
+    if dump.exists() and dump.stat().st_mtime > rank.started:
+        ours = [flight for flight in rank.flights if not flight.kind.startswith("nccl:")]
+        rank.flights = ours + read_dump(dump)
+    rank.flights.sort(key=lambda flight: flight.number)
+    rank.line = line_of_stacks(logs / f"rank-{rank.rank:05d}.stacks", rank.started)
+    if standing.get("threads") and not rank.silent:
+        thread = thread_that_counts(standing["threads"])
+        rank.busy = not is_of_torch(thread["inner"])
+        rank.line = next(iter(thread["lines"]), "")
+
+
+def thread_that_counts(threads: list[dict[str, Any]]) -> dict[str, Any]:
+    """The main thread; where that waits for a thread of its own, such as the one that saves: one
+    that does something else than wait."""
+    main, *others = threads
+    if not is_idle(main):
+        return main
+    others = [thread for thread in others if not is_idle(thread)]
+    others.sort(key=lambda thread: is_of_torch(thread["inner"]))
+    return others[0] if others else main
+
+
+def is_idle(thread: dict[str, Any]) -> bool:
+    """Whether it waits for another thread or process of its own."""
+    return Path(thread["inner"]).name in IDLE
+
+
+def is_of_torch(path: str) -> bool:
+    """Also what inductor has made."""
+    return Path(path).is_relative_to(position.TORCH) or "torchinductor" in path
+
+
+class Plain(pickle.Unpickler):
+    """Reads dictionaries, lists, texts and numbers, which is all that a dump has."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"a dump of flights does not need {module}.{name}")
+
+
+def read_dump(path: Path) -> list[Flight]:
+    """What NCCL's flight recorder has left. [] for half a file."""
+    try:
+        entries = Plain(io.BytesIO(path.read_bytes())).load()["entries"]
+    except (pickle.UnpicklingError, EOFError, KeyError):
+        return []
+    return [Flight(*position.as_row(entry)) for entry in entries if not entry["is_p2p"]]
+
+
+def line_of_stacks(path: Path, started: float) -> str:
+    """The innermost line of this repository of the thread that was current, if the stacks are of
+    this start."""
+    if not path.exists() or path.stat().st_mtime < started:
+        return ""
+    stack = path.read_text(errors="replace").rpartition("Current thread")[2]
+    for file, line, name in re.findall(r'File "(.+?)", line (\d+) in (\w+)', stack):
+        if Path(file).is_relative_to(position.ROOT) and "site-packages" not in file:
+            return f"{Path(file).relative_to(position.ROOT)}:{line} {name}"
+    return ""
+
+
+# Who waits for whom ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Verdict:
+    """culprits: the ranks for which the others wait; [] where that cannot be said."""
+
+    culprits: list[int]
+    lines: list[str]
+    stands: bool = True
+
+
+class Wait(NamedTuple):
+    rank: int
+    flight: Flight
+    for_whom: list[int]
+
+
+def judge(ranks: list[Rank]) -> Verdict:
+    """What a person wants to know, the most certain first."""
+    standing = [rank for rank in ranks if rank.standing or rank.silent]
+    if all(rank.phase == "end" for rank in ranks):
+        return Verdict([], ["no rank hangs: all have come to the end of the run"], False)
+    if not standing:
+        furthest = max(rank.step for rank in ranks)
+        return Verdict([], [f"no rank stands still: step {furthest}"], False)
+    by_number = {rank.rank: rank for rank in ranks}
+    waits = [wait for rank in ranks for wait in waits_of(rank, by_number)]
+    for verdict in (
+        other_calls(by_number),
+        who_waits_for_nobody(by_number, waits),
+        circle(by_number, waits),
+        who_is_behind(by_number, waits),
+    ):
+        if verdict:
+            break
+    else:
+        verdict = nobody_is_behind(by_number)
+    verdict.lines += everyone_else(ranks, verdict.culprits)
+    if missing := ranks[0].ranks - len(ranks):
+        verdict.lines.append(f"{missing} of {ranks[0].ranks} ranks have left no position here")
+    return verdict
+
+
+def waits_of(rank: Rank, by_number: dict[int, Rank]) -> list[Wait]:
+    """For each collective that it is inside: which ranks of the group have not begun it."""
+    if rank.silent or rank.busy:
+        return []
+    rows = []
+    for flight in rank.waiting:
+        group, backend, number = flight.key
+        _, members, _ = rank.groups.get(group, ("", list(by_number), 0))
+        absent = [
+            member
+            for member in members
+            if member in by_number and by_number[member].begun(group, backend) < number
+        ]
+        rows.append(Wait(rank.rank, flight, absent))
+    return rows
+
+
+def other_calls(by_number: dict[int, Rank]) -> Verdict | None:
+    """Ranks that have come to the same place of a group with different calls."""
+    inside = {flight.key for rank in by_number.values() for flight in rank.waiting}
+    for key in sorted(inside, key=lambda key: key[2]):
+        calls = {}
+        for rank in by_number.values():
+            for flight in rank.flights:
+                if flight.key == key:
+                    calls[rank.rank] = flight.call()
+        if len(set(calls.values())) < 2:
+            continue
+        common, count = Counter(calls.values()).most_common(1)[0]
+        odd = [n for n, call in calls.items() if call != common or 2 * count <= len(calls)]
+        said = "; ".join(
+            f"{ranks_of(n for n in calls if calls[n] == call)}: {call}"
+            for call in dict.fromkeys(calls.values())
+        )
+        place = in_group(by_number[odd[0]], key[0])
+        first = (
+            f"{ranks_of(odd)} {'runs' if len(odd) == 1 else 'run'} another collective than the "
+            f"rest as #{key[2]}{place}: {said}"
+        )
+        return Verdict(odd, [first, *(describe(by_number[n]) for n in odd)])
+    return None
+
+
+def who_waits_for_nobody(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict | None:
+    """Ranks that do something else, or nothing, while others wait for them."""
+    free = [rank for rank in by_number.values() if rank.silent or (rank.busy and rank.standing)]
+    wanted = Counter(n for wait in waits for n in wait.for_whom)
+    asked = [rank for rank in free if wanted[rank.rank]] or free
+    if not asked:
+        return None
+    lines = []
+    for rank in asked:
+        own = [wait for wait in waits if rank.rank in wait.for_whom]
+        lines.append(f"{describe(rank)}, waits for nobody ({how(rank)}){others(by_number, own)}")
+    return Verdict([rank.rank for rank in asked], lines)
+
+
+def circle(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict | None:
+    """Ranks that wait for each other in different collectives."""
+    edges = {n: {m for wait in waits if wait.rank == n for m in wait.for_whom} for n in by_number}
+    members = sorted(n for n in by_number if n in reached(edges, n))
+    if not members:
+        return None
+    lines = [f"{ranks_of(members)} wait for each other: a deadlock"]
+    for wait in waits:
+        if wait.rank in members and wait.for_whom:
+            lines.append(f"{describe(by_number[wait.rank])}: {inside(by_number, wait)}")
+    return Verdict(members, lines)
+
+
+def reached(edges: dict[int, set[int]], start: int) -> set[int]:
+    """All that can be reached from there; itself only by a circle."""
+    found: set[int] = set()
+    new = set(edges[start])
+    while new:
+        found |= new
+        new = {m for n in new for m in edges.get(n, ())} - found
+    return found
+
+
+def who_is_behind(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict | None:
+    """Ranks that others wait for and that wait for nobody, as far as one knows: a device computes,
+    or a message between two ranks does not come."""
+    wanted = {n for wait in waits for n in wait.for_whom}
+    last = sorted(wanted - {wait.rank for wait in waits if wait.for_whom})
+    if not last:
+        return None
+    lines = []
+    for n in last:
+        own = [wait for wait in waits if n in wait.for_whom]
+        lines.append(f"{describe(by_number[n])}, is behind{others(by_number, own)}")
+    return Verdict(last, lines)
+
+
+def nobody_is_behind(by_number: dict[int, Rank]) -> Verdict:
+    """All have come to the same collectives: what is between them does not answer."""
+    lost = {n: r.standing.get("unanswered", []) for n, r in by_number.items()}
+    cut_off = sorted(n for n, addresses in lost.items() if addresses)
+    inside = {flight.key: flight for rank in by_number.values() for flight in rank.waiting}
+    names = [f"{flight.name} #{flight.number}" for flight in inside.values()]
+    place = f" in {', '.join(names[:3])}" if names else ""
+    if cut_off:
+        pairs = [f"rank {n} ({by_number[n].host}) to {', '.join(lost[n])}" for n in cut_off]
+        return Verdict(
+            cut_off,
+            [
+                f"the network does not answer: all ranks have come{place}, and what these send is "
+                f"not received: {'; '.join(pairs[:SHOWN])}"
+            ],
+        )
+    return Verdict(
+        [], [f"no rank is behind{place}: a device or the network hangs, or a message is missing"]
+    )
+
+
+# Sentences -------------------------------------------------------------------------------------------
+
+
+def describe(rank: Rank) -> str:
+    line = f", at {rank.line}" if rank.line else ""
+    return f"rank {rank.rank} on {rank.host} (process {rank.process}): {rank.where()}{line}"
+
+
+def how(rank: Rank) -> str:
+    """What its own process does."""
+    if rank.silent:
+        return "its process does not answer: it is stopped (SIGSTOP), or C code holds the GIL"
+    names = {"R": "computes", "S": "sleeps", "D": "waits for a disk", "T": "is stopped"}
+    words = f"its own process {names.get(rank.standing.get('state', ''), 'stands')} in {rank.phase}"
+    if rank.phase == "data":
+        for process, state, share in rank.standing.get("children", []):
+            does = "computes" if share >= LOOPS else names.get(state, state)
+            words += f"; its worker {process} {does} ({share:.0%} of a processor)"
+    return words
+
+
+def others(by_number: dict[int, Rank], waits: list[Wait]) -> str:
+    """Who waits for a rank, and in which collective."""
+    by_flight: dict[tuple, list[Wait]] = {}
+    for wait in waits:
+        by_flight.setdefault(wait.flight.key, []).append(wait)
+    words = []
+    for some in by_flight.values():
+        flight = some[0].flight
+        place = in_group(by_number[some[0].rank], flight.group)
+        count = len(some)
+        verb = "waits" if count == 1 else "wait"
+        words.append(f"{count} {verb} in its {flight.name} #{flight.number}{place}")
+    return "; " + ", ".join(words) if words else ""
+
+
+def inside(by_number: dict[int, Rank], wait: Wait) -> str:
+    place = in_group(by_number[wait.rank], wait.flight.group)
+    words = f"inside {wait.flight.name} #{wait.flight.number}{place}"
+    return f"{words}, waits for {ranks_of(wait.for_whom)}" if wait.for_whom else words
+
+
+def in_group(rank: Rank, group: str) -> str:
+    if group not in rank.groups:
+        return ""
+    description, ranks, _ = rank.groups[group]
+    named = "" if description == "undefined" else f" {description}"
+    return f" of group{named} ({ranks_of(ranks)})"
+
+
+def everyone_else(ranks: list[Rank], named: list[int]) -> list[str]:
+    """One line for all ranks that stand in the same place."""
+    places: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank.rank in named:
+            continue
+        words = rank.where()
+        if rank.line:
+            words += f", at {rank.line}"
+        if rank.waiting:
+            names = [f"{f.name} #{f.number}{in_group(rank, f.group)}" for f in rank.waiting]
+            words += f", inside {', '.join(names)}"
+        failed = [f"{name}: {text}" for name, text in rank.standing.items() if "failed" in name]
+        places.setdefault("; ".join([words, *failed]), []).append(rank.rank)
+    return [f"{ranks_of(some)}: {words}" for words, some in places.items()]
+
+
+def ranks_of(numbers: Iterable[int]) -> str:
+    """Such as: ranks 0, 1, 3."""
+    some = sorted(numbers)
+    shown = ", ".join(map(str, some[:SHOWN]))
+    more = f" and {len(some) - SHOWN} more" if len(some) > SHOWN else ""
+    return f"rank{'s' * (len(some) > 1)} {shown}{more}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.hang",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    try:
+        verdict = judge(read(parser.parse_args(argv).run))
+    except (InputError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(verdict.lines))
+    return int(verdict.stands)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
