@@ -322,7 +322,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     patience = cfg.run.init_timeout_seconds  # for a step; the first one compiles
     stopping = False
     this_start.resume(start)
-    watchdog.position.follow(job.model, job.optimizer, start)
+    watchdog.position.follow(pp.stages_of(job.model), job.optimizer, start)
     gc.disable()  # a collection at a random moment on one rank makes all ranks wait
     with (
         profiler(cfg.profiler, Path(cfg.run.folder), mesh.rank) as profile,

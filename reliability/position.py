@@ -124,21 +124,18 @@ class Position:
         self.step += phase == "data"
         self._write()
 
-    def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Know from now on which block computes, and when the optimizer does. step: how many are
-        done.
+    def follow(self, stages: list[Any], optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Know from now on which block computes, and when the optimizer does. stages: the model, or
+        this rank's parts of it (parallelisms/pp.py::stages_of); step: how many are done.
 
         The hooks are outside of what is compiled or recomputed (parallelisms/blocks.py), and before
         those of FSDP: a block's all-gather belongs to the block.
         """
         self.step = step
-        for part in model.modules():
-            blocks = getattr(part, "layers", None)
-            if not isinstance(blocks, nn.ModuleDict):
-                continue
-            part.register_forward_pre_hook(self._begin_microbatch, prepend=True)
-            part.register_forward_hook(partial(self._end_forward, NO_LAYER), prepend=True)
-            for number, block in blocks.items():
+        for stage in stages:
+            stage.register_forward_pre_hook(self._begin_microbatch, prepend=True)
+            stage.register_forward_hook(partial(self._end_forward, NO_LAYER), prepend=True)
+            for number, block in stage.layers.items():
                 layer = len(self.layers)
                 self.layers.append(f"layers.{number}")
                 block.register_forward_pre_hook(partial(self._forward, layer), prepend=True)

@@ -1,5 +1,6 @@
 """Ranks that hang in many ways, for tests/test_hang.py. Ranks import it by name."""
 
+import ctypes
 import os
 import signal
 import time
@@ -84,6 +85,21 @@ def two_groups(rank: int) -> None:
         if rank in dist.get_process_group_ranks(group):
             dist.all_reduce(torch.ones(2), group=group)
     time.sleep(PATIENCE.total_seconds())
+
+
+def cut_off(folder: Path, rank: int, size: int, names: list[str]) -> None:
+    """A rank on one of two hosts (tests/hosts.py), whose collectives go on until the cable is cut."""
+    with open(f"/run/netns/{names[rank * len(names) // size]}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter {names}")
+    os.environ["GLOO_SOCKET_IFNAME"] = "cable"
+
+    def way(rank: int) -> None:
+        (folder / f"at-{rank}").touch()
+        while True:
+            one_round()
+
+    light_rank(folder, rank, size, way)
 
 
 # One run that hangs in several ways, one after another ---------------------------------------------

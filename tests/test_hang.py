@@ -11,13 +11,26 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import train
+from configs.load import load_config
+from parallelisms.pp import stages_of
+from reliability import position
 from tests import forks, hangs
-from tests.ranks import NEIGHBOURS
-from tests.runs import tiny_run
+from tests.hosts import (
+    ADDRESSES,
+    Hosts,
+    hosts,  # noqa: F401  a fixture
+)
+from tests.ranks import NEIGHBOURS, run_ranks
+from tests.runs import TINY, tiny_run
 from tools import hang
 
 pytestmark = pytest.mark.waits
@@ -96,19 +109,18 @@ class Hung:
             forks.start(function, folder, rank, RANKS, *arguments) for rank in range(RANKS)
         ]
 
-    def asked(self, way: str) -> hang.Verdict:
-        """The verdict when it names the way's culprits, twice in a row; the last one where it does
-        not in time."""
+    def until(self, right: Callable[[hang.Verdict], bool]) -> hang.Verdict:
+        """The verdict when it is right, twice in a row; the last one where it is not in time."""
         deadline = time.monotonic() + PATIENCE * NEIGHBOURS
         verdict = hang.Verdict([], ["the ranks have left nothing"], False)
-        named = 0
-        while named < 2 and time.monotonic() < deadline:
+        found = 0
+        while found < 2 and time.monotonic() < deadline:
             time.sleep(0.3)
             if list(self.folder.glob("logs/*.position")):
                 verdict = hang.judge(hang.read(self.folder))
-            named = named + 1 if names(way, verdict) else 0
+            found = found + 1 if right(verdict) else 0
             through = list(self.folder.glob("through-*"))
-            assert not through, f"{way}: {through[0].name} {through[0].read_text()}"
+            assert not through, f"{through[0]}: {through[0].read_text()}"
         return verdict
 
 
@@ -127,9 +139,9 @@ def verdicts(place: Path) -> Iterator[dict[str, hang.Verdict]]:
         for name in ("leaves_one_out", "other_order", "other_size", "two_groups")
     }
     try:
-        found = {way: hung.asked(way) for way, hung in alone.items()}
+        found = {way: hung.until(partial(names, way)) for way, hung in alone.items()}
         for way in hangs.OF_A_RUN:
-            found[way] = run.asked(way)
+            found[way] = run.until(partial(names, way))
             shutil.copytree(run.folder / "logs", place / way / "logs")
             go_on(run, way)
         yield found
@@ -150,3 +162,152 @@ def go_on(run: Hung, way: str) -> None:
 @pytest.mark.parametrize("way", EXPECTED)
 def test_the_culprit_is_named(way: str, verdicts: dict[str, hang.Verdict]) -> None:
     assert names(way, verdicts[way]), "\n".join(verdicts[way].lines)
+
+
+def test_the_network_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    """Two ranks on each of two hosts, between which the cable is cut."""
+    hung = Hung(tmp_path / "run", hangs.cut_off, hosts.names)
+    try:
+        wait_until(lambda: len(list(hung.folder.glob("at-*"))) == RANKS)
+        hosts.cable("down")
+        verdict = hung.until(of_network)
+    finally:
+        for process in hung.ranks:
+            forks.end(process)
+        hosts.cable("up")
+    assert of_network(verdict), "\n".join(verdict.lines)
+
+
+def of_network(verdict: hang.Verdict) -> bool:
+    said = "\n".join(verdict.lines)
+    here, there = ADDRESSES
+    between = f"rank [01] .* to {there}|rank [23] .* to {here}"
+    whole = f"the network does not answer what was sent by .*({between}).*\nall have come to "
+    return bool(verdict.culprits) and re.match(whole, said) is not None
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE * NEIGHBOURS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# Controls ------------------------------------------------------------------------------------------
+
+
+def test_negative_control_positions_that_stand_still_name_another(
+    verdicts: dict[str, hang.Verdict], place: Path, tmp_path: Path
+) -> None:
+    """Files of all ranks, or of the culprit, that were not written since the way before."""
+    before, now = "sleeps in forward", "sleeps in backward"
+    assert names(now, hang.judge(hang.read(place / now)))
+    assert not names(now, hang.judge(hang.read(place / before)))
+    shutil.copytree(place / now, tmp_path / "mixed")
+    culprit = "logs/rank-00002.position"
+    shutil.copy(place / before / culprit, tmp_path / "mixed" / culprit)
+    assert not names(now, hang.judge(hang.read(tmp_path / "mixed")))
+
+
+def test_negative_control_without_flights_a_missing_call_is_not_named(
+    verdicts: dict[str, hang.Verdict], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = place / "leaves_one_out"
+    assert names("leaves_one_out", hang.judge(hang.read(run)))
+    real = hang.text
+
+    def without_flights(data: bytes, at: int) -> dict:
+        return {key: value for key, value in real(data, at).items() if key != "flights"}
+
+    monkeypatch.setattr(hang, "text", without_flights)
+    assert not names("leaves_one_out", hang.judge(hang.read(run)))
+
+
+# The cost ------------------------------------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    """The names of all operators, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def computes(module: torch.nn.Module, args: tuple) -> None:
+    args[0].abs()
+
+
+def steps_of(options: list[str], folder: Path, adds_one: bool) -> tuple[list, list, list, int]:
+    """Operators and losses of a step without and with positions, of the same job and batch; graph
+    breaks and graphs of both; how often the positions were written."""
+    job = train.build(load_config(options, dist.get_world_size()))
+    numbers = torch.randint(0, 263, (2, 1, 17), generator=torch.Generator().manual_seed(1))
+    batch = {"tokens": numbers[..., :-1], "labels": numbers[..., 1:]}
+    here = position.Position(folder / f"{dist.get_rank()}.position", dist.get_rank())
+
+    def step() -> tuple[list[str], float]:
+        if job.cfg.compile.enabled:
+            return [], train.train_step(job, batch).loss
+        with Operators() as seen:
+            loss = train.train_step(job, batch).loss
+        return seen.names, loss
+
+    def graphs() -> tuple[int, int]:
+        found = torch._dynamo.utils.counters
+        return sum(found["graph_break"].values()), found["stats"]["unique_graphs"]
+
+    job.optimizer.step = lambda: None  # the same weights again
+    step()  # makes what only the first one makes
+    without, before = step(), graphs()
+    here.open()
+    here.follow(stages_of(job.model), job.optimizer, 0)
+    if adds_one:
+        job.model.register_forward_pre_hook(computes)
+    moves = here.moves
+    with_positions, after = step(), graphs()
+    moves = here.moves - moves
+    here.close(failed=False)
+    return without, with_positions, [before, after], moves
+
+
+MESHES_OF_COST = {
+    "fsdp2": (2, []),
+    "tp2, recomputed": (
+        2,
+        ["--parallelism.tensor_parallel=2", "--activation_checkpoint.mode=full"],
+    ),
+    "fsdp2, compiled": (2, ["--compile.enabled=true", "--compile.backend=eager"]),
+    "pp2": (2, ["--parallelism.pipeline_parallel=2"]),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES_OF_COST)
+def test_positions_add_no_operator_and_no_graph(mesh: str, tmp_path: Path) -> None:
+    """... although each block is written in forward and in backward."""
+    ranks, options = MESHES_OF_COST[mesh]
+    given = [*small(), *options]
+    for without, with_positions, (before, after), moves in run_ranks(
+        ranks, steps_of, given, tmp_path, False
+    ):
+        assert without == with_positions and (without[0] or "compiled" in mesh)
+        assert before == after and before[0] == 0 and (before[1] > 0) == ("compiled" in mesh)
+        blocks = 1 if "pipeline" in str(options) else 2
+        assert moves == 2 * (2 * blocks + 2)
+
+
+def small() -> list[str]:
+    return [
+        *(option for option in TINY if not option.startswith("--training.global_batch_size")),
+        "--training.local_batch_size=1",
+        "--training.global_batch_size=4",
+    ]
+
+
+def test_negative_control_an_operator_is_counted(tmp_path: Path) -> None:
+    [(without, with_positions, _, _)] = run_ranks(1, steps_of, small(), tmp_path, True)
+    assert len(with_positions[0]) > len(without[0])

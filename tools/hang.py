@@ -285,7 +285,7 @@ def judge(ranks: list[Rank]) -> Verdict:
         if verdict:
             break
     else:
-        verdict = nobody_is_behind(by_number)
+        verdict = nobody_is_behind(by_number, waits)
     verdict.lines += everyone_else(ranks, verdict.culprits)
     if missing := ranks[0].ranks - len(ranks):
         verdict.lines.append(f"{missing} of {ranks[0].ranks} ranks have left no position here")
@@ -376,7 +376,7 @@ def who_is_behind(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict | No
     """Ranks that others wait for and that wait for nobody, as far as one knows: a device computes,
     or a message between two ranks does not come."""
     wanted = {n for wait in waits for n in wait.for_whom}
-    last = sorted(wanted - {wait.rank for wait in waits if wait.for_whom})
+    last = sorted(wanted - {wait.rank for wait in waits})
     if not last:
         return None
     lines = []
@@ -386,25 +386,22 @@ def who_is_behind(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict | No
     return Verdict(last, lines)
 
 
-def nobody_is_behind(by_number: dict[int, Rank]) -> Verdict:
-    """All have come to the same collectives: what is between them does not answer."""
-    lost = {n: r.standing.get("unanswered", []) for n, r in by_number.items()}
+def nobody_is_behind(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict:
+    """Ranks are inside a collective to which all have come: what is between them does not answer."""
+    complete = {wait.flight.key: wait for wait in waits if not wait.for_whom}
+    calls = []
+    for wait in complete.values():
+        place = in_group(by_number[wait.rank], wait.flight.group)
+        calls.append(f"{wait.flight.name} #{wait.flight.number}{place}")
+    came = f"all have come to {', '.join(calls[:3])}, and it does not end" if calls else ""
+    lost = {n: rank.standing.get("unanswered", []) for n, rank in by_number.items()}
     cut_off = sorted(n for n, addresses in lost.items() if addresses)
-    inside = {flight.key: flight for rank in by_number.values() for flight in rank.waiting}
-    names = [f"{flight.name} #{flight.number}" for flight in inside.values()]
-    place = f" in {', '.join(names[:3])}" if names else ""
-    if cut_off:
-        pairs = [f"rank {n} ({by_number[n].host}) to {', '.join(lost[n])}" for n in cut_off]
-        return Verdict(
-            cut_off,
-            [
-                f"the network does not answer: all ranks have come{place}, and what these send is "
-                f"not received: {'; '.join(pairs[:SHOWN])}"
-            ],
-        )
-    return Verdict(
-        [], [f"no rank is behind{place}: a device or the network hangs, or a message is missing"]
-    )
+    if not cut_off:
+        why = "a device or the network hangs, or a message is missing"
+        return Verdict([], [f"no rank is behind: {came or 'none waits in a collective'}: {why}"])
+    pairs = [f"rank {n} ({by_number[n].host}) to {', '.join(lost[n])}" for n in cut_off[:SHOWN]]
+    said = f"the network does not answer what was sent by {'; '.join(pairs)}"
+    return Verdict(cut_off, [said, *([came] if came else [])])
 
 
 # Sentences -------------------------------------------------------------------------------------------
