@@ -229,3 +229,28 @@ def tour_rank(folder: Path, rank: int, size: int, options: list[str]) -> None:
     begin(folder, rank, size)
     code, said = toured(folder, options)
     (folder / f"through-{rank}").write_text(f"{code} {said}")
+
+
+def wait_in(way: str) -> None:
+    """Patches a run of train.py so that rank 1 hangs in its third step."""
+    real_step, real_attention, calls = train.train_step, AttentionCore.forward, []
+    real_clip = train.clip_grad_norm
+
+    def step(*args):
+        calls.append([])
+        return real_step(*args)
+
+    def attention(*args):
+        out = real_attention(*args)
+        calls[-1].append(1)
+        if way == "backward" and dist.get_rank() == 1 and (len(calls), len(calls[-1])) == (3, 3):
+            out.register_hook(lambda gradient: time.sleep(PATIENCE.total_seconds()))
+        return out
+
+    def clip(*args):
+        """Without the sum over ranks."""
+        if way == "left out" and dist.get_rank() == 1 and len(calls) == 3:
+            return torch.ones(())
+        return real_clip(*args)
+
+    train.train_step, AttentionCore.forward, train.clip_grad_norm = step, attention, clip

@@ -29,7 +29,8 @@ from tests.hosts import (
     Hosts,
     hosts,  # noqa: F401  a fixture
 )
-from tests.ranks import NEIGHBOURS, run_ranks
+from tests.launched import Launcher, ended
+from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.runs import TINY, tiny_run
 from tools import hang
 
@@ -311,3 +312,38 @@ def small() -> list[str]:
 def test_negative_control_an_operator_is_counted(tmp_path: Path) -> None:
     [(without, with_positions, _, _)] = run_ranks(1, steps_of, small(), tmp_path, True)
     assert len(with_positions[0]) > len(without[0])
+
+
+# The launcher ---------------------------------------------------------------------------------------
+
+WRAPPER = """
+import os, sys, train
+from tests import hangs
+hangs.wait_in(os.environ["WAY"])
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["backward", "left out"])
+def test_the_launcher_says_where_everyone_was(way: str, tmp_path: Path) -> None:
+    """... when it ends a run that hangs; and the tool says the same afterwards."""
+    (tmp_path / "wrapper.py").write_text(WRAPPER)
+    folder = tmp_path / "run"
+    given = [f"--run.folder={folder}", *tiny_run(tmp_path), step_timeout(4)]
+    words = ["--nproc-per-node=2", tmp_path / "wrapper.py", *given]
+    (code,), said = ended([Launcher(words, tmp_path / "said", WAY=way)], 100)
+    assert code not in (0, 2, 75), said
+    assert "launch: where everyone was:\n" in said, said
+    where = said.partition("launch: where everyone was:\n")[2]
+    assert re.match(SAID[way], where), said
+    verdict = hang.judge(hang.read(folder))
+    assert verdict.stands and where.startswith("\n".join(verdict.lines)), verdict
+    assert hang.main([str(folder)]) == 1
+
+
+SAID = {
+    "backward": "rank 1 .*: backward of layers.0, microbatch 2 of step 3, at tests/hangs.py:.*, "
+    "waits for nobody .*; 1 waits in its",
+    "left out": "ranks 0, 1 run another collective than the rest as #",
+}

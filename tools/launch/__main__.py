@@ -59,6 +59,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from configs.load import load_config
 from configs.schema import Config, InputError
+from tools import hang
 
 # the ranks have --shutdown-timeout seconds to end
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -436,6 +437,7 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
         meeting = agent.meeting
         store = meeting.store if meeting.where else None
         say_who_is_behind(begun(failures), store, meeting.options.node_rank)
+    say_where_everyone_was(failures, script)
     return report(failures, script, agent.asked)
 
 
@@ -529,6 +531,25 @@ def _compare(store: TCPStore, node: int, everyone: dict[int, tuple[int, str]]) -
             if store.check([key]):
                 for rank, count, host in json.loads(store.get(key)):
                     everyone[rank] = (count, host)
+
+
+def say_where_everyone_was(failures: dict[int, ProcessFailure], script: list[str]) -> None:
+    """After a hang: what the positions say (tools/hang.py), which the ranks left in the run's
+    folder. Ranks of other nodes are among them where the folder is shared."""
+    errors = messages(failures).values()
+    timed_out = any("imed out" in error.get("message", "") for error in errors)
+    if not timed_out and -signal.SIGALRM not in codes(failures).values():
+        return
+    cfg = _config(script)
+    if not cfg:
+        return
+    try:
+        ranks = hang.read(Path(cfg.run.folder))
+    except (InputError, OSError) as error:
+        return say(str(error))
+    # a script that is no run has left none, and those of an older run say nothing
+    if any(rank.rank in failures and failures[rank.rank].pid == rank.process for rank in ranks):
+        say("\n".join(["where everyone was:", *hang.judge(ranks).lines]))
 
 
 def messages(failures: dict[int, ProcessFailure]) -> dict[int, dict]:
