@@ -2,16 +2,20 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.autograd.variable import Variable
 
 import train
 from models.kernels.ruled_attention import AttentionRule
 from models.layers import AttentionCore, Documents
+from parallelisms.progress import record_flights
+from reliability.position import Position
 from tests import parity, ruled
 from tools.bench.device import checks
 from tools.simulate.job import in_steps, train_here
@@ -311,3 +315,47 @@ def of_rules(options: list[str]) -> dict:
     """Of the model of tests/ruled.py, without the soft cap, which has no kernel."""
     ruled.use(ruled.without_cap)
     return trajectories([options], 1)[0]
+
+
+# ------------------------------------------------------------------------------------- ways to hang
+
+
+def hangs_in_backward(argv: list[str]) -> None:
+    """A run whose rank 1 sleeps in its second step, in the backward of the first block."""
+    real_step, real_attention, calls = train.train_step, AttentionCore.forward, []
+
+    def step(*args):
+        calls.append([])
+        return real_step(*args)
+
+    def attention(*args):
+        out = real_attention(*args)
+        calls[-1].append(1)
+        if os.environ["RANK"] == "1" and (len(calls), len(calls[-1])) == (2, 1):
+            out.register_hook(lambda gradient: time.sleep(600))
+        return out
+
+    train.train_step, AttentionCore.forward = step, attention
+    # the frame of the one in tests/forks.py would be the innermost
+    Variable._execution_engine = type(Variable._execution_engine).__base__()
+    train.main(argv)
+
+
+def hangs_without_one(folder: Path) -> None:
+    """Rank 1 leaves out a collective, and waits for the next one of the CPU. The other one's times
+    out, and NCCL's flight recorder dumps."""
+    global PATIENCE
+    PATIENCE = timedelta(seconds=3)
+    record_flights(folder / "logs")
+    (folder / "logs").mkdir(exist_ok=True)
+    rank = int(os.environ["RANK"])
+    position = Position(folder / "logs" / f"rank-{rank:05d}.position", rank)
+    position.open()
+    open_group()
+    position.begin("forward")
+    x = torch.ones(4, device="cuda")
+    dist.all_reduce(x)
+    if rank == 0:
+        dist.all_reduce(x)
+    torch.cuda.synchronize()
+    dist.barrier(group=dist.new_group(backend="gloo"))

@@ -4,6 +4,7 @@ docs/simulate.md).
 Skipped where torch is no CUDA build: CI's default suite has one.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from tests import parity, simulated
 from tests.covering import covering_array
 from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, ROOT, ULYSSES, series, tiny_run
+from tools import hang
 from tools.bench.device import checks
 from tools.simulate import build
 from tools.simulate import ranks as of_simulate
@@ -650,3 +652,34 @@ def test_the_command_says_where_a_step_must_wait_and_where_it_should_not():
 def test_the_command_refuses_what_it_cannot_do(options, sentence, capsys):
     assert main(options) == 2
     assert sentence in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------- who hangs (tools/hang.py)
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_in_backward_is_named(run, tmp_path):
+    """The other one's host has gone ahead of its GPU, which waits in NCCL."""
+    folder = tmp_path / "run"
+    options = [*tiny_run(tmp_path), "--run.device=cuda", f"--run.folder={folder}"]
+    run(2, simulated.hangs_in_backward, options, seconds=25)
+    verdict = hang.judge(hang.read(folder))
+    assert verdict.culprits == [1], verdict
+    said = (
+        "rank 1 .*: backward of layers.0, microbatch 1 of step 2, at tests/simulated.py:.*, waits "
+        "for nobody .*; 1 waits in its "
+    )
+    assert re.match(said, verdict.lines[0]), verdict.lines
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_out_a_collective_of_nccl_is_named(run, tmp_path):
+    run(2, simulated.hangs_without_one, tmp_path, seconds=12)
+    verdict = hang.judge(hang.read(tmp_path))
+    assert verdict.culprits == [1], verdict
+    assert "1 waits in its all_reduce #2 of group" in verdict.lines[0], verdict.lines
+    dumped = hang.read_dump(tmp_path / "logs" / "nccl-0")
+    assert [(flight.name, flight.number, flight.ended) for flight in dumped] == [
+        ("all_reduce", 1, True),
+        ("all_reduce", 2, False),
+    ]

@@ -41,6 +41,7 @@ IDLE = (
     "connection.py",
     "selectors.py",
     "stop.py",  # reliability/stop.py listens for signals
+    "graph.py",  # of torch.autograd, whose thread for a GPU runs the backward
 )
 LOOPS = 0.3  # share of a processor from which on a data worker computes
 SHOWN = 8  # ranks in a sentence
@@ -293,12 +294,17 @@ def judge(ranks: list[Rank]) -> Verdict:
 
 
 def waits_of(rank: Rank, by_number: dict[int, Rank]) -> list[Wait]:
-    """For each collective that it is inside: which ranks of the group have not begun it."""
-    if rank.silent or rank.busy:
+    """For each collective that it is inside: which ranks of the group have not begun it.
+
+    A process that does something else is inside none, but its GPU may be: the host is ahead of it.
+    """
+    if rank.silent:
         return []
     rows = []
     for flight in rank.waiting:
         group, backend, number = flight.key
+        if rank.busy and backend != "nccl":
+            continue
         _, members, _ = rank.groups.get(group, ("", list(by_number), 0))
         absent = [
             member
@@ -337,7 +343,12 @@ def other_calls(by_number: dict[int, Rank]) -> Verdict | None:
 
 def who_waits_for_nobody(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict | None:
     """Ranks that do something else, or nothing, while others wait for them."""
-    free = [rank for rank in by_number.values() if rank.silent or (rank.busy and rank.standing)]
+    waiting = {wait.rank for wait in waits if wait.for_whom}
+    free = [
+        rank
+        for rank in by_number.values()
+        if rank.silent or (rank.busy and rank.standing and rank.rank not in waiting)
+    ]
     wanted = Counter(n for wait in waits for n in wait.for_whom)
     asked = [rank for rank in free if wanted[rank.rank]] or free
     if not asked:
