@@ -548,6 +548,17 @@ def test_published_totals(name, flavor, billions):
     )
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_that_no_total_shows(name):
+    """Of config.json on the hub: an epsilon, where rotary positions end, and whether a head's width is
+    even, without which it cannot be rotated."""
+    for flavor, numbers in MODELS[name].numbers.flavors.items():
+        assert numbers["norm_eps"] in (1e-5, 1e-6), flavor
+        assert numbers["max_seq_len"] % 1024 == 0, flavor
+        assert numbers.get("head_dim", numbers.get("rope_dim")) % 2 == 0, flavor
+        assert numbers["rope_theta"] >= 1e4, flavor
+
+
 @pytest.mark.parametrize(
     "name, flavor, billions",
     [

@@ -61,7 +61,7 @@ RULES = [
     "config::test_a_family_with_experts_may_have_none",
     "config::test_every_option_can_be_set_and_reads_back",
 ]
-FLAVORS = [*RULES, "models::test_published_totals"]
+FLAVORS = [*RULES, "models::test_published_totals", "models::test_numbers_that_no_total_shows"]
 FSDP, TP, PP = (
     f"parallel::test_mesh_equals_the_plain_model[{mesh}]" for mesh in ("fsdp2", "tp2", "pp2")
 )
@@ -234,6 +234,7 @@ TESTS = {
         "context::test_the_width_of_a_head_is_what_the_kernel_is_asked_about",
         "context::test_checkpointing_sends_nothing_twice_that_it_says_to_keep",
         CP,
+        "experts::test_mesh_equals_the_plain_model[ep2 of cp2]",
         "context::test_compiled_mesh_equals_the_plain_model",
         "context::test_activations_fall_with_the_number_of_ranks",
     ],
