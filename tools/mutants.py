@@ -199,6 +199,7 @@ TESTS = {
         "context::test_compiled_mesh_equals_the_plain_model",
     ],
     "parallelisms/__init__.py": [
+        "attention_rules::test_a_core_that_says_nothing_is_refused_by_name",
         "parallelisms",
         "parallel::test_checkpointing_recomputes_what_it_says_and_keeps_less",
         FSDP,
@@ -247,6 +248,7 @@ TESTS = {
     "parallelisms/pp.py": [
         "schedules",
         ZBV,
+        "pipeline::test_validation_counts_every_microbatch_whether_the_ranks_divide_them_or_not",
         "pipeline::test_messages_that_are_not_the_expected_ones_are_named",
         PP,
         INTERLEAVED,
