@@ -2,7 +2,9 @@
 for each token and host on the wire."""
 
 import os
+import shutil
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -19,8 +21,9 @@ from parallelisms import ep, ep_hosts
 from parallelisms.ep_hosts import Dispatched
 from reliability.collectives import group_of
 from tests.covering import covering_array
-from tests.parity import BETWEEN_OTHERS, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
+from tests.parity import BETWEEN_OTHERS, DEEPSEEK, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
 from tests.ranks import run_ranks
+from tests.runs import STEPS, run, series, stopped_at, tiny_run
 
 # Three hosts of two ranks; each rank has two experts. All sizes differ.
 HOSTS, RANKS, OF_RANK = 3, 2, 2
@@ -343,3 +346,29 @@ def test_compiled_blocks_equal_the_plain_model():
     more = ["--compile.enabled=true", "--compile.backend=aot_eager"]
     chosen = settings(experts="deepseek_v3", checkpointing="selective")
     check("ep4 by host", [chosen], more, factors=FACTORS)
+
+
+def on_two_hosts(fn: Callable, *args: object) -> object:
+    """fn(*args) on a rank of two hosts of two ranks."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return fn(*args)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_a_stopped_run_goes_on_bitwise_and_its_checkpoint_is_of_any_exchange(tmp_path):
+    """The flat exchange goes on from it too, to rounding, and has other bits."""
+    tiny = [option for option in tiny_run(tmp_path) if not option.startswith("--model.")]
+    options = [*tiny, "--model.vocab_size=263", *DEEPSEEK, "--parallelism.expert_parallel=4"]
+    by_host = [*options, "--parallelism.expert_exchange=hierarchical"]
+    for name in "whole", "stopped":
+        (tmp_path / name).mkdir()
+    assert run_ranks(4, on_two_hosts, run, by_host, tmp_path / "whole") == [(0, "")] * 4
+    codes = run_ranks(4, on_two_hosts, stopped_at, 6, by_host, tmp_path / "stopped")
+    assert codes == [75] * 4
+    shutil.copytree(tmp_path / "stopped", tmp_path / "flat")
+    for name, again in ("stopped", by_host), ("flat", options):
+        assert run_ranks(4, on_two_hosts, run, again, tmp_path / name) == [(0, "")] * 4
+    whole, stopped, flat = (series(tmp_path / name) for name in ("whole", "stopped", "flat"))
+    assert stopped == whole and len(whole) == STEPS
+    assert flat == pytest.approx(whole, rel=1e-4) and flat != whole

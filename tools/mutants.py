@@ -245,6 +245,7 @@ TESTS = {
         "experts_tp::test_checkpoints_take_the_right_boxes_and_replicas_are_alike",
         "experts::test_one_expert_gets_every_token",
     ],
+    "parallelisms/ep_hosts.py": ["ep_hosts"],
     "parallelisms/pp.py": [
         "schedules",
         ZBV,
