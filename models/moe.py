@@ -11,6 +11,8 @@ Shapes:  B batch   T sequence   D = dim   N = B T tokens   X experts   k experts
          F hidden units of an expert
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,8 +101,12 @@ class Experts(nn.Module):
 
     def weights_for_forward(self) -> list[Tensor]:
         """w1, w2 and w3 as forward multiplies with them, and what else a subclass computes with.
-        Expert parallelism replaces this and `forward`."""
+        Expert parallelism replaces this and `begin`."""
         return [self.w1, self.w2, self.w3]
+
+    def begin(self, rows: Tensor, counts: Tensor) -> Callable[[], Tensor]:
+        """What computes `forward` of these. Where the rows must travel first, they leave now."""
+        return partial(self, rows, counts)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [M, D], sorted by expert; counts int64 [X]: how many each has -> [M, D]."""
@@ -137,9 +143,13 @@ class MixtureOfExperts(nn.Module):
         by_sequence = choice.experts.view(B, -1)  # [B, T k]
         counts = by_sequence.new_zeros(B, self.args.n_experts)  # [B, X]
         counts.scatter_add_(1, by_sequence, torch.ones_like(by_sequence))
-        out = self.routed(tokens, choice.experts, choice.weights, counts.sum(0)).view_as(x)
+        combine = self.dispatch(tokens, choice.experts, choice.weights, counts.sum(0))
+        shared = None
         if self.args.n_shared_experts:
-            out = out + self.shared_experts(x)
+            shared = self.shared_experts(x)  # while the rows are on their way
+        out = combine().view_as(x)
+        if shared is not None:
+            out = out + shared
         terms = {}
         if self.args.balance_loss:
             balance = self.balance(choice.affinities.view(B, T, -1), counts)
@@ -149,20 +159,26 @@ class MixtureOfExperts(nn.Module):
         terms["expert_counts"] = Term(counts.sum(0))
         return out, terms
 
-    def routed(self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """The weighted sum of each token's experts. tokens [N, D]; chosen int64 [N, k]; weights
-        [N, k]; counts int64 [X]: the rows of each expert -> [N, D]. Expert parallelism may replace
-        this."""
+    def dispatch(
+        self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor
+    ) -> Callable[[], Tensor]:
+        """Send each token to its experts. Returns what waits, computes and combines: the weighted
+        sum of each token's experts, [N, D]. tokens [N, D]; chosen int64 [N, k]; weights [N, k];
+        counts int64 [X]: the rows of each expert. Expert parallelism may replace this."""
         k = chosen.shape[1]
-        # Dispatch. order [M]: which (token, choice) each row is of
+        # order [M]: which (token, choice) each row is of
         order = chosen.flatten().argsort(stable=True)
-        rows = self.experts(tokens[order // k], counts)  # [M, D]
-        # Combine. back [M]: which row each (token, choice) has got
-        numbers = torch.arange(len(order), device=order.device)
-        back = torch.empty_like(order).scatter_(0, order, numbers)
-        weights = weights.to(rows.dtype)[:, None]  # [N, 1, k]
-        of_tokens = rows[back].view(*chosen.shape, rows.shape[1])  # [N, k, D]
-        return torch.bmm(weights, of_tokens).squeeze(1)
+        compute = self.experts.begin(tokens[order // k], counts)
+
+        def combine() -> Tensor:
+            rows = compute()  # [M, D]
+            # back [M]: which row each (token, choice) has got
+            numbers = torch.arange(len(order), device=order.device)
+            back = torch.empty_like(order).scatter_(0, order, numbers)
+            of_tokens = rows[back].view(*chosen.shape, rows.shape[1])  # [N, k, D]
+            return torch.bmm(weights.to(rows.dtype)[:, None], of_tokens).squeeze(1)
+
+        return combine
 
     def balance(self, affinities: Tensor, counts: Tensor) -> Tensor:
         """The auxiliary loss: DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations

@@ -15,8 +15,8 @@ hooks, and it replaces methods on instances. This is the whole list of the metho
 | `Experts.weights_for_forward` | ep.py | this rank's part of the DTensors |
 | | models/lora.py | adapters beside them |
 | `Linear.forward` in a block | models/lora.py | adds what the adapters give |
-| `Experts.forward` | ep.py | all-to-alls for dispatch and combine |
-| `MixtureOfExperts.routed` | ep_hosts.py | the same in two steps, between hosts and inside |
+| `Experts.begin` | ep.py | all-to-alls for dispatch and combine |
+| `MixtureOfExperts.dispatch` | ep_hosts.py | the same in two steps, between hosts and inside |
 | `MixtureOfExperts.counts_of_whole_sequences` | ep.py | several ranks share a sequence |
 
 Each is declared on its class (models/layers.py, models/moe.py) and keeps its signature. A core that

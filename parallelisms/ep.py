@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from parallelisms import ep_hosts
+from parallelisms import ep_hosts, in_flight
 from parallelisms.mesh import Mesh
 
 
@@ -61,7 +61,7 @@ def distribute(experts: nn.Module, mesh: Mesh, exchange: str) -> None:
         experts.register_parameter(name, nn.Parameter(part))
     experts.weights_for_forward = local_parts(experts.weights_for_forward, mesh.tp / mesh.ep)
     if mesh.ep > 1 and exchange == "flat":
-        experts.forward = exchanged(experts.forward, ep_mesh.get_group())
+        experts.begin = exchanged(experts, ep_mesh.get_group())
 
 
 class ScaledGradient(torch.autograd.Function):
@@ -103,25 +103,30 @@ def rows_per_rank(leaving: Tensor, coming: Tensor) -> tuple[list[int], list[int]
 
 
 def exchanged(
-    compute: Callable[[Tensor, Tensor], Tensor], group: dist.ProcessGroup
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """A forward for `Experts` (rows [M, D] sorted by expert, counts int64 [X] -> [M, D]). compute:
-    that of one process, which gets the rows for this rank's experts from all ranks."""
+    experts: Callable[[Tensor, Tensor], Tensor], group: dist.ProcessGroup
+) -> Callable[[Tensor, Tensor], Callable[[], Tensor]]:
+    """A `begin` for `Experts` (rows [M, D] sorted by expert, counts int64 [X]; what it returns gives
+    [M, D]). experts: those of this rank, which get the rows for them from all ranks."""
 
-    def forward(rows: Tensor, counts: Tensor) -> Tensor:
+    def begin(rows: Tensor, counts: Tensor) -> Callable[[], Tensor]:
         leaving = counts.view(group.size(), -1)  # [ranks, X / ep]
         # [ranks, X / ep]
         coming = funcol.wait_tensor(funcol.all_to_all_single(leaving, None, None, group))
         sent, received = rows_per_rank(leaving, coming)
         # Dispatch: rank after rank, each by expert.
-        arrived = funcol.all_to_all_single_autograd(rows, received, sent, group)
-        own = torch.arange(coming.shape[1], device=rows.device).repeat(group.size())
-        experts = own.repeat_interleave(coming.flatten(), output_size=sum(received))
-        order = experts.argsort(stable=True)  # by expert, whatever the rank
-        results = compute(arrived[order], coming.sum(0))
-        # Combine: back into the order of arrival, and to the ranks that sent the rows.
-        numbers = torch.arange(len(order), device=order.device)
-        back = torch.empty_like(order).scatter_(0, order, numbers)
-        return funcol.all_to_all_single_autograd(results[back], sent, received, group)
+        flight = in_flight.begin(rows, received, sent, group)
 
-    return forward
+        def finish() -> Tensor:
+            arrived = in_flight.wait(flight)
+            own = torch.arange(coming.shape[1], device=coming.device).repeat(group.size())
+            numbers = own.repeat_interleave(coming.flatten(), output_size=sum(received))
+            order = numbers.argsort(stable=True)  # by expert, whatever the rank
+            results = experts(arrived[order], coming.sum(0))
+            # Combine: back into the order of arrival, and to the ranks that sent the rows.
+            numbers = torch.arange(len(order), device=order.device)
+            back = torch.empty_like(order).scatter_(0, order, numbers)
+            return funcol.all_to_all_single_autograd(results[back], sent, received, group)
+
+        return finish
+
+    return begin

@@ -26,6 +26,7 @@ from torch.distributed import _functional_collectives as funcol
 
 from configs.schema import InputError
 from models.kernels.precision import wide, wide_type
+from parallelisms import in_flight
 from parallelisms.mesh import Mesh, world
 
 PEERS, HOST = "ep_peers", "ep_host"  # names of the two groups, in Mesh.more_groups
@@ -56,7 +57,7 @@ def apply(model: nn.Module, mesh: Mesh) -> None:
     rank its experts. Every rank calls this: it opens two groups."""
     peers, host = open_groups(mesh)
     for mixture in model.mixtures().values():
-        mixture.routed = by_host(mixture.experts, peers, host)
+        mixture.dispatch = by_host(mixture.experts, peers, host)
 
 
 def open_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -86,11 +87,14 @@ def open_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 def by_host(
     experts: nn.Module, peers: dist.ProcessGroup, host: dist.ProcessGroup
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """A `routed` for `models/moe.py::MixtureOfExperts`. experts: those of this rank."""
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Callable[[], Tensor]]:
+    """A `dispatch` for `models/moe.py::MixtureOfExperts`. experts: those of this rank."""
 
-    def routed(x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """x [N, D]; chosen int64 [N, k]; weights [N, k]; counts int64 [X] -> [N, D]."""
+    def dispatch(
+        x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor
+    ) -> Callable[[], Tensor]:
+        """x [N, D]; chosen int64 [N, k]; weights [N, k]; counts int64 [X]. What it returns gives
+        [N, D]. Copies leave for other hosts at once."""
         sizes = exchange_sizes(chosen, counts, peers, host)
         of_host = len(counts) // peers.size()  # experts of a host
         of_rank = of_host // host.size()
@@ -99,12 +103,12 @@ def by_host(
             return compute(experts, tokens, of_rank, sizes.rows)
 
         def on_host(tokens: Dispatched) -> Tensor:
-            return visit(host, tokens, of_rank, sizes.to_ranks, sizes.from_ranks, on_rank)
+            return visit(host, tokens, of_rank, sizes.to_ranks, sizes.from_ranks, on_rank)()
 
         tokens = Dispatched(x, chosen, weights.to(x.dtype))
         return visit(peers, tokens, of_host, sizes.to_peers, sizes.from_peers, on_host)
 
-    return routed
+    return dispatch
 
 
 def visit(
@@ -114,21 +118,27 @@ def visit(
     sent: list[int],
     received: list[int],
     work: Callable[[Dispatched], Tensor],
-) -> Tensor:
-    """Send a copy of each token to the ranks of the group where it has experts, let `work` turn
-    what arrives [n, D] into results [n, D], and add those of each token -> [n, D]. size: the
-    experts of a rank, or of all ranks that it stands for. sent, received: copies, by rank."""
+) -> Callable[[], Tensor]:
+    """Send a copy of each token to the ranks of the group where it has experts. What this returns
+    lets `work` turn what arrives [n, D] into results [n, D], and adds those of each token
+    -> [n, D]. size: the experts of a rank, or of all ranks that it stands for. sent, received:
+    copies, by rank."""
     n, width = tokens.x.shape
     # [m]: rank after rank, each in the tokens' order
     copies = first_true(reached(tokens.experts, group.size(), size).T, sum(sent)) % n
     rows = torch.cat((tokens.x, tokens.weights), 1).index_select(0, copies)  # [m, D + k]
-    rows = funcol.all_to_all_single_autograd(rows, received, sent, group)
     experts = tokens.experts.index_select(0, copies)  # [m, k]
     experts = funcol.all_to_all_single(experts, received, sent, group)
-    experts = funcol.wait_tensor(experts) - group.rank() * size
-    results = work(Dispatched(rows[:, :width], experts, rows[:, width:]))
-    results = funcol.all_to_all_single_autograd(results, sent, received, group)  # [m, D]
-    return added(results, copies, n)
+    flight = in_flight.begin(rows, received, sent, group)
+
+    def finish() -> Tensor:
+        own = funcol.wait_tensor(experts) - group.rank() * size
+        arrived = in_flight.wait(flight)  # [n of the next step, D + k]
+        results = work(Dispatched(arrived[:, :width], own, arrived[:, width:]))
+        results = funcol.all_to_all_single_autograd(results, sent, received, group)  # [m, D]
+        return added(results, copies, n)
+
+    return finish
 
 
 def compute(experts: nn.Module, tokens: Dispatched, size: int, rows: int) -> Tensor:

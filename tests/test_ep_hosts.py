@@ -111,7 +111,7 @@ def part_of(experts: Experts, rank: int) -> Experts:
 def plainly(experts: Experts, *inputs: Tensor) -> Tensor:
     """As one process computes it."""
     counts = inputs[1].flatten().bincount(minlength=X)
-    return MixtureOfExperts.routed(SimpleNamespace(experts=experts), *inputs, counts)
+    return MixtureOfExperts.dispatch(SimpleNamespace(experts=experts), *inputs, counts)()
 
 
 def exchange_errors(name: str, groups: tuple) -> tuple[dict[str, float], dict[str, int]]:
@@ -130,15 +130,17 @@ def exchange_errors(name: str, groups: tuple) -> tuple[dict[str, float], dict[st
     right_grads = torch.autograd.grad(right, [*all_inputs, *experts.parameters()], grad)
 
     part = part_of(experts, rank)
-    routed = ep_hosts.by_host(part, *groups)
+    dispatch = ep_hosts.by_host(part, *groups)
     own = [tensor.detach()[mine].requires_grad_() for tensor in (x, weights)]
     counts = chosen[mine].flatten().bincount(minlength=X)
     with CountRows() as by_host:
-        out = routed(own[0], chosen[mine], own[1], counts)
+        out = dispatch(own[0], chosen[mine], own[1], counts)()
         grads = torch.autograd.grad(out, [*own, *part.parameters()], grad[mine])
-    flat_part = SimpleNamespace(experts=ep.exchanged(part_of(experts, rank), dist.group.WORLD))
-    with CountRows() as flat:
-        out_flat = MixtureOfExperts.routed(flat_part, own[0], chosen[mine], own[1], counts)
+    flat = part_of(experts, rank)
+    flat.begin = ep.exchanged(flat, dist.group.WORLD)
+    with CountRows() as of_flat:
+        flat_mixture = SimpleNamespace(experts=flat)
+        out_flat = MixtureOfExperts.dispatch(flat_mixture, own[0], chosen[mine], own[1], counts)()
         torch.autograd.grad(out_flat, own, grad[mine])
 
     of_rank = slice(rank * OF_RANK, (rank + 1) * OF_RANK)
@@ -152,7 +154,7 @@ def exchange_errors(name: str, groups: tuple) -> tuple[dict[str, float], dict[st
     others = [host for host in range(HOSTS) if host != rank // RANKS]
     rows = {
         "by host": by_host.crossing,
-        "flat": flat.crossing,
+        "flat": of_flat.crossing,
         "tokens": len(chosen[mine]),
         "token and host": sum((hosts == host).any(1).sum().item() for host in others),
         "token and expert": sum((hosts == host).sum().item() for host in others),
@@ -200,13 +202,18 @@ def combined_early() -> object:
 
     def early(
         group: dist.ProcessGroup, tokens: Dispatched, size: int, sent: list[int], *rest: object
-    ) -> Tensor:
+    ) -> Callable[[], Tensor]:
         def added(rows: Tensor, places: Tensor, n: int) -> Tensor:
             return add(rows[: sent[0]], places[: sent[0]], n)
 
         add = ep_hosts.added
-        with mock.patch.object(ep_hosts, "added", added):
-            return real(group, tokens, size, sent, *rest)
+        finish = real(group, tokens, size, sent, *rest)
+
+        def finish_early() -> Tensor:
+            with mock.patch.object(ep_hosts, "added", added):
+                return finish()
+
+        return finish_early
 
     return mock.patch.object(ep_hosts, "visit", early)
 

@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace) -> None:
     for name, weight in list(dealt.experts.named_parameters()):
         part = weight.detach().chunk(here.size)[here.rank].clone()
         setattr(dealt.experts, name, nn.Parameter(part))
-    dealt.experts.forward = ep.exchanged(dealt.experts.forward, dist.group.WORLD)
+    dealt.experts.begin = ep.exchanged(dealt.experts, dist.group.WORLD)
     seconds = harness.alternate(
         {"local": work(local, tokens), "dealt": work(dealt, tokens.clone())},
         args.rounds,

@@ -1,0 +1,83 @@
+"""An all-to-all that is on its way while something else is computed, in forward and in backward.
+
+    flight = begin(rows, received, sent, group)
+    ...                                            # is computed meanwhile, from other tensors
+    rows = wait(flight)
+
+Autograd runs backward in the reverse order of forward. So there `wait` begins the all-to-all of the
+gradient, then comes the backward pass of what was computed meanwhile, and `begin` waits for the
+gradient. PyTorch's own differentiable all-to-all waits for a gradient at once.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as funcol
+
+
+class Route(NamedTuple):
+    received: list[int]  # rows from each rank of the group
+    sent: list[int]
+    group: dist.ProcessGroup
+
+
+class Flight(NamedTuple):
+    """An all-to-all that was begun. Somebody must wait for it."""
+
+    arriving: Tensor  # [rows received, D]; nobody may read it yet
+    link: Tensor  # [rows sent, D], without memory: leads autograd from `wait` to `begin`
+    route: Route
+
+
+def begin(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Flight:
+    """Rows [M, D] leave."""
+    route = Route(received, sent, group)
+    if torch.compiler.is_compiling():  # a compiler waits where the result is used first
+        arriving = funcol.all_to_all_single_autograd(rows, received, sent, group)
+        return Flight(arriving, rows, route)
+    return Flight(*Begun.apply(rows, route), route)
+
+
+def wait(flight: Flight) -> Tensor:
+    """The rows that have arrived."""
+    if torch.compiler.is_compiling():
+        return flight.arriving
+    return Waited.apply(flight.link, flight.arriving, flight.route)
+
+
+def send(rows: Tensor, route: Route) -> Tensor:
+    """Begin an all-to-all, outside of autograd."""
+    return torch.ops._c10d_functional.all_to_all_single(
+        rows.contiguous(), route.received, route.sent, route.group.group_name
+    )
+
+
+def arrived(rows: Tensor) -> Tensor:
+    """Wait for it."""
+    return torch.ops._c10d_functional.wait_tensor(rows)
+
+
+class Begun(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+        arriving = send(rows, route)
+        ctx.mark_non_differentiable(arriving)
+        ctx.set_materialize_grads(False)  # of what arrives there is none here
+        return arriving, rows.new_empty(()).expand(rows.shape)
+
+    @staticmethod
+    def backward(ctx: Any, _: None, grad: Tensor) -> tuple[Tensor, None]:
+        return arrived(grad), None
+
+
+class Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, arriving: Tensor, route: Route) -> Tensor:
+        ctx.back = Route(route.sent, route.received, route.group)
+        return arrived(arriving)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return send(grad, ctx.back), None, None
