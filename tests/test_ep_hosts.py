@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.schema import InputError
 from models.moe import Experts, MixtureOfExperts
-from parallelisms import ep, ep_hosts
+from parallelisms import ep, ep_hosts, in_flight
 from parallelisms.ep_hosts import Dispatched
 from reliability.collectives import group_of
 from tests.covering import covering_array
@@ -353,6 +353,95 @@ def test_compiled_blocks_equal_the_plain_model():
     more = ["--compile.enabled=true", "--compile.backend=aot_eager"]
     chosen = settings(experts="deepseek_v3", checkpointing="selective")
     check("ep4 by host", [chosen], more, factors=FACTORS)
+
+
+class Order:
+    """Notes when rows leave, when they are waited for, and when the shared experts compute."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.real = in_flight.send, in_flight.arrived
+
+    def send(self, *args: object) -> Tensor:
+        self.seen.append("leave")
+        return self.real[0](*args)
+
+    def arrived(self, rows: Tensor) -> Tensor:
+        self.seen.append("arrive")
+        return self.real[1](rows)
+
+    def note_shared(self, shared: nn.Module) -> None:
+        shared.register_forward_hook(lambda *_: self.seen.append("shared"))
+        shared.w2.weight.register_hook(lambda _: self.seen.append("shared"))
+
+    def patched(self) -> object:
+        return mock.patch.multiple(in_flight, send=self.send, arrived=self.arrived)
+
+
+def orders(exchange: str) -> tuple[list[str], list[str]]:
+    """What one rank sees in forward and in backward of a mixture with shared experts, as it is and
+    where the rows are waited for at once."""
+    torch.manual_seed(dist.get_rank())
+    groups = open_groups()
+    found = []
+    for at_once in False, True:
+        mixture = MixtureOfExperts(numbers_of_a_mixture())
+        for weight in mixture.parameters():
+            nn.init.normal_(weight, std=0.1)
+        mixture.experts = part_of(layer(), dist.get_rank()).float()
+        if exchange == "flat":
+            mixture.experts.begin = ep.exchanged(mixture.experts, dist.group.WORLD)
+        else:
+            mixture.dispatch = ep_hosts.by_host(mixture.experts, *groups)
+        if at_once:
+            wait_at_once(mixture)
+        order = Order()
+        order.note_shared(mixture.shared_experts)
+        with order.patched():
+            out, _ = mixture(torch.randn(1, 5, DIM, requires_grad=True))
+            order.seen.append("backward")
+            out.sum().backward()
+        found.append(order.seen)
+    return tuple(found)
+
+
+def wait_at_once(mixture: nn.Module) -> None:
+    """The mistake: nothing is computed while rows are on their way."""
+    dispatch = mixture.dispatch
+
+    def at_once(*inputs: Tensor) -> Callable[[], Tensor]:
+        results = dispatch(*inputs)()
+        return lambda: results
+
+    mixture.dispatch = at_once
+
+
+def numbers_of_a_mixture() -> SimpleNamespace:
+    return SimpleNamespace(
+        dim=DIM,
+        n_experts=X,
+        experts_per_token=K,
+        expert_dim=HIDDEN,
+        n_shared_experts=1,
+        router_score="sigmoid",
+        normalised_weights=True,
+        routed_scale=1.0,
+        expert_groups=1,
+        groups_per_token=1,
+        balancing_bias=False,
+        balance_loss=0.0,
+    )
+
+
+@pytest.mark.parametrize("exchange", ["flat", "hierarchical"])
+def test_shared_experts_compute_while_rows_are_on_their_way(exchange):
+    """In forward, and in backward those of the gradients. Between hosts, that is: the rows for the
+    ranks of this host follow. Negative control: waiting at once."""
+    inside = ["leave", "arrive"] if exchange == "hierarchical" else []
+    overlapped = ["leave", "shared", "arrive", *inside]
+    for seen, at_once in run_ranks(WORLD, orders, exchange):
+        assert seen == [*overlapped, "backward", *inside, "leave", "shared", "arrive"]
+        assert at_once != seen and at_once[:2] == ["leave", "arrive"]
 
 
 def on_two_hosts(fn: Callable, *args: object) -> object:
