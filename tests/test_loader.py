@@ -31,7 +31,6 @@ class Places:
     """n tokens in place of data/tokens.py::Tokens: each names its source and its own position."""
 
     split = "train"
-
     is_stored = False
 
     def __init__(self, n: int, source: int = 0, starts: tuple[int, ...] = (0,)) -> None:

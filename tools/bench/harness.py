@@ -100,6 +100,7 @@ class Held:
 
     split = "train"
     folder = "memory"
+    is_stored = False
 
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
