@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import configs.cpu  # noqa: F401  before torch
+
 from configs.schema import Data
 from data import sources
 from data.prepare import prepare
