@@ -40,10 +40,12 @@ import re
 import stat
 import sysconfig
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NamedTuple
 
 from configs.schema import InputError
 from data.stores import places
+from data.stores.fetchers import THREADS
 from data.stores.text import open_object
 
 TEXT = (
@@ -364,6 +366,15 @@ def pieces(file: File, size: int = 1 << 62) -> list[Piece]:
         Piece(file, start, end, file.size * (end - start) // stop if file.size else size)
         for start, end in ranges
     ]
+
+
+def cut(files: list[File], size: int) -> list[list[Piece]]:
+    """The pieces of each file. A Parquet file says itself how many row groups it has, so those of a
+    store are asked at the same time."""
+    if not any(places.is_url(file.path) for file in files):
+        return [pieces(file, size) for file in files]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(pieces, files, [size] * len(files)))
 
 
 def read(piece: Piece, field: str = "text", longest: int = 0) -> Generator[Document, None, int]:

@@ -107,7 +107,7 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource
         )
     total = sum(file.size for file in files)
     size = min(max(total // (cfg.streams * UNITS), LEAST), MOST)
-    pieces = [piece for file in files for piece in sources.pieces(file, size)]
+    pieces = [piece for of_file in sources.cut(files, size) for piece in of_file]
     if not pieces:
         raise InputError(f"data.source: {cfg.source} has no text")
     every = -(-cfg.streams // len(pieces))

@@ -74,7 +74,7 @@ NEEDS = (
         r"^python -m tools\.convert from-dcp ",
         "a checkpoint of TorchTitan's (tests/test_dcp.py)",
     ),
-    (r"\bs3://bucket/", "a bucket (tests/test_stores.py)"),
+    (r"\bs3://bucket/", "a bucket (tests/test_stores.py, tests/test_stored_corpora.py)"),
     (
         r"^python -m tools\.plan .*--tokens 1e12 --days 30$",
         "minutes of processor time (tests/test_plan_stack.py)",

@@ -171,6 +171,17 @@ def test_batches_are_bitwise_those_of_a_disk(where, masked, uploaded, tmp_path):
             assert wanted[0]["tokens"].shape[2] == sum(map(len, ranks_own.token_ranges(T)))
 
 
+def test_a_mixture_may_have_some_of_its_sources_in_a_store(uploaded, corpus, tmp_path):
+    other = prepare(Data(source=f"{corpus}/0*.txt", tokenizer="bytes", cache=str(tmp_path)), quiet)
+
+    def mixture(first: str) -> Config:
+        rows = [("a", first, 0.7), ("b", other.folder, 0.3)]
+        text = ", ".join(f'{{name="{n}", source="{at}", weight={w}}}' for n, at, w in rows)
+        return config("stdlib", tmp_path / "cache", f"--data.mixture=[{text}]")
+
+    assert same(read(mixture(URL), 3, 5), read(mixture(uploaded), 3, 5))
+
+
 def test_conversations_are_too(store, tmp_path):
     file = tmp_path / "talks.jsonl"
     rows = [{"prompt": f"What is {i} + {i}?", "completion": f"{2 * i}"} for i in range(90)]
@@ -473,6 +484,8 @@ def test_names_are_those_of_a_disk(pattern, kinds, store):
     assert [(f.name, f.size) for f in stored] == [(f.name, f.size) for f in here]
     texts = [list(sources.documents("", files)) for files in (stored, here)]
     assert texts[0] == texts[1] and texts[0]
+    in_bucket = sources.find("s3://bucket/**/*.txt")
+    assert [file.name for file in in_bucket] == ["raw/in/deep/two.txt", "raw/in/one.txt"]
 
 
 def test_what_is_prepared_from_a_url_is_what_is_prepared_from_a_disk(kinds, store, tmp_path):

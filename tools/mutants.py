@@ -335,6 +335,12 @@ TESTS = {
     "data/chat.py": ["chat"],
     "data/packing.py": ["chat"],
     "data/workers.py": ["loader"],
+    "data/stores/blocks.py": ["stored_corpora"],
+    "data/stores/corpus.py": ["stored_corpora"],
+    "data/stores/text.py": ["stored_corpora"],
+    "data/stores/places.py": ["stored_corpora"],
+    "data/stores/ahead.py": ["stored_corpora"],
+    "data/stores/upload.py": ["stored_corpora"],
     "data/loader.py": [
         "loader",
         "context::test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole",
@@ -358,7 +364,7 @@ TESTS = {
         "contract::test_a_checkpoint_is_compared_with_what_all_ranks_hold",
     ],
     "checkpoint/place.py": ["stores", "checkpoint"],
-    "reliability/objects.py": ["stores"],
+    "reliability/objects.py": ["stores", "stored_corpora"],
     "checkpoint/stores/bucket.py": ["stores"],
     "checkpoint/stores/lease.py": ["stores"],
     "checkpoint/verify.py": [

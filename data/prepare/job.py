@@ -377,8 +377,8 @@ def _divide(files: list[sources.File], size: int) -> list[list[tuple]]:
     parts of about `size` bytes."""
     parts: list[list[tuple]] = [[]]
     filled = 0
-    for index, file in enumerate(files):
-        for piece in sources.pieces(file, size):
+    for index, of_file in enumerate(sources.cut(files, size)):
+        for piece in of_file:
             if filled and filled + piece.size > size:
                 parts.append([])
                 filled = 0

@@ -43,7 +43,7 @@ class StoredCorpus:
         self.url = url
         self.manifest = manifest
         self.cfg = cfg
-        self.key = key_of(url, soon=True)
+        self.key = key_of(url)
         self.files = manifest["files"]
         readable = re.sub(r"[^A-Za-z0-9]+", "-", self.key.name or self.key.bucket)[:40]
         decides = f"{url} {manifest['sum']}".encode()

@@ -17,8 +17,9 @@ def is_url(source: str) -> bool:
     return source.startswith(SCHEMES)
 
 
-def key_of(url: str, soon: bool = False) -> Key:
-    """Raises InputError where the package that speaks to stores is missing."""
+def key_of(url: str, soon: bool = True) -> Key:
+    """soon: whether somebody waits for what it says. Raises InputError where the package that speaks
+    to stores is missing."""
     if problem := missing_package(url):
         raise InputError(problem)
     scheme, _, rest = url.partition("://")

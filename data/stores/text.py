@@ -22,7 +22,7 @@ class ObjectFile(io.RawIOBase):
     comes twice alike (reliability/objects.py::Key.read_agreed)."""
 
     def __init__(self, url: str, size: int) -> None:
-        self.key = key_of(url, soon=True)
+        self.key = key_of(url)
         self.size = size
         self.position = 0
         self.start = 0  # of `content`
