@@ -367,6 +367,47 @@ def test_control_without_the_hashes_a_flipped_byte_reaches_the_batch(
     assert store.status()["counts"]["flipped"] > 0
 
 
+def test_what_failed_ahead_is_tried_anew_when_it_is_needed(uploaded, store, tmp_path):
+    tokens = open_corpora(config(URL, tmp_path / "cache"), quiet).sources[""].train
+    of_corpus = tokens.corpus.blocks
+    store.rules({"kind": "gone"})
+    assert tokens.ask(0, 500) == 2
+    asked = list(of_corpus.recent.values())
+    assert [isinstance(future.exception(), objects.Unreachable) for future in asked] == [True] * 2
+    with pytest.raises(objects.Unreachable):
+        tokens.read(0, 500)
+    store.rules()
+    wanted = prepared.open_prepared(uploaded).train.read(0, 500)
+    assert tokens.read(0, 500).tolist() == wanted.tolist()
+
+
+MANY = [
+    {"kind": "500", "rate": 0.1},
+    {"kind": "slow", "rate": 0.1},
+    {"kind": "reset", "rate": 0.03},
+    {"kind": "truncated", "rate": 0.05},
+    {"kind": "flipped", "rate": 0.05},
+]
+
+
+@pytest.mark.parametrize(
+    "least", [200, pytest.param(10_000, marks=[pytest.mark.exhaustive, pytest.mark.cap(3000)])]
+)
+def test_of_many_faults_none_reaches_a_batch(least, uploaded, store, tmp_path, monkeypatch):
+    """Epochs without a local copy, until so many requests have failed."""
+    for module, name, value in ((objects, "RETRIES", 12), (objects.Key, "tries", 8)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(blocks.Blocks, "_keep", lambda *_: None)
+    objects._open.cache_clear()
+    wanted = read(config(uploaded, tmp_path / "disk"), 0, 90)
+    store.rules(*MANY)
+    epochs = 0
+    while sum((counts := store.status()["counts"]).values()) < least or len(counts) < len(MANY):
+        assert same(read(config(URL, tmp_path / f"{epochs}"), 0, 90), wanted)
+        epochs += 1
+        print(f"{sum(counts.values())} faults in {epochs} epochs: {counts}", flush=True)
+
+
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
 def test_a_damaged_object_is_named(how, uploaded, store, tmp_path):
     read(config(URL, tmp_path / "cache"), 0, 1)  # what was cached does not hide it

@@ -68,14 +68,7 @@ class Blocks:
         """Bytes [start, stop) of a shard. Raises InputError if they cannot be had undamaged."""
         numbers = self._numbers(shard, start, stop)
         futures = [self._future(number) for number in numbers]
-        parts = []
-        for number, future in zip(numbers, futures):
-            try:
-                parts.append(future.result())
-            except BaseException:
-                with self.lock:
-                    self.recent.pop(number, None)  # the next read tries again
-                raise
+        parts = [future.result() for future in futures]
         begin = start - start % BLOCK
         return b"".join(parts)[start - begin : stop - begin]
 
@@ -84,9 +77,11 @@ class Blocks:
         return range(first + start // BLOCK, first + -(-stop // BLOCK))
 
     def _future(self, number: int) -> Future:
+        """The content of a block, which may still be coming. What failed when it was asked for is
+        tried anew: the store may be back."""
         with self.lock:
             future = self.recent.get(number)
-            if future is None:
+            if future is None or (future.done() and future.exception()):
                 future = self.recent[number] = fetchers().submit(self._load, number)
             self.recent.move_to_end(number)
             if len(self.recent) > RECENT:
