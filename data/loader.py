@@ -26,7 +26,7 @@ from configs.schema import Config, Data, InputError
 from data import fit, inputs, packing, splice
 from data.masking import document_begins, positions_in_documents
 from data.order import Order
-from data.stores.ahead import read_ahead
+from data.stores import ahead
 from data.tokenizer import Tokenizer
 from data.tokens import Tokens
 from data.workers import LoaderError, cannot_read, read_by_workers
@@ -216,6 +216,8 @@ class Batches:
         document began before. A label that is the first token of a document is then IGNORE.
         Where only answers are labels (data/packing.py), any other label is IGNORE too, and a window
         may end in padding."""
+        if self.is_stored:
+            ahead.ask(self, step)  # for all rows at the same time
         source, window = self.locate(step)
         start, stop = packing.extents(self.sources, source, window, self.seq_len)  # [A*b] each
         tokens = np.zeros((self.row_count, self.seq_len + 1), np.int64)
@@ -247,15 +249,6 @@ class Batches:
             for part in self.token_ranges:
                 first = int(start[row]) + part.start
                 yield row, part.start, first, min(first + len(part) + 1, int(stop[row]))
-
-    def ask(self, step: int) -> int:
-        """Begin to fetch what a step reads, where it is in a store. Returns in how many blocks."""
-        source, window = self.locate(step)
-        start, stop = packing.extents(self.sources, source, window, self.seq_len)
-        blocks = 0
-        for row, _, first, last in self.reads(start, stop):
-            blocks += self.sources[source[row]].ask(first, last)
-        return blocks
 
     @property
     def is_stored(self) -> bool:
@@ -312,7 +305,7 @@ def loader(
     if cfg.workers and wanted:
         source = read_by_workers(batches, wanted, cfg)
     elif batches.is_stored:
-        source = read_ahead(batches, wanted, cfg)
+        source = ahead.read_ahead(batches, wanted, cfg)
     else:
         source = read_here(batches, wanted)
     with closing(source):

@@ -229,8 +229,6 @@ class ServedBatches:
     def __getitem__(self, step: int) -> Batch | str:
         self.state[1] = step
         try:
-            if self.batches.is_stored:
-                self.batches.ask(step)
             return self.batches[step]
         except Exception as error:
             return f"data worker {os.getpid()}: {cannot_read(self.batches, step, error)}"

@@ -1,8 +1,7 @@
 """Batches of a corpus in a store, read before they are needed.
 
-One thread makes the batches in their order. Before each it asks for the blocks of the steps after it
-(data/loader.py::Batches.ask), so requests wait for the store beside each other, and the trainer for
-none of them.
+One thread makes the batches in their order. Before each it asks for the blocks of the steps after
+it, so requests wait for the store beside each other, and the trainer for none of them.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from configs.schema import Data
+from data import packing
 from data.stores.blocks import RECENT
 from data.workers import LoaderError, cannot_read, describe
 
@@ -37,6 +37,16 @@ def read_ahead(batches: Batches, steps: range, cfg: Data) -> Generator[Batch, No
             yield _take(ready, batches, step, cfg.timeout_seconds)
     finally:
         stop.set()
+
+
+def ask(batches: Batches, step: int) -> int:
+    """Begin to fetch what a step reads, where it is in a store. Returns in how many blocks."""
+    source, window = batches.locate(step)
+    start, stop = packing.extents(batches.sources, source, window, batches.seq_len)
+    blocks = 0
+    for row, _, first, last in batches.reads(start, stop):
+        blocks += batches.sources[source[row]].ask(first, last)
+    return blocks
 
 
 def _take(ready: queue.Queue, batches: Batches, step: int, seconds: float) -> Batch:
@@ -67,7 +77,7 @@ def _read(batches: Batches, steps: range, ready: queue.Queue, stop: threading.Ev
         item: Batch | LoaderError
         try:
             while asked < steps.stop and (asked <= step or sum(sizes.values()) < BLOCKS_AHEAD):
-                sizes[asked] = batches.ask(asked)
+                sizes[asked] = ask(batches, asked)
                 asked += 1
             item = batches[step]
             sizes.pop(step)

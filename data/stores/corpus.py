@@ -159,8 +159,7 @@ class StoredTokens(Tokens):
         return np.concatenate(parts) if parts else np.zeros(0, self.dtype)
 
     def map(self, shard: int) -> np.ndarray:
-        name = self.shards[shard]
-        return self._read(name, 0, self.sizes()[name])
+        return np.frombuffer(self.corpus.blocks.whole(self.shards[shard]), self.dtype)
 
     def _read(self, shard: str, first: int, last: int) -> np.ndarray:
         return np.frombuffer(self.corpus.blocks.read(shard, first, last), self.dtype)
