@@ -248,7 +248,8 @@ class Batches:
         for row in range(self.row_count):
             for part in self.token_ranges:
                 first = int(start[row]) + part.start
-                yield row, part.start, first, min(first + len(part) + 1, int(stop[row]))
+                last = min(first + len(part) + 1, int(stop[row]))
+                yield row, part.start, first, last
 
     @property
     def is_stored(self) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from configs.schema import Data, InputError
 from data import hf_tokenizer, sources, tokenizer
 from data.prepare.job import BPE_CHARACTERS
+from data.stores import places
 
 RANKS = "tokenizer.tiktoken"
 SAMPLE = 5_000_000  # characters of the source that the forms are compared on
@@ -116,7 +117,7 @@ def main() -> int:
         default=BPE_CHARACTERS,
         help=f"to train on at most [{BPE_CHARACTERS}]",
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--out", type=places.out_folder, required=True, help="folder to make")
     args = parser.parse_args()
     began = time.monotonic()
     try:

@@ -24,7 +24,7 @@ pytest.importorskip("obstore")
 
 from configs.load import load_config
 from configs.schema import Config, Data, InputError
-from data import audit, inputs, prepared, sources, stream
+from data import audit, inputs, prepared, sources, stream, train_tokenizer
 from data.loader import loader
 from data.open import open_corpora
 from data.prepare import __main__ as prepare_command
@@ -700,6 +700,23 @@ def test_a_url_where_none_is_taken_is_refused(option, said):
     with pytest.raises(InputError) as refusal:
         load_config([option])
     assert said in str(refusal.value) and "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("program", "place", "said"),
+    [
+        (prepare_command, "http://host/a", "names no place in a store"),
+        (prepare_command, "s3://bucket/a?x=1", "names no place in a store"),
+        (train_tokenizer, "s3://bucket/a", "name a folder of this machine"),
+    ],
+)
+def test_an_out_that_is_no_place_is_refused(program, place, said, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["program", "--vocab-size=300", f"--out={place}"])
+    if program is prepare_command:
+        monkeypatch.setattr("sys.argv", ["program", f"--out={place}"])
+    with pytest.raises(SystemExit, match="2"):
+        program.main()
+    assert said in capsys.readouterr().err
 
 
 def test_a_file_url_is_a_path(corpus):

@@ -11,6 +11,7 @@ from data.prepare import prepare
 from data.prepare.job import COUNTS, PrepareJob
 from data.prepare.workers import work
 from data.prepared import Prepared, read_manifest, verify
+from data.stores import places
 
 OPTIONS = (
     "source",
@@ -51,7 +52,10 @@ def main() -> int:
             action=argparse.BooleanOptionalAction,
         )
     parser.add_argument(
-        "--out", default="", help="the folder to make, for data.source; default: one in the cache"
+        "--out",
+        default="",
+        type=places.out_place,
+        help="the folder or s3:// prefix to make, for data.source; default: one in the cache",
     )
     parser.add_argument(
         "--workers", type=int, default=0, help="processes to use at most; 0: one per core [0]"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import glob
 import os
 import re
+from pathlib import Path
 
 from configs.schema import InputError
-from reliability.objects import Key, Stat, missing_package
+from reliability.objects import Key, Stat, location, missing_package
 
 SCHEMES = ("s3://", "gs://", "az://")
 
@@ -25,6 +27,21 @@ def key_of(url: str, soon: bool = True) -> Key:
     scheme, _, rest = url.partition("://")
     bucket, _, name = rest.partition("/")
     return Key(scheme, bucket, name.strip("/"), soon)
+
+
+def out_place(text: str) -> str:
+    """What an option `--out` of argparse names: a folder, or a place in a store."""
+    try:
+        return str(location(text)) if "://" in text else text
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def out_folder(text: str) -> Path:
+    """The same, where no store is written."""
+    if is_url(out_place(text)):
+        raise argparse.ArgumentTypeError(f"{text} is in a store: name a folder of this machine")
+    return Path(out_place(text))
 
 
 def find(source: str, suffixes: tuple[str, ...]) -> list[tuple[str, str, Stat]]:
