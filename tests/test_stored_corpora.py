@@ -30,6 +30,7 @@ from data.open import open_corpora
 from data.prepare import __main__ as prepare_command
 from data.prepare import prepare
 from data.stores import blocks, places, text
+from data.stores import corpus as corpus_in_store
 from data.workers import LoaderError
 from reliability import objects
 from tests import ranks
@@ -449,6 +450,21 @@ def test_a_damaged_table_or_manifest_is_named(uploaded, store, tmp_path):
     store.remove(AT + "manifest.json")
     with pytest.raises(InputError, match="the upload of this corpus did not end"):
         read(config(URL, tmp_path / "cache"), 0, 1)
+
+
+@pytest.mark.parametrize("name", ["../out", "/etc/out", "a/../../out", ".lock", ""])
+def test_no_manifest_leads_out_of_its_folder(name, uploaded, store, tmp_path):
+    manifest = corpus_in_store.read_manifest(URL)
+    manifest["files"][name] = {"bytes": 3, "sha256": "0" * 64}
+    store.put(AT + "manifest.json", corpus_in_store.manifest_text(manifest))
+    with pytest.raises(InputError, match="names files that no corpus has"):
+        read(config(URL, tmp_path / "cache"), 0, 1)
+
+
+def test_a_cache_that_cannot_be_written_is_named(uploaded, store, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(InputError, match="data.cache: .* cannot be written: Not a directory"):
+        read(config(URL, tmp_path / "file" / "cache"), 0, 1)
 
 
 def test_a_store_that_is_gone_ends_the_run_with_a_sentence(store, tmp_path):

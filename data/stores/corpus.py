@@ -25,7 +25,7 @@ from configs.schema import Data, InputError
 from data.packing import PackedTokens
 from data.stores.blocks import Blocks
 from data.stores.places import key_of
-from data.tokens import Tokens
+from data.tokens import Tokens, map_file
 from reliability.disk import sync
 from reliability.objects import Key
 
@@ -33,6 +33,7 @@ MANIFEST = "manifest.json"
 HASHES = "hashes"
 PIECE = 1 << 24  # bytes of a table that are fetched at a time
 CACHE = "~/.cache/plumbline"
+NAME = re.compile(r"\w[\w.-]*")  # of a file: none leads out of the folder
 AGAIN = "upload it again: python -m data.prepare --source FOLDER --out {}"
 
 
@@ -88,7 +89,13 @@ class StoredCorpus:
         if name in self.files and not self._is_here(path):
             with self._lock():
                 if not self._is_here(path):  # no other rank has fetched it meanwhile
-                    self._fetch(name, path)
+                    try:
+                        self._fetch(name, path)
+                    except OSError as error:
+                        raise InputError(
+                            f"{self.key / name} cannot be kept in {path}: {error.strerror}; give "
+                            "another folder with --data.cache=FOLDER"
+                        ) from error
         return path
 
     def _is_here(self, path: str) -> bool:
@@ -123,7 +130,7 @@ class StoredCorpus:
 
     @cached_property
     def blocks(self) -> Blocks:
-        hashes = np.fromfile(self.path(HASHES), "<u8")
+        hashes = map_file(self.path(HASHES), np.dtype("<u8"))
         local = os.path.join(self.folder, "blocks")
         return Blocks(self.key, shards(self.files), hashes, local, int(self.cfg.cache_gb * 1e9))
 
@@ -214,6 +221,8 @@ def read_manifest(url: str) -> dict:
         except ValueError:
             continue
         if isinstance(manifest, dict) and manifest.get("sum") == _sum(manifest):
+            if not all(NAME.fullmatch(name) for name in manifest["files"]):
+                raise InputError(f"{key} names files that no corpus has: do not use it")
             return manifest
         if isinstance(manifest, dict) and "sum" not in manifest:
             problem = (
