@@ -29,6 +29,7 @@ from tests.ranks import run_ranks
 from tests.runs import ROOT, environment, run, tiny_run
 from tools.replay import __main__ as tool
 from tools.replay import steps
+from tools.replay.locate import located
 from tools.replay.operators import finish
 from training import feed
 from training.optimizers import materialise
@@ -227,6 +228,21 @@ COMPUTED = {  # fault -> what is asked
 }
 
 
+RULED = "plumbline.ruled_attention in place of aten._scaled_dot_product_flash_attention_for_cpu"
+NAMED = {  # fault -> the operator or collective that is named; none is at fault with the others
+    wrong_mask: f"operator   {RULED} in layers.1.attention.core, models/kernels/",
+    one_rank: f"operator   {RULED} in layers.1.attention.core on rank 1, models/kernels/",
+    dropped_reduction: "collective   no c10d._reduce_scatter_base_ of layers.1 on rank 0, 1   inf",
+    wrong_product: "operator   aten.mm in layers.0.feed_forward.w3 on rank 1, models/layers.py:",
+    wrong_product_of_backward: "operator   aten.mm in layers.0.feed_forward.w2 on rank 1, models/",
+    wrong_sum: "collective   c10d._reduce_scatter_base_ of layers.2 on rank 0, ",
+    wrong_exchange: "collective   _c10d_functional.all_to_all_single of layers.1.feed_forward.experts "
+    "on rank 1, parallelisms/ep.py:",
+    wrong_scale: "operator   aten.ones in place of plumbline.grouped_product in "
+    "layers.2.feed_forward.experts, ",
+}
+
+
 def recompute_wrongly(fault: Callable, task: steps.Recomputation) -> list[steps.StepNotes]:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
@@ -371,8 +387,11 @@ def test_what_is_computed_wrongly_is_located(fault, healthy, capsys) -> None:
         expected = fault(patch)
     first = said.splitlines()[2]
     other = str(healthy) if "RUN" in COMPUTED[fault] else "one process"
-    print(said)
     assert code == 1 and first.startswith(f"{BEGINS + 1}   {other}   {expected}"), said
+    named = [
+        row for row in said.splitlines() if "   operator   " in row or "   collective   " in row
+    ]
+    assert len(named) == (fault in NAMED) and all(NAMED[fault] in row for row in named), said
 
 
 def test_another_rope_base_is_located(healthy, tmp_path, capsys) -> None:
@@ -385,6 +404,37 @@ def test_another_rope_base_is_located(healthy, tmp_path, capsys) -> None:
     first = said.splitlines()[2]
     assert code == 1, said
     assert first.startswith(f"3   {other}   forward   layers.0.attention.latents "), said
+    where = "aten.pow in the step (10000.0 in place of 10500.0), models/layers.py:"
+    assert f"operator   {where}" in said.splitlines()[-1], said
+
+
+@pytest.mark.parametrize(
+    "arguments, compared",
+    [
+        (["--against=RUN"], 2000),
+        (["--mesh=ep2"], 300),
+        *(
+            pytest.param([f"--mesh={mesh}", "--dtype=float64"], 50, marks=pytest.mark.exhaustive)
+            for mesh in ("fsdp2xtp2", "pp2xfsdp2", "cp2", "tp2", "hsdp2x2", "ep2xcp2")
+        ),
+    ],
+)
+def test_no_operator_of_a_healthy_step_is_named(arguments, compared, healthy, tmp_path) -> None:
+    """Looking into the whole model. What a mesh does in another way is not compared."""
+    given = [word.replace("RUN", str(healthy)) for word in arguments]
+    plan = tool.plan_of(*tool.arguments([str(healthy), "--steps=3", *given]), tmp_path)
+    ranks, (other,) = tool.operators_of(plan, 3, "", compute_on_ranks, 90)
+    assert located(ranks, other, "one process", plan.limits, True) == []
+    noted: set[str] = set()
+    for seen in ranks:
+        noted |= seen.operators.by_token.keys() | seen.operators.summed.keys()
+        assert len(ranks) == 1 or len(seen.operators.collectives) > 10
+    common = noted & (other.operators.by_token.keys() | other.operators.summed.keys())
+    assert len(common) + len(other.operators.operations) > compared
+
+
+def compute_on_ranks(ranks: int, seconds: float, work: Callable, *args: Any) -> list:
+    return run_ranks(ranks, work, *args)
 
 
 @pytest.mark.slow

@@ -13,6 +13,13 @@ from tools.replay.judge import Limits, Row, computed_by
 from tools.replay.operators import Collective, Operation, Summary
 from tools.replay.steps import StepNotes
 
+# With tensor parallelism each rank looks up what is in its part of the vocabulary, and what it finds
+# for other tokens is masked afterwards; and autograd adds up gradients in another order.
+OTHERWISE_WITH_TP = (
+    ("forward", "aten.embedding"),
+    ("forward", "aten.gather"),
+    ("backward", "aten.add"),
+)
 DOUBLE = 1e-14  # how far sums in float64 are apart, as a part of the norm: 1e-16 was seen
 
 
@@ -192,7 +199,7 @@ def by_token(ranks: list[StepNotes], other: StepNotes, against: str, limit: floa
         str
     ] = []  # operators of one process that no rank has, since the last that is equal
     for key, line in other.operators.keys.items():
-        _, module, name, _ = key.split("\t")
+        _, module, name, *_ = key.split("\t")
         without = ranks_without(ranks, key)
         running = ranks_that_run(ranks, key)
         if without and len(without) < len(running):
@@ -264,11 +271,36 @@ def error_of_tokens(ranks: list[StepNotes], other: StepNotes, key: str) -> tuple
         if len(seen.outputs.get(key, seen.samples)) != len(seen.samples):
             return None, ""  # it does not run once in each microbatch
     T = len(other.positions)
+    phase, _, name, *_ = key.split("\t")
     want = compare.by_token([other], key, None, T)
     got = compare.by_token(ranks, key, want.shape[-1], T)
     if got is None or got.shape != want.shape:
         return None, ""
     error = relative(got, want)
-    if key.startswith("backward"):  # most of it is a gradient, and was divided; some is not
+    if phase == "backward":  # most of it is a gradient, and was divided; some is not
         error = min(error, relative(got * ranks[0].operators.ranks_of_loss, want))
+    partial = summed_over_tp(ranks, key)
+    if partial and (phase, name) in OTHERWISE_WITH_TP:
+        return None, ""
+    if partial:
+        error = min(error, relative(compare.by_token(partial, key, want.shape[-1], T), want))
     return error, computed_by(ranks, other, key)
+
+
+def summed_over_tp(ranks: list[StepNotes], key: str) -> list[StepNotes]:
+    """What the ranks of each tp group have together, if every one has a part of each sum; [] without
+    tensor parallelism, and where their outputs are not alike."""
+    groups: dict[bytes, dict[int, StepNotes]] = {}
+    for seen in ranks:
+        if key in seen.outputs:
+            group = groups.setdefault(seen.samples.tobytes() + seen.positions.tobytes(), {})
+            group[seen.tp_rank] = seen
+    result = []
+    for group in groups.values():
+        of_group = [seen.outputs[key] for seen in group.values()]
+        if len(of_group) == 1 or len({outputs[0].shape for outputs in of_group}) > 1:
+            return []
+        total = [sum(of_ranks) for of_ranks in zip(*of_group, strict=True)]
+        first = next(iter(group.values()))
+        result.append(replace(first, outputs={key: total}))
+    return result

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -98,8 +99,8 @@ class Collective:
 
 @dataclass
 class OperatorNotes:
-    """A rank's notes. A key says phase, module, operator, and the how manieth of its kind in a call
-    of the module."""
+    """A rank's notes. A key says phase, module, operator, line, and the how manieth of this line in a
+    call of the module."""
 
     operations: list[Operation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
@@ -181,7 +182,7 @@ class Operators(TorchDispatchMode):
         self.lengths = sorted({len(seen.positions), len(seen.positions) // job.mesh.tp})[::-1]
         self.stack: list[str] = []  # the modules that compute, innermost last
         self.calls: Counter[str] = Counter()  # forwards of each module so far
-        # (phase, module, microbatch, operator) -> how many there were
+        # (phase, module, operator, line, microbatch) -> how many there were
         self.seen_of: Counter[tuple] = Counter()
         # the number of a node of autograd -> module, its microbatch, line
         self.made: dict[int, tuple[str, int, str]] = {}
@@ -215,6 +216,8 @@ class Operators(TorchDispatchMode):
         if func in cp.INSIDE:
             with self:
                 return cp.INSIDE[func](*args)
+        if any(issubclass(t, FakeTensor) for t in types):
+            return func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         if func.namespace in NAMESPACES:
             return self.collective(name, func, args)
@@ -223,7 +226,8 @@ class Operators(TorchDispatchMode):
             before = [summary(x) for x in tensors_of(args)]
         result = func(*args, **(kwargs or {}))
         outputs = outputs_of(func, args, result)
-        if outputs:
+        # DTensor finds out shapes by tensors without values
+        if outputs and not any(isinstance(x, FakeTensor) for x in outputs):
             self.note(f"{func.namespace}.{name}", args, before, outputs)
         return result
 
@@ -257,10 +261,12 @@ class Operators(TorchDispatchMode):
         inside = f"{module}.".startswith(f"{self.scope}.") or not self.scope
         if phase == "recomputed" or not inside or not module:
             return
-        count = self.seen_of[phase, module, microbatch, name]
-        self.seen_of[phase, module, microbatch, name] += 1
+        # by line, since DTensor adds operators of its own between ours
+        place = phase, module, name, line
+        count = self.seen_of[(*place, microbatch)]
+        self.seen_of[(*place, microbatch)] += 1
         for i, x in enumerate(outputs):
-            key = "\t".join((phase, module, name, f"{count}.{i}"))
+            key = "\t".join((*place, f"{count}.{i}"))
             self.notes.keys.setdefault(key, line)
             self.note_values(key, phase == "backward", args, x)
 
