@@ -437,6 +437,54 @@ def compute_on_ranks(ranks: int, seconds: float, work: Callable, *args: Any) -> 
     return run_ranks(ranks, work, *args)
 
 
+LORA = "--lora.rank=3 --lora.alpha=6 --checkpoint.interval=1 --checkpoint.keep_last=0".split()
+MESHES = [[], pytest.param(["--mesh=fsdp2"], marks=pytest.mark.exhaustive)]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of a whole model, and one of adapters beside it."""
+    place = tmp_path_factory.mktemp("adapters")
+    options = [*tiny_run(place), "--training.steps=3", "--metrics.gradient_interval=1"]
+    base, trained = place / "base", place / "trained"
+    assert run_ranks(1, run, options, base) == [(0, "")]
+    more = [*LORA, '--lora.targets=["wq", "wo"]', f"--checkpoint.load_path={base}"]
+    assert run_ranks(1, run, [*options, *more], trained) == [(0, "")]
+    return base, trained
+
+
+@pytest.mark.parametrize("more", MESHES)
+def test_a_run_of_adapters_is_replayed(more, adapters, capsys) -> None:
+    for step in "1", "3":
+        exact = ["--tolerance=0"] if not more else []
+        code, said = ask([str(adapters[1]), f"--steps={step}", *more, *exact], capsys)
+        assert code == 0 and f"checkpoints of [{step}], gradients of [{step}]" in said, said
+
+
+def test_adapters_beside_another_base_are_refused(adapters, tmp_path, capsys) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(adapters[1], other)
+    options = (other / "config.toml").read_text()
+    assert options.count(f'load_path = "{adapters[0]}"') == 1
+    given = [str(adapters[0] / "config.toml"), "--run.seed=5"]
+    assert run_ranks(1, run, given, tmp_path / "another") == [(0, "")]
+    (other / "config.toml").write_text(options.replace(str(adapters[0]), str(tmp_path / "another")))
+    with pytest.raises(AssertionError, match="load_path or load_hf are no longer these"):
+        ask([str(other), "--steps=3"], capsys)
+
+
+@pytest.mark.parametrize("more", MESHES)
+def test_a_run_of_streamed_text_is_replayed(more, tmp_path, capsys) -> None:
+    given = [*tiny_run(tmp_path), "--training.steps=4", "--checkpoint.interval=2"]
+    folder = tmp_path / "run"
+    assert run_ranks(1, run, [*given, "--data.stream=true", "--data.streams=4"], folder) == [
+        (0, "")
+    ]
+    exact = ["--tolerance=0"] if not more else []
+    code, said = ask([str(folder), "--steps=3:4", *more, *exact], capsys)
+    assert code == 0 and "metrics of steps [3, 4], checkpoints of [4]" in said, said
+
+
 @pytest.mark.slow
 @pytest.mark.cap(200)
 def test_from_the_command_line(healthy) -> None:

@@ -141,11 +141,10 @@ def side(
     """Raises InputError for options that this mesh refuses, and for a run whose initial state is
     not to be had."""
     given = load_config([str(run.options), *more], None, None)
-    if given.lora.rank or given.data.stream:
-        raise InputError(f"{run.folder}: adapters and streams are not replayed")
     if steps.stop - 1 > given.training.steps:
         raise InputError(f"--steps {steps.stop - 1}: {run.folder} has {given.training.steps} steps")
-    if not begins and (given.checkpoint.load_path or given.checkpoint.load_hf):
+    begins_elsewhere = given.checkpoint.load_path or given.checkpoint.load_hf
+    if not begins and begins_elsewhere and not given.lora.rank:
         raise InputError(
             f"{run.folder} has no checkpoint before step {steps.start}, and began with the weights "
             "of another: name later steps"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from models.lora import is_adapter
 from tools.parity import compare
 from tools.parity.compare import relative
 from tools.parity.trajectory import WINDOWS
@@ -97,6 +98,8 @@ def from_record(
         weights = of_kind(saved, "model.")
         moments = of_kind(saved, "optimizer.")
         mine = merged(ranks, "weights", -1), merged(ranks, "moments", -1)
+        if weights and all(map(is_adapter, weights)):  # their base is not saved
+            mine = {name: x for name, x in mine[0].items() if is_adapter(name)}, mine[1]
         rows += of_state(step, "record", "weights after", mine[0], weights, limits.state)
         rows += of_state(step, "record", "moments after", mine[1], moments, limits.state)
     return rows

@@ -6,16 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 import train
-from checkpoint import adapters, state, verify
-from checkpoint.storage import GENERATOR
+from checkpoint import adapters, hf, state, verify
+from checkpoint.storage import DTYPES, GENERATOR
+from checkpoint.stores.objects import location
 from checkpoint.verify import Damaged
 from configs.load import load_config
 from configs.schema import InputError
 from data.open import open_corpora
-from models.lora import is_adapter
+from models import FORMATS
 from parallelisms.mesh import world
 from reliability.guard import Guard
 from tools.parity import trajectory
@@ -61,6 +63,8 @@ def recompute(task: Recomputation) -> list[StepNotes]:
     job = train.build(cfg)
     corpora.check_vocabulary(job.args.vocab_size)
     materialise(job.optimizer)
+    if cfg.lora.rank:
+        load_base(job)
     progress = {} if task.checkpoint is None else load(job, task.checkpoint)
     order = corpora.order(progress)
     first = progress.get("step", 0)
@@ -114,22 +118,63 @@ def moments(job: train.Job) -> dict[str, np.ndarray]:
     return kept
 
 
+def load_base(job: train.Job) -> None:
+    """Fill the weights beside which adapters are trained, from where the run has them. Raises
+    InputError."""
+    cfg = job.cfg
+    base = hf.base_of(job.model)
+    group = dist.group.WORLD
+    if cfg.checkpoint.load_hf:
+        family = cfg.model.family
+        hf.load(Path(cfg.checkpoint.load_hf), job.model, FORMATS, family, job.args, group)
+    else:
+        path = verify.newest(location(cfg.checkpoint.load_path))
+        live = {f"model.{name}": tensor for name, tensor in base.items()}
+        try:
+            fill(path, verify.read_manifest(path), live, "model")
+        except Damaged as error:
+            raise InputError(f"checkpoint.load_path: {path} is damaged: {error}") from None
+
+
+@torch.no_grad()
+def check_base(job: train.Job, path: Path, facts: dict) -> None:
+    """Round the frozen weights as the run has rounded them. Raises InputError if they are not those
+    that the adapters of a checkpoint were trained beside. facts: of its manifest."""
+    stored = DTYPES[facts["dtype"]]
+    base = hf.base_of(job.model)
+    if any(torch.finfo(tensor.dtype).eps > torch.finfo(stored).eps for tensor in base.values()):
+        return  # in a narrower type they have no such values
+    for tensor in base.values():
+        tensor.copy_(tensor.to(stored))
+    if adapters.hash_of(base, job.mesh, dist.group.WORLD) != facts["hash"]:
+        raise InputError(
+            f"{path} holds adapters of the weights of {facts['folder']}, and those of "
+            "checkpoint.load_path or load_hf are no longer these: give the folder that has them"
+        )
+
+
 def load(job: train.Job, path: Path) -> dict:
     """Fill the job from a checkpoint, and return its progress. It may be of another mesh, and of
     another type of floating point."""
     try:
         manifest = verify.read_manifest(path)
-        if any(is_adapter(name) for name in manifest["tensors"]):
-            raise InputError(f"{path} holds adapters, whose base is not replayed")
+        if "base" in manifest["facts"]:
+            check_base(job, path, manifest["facts"]["base"])
         live = state.tensors(job.model, job.optimizer)
         wanted = state.select(live, "model+optimizer", ())
-        stored = adapters.in_stored_types(wanted, manifest)
-        state.check_fits(path, manifest, stored, "model+optimizer", (), dist.group.WORLD)
         if verify.all_dimensions(manifest["mesh"]) == job.mesh.sizes:
             for name, tensor in live.items():
                 if name.startswith(GENERATOR) and name in manifest["tensors"]:
                     wanted[name] = tensor
-        state.read(path, manifest, wanted, state.buffers(wanted), True, dist.group.WORLD)
+        fill(path, manifest, wanted, "model+optimizer")
     except Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     return manifest["progress"]
+
+
+def fill(path: Path, manifest: dict, live: dict, content: str) -> None:
+    """Read live tensors from a checkpoint that may have them in another type. content: what of it
+    they are, as of `checkpoint/state.py::select`."""
+    stored = adapters.in_stored_types(live, manifest)
+    state.check_fits(path, manifest, stored, content, (), dist.group.WORLD)
+    state.read(path, manifest, live, state.buffers(live), True, dist.group.WORLD)
