@@ -76,10 +76,10 @@ def in_turn(
     return seconds, {name: float(process.communicate()[0]) for name, process in processes.items()}
 
 
-def serve(run: Callable[[], None]) -> None:
+def serve(run: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> None:
     """The other end of `in_turn`."""
     for _ in sys.stdin:
-        print(alternate({"": run}, rounds=1, warm_up=0)[""][0], flush=True)
+        print(alternate({"": run}, rounds=1, warm_up=0, clock=clock)[""][0], flush=True)
     print(memory_gib(torch.device("cuda" if torch.cuda.is_available() else "cpu")), flush=True)
 
 
