@@ -6,6 +6,7 @@ no model.
 """
 
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -347,3 +348,50 @@ SAID = {
     "waits for nobody .*; 1 waits in its",
     "left out": "ranks 0, 1 run another collective than the rest as #",
 }
+
+
+# The command ----------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_positions_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Also one whose only file is half written."""
+    (tmp_path / "logs").mkdir()
+    assert hang.main([str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert f"{tmp_path} has no positions of ranks" in said.err and not said.out
+    (tmp_path / "logs" / "rank-00000.position").write_bytes(position.MAGIC)
+    assert hang.main([str(tmp_path)]) == 2
+
+
+def test_a_run_that_moves_or_is_over_hangs_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A file of a start with more ranks is not read."""
+    (tmp_path / "logs").mkdir()
+    older = position.Position(tmp_path / "logs" / "rank-00005.position", 5)
+    older.open()
+    older.close(failed=True)
+    here = position.Position(tmp_path / "logs" / "rank-00000.position", 0)
+    here.open()
+    here.begin("data")
+    assert hang.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "no rank stands still: step 1\n"
+    here.close(failed=False)
+    assert hang.main([str(tmp_path)]) == 0
+    assert "all have come to the end" in capsys.readouterr().out
+
+
+def test_a_dump_that_is_a_program_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "whole").write_bytes(pickle.dumps({"entries": []}))
+    (tmp_path / "half").write_bytes(pickle.dumps({"entries": []})[:-3])
+    (tmp_path / "program").write_bytes(pickle.dumps({"entries": [Path("x")]}))
+    assert [hang.read_dump(path) for path in sorted(tmp_path.iterdir())] == [[], [], []]
+
+
+def test_ranks_are_short_where_they_are_many() -> None:
+    assert position.as_range([0, 1, 5]) == [0, 1, 5]
+    assert position.as_range(list(range(3, 4096, 8))) == {"start": 3, "stop": 4092, "step": 8}
+    assert position.as_range([0, 1, 2, 3, 4, 5, 6, 7, 9]) == [0, 1, 2, 3, 4, 5, 6, 7, 9]
+    assert hang.ranks_of(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"

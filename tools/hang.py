@@ -75,7 +75,7 @@ class Flight(NamedTuple):
 
 
 @dataclass
-class Rank:
+class Whereabouts:
     """What one rank has left."""
 
     rank: int
@@ -123,7 +123,7 @@ class Rank:
         return f"{words}{' of' if self.microbatch else ','} step {self.step}"
 
 
-def read(folder: Path) -> list[Rank]:
+def read(folder: Path) -> list[Whereabouts]:
     """The ranks of the newest start in RUN/logs. Raises InputError for a folder without any."""
     logs = folder / "logs"
     ranks = [rank for path in sorted(logs.glob("rank-*.position")) if (rank := read_rank(path))]
@@ -144,7 +144,7 @@ def read(folder: Path) -> list[Rank]:
     return ranks
 
 
-def read_rank(path: Path) -> Rank | None:
+def read_rank(path: Path) -> Whereabouts | None:
     """None where the file is not a whole one (a rank has just made it)."""
     data = path.read_bytes()
     if len(data) < position.SIZE or not data.startswith(position.MAGIC):
@@ -154,7 +154,7 @@ def read_rank(path: Path) -> Rank | None:
     looked, moved, over = position.SEEN.unpack_from(data, position.SEEN_AT)
     about = text(data, position.ABOUT_AT)
     layers = about.get("layers", [])
-    return Rank(
+    return Whereabouts(
         number,
         ranks,
         process,
@@ -181,7 +181,7 @@ def text(data: bytes, at: int) -> dict[str, Any]:
         return {}
 
 
-def understand(rank: Rank, logs: Path) -> None:
+def understand(rank: Whereabouts, logs: Path) -> None:
     """Fill in what follows from the witness's words, the stacks and the dump."""
     standing = rank.standing
     for name, description, ranks, begun in standing.get("groups", []):
@@ -267,7 +267,7 @@ class Wait(NamedTuple):
     for_whom: list[int]
 
 
-def judge(ranks: list[Rank]) -> Verdict:
+def judge(ranks: list[Whereabouts]) -> Verdict:
     """What a person wants to know, the most certain first."""
     standing = [rank for rank in ranks if rank.standing or rank.silent]
     if all(rank.phase == "end" for rank in ranks):
@@ -293,7 +293,7 @@ def judge(ranks: list[Rank]) -> Verdict:
     return verdict
 
 
-def waits_of(rank: Rank, by_number: dict[int, Rank]) -> list[Wait]:
+def waits_of(rank: Whereabouts, by_number: dict[int, Whereabouts]) -> list[Wait]:
     """For each collective that it is inside: which ranks of the group have not begun it.
 
     A process that does something else is inside none, but its GPU may be: the host is ahead of it.
@@ -315,7 +315,7 @@ def waits_of(rank: Rank, by_number: dict[int, Rank]) -> list[Wait]:
     return rows
 
 
-def other_calls(by_number: dict[int, Rank]) -> Verdict | None:
+def other_calls(by_number: dict[int, Whereabouts]) -> Verdict | None:
     """Ranks that have come to the same place of a group with different calls."""
     inside = {flight.key for rank in by_number.values() for flight in rank.waiting}
     for key in sorted(inside, key=lambda key: key[2]):
@@ -341,7 +341,7 @@ def other_calls(by_number: dict[int, Rank]) -> Verdict | None:
     return None
 
 
-def who_waits_for_nobody(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict | None:
+def who_waits_for_nobody(by_number: dict[int, Whereabouts], waits: list[Wait]) -> Verdict | None:
     """Ranks that do something else, or nothing, while others wait for them."""
     waiting = {wait.rank for wait in waits if wait.for_whom}
     free = [
@@ -360,7 +360,7 @@ def who_waits_for_nobody(by_number: dict[int, Rank], waits: list[Wait]) -> Verdi
     return Verdict([rank.rank for rank in asked], lines)
 
 
-def circle(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict | None:
+def circle(by_number: dict[int, Whereabouts], waits: list[Wait]) -> Verdict | None:
     """Ranks that wait for each other in different collectives."""
     edges = {n: {m for wait in waits if wait.rank == n for m in wait.for_whom} for n in by_number}
     members = sorted(n for n in by_number if n in reached(edges, n))
@@ -383,7 +383,7 @@ def reached(edges: dict[int, set[int]], start: int) -> set[int]:
     return found
 
 
-def who_is_behind(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict | None:
+def who_is_behind(by_number: dict[int, Whereabouts], waits: list[Wait]) -> Verdict | None:
     """Ranks that others wait for and that wait for nobody, as far as one knows: a device computes,
     or a message between two ranks does not come."""
     wanted = {n for wait in waits for n in wait.for_whom}
@@ -397,7 +397,7 @@ def who_is_behind(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict | No
     return Verdict(last, lines)
 
 
-def nobody_is_behind(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict:
+def nobody_is_behind(by_number: dict[int, Whereabouts], waits: list[Wait]) -> Verdict:
     """Ranks are inside a collective to which all have come: what is between them does not answer."""
     complete = {wait.flight.key: wait for wait in waits if not wait.for_whom}
     calls = []
@@ -418,12 +418,12 @@ def nobody_is_behind(by_number: dict[int, Rank], waits: list[Wait]) -> Verdict:
 # Sentences -------------------------------------------------------------------------------------------
 
 
-def describe(rank: Rank) -> str:
+def describe(rank: Whereabouts) -> str:
     line = f", at {rank.line}" if rank.line else ""
     return f"rank {rank.rank} on {rank.host} (process {rank.process}): {rank.where()}{line}"
 
 
-def how(rank: Rank) -> str:
+def how(rank: Whereabouts) -> str:
     """What its own process does."""
     if rank.silent:
         return "its process does not answer: it is stopped (SIGSTOP), or C code holds the GIL"
@@ -436,7 +436,7 @@ def how(rank: Rank) -> str:
     return words
 
 
-def others(by_number: dict[int, Rank], waits: list[Wait]) -> str:
+def others(by_number: dict[int, Whereabouts], waits: list[Wait]) -> str:
     """Who waits for a rank, and in which collective."""
     by_flight: dict[tuple, list[Wait]] = {}
     for wait in waits:
@@ -451,13 +451,13 @@ def others(by_number: dict[int, Rank], waits: list[Wait]) -> str:
     return "; " + ", ".join(words) if words else ""
 
 
-def inside(by_number: dict[int, Rank], wait: Wait) -> str:
+def inside(by_number: dict[int, Whereabouts], wait: Wait) -> str:
     place = in_group(by_number[wait.rank], wait.flight.group)
     words = f"inside {wait.flight.name} #{wait.flight.number}{place}"
     return f"{words}, waits for {ranks_of(wait.for_whom)}" if wait.for_whom else words
 
 
-def in_group(rank: Rank, group: str) -> str:
+def in_group(rank: Whereabouts, group: str) -> str:
     if group not in rank.groups:
         return ""
     description, ranks, _ = rank.groups[group]
@@ -465,7 +465,7 @@ def in_group(rank: Rank, group: str) -> str:
     return f" of group{named} ({ranks_of(ranks)})"
 
 
-def everyone_else(ranks: list[Rank], named: list[int]) -> list[str]:
+def everyone_else(ranks: list[Whereabouts], named: list[int]) -> list[str]:
     """One line for all ranks that stand in the same place."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
