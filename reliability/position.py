@@ -48,12 +48,15 @@ NO_LAYER = -1
 MAGIC = b"PLUMB-1\n"
 WHO = struct.Struct("<8siiqd")  # MAGIC, rank, ranks, process, when the process came here
 WHERE = struct.Struct("<qqiii")  # moves, step, phase, microbatch, layer
-SEEN = struct.Struct("<ddd")  # the witness last looked; a move was last seen; the rank failed or 0
+# when the witness last looked; when it last saw a move; when the rank failed, or 0; the last time
+# for which the witness did not run, from and to, or 0
+SEEN = struct.Struct("<ddddd")
 LENGTH = struct.Struct("<i")
 WHERE_AT, SEEN_AT, ABOUT_AT, STANDING_AT, SIZE = 64, 128, 192, 16 << 10, 64 << 10
 
 TICK = 0.5  # seconds between two looks of the witness
 STANDS = 1.0  # seconds without a move after which a rank stands still
+QUIET = 2.5  # seconds without a look of the witness after which a process does not answer
 AGAIN = 2.0  # seconds after which the witness looks more closely again
 FLIGHTS = 32  # collectives that have ended, of which the witness writes
 
@@ -86,7 +89,7 @@ class Position:
         now = time.time()
         ranks = meshes.world().size
         WHO.pack_into(self.memory, 0, MAGIC, self.rank, ranks, os.getpid(), now)
-        SEEN.pack_into(self.memory, SEEN_AT, now, now, 0.0)
+        SEEN.pack_into(self.memory, SEEN_AT, now, now, 0.0, 0.0, 0.0)
         self._about()
         self._write()
         self.witness = threading.Thread(target=self._watch, name="witness", daemon=True)
@@ -99,8 +102,8 @@ class Position:
             self.witness.join(timeout=5.0)
         if not failed:
             self.begin("end")
-        looked, moved, _ = SEEN.unpack_from(self.memory, SEEN_AT)
-        SEEN.pack_into(self.memory, SEEN_AT, looked, moved, time.time())
+        looked, moved, _, *gap = SEEN.unpack_from(self.memory, SEEN_AT)
+        SEEN.pack_into(self.memory, SEEN_AT, looked, moved, time.time(), *gap)
 
     # what the rank itself writes ---------------------------------------------------------------------
 
@@ -188,9 +191,13 @@ class Position:
 
     def _watch(self) -> None:
         moves = self.moves
-        moved = looked_closely = time.time()
+        moved = looked_closely = last = time.time()
+        gap = (0.0, 0.0)
         while not self.over.wait(TICK):
             now = time.time()
+            if now - last > QUIET:  # the process was stopped: the launcher wakes it to end it
+                gap = (last, now)
+            last = now
             if self.moves != moves:
                 moves = self.moves
                 moved = looked_closely = now
@@ -200,7 +207,7 @@ class Position:
             ):
                 looked_closely = now
                 self._text(STANDING_AT, SIZE, self._standing())
-            SEEN.pack_into(self.memory, SEEN_AT, now, moved, 0.0)
+            SEEN.pack_into(self.memory, SEEN_AT, now, moved, 0.0, *gap)
 
     def _standing(self) -> dict[str, Any]:
         """What only a rank that stands still is asked. A part that cannot be had is a sentence."""
@@ -287,6 +294,8 @@ def as_range(ranks: list[int]) -> dict[str, int] | list[int]:
 def flights() -> list[list[Any]]:
     """[group, sequence number, kind, sizes, types, has it ended] of the last collectives of every
     group, and of all that have not ended."""
+    if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
+        raise RuntimeError("TORCH_FR_BUFFER_SIZE is 0, so no collective is recorded")
     rows = []
     for dump in "_dump_fr_trace_json", "_dump_nccl_trace_json":
         dump_json = getattr(dist.distributed_c10d, dump, None) or getattr(

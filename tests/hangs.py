@@ -238,6 +238,8 @@ def wait_in(way: str) -> None:
 
     def step(*args):
         calls.append([])
+        if way == "stopped" and dist.get_rank() == 1 and len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
         return real_step(*args)
 
     def attention(*args):

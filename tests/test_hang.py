@@ -104,12 +104,16 @@ def names(way: str, verdict: hang.Verdict) -> bool:
 class Hung:
     """Ranks that hang, or will."""
 
-    def __init__(self, folder: Path, function: Callable, *arguments: object) -> None:
+    def __init__(
+        self, folder: Path, function: Callable, *arguments: object, size: int = RANKS
+    ) -> None:
         self.folder = folder
         (folder / "logs").mkdir(parents=True)
-        self.ranks = [
-            forks.start(function, folder, rank, RANKS, *arguments) for rank in range(RANKS)
-        ]
+        self.ranks = [forks.start(function, folder, rank, size, *arguments) for rank in range(size)]
+
+    def end(self) -> None:
+        for process in self.ranks:
+            forks.end(process)
 
     def until(self, right: Callable[[hang.Verdict], bool]) -> hang.Verdict:
         """The verdict when it is right, twice in a row; the last one where it is not in time."""
@@ -136,10 +140,7 @@ def verdicts(place: Path) -> Iterator[dict[str, hang.Verdict]]:
     """By way; a copy of the run's logs in each way is in `place`."""
     place.joinpath("data").mkdir()
     run = Hung(place / "run", hangs.tour_rank, tiny_run(place / "data"))
-    alone = {
-        name: Hung(place / name, hangs.light_rank, getattr(hangs, name))
-        for name in ("leaves_one_out", "other_order", "other_size", "two_groups")
-    }
+    alone = {name: Hung(place / name, hangs.light_rank, getattr(hangs, name)) for name in ALONE}
     try:
         found = {way: hung.until(partial(names, way)) for way, hung in alone.items()}
         for way in hangs.OF_A_RUN:
@@ -148,8 +149,11 @@ def verdicts(place: Path) -> Iterator[dict[str, hang.Verdict]]:
             go_on(run, way)
         yield found
     finally:
-        for process in [p for hung in (run, *alone.values()) for p in hung.ranks]:
-            forks.end(process)
+        for hung in (run, *alone.values()):
+            hung.end()
+
+
+ALONE = ("leaves_one_out", "other_order", "other_size", "two_groups")
 
 
 def go_on(run: Hung, way: str) -> None:
@@ -166,6 +170,29 @@ def test_the_culprit_is_named(way: str, verdicts: dict[str, hang.Verdict]) -> No
     assert names(way, verdicts[way]), "\n".join(verdicts[way].lines)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.cap(400)
+def test_the_culprit_is_named_among_eight(tmp_path: Path) -> None:
+    """... with tensor parallelism inside FSDP."""
+    tp = "--parallelism.tensor_parallel=2"
+    found = {}
+
+    def right(way: str, verdict: hang.Verdict) -> bool:
+        return verdict.stands and verdict.culprits == EXPECTED[way][0]
+
+    for way in ALONE:
+        hung = Hung(tmp_path / way, hangs.light_rank, getattr(hangs, way), size=8)
+        found[way] = hung.until(partial(right, way))
+        hung.end()
+    run = Hung(tmp_path / "run", hangs.tour_rank, [*tiny_run(tmp_path), tp], size=8)
+    for way in hangs.OF_A_RUN:
+        found[way] = run.until(partial(right, way))
+        print("\n".join([f"--- {way}", *found[way].lines]))
+        go_on(run, way)
+    run.end()
+    assert {way for way in EXPECTED if not right(way, found[way])} == set()
+
+
 def test_the_network_is_named(hosts: Hosts, tmp_path: Path) -> None:
     """Two ranks on each of two hosts, between which the cable is cut."""
     hung = Hung(tmp_path / "run", hangs.cut_off, hosts.names)
@@ -174,8 +201,7 @@ def test_the_network_is_named(hosts: Hosts, tmp_path: Path) -> None:
         hosts.cable("down")
         verdict = hung.until(of_network)
     finally:
-        for process in hung.ranks:
-            forks.end(process)
+        hung.end()
         hosts.cable("up")
     assert of_network(verdict), "\n".join(verdict.lines)
 
@@ -326,7 +352,7 @@ sys.exit(train.main())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["backward", "left out"])
+@pytest.mark.parametrize("way", ["backward", "left out", "stopped"])
 def test_the_launcher_says_where_everyone_was(way: str, tmp_path: Path) -> None:
     """... when it ends a run that hangs; and the tool says the same afterwards."""
     (tmp_path / "wrapper.py").write_text(WRAPPER)
@@ -347,6 +373,7 @@ SAID = {
     "backward": "rank 1 .*: backward of layers.0, microbatch 2 of step 3, at tests/hangs.py:.*, "
     "waits for nobody .*; 1 waits in its",
     "left out": "ranks 0, 1 run another collective than the rest as #",
+    "stopped": "rank 1 .*: forward, step 3, .*waits for nobody .its process does not answer",
 }
 
 
@@ -378,6 +405,9 @@ def test_a_run_that_moves_or_is_over_hangs_nowhere(
     here.begin("data")
     assert hang.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == "no rank stands still: step 1\n"
+    here.close(failed=True)
+    assert hang.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "no rank stood still before the end: step 1\n"
     here.close(failed=False)
     assert hang.main([str(tmp_path)]) == 0
     assert "all have come to the end" in capsys.readouterr().out

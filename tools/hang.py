@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 
 from configs.schema import InputError
 from reliability import position
-from reliability.position import PHASES
+from reliability.position import PHASES, QUIET
 
-QUIET = 2.5  # seconds without a look of the witness after which a process does not answer
 # Each rank gives and gets a size of its own, so only the kind is compared.
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "barrier")
 # Files of Python in which a thread waits for another thread or process of its own
@@ -85,6 +84,7 @@ class Whereabouts:
     looked: float
     moved: float
     over: float  # 0 for a process that has not ended by itself
+    gap: tuple[float, float]  # when its witness did not run last
     step: int
     phase: str
     microbatch: int
@@ -137,9 +137,12 @@ def read(folder: Path) -> list[Whereabouts]:
     now = max(rank.looked for rank in ranks)
     if time.time() - now < QUIET:
         now = time.time()
-    ends = [rank.over for rank in ranks if rank.over]
+    # those that waited have failed, and what the launcher did then is no matter
+    now = min([now, *(rank.over for rank in ranks if rank.over)])
     for rank in ranks:
-        rank.silent = not rank.over and rank.looked < min([now, *ends]) - QUIET
+        began, ended = rank.gap
+        was_quiet = began + QUIET < now < ended + QUIET
+        rank.silent = was_quiet or (not rank.over and rank.looked < now - QUIET)
         understand(rank, logs)
     return ranks
 
@@ -151,7 +154,7 @@ def read_rank(path: Path) -> Whereabouts | None:
         return None
     _, number, ranks, process, started = position.WHO.unpack_from(data, 0)
     _, step, phase, microbatch, layer = position.WHERE.unpack_from(data, position.WHERE_AT)
-    looked, moved, over = position.SEEN.unpack_from(data, position.SEEN_AT)
+    looked, moved, over, *gap = position.SEEN.unpack_from(data, position.SEEN_AT)
     about = text(data, position.ABOUT_AT)
     layers = about.get("layers", [])
     return Whereabouts(
@@ -162,6 +165,7 @@ def read_rank(path: Path) -> Whereabouts | None:
         looked,
         moved,
         over,
+        (gap[0], gap[1]),
         step,
         PHASES[phase],
         microbatch,
@@ -274,7 +278,9 @@ def judge(ranks: list[Whereabouts]) -> Verdict:
         return Verdict([], ["no rank hangs: all have come to the end of the run"], False)
     if not standing:
         furthest = max(rank.step for rank in ranks)
-        return Verdict([], [f"no rank stands still: step {furthest}"], False)
+        ended = any(rank.over for rank in ranks) or time.time() - ranks[0].looked > QUIET
+        verb = "stood still before the end" if ended else "stands still"
+        return Verdict([], [f"no rank {verb}: step {furthest}"], False)
     by_number = {rank.rank: rank for rank in ranks}
     waits = [wait for rank in ranks for wait in waits_of(rank, by_number)]
     for verdict in (

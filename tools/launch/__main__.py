@@ -59,7 +59,6 @@ from torch.distributed.elastic.rendezvous import (
 
 from configs.load import load_config
 from configs.schema import Config, InputError
-from tools import hang
 
 # the ranks have --shutdown-timeout seconds to end
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -543,6 +542,8 @@ def say_where_everyone_was(failures: dict[int, ProcessFailure], script: list[str
     cfg = _config(script)
     if not cfg:
         return
+    from tools import hang  # it imports what only a rank needs
+
     try:
         ranks = hang.read(Path(cfg.run.folder))
     except (InputError, OSError) as error:
