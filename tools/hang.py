@@ -285,8 +285,10 @@ def judge(ranks: list[Whereabouts]) -> Verdict:
     waits = [wait for rank in ranks for wait in waits_of(rank, by_number)]
     for verdict in (
         other_calls(by_number),
-        who_waits_for_nobody(by_number, waits),
+        who_waits_for_nobody(by_number, waits, unless_wanted=False),
         circle(by_number, waits),
+        # messages of a pipeline are in no flight recorder of gloo
+        who_waits_for_nobody(by_number, waits, unless_wanted=True),
         who_is_behind(by_number, waits),
     ):
         if verdict:
@@ -347,8 +349,11 @@ def other_calls(by_number: dict[int, Whereabouts]) -> Verdict | None:
     return None
 
 
-def who_waits_for_nobody(by_number: dict[int, Whereabouts], waits: list[Wait]) -> Verdict | None:
-    """Ranks that do something else, or nothing, while others wait for them."""
+def who_waits_for_nobody(
+    by_number: dict[int, Whereabouts], waits: list[Wait], unless_wanted: bool
+) -> Verdict | None:
+    """Ranks that do something else, or nothing, while others wait for them. unless_wanted: also
+    where no other is known to wait for them."""
     waiting = {wait.rank for wait in waits if wait.for_whom}
     free = [
         rank
@@ -356,7 +361,7 @@ def who_waits_for_nobody(by_number: dict[int, Whereabouts], waits: list[Wait]) -
         if rank.silent or (rank.busy and rank.standing and rank.rank not in waiting)
     ]
     wanted = Counter(n for wait in waits for n in wait.for_whom)
-    asked = [rank for rank in free if wanted[rank.rank]] or free
+    asked = [rank for rank in free if wanted[rank.rank] or unless_wanted]
     if not asked:
         return None
     lines = []
