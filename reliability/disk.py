@@ -23,7 +23,7 @@ def sync(path: str | os.PathLike) -> None:
 def write_whole(path: str, content: bytes) -> None:
     """Replace the file at `path` by one with this content. A crash leaves the old file or the new
     one, never a part."""
-    temporary = f"{path}.tmp{os.getpid()}"
+    temporary = f"{path}.tmp{uuid.uuid4().hex[:8]}"  # another host may write the same file
     with open(temporary, "wb") as file:
         file.write(content)
         file.flush()

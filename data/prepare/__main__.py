@@ -7,7 +7,7 @@ import signal
 import sys
 
 from configs.schema import Data, InputError
-from data.prepare import prepare
+from data.prepare import HERE, RAY, prepare
 from data.prepare.job import COUNTS, PrepareJob
 from data.prepare.workers import work
 from data.prepared import Prepared, read_manifest, verify
@@ -61,16 +61,24 @@ def main() -> int:
         "--workers", type=int, default=0, help="processes to use at most; 0: one per core [0]"
     )
     parser.add_argument(
+        "--on",
+        choices=(HERE, RAY),
+        default=HERE,
+        help=f"the machines: this one, or a Ray cluster (RAY_ADDRESS) [{HERE}]",
+    )
+    parser.add_argument(
         "--verify", action="store_true", help="read every byte again and compare the hashes"
     )
     arguments = vars(parser.parse_args())
-    check, out, workers = (arguments.pop(name) for name in ("verify", "out", "workers"))
+    check, out, workers, on = (arguments.pop(name) for name in ("verify", "out", "workers", "on"))
+    if on == RAY and workers:
+        parser.error("--workers is for one machine: on a Ray cluster every CPU makes parts")
     try:
         cfg = Data(**arguments)
     except ValueError as error:  # pydantic's: an option out of its bounds
         parser.error(str(error))
     try:
-        prepared = prepare(cfg, out=out, workers=workers)
+        prepared = prepare(cfg, out=out, workers=workers, on=on)
         if check:
             verify(prepared.folder, cfg)
     except InputError as error:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +28,11 @@ from data.prepare.encoding import open_tokenizer
 from data.prepare.part import PartMaker
 from data.prepared import FORMAT, FORMAT_OF_ANSWERS, SPLITS, file_sha256, tables
 from reliability.disk import sync, write_whole
+
+if TYPE_CHECKING:
+    from data.prepare.cluster import RayCluster
+
+    Engine = workers.Processes | RayCluster
 
 # a BPE is trained on the first documents, up to here: more text hardly changes its merges
 BPE_CHARACTERS = 64_000_000
@@ -101,10 +107,10 @@ class PrepareJob:
     # ----------------------------------------------------------------------------------------------
     # making the parts
 
-    def run(self, processes: int, lock: int, log: Log) -> list[dict]:
+    def run(self, engine: Engine, log: Log) -> list[dict]:
         """The records of all parts. Missing parts are made, and documents change sides if a split
         would be empty."""
-        records = self._run({}, (), processes, lock, log)
+        records = self._run({}, (), engine, log)
         change = change_of_sides(records, self.cfg.validation_fraction)
         if change:
             score = change.get("low", change.get("high"))
@@ -113,12 +119,10 @@ class PrepareJob:
                 for i, record in enumerate(records)
                 if score in (record["lowest"], record["highest"])
             ]
-            records = self._run(change, touched, processes, lock, log)
+            records = self._run(change, touched, engine, log)
         return records
 
-    def _run(
-        self, change: dict, touched: Iterable[int], processes: int, lock: int, log: Log
-    ) -> list[dict]:
+    def _run(self, change: dict, touched: Iterable[int], engine: Engine, log: Log) -> list[dict]:
         """All records. Makes the parts without a record, and those in `touched` that were made
         without this change."""
         records = {i: self.record(i) for i in range(len(self.parts))}
@@ -127,7 +131,7 @@ class PrepareJob:
             for i, record in records.items()
             if record is None or (i in touched and record["change"] != change)
         ]
-        sizes = [sum(size for *_, size in part) for part in self.parts]
+        sizes = [self.size(part) for part in records]
         progress = workers.Progress(
             sum(sizes), sum(sizes[i] for i in records if i not in todo), log
         )
@@ -142,11 +146,7 @@ class PrepareJob:
         for part in sorted(records.keys() - set(todo)):
             add(part, records[part])
         with progress:
-            if min(processes, len(todo)) > 1:
-                workers.in_processes(self.folder, todo, change, processes, lock, progress.add, add)
-            else:
-                for part in todo:
-                    add(part, self.make(part, change, processes, progress.add))
+            engine.make(self, todo, change, progress.add, add)
         return [records[i] for i in range(len(self.parts))]
 
     def make(
@@ -167,6 +167,10 @@ class PrepareJob:
                 return json.load(file)
         except FileNotFoundError:
             return None
+
+    def size(self, part: int) -> int:
+        """Bytes of the source."""
+        return sum(size for *_, size in self.parts[part])
 
     @property
     def allowed(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import uuid
 from array import array
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -115,8 +116,8 @@ class SplitWriter:
         self.paths = {"tokens": self.shard}
         for table in columns:
             self.paths[table] = os.path.join(folder, "parts", f"{split}-{part:05}.{table}")
-        # on a network file system another host may write the same part
-        self.suffix = f".tmp{os.getpid()}"
+        # on a network file system another host may write the same part, in a process of this number
+        self.suffix = f".tmp{uuid.uuid4().hex[:8]}"
         self.files = {
             name: open(f"{path}{self.suffix}", "wb", 1 << 20) for name, path in self.paths.items()
         }

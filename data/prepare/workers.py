@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,36 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 REPORT_SECONDS = 0.25  # between two messages of a process about its progress
+
+
+@dataclass
+class Processes:
+    """The cores of this machine."""
+
+    most: int  # processes at a time
+    lock: int  # the descriptor of the lock, which the processes inherit
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def make(
+        self,
+        job: PrepareJob,
+        todo: list[int],
+        change: dict,
+        progress: Callable[[int], object],
+        add: Callable[[int, dict], None],
+    ) -> None:
+        """Make the parts `todo`. `progress` receives bytes of the source, as they are read, and
+        `add` each part and its record."""
+        if min(self.most, len(todo)) > 1:
+            in_processes(job.folder, todo, change, self.most, self.lock, progress, add)
+            return
+        for part in todo:
+            add(part, job.make(part, change, self.most, progress))
 
 
 def in_processes(
@@ -118,11 +149,30 @@ def _ask(
                 progress(message["bytes"])
     if not line:
         return None
+    raise_error(message)
+    return message
+
+
+def answer(
+    job: PrepareJob, part: int, change: dict, threads: int, progress: Callable[[int], object]
+) -> dict:
+    """The record of a part, which is made; or the error, as a message to another process."""
+    try:
+        return job.make(part, change, threads, progress)
+    except InputError as error:
+        return {"input_error": str(error)}
+    except BrokenPipeError:  # of `progress`: nobody listens
+        raise
+    except OSError as error:
+        return {"os_error": [error.errno, error.strerror]}
+
+
+def raise_error(message: dict) -> None:
+    """Raises the error in what `answer` returned, if there is one."""
     if "input_error" in message:
         raise InputError(message["input_error"])
     if "os_error" in message:
         raise OSError(*message["os_error"])
-    return message
 
 
 def work(job: PrepareJob, threads: int) -> int:
@@ -140,13 +190,9 @@ def work(job: PrepareJob, threads: int) -> int:
     for line in sys.stdin:
         part, change = json.loads(line)
         try:
-            record = job.make(part, change, threads, progress)
-        except InputError as error:
-            record = {"input_error": str(error)}
+            record = answer(job, part, change, threads, progress)
         except BrokenPipeError:
             return 1
-        except OSError as error:
-            record = {"os_error": [error.errno, error.strerror]}
         print(json.dumps({"bytes": done}), json.dumps(record), sep="\n", flush=True)
         done = 0
     return 0

@@ -1,0 +1,135 @@
+"""Makes parts on the machines of a Ray cluster, one task for each part.
+
+Ray chooses the machine of a part, and gives the part to another one when its process or its machine
+is lost. A part is finished when its record is in place (part.py), so nothing of a lost process is
+taken. Two processes may make one part at a time, if a machine was only thought to be lost: they
+write under names of their own, and both put the same bytes in place.
+
+The folder, the source, this repository and its Python must have the same paths on all machines.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from configs.schema import InputError
+from data import sources
+from data.prepare.job import PrepareJob
+from data.prepare.workers import answer, raise_error
+
+# How often Ray makes a part anew that was lost with its process: a part that always kills its
+# process must come to an end.
+RETRIES = 8
+CONNECT_SECONDS = 10.0
+INSTALL = '--on ray needs Ray: pip install "ray==2.60.0", on every machine'
+SHARED = "the source and the folder must be on storage that all machines of the cluster share"
+
+
+def check_installed() -> None:
+    """Raises InputError if Ray is not installed."""
+    if not importlib.util.find_spec("ray"):
+        raise InputError(INSTALL)
+
+
+def _check_answers(address: str) -> None:
+    """Raises InputError if nothing listens at `host:port`. Ray would try for some minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():  # "auto", "local" or nothing
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise InputError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}): start one, or correct "
+            "the address"
+        ) from None
+
+
+class RayCluster(AbstractContextManager):
+    """The cluster at RAY_ADDRESS, or else the one that runs on this machine, or else one that is
+    started here and ends with this process. InputError: there is none at RAY_ADDRESS."""
+
+    def __init__(self, log: Callable[[str], object]) -> None:
+        check_installed()
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when ray is imported
+        import ray
+
+        _check_answers(os.environ.get("RAY_ADDRESS", ""))
+        self.connection = ray.init(include_dashboard=False, logging_level=logging.WARNING)
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        cpus = ray.cluster_resources().get("CPU", 0)
+        log(f"Ray: {len(alive)} machines, {cpus:.0f} CPUs; each makes a part at a time")
+
+    def __exit__(self, *_: object) -> None:
+        """Disconnect. Ray then ends the tasks that still run."""
+        self.connection.__exit__(None, None, None)
+
+    def make(
+        self,
+        job: PrepareJob,
+        todo: list[int],
+        change: dict,
+        progress: Callable[[int], object],
+        add: Callable[[int, dict], None],
+    ) -> None:
+        """As workers.Processes.make. `progress` counts finished parts."""
+        import ray
+
+        task = ray.remote(num_cpus=1, max_retries=RETRIES)(make_part)
+        running = {task.remote(job.folder, part, change): part for part in todo}
+        while running:
+            (done, *_), _ = ray.wait(list(running))
+            part = running.pop(done)
+            try:
+                message = ray.get(done)
+            except ray.exceptions.RayError as error:
+                raise RuntimeError(
+                    f"part {part} of {job.folder} was given up after {RETRIES} retries: {error}"
+                ) from error
+            raise_error(message)
+            add(part, message)
+            progress(job.size(part))
+
+
+def make_part(folder: str, part: int, change: dict) -> dict[str, Any]:
+    """What a task does, on whichever machine: make the part. Returns what workers.answer returns."""
+    try:
+        job = _load(folder)
+    except FileNotFoundError:
+        return {"input_error": f"{socket.gethostname()} has no {folder}: {SHARED}"}
+    for index in sorted({index for index, *_ in job.parts[part]}):
+        file = job.files[index]
+        if not _is_same(file):
+            return {
+                "input_error": f"{file.path} is another file on {socket.gethostname()}: {SHARED}"
+            }
+    return answer(job, part, change, 1, _ignore)
+
+
+@functools.lru_cache(1)
+def _load(folder: str) -> PrepareJob:
+    """A process makes many parts of one job. Ray starts new processes for another job."""
+    return PrepareJob.load(folder)
+
+
+def _is_same(file: sources.File) -> bool:
+    """Whether this machine has the file that the plan names. What is no path is left to its
+    reader."""
+    if not os.path.isabs(file.path):
+        return True
+    try:
+        status = os.stat(file.path)
+    except OSError:
+        return False
+    return (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns)
+
+
+def _ignore(size: int) -> None:
+    pass
