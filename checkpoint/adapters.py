@@ -22,17 +22,17 @@ from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from models.lora import is_adapter
-from reliability.objects import location
+from reliability.objects import Key, location
 from training import init
 
 say = logging.getLogger("plumbline")
 
 
-def read(folder: Path) -> dict[str, Tensor]:
+def read(folder: Path | Key) -> dict[str, Tensor]:
     """The adapters of a checkpoint, unsharded, by the names of their parameters
     ("layers.0.attention.wq.lora_a"). folder: a checkpoint, or a run's folder: its newest one. Raises
     InputError for one without adapters, and for a damaged one."""
-    path = verify.newest(Path(folder))
+    path = verify.newest(location(folder))
     try:
         manifest = verify.read_manifest(path)
         names = [name for name in manifest["tensors"] if name.startswith("model.")]

@@ -37,7 +37,7 @@ from checkpoint.verify import Damaged
 from configs.schema import Config, InputError
 from models.lora import is_adapter
 from reliability import disk
-from reliability.objects import location
+from reliability.objects import Key, location
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -369,7 +369,7 @@ def _read_slices(folder: Path, files: dict[str, WeightFiles], live: dict[str, Te
 # out
 
 
-def read_whole(path: Path, manifest: dict, names: Iterable[str]) -> Iterator[Tensor]:
+def read_whole(path: Path | Key, manifest: dict, names: Iterable[str]) -> Iterator[Tensor]:
     """These tensors of a checkpoint, in order, put together from the parts of all ranks, each block
     verified.
 
@@ -453,7 +453,7 @@ class TensorSource:
     """(names) -> these tensors, whole, in order. One is in memory at a time."""
 
 
-def source_of(path: Path, manifest: dict, dtype: torch.dtype) -> TensorSource:
+def source_of(path: Path | Key, manifest: dict, dtype: torch.dtype) -> TensorSource:
     """The model of a checkpoint, which is written in this type."""
     rows = state.select(manifest["tensors"], "model", ())
     shapes = {name.removeprefix("model."): row["shape"] for name, row in rows.items()}
@@ -464,7 +464,7 @@ def source_of(path: Path, manifest: dict, dtype: torch.dtype) -> TensorSource:
     return TensorSource(shapes, dict.fromkeys(shapes, dtype), read)
 
 
-def args_of(path: Path, manifest: dict, family: Any) -> Any:
+def args_of(path: Path | Key, manifest: dict, family: Any) -> Any:
     """The numbers of the model in a checkpoint. Raises InputError."""
     numbers = manifest["facts"].get("must_match", {}).get("model")
     if not numbers:
@@ -473,7 +473,7 @@ def args_of(path: Path, manifest: dict, family: Any) -> Any:
 
 
 def export(
-    path: Path,
+    path: Path | Key,
     out: Path,
     family: Any,
     dtype: torch.dtype,
@@ -507,7 +507,7 @@ def check_is_new(out: Path) -> None:
 
 
 def write_model(
-    path: Path,
+    path: Path | Key,
     out: Path,
     source: TensorSource,
     family: Any,

@@ -26,6 +26,7 @@ from checkpoint.storage import CODES, GENERATOR, local
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from models.lora import is_adapter
+from reliability.objects import Key, location
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
@@ -166,7 +167,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
     return json.loads(json.dumps(groups))  # as it will be read back, with lists for tuples
 
 
-def model_of(path: Path, manifest: dict, families: Mapping[str, Any]) -> tuple[Any, Any]:
+def model_of(path: Path | Key, manifest: dict, families: Mapping[str, Any]) -> tuple[Any, Any]:
     """The family, one of these, of the model that a checkpoint holds, and its Args. Raises
     InputError."""
     facts = manifest["facts"]
@@ -288,11 +289,11 @@ def _read_into_buffers(
         raise Damaged(f"{error.filename or path}: {error.strerror or error}") from None
 
 
-def load_model(folder: Path, model: nn.Module, check: bool = True) -> dict:
+def load_model(folder: Path | Key, model: nn.Module, check: bool = True) -> dict:
     """Load the weights of a checkpoint into a model on any mesh or none, and return the manifest.
     `folder` may also hold several checkpoints, or be a run's folder: the newest is taken. This is
     for tools; a run resumes with `CheckpointManager.load`. Raises InputError."""
-    path = verify.newest(Path(folder))
+    path = verify.newest(location(folder))
     try:
         manifest = verify.read_manifest(path)
         live = tensors(model)

@@ -77,6 +77,11 @@ def _folder(value: str) -> str:
     own options.)"""
     if value.startswith("~"):
         raise ValueError("must be written out: ~ is not expanded")
+    if "://" in value:
+        raise ValueError(
+            "must be a folder on this machine: give the URL to checkpoint.store, and keep the "
+            "logs here"
+        )
     return value
 
 
@@ -598,13 +603,13 @@ class Checkpoint(Table):
     without any."""
     load_path: PathText = Field("", max_length=1000)
     """If the run has no checkpoint yet, start at step 0 with the weights of this checkpoint (or
-    folder of a run)."""
+    folder or URL of a run)."""
     load_path_content: Literal["model", "model+optimizer"] = "model"
     """What to take from load_path."""
     exclude_from_loading: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Tensors not to load from load_path, as patterns such as "model.output.*"; they keep their
     initial values."""
-    load_hf: PathText = Field("", max_length=1000)
+    load_hf: LocalPath = Field("", max_length=1000)
     """If the run has no checkpoint yet, start at step 0 with the weights of this Hugging Face
     folder."""
     export_hf: Literal["", "float32", "bfloat16"] = ""

@@ -70,7 +70,7 @@ class Stat(NamedTuple):
     mtime_ns: int
 
 
-def location(text: str | Path) -> "Path | Key":
+def location(text: "str | Path | Key") -> "Path | Key":
     """Where a person means by a path or a URL. Raises InputError for a URL that is none of ours."""
     url = STORE_URL.fullmatch(str(text))
     if isinstance(text, Path) or "://" not in str(text):

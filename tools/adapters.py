@@ -20,6 +20,8 @@ from checkpoint.storage import DTYPES
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from models import FORMATS, MODELS
+from reliability.objects import Key
+from tools import places
 
 # of the files in a Hugging Face folder that say how its model is used: no code, and no weights
 COPIED = (".json", ".jinja", ".model", ".txt")
@@ -64,7 +66,7 @@ def has_adapters(manifest: dict) -> bool:
 class AdaptedRun:
     """What a checkpoint of adapters says."""
 
-    path: Path
+    path: Path | Key
     family: Any  # a models/family.py::Family
     args: Any
     rank: int
@@ -99,10 +101,10 @@ class AdaptedRun:
             total += parameter.numel() * dtype.itemsize
         return total
 
-    def merged(self, folder: Path) -> hf.TensorSource:
+    def merged(self, folder: Path | Key) -> hf.TensorSource:
         """The whole model. folder: that of the base, wherever it is now. Raises InputError, also
         while it is read."""
-        if (folder / "config.json").is_file():
+        if places.is_hugging_face(folder):
             source = self.of_hugging_face(folder)
         else:
             source = of_checkpoint(folder, self.parameters)
@@ -124,7 +126,7 @@ class AdaptedRun:
 
         return hf.TensorSource(source.shapes, source.dtypes, read)
 
-    def check_base(self, folder: Path, digest: int) -> None:
+    def check_base(self, folder: Path | Key, digest: int) -> None:
         """Raises InputError unless the hashes of all weights add up to that of the run's base."""
         found = f"{digest % 2**64:016x}"
         if found != self.base["hash"]:
@@ -167,7 +169,7 @@ def files_of_base(folder: Path) -> tuple[dict[str, Any], dict[str, dict | Path]]
     return config, files
 
 
-def of_checkpoint(folder: Path, parameters: dict[str, Tensor]) -> hf.TensorSource:
+def of_checkpoint(folder: Path | Key, parameters: dict[str, Tensor]) -> hf.TensorSource:
     """The weights of a checkpoint, the newest of a run's, in the types that it has. Raises
     InputError."""
     path, manifest = verified(folder)
@@ -180,7 +182,7 @@ def of_checkpoint(folder: Path, parameters: dict[str, Tensor]) -> hf.TensorSourc
     return hf.TensorSource(source.shapes, dtypes, source.read)
 
 
-def verified(folder: Path) -> tuple[Path, dict]:
+def verified(folder: Path | Key) -> tuple[Path | Key, dict]:
     """The checkpoint that a person means by a folder, and its manifest. Raises InputError."""
     path = verify.newest(folder)
     try:
@@ -189,7 +191,7 @@ def verified(folder: Path) -> tuple[Path, dict]:
         raise InputError(f"{path} is damaged: {error}") from None
 
 
-def open_run(folder: Path) -> AdaptedRun:
+def open_run(folder: Path | Key) -> AdaptedRun:
     """The adapters of a run's newest checkpoint, or of one checkpoint. Raises InputError."""
     path, manifest = verified(folder)
     tensors = adapters.read(path)

@@ -13,8 +13,9 @@ memory at a time.
 
 The first two make `OUT/checkpoints/step-00000000`, which `checkpoint.load_path` starts a run from
 and `tools.generate` reads, and `OUT/tokenizer.json` if the tokenizer is of Llama 3's kind.
-CHECKPOINT is a run's folder (its newest checkpoint) or one checkpoint, of any mesh; RUN is one that
-holds adapters. Exit codes: 0 done; 2 what cannot be converted, in a sentence, and nothing is written.
+CHECKPOINT is a run's folder (its newest checkpoint) or one checkpoint, of any mesh, or the URL of
+either in an object store (places.py); RUN is one that holds adapters. Exit codes: 0 done; 2 what
+cannot be converted, in a sentence, and nothing is written.
 """
 
 import argparse
@@ -41,7 +42,8 @@ from configs.schema import InputError
 from data import hf_tokenizer, turns
 from data.tokenizer import Tokenizer, from_rank_file, load_saved
 from models import FORMATS
-from tools import adapters, new_checkpoint, to_dcp, torchtitan_config
+from reliability.objects import Key, location
+from tools import adapters, new_checkpoint, places, to_dcp, torchtitan_config
 from tools import lora_to_peft as peft
 from tools.new_checkpoint import newest, progress_bar, shapes
 
@@ -73,14 +75,18 @@ def main(argv: list[str] | None = None) -> int:
     for name, (convert, source, target, description) in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=description)
         command.set_defaults(convert=convert)
-        command.add_argument("source", metavar=source[0], type=Path, help=source[1])
-        command.add_argument("out", metavar=target[0], type=Path, help=target[1])
+        command.add_argument("source", metavar=source[0], help=source[1])
+        command.add_argument("out", metavar=target[0], help=target[1])
         for option, settings in OPTIONS.get(name, {}).items():
             command.add_argument(option, **settings)
     args = vars(parser.parse_args(argv))
-    args.pop("command")
+    _, (source, _), (target, _), _ = COMMANDS[args.pop("command")]
+    is_read = source in (CHECKPOINT[0], ADAPTERS[0])
     try:
-        print(args.pop("convert")(**args))
+        given = args.pop("source")
+        place = location(given) if is_read else places.folder_here(given, source)
+        out = places.folder_here(args.pop("out"), target)
+        print(args.pop("convert")(place, out, **args))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -108,7 +114,7 @@ def from_meta(source: Path, out: Path) -> str:
     return publish(out, META, meta.args, source, meta.read, tokenizer)
 
 
-def tokenizer_of(read: Callable, source: Path | str) -> Tokenizer | None:
+def tokenizer_of(read: Callable, source: Path | Key | str) -> Tokenizer | None:
     """The source's tokenizer. A model is useful without one, so a problem with it is only
     printed."""
     try:
@@ -242,7 +248,9 @@ class MetaFolder:
 # out
 
 
-def to_hf(source: Path, out: Path, dtype: str, max_shard_size: int, tokenizer: Path | None) -> str:
+def to_hf(
+    source: Path | Key, out: Path, dtype: str, max_shard_size: int, tokenizer: Path | None
+) -> str:
     path, manifest = newest(source)
     facts = manifest["facts"]
     if adapters.has_adapters(manifest):
@@ -257,7 +265,7 @@ def to_hf(source: Path, out: Path, dtype: str, max_shard_size: int, tokenizer: P
     files = {}
     if saved:
         longest = facts["must_match"]["model"]["max_seq_len"]
-        files = turns.files(folder_of_run(path), saved, longest)
+        files = turns.files(places.run_of(path), saved, longest)
     weights = state.select(manifest["tensors"], "model", ()).values()
     size = sum(verify.nbytes(row["dtype"], row["shape"]) for row in weights)
     family = hf.formats_of(FORMATS, facts["family"])
@@ -267,10 +275,10 @@ def to_hf(source: Path, out: Path, dtype: str, max_shard_size: int, tokenizer: P
     return f"{out}: the model of {path} in {dtype}, {words}"
 
 
-def lora_to_peft(source: Path, out: Path) -> str:
+def lora_to_peft(source: Path | Key, out: Path) -> str:
     run = adapters.open_run(source)
-    base = Path(run.base["folder"])
-    of_hugging_face = (base / "config.json").is_file()
+    base = location(run.base["folder"])
+    of_hugging_face = places.is_hugging_face(base)
     named = str(base) if of_hugging_face else None
     files = dict(files_of_run(run.path, run.args.max_seq_len))
     files.pop(turns.GENERATION, None)  # of a whole model
@@ -281,15 +289,15 @@ def lora_to_peft(source: Path, out: Path) -> str:
     return f"{out}: the adapters of {run.path}; {words}"
 
 
-def lora_merge(source: Path, out: Path, base: Path | None, max_shard_size: int) -> str:
+def lora_merge(source: Path | Key, out: Path, base: str | None, max_shard_size: int) -> str:
     run = adapters.open_run(source)
-    base = base or Path(run.base["folder"])
+    folder = location(base or run.base["folder"])
     hf.check_is_new(out)
-    model = run.merged(base)
+    model = run.merged(folder)
     files: Mapping[str, dict | Path]
     files = files_of_run(run.path, run.args.max_seq_len)
-    if (base / "config.json").is_file():
-        config, of_base = adapters.files_of_base(base)
+    if places.is_hugging_face(folder):
+        config, of_base = adapters.files_of_base(folder)
         files = beside_template(of_base, files, run.path)
     else:
         config = hf.config_of(run.formats, run.args)
@@ -305,36 +313,36 @@ def lora_merge(source: Path, out: Path, base: Path | None, max_shard_size: int) 
             max_shard_size,
             bar.update,
         )
-    return f"{out}: the weights of {base} with the adapters of {run.path}"
+    return f"{out}: the weights of {folder} with the adapters of {run.path}"
 
 
-def saved_tokenizer(path: Path) -> Tokenizer | None:
+def saved_tokenizer(path: Path | Key) -> Tokenizer | None:
     """Of the run of a checkpoint."""
-    return tokenizer_of(load_saved, str(folder_of_run(path) / "tokenizer.json"))
+
+    def read(checkpoint: Path | Key) -> Tokenizer:
+        return load_saved(places.tokenizer_of(checkpoint))
+
+    return tokenizer_of(read, path)
 
 
-def folder_of_run(path: Path) -> Path:
-    return path.resolve().parent.parent
-
-
-def files_of_run(path: Path, longest: int) -> Mapping[str, dict | Path]:
+def files_of_run(path: Path | Key, longest: int) -> Mapping[str, dict | Path]:
     """The tokenizer's files for a checkpoint of a run, none without a tokenizer."""
     saved = saved_tokenizer(path)
-    return turns.files(folder_of_run(path), saved, longest) if saved else {}
+    return turns.files(places.run_of(path), saved, longest) if saved else {}
 
 
 def beside_template(
-    of_base: Mapping[str, dict | Path], of_run: Mapping[str, dict | Path], path: Path
+    of_base: Mapping[str, dict | Path], of_run: Mapping[str, dict | Path], path: Path | Key
 ) -> Mapping[str, dict | Path]:
     """The files of a base of Hugging Face's, with the chat template of the run of a checkpoint. The
     tokenizer is the base's, if its files say what it is."""
     files = of_base if turns.CONFIG in of_base else {**of_run, **of_base}
     saved = saved_tokenizer(path)
-    asked = turns.of_run(folder_of_run(path), saved) if saved else None
+    asked = turns.of_run(places.run_of(path), saved) if saved else None
     return turns.with_template(files, asked)
 
 
-def to_torch(source: Path, out: Path, content: str) -> str:
+def to_torch(source: Path | Key, out: Path, content: str) -> str:
     """{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}, "step", "progress",
     "facts"}: tensors and plain values, so that torch.load with its default, weights_only, reads it.
 
@@ -430,8 +438,11 @@ def byte_size(text: str) -> int:
     return int(float(match[1]) * 1000 ** (1 + "KMGT".index(match[2])))
 
 
-CHECKPOINT = ("CHECKPOINT", "a run's folder, a folder of checkpoints, or one checkpoint")
-ADAPTERS = ("RUN", "the folder of a run with adapters, or one of its checkpoints")
+CHECKPOINT = (
+    "CHECKPOINT",
+    "a run's folder, a folder of checkpoints, or one checkpoint; or the URL of one",
+)
+ADAPTERS = ("RUN", "the folder of a run with adapters, or one of its checkpoints; or a URL")
 RUN = ("OUT", "a new folder; in it appear checkpoints/step-00000000 and tokenizer.json")
 
 # command -> (its function, its source and target: name and help, its description)
@@ -497,7 +508,7 @@ MAX_SHARD_SIZE = {
 }
 OPTIONS = {  # command -> option -> its settings, argparse's
     "lora-merge": {
-        "--base": {"type": Path, "help": "where the base is now, if it was moved"},
+        "--base": {"help": "where the base is now, if it was moved: a folder or a URL"},
         "--max-shard-size": MAX_SHARD_SIZE,
     },
     "to-hf": {

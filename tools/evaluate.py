@@ -17,11 +17,14 @@ import configs.cpu  # noqa: F401  how threads wait: it must be known before torc
 
 from pydantic import ValidationError
 
+from checkpoint import verify
 from configs.load import load_config
 from configs.schema import EvaluationTask, InputError, Parallelism, Run
 from data import tasks
 from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh
+from reliability.objects import Key, location
+from tools import places
 from tools.generate import Loaded, load
 from training.evaluate import score_requests
 from training.scores import ERROR, by_row, scores
@@ -29,7 +32,7 @@ from training.scores import ERROR, by_row, scores
 CHUNK_TOKENS = 1024  # logits in memory, as training.loss_chunk_tokens
 
 
-def wanted(folder: Path, files: list[str], delimiter: str) -> list[EvaluationTask]:
+def wanted(folder: Path | Key, files: list[str], delimiter: str) -> list[EvaluationTask]:
     """The tasks of these files, or of the run. What is wrong with a file is found here, before the
     weights are loaded. Raises InputError."""
     chosen = [_task(file, delimiter) for file in files] if files else _of_run(folder)
@@ -48,9 +51,13 @@ def _task(file: str, delimiter: str) -> EvaluationTask:
         raise InputError(f"{first['loc'][0]} of the task {file!r}: {first['msg']}") from None
 
 
-def _of_run(folder: Path) -> list[EvaluationTask]:
+def _of_run(folder: Path | Key) -> list[EvaluationTask]:
     """Those of a run, whose folder or checkpoint this is."""
-    for config in (folder / "config.toml", folder.resolve().parent.parent / "config.toml"):
+    if isinstance(folder, Key):
+        folders = [places.run_of(verify.newest(folder))]
+    else:
+        folders = [folder, places.run_of(folder)]
+    for config in (each / "config.toml" for each in folders):
         if config.is_file() and (found := load_config([str(config)]).evaluation.tasks):
             return list(found)
     raise InputError(f"{folder} has no tasks of its own: name a file with --task")
@@ -103,8 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "checkpoint",
-        type=Path,
-        help="a run's folder, one of its checkpoints, or a Hugging Face folder",
+        help="a run's folder or one of its checkpoints, or the URL of one; or a Hugging Face folder",
     )
     parser.add_argument(
         "--task", action="append", default=[], help="a JSONL file [the run's tasks]"
@@ -124,8 +130,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        chosen = wanted(args.checkpoint, args.task, args.delimiter)
-        loaded = load(args.checkpoint, args.tokenizer)
+        folder = location(args.checkpoint)
+        chosen = wanted(folder, args.task, args.delimiter)
+        loaded = load(folder, args.tokenizer)
         window = args.window or loaded.context
         opened = [tasks.open_task(task, loaded.tokenizer, window) for task in chosen]
         mesh = meshes.open_mesh(Run(), Parallelism(), 1, False)

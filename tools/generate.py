@@ -4,11 +4,12 @@
     python -m tools.generate runs/hf --prompt "def " --prompt "class "
     python -m tools.generate runs/llama_debug_lora --chat "How do I list the files of a folder?"
 
-The first argument is a run's folder (its newest checkpoint is taken), one checkpoint in it, or a
-folder with config.json, safetensors and tokenizer.json. Adapters are sampled from with their base,
-where the run has read it. A checkpoint has the model's numbers, and
-`tokenizer.json` is in the run's folder. Several prompts are continued side by side, each as it
-would be alone. On a terminal the text of a single prompt appears token by token.
+The first argument is a run's folder (its newest checkpoint is taken), one checkpoint in it, the URL
+of either in an object store (places.py), or a folder with config.json, safetensors and
+tokenizer.json. Adapters are sampled from with their base, where the run has read it. A checkpoint
+has the model's numbers, and `tokenizer.json` is in the run's folder. Several prompts are
+continued side by side, each as it would be alone. On a terminal the text of a single prompt appears
+token by token.
 
 `--chat` asks a question, or goes on with messages, `[{"role": ..., "content": ...}, ...]`. They are
 rendered by the chat template of the run, or of the folder's tokenizer, as in training (data/turns.py).
@@ -33,7 +34,8 @@ from data.answers import Unfit
 from data.chat import Chat
 from data.tokenizer import Tokenizer, load_saved
 from models import FORMATS, MODELS
-from tools import adapters
+from reliability.objects import Key, location
+from tools import adapters, places
 from training.sample import sample_stream
 
 
@@ -43,11 +45,11 @@ class Loaded(NamedTuple):
     context: int  # positions that the model was trained on, as far as that is known
 
 
-def load(folder: Path, tokenizer: str = "") -> Loaded:
+def load(folder: Path | Key, tokenizer: str = "") -> Loaded:
     """What `folder` holds, as the first lines of this file say; `tokenizer`: the path of a saved
     one to take instead. Raises InputError for a folder that has no model or no tokenizer, and for a
     damaged one."""
-    if (folder / "config.json").is_file():
+    if places.is_hugging_face(folder):
         return _load_hugging_face(folder, tokenizer)
     path = verify.newest(folder)
     try:
@@ -55,11 +57,11 @@ def load(folder: Path, tokenizer: str = "") -> Loaded:
     except verify.Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     family, args = state.model_of(path, manifest, MODELS)
-    words = load_saved(tokenizer or str(path.resolve().parent.parent / "tokenizer.json"))
+    words = load_saved(tokenizer or places.tokenizer_of(path))
     model = family.build(args)
     if adapters.has_adapters(manifest):
         run = adapters.open_run(path)
-        merged = run.merged(Path(run.base["folder"]))
+        merged = run.merged(location(run.base["folder"]))
         live = model.state_dict()
         for name, tensor in zip(live, merged.read(live), strict=True):
             live[name].copy_(tensor)
@@ -193,14 +195,13 @@ def texts_of(args: argparse.Namespace) -> tuple[int, Iterator[list[str]]]:
     if args.chat_template and not args.chat:
         raise InputError("--chat-template says how --chat is rendered: give --chat too")
     conversations = [messages_of(argument) for argument in args.chat or []]
-    loaded = load(args.checkpoint, args.tokenizer)
+    folder = location(args.checkpoint)
+    loaded = load(folder, args.tokenizer)
     if not conversations:
         prompts = args.prompt or ["def "]
         return len(prompts), texts_as_they_come(loaded, prompts, args.tokens, **options)
-    folder = args.checkpoint
-    if not (folder / "config.json").is_file():
-        folder = verify.newest(folder).resolve().parent.parent
-    chat = turns.find(folder, loaded.tokenizer, args.chat_template)
+    beside = folder if places.is_hugging_face(folder) else places.run_of(verify.newest(folder))
+    chat = turns.find(beside, loaded.tokenizer, args.chat_template)
     texts = answers_as_they_come(loaded, chat, conversations, args.tokens, **options)
     return len(conversations), texts
 
@@ -211,8 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "checkpoint",
-        type=Path,
-        help="a run's folder, one of its checkpoints, or a Hugging Face folder",
+        help="a run's folder or one of its checkpoints, or the URL of one; or a Hugging Face folder",
     )
     parser.add_argument(
         "--prompt", action="append", help="text to continue; several are continued at once ['def ']"

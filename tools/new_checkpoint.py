@@ -23,14 +23,15 @@ from configs.schema import InputError
 from data.tokenizer import Tokenizer
 from models import MODELS
 from reliability import disk
+from reliability.objects import Key
 
 
-def newest(source: Path) -> tuple[Path, dict]:
+def newest(source: Path | Key) -> tuple[Path | Key, dict]:
     """The checkpoint that a person means by a folder, and its manifest."""
     return opened(verify.newest(source))
 
 
-def of_step(source: Path, step: int) -> tuple[Path, dict]:
+def of_step(source: Path | Key, step: int) -> tuple[Path | Key, dict]:
     """The same, of this step; of its newest attempt. Raises InputError."""
     found = verify.find(source)
     for path in found:
@@ -40,7 +41,7 @@ def of_step(source: Path, step: int) -> tuple[Path, dict]:
     raise InputError(f"{source} has no checkpoint of step {step}: {found[0].name} is its newest")
 
 
-def opened(path: Path) -> tuple[Path, dict]:
+def opened(path: Path | Key) -> tuple[Path | Key, dict]:
     try:
         manifest = verify.read_manifest(path)
     except Damaged as error:

@@ -31,7 +31,7 @@ from configs.schema import Config, InputError
 from models import MODELS
 from models.formats import torchtitan
 from parallelisms.dp import master_dtype
-from reliability import disk
+from reliability import disk, objects
 from tools import adapters, dcp, new_checkpoint
 from tools.dcp import Key
 from tools.new_checkpoint import progress_bar
@@ -71,7 +71,7 @@ class Written:
         return [part for item in self.items for part in item.parts]
 
 
-def to_dcp(source: Path, out: Path, names: str, step: int | None) -> str:
+def to_dcp(source: Path | objects.Key, out: Path, names: str, step: int | None) -> str:
     """Returns what was done, in a sentence. Raises InputError, with nothing left behind."""
     path, manifest = new_checkpoint.newest(source)
     if step is not None:

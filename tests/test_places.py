@@ -1,0 +1,210 @@
+"""A checkpoint in an object store is, for the tools, what it is in a folder, and no more of it is
+fetched than they need."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("obstore")
+
+from checkpoint import verify
+from configs.load import dump, load_config
+from configs.schema import InputError
+from data.tokenizer import byte_tokenizer
+from models import MODELS
+from reliability import objects
+from reliability.objects import location
+from tests.ranks import run_ranks
+from tests.runs import SMALL_MODEL, run, tiny_run
+from tests.s3 import Server, server
+from tools import adapters, convert, evaluate, generate, new_checkpoint, places
+
+URL = "s3://bucket/runs/a"
+SMALL = [*SMALL_MODEL, "--model.n_heads=5", "--model.n_kv_heads=1", "--model.head_dim=10"]
+LLAMA = MODELS["llama"]
+
+
+@pytest.fixture(scope="module")
+def _store() -> Iterator[Server]:
+    with server() as running:
+        yield running
+
+
+@pytest.fixture
+def store(_store: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A server with an empty bucket, which this process and its ranks can reach."""
+    for name, value in _store.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(objects, "PAUSE", 0.05)
+    objects._open.cache_clear()
+    places._fetched.cache_clear()
+    for key in _store.keys():
+        _store.remove(key)
+    _store.ask("clear", b"")
+    return _store
+
+
+def upload(store: Server, folder: Path, below: str = "runs/a") -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            store.put(f"{below}/{path.relative_to(folder)}", path.read_bytes())
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", SMALL)
+
+
+def write_run(out: Path, options: list[str]) -> Path:
+    """The folder of a run with one checkpoint: a model with moments of AdamW, and its tokenizer."""
+    cfg = load_config(options)
+    args = LLAMA.Args(**LLAMA.numbers.flavors["debug"] | numbers(cfg))
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for name, shape in new_checkpoint.shapes("llama", args).items():
+        tensors[f"model.{name}"] = torch.randn(shape, generator=generator)
+        for key in ("exp_avg", "exp_avg_sq"):
+            tensors[f"optimizer.{name}.{key}"] = torch.rand(shape, generator=generator)
+        tensors[f"optimizer.{name}.step"] = torch.tensor(7.0)
+    tokenizer = byte_tokenizer()
+    must_match = {"model": asdict(args), "tokenizer": tokenizer.fingerprint}
+    facts = {"family": "llama", "config": dump(cfg), "seq_len": 16, "must_match": must_match}
+    live = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    more = {"step": 7, "optimizer": "AdamW", "progress": {"step": 7, "samples": 28}}
+    new_checkpoint.write(out, out, live, tensors.__getitem__, facts, tokenizer, **more)
+    return out
+
+
+def numbers(cfg: object) -> dict:
+    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size")
+    return {name: getattr(cfg.model, name) for name in names}
+
+
+def content(path: Path) -> dict[str, bytes]:
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize("command", ["to-hf", "to-torch", "to-dcp"])
+def test_a_conversion_of_a_url_is_that_of_the_folder(command, store, trained, tmp_path, capsys):
+    upload(store, trained)
+    for source, out in (str(trained), "disk"), (URL, "store"):
+        assert convert.main([command, source, str(tmp_path / out)]) == 0
+    assert content(tmp_path / "store") == content(tmp_path / "disk")
+    if command == "to-hf":
+        assert (tmp_path / "store" / "tokenizer.json").is_file()
+    assert f"of {URL}/checkpoints/step-00000007" in capsys.readouterr().out
+
+
+def test_text_and_scores_of_a_url_are_those_of_the_folder(store, trained, tmp_path):
+    upload(store, trained)
+    texts = [
+        generate.generate(location(where), "de", 12, 0.9, 9, 3)
+        for where in (trained, URL, f"{URL}/checkpoints/step-00000007")
+    ]
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) > 2
+    task = tmp_path / "task.jsonl"
+    task.write_text('{"text": "def f(x):"}\n{"text": "class A"}\n')
+    found = []
+    for where in (str(trained), URL):
+        out = tmp_path / "scores.json"
+        assert evaluate.main([where, "--task", str(task), "--json", str(out)]) == 0
+        found.append(out.read_text())
+    assert found[0] == found[1] and json.loads(found[0])[0]["scores"]
+
+
+def fetched(store: Server, name: str) -> int:
+    """Bytes of the ranges that were asked for of objects with this in their name."""
+    total = 0
+    for method, key, extent in store.status()["log"]:
+        if method == "GET" and name in key:
+            first, _, last = extent.removeprefix("bytes=").partition("-")
+            total += int(last) + 1 - int(first)
+    return total
+
+
+def test_only_what_is_needed_is_fetched(store, tmp_path, monkeypatch):
+    """The weights are a third of the checkpoint. Negative control: to-torch with the optimizer's
+    state fetches all of it."""
+    trained = write_run(tmp_path / "run", [*SMALL, "--model.vocab_size=20000"])
+    upload(store, trained)
+    (shard,) = trained.rglob("*.safetensors")
+    monkeypatch.setattr(objects, "NEAR", 1 << 10)
+    store.ask("clear", b"")
+    assert convert.main(["to-torch", URL, str(tmp_path / "weights.pt"), "--content=model"]) == 0
+    weights = fetched(store, shard.name)
+    assert weights < 0.5 * shard.stat().st_size
+    store.ask("clear", b"")
+    assert convert.main(["to-torch", URL, str(tmp_path / "all.pt")]) == 0
+    assert fetched(store, shard.name) > 0.9 * shard.stat().st_size
+
+
+def test_a_store_of_checkpoints_alone_asks_for_the_tokenizer(store, trained, tmp_path, capsys):
+    """As checkpoint.store leaves it."""
+    upload(store, trained / "checkpoints")
+    words = ["--prompt", "de", "--tokens", "5"]
+    assert generate.main([URL, *words]) == 2
+    said = capsys.readouterr().err
+    assert f"{URL} has no tokenizer.json beside its checkpoints" in said and "--tokenizer" in said
+    assert generate.main([URL, *words, "--tokenizer", str(trained / "tokenizer.json")]) == 0
+    assert capsys.readouterr().out.startswith("de")
+    assert convert.main(["to-hf", URL, str(tmp_path / "hf")]) == 0
+    printed = capsys.readouterr()
+    assert "without a tokenizer: " in printed.err and "without a tokenizer" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["from-hf", URL, "out"], f"HF_FOLDER is a path on this machine, and {URL} is a URL"),
+        (["from-dcp", URL, "out"], f"DCP_FOLDER is a path on this machine, and {URL} is a URL"),
+        (["to-hf", "run", URL], f"OUT is a path on this machine, and {URL} is a URL"),
+        (["to-hf", "http://host/a", "out"], "http://host/a names no place in a store"),
+        (["to-hf", "s3://bucket/none", "out"], "there is no checkpoint in 's3://bucket/none'"),
+    ],
+)
+def test_a_url_that_makes_no_sense_is_a_sentence(words, said, store, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert convert.main(words) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_checkpoint_in_a_store_is_named(store, trained, tmp_path, capsys):
+    upload(store, trained)
+    (key,) = [key for key in store.keys() if key.endswith(".safetensors")]
+    store.flip(key, len(store.object(key)) // 8)
+    assert convert.main(["to-torch", URL, str(tmp_path / "a.pt")]) == 2
+    assert f"{URL}/checkpoints/step-00000007 is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "a.pt").exists()
+
+
+def test_adapters_find_their_base_at_its_url(store, trained, tmp_path):
+    """A run of adapters whose base is a URL: its text is that of the merged model."""
+    upload(store, trained)
+    folder = tmp_path / "adapted"
+    options = [
+        *tiny_run(tmp_path),
+        *SMALL,
+        f"--checkpoint.load_path={URL}",
+        "--lora.rank=2",
+        '--lora.targets=["wq", "w2"]',
+        "--training.steps=2",
+        "--lr_schedule.warmup_steps=0",
+        "--training.global_batch_size=2",
+    ]
+    folder.mkdir()
+    assert run_ranks(1, run, options, folder) == [(0, "")]
+    at = f"{URL}/checkpoints/step-00000007"
+    assert adapters.open_run(folder).base["folder"] == at
+    text = generate.generate(folder, "de", 8, 0.0, 1, 0)
+    assert convert.main(["lora-merge", str(folder), str(tmp_path / "merged")]) == 0
+    tokenizer = str(folder / "tokenizer.json")
+    assert generate.generate(tmp_path / "merged", "de", 8, 0.0, 1, 0, tokenizer) == text
+    with pytest.raises(InputError, match="has no tokens|no checkpoint"):
+        generate.load(location("s3://bucket/elsewhere"))
+    assert verify.newest(location(URL)).name == "step-00000007"

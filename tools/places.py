@@ -1,0 +1,75 @@
+"""What the argument of a tool names: a folder, or the URL of checkpoints in an object store, of which
+only the ranges are fetched that are needed.
+
+    python -m tools.generate s3://bucket/debug --tokenizer runs/llama_debug/tokenizer.json
+    python -m tools.convert to-hf s3://bucket/debug/step-00000240 runs/hf
+
+A checkpoint has the model's numbers, but its tokenizer and chat template are files of the run. They
+are looked for beside the checkpoints: `checkpoint.store` holds checkpoints alone, a copy of a run's
+folder has them.
+"""
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import TypeGuard
+
+from configs.schema import InputError
+from reliability.objects import Key, location
+
+# what tools read of a run's folder: its tokenizer, its chat template, its options
+OF_RUN = ("tokenizer.json", "data.json", "config.toml")
+
+
+def folder_here(text: str | Path, what: str) -> Path:
+    """A folder or file on this machine. `what`: the argument, for the message. Raises InputError for
+    a URL."""
+    found = location(text)
+    if isinstance(found, Key):
+        raise InputError(
+            f"{what} is a path on this machine, and {found} is a URL: copy what it names"
+        )
+    return found
+
+
+def is_hugging_face(place: Path | Key) -> TypeGuard[Path]:
+    """Whether this is a folder of Hugging Face's. One in a store is not looked for."""
+    return isinstance(place, Path) and (place / "config.json").is_file()
+
+
+def run_of(checkpoint: Path | Key) -> Path:
+    """The folder with the files of a checkpoint's run, as far as they are there. Those of a store
+    are fetched. Raises InputError if the store cannot be read."""
+    if isinstance(checkpoint, Path):
+        return checkpoint.resolve().parent.parent
+    prefix = checkpoint.parent
+    if prefix.name == "checkpoints":
+        prefix = prefix.parent
+    return Path(_fetched(str(prefix)).name)
+
+
+@functools.cache
+def _fetched(url: str) -> tempfile.TemporaryDirectory:
+    """A folder with the files of a run below this URL. It goes with this process."""
+    folder = tempfile.TemporaryDirectory()
+    prefix = location(url)
+    assert isinstance(prefix, Key)
+    for name in OF_RUN:
+        try:
+            content = (prefix / name).read()
+        except FileNotFoundError:
+            continue
+        Path(folder.name, name).write_bytes(content)
+    return folder
+
+
+def tokenizer_of(checkpoint: Path | Key) -> str:
+    """The path of the tokenizer of a checkpoint's run, whether or not a folder has one. Raises
+    InputError if a store has none."""
+    path = run_of(checkpoint) / "tokenizer.json"
+    if isinstance(checkpoint, Key) and not path.is_file():
+        raise InputError(
+            f"{checkpoint.parent} has no tokenizer.json beside its checkpoints: name the one in the "
+            "run's folder with --tokenizer, or copy it there"
+        )
+    return str(path)
