@@ -284,6 +284,14 @@ BAD_FILES = {
         '[run]\nfolder = "~/x"',
         'run.folder = "~/x": must be written out: ~ is not expanded',
     ),
+    "a run's folder in a store": (
+        '[run]\nfolder = "s3://bucket/x"',
+        'run.folder = "s3://bucket/x": must be a folder on this machine: give the URL to checkpoint',
+    ),
+    "a Hugging Face folder in a store": (
+        '[checkpoint]\nload_hf = "s3://bucket/x"',
+        'checkpoint.load_hf = "s3://bucket/x": must be a path on this machine',
+    ),
     "undefined variable": (
         '[run]\nfolder = "$SCRATCH/x"',
         'run.folder = "$SCRATCH/x": must be written out: environment',
