@@ -75,6 +75,8 @@ NEEDS = (
         "a checkpoint of TorchTitan's (tests/test_dcp.py)",
     ),
     (r"\bs3://bucket/", "a bucket (tests/test_stores.py, tests/test_stored_corpora.py)"),
+    (r"--on ray\b", "a Ray cluster (tests/test_prepare_on_ray.py)"),
+    (r"^head=", "Slurm"),
     (
         r"^python -m tools\.plan .*--tokens 1e12 --days 30$",
         "minutes of processor time (tests/test_plan_stack.py)",
