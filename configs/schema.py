@@ -79,8 +79,8 @@ def _folder(value: str) -> str:
         raise ValueError("must be written out: ~ is not expanded")
     if "://" in value:
         raise ValueError(
-            "must be a folder on this machine: give the URL to checkpoint.store, and keep the "
-            "logs here"
+            "must be a folder on this machine: give the URL to checkpoint.store; tools.mirror "
+            "copies logs and metrics to a store"
         )
     return value
 

@@ -1,0 +1,206 @@
+"""The copy of a run's folder in a store has what the folder has, in intervals and at the end, and is
+where a run on another machine begins."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("obstore")
+
+from configs.schema import InputError
+from reliability import objects
+from reliability.objects import location
+from tests.ranks import NEIGHBOURS
+from tests.s3 import Server, server
+from tools import mirror
+
+ROOT = Path(__file__).parents[1]
+URL = "s3://bucket/runs/a"
+AT = "runs/a/"
+# writes lines for some seconds, and ends with a code
+WRITER = """
+import pathlib, signal, sys, time
+folder, seconds, code = pathlib.Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+(folder / "logs").mkdir(parents=True, exist_ok=True)
+(folder / "checkpoints").mkdir(exist_ok=True)
+(folder / "checkpoints" / "large").write_text("a checkpoint")
+(folder / "config.toml.tmp12").write_text("half")
+end = time.monotonic() + seconds
+with open(folder / "logs" / "rank-00000.log", "a") as log:
+    while time.monotonic() < end:
+        print("a line", time.monotonic(), file=log, flush=True)
+        time.sleep(0.02)
+(folder / "config.toml").write_text("done")
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def _store() -> Iterator[Server]:
+    with server() as running:
+        yield running
+
+
+@pytest.fixture
+def store(_store: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    for name, value in _store.environment.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"PAUSE": 0.05, "RETRIES": 1, "BACKOFF": 0.02, "TRIES": 2}.items():
+        monkeypatch.setattr(objects, name, value)
+    objects._open.cache_clear()
+    _store.rules()
+    for key in _store.keys():
+        _store.remove(key)
+    _store.ask("clear", b"")
+    return _store
+
+
+def command(folder: Path, seconds: float, code: int = 0) -> list[str]:
+    return [sys.executable, "-c", WRITER, str(folder), str(seconds), str(code)]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30 * NEIGHBOURS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def started(folder: Path) -> subprocess.Popen:
+    """The command in a process of its own, which writes until it is told to end."""
+    words = ["-m", "tools.mirror", "--seconds=0.2", URL, str(folder), *command(folder, 60)]
+    return subprocess.Popen([sys.executable, *words], cwd=ROOT)
+
+
+def copies(store: Server) -> dict[str, bytes]:
+    return {key.removeprefix(AT): store.object(key) for key in store.keys()}
+
+
+def test_the_copy_has_what_the_folder_has_but_checkpoints(store, tmp_path, capsys):
+    """And the exit code is that of the command."""
+    folder = tmp_path / "run"
+    assert mirror.main([URL, str(folder), *command(folder, 0.1, 75)]) == 75
+    log = folder / "logs" / "rank-00000.log"
+    assert copies(store) == {"logs/rank-00000.log": log.read_bytes(), "config.toml": b"done"}
+    said = capsys.readouterr().err
+    assert f"{folder}/checkpoints is not copied: checkpoint.store keeps" in said
+
+
+def test_a_machine_that_is_lost_loses_what_an_interval_has(store, tmp_path):
+    """SIGKILL: what is in the store is the beginning of the log, and has grown in between."""
+    folder = tmp_path / "run"
+    log = folder / "logs" / "rank-00000.log"
+    process = started(folder)
+    try:
+        until(lambda: AT + "logs/rank-00000.log" in store.keys())
+        first = len(copies(store)["logs/rank-00000.log"])
+        until(lambda: len(copies(store)["logs/rank-00000.log"]) > first)
+    finally:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for pid in (process.pid, *map(int, children)):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+    kept = copies(store)["logs/rank-00000.log"]
+    assert log.read_bytes().startswith(kept) and b"a line" in kept
+
+
+def test_sigterm_reaches_the_command_and_its_last_words_the_store(store, tmp_path):
+    folder = tmp_path / "run"
+    process = started(folder)
+    until(lambda: AT + "logs/rank-00000.log" in store.keys())
+    process.terminate()
+    assert process.wait(30 * NEIGHBOURS) == 75
+    written = (folder / "logs" / "rank-00000.log").read_bytes()
+    assert copies(store)["logs/rank-00000.log"] == written
+
+
+def test_a_command_that_a_signal_kills_is_128_and_its_number(store, tmp_path):
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    assert mirror.main([URL, str(tmp_path), *killed]) == 128 + signal.SIGKILL
+
+
+def test_a_new_machine_goes_on_with_what_the_store_has(store, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert mirror.main([URL, str(first), *command(first, 0.1)]) == 0
+    before = copies(store)
+    assert mirror.main([URL, str(second), *command(second, 0.1)]) == 0
+    after = copies(store)
+    log = "logs/rank-00000.log"
+    assert after[log].startswith(before[log]) and len(after[log]) > len(before[log])
+    assert after[log] == (second / log).read_bytes()
+    # what the first has is older now
+    store.put(f"{AT}metrics.jsonl", b"of the second machine")
+    os.utime(first / log, (1, 1))
+    again = mirror.Mirror(first, location(URL))
+    assert again.fetch() == 2 and (first / log).read_bytes() == after[log]
+    assert (first / "metrics.jsonl").read_bytes() == b"of the second machine"
+    assert not (first / "checkpoints" / "metrics.jsonl").exists()
+
+
+def test_a_node_does_not_send_what_another_one_writes(store, tmp_path):
+    """Of two nodes without a shared folder, the second has fetched the first one's metrics. Negative
+    control: if it did not know what it has fetched, it would put the old ones back."""
+    store.put(f"{AT}metrics.jsonl", b"step 1")
+    node = mirror.Mirror(tmp_path / "node", location(URL))
+    assert node.fetch() == 1
+    store.put(f"{AT}metrics.jsonl", b"step 1 step 2")
+    (tmp_path / "node" / "rank-00001.log").write_text("of this node")
+    assert node.send() == ""
+    want = {"metrics.jsonl": b"step 1 step 2", "rank-00001.log": b"of this node"}
+    assert want.items() <= copies(store).items()
+    node.there = {}
+    node.send()
+    assert copies(store)["metrics.jsonl"] == b"step 1"
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "logs/../../elsewhere", "/elsewhere"])
+def test_no_name_leads_out_of_the_folder(name, store, tmp_path):
+    store.put(f"{AT}{name}", b"x")
+    with pytest.raises(InputError, match="invalid path"):
+        mirror.Mirror(tmp_path / "node", location(URL)).fetch()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_newer_here_is_sent_and_not_replaced(store, tmp_path):
+    """A run that was killed before its last lines were sent, on the same machine."""
+    store.put(f"{AT}metrics.jsonl", b"step 1")
+    later = time.time() + 3600
+    (tmp_path / "metrics.jsonl").write_bytes(b"step 1 step 2")
+    os.utime(tmp_path / "metrics.jsonl", (later, later))
+    here = mirror.Mirror(tmp_path, location(URL))
+    assert here.fetch() == 0 and here.send() == ""
+    assert copies(store) == {"metrics.jsonl": b"step 1 step 2"}
+
+
+def test_a_store_that_fails_does_not_end_the_command(store, tmp_path, capsys):
+    folder = tmp_path / "run"
+    store.rules({"kind": "denied", "methods": ["PUT"], "rate": 1.0})
+    options = ["--seconds=0.1", URL, str(folder), *command(folder, 0.5)]
+    assert mirror.main(options) == 0
+    said = capsys.readouterr().err
+    assert "it is tried again in 0 s" in said
+    assert f"what else is missing in {URL} is still in {folder}" in said
+    store.rules()
+    assert mirror.main([URL, str(folder), sys.executable, "-c", ""]) == 0
+    assert copies(store)["config.toml"] == b"done"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["file:///tmp/x", "run", "true"], "file:///tmp/x is a folder: let run.folder name it"),
+        (["http://host/a", "run", "true"], "http://host/a names no place in a store"),
+        ([URL, "run"], "there is no command to run"),
+    ],
+)
+def test_what_cannot_be_mirrored_is_a_sentence(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert mirror.main(words) == 2 and said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
