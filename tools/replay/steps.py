@@ -12,7 +12,6 @@ import torch.distributed as dist
 import train
 from checkpoint import adapters, hf, state, verify
 from checkpoint.storage import DTYPES, GENERATOR
-from checkpoint.stores.objects import location
 from checkpoint.verify import Damaged
 from configs.load import load_config
 from configs.schema import InputError
@@ -20,6 +19,7 @@ from data.open import open_corpora
 from models import FORMATS
 from parallelisms.mesh import world
 from reliability.guard import Guard
+from reliability.objects import location
 from tools.parity import trajectory
 from tools.parity.trajectory import Notes, whole
 from tools.replay import operators
