@@ -51,7 +51,7 @@ class Summary(NamedTuple):
     strange: float  # the digest of where it is not finite
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """How to read a collective's operator. Arguments by their place."""
 
     sent: int
@@ -62,14 +62,14 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "allreduce_": Form(0, 0, "reduce"),
-    "_allgather_base_": Form(1, 0, "gather"),
-    "_reduce_scatter_base_": Form(1, 0, "reduce_scatter"),
-    "alltoall_base_": Form(1, 0, "exchange", 4, 3),
-    "all_reduce": Form(0, None, "reduce"),
-    "all_gather_into_tensor": Form(0, None, "gather"),
-    "reduce_scatter_tensor": Form(0, None, "reduce_scatter"),
-    "all_to_all_single": Form(0, None, "exchange", 2, 1),
+    "allreduce_": TensorForm(0, 0, "reduce"),
+    "_allgather_base_": TensorForm(1, 0, "gather"),
+    "_reduce_scatter_base_": TensorForm(1, 0, "reduce_scatter"),
+    "alltoall_base_": TensorForm(1, 0, "exchange", 4, 3),
+    "all_reduce": TensorForm(0, None, "reduce"),
+    "all_gather_into_tensor": TensorForm(0, None, "gather"),
+    "reduce_scatter_tensor": TensorForm(0, None, "reduce_scatter"),
+    "all_to_all_single": TensorForm(0, None, "exchange", 2, 1),
 }
 
 
@@ -84,7 +84,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CheckedCollective:
     name: str
     module: str
     line: str
@@ -103,7 +103,7 @@ class OperatorNotes:
     call of the module."""
 
     operations: list[Operation] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[CheckedCollective] = field(default_factory=list)
     # Key -> the output in each microbatch, [b, t or fewer, ...]; of a backward as one rank has it
     by_token: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     # Key -> the sum over microbatches, of what in backward has no tokens: a weight's gradient
@@ -317,7 +317,7 @@ class Operators(TorchDispatchMode):
             if "reduce" in kind:
                 self.reduced.add(module)
         self.notes.collectives.append(
-            Collective(
+            CheckedCollective(
                 f"{func.namespace}.{name}",
                 module,
                 line,
