@@ -12,7 +12,6 @@ Shapes:  B batch   T sequence   D = dim   N = B T tokens   X experts   k experts
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +105,11 @@ class Experts(nn.Module):
 
     def begin(self, rows: Tensor, counts: Tensor) -> Callable[[], Tensor]:
         """What computes `forward` of these. Where the rows must travel first, they leave now."""
-        return partial(self, rows, counts)
+
+        def compute() -> Tensor:
+            return self(rows, counts)
+
+        return compute
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [M, D], sorted by expert; counts int64 [X]: how many each has -> [M, D]."""

@@ -246,6 +246,7 @@ TESTS = {
         "experts::test_one_expert_gets_every_token",
     ],
     "parallelisms/ep_hosts.py": ["ep_hosts"],
+    "parallelisms/in_flight.py": ["ep_hosts", EP],
     "parallelisms/pp.py": [
         "schedules",
         ZBV,
