@@ -46,7 +46,7 @@ LOOPS = 0.3  # share of a processor from which on a data worker computes
 SHOWN = 8  # ranks in a sentence
 
 
-class Recorded(NamedTuple):
+class BegunCall(NamedTuple):
     """A collective that a rank has begun."""
 
     group: str
@@ -92,15 +92,15 @@ class Whereabouts:
     host: str
     standing: dict[str, Any]
     line: str = ""  # of this repository, where it stands
-    flights: list[Recorded] = field(default_factory=list)
+    flights: list[BegunCall] = field(default_factory=list)
     groups: dict[str, tuple[str, list[int], int]] = field(default_factory=dict)
     silent: bool = False  # its process does not answer: stopped, or C code that holds the GIL
     busy: bool = False  # it is inside something that is no communication
 
     @property
-    def waiting(self) -> list[Recorded]:
+    def waiting(self) -> list[BegunCall]:
         """The collectives that have not ended, of each group the first."""
-        first: dict[tuple[str, str], Recorded] = {}
+        first: dict[tuple[str, str], BegunCall] = {}
         for flight in self.flights:
             if not flight.ended:
                 first.setdefault(flight.key[:2], flight)
@@ -191,7 +191,7 @@ def understand(rank: Whereabouts, logs: Path) -> None:
     for name, description, ranks, begun in standing.get("groups", []):
         members = list(range(*ranks.values())) if isinstance(ranks, dict) else ranks
         rank.groups[name] = (description, members, begun)
-    rank.flights = [Recorded(*row) for row in standing.get("flights", [])]
+    rank.flights = [BegunCall(*row) for row in standing.get("flights", [])]
     dump = logs / f"nccl-{rank.rank}"
     if dump.exists() and dump.stat().st_mtime > rank.started:
         ours = [flight for flight in rank.flights if not flight.kind.startswith("nccl:")]
@@ -232,13 +232,13 @@ class Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a dump of flights does not need {module}.{name}")
 
 
-def read_dump(path: Path) -> list[Recorded]:
+def read_dump(path: Path) -> list[BegunCall]:
     """What NCCL's flight recorder has left. [] for half a file."""
     try:
         entries = Plain(io.BytesIO(path.read_bytes())).load()["entries"]
     except (pickle.UnpicklingError, EOFError, KeyError):
         return []
-    return [Recorded(*position.as_row(entry)) for entry in entries if not entry["is_p2p"]]
+    return [BegunCall(*position.as_row(entry)) for entry in entries if not entry["is_p2p"]]
 
 
 def line_of_stacks(path: Path, started: float) -> str:
@@ -267,7 +267,7 @@ class Verdict:
 
 class Wait(NamedTuple):
     rank: int
-    flight: Recorded
+    flight: BegunCall
     for_whom: list[int]
 
 
