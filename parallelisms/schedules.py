@@ -361,7 +361,7 @@ def transfers(table: Table, placement: list[int]) -> list[Transfer]:
 
 
 def stage_layers(
-    n_layers: int, stages: int, weight_of_embedding: float = 0.0, weight_of_head: float = 0.0
+    n_layers: int, stages: int, weight_of_embedding: float, weight_of_head: float
 ) -> list[range]:
     """The layers of every stage such that the most expensive stage is as cheap as possible. The
     weights say what the embedding and the head, which the first and the last stage have besides,

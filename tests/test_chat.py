@@ -251,7 +251,9 @@ def test_a_template_that_changes_what_was_said_is_refused_by_line(tmp_path):
     source = write(tmp_path / "talks.jsonl", [TALKS[0], TALKS[1]])
     template = tmp_path / "last.jinja"
     template.write_text("{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}")
-    with pytest.raises(InputError, match="line 1 has an answer .*another way.*generation"):
+    with pytest.raises(
+        InputError, match=r"line 1 has an answer \(message 2\) .*another way.*generation"
+    ):
         quietly(data(source, chat_template=str(template)))
     template.write_text("{% generation %}{% endgeneration %}{{ messages[0].content }}")
     with pytest.raises(InputError, match="line 1 has 1 answers, of which its template marks 0"):

@@ -2,6 +2,7 @@
 docs/parallelism.md."""
 
 import io
+import itertools
 import warnings
 from functools import partial
 from pathlib import Path
@@ -277,6 +278,29 @@ def test_exchanges_are_counted_in_a_file(tmp_path):
     for _ in range(3):
         counter.advance()
     assert (tmp_path / "begun").read_bytes() == (3).to_bytes(8, "little")
+
+
+def counts_of_exchanges() -> list[int]:
+    mesh = job().mesh
+    x = torch.zeros(())
+    exchanges = [
+        lambda: mesh.sum_over_tokens(x),
+        lambda: mesh.sum_over_pp(x),
+        lambda: mesh.sum_over_tp(x),
+        lambda: mesh.sum_over_ranks(x),
+        lambda: mesh.any_rank(False),
+        lambda: mesh.gather(1),
+    ]
+    counts = [mesh.progress_counter.count]
+    for exchange in exchanges:
+        exchange()
+        counts.append(mesh.progress_counter.count)
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+def test_every_exchange_of_a_mesh_counts_once():
+    """A rank that hangs is known by the fewest, so an exchange that is not counted would hide it."""
+    assert run_ranks(2, counts_of_exchanges) == [[1] * 6] * 2
 
 
 def a_parameter_without_gradient() -> None:

@@ -215,6 +215,14 @@ def test_both_ways_of_writing_rotary_numbers_are_read(args):
         assert length == pytest.approx(1.1386294)  # 0.1 ln 4 + 1
 
 
+@pytest.mark.parametrize("args", [OLMO2, OLMO3])
+def test_an_epsilon_that_is_not_said_is_the_default_of_transformers(args):
+    """1e-5 in Olmo2Config and Olmo3Config, where Llama's is 1e-6."""
+    config = formats.hf_config(replace(args, norm_eps=1e-5))
+    del config["rms_norm_eps"]
+    assert formats.args_from_hf(config).norm_eps == 1e-5
+
+
 def scaled(**more: object) -> dict:
     return {"rope_scaling": {"rope_type": "yarn", "factor": 4.0} | more}
 

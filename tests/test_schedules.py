@@ -223,4 +223,4 @@ def test_layers_of_stages_by_cost(layers, stages, ends, counts):
 
 def test_more_stages_than_layers():
     with pytest.raises(ValueError, match="3 layers are too few for 4 stages"):
-        stage_layers(3, 4)
+        stage_layers(3, 4, 0, 0)
