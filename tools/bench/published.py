@@ -27,10 +27,11 @@ from parallelisms import blocks
 from tools.bench import harness
 from tools.bench.scatter import Point, scatter
 from tools.plan.device import load_device
-from tools.plan.pipeline import Stages, in_processes
+from tools.plan.pipeline import Stages
 from tools.plan.plan import Plan, PlanInputs, make_plan
 from tools.plan.search import Candidate, Choice, search
 from tools.plan.stack import HIDDEN_EXCHANGE, load_stack
+from tools.plan.workers import in_processes
 from training.loss import plain_cross_entropy
 
 TABLE = Path(__file__).resolve().parent / "published.toml"

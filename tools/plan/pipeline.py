@@ -8,9 +8,7 @@ the time of the step, bubbles included. Every stage is traced in a pipeline of t
 first, the middle or the last one.
 """
 
-import multiprocessing
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -40,6 +38,7 @@ from tools.plan.routing import BALANCED, Routing
 from tools.plan.stack import OURS, Software
 from tools.plan.step import IN_BLOCKS, Curve, Parameters, Step, Where
 from tools.plan.trace import trace_step, tracing
+from tools.plan.workers import in_processes
 
 ALONE = 3  # stages of the pipeline in which one is traced: first, middle, last
 Sizes = dict[str, int]  # bytes by kind of memory
@@ -360,20 +359,6 @@ class Stages:
         steps = in_processes(Alone.trace, [(alone, cfg) for alone in missing])
         self.traced |= {(name, alone): step for alone, step in zip(missing, steps)}
         return {alone: self.traced[name, alone] for alone in wanted}
-
-
-def in_processes(function: Callable, calls: list[tuple]) -> list:
-    """function(*call) for each call, in a process of its own: PyTorch keeps what belongs to a mesh
-    while a process lives.
-
-    They are forked by a server that computes nothing: this process may have run a backward, after
-    which PyTorch's CUDA build refuses one in a fork."""
-    if not calls:
-        return []
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tools.plan.search"])
-    with server.Pool(min(len(calls), os.cpu_count() or 1), maxtasksperchild=1) as pool:
-        return pool.starmap(function, calls, chunksize=1)
 
 
 def one_by_one(microbatches: int, split: bool) -> Table:

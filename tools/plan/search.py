@@ -9,9 +9,10 @@ import torch
 
 from configs import check
 from configs.schema import SCHEDULES, Config, InputError, Parallelism
-from tools.plan.pipeline import Stages, in_processes
+from tools.plan.pipeline import Stages
 from tools.plan.plan import PlanInputs, make_plan
 from tools.plan.step import GIB
+from tools.plan.workers import in_processes
 
 MODES = ("full", "selective", "none")  # of activation checkpointing, by how much they keep
 EXPERT_RANKS = (1, 4, 8, 16, 32, 64)  # degrees of expert parallelism
